@@ -1,0 +1,1 @@
+"""The process: command line, configuration, stages, model, data, metrics."""

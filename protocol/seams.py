@@ -1,0 +1,209 @@
+"""The seams of the network side: what the node needs of a transport, a directory and a clock, and what they need of it.
+
+The real ones are `protocol.transport` and `protocol.directory`; tests and the simulator hand in others.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from swarm.announcement import Announcement
+from swarm.errors import PeerError
+from swarm.messages import ControlMessage, TensorMessage
+from swarm.vocabulary import ModuleId, PeerId
+
+
+class Clock(Protocol):
+    def monotonic(self) -> float:
+        """Seconds since an arbitrary moment; never goes back. For durations and deadlines."""
+        ...
+
+    def wall(self) -> float:
+        """Unix time in seconds. Only for what other machines see: record expiry and sequence."""
+        ...
+
+
+class DType(enum.Enum):
+    """Element types that may travel. The value is the one in link.proto."""
+
+    FLOAT32 = 1
+    BFLOAT16 = 2
+    FLOAT16 = 3
+
+    @property
+    def size_bytes(self) -> int:
+        return 4 if self is DType.FLOAT32 else 2
+
+
+class Codec(enum.Enum):
+    NONE = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape, element type and encoding of a tensor on the wire."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+    codec: Codec = Codec.NONE
+
+    @property
+    def byte_length(self) -> int:
+        return math.prod(self.shape) * self.dtype.size_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Contact:
+    """How to reach a peer and how to know that it is the one: enough to dial."""
+
+    peer: PeerId
+    addresses: tuple[str, ...]
+    certificate: bytes
+    """DER; already checked to belong to `peer`."""
+
+
+class AddressBook(Protocol):
+    """Whom the transport may talk to. Called from gRPC's threads too: must be thread-safe and quick."""
+
+    def contact(self, peer: PeerId) -> Contact | None:
+        """How to dial the peer, or None when it is not known."""
+        ...
+
+    def certificates(self) -> Iterable[bytes]:
+        """DER of every certificate that may open a link to us; read again at every TLS handshake."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The answer to a tensor that is not wanted. `busy` means: a free slot may come; try again or elsewhere."""
+
+    busy: bool
+    detail: str
+    retry_after_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One of the questions of link.proto. `microbatches` is only for `evaluate`."""
+
+    about: QuestionAbout
+    microbatches: int = 0
+
+
+class QuestionAbout(enum.Enum):
+    MANIFEST = "manifest"
+    STATUS = "status"
+    EVALUATE = "evaluate"
+
+
+class LinkHandler(Protocol):
+    """What the node does with what arrives. All methods but `answer` run on the event loop and must not block it."""
+
+    def admit(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec) -> memoryview | Refusal:
+        """Called with the header, before any memory is spent on the tensor.
+
+        Returns a writable, contiguous buffer of exactly `tensor.byte_length` bytes, or a refusal, which the transport
+        sends back as a Receipt (BUSY or REFUSED).
+
+        Raises:
+            ProtocolViolation: the header contradicts the manifest; the transport ends the link.
+        """
+        ...
+
+    def received(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec, buffer: memoryview) -> None:
+        """The tensor admitted before is complete and every checksum agreed."""
+        ...
+
+    def broken_off(self, sender: PeerId, message: TensorMessage, buffer: memoryview, error: PeerError) -> None:
+        """The tensor admitted before will not be completed; the buffer is the handler's again."""
+        ...
+
+    def told(self, sender: PeerId, message: ControlMessage) -> None:
+        """A small message arrived."""
+        ...
+
+    def announced(self, sender: PeerId, record: bytes) -> None:
+        """The peer sent its signed record (unchecked)."""
+        ...
+
+    async def answer(self, sender: PeerId, question: Question) -> bytes:
+        """Answers a question.
+
+        Raises:
+            PeerError: refused; its message becomes `Answer.refused`.
+        """
+        ...
+
+    def link_up(self, peer: PeerId) -> None: ...
+
+    def link_down(self, peer: PeerId, error: PeerError) -> None:
+        """The last stream to the peer ended. Everything not yet acknowledged on it is to be taken as lost."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LinkFigures:
+    """What the transport has measured about one link."""
+
+    round_trip_s: float
+    """Smoothed; 0 before the first pong."""
+    sent_bytes: int
+    received_bytes: int
+    goodput_bytes_per_s: float
+    """Smoothed rate of whole tensor transfers sent; 0 before the first."""
+    last_heard_s: float
+    """Seconds since any frame came in."""
+
+
+class Transport(Protocol):
+    async def send(self, peer: PeerId, message: TensorMessage, tensor: TensorSpec, data: memoryview) -> None:
+        """Sends a tensor, dialling first when there is no link. Waits while the link's send budget is used up.
+
+        Returns when the last byte has been handed to the stream, or when the receiver said it does not want the rest.
+        `data` must not change until then. That it returns does not mean that it arrived: only a Receipt does.
+
+        Raises:
+            Unreachable, Stalled, Rejected, StaleVersion: no link, or it broke before the end.
+        """
+        ...
+
+    async def tell(self, peer: PeerId, message: ControlMessage) -> None:
+        """Sends a small message, dialling first when there is no link. Same errors as `send`."""
+        ...
+
+    async def ask(self, peer: PeerId, question: Question, timeout_s: float) -> bytes:
+        """Asks and waits for the answer. Errors as `send`, and Rejected when the peer refuses, Stalled on timeout."""
+        ...
+
+    def announce(self, record: bytes) -> None:
+        """Hands our own new signed record to every peer we have a link to."""
+        ...
+
+    def figures(self) -> dict[PeerId, LinkFigures]:
+        """Of every open link."""
+        ...
+
+
+class Directory(Protocol):
+    """The DHT as the node sees it."""
+
+    async def publish(self, announcement: Announcement) -> None:
+        """Signs and stores our record under its module's key (visitors under the visitors' key).
+
+        Raises:
+            Unreachable: the DHT could not store it just now; call again later.
+        """
+        ...
+
+    async def look_up(self, modules: Sequence[ModuleId]) -> list[Announcement]:
+        """All valid, unexpired records of these modules and of visitors; forged or malformed ones are left out.
+
+        Raises:
+            Unreachable: the DHT did not answer.
+        """
+        ...

@@ -1,0 +1,45 @@
+"""What a peer tells the swarm about itself, as plain data. `protocol.records` turns it into signed bytes."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from swarm.vocabulary import ModuleId, PeerId, PeerState, RunId, VersionRange
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """One peer's current record: which module it hosts, where it is reached, how fast it is, how far it has come.
+
+    Figures are the peer's own claims. The planner believes them only until it has measurements of its own.
+    """
+
+    run: RunId
+    peer: PeerId
+    state: PeerState
+    module: ModuleId | None
+    """None exactly when `state` is VISITING."""
+    addresses: tuple[str, ...]
+    """`host:port` of its gRPC server, most direct first; at most 8. Empty for a peer that cannot be dialled."""
+    certificate: bytes
+    """DER of the self-signed P-256 TLS certificate that carries the libp2p extension for `peer`."""
+    versions: VersionRange
+    tokens_per_second: float
+    """Measured forward plus backward throughput of the module on this peer; 0 when not yet measured."""
+    slots: int
+    free_slots: int
+    steps: int
+    """Inner steps this replica has taken."""
+    round: int
+    digest: bytes
+    """SHA-256 of the anchor's parameters (32 bytes), or empty when there is none yet."""
+    sequence: int
+    """Unix time in milliseconds at signing, strictly increasing for each peer: an older record never replaces a newer."""
+    expires_at: float
+    """Unix time in seconds."""
+
+    @property
+    def fingerprint(self) -> bytes:
+        """SHA-256 of the certificate's DER, 32 bytes."""
+        return hashlib.sha256(self.certificate).digest()

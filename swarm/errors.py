@@ -1,0 +1,121 @@
+"""The one exception tree of Skipstone.
+
+    SkipstoneError                 70  something of ours broke
+    |-- ConfigError                78  a setting, flag or file on this machine is wrong
+    |-- IdentityError              78  the node's key is missing, unsafe or damaged
+    |-- ManifestError              65  the run's manifest is malformed, unsigned or another one
+    |-- PeerError                  75  another peer did not do its part; going elsewhere may help
+    |   |-- Unreachable            75  no connection could be made, or it broke
+    |   |-- Stalled                75  connected, but silent past the deadline
+    |   |-- Busy                   75  the peer has no free slot now
+    |   |-- ProtocolViolation      76  the peer sent what the protocol or the manifest forbids
+    |   |-- StaleVersion           65  the peer speaks no protocol version that we speak
+    |   `-- Rejected               77  the peer, or this machine's guard, refused on purpose
+    |-- StateError                 74  saved or shared state cannot be used
+    |   |-- CorruptSnapshot        74  a checkpoint's bytes do not match its hashes
+    |   `-- NoQuorum               75  not enough peers agree
+    `-- ResourceExhausted          71  memory, disk, ports or a bound of ours ran out
+
+Errors of grpc, hivemind and the operating system are mapped to these where they enter, so that nobody above
+has to know those libraries. The numbers are process exit codes (sysexits.h where it has one); `hint` says what
+a person can do about it and is printed under the message.
+"""
+
+from __future__ import annotations
+
+
+class SkipstoneError(Exception):
+    """Root of the tree; raised itself only when an invariant of our own is broken."""
+
+    exit_code = 70
+    hint = "This is a bug in Skipstone. Please report it with the log above."
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        if hint is not None:
+            self.hint = hint
+
+
+class ConfigError(SkipstoneError):
+    """A command-line flag, environment variable or local file has a value that cannot work."""
+
+    exit_code = 78
+    hint = "Correct the setting named above and start again."
+
+
+class IdentityError(SkipstoneError):
+    """The identity key file is absent where it must exist, readable by others, or not an Ed25519 key."""
+
+    exit_code = 78
+    hint = "Run `chmod 600` on the key file, or name another file with --identity."
+
+
+class ManifestError(SkipstoneError):
+    """A manifest is malformed, inconsistent, wrongly signed, or not the one that the link names."""
+
+    exit_code = 65
+    hint = "Correct the key named above, then sign the manifest again with `skipstone new`."
+
+
+class PeerError(SkipstoneError):
+    """Another peer did not do its part. The work may succeed elsewhere."""
+
+    exit_code = 75
+    hint = "The node goes on with other peers; if there are none, try again later."
+
+
+class Unreachable(PeerError):
+    """No connection to the peer could be made, or the one there was broke."""
+
+    hint = "Check that the peer runs, and that its addresses and ports can be reached from here."
+
+
+class Stalled(PeerError):
+    """The peer is connected but has been silent past the deadline."""
+
+
+class Busy(PeerError):
+    """The peer has no free slot for this microbatch now."""
+
+
+class ProtocolViolation(PeerError):
+    """The peer sent something that the protocol or the manifest forbids; nothing of it was used."""
+
+    exit_code = 76
+
+
+class StaleVersion(PeerError):
+    """The two peers have no protocol version in common."""
+
+    exit_code = 65
+    hint = "Upgrade the older of the two nodes."
+
+
+class Rejected(PeerError):
+    """The peer refused on purpose: wrong run, unknown certificate, unknown module."""
+
+    exit_code = 77
+
+
+class StateError(SkipstoneError):
+    """Saved or shared state cannot be used."""
+
+    exit_code = 74
+    hint = "Use another checkpoint, or start without one."
+
+
+class CorruptSnapshot(StateError):
+    """A checkpoint's bytes do not match the hashes written with it."""
+
+
+class NoQuorum(StateError):
+    """Fewer peers agree than the rule asks for."""
+
+    exit_code = 75
+
+
+class ResourceExhausted(SkipstoneError):
+    """Memory, disk, ports, or a bound that Skipstone sets itself has run out."""
+
+    exit_code = 71
+    hint = "Free some of it, or raise the limit named above."

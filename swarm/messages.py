@@ -1,0 +1,91 @@
+"""What peers say to each other about a microbatch, as plain data. `protocol.frames` turns it into bytes.
+
+A message that carries a tensor is sent together with it; the tensor itself never appears here.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from swarm.vocabulary import MicrobatchId, Path
+
+
+class Purpose(enum.Enum):
+    TRAIN = 1
+    EVALUATE = 2
+
+
+class Direction(enum.Enum):
+    FORWARD = 1
+    BACKWARD = 2
+
+
+class ReceiptStatus(enum.Enum):
+    ACCEPTED = 1
+    PASSED_ON = 2
+    BUSY = 3
+    REFUSED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Hidden states [rows, tokens, hidden] for `path.hops[position]`, or for the data node when position is `len(hops)`."""
+
+    microbatch: MicrobatchId
+    path: Path
+    position: int
+    purpose: Purpose
+    lifetime_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """The loss's gradient for the output of `path.hops[position]`; position -1 is the data node's embedding."""
+
+    microbatch: MicrobatchId
+    path: Path
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What became of a tensor, told to whoever sent it. `position` is that of the tensor's receiver."""
+
+    microbatch: MicrobatchId
+    direction: Direction
+    position: int
+    status: ReceiptStatus
+    retry_after_s: float = 0.0
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Stranded:
+    """To the data node: the hop at `position` cannot be reached, and nobody stands in for it."""
+
+    microbatch: MicrobatchId
+    direction: Direction
+    position: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """From the data node: the microbatch is abandoned."""
+
+    microbatch: MicrobatchId
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivalHint:
+    """The microbatch will reach `position` in about `expected_s` seconds."""
+
+    microbatch: MicrobatchId
+    position: int
+    expected_s: float
+
+
+TensorMessage = Forward | Backward
+ControlMessage = Receipt | Stranded | Close | ArrivalHint

@@ -1,0 +1,143 @@
+"""The words of Skipstone as types: what a run, a module, a microbatch and a path are.
+
+Everything here is immutable, hashable and free of IO, so that the same values serve the node, the simulator
+and the tests. `docs/PROTOCOL.md` has the table of words; use exactly these in code, logs and output.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Generic, NewType, TypeVar
+
+from swarm.errors import ProtocolViolation
+
+PeerId = NewType("PeerId", str)
+"""A peer's libp2p id: base58 of the multihash of its Ed25519 public key (`12D3Koo...`, 52 characters)."""
+
+RunId = NewType("RunId", str)
+"""SHA-256 of the manifest's canonical form, 64 lower-case hexadecimal digits."""
+
+MAX_STAGES = 1024
+MAX_EXPERTS = 1024
+MAX_MICROBATCH_NUMBER = 2**48 - 1
+MAX_HOPS = 256
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoned(Generic[Value]):
+    """What was decided, and one sentence for the person who asks why."""
+
+    value: Value
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ModuleId:
+    """The weights at a stage. `expert` is 0 unless the run has several experts a stage (DiPaCo)."""
+
+    stage: int
+    expert: int = 0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.stage < MAX_STAGES and 0 <= self.expert < MAX_EXPERTS):
+            raise ProtocolViolation(
+                f"module {self.stage}.{self.expert} is outside 0.0 to {MAX_STAGES - 1}.{MAX_EXPERTS - 1}"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.stage}.{self.expert}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class MicrobatchId:
+    """A unit of work, named by the data node that started it and that node's running number."""
+
+    data_node: PeerId
+    number: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.number <= MAX_MICROBATCH_NUMBER:
+            raise ProtocolViolation(f"microbatch number {self.number} is outside 0 to {MAX_MICROBATCH_NUMBER}")
+
+    def __str__(self) -> str:
+        return f"{short(self.data_node)}#{self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """One visit of a path: which module, computed by which peer."""
+
+    module: ModuleId
+    peer: PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """The hops a microbatch takes out from its data node and back.
+
+    Stage 0 is the data node itself and is not listed: it stands before the first and after the last hop. A
+    *position* is an index into `hops`; position -1 is the data node at the start (embedding) and
+    `len(hops)` the data node at the end (norm, head, loss).
+    """
+
+    data_node: PeerId
+    hops: tuple[Hop, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.hops) > MAX_HOPS:
+            raise ProtocolViolation(f"a path of {len(self.hops)} hops is longer than {MAX_HOPS}")
+
+    def peer_at(self, position: int) -> PeerId:
+        """The peer at a position; both ends are the data node.
+
+        Raises:
+            IndexError: `position` is not from -1 to `len(hops)`.
+        """
+        if position in (-1, len(self.hops)):
+            return self.data_node
+        if not 0 <= position < len(self.hops):
+            raise IndexError(f"position {position} is not on a path of {len(self.hops)} hops")
+        return self.hops[position].peer
+
+    def with_peer(self, position: int, peer: PeerId) -> Path:
+        """The same path with another replica at `position` (repair)."""
+        hop = self.hops[position]
+        return Path(self.data_node, (*self.hops[:position], Hop(hop.module, peer), *self.hops[position + 1 :]))
+
+
+class PeerState(enum.Enum):
+    """What a peer says of itself in its announcement."""
+
+    JOINING = 1
+    """It has chosen a module and prepares it; send it no work yet."""
+    SERVING = 2
+    """It takes microbatches."""
+    DRAINING = 3
+    """It finishes what it has and takes nothing new."""
+    VISITING = 4
+    """It hosts no module: a newcomer that has not chosen yet, or a `status` or `eval` command."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRange:
+    """The protocol versions a peer speaks, both ends included."""
+
+    lowest: int
+    highest: int
+
+    def common(self, other: VersionRange) -> int | None:
+        """The highest version that both speak, or None."""
+        highest = min(self.highest, other.highest)
+        return highest if highest >= max(self.lowest, other.lowest) else None
+
+
+PROTOCOL_VERSIONS = VersionRange(1, 1)
+"""What this code speaks."""
+
+
+def short(peer: PeerId) -> str:
+    """The last six characters: enough to tell peers apart in a table or a log line."""
+    return peer[-6:]
