@@ -156,6 +156,12 @@ class Custody:
         gone: list[Action] = [self._drop(h.key, detail) for h in held]
         return [*gone, *(Tell(peer, Close(microbatch, detail)) for peer in peers)]
 
+    def touch(self, key: Key, now: float) -> None:
+        """Somewhere on its path the microbatch has moved: put its deadline off."""
+        holding = self._holdings.get(key)
+        if holding is not None:
+            self._put(_touched(holding, now))
+
     # ---- one event each --------------------------------------------------------------------------------------
 
     def _start(self, event: Started, now: float) -> list[Action]:
