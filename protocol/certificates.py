@@ -4,8 +4,10 @@ gRPC's TLS takes no Ed25519 certificates. So each start of a node makes a throw-
 certificate, and the node's Ed25519 identity signs that key inside the certificate
 (https://github.com/libp2p/specs/blob/master/tls/tls.md). Whoever checks the certificate learns the peer id.
 
-A checked certificate becomes a trust root of exactly itself, which is why `peer_of_certificate` insists on more than
-libp2p does: one that could sign others (CA:TRUE), or that carries another peer's name, would speak for more than its owner.
+A checked certificate becomes a trust root that must stand for nobody but itself, which is why `peer_of_certificate`
+insists on more than libp2p does: one that may sign others, or that carries another peer's name, would speak for more
+than its owner. That it is no authority (CA:FALSE) is not enough: gRPC's TLS takes a leaf signed with a root's key all the
+same, unless the root's key usage says that it signs no certificates.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from swarm.errors import ProtocolViolation
 from swarm.vocabulary import PeerId
 
 MAX_CERTIFICATE_BYTES: Final = 1024
-"""Of DER. Ours have about 650; a record in the DHT (2 KiB) carries one."""
+"""Of DER. Ours have about 665; a record in the DHT (2 KiB) carries one."""
 
 _LIBP2P_EXTENSION: Final = x509.ObjectIdentifier("1.3.6.1.4.1.53594.1.1")
 _SIGNATURE_PURPOSE: Final = b"libp2p-tls-handshake:"
@@ -51,6 +53,18 @@ _SIGNATURE_HEADER: Final = bytes.fromhex("0440")
 # clocks talk to each other, and a node run for years needs no new certificate in mid-run.
 _NOT_BEFORE: Final = datetime(2000, 1, 1, tzinfo=UTC)
 _NOT_AFTER: Final = datetime(2100, 1, 1, tzinfo=UTC)
+
+_SIGNS_HANDSHAKES_ONLY: Final = x509.KeyUsage(
+    digital_signature=True,
+    content_commitment=False,
+    key_encipherment=False,
+    data_encipherment=False,
+    key_agreement=False,
+    key_cert_sign=False,
+    crl_sign=False,
+    encipher_only=False,
+    decipher_only=False,
+)
 
 _MALFORMED: Final = (
     ValueError,
@@ -96,6 +110,7 @@ def make_credentials(identity: Identity) -> TlsCredentials:
         .not_valid_before(_NOT_BEFORE)
         .not_valid_after(_NOT_AFTER)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_SIGNS_HANDSHAKES_ONLY, critical=True)
         .add_extension(x509.SubjectAlternativeName([x509.DNSName(identity.peer)]), critical=False)
         .add_extension(_libp2p_extension(identity, key.public_key()), critical=False)
         .sign(key, SHA256())
@@ -187,10 +202,13 @@ def _proven_peer(extensions: x509.Extensions, key: ec.EllipticCurvePublicKey) ->
 def _check_speaks_only_for(peer: PeerId, extensions: x509.Extensions) -> None:
     try:
         is_authority = extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+        usage = extensions.get_extension_for_class(x509.KeyUsage).value
         names = list(extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
     except x509.ExtensionNotFound:
-        raise ProtocolViolation("certificate: basic constraints or alternative names are missing") from None
+        raise ProtocolViolation("certificate: basic constraints, key usage or alternative names are missing") from None
     if is_authority:
         raise ProtocolViolation("certificate: it claims to be an authority (CA:TRUE)")
+    if usage != _SIGNS_HANDSHAKES_ONLY:
+        raise ProtocolViolation("certificate: the key usage is not digitalSignature alone")
     if names != [x509.DNSName(peer)]:
         raise ProtocolViolation(f"certificate: the alternative names are not exactly {peer}")

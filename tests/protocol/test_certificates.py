@@ -42,6 +42,10 @@ def extension_for(
     return x509.UnrecognizedExtension(LIBP2P_EXTENSION, b"\x30" + bytes([len(body)]) + body)
 
 
+def key_usage(key_cert_sign: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(True, False, False, False, False, key_cert_sign, False, False, False)
+
+
 def certificate(
     identity: Identity,
     *,
@@ -52,6 +56,7 @@ def certificate(
     issuer: str | None = None,
     alternative: tuple[str, ...] | None = None,
     authority: bool = False,
+    may_sign_others: bool = False,
     digest: HashAlgorithm | None = None,
     padding: int = 0,
     leave_out: str = "",
@@ -71,6 +76,8 @@ def certificate(
         builder = builder.add_extension(extension or extension_for(identity, key), critical=False)
     if leave_out != "constraints":
         builder = builder.add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
+    if leave_out != "usage":
+        builder = builder.add_extension(key_usage(key_cert_sign=may_sign_others), critical=True)
     if leave_out != "alternative":
         dns_names = [x509.DNSName(name) for name in alternative or (identity.peer,)]
         builder = builder.add_extension(x509.SubjectAlternativeName(dns_names), critical=False)
@@ -148,7 +155,9 @@ WRONG: dict[str, tuple[Maker, str]] = {
     "another's name": (lambda me, other, key: certificate(me, names=(other.peer,)), "common name"),
     "two names": (lambda me, other, key: certificate(me, names=(me.peer, other.peer)), "common name"),
     "authority": (lambda me, other, key: certificate(me, authority=True), "CA:TRUE"),
-    "silent about authority": (lambda me, other, key: certificate(me, leave_out="constraints"), "basic constraints"),
+    "silent about authority": (lambda me, other, key: certificate(me, leave_out="constraints"), "are missing"),
+    "signs others": (lambda me, other, key: certificate(me, may_sign_others=True), "key usage"),
+    "silent about key usage": (lambda me, other, key: certificate(me, leave_out="usage"), "are missing"),
     "another's alternative name": (lambda me, other, key: certificate(me, alternative=(other.peer,)), "alternative"),
     "a second alternative name": (
         lambda me, other, key: certificate(me, alternative=(me.peer, other.peer)),

@@ -111,7 +111,7 @@ async def test_a_restarted_client_gets_in_beside_its_former_certificate() -> Non
 
 
 async def test_a_certificate_in_the_roots_can_not_vouch_for_another() -> None:
-    """The leaf is signed with a key that is in the roots; being no authority, that must not help."""
+    """The leaf is signed with a key that is in the roots. Of its extensions, the key usage is what stops this."""
     server_identity = Identity.generate()
     ours, friend = make_credentials(server_identity), make_credentials(Identity.generate())
     forged = _issued_by(friend, make_credentials(Identity.generate()))
