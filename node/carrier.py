@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from node.admission import Admission
 from node.buffers import BufferPool
 from node.compute import ComputeThread, Priority
+from node.optimization import StepFigures
 from node.work import Job, Neighbours, NoPathEnds, Output, PathEnds, Worker
 from protocol.seams import Clock, Question, Refusal, TensorSpec, Transport
 from swarm.custody import Custody
@@ -89,6 +90,7 @@ class Carrier:
         compute: ComputeThread,
         neighbours: Neighbours,
         clock: Clock,
+        on_step: Callable[[StepFigures], None],
         ends: PathEnds | None = None,
     ) -> None:
         self.custody = custody
@@ -97,6 +99,7 @@ class Carrier:
         self._compute = compute
         self._neighbours = neighbours
         self._clock = clock
+        self._on_step = on_step
         self.ends: PathEnds = ends or NoPathEnds()
         self.transport: Transport | None = None
         self.draining = False
@@ -270,7 +273,7 @@ class Carrier:
         self.handle(Computed(action.key))
 
     async def _step(self) -> None:
-        await self._compute.run(Priority.UPKEEP, self._worker.step)
+        self._on_step(await self._compute.run(Priority.UPKEEP, self._worker.step))
 
     async def _sending(self, action: SendOutput, load: _Load) -> None:
         assert self.transport is not None

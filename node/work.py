@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from node.optimization import StepFigures
 from protocol.seams import Question, TensorSpec
 from swarm.errors import PeerError
 from swarm.holdings import Key, Work
@@ -53,7 +54,7 @@ class Worker(Protocol):
         """Frees what was kept for the holding, if anything was."""
         ...
 
-    def step(self) -> None:
+    def step(self) -> StepFigures:
         """Takes the inner step that is due."""
         ...
 
