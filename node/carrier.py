@@ -1,6 +1,6 @@
 """Carries out what custody decides: admits and receives tensors, has them computed, sends them on.
 
-This is the node's side of the transport (`protocol.seams.LinkHandler`). Decisions are all in `swarm.custody`; here are the buffers, the
+This is the part of `protocol.seams.LinkHandler` that has to do with microbatches. Decisions are all in `swarm.custody`; here are the buffers, the
 compute thread and the tasks that go with them.
 """
 
@@ -18,8 +18,8 @@ from node.admission import Admission
 from node.buffers import BufferPool
 from node.compute import ComputeThread, Priority
 from node.optimization import StepFigures
-from node.work import Job, Neighbours, NoPathEnds, Output, PathEnds, Worker
-from protocol.seams import Clock, Question, Refusal, TensorSpec, Transport
+from node.work import Job, NoPathEnds, Output, PathEnds, Worker
+from protocol.seams import Clock, Refusal, TensorSpec, Transport
 from swarm.custody import Custody
 from swarm.errors import PeerError, SkipstoneError
 from swarm.holdings import (
@@ -88,8 +88,8 @@ class Carrier:
         admission: Admission,
         worker: Worker,
         compute: ComputeThread,
-        neighbours: Neighbours,
         clock: Clock,
+        on_failure: Callable[[PeerId, PeerError], None],
         on_step: Callable[[StepFigures], None],
         ends: PathEnds | None = None,
     ) -> None:
@@ -97,7 +97,7 @@ class Carrier:
         self._admission = admission
         self._worker = worker
         self._compute = compute
-        self._neighbours = neighbours
+        self._on_failure = on_failure
         self._clock = clock
         self._on_step = on_step
         self.ends: PathEnds = ends or NoPathEnds()
@@ -137,7 +137,7 @@ class Carrier:
     def is_empty(self) -> bool:
         return len(self.custody) == 0
 
-    # ---- protocol.seams.LinkHandler --------------------------------------------------------------------------------
+    # ---- what comes in by the links ----------------------------------------------------------------------------------
 
     def admit(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec) -> memoryview | Refusal:
         self._admission.check(sender, message, tensor)
@@ -162,14 +162,14 @@ class Carrier:
             return Refusal(True, "all receive buffers are in use", BUSY_RETRY_S)
         return None if self._admission.hosts(message) else Refusal(False, "this module is not hosted here")
 
-    def received(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec, buffer: memoryview) -> None:
+    def received(self, message: TensorMessage, buffer: memoryview) -> None:
         self._arrived = buffer
         self.handle(ForwardArrived(message) if isinstance(message, Forward) else BackwardArrived(message))
         if self._arrived is not None:  # a second copy, or forgotten meanwhile: nothing is computed from it
             self._pool.give_back(self._arrived)
             self._arrived = None
 
-    def broken_off(self, sender: PeerId, message: TensorMessage, buffer: memoryview, error: PeerError) -> None:
+    def broken_off(self, message: TensorMessage, buffer: memoryview) -> None:
         self._pool.give_back(buffer)
         if isinstance(message, Forward):
             self.handle(BrokenOff(Key(message.microbatch, message.position)))
@@ -188,17 +188,7 @@ class Carrier:
             case _:
                 log.debug("%s from %s needs no action", type(message).__name__, sender)
 
-    def announced(self, sender: PeerId, record: bytes) -> None:
-        self._neighbours.announced(sender, record)
-
-    async def answer(self, sender: PeerId, question: Question) -> bytes:
-        return await self._neighbours.answer(sender, question)
-
-    def link_up(self, peer: PeerId) -> None:
-        self._neighbours.link_up(peer)
-
     def link_down(self, peer: PeerId, error: PeerError) -> None:
-        self._neighbours.link_down(peer, error)
         self.handle(PeerLost(peer, str(error)))
 
     # ---- carrying out ----------------------------------------------------------------------------------------------
@@ -283,7 +273,7 @@ class Carrier:
             try:
                 await self.transport.send(action.to, action.message, self._worker.tensor, load.output)
             except PeerError as error:
-                self._neighbours.link_down(action.to, error)
+                self._on_failure(action.to, error)
                 self.handle(PeerLost(action.to, str(error)))
         self.wire_s += self._clock.monotonic() - begun
 

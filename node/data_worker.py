@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from node.data.packing import Microbatch
 from node.model.parts import EmbeddingPart, HeadPart
 from node.model.visit import Visit, backward, forward
 from node.optimization import Accumulator, Addition, InnerOptimizer, StepFigures
@@ -17,14 +18,6 @@ from swarm.errors import ProtocolViolation, StateError
 from swarm.holdings import Work
 from swarm.messages import Purpose
 from swarm.vocabulary import MicrobatchId
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Text:
-    """The tokens of a microbatch and what should follow each; int64 [rows, tokens]. They never leave the data node."""
-
-    tokens: Tensor
-    labels: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +44,7 @@ class DataWorker:
         self.accumulated = 0
         """Microbatches whose gradients have been added at both ends, since the start."""
         self.recomputed = 0
-        self.texts: dict[MicrobatchId, Text] = {}
+        self.texts: dict[MicrobatchId, Microbatch] = {}
         """Of the microbatches under way. The data node puts them in and takes them out; here they are only read."""
         self._tensor = tensor
         self._tokens = tokens
@@ -86,7 +79,7 @@ class DataWorker:
     def step(self) -> StepFigures:
         return self.stage.optimizer.step()
 
-    def _embed(self, job: Job, text: Text) -> Output:
+    def _embed(self, job: Job, text: Microbatch) -> Output:
         tokens = text.tokens.to(self._device)
         if job.purpose is Purpose.EVALUATE:
             with torch.no_grad():
@@ -95,7 +88,7 @@ class DataWorker:
         self._visits[job.ticket] = (visit, self.stage.optimizer.steps)
         return Output(bytes_of_tensor(visit.result))
 
-    def _loss(self, job: Job, text: Text) -> Output:
+    def _loss(self, job: Job, text: Microbatch) -> Output:
         assert job.incoming is not None
         hidden = tensor_from_bytes(job.incoming, self._tensor, self._device)
         labels = text.labels.to(self._device)
@@ -108,7 +101,7 @@ class DataWorker:
         self._add(self.stage.head_sum, job, gradients.parameters)
         return Output(bytes_of_tensor(gradients.source), visit.result.item())
 
-    def _finish(self, job: Job, text: Text) -> Output:
+    def _finish(self, job: Job, text: Microbatch) -> Output:
         assert job.incoming is not None
         gradient = tensor_from_bytes(job.incoming, self._tensor, self._device)
         visit, steps = self._visits.pop(job.ticket)

@@ -1,4 +1,4 @@
-"""What the carrier needs of the rest of the node: somebody who computes, somebody who wants the results, somebody who minds the links."""
+"""What the carrier needs of the rest of the node: somebody who computes, and somebody who wants the results."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from node.optimization import StepFigures
-from protocol.seams import Question, TensorSpec
-from swarm.errors import PeerError
+from protocol.seams import TensorSpec
 from swarm.holdings import Key, Work
 from swarm.messages import Forward, Purpose, Receipt
-from swarm.vocabulary import MicrobatchId, Path, PeerId
+from swarm.vocabulary import MicrobatchId, Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +91,3 @@ class NoPathEnds:
     def lost(self, microbatch: MicrobatchId, detail: str) -> None: ...
 
     def passed(self, receipt: Receipt) -> None: ...
-
-
-class Neighbours(Protocol):
-    """Who is told when links come and go, and answers what peers ask."""
-
-    def announced(self, sender: PeerId, record: bytes) -> None: ...
-
-    def link_up(self, peer: PeerId) -> None: ...
-
-    def link_down(self, peer: PeerId, error: PeerError) -> None: ...
-
-    async def answer(self, sender: PeerId, question: Question) -> bytes: ...
