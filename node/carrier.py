@@ -102,7 +102,6 @@ class Carrier:
         self._on_step = on_step
         self.ends: PathEnds = ends or NoPathEnds()
         self.transport: Transport | None = None
-        self.draining = False
         self.wire_s = 0.0
         # Two tensors come to a holding, the input and the gradient; a data node's own are held besides the slots.
         self._pool = BufferPool(worker.tensor.byte_length, 4 * custody.slots + 64)
@@ -156,8 +155,6 @@ class Carrier:
             return None if expected.value else Refusal(False, expected.reason)
         if message.microbatch.data_node == self.custody.own:
             return None if self.ends.expects(message) else Refusal(False, "this microbatch is not under way")
-        if self.draining:
-            return Refusal(False, "leaving")
         if self._pool.in_use >= self._pool.limit:
             return Refusal(True, "all receive buffers are in use", BUSY_RETRY_S)
         return None if self._admission.hosts(message) else Refusal(False, "this module is not hosted here")

@@ -45,6 +45,9 @@ class ComputeThread:
         self._stopping = False
         self._thread = threading.Thread(target=self._work, name="compute", daemon=True)
         self.busy_s = 0.0
+        """Seconds spent in jobs."""
+        self.idle_s = 0.0
+        """Seconds spent waiting for a job, since the first one."""
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -93,6 +96,7 @@ class ComputeThread:
 
     def _work(self) -> None:
         self._set_up()
+        ended: float | None = None
         while True:
             with self._wake:
                 while not self._jobs and not self._stopping:
@@ -101,5 +105,7 @@ class ComputeThread:
                     return
                 _, _, job = heapq.heappop(self._jobs)
             begun = time.perf_counter()
+            self.idle_s += 0.0 if ended is None else begun - ended
             job()
-            self.busy_s += time.perf_counter() - begun
+            ended = time.perf_counter()
+            self.busy_s += ended - begun

@@ -91,6 +91,13 @@ class DataNode:
         self._on_finished = on_finished
         self._again: deque[Microbatch] = deque()
         self._wake = asyncio.Event()
+        self._landed = asyncio.Event()
+
+    async def all_landed(self) -> None:
+        """Returns when nothing is under way."""
+        while self.flights.in_flight:
+            self._landed.clear()
+            await self._landed.wait()
 
     # ---- launching -----------------------------------------------------------------------------------------------
 
@@ -176,6 +183,7 @@ class DataNode:
             self._events.emit(Step(step.step, step.loss, tokens, rate, self.flights.own))
         if self.flights.finished:
             self._on_finished()
+        self._landed.set()
         self.wake()
 
     def lost(self, microbatch: MicrobatchId, detail: str) -> None:
@@ -187,6 +195,7 @@ class DataNode:
         self._carrier.abandon(microbatch, detail)
         if flight is not None:
             self._abandoned(flight, text, detail)
+        self._landed.set()
         self.wake()
 
     def passed(self, receipt: Receipt) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +53,10 @@ class HopWorker:
         self.accumulated = 0
         """Microbatches whose gradient has been added, since the start."""
         self.recomputed = 0
+        """Visits whose forward pass had to be computed again for the backward pass."""
+        self.tokens_per_s = 0.0
+        """Smoothed speed of forward and backward together; 0 until the first microbatch has been through."""
+        self._forward_s = 0.0
         self._accumulator = accumulator
         self._tensor = tensor
         self._tokens = tokens
@@ -83,16 +88,20 @@ class HopWorker:
         return self.optimizer.step()
 
     def _forward(self, job: Job, source: Tensor) -> Output:
+        begun = time.perf_counter()
         visit = self._graphs.measure(self.part, source)
         keep = self._graphs.take()
         self._kept[job.ticket] = _Kept(source, visit if keep else None, self.optimizer.steps)
-        return Output(bytes_of_tensor(visit.result))
+        output = Output(bytes_of_tensor(visit.result))
+        self._forward_s = time.perf_counter() - begun
+        return output
 
     def _backward(self, job: Job, gradient: Tensor) -> Output:
         kept = self._kept.get(job.ticket)
         if kept is None:
             raise StateError(f"microbatch {job.key.microbatch} has been forgotten")
         self.forget(job.ticket)
+        begun = time.perf_counter()
         visit = kept.visit
         if visit is None or kept.steps != self.optimizer.steps:
             visit = forward(self.part, kept.source)
@@ -100,7 +109,13 @@ class HopWorker:
         gradients = backward(self.part, visit, gradient)
         assert gradients.source is not None
         self._add(job, gradients.parameters)
-        return Output(bytes_of_tensor(gradients.source), step_due=self.optimizer.due)
+        output = Output(bytes_of_tensor(gradients.source), step_due=self.optimizer.due)
+        self._timed(self._forward_s + time.perf_counter() - begun)
+        return output
+
+    def _timed(self, seconds: float) -> None:
+        speed = self._tokens / max(1e-9, seconds)
+        self.tokens_per_s = speed if not self.tokens_per_s else 0.9 * self.tokens_per_s + 0.1 * speed
 
     def _add(self, job: Job, gradients: tuple[Tensor, ...]) -> None:
         addition = self._accumulator.add(job.key.microbatch, self._tokens, gradients)

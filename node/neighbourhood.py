@@ -6,12 +6,11 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from protocol.records import encode_record
-
 from node.address_book import KnownPeers
 from node.events import EventSink, PeerChange
 from node.own_state import RECORD_LIFETIME_S, OwnState
 from protocol.identity import Identity
+from protocol.records import decode_announced, encode_record
 from protocol.seams import Clock, Directory, Transport
 from swarm.announcement import Announcement
 from swarm.errors import PeerError, ProtocolViolation, Unreachable

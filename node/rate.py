@@ -17,9 +17,18 @@ class Rate:
         self._clock = clock
         self._begun = clock.monotonic()
         self._samples: deque[tuple[float, float]] = deque(maxlen=MAX_SAMPLES)
+        self._total = 0.0
+        self._last = self._begun
 
     def add(self, amount: float) -> None:
-        self._samples.append((self._clock.monotonic(), amount))
+        now = self._clock.monotonic()
+        self._samples.append((now, amount))
+        self._total += amount
+        self._last = now
+
+    def mean(self) -> float:
+        """Over everything, from the start to the last addition."""
+        return self._total / max(1e-6, self._last - self._begun)
 
     def per_second(self) -> float:
         """0 while nothing has been added."""

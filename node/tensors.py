@@ -29,4 +29,4 @@ def tensor_from_bytes(data: memoryview, spec: TensorSpec, device: torch.device) 
 def bytes_of_tensor(tensor: Tensor) -> memoryview:
     """The elements in row-major order; on the CPU the memory of the tensor itself, which must not be written any more."""
     plain = tensor.detach().to("cpu").contiguous()
-    return memoryview(plain.view(torch.uint8).numpy()).cast("B")
+    return plain.view(torch.uint8).numpy().reshape(-1).data

@@ -11,7 +11,6 @@ from typing import Self
 
 from node.data.feed import TrainingFeed
 from node.data.packing import Microbatch
-
 from swarm.errors import SkipstoneError
 from swarm.vocabulary import PeerId
 
