@@ -1,0 +1,229 @@
+"""One stream between two peers, after both have said Hello: everything they say to each other, until it ends.
+
+Three tasks: one reads and dispatches, one writes what the outbox holds, one pings. None of them waits for another, so
+the two directions cannot block each other. `end` closes a link at once and for good; `run` then lets the last words out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+
+from protocol.budget import ByteBudget
+from protocol.chunks import Chunk
+from protocol.frames import (
+    AnnouncementFrame,
+    AnswerFrame,
+    Cancel,
+    Farewell,
+    FarewellReason,
+    Frame,
+    Hello,
+    Ping,
+    Pong,
+    QuestionFrame,
+    SmallFrame,
+    decode,
+    encode,
+)
+from protocol.handshake import meaning_of
+from protocol.inbox import Inbox
+from protocol.meter import Meter
+from protocol.microbatch_frames import TensorFrame
+from protocol.outbox import Outbox
+from protocol.questions import Answering, Asking
+from protocol.seams import Clock, LinkFigures, LinkHandler, Question, TensorSpec
+from protocol.settings import TransportSettings
+from protocol.streams import Stream
+from protocol.transfers import OutgoingTransfer, chunk_count_of
+from swarm.errors import PeerError, ProtocolViolation, Stalled, Unreachable
+from swarm.messages import ControlMessage, TensorMessage
+from swarm.vocabulary import PeerId, short
+
+
+class _Over(Exception):
+    """Ends the link's task group."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSurroundings:
+    """What all links of a transport have in common."""
+
+    handler: LinkHandler
+    clock: Clock
+    settings: TransportSettings
+
+
+class Link:
+    """A link to `peer` on a stream where it has said Hello. `dialled` says whether this side opened it."""
+
+    def __init__(
+        self,
+        peer: PeerId,
+        stream: Stream,
+        *,
+        dialled: bool,
+        surroundings: LinkSurroundings,
+        on_end: Callable[[Link, PeerError], None],
+    ) -> None:
+        settings = surroundings.settings
+        self.peer = peer
+        self.dialled = dialled
+        self.since = surroundings.clock.monotonic()
+        self.outbox = Outbox(ByteBudget(settings.send_budget_bytes, settings.max_open_transfers))
+        self._stream = stream
+        self._handler = surroundings.handler
+        self._clock = surroundings.clock
+        self._settings = settings
+        self._on_end = on_end
+        self._meter = Meter(surroundings.clock)
+        self._asking = Asking(peer)
+        self._inbox = Inbox(
+            peer,
+            surroundings.handler,
+            surroundings.clock,
+            self.say,
+            odd_numbers=not dialled,
+            stall_after_s=settings.stall_after_s,
+            slowest_bytes_per_s=settings.slowest_bytes_per_s,
+        )
+        self._next_transfer = 1 if dialled else 2
+        self._last_words: Farewell | None = None
+        self._error: PeerError | None = None
+        self._over = asyncio.Event()
+
+    async def run(self) -> None:
+        """Carries the stream until the link ends; call it once."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                reader = tasks.create_task(self._until_error(self._read(tasks)))
+                writer = tasks.create_task(self._until_error(self._write()))
+                tasks.create_task(self._until_error(self._keep_alive()))
+                await self._over.wait()
+                if self._last_words is not None:
+                    # The side that dialled may cut the stream only after the other has ended it: cutting overtakes.
+                    last = (writer, reader) if self.dialled else (writer,)
+                    await asyncio.wait(last, timeout=self._settings.farewell_grace_s)
+                raise _Over
+        except* _Over:
+            pass
+        finally:
+            self.end(Unreachable(f"the link to {short(self.peer)} was closed"))
+            await self._stream.close()
+
+    def end(self, error: PeerError, last_words: Farewell | None = None) -> None:
+        """Closes the link: whatever is under way on it fails with `error`, now. Only the first call counts."""
+        if self._error is not None:
+            return
+        self._error = error
+        self._last_words = last_words
+        self.outbox.finish(None if last_words is None else encode(last_words), error)
+        self._asking.close(error)
+        self._inbox.close(error)
+        self._over.set()
+        self._on_end(self, error)
+
+    async def send(self, message: TensorMessage, tensor: TensorSpec, data: memoryview) -> None:
+        """As `Transport.send`, on this link."""
+        octets = data.cast("B")
+        if octets.nbytes != tensor.byte_length:
+            raise ValueError(f"{octets.nbytes} bytes of data for a tensor of {tensor.byte_length} bytes")
+        started = 0.0
+
+        def make() -> OutgoingTransfer:
+            nonlocal started
+            started = self._clock.monotonic()
+            number, self._next_transfer = self._next_transfer, (self._next_transfer + 2) % 2**32
+            chunk_bytes = self._settings.chunk_bytes
+            header = TensorFrame(message, tensor, number, chunk_count_of(octets.nbytes, chunk_bytes))
+            return OutgoingTransfer(number, encode(header), octets, chunk_bytes)
+
+        if await self.outbox.send(octets.nbytes, make):
+            self._meter.transferred(octets.nbytes, self._clock.monotonic() - started)
+
+    async def tell(self, message: ControlMessage) -> None:
+        await self.outbox.put(encode(message))
+
+    async def ask(self, question: Question, timeout_s: float) -> bytes:
+        return await self._asking.ask(question, timeout_s, self.say)
+
+    def say(self, frame: SmallFrame) -> None:
+        """Queues a small frame without waiting; a peer that has left too much unread loses the link."""
+        try:
+            self.outbox.post(encode(frame))
+        except PeerError as error:
+            self.end(error)
+
+    def figures(self) -> LinkFigures:
+        return self._meter.figures()
+
+    async def _until_error(self, part: Coroutine[None, None, None]) -> None:
+        try:
+            await part
+        except ProtocolViolation as error:
+            self.end(error, Farewell(FarewellReason.VIOLATION, str(error)))
+        except PeerError as error:
+            self.end(error)
+
+    async def _read(self, tasks: asyncio.TaskGroup) -> None:
+        answering = Answering(self.peer, self._handler, tasks, self.say)
+        while (data := await self._stream.read()) is not None:
+            if self._error is None:
+                self._meter.heard(len(data))
+                self._dispatch(decode(data), answering)
+        raise Unreachable(f"the stream to {short(self.peer)} ended without a farewell")
+
+    async def _write(self) -> None:
+        await self.outbox.pump(self._write_frame)
+        await self._stream.half_close()
+
+    async def _write_frame(self, frame: bytes) -> None:
+        await self._stream.write(frame)
+        self._meter.wrote(len(frame))
+
+    async def _keep_alive(self) -> None:
+        period = min(self._settings.ping_period_s, self._settings.stall_after_s / 4)
+        while True:
+            before = self._clock.monotonic()
+            await asyncio.sleep(period)
+            overslept = self._clock.monotonic() - before - period
+            if overslept > period:
+                self._meter.forgive(overslept)
+                self._inbox.forgive(overslept)
+            if self._meter.silence_s() > self._settings.stall_after_s:
+                raise Stalled(f"nothing was heard from {short(self.peer)} for {self._meter.silence_s():.1f} s")
+            self._inbox.break_off_slow()
+            if not self._meter.ping_is_open:
+                self.say(Ping(self._meter.ping()))
+
+    def _dispatch(self, frame: Frame, answering: Answering) -> None:
+        match frame:
+            case Chunk():
+                self._inbox.add(frame)
+            case TensorFrame():
+                self._inbox.open(frame)
+            case Ping(token):
+                self.say(Pong(token))
+            case Pong(token):
+                self._meter.pong(token)
+            case Cancel(transfer):
+                self._cancelled(transfer)
+            case QuestionFrame():
+                answering.asked(frame)
+            case AnswerFrame():
+                self._asking.answered(frame)
+            case AnnouncementFrame(record):
+                self._handler.announced(self.peer, record)
+            case Farewell():
+                raise meaning_of(frame, self.peer)
+            case Hello():
+                raise ProtocolViolation("a second Hello on one stream")
+            case _:
+                self._handler.told(self.peer, frame)
+
+    def _cancelled(self, transfer: int) -> None:
+        if self._inbox.owns(transfer):
+            self._inbox.withdrawn(transfer)
+        else:
+            self.outbox.stop(transfer)
