@@ -10,19 +10,18 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from protocol.directory import DhtDirectory, DirectorySettings
-from protocol.join_link import JoinLink
-from protocol.signed_manifest import SignedManifest, read_signed_manifest
-from protocol.transport import GrpcTransport, TransportSettings
-
 from node.address_book import KnownPeers
 from node.events import EventSink
 from node.neighbourhood import Neighbourhood
 from node.own_state import OwnState
 from node.reception import Reception
 from protocol.certificates import make_credentials
+from protocol.directory import DhtDirectory, DirectorySettings
 from protocol.identity import Identity
+from protocol.join_link import JoinLink
 from protocol.seams import Clock, Question, QuestionAbout
+from protocol.signed_manifest import SignedManifest, read_signed_manifest
+from protocol.transport import GrpcTransport, TransportSettings
 from swarm.errors import ManifestError, PeerError, Unreachable
 from swarm.membership import Membership
 from swarm.vocabulary import PeerId, PeerState, RunId, short
@@ -92,15 +91,18 @@ class Presence:
         wanted: Callable[[PeerId], bool],
         patience_s: float,
         what: str,
+        answer_s: float = 0.0,
     ) -> Answer:
         """The first good answer of any wanted peer; `what` completes "no peer ..." for a person.
+
+        Peers are sought for `patience_s` seconds; an answer may take `answer_s` longer.
 
         Raises:
             Unreachable: there was none within `patience_s` seconds.
         """
         last = "none was found in the directory"
         try:
-            async with asyncio.timeout(patience_s):
+            async with asyncio.timeout(patience_s + answer_s):
                 while True:
                     for announcement in self.membership.peers():
                         visits = announcement.state is PeerState.VISITING
