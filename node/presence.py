@@ -91,34 +91,31 @@ class Presence:
         wanted: Callable[[PeerId], bool],
         patience_s: float,
         what: str,
-        answer_s: float = 0.0,
     ) -> Answer:
         """The first good answer of any wanted peer; `what` completes "no peer ..." for a person.
 
-        Peers are sought for `patience_s` seconds; an answer may take `answer_s` longer.
-
         Raises:
-            Unreachable: there was none within `patience_s` seconds.
+            Unreachable: there was none within `patience_s` seconds (and the time that the last one asked took).
         """
         last = "none was found in the directory"
-        try:
-            async with asyncio.timeout(patience_s + answer_s):
-                while True:
-                    for announcement in self.membership.peers():
-                        visits = announcement.state is PeerState.VISITING
-                        if visits or not announcement.addresses or not wanted(announcement.peer):
-                            continue
-                        try:
-                            return await ask(announcement.peer)
-                        except (PeerError, ManifestError) as error:
-                            last = f"{short(announcement.peer)}: {error}"
-                            log.info("%s", last)
-                    await asyncio.sleep(PAUSE_S)
-        except TimeoutError:
-            raise Unreachable(
-                f"no peer {what} within {patience_s:.0f} s; {last}",
-                hint="Check the link, that its peers run, and that their ports can be reached from here.",
-            ) from None
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + patience_s
+        while True:
+            for announcement in self.membership.peers():
+                visits = announcement.state is PeerState.VISITING
+                if visits or not announcement.addresses or not wanted(announcement.peer):
+                    continue
+                try:
+                    return await ask(announcement.peer)
+                except (PeerError, ManifestError) as error:
+                    last = f"{short(announcement.peer)}: {error}"
+                    log.info("%s", last)
+            if loop.time() >= deadline:
+                raise Unreachable(
+                    f"no peer {what} within {patience_s:.0f} s; {last}",
+                    hint="Check the link, that its peers run, and that their ports can be reached from here.",
+                )
+            await asyncio.sleep(PAUSE_S)
 
 
 @asynccontextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,12 +89,11 @@ async def query_evaluation(link: JoinLink, microbatches: int, patience_s: float 
             announcement = presence.membership.get(peer)
             return announcement is not None and announcement.module == ModuleId(0)
 
-        return await presence.first_answer(
-            ask, is_data_node, patience_s, "that hosts stage 0 has measured the held-out loss", EVALUATION_TIMEOUT_S
-        )
+        what = "that hosts stage 0 has measured the held-out loss"
+        return await presence.first_answer(ask, is_data_node, patience_s, what)
 
 
-def _visit(link: JoinLink) -> Any:
+def _visit(link: JoinLink) -> AbstractAsyncContextManager[Presence]:
     """A visitor's presence on this machine: any port, a key of its own, and nothing kept for others in the DHT."""
     where = Whereabouts(listen="0.0.0.0")  # noqa: S104 - it may be reached by whoever it asks
     settings = DirectorySettings(where.listen, 0, (), link.peers, client=True)
