@@ -8,10 +8,12 @@ import time
 
 import msgpack
 import pytest
-from hivemind.dht.routing import DHTID
+from hivemind.dht.routing import DHTID, RoutingTable
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord
+from hivemind.p2p import PeerID
 from hivemind.utils import MSGPackSerializer
+from hivemind.utils.timed_storage import ValueWithExpiration
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,10 +21,14 @@ from protocol.dht_guards import (
     BUDGET_BURST_BYTES,
     BUDGET_BYTES_PER_S,
     MAX_PACKED_BYTES,
+    GuardedProtocol,
     GuardedStorage,
     RecordRules,
     SourceBudgets,
     guard_serializer,
+    node_id_of,
+    plausible,
+    recomputed,
     unpack_bytes,
 )
 from protocol.identity import Identity
@@ -157,3 +163,39 @@ def test_one_source_cannot_spend_what_another_has() -> None:
     budgets.spend("greedy", BUDGET_BYTES_PER_S)
     with pytest.raises(ResourceExhausted):
         budgets.spend("greedy", 1)
+
+
+def test_an_answer_does_not_outlive_its_records() -> None:
+    soon = time.time() + 60
+    dictionary = DictionaryDHTValue(maxsize=1)
+    with dictionary.freeze():
+        dictionary.store("one", b"", soon)
+        dictionary.store("two", b"", soon + 1)
+    answer = recomputed(ValueWithExpiration(dictionary, math.inf))
+    assert answer is not None
+    assert answer.expiration_time == soon + 1, "an endless answer would end the search with itself"
+    assert set(answer.value.data) == {"one", "two"}
+    assert answer.value.maxsize == math.inf
+    assert recomputed(ValueWithExpiration(DictionaryDHTValue(), math.inf)) is None
+    assert recomputed(ValueWithExpiration(b"regular", math.inf)) is None
+    assert recomputed(None) is None
+
+
+def test_neighbours_must_sit_where_their_ids_put_them() -> None:
+    peers = [PeerID.from_base58(Identity.generate().peer) for _ in range(4)]
+    honest = {node_id_of(peer): peer for peer in peers}
+    assert plausible(honest, 10) == honest
+    assert len(plausible(honest, 3)) == 3
+    assert plausible({DHTID.generate(): peer for peer in peers}, 10) == {}
+
+
+async def test_a_node_with_a_place_of_its_own_choice_is_not_remembered() -> None:
+    protocol = GuardedProtocol(_initialized_with_create=True)
+    protocol.node_id, protocol.bucket_size, protocol.num_replicas = DHTID.generate(), 20, 5
+    protocol.storage = GuardedStorage(RecordStore(time.time))
+    protocol.routing_table = RoutingTable(protocol.node_id, 20, 5)
+    peer = PeerID.from_base58(OWNER.peer)
+    await protocol.update_routing_table(DHTID.generate(), peer)
+    assert not protocol.routing_table.uid_to_peer_id
+    await protocol.update_routing_table(node_id_of(peer), peer)
+    assert protocol.routing_table.uid_to_peer_id == {node_id_of(peer): peer}

@@ -117,6 +117,7 @@ async def test_a_dead_network_daemon_is_replaced(marked: Marked) -> None:
 
 @needs_proc
 async def test_a_killed_node_takes_the_dht_with_it(marked: Marked) -> None:
+    folder = tempfile.mkdtemp()  # short: the names of Unix sockets must fit into 107 bytes
     node = await asyncio.create_subprocess_exec(
         sys.executable,
         "-c",
@@ -129,6 +130,7 @@ async def test_a_killed_node_takes_the_dht_with_it(marked: Marked) -> None:
         "        await asyncio.sleep(60)\n"
         "asyncio.run(main())\n",
         cwd=Path(__file__).parents[2],
+        env={**os.environ, "TMPDIR": folder},
         stdout=asyncio.subprocess.PIPE,
     )
     assert node.stdout is not None
@@ -137,6 +139,7 @@ async def test_a_killed_node_takes_the_dht_with_it(marked: Marked) -> None:
     node.kill()
     await node.wait()
     await until(lambda: marked.processes() == {})
+    os.rmdir(folder)  # fails when something is left in it
 
 
 @needs_proc
