@@ -25,7 +25,7 @@ def status(
     from protocol.join_link import parse_link
 
     where = parse_link(link)
-    from node.process import query_status
+    from node.queries import query_status
 
     answer = run_loop(query_status(where))
     if json:
@@ -108,7 +108,7 @@ def _evaluate_swarm(target: str, microbatches: int) -> dict[str, Any]:
     from protocol.join_link import parse_link
 
     link = parse_link(target)
-    from node.process import query_evaluation
+    from node.queries import query_evaluation
 
     return run_loop(query_evaluation(link, microbatches))
 
