@@ -128,7 +128,7 @@ async def present(
     Raises:
         ConfigError: a port is taken, or an address cannot be bound.
     """
-    credentials = make_credentials(identity)
+    credentials = make_credentials(identity, run)
     own = OwnState(run, identity.peer, credentials.certificate_der, clock)
     membership, book = Membership(run, identity.peer), KnownPeers()
     neighbourhood = Neighbourhood(identity, own, membership, book, clock, events)

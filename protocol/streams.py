@@ -10,14 +10,13 @@ import asyncio
 import re
 import ssl
 from collections.abc import Awaitable, Callable
-from functools import lru_cache
 from typing import Final, Protocol
 
 import grpc
 
 from protocol.certificates import TlsCredentials, pem_of
 from protocol.chunks import MAX_CHUNK_FRAME_BYTES
-from protocol.seams import AddressBook, Contact
+from protocol.seams import Contact
 from swarm.errors import PeerError, ProtocolViolation, Rejected, Unreachable
 
 SERVICE: Final = "skipstone.Skipstone"
@@ -211,13 +210,12 @@ Serve = Callable[[object, "grpc.aio.ServicerContext[bytes, bytes]"], Awaitable[N
 def make_server(
     serve: Serve,
     credentials: TlsCredentials,
-    address_book: AddressBook,
     address: str,
     max_streams: int,
     *,
     max_frame_bytes: int = MAX_CHUNK_FRAME_BYTES,
 ) -> tuple[grpc.aio.Server, int]:
-    """A server that lets in whoever the address book knows at the moment of the handshake, and the port it has.
+    """A server that lets in whoever shows a certificate of its run, and the port it has.
 
     It serves `Connect` and nothing else; gRPC answers UNIMPLEMENTED to the rest.
 
@@ -228,18 +226,12 @@ def make_server(
     methods = {METHOD: grpc.stream_stream_rpc_method_handler(serve)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
 
-    def configuration() -> grpc.ServerCertificateConfiguration:
-        # Our own certificate stands in for an empty list, which gRPC does not take; links to oneself are refused later.
-        roots = [credentials.certificate_pem, *(_cached_pem(der) for der in address_book.certificates())]
-        return grpc.ssl_server_certificate_configuration(
-            [(credentials.private_key_pem, credentials.certificate_pem)], b"".join(roots)
-        )
-
-    secured = grpc.dynamic_ssl_server_credentials(configuration(), configuration, require_client_authentication=True)
+    secured = grpc.ssl_server_credentials(
+        [(credentials.private_key_pem, credentials.certificate_pem)],
+        root_certificates=credentials.authority_pem,
+        require_client_auth=True,
+    )
     return server, server.add_secure_port(address, secured)
-
-
-_cached_pem = lru_cache(maxsize=4096)(pem_of)
 
 
 def stream_error(error: BaseException) -> PeerError:

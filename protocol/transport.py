@@ -1,6 +1,6 @@
 """The transport: one link for each pair of peers, whoever dials, over gRPC with mutual TLS.
 
-Who may connect is the address book's decision, made anew at every handshake. When two peers dial each other at the same
+Who may connect: whoever shows a certificate of the run that proves its peer id. When two peers dial each other at the same
 time, the stream dialled by the one with the smaller peer id is kept: that one lets the other's dial wait for its own,
 and the other takes the incoming stream at once and drops its own dial. So no stream that carries anything is ever
 given up for another, except when the peer has lost its end (a restart).
@@ -96,7 +96,7 @@ class GrpcTransport:
         address = f"{self._settings.listen_host}:{self._settings.listen_port}"
         most = self._settings.max_links + _SPARE_STREAMS
         try:
-            self._server, self._port = make_server(self._serve, self._credentials, self._address_book, address, most)
+            self._server, self._port = make_server(self._serve, self._credentials, address, most)
         except RuntimeError:
             raise ConfigError(
                 f"cannot listen on {address}", hint="Choose another port, or stop what uses it now."
@@ -247,7 +247,7 @@ class GrpcTransport:
         """Checks who calls and whether to take the stream, and carries it if so."""
         last_words: Farewell | None
         try:
-            peer = proven_peer(stream, self._address_book)
+            peer = proven_peer(stream)
             async with asyncio.timeout(self._settings.hello_timeout_s):
                 hello = expect_hello(decode(await stream.read() or b""), peer)
             last_words = objection_to(hello, self._run, peer) or await self._objection_to_link(peer)
