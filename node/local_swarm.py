@@ -136,8 +136,12 @@ class LocalSwarm:
     def kill_all(self) -> None:
         """Kills every node now."""
         self._stopping.set()
-        for index in tuple(self._children):
-            self.kill(index)
+        self.signal_all(signal.SIGKILL)
+
+    def signal_all(self, number: signal.Signals) -> None:
+        """Sends a signal to every node. Touches no event loop, so a signal handler may call it."""
+        for child in tuple(self._children.values()):
+            child.signal_group(number)
 
     async def stop(self) -> None:
         """Stops every node (see `request_stop`) and waits until all are gone."""

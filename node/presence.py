@@ -10,19 +10,19 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from protocol.directory import DhtDirectory, DirectorySettings
-from protocol.join_link import JoinLink
-from protocol.signed_manifest import SignedManifest, read_signed_manifest
-from protocol.transport import GrpcTransport, TransportSettings
-
 from node.address_book import KnownPeers
 from node.events import EventSink
 from node.neighbourhood import Neighbourhood
 from node.own_state import OwnState
 from node.reception import Reception
 from protocol.certificates import make_credentials
+from protocol.directory import DhtDirectory, DirectorySettings
 from protocol.identity import Identity
+from protocol.join_link import JoinLink
 from protocol.seams import Clock, Question, QuestionAbout
+from protocol.settings import TransportSettings
+from protocol.signed_manifest import SignedManifest, read_signed_manifest
+from protocol.transport import GrpcTransport
 from swarm.errors import ManifestError, PeerError, Unreachable
 from swarm.membership import Membership
 from swarm.vocabulary import PeerId, PeerState, RunId, short
@@ -96,27 +96,27 @@ class Presence:
         """The first good answer of any wanted peer; `what` completes "no peer ..." for a person.
 
         Raises:
-            Unreachable: there was none within `patience_s` seconds.
+            Unreachable: there was none within `patience_s` seconds (and the time that the last one asked took).
         """
         last = "none was found in the directory"
-        try:
-            async with asyncio.timeout(patience_s):
-                while True:
-                    for announcement in self.membership.peers():
-                        visits = announcement.state is PeerState.VISITING
-                        if visits or not announcement.addresses or not wanted(announcement.peer):
-                            continue
-                        try:
-                            return await ask(announcement.peer)
-                        except (PeerError, ManifestError) as error:
-                            last = f"{short(announcement.peer)}: {error}"
-                            log.info("%s", last)
-                    await asyncio.sleep(PAUSE_S)
-        except TimeoutError:
-            raise Unreachable(
-                f"no peer {what} within {patience_s:.0f} s; {last}",
-                hint="Check the link, that its peers run, and that their ports can be reached from here.",
-            ) from None
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + patience_s
+        while True:
+            for announcement in self.membership.peers():
+                visits = announcement.state is PeerState.VISITING
+                if visits or not announcement.addresses or not wanted(announcement.peer):
+                    continue
+                try:
+                    return await ask(announcement.peer)
+                except (PeerError, ManifestError) as error:
+                    last = f"{short(announcement.peer)}: {error}"
+                    log.info("%s", last)
+            if loop.time() >= deadline:
+                raise Unreachable(
+                    f"no peer {what} within {patience_s:.0f} s; {last}",
+                    hint="Check the link, that its peers run, and that their ports can be reached from here.",
+                )
+            await asyncio.sleep(PAUSE_S)
 
 
 @asynccontextmanager

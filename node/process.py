@@ -8,8 +8,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import torch
-from protocol.directory import DirectorySettings
-from protocol.signed_manifest import SignedManifest, read_signed_manifest
 
 from node.checkpoint import CheckpointFolder
 from node.clock import SystemClock
@@ -20,9 +18,11 @@ from node.events import EventSink, NodeStatus, Note
 from node.options import NodeOptions
 from node.presence import Presence, Whereabouts, present
 from node.report import node_summary, status_json
+from protocol.directory import DirectorySettings
 from protocol.identity import Identity
 from protocol.manifest import Manifest
 from protocol.seams import Question, QuestionAbout
+from protocol.signed_manifest import SignedManifest, read_signed_manifest
 from swarm.errors import ConfigError
 from swarm.placement import choose_module
 from swarm.vocabulary import ModuleId, PeerState, Reasoned, RunId

@@ -29,8 +29,6 @@ _WRITE_BUFFER_BYTES: Final = 1024 * 1024
 """What gRPC takes from us ahead of the socket; enough that making the next chunk overlaps with sending the last."""
 
 _COMMON_OPTIONS: Final = (
-    ("grpc.max_receive_message_length", MAX_CHUNK_FRAME_BYTES),
-    ("grpc.max_send_message_length", MAX_CHUNK_FRAME_BYTES),
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", _RECEIVE_WINDOW_BYTES),
     ("grpc.http2.write_buffer_size", _WRITE_BUFFER_BYTES),
@@ -169,7 +167,16 @@ def raise_if_cancelled() -> None:
         raise asyncio.CancelledError
 
 
-def open_channel(contact: Contact, address: str, credentials: TlsCredentials) -> grpc.aio.Channel:
+def _limits(max_frame_bytes: int) -> tuple[tuple[str, int], ...]:
+    return (
+        ("grpc.max_receive_message_length", max_frame_bytes),
+        ("grpc.max_send_message_length", max_frame_bytes),
+    )
+
+
+def open_channel(
+    contact: Contact, address: str, credentials: TlsCredentials, *, max_frame_bytes: int = MAX_CHUNK_FRAME_BYTES
+) -> grpc.aio.Channel:
     """A channel that trusts the contact's certificate and nothing else, and shows ours.
 
     Raises:
@@ -182,7 +189,7 @@ def open_channel(contact: Contact, address: str, credentials: TlsCredentials) ->
             private_key=credentials.private_key_pem,
             certificate_chain=credentials.certificate_pem,
         ),
-        options=(*_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", contact.peer)),
+        options=(*_CHANNEL_OPTIONS, *_limits(max_frame_bytes), ("grpc.ssl_target_name_override", contact.peer)),
     )
 
 
@@ -202,7 +209,13 @@ Serve = Callable[[object, "grpc.aio.ServicerContext[bytes, bytes]"], Awaitable[N
 
 
 def make_server(
-    serve: Serve, credentials: TlsCredentials, address_book: AddressBook, address: str, max_streams: int
+    serve: Serve,
+    credentials: TlsCredentials,
+    address_book: AddressBook,
+    address: str,
+    max_streams: int,
+    *,
+    max_frame_bytes: int = MAX_CHUNK_FRAME_BYTES,
 ) -> tuple[grpc.aio.Server, int]:
     """A server that lets in whoever the address book knows at the moment of the handshake, and the port it has.
 
@@ -211,7 +224,7 @@ def make_server(
     Raises:
         RuntimeError: the address cannot be bound.
     """
-    server = grpc.aio.server(options=_SERVER_OPTIONS, maximum_concurrent_rpcs=max_streams)
+    server = grpc.aio.server(options=(*_SERVER_OPTIONS, *_limits(max_frame_bytes)), maximum_concurrent_rpcs=max_streams)
     methods = {METHOD: grpc.stream_stream_rpc_method_handler(serve)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
 

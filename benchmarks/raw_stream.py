@@ -1,0 +1,108 @@
+"""How fast a bare gRPC stream with mutual TLS carries messages one way between two processes, without our protocol.
+
+The channel, its options and its certificates are those of the transport; the messages are zeros that nobody looks at. So it
+is the ceiling for whatever the transport adds. Other benchmarks import `raw_mb_per_s`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import uvloop
+
+from protocol.certificates import TlsCredentials, make_credentials
+from protocol.identity import Identity
+from protocol.seams import Contact
+from protocol.streams import AcceptedStream, DialledStream, make_server, open_channel
+from swarm.vocabulary import PeerId
+
+END_OF_BATCH = b"."
+LONGEST_MESSAGE = 8 * 1024 * 1024
+
+
+class OneGuest:
+    """An address book that lets one certificate in."""
+
+    def __init__(self, certificate: bytes) -> None:
+        self._certificate = certificate
+
+    def contact(self, peer: PeerId) -> Contact | None:
+        return None
+
+    def certificates(self) -> list[bytes]:
+        return [self._certificate]
+
+
+@contextmanager
+def process(target: Any, *arguments: Any) -> Iterator[Connection]:
+    """Runs `target(connection, *arguments)` in a fresh Python process for as long as the block runs."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    child = context.Process(target=target, args=(there, *arguments), daemon=True)
+    child.start()
+    try:
+        yield here
+    finally:
+        child.kill()
+        child.join()
+
+
+def receive(connection: Connection, credentials: TlsCredentials, guest: bytes) -> None:
+    """The receiving process: reads and forgets; answers each end of a batch."""
+
+    async def serve(_requests: object, context: Any) -> None:
+        stream = AcceptedStream(context)
+        while (message := await stream.read()) is not None:
+            if message == END_OF_BATCH:
+                await stream.write(END_OF_BATCH)
+
+    async def main() -> None:
+        server, port = make_server(
+            serve, credentials, OneGuest(guest), "127.0.0.1:0", 4, max_frame_bytes=LONGEST_MESSAGE
+        )
+        await server.start()
+        connection.send(port)
+        await server.wait_for_termination()
+
+    uvloop.run(main())
+
+
+async def send_batches(stream: DialledStream, message_bytes: int, batch_bytes: int, repeats: int) -> list[float]:
+    """MB/s of each batch, from the first write to the receiver's word that it has read everything."""
+    message = bytes(message_bytes)
+    rates = []
+    for _ in range(repeats + 1):
+        started = time.perf_counter()
+        for _ in range(batch_bytes // message_bytes):
+            await stream.write(message)
+        await stream.write(END_OF_BATCH)
+        await stream.read()
+        rates.append(batch_bytes / (time.perf_counter() - started) / 1e6)
+    return rates[1:]
+
+
+def raw_mb_per_s(message_bytes: int, *, batch_bytes: int = 256 * 1024 * 1024, repeats: int = 5) -> float:
+    """Median rate in MB/s (10**6 bytes) of a one-way stream of messages of this size; the first batch is not counted."""
+    server_identity = Identity.generate()
+    server, client = make_credentials(server_identity), make_credentials(Identity.generate())
+
+    async def main(port: int) -> list[float]:
+        contact = Contact(server_identity.peer, (f"127.0.0.1:{port}",), server.certificate_der)
+        stream = DialledStream(open_channel(contact, contact.addresses[0], client, max_frame_bytes=LONGEST_MESSAGE))
+        try:
+            return await send_batches(stream, message_bytes, batch_bytes, repeats)
+        finally:
+            await stream.close()
+
+    with process(receive, server, client.certificate_der) as connection:
+        return statistics.median(uvloop.run(main(connection.recv())))

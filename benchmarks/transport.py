@@ -1,0 +1,172 @@
+"""What the transport costs: tensors through it, against the same bytes on a bare gRPC stream, both with mutual TLS.
+
+Prints one JSON object: MB/s (10**6 bytes) of raw messages of several sizes between two processes, and of tensors of 8.39 MB
+(4 x 512 x 1024 float32) through `GrpcTransport`, with the ratio to the best raw rate. Medians of 5 batches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import statistics
+import sys
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+from raw_stream import process, raw_mb_per_s  # isort: skip  (also makes the packages importable)
+import uvloop
+
+from protocol.certificates import TlsCredentials, make_credentials
+from protocol.identity import Identity
+from protocol.seams import Contact, DType, Question, TensorSpec
+from protocol.settings import TransportSettings
+from protocol.transport import GrpcTransport
+from swarm.errors import PeerError
+from swarm.messages import Close, Forward, Purpose, TensorMessage
+from swarm.vocabulary import Hop, MicrobatchId, ModuleId, Path, PeerId, RunId
+
+CHUNK_SIZES = [n * 1024 for n in (64, 128, 256, 512, 1024, 2048, 4096)]
+TENSOR = TensorSpec((4, 512, 1024), DType.FLOAT32)
+TENSORS_PER_BATCH = 32
+IN_FLIGHT = 4
+REPEATS = 5
+RUN = RunId("0" * 64)
+
+
+class MonotonicClock:
+    def monotonic(self) -> float:
+        return time.monotonic()
+
+    def wall(self) -> float:
+        return time.time()
+
+
+class TwoPeers:
+    def __init__(self, *contacts: Contact) -> None:
+        self._contacts = {contact.peer: contact for contact in contacts}
+
+    def contact(self, peer: PeerId) -> Contact | None:
+        return self._contacts.get(peer)
+
+    def certificates(self) -> list[bytes]:
+        return [contact.certificate for contact in self._contacts.values()]
+
+
+class Counter:
+    """Receives tensors into a fixed set of buffers and wakes whoever waits when a batch is whole."""
+
+    def __init__(self) -> None:
+        self._free = [memoryview(bytearray(TENSOR.byte_length)) for _ in range(2 * IN_FLIGHT)]
+        self._received = 0
+        self.batches: asyncio.Queue[PeerId] = asyncio.Queue()
+        self.closed = asyncio.Event()
+
+    def admit(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec) -> memoryview:
+        return self._free.pop()
+
+    def received(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec, buffer: memoryview) -> None:
+        self._free.append(buffer)
+        self._received += 1
+        if self._received % TENSORS_PER_BATCH == 0:
+            self.batches.put_nowait(sender)
+
+    def broken_off(self, sender: PeerId, message: TensorMessage, buffer: memoryview, error: PeerError) -> None:
+        self._free.append(buffer)
+
+    def told(self, sender: PeerId, message: Any) -> None:
+        self.closed.set()
+
+    def announced(self, sender: PeerId, record: bytes) -> None:
+        return
+
+    async def answer(self, sender: PeerId, question: Question) -> bytes:
+        return b""
+
+    def link_up(self, peer: PeerId) -> None:
+        return
+
+    def link_down(self, peer: PeerId, error: PeerError) -> None:
+        return
+
+
+def make_transport(identity: Identity, credentials: TlsCredentials, handler: Counter, book: TwoPeers) -> GrpcTransport:
+    return GrpcTransport(
+        identity,
+        credentials,
+        RUN,
+        book,
+        handler,
+        MonotonicClock(),
+        TransportSettings(),
+        own_record=lambda: b"",
+    )
+
+
+def receive_tensors(connection: Connection, sender: Contact) -> None:
+    """The receiving process: says after each batch that it is whole."""
+    identity = Identity.generate()
+    credentials = make_credentials(identity)
+
+    async def main() -> None:
+        counter = Counter()
+        async with make_transport(identity, credentials, counter, TwoPeers(sender)) as transport:
+            address = f"127.0.0.1:{transport.port}"
+            connection.send(Contact(identity.peer, (address,), credentials.certificate_der))
+            while True:
+                peer = await counter.batches.get()
+                await transport.tell(peer, Close(MicrobatchId(peer, 0), "whole"))
+
+    uvloop.run(main())
+
+
+async def send_tensors(transport: GrpcTransport, counter: Counter, own: PeerId, peer: PeerId) -> list[float]:
+    path = Path(own, (Hop(ModuleId(1), peer),))
+    data = memoryview(bytearray(os.urandom(TENSOR.byte_length)))
+    rates = []
+
+    async def send(numbers: range) -> None:
+        for number in numbers:
+            await transport.send(peer, Forward(MicrobatchId(own, number), path, 0, Purpose.TRAIN, 60), TENSOR, data)
+
+    for _ in range(REPEATS + 1):
+        counter.closed.clear()
+        started = time.perf_counter()
+        async with asyncio.TaskGroup() as tasks:
+            for first in range(IN_FLIGHT):
+                tasks.create_task(send(range(first, TENSORS_PER_BATCH, IN_FLIGHT)))
+        await counter.closed.wait()
+        rates.append(TENSOR.byte_length * TENSORS_PER_BATCH / (time.perf_counter() - started) / 1e6)
+    return rates[1:]
+
+
+def skipstone_mb_per_s() -> float:
+    """Median rate in MB/s of tensors through the transport; the first batch (dial, TLS) is not counted."""
+    identity = Identity.generate()
+    credentials = make_credentials(identity)
+
+    async def main(receiver: Contact) -> list[float]:
+        counter = Counter()
+        async with make_transport(identity, credentials, counter, TwoPeers(receiver)) as transport:
+            return await send_tensors(transport, counter, identity.peer, receiver.peer)
+
+    with process(receive_tensors, Contact(identity.peer, (), credentials.certificate_der)) as connection:
+        return statistics.median(uvloop.run(main(connection.recv())))
+
+
+def main() -> None:
+    chunks = []
+    for size in CHUNK_SIZES:
+        rate = raw_mb_per_s(size)
+        chunks.append({"chunk_bytes": size, "mb_per_s": round(rate, 1)})
+        print(f"raw messages of {size // 1024} KiB: {rate:.0f} MB/s", file=sys.stderr)
+    rate = skipstone_mb_per_s()
+    best = max(chunk["mb_per_s"] for chunk in chunks)
+    print(f"tensors of {TENSOR.byte_length} bytes: {rate:.0f} MB/s", file=sys.stderr)
+    skipstone = {"tensor_bytes": TENSOR.byte_length, "mb_per_s": round(rate, 1), "ratio": round(rate / best, 3)}
+    print(json.dumps({"chunks": chunks, "best_mb_per_s": best, "skipstone": skipstone}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,304 @@
+"""The transport: one link for each pair of peers, whoever dials, over gRPC with mutual TLS.
+
+Who may connect is the address book's decision, made anew at every handshake. When two peers dial each other at the same
+time, the stream dialled by the one with the smaller peer id is kept: that one lets the other's dial wait for its own,
+and the other takes the incoming stream at once and drops its own dial. So no stream that carries anything is ever
+given up for another, except when the peer has lost its end (a restart).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final, Self
+
+import grpc
+
+from protocol.backoff import Backoff
+from protocol.certificates import TlsCredentials
+from protocol.dialling import dial
+from protocol.frames import AnnouncementFrame, Farewell, FarewellReason, Hello, decode, encode
+from protocol.handshake import Duplicate, expect_hello, objection_to, proven_peer
+from protocol.identity import Identity
+from protocol.link import Link, LinkSurroundings
+from protocol.seams import AddressBook, Clock, Contact, LinkFigures, LinkHandler, Question, TensorSpec
+from protocol.settings import TransportSettings
+from protocol.streams import AcceptedStream, DialledStream, make_server
+from swarm.errors import ConfigError, PeerError, ProtocolViolation, Unreachable
+from swarm.messages import ControlMessage, TensorMessage
+from swarm.vocabulary import PROTOCOL_VERSIONS, PeerId, RunId, short
+
+_SPARE_STREAMS: Final = 16
+"""Streams beyond `max_links` that may be in their handshake."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Dial:
+    """An attempt to get a link. `outcome` is also resolved by a link that the peer opens meanwhile."""
+
+    outcome: asyncio.Future[Link]
+    task: asyncio.Task[None]
+
+
+class GrpcTransport:
+    """`protocol.seams.Transport` over gRPC. Use as `async with`; it listens inside the block and leaves nothing behind.
+
+    `own_record` gives our current SignedRecord (or b"") for each Hello. `jitter` returns a number from 0 to 1.
+    An error of the handler that is not in its contract ends the block with that error.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        credentials: TlsCredentials,
+        run: RunId,
+        address_book: AddressBook,
+        handler: LinkHandler,
+        clock: Clock,
+        settings: TransportSettings,
+        *,
+        own_record: Callable[[], bytes],
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        self._peer = identity.peer
+        self._credentials = credentials
+        self._run = run
+        self._address_book = address_book
+        self._handler = handler
+        self._clock = clock
+        self._settings = settings
+        self._own_record = own_record
+        self._surroundings = LinkSurroundings(handler, clock, settings)
+        self._backoff = Backoff(clock, settings.first_retry_s, settings.longest_retry_s, jitter)
+        self._links: dict[PeerId, Link] = {}
+        self._dials: dict[PeerId, _Dial] = {}
+        self._tasks = asyncio.TaskGroup()
+        self._running: set[asyncio.Task[None]] = set()
+        self._closing = False
+        self._server: grpc.aio.Server | None = None
+        self._port = 0
+
+    @property
+    def port(self) -> int:
+        """The TCP port it listens on."""
+        return self._port
+
+    async def __aenter__(self) -> Self:
+        """Starts to listen.
+
+        Raises:
+            ConfigError: the address cannot be bound.
+        """
+        address = f"{self._settings.listen_host}:{self._settings.listen_port}"
+        most = self._settings.max_links + _SPARE_STREAMS
+        try:
+            self._server, self._port = make_server(self._serve, self._credentials, self._address_book, address, most)
+        except RuntimeError:
+            raise ConfigError(
+                f"cannot listen on {address}", hint="Choose another port, or stop what uses it now."
+            ) from None
+        await self._tasks.__aenter__()
+        await self._server.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._shut_down()
+        # Only a cancellation is the group's business (it may have caused it); the block's own error passes by it unwrapped.
+        if isinstance(error, asyncio.CancelledError):
+            await self._tasks.__aexit__(kind, error, traceback)
+        else:
+            await self._tasks.__aexit__(None, None, None)
+
+    async def send(self, peer: PeerId, message: TensorMessage, tensor: TensorSpec, data: memoryview) -> None:
+        await (await self._link_to(peer)).send(message, tensor, data)
+
+    async def tell(self, peer: PeerId, message: ControlMessage) -> None:
+        await (await self._link_to(peer)).tell(message)
+
+    async def ask(self, peer: PeerId, question: Question, timeout_s: float) -> bytes:
+        return await (await self._link_to(peer)).ask(question, timeout_s)
+
+    def announce(self, record: bytes) -> None:
+        for link in list(self._links.values()):
+            link.say(AnnouncementFrame(record))
+
+    def figures(self) -> dict[PeerId, LinkFigures]:
+        return {peer: link.figures() for peer, link in self._links.items()}
+
+    # ---- the table of links -------------------------------------------------------------------------------------
+
+    async def _link_to(self, peer: PeerId) -> Link:
+        link = self._links.get(peer)
+        if link is not None:
+            return link
+        if self._closing or peer == self._peer:
+            raise Unreachable("this node is leaving" if self._closing else "a node has no link to itself")
+        attempt = self._dials.get(peer) or self._start_dial(peer)
+        return await asyncio.shield(attempt.outcome)
+
+    def _install(self, link: Link, hello: Hello) -> None:
+        """Makes it the link to its peer. Whoever waits for one gets it; an older one has lost its other end."""
+        old = self._links.get(link.peer)
+        if old is not None:
+            old.end(Unreachable(f"{short(link.peer)} has opened a new link"), Farewell(FarewellReason.DUPLICATE))
+        self._links[link.peer] = link
+        self._backoff.succeeded(link.peer)
+        self._handler.link_up(link.peer)
+        if hello.record:
+            self._handler.announced(link.peer, hello.record)
+        attempt = self._dials.pop(link.peer, None)
+        if attempt is not None:
+            attempt.outcome.set_result(link)
+            if not link.dialled:
+                attempt.task.cancel()
+
+    def _retire(self, link: Link, error: PeerError) -> None:
+        if self._links.get(link.peer) is link:
+            del self._links[link.peer]
+            self._handler.link_down(link.peer, error)
+
+    def _has_room(self) -> bool:
+        return len(self._links) < self._settings.max_links
+
+    def _link(self, peer: PeerId, stream: AcceptedStream | DialledStream) -> Link:
+        return Link(
+            peer,
+            stream,
+            dialled=isinstance(stream, DialledStream),
+            surroundings=self._surroundings,
+            on_end=self._retire,
+        )
+
+    def _own_hello(self) -> Hello:
+        return Hello(self._peer, self._run, PROTOCOL_VERSIONS, self._own_record())
+
+    # ---- dialling -----------------------------------------------------------------------------------------------
+
+    def _start_dial(self, peer: PeerId) -> _Dial:
+        outcome: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
+        # Whoever waited may have given up by the time it fails.
+        outcome.add_done_callback(lambda done: done.cancelled() or done.exception())
+        attempt = _Dial(outcome, self._spawn(self._dial(peer)))
+        self._dials[peer] = attempt
+        return attempt
+
+    async def _dial(self, peer: PeerId) -> None:
+        try:
+            stream, hello = await self._connect(peer)
+        except PeerError as error:
+            self._backoff.failed(peer)
+            self._give_up(peer, error)
+            return
+        except asyncio.CancelledError:
+            self._give_up(peer, Unreachable("this node is leaving"))
+            raise
+        link = self._link(peer, stream)
+        self._install(link, hello)
+        await link.run()
+
+    def _give_up(self, peer: PeerId, error: PeerError) -> None:
+        attempt = self._dials.get(peer)
+        # After the peer's own stream has been taken, a new attempt may already stand here.
+        if attempt is not None and attempt.task is asyncio.current_task():
+            del self._dials[peer]
+            attempt.outcome.set_exception(error)
+
+    async def _connect(self, peer: PeerId) -> tuple[DialledStream, Hello]:
+        await asyncio.sleep(self._backoff.wait_s(peer))
+        contact = self._dialable(peer)
+        deadline = self._clock.monotonic() + self._settings.dial_timeout_s
+        while True:
+            try:
+                return await dial(contact, self._credentials, self._own_hello(), self._settings.dial_timeout_s)
+            except Duplicate:
+                # Its stream is on the way to us and will end this attempt; unless it died, and then ours is wanted again.
+                if self._clock.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(self._settings.first_retry_s)
+
+    def _dialable(self, peer: PeerId) -> Contact:
+        if not self._has_room():
+            raise Unreachable(f"all {self._settings.max_links} links are in use")
+        contact = self._address_book.contact(peer)
+        if contact is None:
+            raise Unreachable(f"{short(peer)} is not known, or has left")
+        return contact
+
+    # ---- answering ----------------------------------------------------------------------------------------------
+
+    async def _serve(self, _requests: object, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+        """gRPC's handler of `Connect`. The work is done in a task of ours, so that its errors are ours too."""
+        if self._closing:
+            return
+        task = self._spawn(self._welcome(AcceptedStream(context)))
+        try:
+            await asyncio.wait((task,))
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+
+    async def _welcome(self, stream: AcceptedStream) -> None:
+        """Checks who calls and whether to take the stream, and carries it if so."""
+        last_words: Farewell | None
+        try:
+            peer = proven_peer(stream, self._address_book)
+            async with asyncio.timeout(self._settings.hello_timeout_s):
+                hello = expect_hello(decode(await stream.read() or b""), peer)
+            last_words = objection_to(hello, self._run, peer) or await self._objection_to_link(peer)
+        except ProtocolViolation as error:
+            last_words = Farewell(FarewellReason.VIOLATION, str(error))
+        except PeerError as error:
+            last_words = Farewell(FarewellReason.NOT_YOU, str(error))
+        except TimeoutError:
+            last_words = Farewell(FarewellReason.UNSPECIFIED, "no Hello came in time")
+        if last_words is not None:
+            with contextlib.suppress(PeerError):
+                await stream.write(encode(last_words))
+            return
+        link = self._link(peer, stream)
+        link.say(self._own_hello())
+        self._install(link, hello)
+        await link.run()
+
+    async def _objection_to_link(self, peer: PeerId) -> Farewell | None:
+        """Why a stream from a peer that may speak to us is not taken, if so."""
+        wins = self._peer < peer
+        attempt = self._dials.get(peer)
+        if attempt is not None and wins:
+            # Not for ever: it may be that the peer can reach us, and we cannot reach the peer.
+            await asyncio.wait((attempt.outcome,), timeout=self._settings.dial_timeout_s / 2)
+        link = self._links.get(peer)
+        if link is None:
+            return None if self._has_room() else Farewell(FarewellReason.UNSPECIFIED, "no room for another link")
+        age_s = self._clock.monotonic() - link.since
+        if link.dialled and wins and age_s < self._settings.dial_timeout_s:
+            return Farewell(FarewellReason.DUPLICATE)
+        return None
+
+    # ---- tasks --------------------------------------------------------------------------------------------------
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = self._tasks.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    async def _shut_down(self) -> None:
+        """Says farewell to everyone, and ends every task whether or not anybody heard it."""
+        self._closing = True
+        for attempt in list(self._dials.values()):
+            attempt.task.cancel()
+        for link in list(self._links.values()):
+            link.end(Unreachable("this node is leaving"), Farewell(FarewellReason.LEAVING))
+        if self._server is not None:
+            await self._server.stop(self._settings.farewell_grace_s)
+        if self._running:
+            _, late = await asyncio.wait(self._running, timeout=self._settings.farewell_grace_s)
+            for task in late:
+                task.cancel()
