@@ -283,7 +283,7 @@ async def test_nodes_stop_when_their_owner_is_killed() -> None:
     owner.kill()
     await owner.wait()
     for pid in pids:
-        while _runs(pid):  # noqa: ASYNC110 - nothing tells of a process that is not our child
+        while _runs(pid):
             await asyncio.sleep(0.01)
 
 
