@@ -24,27 +24,27 @@ help:
 
 swarm:
 	@echo "skipstone: starting a local swarm"
-	@$(MAKE) --no-print-directory $(VENV)/.base
+	@$(MAKE) --no-print-directory --silent $(VENV)/.base
 	@exec $(BIN)/skipstone up $(ARGS)
 
 test:
 	@echo "skipstone: running the tests"
-	@$(MAKE) --no-print-directory $(VENV)/.dev
+	@$(MAKE) --no-print-directory --silent $(VENV)/.dev
 	@$(BIN)/python -m pytest $(ARGS)
 
 lint:
 	@echo "skipstone: checking style and types"
-	@$(MAKE) --no-print-directory $(VENV)/.dev
+	@$(MAKE) --no-print-directory --silent $(VENV)/.dev
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
 proto:
 	@echo "skipstone: generating protocol/generated"
-	@$(MAKE) --no-print-directory $(VENV)/.dev
+	@$(MAKE) --no-print-directory --silent $(VENV)/.dev
 	@$(BIN)/python -m grpc_tools.protoc -Iprotocol/generated=proto --python_out=. --pyi_out=. $(PROTOS:proto/%=protocol/generated/%)
 
 bench:
 	@echo "skipstone: running the benchmarks"
-	@$(MAKE) --no-print-directory $(VENV)/.dev
+	@$(MAKE) --no-print-directory --silent $(VENV)/.dev
 	@set -e; for benchmark in transport hop throughput; do $(BIN)/python -m benchmarks.$$benchmark; done
 
 clean:
