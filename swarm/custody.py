@@ -53,7 +53,7 @@ from swarm.messages import (
     ReceiptStatus,
     Stranded,
 )
-from swarm.vocabulary import MicrobatchId, ModuleId, PeerId, Reasoned
+from swarm.vocabulary import MicrobatchId, ModuleId, Path, PeerId, Reasoned
 
 DATA_NODE_GRACE_S = 5.0
 """How long a hop keeps a data node's microbatches after the link to it broke: a reconnect may come."""
@@ -110,11 +110,11 @@ class Custody:
         return Reasoned(True, "a slot is free")
 
     def expects_backward(self, message: Backward) -> Reasoned[bool]:
-        """Whether a gradient for this microbatch, along this very path, is awaited here."""
+        """Whether a gradient for this microbatch is awaited here from the peer it was handed to, on the way it came."""
         holding = self._holdings.get(Key(message.microbatch, message.position))
         if holding is None:
             return Reasoned(False, "this microbatch is not, or no longer, held here")
-        if holding.path != message.path:
+        if not _same_way(holding.path, message.path, message.position + 1):
             return Reasoned(False, "this microbatch is held here on another path")
         if holding.phase in (Phase.RECEIVING, Phase.FORWARD):
             return Reasoned(False, "this microbatch has not been passed on yet")
@@ -182,7 +182,7 @@ class Custody:
 
     def _another_copy(self, known: Holding, message: Forward, sender: PeerId, now: float) -> list[Action]:
         """The same microbatch again: a sender that lost its link to us, or a repaired path that comes by a second way."""
-        if known.path == message.path:
+        if _same_way(known.path, message.path, message.position):
             statuses = [ReceiptStatus.ACCEPTED]
             if known.phase not in (Phase.FORWARD, Phase.HANDING_ON):
                 statuses.append(ReceiptStatus.PASSED_ON)
@@ -208,7 +208,8 @@ class Custody:
         accepted = Tell(sender, _receipt(message, Direction.BACKWARD, ReceiptStatus.ACCEPTED))
         if holding.phase not in _BEFORE_BACKWARD:  # a second copy; the first is being worked on
             return [accepted]
-        self._put(_touched(replace(holding, phase=Phase.BACKWARD, target=None, retry_at=None), now))
+        awaited = replace(holding, path=message.path, phase=Phase.BACKWARD, target=None, retry_at=None)
+        self._put(_touched(awaited, now))
         return [accepted, Compute(key, Work.BACKWARD, holding.purpose)]
 
     def _computed(self, key: Key, now: float) -> list[Action]:
@@ -385,6 +386,11 @@ def _received(message: Forward, now: float) -> Holding:
     return Holding(
         key, message.path, message.purpose, Phase.RECEIVING, message.lifetime_s, deadline=now + message.lifetime_s
     )
+
+
+def _same_way(one: Path, other: Path, position: int) -> bool:
+    """Whether two paths have the same hops up to and including `position`. What comes after may have been repaired by others since."""
+    return len(one.hops) == len(other.hops) and one.hops[: position + 1] == other.hops[: position + 1]
 
 
 def _touched(holding: Holding, now: float) -> Holding:
