@@ -6,7 +6,8 @@ living peer knows that it has to act when somebody dies. One `Holding` stands fo
     RECEIVING -> FORWARD -> HANDING_ON -> GUARDING -> AWAITING -> BACKWARD -> HANDING_BACK -> GUARDING_BACK -> (gone)
 
 * position -1 (the data node at the start) has no RECEIVING: its tokens are at home. Its BACKWARD ends the microbatch.
-* position len(hops) (the data node at the end) turns round: after FORWARD, which is the loss, comes HANDING_BACK.
+* position len(hops) (the data node at the end) turns round: after FORWARD, which is the loss, comes HANDING_BACK. It stays in
+  GUARDING_BACK until its start ends too: a microbatch turns round once, whatever copies of it arrive later.
 * a microbatch that is only evaluated is gone as soon as the next peer has accepted it.
 
 On the way out a lost, busy or refusing peer is replaced by another replica of the same module, from the output that is
@@ -17,6 +18,7 @@ Nothing here does IO. `handle` takes what happened and the time, and returns wha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -218,11 +220,12 @@ class Custody:
             return []
         if holding.phase is Phase.FORWARD and not holding.is_end:
             position = key.position + 1
-            return self._hand_on(replace(holding, tried=frozenset()), holding.path.peer_at(position), now)
+            return self._hand_on(holding, holding.path.peer_at(position), now)
         if holding.phase is Phase.FORWARD and holding.purpose is Purpose.EVALUATE:
             return [self._drop(key, "evaluated")]
         if holding.is_start:
-            return [Finished(key.microbatch), self._drop(key, "completed")]
+            held = [h.key for h in self.holdings() if h.key.microbatch == key.microbatch]
+            return [Finished(key.microbatch), *(self._drop(end, "completed") for end in held)]
         return self._hand_back(holding, now)
 
     def _compute_failed(self, key: Key, detail: str) -> list[Action]:
@@ -267,12 +270,12 @@ class Custody:
     def _tick(self, now: float) -> list[Action]:
         actions: list[Action] = []
         for holding in self.holdings():
-            if holding.retry_at is not None and holding.retry_at <= now and holding.target is not None:
+            if holding.deadline <= now:
+                actions += self._overdue(holding)
+            elif holding.retry_at is not None and holding.retry_at <= now and holding.target is not None:
                 retried = replace(holding, retry_at=None)
                 self._put(retried)
                 actions.append(self._sending(retried, holding.target))
-            elif holding.deadline <= now:
-                actions += self._overdue(holding)
         return actions
 
     def _overdue(self, holding: Holding) -> list[Action]:
@@ -293,7 +296,7 @@ class Custody:
 
     def _hand_back(self, holding: Holding, now: float) -> list[Action]:
         target = holding.path.peer_at(holding.key.position - 1)
-        handed = _touched(replace(holding, phase=Phase.HANDING_BACK, target=target, tried=frozenset()), now)
+        handed = _touched(replace(holding, phase=Phase.HANDING_BACK, target=target), now)
         self._put(handed)
         return [self._sending(handed, target)]
 
@@ -311,9 +314,10 @@ class Custody:
             told = self._tell_passed(holding, Direction.FORWARD, holding.key.position - 1)
             if holding.purpose is Purpose.EVALUATE:
                 return [*told, self._drop(holding.key, "passed on")]
-            at_end = holding.key.position + 1 == len(holding.path.hops)
-            phase = Phase.AWAITING if at_end else Phase.GUARDING
-            self._put(_touched(replace(holding, phase=phase, retry_at=None), now))
+            accepted = replace(holding, phase=Phase.GUARDING, retry_at=None)
+            if holding.key.position + 1 == len(holding.path.hops):  # the data node cannot be replaced
+                accepted = replace(accepted, phase=Phase.AWAITING, target=None)
+            self._put(_touched(accepted, now))
             return told
         if holding.phase is Phase.HANDING_BACK:
             told = self._tell_passed(holding, Direction.BACKWARD, holding.key.position + 1)
@@ -330,6 +334,9 @@ class Custody:
             return told
         if current.phase is Phase.GUARDING:
             self._put(_touched(replace(current, phase=Phase.AWAITING, target=None), now))
+        elif current.phase is Phase.GUARDING_BACK and current.is_end:
+            # Kept until its start completes or is given up, so that no later copy can turn round a second time.
+            self._put(replace(current, target=None, deadline=math.inf))
         elif current.phase is Phase.GUARDING_BACK:
             return [*told, self._drop(holding.key, "gradient passed on")]
         return told
@@ -340,10 +347,11 @@ class Custody:
             return []
         if holding.phase is Phase.HANDING_ON and holding.key.position + 1 < len(holding.path.hops):
             module = holding.path.hops[holding.key.position + 1].module
-            other = self._choose(module, holding.tried | {holding.target}).value
+            busy = holding.busy | {holding.target}
+            other = self._choose(module, holding.tried | busy).value
             if other is not None:
-                return self._hand_on(replace(holding, tried=holding.tried | {holding.target}), other, now)
-        self._put(replace(holding, retry_at=now + receipt.retry_after_s, tried=frozenset()))
+                return self._hand_on(replace(holding, busy=busy), other, now)
+        self._put(replace(holding, retry_at=now + receipt.retry_after_s, busy=frozenset()))
         return []
 
     def _target_failed(self, holding: Holding, detail: str, now: float) -> list[Action]:
@@ -355,7 +363,10 @@ class Custody:
         if position == len(holding.path.hops):
             return self._strand(holding, Direction.FORWARD, position, detail)
         tried = holding.tried | {holding.target}
-        other = self._choose(holding.path.hops[position].module, tried)
+        module = holding.path.hops[position].module
+        other = self._choose(module, tried | holding.busy)
+        if other.value is None:
+            other = self._choose(module, tried)  # one that was busy is better than none
         if other.value is None:
             return self._strand(holding, Direction.FORWARD, position, f"{detail}; {other.reason}")
         return self._hand_on(replace(holding, tried=tried), other.value, now)

@@ -129,8 +129,11 @@ class Flights:
     def complete(self, microbatch: MicrobatchId) -> StepDone | None:
         """It has come back to where it started. Tells when that ends a step."""
         flight = self._flying.pop(microbatch, None)
-        if flight is None or flight.loss is None:
+        if flight is None:
             self.counts = replace(self.counts, duplicated=self.counts.duplicated + 1)
+            return None
+        if flight.loss is None:  # no honest path comes back without having been at its end
+            self.counts = replace(self.counts, abandoned=self.counts.abandoned + 1)
             return None
         self.counts = replace(self.counts, completed=self.counts.completed + 1)
         self._losses.append(flight.loss)
