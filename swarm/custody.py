@@ -6,7 +6,8 @@ living peer knows that it has to act when somebody dies. One `Holding` stands fo
     RECEIVING -> FORWARD -> HANDING_ON -> GUARDING -> AWAITING -> BACKWARD -> HANDING_BACK -> GUARDING_BACK -> (gone)
 
 * position -1 (the data node at the start) has no RECEIVING: its tokens are at home. Its BACKWARD ends the microbatch.
-* position len(hops) (the data node at the end) turns round: after FORWARD, which is the loss, comes HANDING_BACK.
+* position len(hops) (the data node at the end) turns round: after FORWARD, which is the loss, comes HANDING_BACK. It stays in
+  GUARDING_BACK until its start ends too: a microbatch turns round once, whatever copies of it arrive later.
 * a microbatch that is only evaluated is gone as soon as the next peer has accepted it.
 
 On the way out a lost, busy or refusing peer is replaced by another replica of the same module, from the output that is
@@ -17,6 +18,7 @@ Nothing here does IO. `handle` takes what happened and the time, and returns wha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -53,7 +55,7 @@ from swarm.messages import (
     ReceiptStatus,
     Stranded,
 )
-from swarm.vocabulary import MicrobatchId, ModuleId, PeerId, Reasoned
+from swarm.vocabulary import MicrobatchId, ModuleId, Path, PeerId, Reasoned
 
 DATA_NODE_GRACE_S = 5.0
 """How long a hop keeps a data node's microbatches after the link to it broke: a reconnect may come."""
@@ -110,11 +112,11 @@ class Custody:
         return Reasoned(True, "a slot is free")
 
     def expects_backward(self, message: Backward) -> Reasoned[bool]:
-        """Whether a gradient for this microbatch, along this very path, is awaited here."""
+        """Whether a gradient for this microbatch is awaited here from the peer it was handed to, on the way it came."""
         holding = self._holdings.get(Key(message.microbatch, message.position))
         if holding is None:
             return Reasoned(False, "this microbatch is not, or no longer, held here")
-        if holding.path != message.path:
+        if not _same_way(holding.path, message.path, message.position + 1):
             return Reasoned(False, "this microbatch is held here on another path")
         if holding.phase in (Phase.RECEIVING, Phase.FORWARD):
             return Reasoned(False, "this microbatch has not been passed on yet")
@@ -182,7 +184,7 @@ class Custody:
 
     def _another_copy(self, known: Holding, message: Forward, sender: PeerId, now: float) -> list[Action]:
         """The same microbatch again: a sender that lost its link to us, or a repaired path that comes by a second way."""
-        if known.path == message.path:
+        if _same_way(known.path, message.path, message.position):
             statuses = [ReceiptStatus.ACCEPTED]
             if known.phase not in (Phase.FORWARD, Phase.HANDING_ON):
                 statuses.append(ReceiptStatus.PASSED_ON)
@@ -208,7 +210,8 @@ class Custody:
         accepted = Tell(sender, _receipt(message, Direction.BACKWARD, ReceiptStatus.ACCEPTED))
         if holding.phase not in _BEFORE_BACKWARD:  # a second copy; the first is being worked on
             return [accepted]
-        self._put(_touched(replace(holding, phase=Phase.BACKWARD, target=None, retry_at=None), now))
+        awaited = replace(holding, path=message.path, phase=Phase.BACKWARD, target=None, retry_at=None)
+        self._put(_touched(awaited, now))
         return [accepted, Compute(key, Work.BACKWARD, holding.purpose)]
 
     def _computed(self, key: Key, now: float) -> list[Action]:
@@ -217,11 +220,12 @@ class Custody:
             return []
         if holding.phase is Phase.FORWARD and not holding.is_end:
             position = key.position + 1
-            return self._hand_on(replace(holding, tried=frozenset()), holding.path.peer_at(position), now)
+            return self._hand_on(holding, holding.path.peer_at(position), now)
         if holding.phase is Phase.FORWARD and holding.purpose is Purpose.EVALUATE:
             return [self._drop(key, "evaluated")]
         if holding.is_start:
-            return [Finished(key.microbatch), self._drop(key, "completed")]
+            held = [h.key for h in self.holdings() if h.key.microbatch == key.microbatch]
+            return [Finished(key.microbatch), *(self._drop(end, "completed") for end in held)]
         return self._hand_back(holding, now)
 
     def _compute_failed(self, key: Key, detail: str) -> list[Action]:
@@ -266,12 +270,12 @@ class Custody:
     def _tick(self, now: float) -> list[Action]:
         actions: list[Action] = []
         for holding in self.holdings():
-            if holding.retry_at is not None and holding.retry_at <= now and holding.target is not None:
+            if holding.deadline <= now:
+                actions += self._overdue(holding)
+            elif holding.retry_at is not None and holding.retry_at <= now and holding.target is not None:
                 retried = replace(holding, retry_at=None)
                 self._put(retried)
                 actions.append(self._sending(retried, holding.target))
-            elif holding.deadline <= now:
-                actions += self._overdue(holding)
         return actions
 
     def _overdue(self, holding: Holding) -> list[Action]:
@@ -292,7 +296,7 @@ class Custody:
 
     def _hand_back(self, holding: Holding, now: float) -> list[Action]:
         target = holding.path.peer_at(holding.key.position - 1)
-        handed = _touched(replace(holding, phase=Phase.HANDING_BACK, target=target, tried=frozenset()), now)
+        handed = _touched(replace(holding, phase=Phase.HANDING_BACK, target=target), now)
         self._put(handed)
         return [self._sending(handed, target)]
 
@@ -310,9 +314,10 @@ class Custody:
             told = self._tell_passed(holding, Direction.FORWARD, holding.key.position - 1)
             if holding.purpose is Purpose.EVALUATE:
                 return [*told, self._drop(holding.key, "passed on")]
-            at_end = holding.key.position + 1 == len(holding.path.hops)
-            phase = Phase.AWAITING if at_end else Phase.GUARDING
-            self._put(_touched(replace(holding, phase=phase, retry_at=None), now))
+            accepted = replace(holding, phase=Phase.GUARDING, retry_at=None)
+            if holding.key.position + 1 == len(holding.path.hops):  # the data node cannot be replaced
+                accepted = replace(accepted, phase=Phase.AWAITING, target=None)
+            self._put(_touched(accepted, now))
             return told
         if holding.phase is Phase.HANDING_BACK:
             told = self._tell_passed(holding, Direction.BACKWARD, holding.key.position + 1)
@@ -329,6 +334,9 @@ class Custody:
             return told
         if current.phase is Phase.GUARDING:
             self._put(_touched(replace(current, phase=Phase.AWAITING, target=None), now))
+        elif current.phase is Phase.GUARDING_BACK and current.is_end:
+            # Kept until its start completes or is given up, so that no later copy can turn round a second time.
+            self._put(replace(current, target=None, deadline=math.inf))
         elif current.phase is Phase.GUARDING_BACK:
             return [*told, self._drop(holding.key, "gradient passed on")]
         return told
@@ -339,10 +347,11 @@ class Custody:
             return []
         if holding.phase is Phase.HANDING_ON and holding.key.position + 1 < len(holding.path.hops):
             module = holding.path.hops[holding.key.position + 1].module
-            other = self._choose(module, holding.tried | {holding.target}).value
+            busy = holding.busy | {holding.target}
+            other = self._choose(module, holding.tried | busy).value
             if other is not None:
-                return self._hand_on(replace(holding, tried=holding.tried | {holding.target}), other, now)
-        self._put(replace(holding, retry_at=now + receipt.retry_after_s, tried=frozenset()))
+                return self._hand_on(replace(holding, busy=busy), other, now)
+        self._put(replace(holding, retry_at=now + receipt.retry_after_s, busy=frozenset()))
         return []
 
     def _target_failed(self, holding: Holding, detail: str, now: float) -> list[Action]:
@@ -354,7 +363,10 @@ class Custody:
         if position == len(holding.path.hops):
             return self._strand(holding, Direction.FORWARD, position, detail)
         tried = holding.tried | {holding.target}
-        other = self._choose(holding.path.hops[position].module, tried)
+        module = holding.path.hops[position].module
+        other = self._choose(module, tried | holding.busy)
+        if other.value is None:
+            other = self._choose(module, tried)  # one that was busy is better than none
         if other.value is None:
             return self._strand(holding, Direction.FORWARD, position, f"{detail}; {other.reason}")
         return self._hand_on(replace(holding, tried=tried), other.value, now)
@@ -385,6 +397,11 @@ def _received(message: Forward, now: float) -> Holding:
     return Holding(
         key, message.path, message.purpose, Phase.RECEIVING, message.lifetime_s, deadline=now + message.lifetime_s
     )
+
+
+def _same_way(one: Path, other: Path, position: int) -> bool:
+    """Whether two paths have the same hops up to and including `position`. What comes after may have been repaired by others since."""
+    return len(one.hops) == len(other.hops) and one.hops[: position + 1] == other.hops[: position + 1]
 
 
 def _touched(holding: Holding, now: float) -> Holding:

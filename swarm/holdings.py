@@ -41,6 +41,8 @@ class Holding:
     """Whom it is being handed to."""
     tried: frozenset[PeerId] = frozenset()
     """Replicas that failed or refused; not asked again for this microbatch."""
+    busy: frozenset[PeerId] = frozenset()
+    """Replicas that had no slot when asked in this round of asking; asked again when nobody else is left."""
     retry_at: float | None = None
     """When to offer it again to a target that was busy."""
 
