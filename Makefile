@@ -1,0 +1,66 @@
+# Every target makes .venv and installs what is missing, so each of them works first on a fresh machine.
+#   make swarm ARGS="--peers 7 --steps 200"    PYTHON=/path/to/python3.12 make test
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help swarm test lint proto bench clean
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+PROTOS := proto/link.proto proto/records.proto
+
+# The first interpreter that runs and is new enough.
+FIND_PYTHON = for candidate in $(PYTHON) python3.11 python3.12 python3.13 python3; do \
+	"$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$candidate"; exit; }; done; \
+	echo "skipstone: needs Python 3.11 or newer; install it, or name it: make PYTHON=/path/to/python" >&2; exit 1
+
+help:
+	@echo "make swarm   train with a local swarm of real processes (ARGS=... goes to skipstone up)"
+	@echo "make test    run the tests"
+	@echo "make lint    ruff, its formatter in check mode, mypy"
+	@echo "make proto   generate protocol/generated from proto/"
+	@echo "make bench   run the benchmarks; each prints JSON"
+
+swarm:
+	@echo "skipstone: starting a local swarm"
+	@$(MAKE) --no-print-directory $(VENV)/.base
+	@exec $(BIN)/skipstone up $(ARGS)
+
+test:
+	@echo "skipstone: running the tests"
+	@$(MAKE) --no-print-directory $(VENV)/.dev
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint:
+	@echo "skipstone: checking style and types"
+	@$(MAKE) --no-print-directory $(VENV)/.dev
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+proto:
+	@echo "skipstone: generating protocol/generated"
+	@$(MAKE) --no-print-directory $(VENV)/.dev
+	@$(BIN)/python -m grpc_tools.protoc -Iprotocol/generated=proto --python_out=. --pyi_out=. $(PROTOS:proto/%=protocol/generated/%)
+
+bench:
+	@echo "skipstone: running the benchmarks"
+	@$(MAKE) --no-print-directory $(VENV)/.dev
+	@set -e; for benchmark in transport hop throughput; do $(BIN)/python -m benchmarks.$$benchmark; done
+
+clean:
+	rm -rf $(VENV) build dist ./*.egg-info .mypy_cache .ruff_cache .pytest_cache
+
+# Stamps: made anew whenever pyproject.toml changes. The dev installation contains the base one.
+$(VENV)/.base: pyproject.toml | $(BIN)/python
+	@echo "skipstone: installing into $(VENV) (the first time this takes a few minutes)"
+	@$(PIP) install --quiet -e .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml | $(BIN)/python
+	@echo "skipstone: installing into $(VENV), with what the tests need (the first time this takes a few minutes)"
+	@$(PIP) install --quiet -e '.[dev]'
+	@touch $(VENV)/.base $@
+
+$(BIN)/python:
+	@echo "skipstone: making $(VENV)"
+	@python=$$($(FIND_PYTHON)) && "$$python" -m venv $(VENV)

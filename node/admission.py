@@ -1,0 +1,70 @@
+"""Checks a tensor's header against the manifest before any memory is spent on it."""
+
+from __future__ import annotations
+
+from protocol.manifest import Manifest
+from protocol.seams import Codec, DType, TensorSpec
+from swarm.errors import ProtocolViolation
+from swarm.messages import Backward, Forward, TensorMessage
+from swarm.vocabulary import ModuleId, PeerId, short
+
+
+def hidden_tensor(manifest: Manifest) -> TensorSpec:
+    """What travels between the stages of this run, in either direction."""
+    dtype = DType.BFLOAT16 if manifest.model.dtype == "bfloat16" else DType.FLOAT32
+    return TensorSpec(manifest.hidden_shape, dtype, Codec.NONE)
+
+
+class Admission:
+    """The rules of one run, for one peer.
+
+    Args:
+        own: this peer.
+        module: the module it hosts.
+    """
+
+    def __init__(self, manifest: Manifest, own: PeerId, module: ModuleId) -> None:
+        self._own = own
+        self._module = module
+        self._tensor = hidden_tensor(manifest)
+        self._modules = frozenset(manifest.modules()) - {ModuleId(0)}
+        self._longest = manifest.stages.visited_per_path
+
+    def check(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec) -> None:
+        """Raises ProtocolViolation when an honest peer could not have sent this."""
+        if tensor != self._tensor:
+            raise ProtocolViolation(
+                f"a tensor {tensor.shape} {tensor.dtype.name} was announced; this run's are {self._tensor.shape}"
+                f" {self._tensor.dtype.name}"
+            )
+        path = message.path
+        if path.data_node != message.microbatch.data_node:
+            raise ProtocolViolation("the path belongs to another data node than the microbatch")
+        stages = [hop.module.stage for hop in path.hops]
+        if len(stages) > self._longest or len(set(stages)) != len(stages):
+            raise ProtocolViolation(f"the path visits the stages {stages}; this run allows {self._longest}, each once")
+        unknown = [str(hop.module) for hop in path.hops if hop.module not in self._modules]
+        if unknown:
+            raise ProtocolViolation(f"the path visits module {unknown[0]}, which the manifest does not have")
+        if path.peer_at(message.position) != self._own:
+            raise ProtocolViolation("the message is for another peer on the path")
+        self._check_sender(sender, message)
+
+    def hosts(self, message: TensorMessage) -> bool:
+        """Whether the hop it names is our module. A sender with an old view may be honestly wrong about that."""
+        hops, position = message.path.hops, message.position
+        return not 0 <= position < len(hops) or hops[position].module == self._module
+
+    def _check_sender(self, sender: PeerId, message: TensorMessage) -> None:
+        """Only the neighbour on the path may hand something over; who that is depends on the direction."""
+        match message:
+            case Forward(position=position) if position < 0:
+                raise ProtocolViolation("a Forward cannot go to the start of its path")
+            case Backward(position=position) if position >= len(message.path.hops):
+                raise ProtocolViolation("a Backward cannot go to the end of its path")
+            case Forward(position=position):
+                neighbour = message.path.peer_at(position - 1)
+            case Backward(position=position):
+                neighbour = message.path.peer_at(position + 1)
+        if neighbour != sender:
+            raise ProtocolViolation(f"{short(sender)} sent what only {short(neighbour)} may send on this path")

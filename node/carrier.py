@@ -1,0 +1,312 @@
+"""Carries out what custody decides: admits and receives tensors, has them computed, sends them on.
+
+This is the part of `protocol.seams.LinkHandler` that has to do with microbatches. Decisions are all in `swarm.custody`; here are the buffers, the
+compute thread and the tasks that go with them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from node.admission import Admission
+from node.buffers import BufferPool
+from node.compute import ComputeThread, Priority
+from node.optimization import StepFigures
+from node.work import Job, NoPathEnds, Output, PathEnds, Worker
+from protocol.seams import Clock, Refusal, TensorSpec, Transport
+from swarm.custody import Custody
+from swarm.errors import PeerError, SkipstoneError
+from swarm.holdings import (
+    Action,
+    BackwardArrived,
+    BrokenOff,
+    CloseArrived,
+    Compute,
+    Computed,
+    ComputeFailed,
+    Event,
+    Finished,
+    Forget,
+    ForwardArrived,
+    Key,
+    PeerLost,
+    ReceiptArrived,
+    SendOutput,
+    Tell,
+    Tick,
+    Work,
+)
+from swarm.messages import (
+    Backward,
+    Close,
+    ControlMessage,
+    Direction,
+    Forward,
+    Purpose,
+    Receipt,
+    ReceiptStatus,
+    Stranded,
+    TensorMessage,
+)
+from swarm.vocabulary import MicrobatchId, PeerId
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.1
+BUSY_RETRY_S = 0.1
+
+_PRIORITIES = {Work.FORWARD: Priority.FORWARD, Work.LOSS: Priority.BACKWARD, Work.BACKWARD: Priority.BACKWARD}
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """The tensors of one holding, given back when custody has forgotten it and no task uses them any more."""
+
+    ticket: int
+    input: memoryview | None = None
+    gradient: memoryview | None = None
+    output: memoryview | None = None
+    users: int = 0
+    forgotten: bool = False
+
+
+class Carrier:
+    """One node's microbatches between its links and its compute thread.
+
+    `async with` runs it; the tasks it starts live inside.
+    """
+
+    def __init__(
+        self,
+        custody: Custody,
+        admission: Admission,
+        worker: Worker,
+        compute: ComputeThread,
+        clock: Clock,
+        on_failure: Callable[[PeerId, PeerError], None],
+        on_step: Callable[[StepFigures], None],
+        ends: PathEnds | None = None,
+    ) -> None:
+        self.custody = custody
+        self._admission = admission
+        self._worker = worker
+        self._compute = compute
+        self._on_failure = on_failure
+        self._clock = clock
+        self._on_step = on_step
+        self.ends: PathEnds = ends or NoPathEnds()
+        self.transport: Transport | None = None
+        self.wire_s = 0.0
+        # Two tensors come to a holding, the input and the gradient; a data node's own are held besides the slots.
+        self._pool = BufferPool(worker.tensor.byte_length, 4 * custody.slots + 64)
+        self._loads: dict[Key, _Load] = {}
+        self._tickets = itertools.count()
+        self._arrived: memoryview | None = None
+        self._tasks: asyncio.TaskGroup | None = None
+
+    # ---- running -------------------------------------------------------------------------------------------------
+
+    async def run(self, transport: Transport) -> None:
+        """Until cancelled."""
+        self.transport = transport
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            try:
+                while True:
+                    await asyncio.sleep(TICK_S)
+                    self.handle(Tick())
+            finally:
+                self._tasks = None
+
+    def handle(self, event: Event) -> None:
+        """Gives the event to custody and carries out what follows."""
+        self._carry_out(self.custody.handle(event, self._clock.monotonic()))
+
+    def abandon(self, microbatch: MicrobatchId, detail: str) -> None:
+        """A data node gives up one of its own."""
+        self._carry_out(self.custody.abandon(microbatch, detail))
+
+    @property
+    def is_empty(self) -> bool:
+        return len(self.custody) == 0
+
+    # ---- what comes in by the links ----------------------------------------------------------------------------------
+
+    def admit(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec) -> memoryview | Refusal:
+        self._admission.check(sender, message, tensor)
+        refusal = self._refusal(message)
+        if refusal is not None:
+            return refusal
+        if isinstance(message, Forward):
+            place = self.custody.admit_forward(message, self._clock.monotonic())
+            if not place.value:
+                return Refusal(True, place.reason, BUSY_RETRY_S)
+        return self._pool.take()
+
+    def _refusal(self, message: TensorMessage) -> Refusal | None:
+        if isinstance(message, Backward):
+            expected = self.custody.expects_backward(message)
+            return None if expected.value else Refusal(False, expected.reason)
+        if message.microbatch.data_node == self.custody.own:
+            return None if self.ends.expects(message) else Refusal(False, "this microbatch is not under way")
+        if self._pool.in_use >= self._pool.limit:
+            return Refusal(True, "all receive buffers are in use", BUSY_RETRY_S)
+        return None if self._admission.hosts(message) else Refusal(False, "this module is not hosted here")
+
+    def received(self, message: TensorMessage, buffer: memoryview) -> None:
+        self._arrived = buffer
+        self.handle(ForwardArrived(message) if isinstance(message, Forward) else BackwardArrived(message))
+        if self._arrived is not None:  # a second copy, or forgotten meanwhile: nothing is computed from it
+            self._pool.give_back(self._arrived)
+            self._arrived = None
+
+    def broken_off(self, message: TensorMessage, buffer: memoryview) -> None:
+        self._pool.give_back(buffer)
+        if isinstance(message, Forward):
+            self.handle(BrokenOff(Key(message.microbatch, message.position)))
+
+    def told(self, sender: PeerId, message: ControlMessage) -> None:
+        match message:
+            case Receipt():
+                if message.status is ReceiptStatus.PASSED_ON and message.microbatch.data_node == self.custody.own:
+                    self.custody.touch(Key(message.microbatch, -1), self._clock.monotonic())
+                    self.ends.passed(message)
+                self.handle(ReceiptArrived(sender, message))
+            case Close():
+                self.handle(CloseArrived(sender, message))
+            case Stranded() if message.microbatch.data_node == self.custody.own:
+                self._stranded(message)
+            case _:
+                log.debug("%s from %s needs no action", type(message).__name__, sender)
+
+    def link_down(self, peer: PeerId, error: PeerError) -> None:
+        self.handle(PeerLost(peer, str(error)))
+
+    # ---- carrying out ----------------------------------------------------------------------------------------------
+
+    def _stranded(self, message: Stranded) -> None:
+        """A copy that lost against a repaired one may strand on the way out after the other has returned: no harm done."""
+        returned = self.custody.get(Key(message.microbatch, -1)) is not None and any(
+            holding.is_end and holding.key.microbatch == message.microbatch for holding in self.custody.holdings()
+        )
+        if message.direction is Direction.FORWARD and returned and message.position > -1:
+            return
+        self.ends.lost(message.microbatch, message.detail)
+
+    def _carry_out(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Compute():
+                    self._spawn(self._computation(action, self._load_for(action)))
+                case SendOutput():
+                    self._spawn(self._sending(action, self._loads[action.key]))
+                case Tell(to, message) if to == self.custody.own:
+                    asyncio.get_running_loop().call_soon(self.told, to, message)
+                case Tell(to, message):
+                    self._spawn(self._telling(to, message))
+                case Forget(key, reason):
+                    log.debug("%s at %d: %s", key.microbatch, key.position, reason)
+                    self._forget(key)
+                case Finished(microbatch):
+                    self.ends.finished(microbatch)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        if self._tasks is None:  # stopping: what is left undone ends with the node
+            work.close()
+        else:
+            self._tasks.create_task(work)
+
+    def _load_for(self, action: Compute) -> _Load:
+        """The holding's tensors, the one that has just arrived among them."""
+        load = self._loads.get(action.key)
+        if load is None:
+            load = self._loads[action.key] = _Load(next(self._tickets))
+        if self._arrived is not None:
+            if action.work is Work.BACKWARD:
+                load.gradient = self._arrived
+            else:
+                load.input = self._arrived
+            self._arrived = None
+        return load
+
+    async def _computation(self, action: Compute, load: _Load) -> None:
+        priority = Priority.EVALUATE if action.purpose is Purpose.EVALUATE else _PRIORITIES[action.work]
+        incoming = load.gradient if action.work is Work.BACKWARD else load.input
+        job = Job(load.ticket, action.key, action.work, action.purpose, incoming)
+        with self._using(load):
+            try:
+                output = await self._compute.run(priority, lambda: self._worker.compute(job))
+            except SkipstoneError as error:
+                if not load.forgotten:
+                    self.handle(ComputeFailed(action.key, str(error)))
+                return
+            if output.step_due:
+                self._spawn(self._step())
+                await asyncio.sleep(0)  # the step's place in the queue comes before whatever this result brings about
+            if not load.forgotten:
+                self._computed(action, load, output)
+
+    def _computed(self, action: Compute, load: _Load, output: Output) -> None:
+        load.output = output.data
+        holding = self.custody.get(action.key)
+        if output.loss is not None and holding is not None:
+            self.ends.loss_known(action.key.microbatch, holding.path, action.purpose, output.loss)
+        self.handle(Computed(action.key))
+
+    async def _step(self) -> None:
+        self._on_step(await self._compute.run(Priority.UPKEEP, self._worker.step))
+
+    async def _sending(self, action: SendOutput, load: _Load) -> None:
+        assert self.transport is not None
+        assert load.output is not None
+        begun = self._clock.monotonic()
+        with self._using(load):
+            try:
+                await self.transport.send(action.to, action.message, self._worker.tensor, load.output)
+            except PeerError as error:
+                self._on_failure(action.to, error)
+                self.handle(PeerLost(action.to, str(error)))
+        self.wire_s += self._clock.monotonic() - begun
+
+    async def _telling(self, to: PeerId, message: ControlMessage) -> None:
+        assert self.transport is not None
+        try:
+            await self.transport.tell(to, message)
+        except PeerError as error:
+            log.debug("could not tell %s: %s", to, error)
+
+    # ---- tensors ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _using(self, load: _Load) -> Iterator[None]:
+        load.users += 1
+        try:
+            yield
+        finally:
+            load.users -= 1
+            if load.forgotten and not load.users:
+                self._release(load)
+
+    def _forget(self, key: Key) -> None:
+        load = self._loads.pop(key, None)
+        if load is not None:
+            load.forgotten = True
+            if not load.users:
+                self._release(load)
+
+    def _release(self, load: _Load) -> None:
+        self._spawn(self._freeing(load))
+
+    async def _freeing(self, load: _Load) -> None:
+        """Only when the compute thread has let go of them may the buffers be written again."""
+        await self._compute.run(Priority.UPKEEP, lambda: self._worker.forget(load.ticket))
+        load.output = None
+        for buffer in (load.input, load.gradient):
+            if buffer is not None:
+                self._pool.give_back(buffer)

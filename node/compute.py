@@ -1,0 +1,111 @@
+"""The one thread that owns the compute device, and the queue before it."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import heapq
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from swarm.errors import ResourceExhausted
+
+Result = TypeVar("Result")
+
+
+class Priority(enum.IntEnum):
+    """Smaller goes first; equal ones in order of arrival."""
+
+    UPKEEP = 0
+    """An inner step that is due, or freeing what is not needed any more."""
+    BACKWARD = 1
+    """Before forward: it frees memory, and somebody upstream waits for it."""
+    FORWARD = 2
+    EVALUATE = 3
+
+
+class ComputeThread:
+    """Runs jobs one at a time, the most urgent first, away from the event loop.
+
+    Args:
+        limit: jobs waiting at most; the callers' own bounds keep well below it.
+        set_up: called first on the thread (to choose a device, say).
+    """
+
+    def __init__(self, limit: int = 4096, set_up: Callable[[], None] = lambda: None) -> None:
+        self._limit = limit
+        self._set_up = set_up
+        self._jobs: list[tuple[int, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._work, name="compute", daemon=True)
+        self.busy_s = 0.0
+        """Seconds spent in jobs."""
+        self.idle_s = 0.0
+        """Seconds spent waiting for a job, since the first one."""
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._wake:
+            self._stopping = True
+            self._jobs.clear()
+            self._wake.notify()
+        self._thread.join(timeout=60.0)
+
+    async def run(self, priority: Priority, job: Callable[[], Result]) -> Result:
+        """Waits for the job's turn and its result; whatever it raises is raised here.
+
+        A caller that is cancelled does not stop a job that has begun.
+
+        Raises:
+            ResourceExhausted: too many jobs wait already.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Result] = loop.create_future()
+
+        def settle(outcome: Callable[[Any], None], value: object) -> None:
+            if not future.done():
+                outcome(value)
+
+        def work() -> None:
+            if future.cancelled():
+                return
+            try:
+                result = job()
+            except Exception as error:  # handed to whoever waits
+                loop.call_soon_threadsafe(settle, future.set_exception, error)
+            else:
+                loop.call_soon_threadsafe(settle, future.set_result, result)
+
+        with self._wake:
+            if len(self._jobs) >= self._limit:
+                raise ResourceExhausted(f"{self._limit} jobs wait for the compute device")
+            heapq.heappush(self._jobs, (priority, next(self._numbers), work))
+            self._wake.notify()
+        return await future
+
+    def _work(self) -> None:
+        self._set_up()
+        ended: float | None = None
+        while True:
+            with self._wake:
+                while not self._jobs and not self._stopping:
+                    self._wake.wait()
+                if self._stopping:
+                    return
+                _, _, job = heapq.heappop(self._jobs)
+            begun = time.perf_counter()
+            self.idle_s += 0.0 if ended is None else begun - ended
+            job()
+            ended = time.perf_counter()
+            self.busy_s += ended - begun

@@ -1,0 +1,1 @@
+"""Text into microbatches: sources, tokenizers, the order and split of documents, packing."""

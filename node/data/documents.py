@@ -1,0 +1,123 @@
+"""Which documents are read, in which order, and by whom. All of it follows from the seed and the documents' names.
+
+Every data node walks the same order and leaves out what is not its own, so data nodes need not talk about data. Where two
+machines have slightly different text (another patch release of Python), what is named alike is still treated alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from node.data.sources import Source
+from node.data.tokenizers import Tokenizer, Tokens
+from swarm.errors import ConfigError
+from swarm.vocabulary import PeerId
+
+logger = logging.getLogger(__name__)
+
+Selection = Callable[[str], bool]
+"""Says of a document's name whether to read it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A token in the endless stream of documents."""
+
+    epoch: int = 0
+    position: int = 0
+    """Index into the epoch's order."""
+    offset: int = 0
+    """Tokens of that document before this one."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fragment:
+    """The tokens of a document from a place on, its end included."""
+
+    start: Place
+    tokens: Tokens
+
+
+def is_held_out(seed: int, name: str, share: float) -> bool:
+    """Whether a document is never trained on. Depends on no other document."""
+    return _hash(f"held-out:{seed}:{name}") < int(share * 2**64)
+
+
+def owner(seed: int, name: str, data_nodes: Sequence[PeerId]) -> PeerId:
+    """The data node that reads a document: the one with the highest hash of both (rendezvous hashing, Thaler and
+    Ravishankar 1998). When a data node comes or goes, only the documents it takes or leaves change hands."""
+    return max(data_nodes, key=lambda peer: (_hash(f"split:{seed}:{name}:{peer}"), peer))
+
+
+def epoch_order(seed: int, epoch: int, count: int) -> npt.NDArray[np.int64]:
+    """The order in which an epoch walks `count` documents."""
+    return permutation(f"order:{seed}:{epoch}", count)
+
+
+def permutation(key: str, count: int) -> npt.NDArray[np.int64]:
+    """Of the numbers below `count`, the same for the same key on every machine.
+
+    Sorts raw integers of a Philox counter generator, whose stream NumPy promises never to change; of its shuffles it
+    promises nothing.
+    """
+    digest = hashlib.sha256(key.encode()).digest()
+    generator = np.random.Philox(key=int.from_bytes(digest[:16], "little"))
+    return np.argsort(generator.random_raw(count), kind="stable")
+
+
+class Documents:
+    """A source's documents as tokens, in the order of each epoch. Holds one epoch's order and no text."""
+
+    def __init__(self, source: Source, tokenizer: Tokenizer, seed: int) -> None:
+        self._source = source
+        self._tokenizer = tokenizer
+        self._seed = seed
+
+    def epoch(self, start: Place, wanted: Selection) -> Iterator[Fragment]:
+        """Wanted documents from `start` to the end of its epoch. A document that was begun is finished, wanted or not."""
+        order = epoch_order(self._seed, start.epoch, len(self._source.names))
+        for position in range(start.position, len(order)):
+            name = self._source.names[int(order[position])]
+            offset = start.offset if position == start.position else 0
+            if offset or wanted(name):
+                tokens = self._tokens(name)[offset:]
+                if tokens.size:
+                    yield Fragment(Place(start.epoch, position, offset), tokens)
+
+    def endless(self, start: Place, wanted: Selection) -> Iterator[Fragment]:
+        """Epoch after epoch.
+
+        Raises:
+            ConfigError: a whole epoch has no wanted document with text in it.
+        """
+        while True:
+            empty = True
+            for fragment in self.epoch(start, wanted):
+                empty = False
+                yield fragment
+            if empty and start.position == 0:
+                raise ConfigError(
+                    f"none of the {len(self._source.names)} documents of data.source is this data node's to train on",
+                    hint="Use more text, fewer data nodes, or a smaller data.held_out.",
+                )
+            start = Place(start.epoch + 1)
+
+    def _tokens(self, name: str) -> Tokens:
+        """With the end of document; nothing at all for a document that is empty or cannot be read any more."""
+        try:
+            tokens = self._tokenizer.encode(self._source.read(name))
+        except OSError as error:
+            logger.warning("document %s is left out: %s", name, error.strerror)
+            return np.empty(0, dtype=np.int64)
+        return np.append(tokens, self._tokenizer.end_of_document) if tokens.size else tokens
+
+
+def _hash(text: str) -> int:
+    """64 bits."""
+    return int.from_bytes(hashlib.sha256(text.encode(errors="surrogateescape")).digest()[:8], "big")

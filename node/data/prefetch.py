@@ -1,0 +1,76 @@
+"""Packs the next microbatches on a thread of its own, so that neither the event loop nor the compute device waits for files."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from node.data.feed import TrainingFeed
+from node.data.packing import Microbatch
+from swarm.errors import SkipstoneError
+from swarm.vocabulary import PeerId
+
+
+class Prefetcher:
+    """A bounded queue of microbatches in front of a feed.
+
+    Args:
+        data_nodes: the live data nodes now; asked before each microbatch is packed.
+        arrived: called on the event loop after each one.
+        depth: microbatches packed ahead.
+    """
+
+    def __init__(
+        self, feed: TrainingFeed, data_nodes: Callable[[], tuple[PeerId, ...]], arrived: Callable[[], None], depth: int
+    ) -> None:
+        self._feed = feed
+        self._data_nodes = data_nodes
+        self._arrived = arrived
+        self._packed: queue.Queue[Microbatch | SkipstoneError] = queue.Queue(depth)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._pack, name="data", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def __enter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stopping.set()
+        self.ready()  # makes room, so that a thread that waits for it sees that it is to stop
+        self._thread.join(timeout=5.0)
+
+    def ready(self) -> Microbatch | None:
+        """The next microbatch, or None when it is not packed yet.
+
+        Raises:
+            SkipstoneError: the feed has failed.
+        """
+        try:
+            packed = self._packed.get_nowait()
+        except queue.Empty:
+            return None
+        if isinstance(packed, SkipstoneError):
+            raise packed
+        return packed
+
+    def _pack(self) -> None:
+        assert self._loop is not None
+        while not self._stopping.is_set():
+            packed: Microbatch | SkipstoneError
+            try:
+                packed = self._feed.next(self._data_nodes())
+            except SkipstoneError as error:
+                packed = error
+            self._packed.put(packed)
+            if not self._stopping.is_set():
+                self._loop.call_soon_threadsafe(self._arrived)
+            if isinstance(packed, SkipstoneError):
+                return

@@ -1,0 +1,115 @@
+"""Text into tokens: bytes as they are, or a file of the `tokenizers` library."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.manifest import Manifest
+from swarm.errors import ConfigError, ManifestError
+
+Tokens = npt.NDArray[np.int64]
+
+MAX_TOKENIZER_BYTES: Final = 128 * 2**20
+END_OF_DOCUMENT_NAMES: Final = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+"""What tokenizer files call the end of a document, most specific first."""
+
+
+class Tokenizer(Protocol):
+    size: int
+    """Token ids are from 0 to `size` - 1."""
+    end_of_document: int
+
+    def encode(self, text: bytes) -> Tokens:
+        """The document's tokens, without an end of document."""
+        ...
+
+
+class ByteTokenizer:
+    """A token is a byte; 256 ends a document. Needs no file, and takes text in any encoding."""
+
+    size = 257
+    end_of_document = 256
+
+    def encode(self, text: bytes) -> Tokens:
+        return np.frombuffer(text, dtype=np.uint8).astype(np.int64)
+
+
+class FileTokenizer:
+    """A tokenizer file, checked against the manifest's SHA-256 so that all data nodes cut text alike."""
+
+    def __init__(self, path: Path, sha256: str) -> None:
+        self._tokenizer = _parse(path, _checked_text(path, sha256))
+        self.size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        ids = (self._tokenizer.token_to_id(name) for name in END_OF_DOCUMENT_NAMES)
+        end = next((identifier for identifier in ids if identifier is not None), None)
+        if end is None:
+            names = ", ".join(END_OF_DOCUMENT_NAMES)
+            raise ManifestError(
+                f"data.tokenizer: {path} has no token that ends a document (one of {names})",
+                hint="Add one to the tokenizer file, and put the file's new SHA-256 into the manifest.",
+            )
+        self.end_of_document: int = end
+
+    def encode(self, text: bytes) -> Tokens:
+        """Bytes that are not UTF-8 become U+FFFD."""
+        encoding = self._tokenizer.encode(text.decode(errors="replace"), add_special_tokens=False)
+        return np.asarray(encoding.ids, dtype=np.int64)
+
+
+def open_tokenizer(manifest: Manifest) -> Tokenizer:
+    """The manifest's tokenizer.
+
+    Raises:
+        ConfigError: its file is not on this machine or is another one, or the library is not installed.
+        ManifestError: it has more tokens than the model, or no end of document.
+    """
+    data = manifest.data
+    if data.tokenizer == "bytes":
+        return ByteTokenizer()
+    assert data.tokenizer_sha256 is not None, "the manifest's schema asks for it"
+    path = Path(data.tokenizer.removeprefix("file:")).expanduser()
+    tokenizer = FileTokenizer(path, data.tokenizer_sha256)
+    if tokenizer.size > manifest.model.vocabulary:
+        raise ManifestError(
+            f"model.vocabulary ({manifest.model.vocabulary}) is less than the {tokenizer.size} tokens of {path}"
+        )
+    return tokenizer
+
+
+def _checked_text(path: Path, sha256: str) -> str:
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_TOKENIZER_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(
+            f"data.tokenizer: {path} cannot be read: {error.strerror}",
+            hint="Put the run's tokenizer file there; its author says where to get it.",
+        ) from None
+    if len(content) > MAX_TOKENIZER_BYTES:
+        raise ConfigError(f"data.tokenizer: {path} is larger than {MAX_TOKENIZER_BYTES} bytes")
+    found = hashlib.sha256(content).hexdigest()
+    if found != sha256:
+        raise ConfigError(
+            f"data.tokenizer: {path} has SHA-256 {found}, the manifest asks for {sha256}",
+            hint="Put the run's own tokenizer file there; its author says where to get it.",
+        )
+    return content.decode(errors="replace")
+
+
+def _parse(path: Path, text: str) -> Any:
+    try:
+        import tokenizers  # an extra: bytes need none
+    except ImportError:
+        raise ConfigError(
+            "data.tokenizer names a file, and the `tokenizers` library is not installed",
+            hint="Install it with `pip install 'skipstone[tokenizers]'`.",
+        ) from None
+    try:
+        return tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises nothing more specific
+        raise ConfigError(f"data.tokenizer: {path} is not a tokenizer file: {error}") from error

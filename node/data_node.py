@@ -1,0 +1,211 @@
+"""Starts the paths: reads text, launches microbatches, and keeps the account of what became of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from node.carrier import Carrier
+from node.data.packing import Microbatch
+from node.data_worker import DataWorker
+from node.evaluation import Evaluator
+from node.events import Abandoned, EventSink, Resumed, Step, Waiting
+from node.rate import Rate
+from protocol.seams import Clock
+from swarm.estimates import Estimates
+from swarm.flights import Flight, Flights
+from swarm.holdings import Started
+from swarm.messages import Forward, Purpose, Receipt
+from swarm.planner import NoReplica, Planner, in_flight_by_peer
+from swarm.timing import PathTimes
+from swarm.vocabulary import MicrobatchId, ModuleId, Path
+
+log = logging.getLogger(__name__)
+
+SHORTEST_LIFETIME_S = 60.0
+LIFETIME_IN_PATHS = 20
+"""A microbatch of which nothing has been heard for so many expected path times is given up."""
+LOOK_AGAIN_S = 0.5
+
+
+class Texts(Protocol):
+    """Where microbatches of text come from."""
+
+    def ready(self) -> Microbatch | None:
+        """The next one, or None when it is not packed yet; then `arrived` will be called."""
+        ...
+
+
+@dataclass(slots=True)
+class Progress:
+    """Of the training as this data node sees it."""
+
+    loss_first: float | None = None
+    loss_last: float | None = None
+    tokens: int = 0
+    waiting_for: tuple[ModuleId, ...] = ()
+    visits: dict[int, int] = field(default_factory=dict)
+    """Completed visits of each stage after 0."""
+
+
+class DataNode:
+    """`node.work.PathEnds` of a peer that hosts stage 0.
+
+    Args:
+        tokens: of one microbatch.
+        on_finished: called once when all steps that were asked for are complete.
+    """
+
+    def __init__(
+        self,
+        flights: Flights,
+        planner: Planner,
+        estimates: Estimates,
+        evaluator: Evaluator,
+        worker: DataWorker,
+        carrier: Carrier,
+        texts: Texts,
+        clock: Clock,
+        events: EventSink,
+        tokens: int,
+        on_finished: Callable[[], None],
+    ) -> None:
+        self.flights = flights
+        self.progress = Progress()
+        self.rate = Rate(clock)
+        self.stopping = False
+        self._planner = planner
+        self._times = PathTimes(estimates, tokens)
+        self._estimates = estimates
+        self._evaluator = evaluator
+        self._worker = worker
+        self._carrier = carrier
+        self._texts = texts
+        self._clock = clock
+        self._events = events
+        self._tokens = tokens
+        self._on_finished = on_finished
+        self._again: deque[Microbatch] = deque()
+        self._wake = asyncio.Event()
+        self._landed = asyncio.Event()
+
+    async def all_landed(self) -> None:
+        """Returns when nothing is under way."""
+        while self.flights.in_flight:
+            self._landed.clear()
+            await self._landed.wait()
+
+    # ---- launching -----------------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Something has changed that may let another microbatch start."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Launches until cancelled."""
+        while True:
+            self._wake.clear()
+            while not self.stopping and self.flights.may_start().value and self._launch():
+                pass
+            try:
+                async with asyncio.timeout(LOOK_AGAIN_S):
+                    await self._wake.wait()
+            except TimeoutError:
+                continue
+
+    def _launch(self) -> bool:
+        """Sends the next microbatch off; False when there is no path or no text for it now."""
+        now = self._clock.monotonic()
+        queue = in_flight_by_peer([flight.path for flight in self.flights.in_flight])
+        plan = self._planner.plan(self.flights.next_number, queue, now)
+        if isinstance(plan.value, NoReplica):
+            self._wait_for(plan.value.modules, plan.reason)
+            return False
+        self._wait_for((), "")
+        text = self._again.popleft() if self._again else self._texts.ready()
+        if text is None:
+            return False
+        flight = self.flights.start(plan.value, now)
+        self._worker.texts[flight.microbatch] = text
+        self._times.launched(flight.microbatch, plan.value, queue, now)
+        log.debug("%s: %s", flight.microbatch, plan.reason)
+        self._carrier.handle(Started(flight.microbatch, plan.value, Purpose.TRAIN, self._lifetime(plan.value)))
+        return True
+
+    def _wait_for(self, modules: tuple[ModuleId, ...], reason: str) -> None:
+        """Says once which modules keep the run waiting, and once when each is back."""
+        before = self.progress.waiting_for
+        self.progress.waiting_for = modules
+        for module in modules:
+            if module not in before:
+                self._events.emit(Waiting(str(module), reason))
+        for module in before:
+            if module not in modules:
+                self._events.emit(Resumed(str(module)))
+
+    def _lifetime(self, path: Path) -> float:
+        expected = sum(self._estimates.seconds(hop.peer, self._tokens, 0.0).value for hop in path.hops)
+        return min(3600.0, max(SHORTEST_LIFETIME_S, LIFETIME_IN_PATHS * expected))
+
+    # ---- node.work.PathEnds --------------------------------------------------------------------------------------
+
+    def expects(self, message: Forward) -> bool:
+        if message.purpose is Purpose.EVALUATE:
+            return self._evaluator.awaits(message.microbatch)
+        return self.flights.get(message.microbatch) is not None
+
+    def loss_known(self, microbatch: MicrobatchId, path: Path, purpose: Purpose, loss: float) -> None:
+        if purpose is Purpose.EVALUATE:
+            self._evaluator.loss_known(microbatch, loss)
+        else:
+            self._times.turned(microbatch, self._clock.monotonic())
+            self.flights.returned(microbatch, path, loss)
+
+    def finished(self, microbatch: MicrobatchId) -> None:
+        self._forget(microbatch)
+        flight = self.flights.get(microbatch)
+        step = self.flights.complete(microbatch)
+        if flight is not None:
+            for hop in flight.path.hops:
+                stage = hop.module.stage
+                self.progress.visits[stage] = self.progress.visits.get(stage, 0) + 1
+            self.progress.tokens += self._tokens
+            self.rate.add(self._tokens)
+        if step is not None:
+            if self.progress.loss_first is None:
+                self.progress.loss_first = step.loss
+            self.progress.loss_last = step.loss
+            tokens, rate = self.progress.tokens, self.rate.per_second()
+            self._events.emit(Step(step.step, step.loss, tokens, rate, self.flights.own))
+        if self.flights.finished:
+            self._on_finished()
+        self._landed.set()
+        self.wake()
+
+    def lost(self, microbatch: MicrobatchId, detail: str) -> None:
+        if self._evaluator.awaits(microbatch):
+            self._evaluator.lost(microbatch, detail)
+            return
+        text = self._forget(microbatch)
+        flight = self.flights.abandon(microbatch)
+        self._carrier.abandon(microbatch, detail)
+        if flight is not None:
+            self._abandoned(flight, text, detail)
+        self._landed.set()
+        self.wake()
+
+    def passed(self, receipt: Receipt) -> None:
+        self._times.passed(receipt, self._clock.monotonic())
+
+    def _abandoned(self, flight: Flight, text: Microbatch | None, detail: str) -> None:
+        self._events.emit(Abandoned(str(flight.microbatch), detail))
+        if flight.loss is None and text is not None:  # no stage has learnt from it yet: its text sets out again
+            self._again.append(text)
+
+    def _forget(self, microbatch: MicrobatchId) -> Microbatch | None:
+        self._times.forget(microbatch)
+        return self._worker.texts.pop(microbatch, None)

@@ -1,0 +1,119 @@
+"""The computations of a data node at both ends of a path: embedding, and norm, head and loss. Runs on the compute thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from node.data.packing import Microbatch
+from node.model.parts import EmbeddingPart, HeadPart
+from node.model.visit import Visit, backward, forward
+from node.optimization import Accumulator, Addition, InnerOptimizer, StepFigures
+from node.tensors import bytes_of_tensor, tensor_from_bytes
+from node.work import Job, Output
+from protocol.seams import TensorSpec
+from swarm.errors import ProtocolViolation, StateError
+from swarm.holdings import Work
+from swarm.messages import Purpose
+from swarm.vocabulary import MicrobatchId
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageZero:
+    """The two parts of stage 0, which count their visits apart but step together."""
+
+    embedding: EmbeddingPart
+    head: HeadPart
+    embedding_sum: Accumulator
+    head_sum: Accumulator
+    optimizer: InnerOptimizer
+
+
+class DataWorker:
+    """One data node's replica of stage 0.
+
+    Args:
+        tensor: of the hidden states.
+        tokens: of one microbatch.
+    """
+
+    def __init__(self, stage: StageZero, tensor: TensorSpec, tokens: int, device: torch.device) -> None:
+        self.stage = stage
+        self.accumulated = 0
+        """Microbatches whose gradients have been added at both ends, since the start."""
+        self.recomputed = 0
+        self.texts: dict[MicrobatchId, Microbatch] = {}
+        """Of the microbatches under way. The data node puts them in and takes them out; here they are only read."""
+        self._tensor = tensor
+        self._tokens = tokens
+        self._device = device
+        self._visits: dict[int, tuple[Visit, int]] = {}
+
+    @property
+    def tensor(self) -> TensorSpec:
+        return self._tensor
+
+    def compute(self, job: Job) -> Output:
+        """See `node.work.Worker`.
+
+        Raises:
+            ProtocolViolation: what came back is not finite.
+            StateError: the microbatch has been given up meanwhile.
+        """
+        text = self.texts.get(job.key.microbatch)
+        if text is None:
+            raise StateError(f"microbatch {job.key.microbatch} is not under way any more")
+        match job.work:
+            case Work.FORWARD:
+                return self._embed(job, text)
+            case Work.LOSS:
+                return self._loss(job, text)
+            case Work.BACKWARD:
+                return self._finish(job, text)
+
+    def forget(self, ticket: int) -> None:
+        self._visits.pop(ticket, None)
+
+    def step(self) -> StepFigures:
+        return self.stage.optimizer.step()
+
+    def _embed(self, job: Job, text: Microbatch) -> Output:
+        tokens = text.tokens.to(self._device)
+        if job.purpose is Purpose.EVALUATE:
+            with torch.no_grad():
+                return Output(bytes_of_tensor(self.stage.embedding(tokens)))
+        visit = forward(self.stage.embedding, tokens)
+        self._visits[job.ticket] = (visit, self.stage.optimizer.steps)
+        return Output(bytes_of_tensor(visit.result))
+
+    def _loss(self, job: Job, text: Microbatch) -> Output:
+        assert job.incoming is not None
+        hidden = tensor_from_bytes(job.incoming, self._tensor, self._device)
+        labels = text.labels.to(self._device)
+        if job.purpose is Purpose.EVALUATE:
+            with torch.no_grad():
+                return Output(loss=self.stage.head(hidden, labels).item())
+        visit = forward(self.stage.head, hidden, labels)
+        gradients = backward(self.stage.head, visit)
+        assert gradients.source is not None
+        self._add(self.stage.head_sum, job, gradients.parameters)
+        return Output(bytes_of_tensor(gradients.source), visit.result.item())
+
+    def _finish(self, job: Job, text: Microbatch) -> Output:
+        assert job.incoming is not None
+        gradient = tensor_from_bytes(job.incoming, self._tensor, self._device)
+        visit, steps = self._visits.pop(job.ticket)
+        if steps != self.stage.optimizer.steps:
+            visit = forward(self.stage.embedding, text.tokens.to(self._device))
+            self.recomputed += 1
+        gradients = backward(self.stage.embedding, visit, gradient)
+        self._add(self.stage.embedding_sum, job, gradients.parameters)
+        self.accumulated += 1
+        return Output(step_due=self.stage.optimizer.due)
+
+    def _add(self, total: Accumulator, job: Job, gradients: tuple[Tensor, ...]) -> None:
+        addition = total.add(job.key.microbatch, self._tokens, gradients)
+        if addition is Addition.NOT_FINITE:
+            raise ProtocolViolation(f"microbatch {job.key.microbatch}: {addition.value}")

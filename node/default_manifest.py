@@ -1,0 +1,35 @@
+"""The run that a first-time user gets: small enough for two CPU cores, large enough to see it learn."""
+
+from __future__ import annotations
+
+from protocol.manifest import Manifest, manifest_from_table
+
+
+def default_manifest(seed: int, name: str = "stdlib-demo") -> Manifest:
+    """A byte-level model of Python's standard library in five stages, one a peer.
+
+    The sizes were found by trying them: on two CPU cores the loss falls from 5.6 nats per byte to under 2.5 in about a minute.
+    Staleness is 0, so a swarm computes exactly what `solo` does.
+    """
+    return manifest_from_table(
+        {
+            "protocol": 1,
+            "name": name,
+            "seed": seed,
+            "model": {
+                "vocabulary": 257,
+                "hidden": 128,
+                "heads": 4,
+                "kv_heads": 2,
+                "feed_forward": 352,
+                "sequence": 128,
+            },
+            "stages": {"blocks": [0, 1, 1, 1, 1]},
+            "training": {
+                "rows": 4,
+                "inner_tokens": 2048,
+                "inner": {"learning_rate": 3e-3},
+                "schedule": {"kind": "cosine", "warmup_steps": 10, "total_steps": 300},
+            },
+        }
+    )

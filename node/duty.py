@@ -1,0 +1,316 @@
+"""What a node does in its run: the duty of a stage peer, or of a data node. Each puts its parts together and takes them apart."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from node.admission import Admission
+from node.carrier import Carrier
+from node.checkpoint import CheckpointFolder, save_module
+from node.clock import SystemClock
+from node.compute import ComputeThread, Priority
+from node.data.feed import TrainingFeed, open_documents
+from node.data.prefetch import Prefetcher
+from node.data_node import DataNode
+from node.data_worker import DataWorker
+from node.evaluation import Evaluator
+from node.events import EventSink, InnerStep, Load, MicrobatchCounts
+from node.held_out import HeldOut
+from node.hop_worker import HopWorker
+from node.hosting import host_hop, host_stage_zero, measure_speed
+from node.model.initial import digest_of
+from node.optimization import StepFigures
+from node.options import NodeOptions
+from node.presence import Presence
+from node.rate import Rate
+from node.work import PathEnds, Worker
+from protocol.manifest import Manifest
+from protocol.seams import Question, QuestionAbout
+from swarm.custody import ChooseReplica, Custody
+from swarm.estimates import Estimates
+from swarm.flights import FlightRules, Flights
+from swarm.planner import PathRules, Planner
+from swarm.vocabulary import ModuleId, PeerId, Reasoned
+
+DEFAULT_SLOTS = 16
+QUIET_S = 1.0
+"""A draining stage peer that has held nothing for this long has nothing more to expect."""
+LARGEST_DEFAULT_GRAPHS = 2 * 2**30
+
+NO_COUNTS = MicrobatchCounts()
+
+Answering = Callable[[Question], Awaitable[bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What a duty has done, for summaries and status."""
+
+    steps: int
+    accumulated: int
+    recomputed: int
+    tokens: int
+    tokens_per_s: float
+    counts: MicrobatchCounts = NO_COUNTS
+    loss_first: float | None = None
+    loss_last: float | None = None
+    waiting_for: tuple[str, ...] = ()
+    visits: tuple[tuple[int, int], ...] = ()
+    """Of a data node: stage and completed visits."""
+
+
+class Duty(Protocol):
+    """What the process needs of a duty, whichever it is."""
+
+    carrier: Carrier
+    answers: dict[QuestionAbout, Answering]
+
+    async def run(self) -> None:
+        """Works until cancelled."""
+        ...
+
+    async def drain(self, patience_s: float) -> None:
+        """Takes nothing new and finishes what is under way, or gives up after `patience_s` seconds."""
+        ...
+
+    def save(self, folder: CheckpointFolder) -> None:
+        """Writes the module. Runs on the compute thread."""
+        ...
+
+    def load(self) -> Load: ...
+
+    def account(self) -> Account: ...
+
+
+class HopDuty:
+    """A peer of stage 1 or above."""
+
+    def __init__(self, presence: Presence, module: ModuleId, worker: HopWorker, carrier: Carrier, tokens: int) -> None:
+        self.carrier = carrier
+        self.answers: dict[QuestionAbout, Answering] = {}
+        self._presence = presence
+        self._module = module
+        self._worker = worker
+        self._tokens = tokens
+        self._rate = Rate(SystemClock())
+        self._seen = 0
+
+    async def run(self) -> None:
+        """Keeps the announced speed true."""
+        while True:
+            await asyncio.sleep(QUIET_S)
+            self._rate.add((self._worker.accumulated - self._seen) * self._tokens)
+            self._seen = self._worker.accumulated
+            if self._worker.tokens_per_s:
+                self._presence.own.tokens_per_second = self._worker.tokens_per_s
+
+    async def drain(self, patience_s: float) -> None:
+        quiet_since = None
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(patience_s):
+                while quiet_since is None or loop.time() - quiet_since < QUIET_S:
+                    if not self.carrier.is_empty:
+                        quiet_since = None
+                    elif quiet_since is None:
+                        quiet_since = loop.time()
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            return
+
+    def save(self, folder: CheckpointFolder) -> None:
+        tokens = self._worker.accumulated * self._tokens
+        save_module(folder, self._module, self._worker.part, steps=self._worker.optimizer.steps, tokens=tokens)
+
+    def load(self) -> Load:
+        own, custody = self._presence.own, self.carrier.custody
+        return Load(own.peer, str(self._module), custody.slots, custody.used_slots, self._rate.per_second())
+
+    def account(self) -> Account:
+        worker = self._worker
+        tokens = worker.accumulated * self._tokens
+        return Account(worker.optimizer.steps, worker.accumulated, worker.recomputed, tokens, self._rate.per_second())
+
+
+class DataDuty:
+    """A data node: stage 0, and the paths that start there."""
+
+    def __init__(self, presence: Presence, worker: DataWorker, carrier: Carrier, data_node: DataNode) -> None:
+        self.carrier = carrier
+        self.answers: dict[QuestionAbout, Answering] = {}
+        self._presence = presence
+        self._worker = worker
+        self._data_node = data_node
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._data_node.run())
+            tasks.create_task(self._follow_the_view())
+
+    async def drain(self, patience_s: float) -> None:
+        self._data_node.stopping = True
+        try:
+            async with asyncio.timeout(patience_s):
+                await self._data_node.all_landed()
+        except TimeoutError:
+            for flight in self._data_node.flights.in_flight:
+                self._data_node.lost(flight.microbatch, "its data node stops")
+
+    def save(self, folder: CheckpointFolder) -> None:
+        stage, tokens = self._worker.stage, self._data_node.progress.tokens
+        save_module(folder, ModuleId(0), stage.embedding, stage.head, steps=stage.optimizer.steps, tokens=tokens)
+
+    def load(self) -> Load:
+        flights = self._data_node.flights
+        own, rate = self._presence.own, self._data_node.rate.per_second()
+        return Load(own.peer, str(ModuleId(0)), flights.rules.window, len(flights.in_flight), rate)
+
+    def account(self) -> Account:
+        flights, progress = self._data_node.flights, self._data_node.progress
+        counts = flights.counts
+        return Account(
+            steps=flights.steps_done,
+            accumulated=self._worker.accumulated,
+            recomputed=self._worker.recomputed,
+            tokens=progress.tokens,
+            tokens_per_s=self._data_node.rate.mean(),
+            counts=MicrobatchCounts(counts.started, counts.completed, counts.abandoned, counts.duplicated),
+            loss_first=progress.loss_first,
+            loss_last=progress.loss_last,
+            waiting_for=tuple(str(module) for module in progress.waiting_for),
+            visits=tuple(sorted(progress.visits.items())),
+        )
+
+    async def _follow_the_view(self) -> None:
+        """A peer that comes may be the one that is waited for."""
+        changed = self._presence.neighbourhood.changed
+        while True:
+            await changed.wait()
+            changed.clear()
+            self._data_node.wake()
+
+
+@asynccontextmanager
+async def hop_duty(
+    options: NodeOptions,
+    presence: Presence,
+    manifest: Manifest,
+    module: ModuleId,
+    device: torch.device,
+    compute: ComputeThread,
+    events: EventSink,
+    stop: asyncio.Event,
+) -> AsyncIterator[HopDuty]:
+    """The duty of a stage peer, ready to serve: built, measured, its digest known."""
+    budget = default_graph_budget(device).value if options.memory is None else options.memory
+    worker = await compute.run(Priority.UPKEEP, lambda: host_hop(manifest, module, device, budget))
+    presence.own.digest = await compute.run(Priority.UPKEEP, lambda: digest_of(worker.part))
+    speed = await compute.run(Priority.UPKEEP, lambda: measure_speed(worker.part, manifest, device))
+    presence.own.tokens_per_second = speed
+    carrier = _carrier(options, presence, manifest, module, worker, compute, events, None)
+    yield HopDuty(presence, module, worker, carrier, manifest.microbatch_tokens)
+
+
+@asynccontextmanager
+async def data_duty(
+    options: NodeOptions,
+    presence: Presence,
+    manifest: Manifest,
+    module: ModuleId,
+    device: torch.device,
+    compute: ComputeThread,
+    events: EventSink,
+    stop: asyncio.Event,
+) -> AsyncIterator[DataDuty]:
+    """The duty of a data node, its text open and the first microbatches being packed."""
+    clock, own, tokens = SystemClock(), presence.own.peer, manifest.microbatch_tokens
+    worker = await compute.run(Priority.UPKEEP, lambda: host_stage_zero(manifest, device))
+    stage = worker.stage
+    presence.own.digest = await compute.run(Priority.UPKEEP, lambda: digest_of(stage.embedding, stage.head))
+    documents = await asyncio.to_thread(open_documents, manifest)
+    estimates = Estimates()
+    planner = Planner(path_rules(manifest), presence.membership, estimates, tokens)
+    carrier = _carrier(options, presence, manifest, module, worker, compute, events, planner)
+    evaluator = Evaluator(own, planner, worker, carrier, clock)
+    flights = Flights(own, _flight_rules(options, manifest))
+    wake: list[Callable[[], None]] = []
+
+    def live_data_nodes() -> tuple[PeerId, ...]:
+        replicas = presence.membership.replicas(ModuleId(0), clock.monotonic())
+        return tuple(sorted({own, *(announcement.peer for announcement in replicas)}))
+
+    feed = TrainingFeed(manifest, documents, own)
+    depth = flights.rules.window + 1
+    with Prefetcher(feed, live_data_nodes, lambda: wake[0]() if wake else None, depth) as texts:
+        data_node = DataNode(
+            flights, planner, estimates, evaluator, worker, carrier, texts, clock, events, tokens, stop.set
+        )
+        wake.append(data_node.wake)
+        carrier.ends = data_node
+        duty = DataDuty(presence, worker, carrier, data_node)
+        duty.answers[QuestionAbout.EVALUATE] = HeldOut(manifest, documents, evaluator).answer
+        yield duty
+
+
+def path_rules(manifest: Manifest) -> PathRules:
+    """What the planner needs of the manifest."""
+    return PathRules(manifest.stages.count, manifest.stages.visited_per_path)
+
+
+def default_graph_budget(device: torch.device) -> Reasoned[int]:
+    """Bytes that kept graphs may take when nobody says: two fifths of a GPU's free memory, an eighth of the machine's."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return Reasoned(free * 2 // 5, "two fifths of the GPU's free memory")
+    if not hasattr(os, "sysconf"):
+        return Reasoned(LARGEST_DEFAULT_GRAPHS // 2, "this system does not say how much memory it has")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Reasoned(min(LARGEST_DEFAULT_GRAPHS, memory // 8), "an eighth of this machine's memory, 2 GiB at most")
+
+
+def _flight_rules(options: NodeOptions, manifest: Manifest) -> FlightRules:
+    """A window of one microbatch for each stage keeps every stage busy; two more cover what is on the wire."""
+    window = options.window or manifest.stages.visited_per_path + 3
+    return FlightRules(manifest.microbatches_per_step, manifest.training.staleness, window, options.steps)
+
+
+def _carrier(
+    options: NodeOptions,
+    presence: Presence,
+    manifest: Manifest,
+    module: ModuleId,
+    worker: Worker,
+    compute: ComputeThread,
+    events: EventSink,
+    planner: Planner | None,
+    ends: PathEnds | None = None,
+) -> Carrier:
+    own, clock = presence.own, SystemClock()
+    planner = planner or Planner(path_rules(manifest), presence.membership, Estimates(), manifest.microbatch_tokens)
+    custody = Custody(own.peer, options.slots or DEFAULT_SLOTS, _stand_in(planner, clock))
+    own.slots, own.used_slots = custody.slots, lambda: custody.used_slots
+
+    def stepped(figures: StepFigures) -> None:
+        own.steps = figures.step
+        events.emit(
+            InnerStep(
+                own.peer, str(module), figures.step, max(figures.visits), figures.gradient_norm, figures.learning_rate
+            )
+        )
+
+    admission = Admission(manifest, own.peer, module)
+    return Carrier(custody, admission, worker, compute, clock, presence.neighbourhood.link_down, stepped, ends)
+
+
+def _stand_in(planner: Planner, clock: SystemClock) -> ChooseReplica:
+    def choose(module: ModuleId, without: frozenset[PeerId]) -> Reasoned[PeerId | None]:
+        return planner.replica(module, without, {}, clock.monotonic())
+
+    return choose

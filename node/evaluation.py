@@ -1,0 +1,89 @@
+"""Held-out loss through the swarm as it is: microbatches that are computed on the way out and never come back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from node.carrier import Carrier
+from node.data.packing import Microbatch
+from node.data_worker import DataWorker
+from protocol.seams import Clock
+from swarm.errors import Unreachable
+from swarm.holdings import Started
+from swarm.messages import Purpose
+from swarm.planner import NoReplica, Planner
+from swarm.vocabulary import MicrobatchId, PeerId
+
+FIRST_NUMBER = 2**40
+"""Evaluated microbatches are numbered from here, so that they never meet those that are trained on."""
+TRIES = 3
+PAUSE_S = 1.0
+LIFETIME_S = 60.0
+
+
+class StrandedOnPathError(Exception):
+    """An evaluated microbatch got stuck; another try may find another path."""
+
+
+class Evaluator:
+    """Sends held-out microbatches through the swarm, one after the other."""
+
+    def __init__(self, own: PeerId, planner: Planner, worker: DataWorker, carrier: Carrier, clock: Clock) -> None:
+        self._own = own
+        self._planner = planner
+        self._worker = worker
+        self._carrier = carrier
+        self._clock = clock
+        self._next = FIRST_NUMBER
+        self._awaited: dict[MicrobatchId, asyncio.Future[float]] = {}
+
+    def awaits(self, microbatch: MicrobatchId) -> bool:
+        return microbatch in self._awaited
+
+    def loss_known(self, microbatch: MicrobatchId, loss: float) -> None:
+        arrival = self._awaited.get(microbatch)
+        if arrival is not None and not arrival.done():
+            arrival.set_result(loss)
+
+    def lost(self, microbatch: MicrobatchId, detail: str) -> None:
+        arrival = self._awaited.get(microbatch)
+        if arrival is not None and not arrival.done():
+            arrival.set_exception(StrandedOnPathError(detail))
+
+    async def evaluate(self, texts: Sequence[Microbatch]) -> list[float]:
+        """The loss of each text in nats per token; nothing is learnt from it.
+
+        Raises:
+            Unreachable: a microbatch found no way through, several times.
+        """
+        return [await self._evaluate(text) for text in texts]
+
+    async def _evaluate(self, text: Microbatch) -> float:
+        reason = ""
+        for attempt in range(TRIES):
+            if attempt:
+                await asyncio.sleep(PAUSE_S)
+            try:
+                return await self._send(text)
+            except (StrandedOnPathError, TimeoutError) as error:
+                reason = str(error) or f"nothing came back for {LIFETIME_S:.0f} s"
+        raise Unreachable(f"the held-out text found no way through the swarm: {reason}")
+
+    async def _send(self, text: Microbatch) -> float:
+        microbatch = MicrobatchId(self._own, self._next)
+        self._next += 1
+        plan = self._planner.plan(microbatch.number, {}, self._clock.monotonic())
+        if isinstance(plan.value, NoReplica):
+            raise StrandedOnPathError(plan.reason)
+        arrival: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._awaited[microbatch] = arrival
+        self._worker.texts[microbatch] = text
+        try:
+            self._carrier.handle(Started(microbatch, plan.value, Purpose.EVALUATE, LIFETIME_S))
+            async with asyncio.timeout(LIFETIME_S):
+                return await arrival
+        finally:
+            del self._awaited[microbatch]
+            self._worker.texts.pop(microbatch, None)
+            self._carrier.abandon(microbatch, "evaluated")

@@ -1,0 +1,324 @@
+"""What a node reports while it runs: typed events, their JSON form, and where they go.
+
+One event is one JSON object on one line; its `event` key names the kind and the other keys are the fields below.
+Keys are never renamed or removed; new kinds and new keys may come, so readers ignore what they do not know.
+Numbers that are not finite travel as null, because JSON has no word for them.
+
+Losses are nats per token, rates tokens per second, durations seconds, `tokens` counts since the node started.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol, TextIO, TypeVar
+
+from swarm.errors import ProtocolViolation
+
+MAX_LINE_BYTES = 64 * 1024
+"""Longer lines are not events; a reader refuses them before it parses them."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchCounts:
+    """What became of the microbatches of one data node, or of all of them together."""
+
+    started: int = 0
+    completed: int = 0
+    abandoned: int = 0
+    duplicated: int = 0
+
+    def plus(self, other: MicrobatchCounts) -> MicrobatchCounts:
+        """The sum, field by field."""
+        return MicrobatchCounts(
+            self.started + other.started,
+            self.completed + other.completed,
+            self.abandoned + other.abandoned,
+            self.duplicated + other.duplicated,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BusySeconds:
+    """Where a node's time went. The parts overlap, because sending and computing do."""
+
+    compute: float = 0.0
+    codec: float = 0.0
+    wire: float = 0.0
+    wait: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A data node, a local swarm or a solo run has finished step `step` (counted from 1)."""
+
+    NAME: ClassVar[str] = "step"
+    step: int
+    loss: float
+    """Mean over the step's tokens."""
+    tokens: int
+    tokens_per_s: float
+    peer: str
+    """The data node; `swarm` when the step is that of several, empty for a solo run."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatus:
+    """The node has a new state: who it is, what it hosts, where it is reached, and the link to join through it."""
+
+    NAME: ClassVar[str] = "node"
+    peer: str
+    module: str | None
+    """`stage.expert`, or None for a node that hosts nothing yet."""
+    state: str
+    """A `PeerState` in lower case, or `stopped`."""
+    address: str
+    link: str
+
+
+@dataclass(frozen=True, slots=True)
+class InnerStep:
+    """A replica has taken an optimizer step with the mean gradient of `visits` microbatches."""
+
+    NAME: ClassVar[str] = "inner_step"
+    peer: str
+    module: str
+    step: int
+    visits: int
+    gradient_norm: float
+    learning_rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy a replica is now; sent now and then, for whoever watches."""
+
+    NAME: ClassVar[str] = "load"
+    peer: str
+    module: str
+    slots: int
+    busy_slots: int
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """No peer serves `module`; the work waits for one."""
+
+    NAME: ClassVar[str] = "waiting"
+    module: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A peer serves `module` again."""
+
+    NAME: ClassVar[str] = "resumed"
+    module: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerChange:
+    """The link to another peer has come up or gone down."""
+
+    NAME: ClassVar[str] = "peer"
+    peer: str
+    change: Literal["up", "down"]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Abandoned:
+    """A microbatch will not be completed; its gradient counts nowhere at its data node."""
+
+    NAME: ClassVar[str] = "abandoned"
+    microbatch: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A sentence for a person."""
+
+    NAME: ClassVar[str] = "note"
+    level: Literal["info", "warning", "error"]
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSummary:
+    """The last event of a node that stopped in good order. Losses are None for a node that is not a data node."""
+
+    NAME: ClassVar[str] = "node_summary"
+    peer: str
+    module: str | None
+    steps: int
+    loss_first: float | None
+    loss_last: float | None
+    tokens: int
+    tokens_per_s: float
+    microbatches: MicrobatchCounts
+    accumulated: int
+    """Microbatches whose gradient this replica has added, each once."""
+    busy_s: BusySeconds
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSummary:
+    """One peer of a finished run. `exit_code` is 128 + n when signal n ended it, None for a solo run."""
+
+    peer: str
+    module: str | None
+    steps: int
+    accumulated: int
+    exit_code: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The last event of `skipstone up` and `skipstone solo`."""
+
+    NAME: ClassVar[str] = "summary"
+    steps: int
+    loss_first: float | None
+    loss_last: float | None
+    tokens: int
+    tokens_per_s: float
+    microbatches: MicrobatchCounts
+    peers: tuple[PeerSummary, ...]
+
+
+Event = (
+    Step
+    | NodeStatus
+    | InnerStep
+    | Load
+    | Waiting
+    | Resumed
+    | PeerChange
+    | Abandoned
+    | Note
+    | NodeSummary
+    | Summary
+)  # fmt: skip
+
+_KINDS: dict[str, type[Any]] = {kind.NAME: kind for kind in typing.get_args(Event)}
+
+
+class EventSink(Protocol):
+    """Where events go. `emit` is called on the event loop: it returns at once and never raises."""
+
+    def emit(self, event: Event) -> None:
+        """Takes one event."""
+        ...
+
+
+class JsonLinesSink:
+    """Writes each event as one line of JSON and flushes it.
+
+    A reader that goes away is no error of the node: the sink falls silent and calls `on_closed` once, which lets the
+    node stop in good order.
+    """
+
+    def __init__(self, stream: TextIO, on_closed: Callable[[], None]) -> None:
+        self._stream: TextIO | None = stream
+        self._on_closed = on_closed
+
+    def emit(self, event: Event) -> None:
+        """Writes one line, unless the reader has gone."""
+        if self._stream is None:
+            return
+        try:
+            self._stream.write(event_to_json(event) + "\n")
+            self._stream.flush()
+        except (BrokenPipeError, ValueError):  # ValueError: the stream was closed under us
+            self._stream = None
+            self._on_closed()
+
+
+def event_to_json(event: Event) -> str:
+    """One line without its end, `event` first."""
+    table = {"event": event.NAME, **dataclasses.asdict(event)}
+    return json.dumps(_finite(table), allow_nan=False, separators=(",", ":"))
+
+
+def event_from_json(line: str | bytes) -> Event | None:
+    """Reads one line; None for a kind of event that this version does not know.
+
+    Raises:
+        ProtocolViolation: the line is too long, not JSON, or a known event lacks a field or has one of a wrong type.
+    """
+    if len(line) > MAX_LINE_BYTES:
+        raise ProtocolViolation(f"event: a line of more than {MAX_LINE_BYTES} bytes")
+    try:
+        table = json.loads(line)
+    except (ValueError, RecursionError):
+        raise ProtocolViolation(f"event: not JSON: {line[:80]!r}") from None
+    if not isinstance(table, dict) or not isinstance(table.get("event"), str):
+        raise ProtocolViolation(f"event: not an object with an `event` key: {line[:80]!r}")
+    kind = _KINDS.get(table["event"])
+    return None if kind is None else typing.cast(Event, _read_dataclass(kind, table, kind.NAME))
+
+
+def _finite(value: Any) -> Any:
+    """The same value with null for every number that JSON cannot write."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+Read = TypeVar("Read")
+
+
+def _read_dataclass(kind: type[Read], table: Any, where: str) -> Read:
+    if not isinstance(table, dict):
+        raise _wrong(where, "an object", table)
+    types_by_field = typing.get_type_hints(kind)
+    values = {}
+    for field in dataclasses.fields(typing.cast(Any, kind)):
+        if field.name not in table:
+            raise ProtocolViolation(f"event: {where}.{field.name} is missing")
+        values[field.name] = _read(types_by_field[field.name], table[field.name], f"{where}.{field.name}")
+    return kind(**values)
+
+
+def _read(kind: Any, value: Any, where: str) -> Any:
+    """`value` as the annotated type `kind`, one of those used above; nothing is coerced but whole numbers to float."""
+    origin = typing.get_origin(kind)
+    if origin is types.UnionType:
+        return None if value is None else _read(typing.get_args(kind)[0], value, where)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise _wrong(where, "a list", value)
+        return tuple(_read(typing.get_args(kind)[0], item, f"{where}[{at}]") for at, item in enumerate(value))
+    if origin is Literal:
+        if value not in typing.get_args(kind):
+            raise _wrong(where, " or ".join(typing.get_args(kind)), value)
+        return value
+    if dataclasses.is_dataclass(kind):
+        return _read_dataclass(typing.cast(type[Any], kind), value, where)
+    return _read_scalar(kind, value, where)
+
+
+def _read_scalar(kind: type, value: Any, where: str) -> Any:
+    if kind is float:
+        if value is None:
+            return math.nan
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        raise _wrong(where, "a number", value)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise _wrong(where, kind.__name__, value)
+    return value
+
+
+def _wrong(where: str, wanted: str, value: Any) -> ProtocolViolation:
+    return ProtocolViolation(f"event: {where} must be {wanted}, not {str(value)[:80]!r}")

@@ -1,0 +1,160 @@
+"""The computations of a stage between the data node's two ends: one module, forward and backward. Runs on the compute thread."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from node.model.visit import Visit, backward, forward
+from node.optimization import Accumulator, Addition, InnerOptimizer, StepFigures
+from node.tensors import bytes_of_tensor, tensor_from_bytes
+from node.work import Job, Output
+from protocol.seams import TensorSpec
+from swarm.errors import ProtocolViolation, StateError
+from swarm.holdings import Work
+from swarm.messages import Purpose
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Kept:
+    """What backward will need. The graph is left out when memory is short, and of no use after an inner step."""
+
+    source: Tensor
+    visit: Visit | None
+    steps: int
+
+
+class HopWorker:
+    """One replica of a module.
+
+    Args:
+        part: the module, on its device.
+        optimizer: takes the inner steps; `accumulator` is its only one.
+        tensor: of the hidden states.
+        tokens: of one microbatch.
+        graph_budget_bytes: memory for autograd graphs kept between forward and backward; what does not fit is recomputed.
+    """
+
+    def __init__(
+        self,
+        part: nn.Module,
+        accumulator: Accumulator,
+        optimizer: InnerOptimizer,
+        tensor: TensorSpec,
+        tokens: int,
+        device: torch.device,
+        graph_budget_bytes: int,
+    ) -> None:
+        self.part = part
+        self.optimizer = optimizer
+        self.accumulated = 0
+        """Microbatches whose gradient has been added, since the start."""
+        self.recomputed = 0
+        """Visits whose forward pass had to be computed again for the backward pass."""
+        self.tokens_per_s = 0.0
+        """Smoothed speed of forward and backward together; 0 until the first microbatch has been through."""
+        self._forward_s = 0.0
+        self._accumulator = accumulator
+        self._tensor = tensor
+        self._tokens = tokens
+        self._device = device
+        self._graphs = GraphBudget(graph_budget_bytes)
+        self._kept: dict[int, _Kept] = {}
+
+    @property
+    def tensor(self) -> TensorSpec:
+        return self._tensor
+
+    def compute(self, job: Job) -> Output:
+        """See `node.work.Worker`. Raises ProtocolViolation for tensors that are not finite."""
+        assert job.incoming is not None
+        incoming = tensor_from_bytes(job.incoming, self._tensor, self._device)
+        if job.work is Work.BACKWARD:
+            return self._backward(job, incoming)
+        if job.purpose is Purpose.EVALUATE:
+            with torch.no_grad():
+                return Output(bytes_of_tensor(self.part(incoming)))
+        return self._forward(job, incoming)
+
+    def forget(self, ticket: int) -> None:
+        kept = self._kept.pop(ticket, None)
+        if kept is not None and kept.visit is not None:
+            self._graphs.release()
+
+    def step(self) -> StepFigures:
+        return self.optimizer.step()
+
+    def _forward(self, job: Job, source: Tensor) -> Output:
+        begun = time.perf_counter()
+        visit = self._graphs.measure(self.part, source)
+        keep = self._graphs.take()
+        self._kept[job.ticket] = _Kept(source, visit if keep else None, self.optimizer.steps)
+        output = Output(bytes_of_tensor(visit.result))
+        self._forward_s = time.perf_counter() - begun
+        return output
+
+    def _backward(self, job: Job, gradient: Tensor) -> Output:
+        kept = self._kept.get(job.ticket)
+        if kept is None:
+            raise StateError(f"microbatch {job.key.microbatch} has been forgotten")
+        self.forget(job.ticket)
+        begun = time.perf_counter()
+        visit = kept.visit
+        if visit is None or kept.steps != self.optimizer.steps:
+            visit = forward(self.part, kept.source)
+            self.recomputed += 1
+        gradients = backward(self.part, visit, gradient)
+        assert gradients.source is not None
+        self._add(job, gradients.parameters)
+        output = Output(bytes_of_tensor(gradients.source), step_due=self.optimizer.due)
+        self._timed(self._forward_s + time.perf_counter() - begun)
+        return output
+
+    def _timed(self, seconds: float) -> None:
+        speed = self._tokens / max(1e-9, seconds)
+        self.tokens_per_s = speed if not self.tokens_per_s else 0.9 * self.tokens_per_s + 0.1 * speed
+
+    def _add(self, job: Job, gradients: tuple[Tensor, ...]) -> None:
+        addition = self._accumulator.add(job.key.microbatch, self._tokens, gradients)
+        if addition is Addition.NOT_FINITE:
+            raise ProtocolViolation(f"microbatch {job.key.microbatch}: {addition.value}")
+        self.accumulated += addition is Addition.ADDED
+
+
+class GraphBudget:
+    """How many autograd graphs fit into the memory set aside for them. The size of one is measured at the first visit."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._budget = budget_bytes
+        self._size: int | None = None
+        self._kept = 0
+
+    def measure(self, part: nn.Module, source: Tensor) -> Visit:
+        """Computes the part on `source`, and the first time notes the bytes of all tensors that the graph holds on to."""
+        if self._size is not None:
+            return forward(part, source)
+        own = {parameter.untyped_storage().data_ptr() for parameter in part.parameters()}
+        seen: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                seen[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            visit = forward(part, source)
+        self._size = sum(seen.values())
+        return visit
+
+    def take(self) -> bool:
+        """Whether one more graph fits; if so it is counted until `release`."""
+        fits = (self._kept + 1) * (self._size or 0) <= self._budget
+        self._kept += fits
+        return fits
+
+    def release(self) -> None:
+        self._kept -= 1

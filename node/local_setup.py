@@ -1,0 +1,173 @@
+"""What a local swarm needs before its first process starts: keys, ports, a signed manifest, and each node's command line."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from protocol.identity import Identity
+from protocol.join_link import JoinLink
+from protocol.manifest import Manifest
+from protocol.signed_manifest import run_id_of, sign_manifest
+from swarm.errors import ConfigError, ResourceExhausted
+from swarm.vocabulary import PeerId, RunId
+
+HOST = "127.0.0.1"
+LINK_PEERS = 2
+"""So many of the first peers are named in the link, so that one of them may die."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalSwarmOptions:
+    """How many nodes, and what each is told."""
+
+    peers: int
+    steps: int | None = None
+    """Steps of each data node; None for an open end."""
+    threads: int | None = None
+    """CPU threads of each node; None shares this machine's cores among them."""
+    checkpoint_dir: Path | None = None
+    """Folder that gets every module's parameters at the end, from the first peer of each stage."""
+    log_level: str = "warning"
+
+    @property
+    def threads_per_node(self) -> int:
+        return self.threads or max(1, (os.cpu_count() or 1) // self.peers)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPeer:
+    """A node that is to be started, or has been."""
+
+    index: int
+    stage: int
+    peer: PeerId
+    identity_path: Path
+    port: int
+    dht_port: int
+
+    @property
+    def address(self) -> str:
+        """The multiaddr of its DHT."""
+        return f"/ip4/{HOST}/tcp/{self.dht_port}/p2p/{self.peer}"
+
+
+def assign_stages(peers: int, blocks: Sequence[int]) -> list[int]:
+    """The stage of each peer: one each in order, then the others where a peer has most blocks to compute.
+
+    Raises:
+        ConfigError: not every stage would have a peer.
+    """
+    if peers < len(blocks):
+        raise ConfigError(
+            f"{peers} peers cannot host {len(blocks)} stages",
+            hint=f"Start at least {len(blocks)} peers (--peers {len(blocks)}), or use a manifest with fewer stages.",
+        )
+    stages = list(range(len(blocks)))
+    while len(stages) < peers:
+        stages.append(max(range(len(blocks)), key=lambda stage: blocks[stage] / stages.count(stage)))
+    return stages
+
+
+class LocalSetup:
+    """The folder of a local swarm, mode 0700: one key for each peer, and the manifest, signed by the first.
+
+    Call `remove` at the end.
+    """
+
+    def __init__(self, manifest: Manifest, options: LocalSwarmOptions) -> None:
+        """Raises ConfigError for fewer peers than stages, ResourceExhausted when the folder or the ports cannot be had."""
+        stages = assign_stages(options.peers, manifest.stages.blocks)
+        self._options = options
+        self._count = 0
+        try:
+            self._folder = Path(tempfile.mkdtemp(prefix="skipstone-"))
+        except OSError as error:
+            raise ResourceExhausted(f"no temporary folder can be made: {error.strerror or error}") from error
+        try:
+            ports = iter(_free_ports(2 * len(stages)))
+            self.peers = [self._plan(stage, next(ports), next(ports)) for stage in stages]
+            self.run: RunId = run_id_of(manifest)
+            self.link = JoinLink(self.run, tuple(peer.address for peer in self.peers[:LINK_PEERS]))
+            author = Identity.load(self.peers[0].identity_path)
+            self._manifest_path = self._folder / "manifest.toml"
+            self._manifest_path.write_bytes(sign_manifest(manifest, author).text)
+        except BaseException:
+            self.remove()
+            raise
+
+    def add(self, stage: int) -> PlannedPeer:
+        """Plans one more peer."""
+        port, dht_port = _free_ports(2)
+        peer = self._plan(stage, port, dht_port)
+        self.peers.append(peer)
+        return peer
+
+    def arguments(self, peer: PlannedPeer) -> list[str]:
+        """What follows `skipstone` on its command line. The first peer brings the manifest, the others ask for it."""
+        target = str(self._manifest_path) if peer.index == 0 else str(self.link)
+        arguments = ["join", target, "--json", "--stop-on-eof"]
+        settings = {
+            "--stage": peer.stage,
+            "--identity": peer.identity_path,
+            "--listen": HOST,
+            "--advertise": HOST,
+            "--port": peer.port,
+            "--dht-port": peer.dht_port,
+            "--threads": self._options.threads_per_node,
+            "--log-level": self._options.log_level,
+        }
+        if peer.stage == 0 and self._options.steps is not None:
+            settings["--steps"] = self._options.steps
+        if self._options.checkpoint_dir is not None and self._is_first_of_stage(peer):
+            settings["--save"] = self._options.checkpoint_dir
+        for name, value in settings.items():
+            arguments += [name, str(value)]
+        return arguments
+
+    def environment(self) -> dict[str, str]:
+        """That of this process, with the packages findable wherever it stands and no more threads than each node's share."""
+        packages = str(Path(__file__).parent.parent)
+        path = os.pathsep.join(filter(None, (packages, os.environ.get("PYTHONPATH"))))
+        return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(self._options.threads_per_node)}
+
+    def remove(self) -> None:
+        """Removes the folder with the keys."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _plan(self, stage: int, port: int, dht_port: int) -> PlannedPeer:
+        index = self._count
+        self._count += 1
+        path = self._folder / f"peer-{index}.key"
+        return PlannedPeer(index, stage, Identity.create(path).peer, path, port, dht_port)
+
+    def _is_first_of_stage(self, peer: PlannedPeer) -> bool:
+        return peer.index == min(other.index for other in self.peers if other.stage == peer.stage)
+
+
+def node_command() -> tuple[str, ...]:
+    """How this process starts another `skipstone`. `-P`: a folder called `node` where the user stands is not ours."""
+    return (sys.executable, "-P", "-m", "node")
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now. They are known before the nodes run, which the link needs; that another program
+    takes one in between is possible and shows as a node that cannot bind.
+    """
+    with ExitStack() as held:
+        ports = []
+        try:
+            for _ in range(count):
+                listener = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+                listener.bind((HOST, 0))
+                ports.append(int(listener.getsockname()[1]))
+        except OSError as error:
+            raise ResourceExhausted(f"no free port on {HOST}: {error.strerror or error}") from error
+        return ports

@@ -1,0 +1,140 @@
+"""The transformer block of the Llama family, named and computed as Hugging Face's LlamaForCausalLM does.
+
+Parameters are float32 and every product casts them to the element type of its input, so the caller chooses the
+precision by what it passes in: float32 hidden states give float32 products, bfloat16 ones bfloat16 products. An
+explicit cast says the same on every device, which autocast does not promise.
+
+Shapes: `rows` sequences of `tokens` positions, `hidden` wide.
+
+Sources: Touvron et al. 2023 (arXiv:2302.13971); rotary embedding, Su et al. 2021 (arXiv:2104.09864); SwiGLU, Shazeer 2020
+(arXiv:2002.05202); grouped-query attention, Ainslie et al. 2023 (arXiv:2305.13245).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
+from torch import Tensor, nn
+
+from protocol.manifest import ModelSection
+
+
+class Linear(nn.Module):
+    """A matrix product without bias. The weight [outputs, inputs] is left for `node.model.initial` to fill."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+
+    def forward(self, values: Tensor) -> Tensor:
+        return F.linear(values, self.weight.to(values.dtype))
+
+
+class Embedding(nn.Module):
+    """A float32 vector for each token: a row of the weight [vocabulary, hidden]."""
+
+    def __init__(self, vocabulary: int, hidden: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocabulary, hidden))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.weight)
+
+
+class RMSNorm(nn.Module):
+    """Divides each vector by its root mean square. Computed in float32: squares of bfloat16 lose too much."""
+
+    def __init__(self, size: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.epsilon = epsilon
+
+    def forward(self, values: Tensor) -> Tensor:
+        normed = F.rms_norm(values.float(), (values.shape[-1],), self.weight, self.epsilon)
+        return normed.to(values.dtype)
+
+
+class Rotary(nn.Module):
+    """Cosines and sines [sequence, head_size] of every position's angles; constants, so no part of any state.
+
+    The angles are taken in float64 and rounded once, so that late positions of a long sequence stay exact.
+    """
+
+    cosines: Tensor
+    sines: Tensor
+
+    def __init__(self, section: ModelSection) -> None:
+        super().__init__()
+        halves = np.arange(0, section.head_size, 2, dtype=np.float64) / section.head_size
+        frequencies = section.rope_theta**-halves
+        angles = np.outer(np.arange(section.sequence, dtype=np.float64), np.concatenate([frequencies, frequencies]))
+        self.register_buffer("cosines", torch.from_numpy(np.cos(angles).astype(np.float32)), persistent=False)
+        self.register_buffer("sines", torch.from_numpy(np.sin(angles).astype(np.float32)), persistent=False)
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        """Turns queries or keys [rows, heads, tokens, head_size] by the angles of their positions, which start at 0.
+
+        Component i is paired with component i + head_size / 2 ("rotate half"), the convention of Hugging Face's weights.
+        """
+        tokens = vectors.shape[-2]
+        first, second = vectors.chunk(2, dim=-1)
+        turned = torch.cat((-second, first), dim=-1)
+        return vectors * self.cosines[:tokens].to(vectors.dtype) + turned * self.sines[:tokens].to(vectors.dtype)
+
+
+class Attention(nn.Module):
+    """Causal attention in which `heads / kv_heads` query heads share one head of keys and values.
+
+    It looks across document boundaries within a row, as Llama's own pre-training does.
+    """
+
+    def __init__(self, section: ModelSection) -> None:
+        super().__init__()
+        self.head_size = section.head_size
+        self.shares_heads = section.kv_heads != section.heads
+        kv_size = section.kv_heads * section.head_size
+        self.q_proj = Linear(section.hidden, section.hidden)
+        self.k_proj = Linear(section.hidden, kv_size)
+        self.v_proj = Linear(section.hidden, kv_size)
+        self.o_proj = Linear(section.hidden, section.hidden)
+
+    def forward(self, hidden: Tensor, rotary: Rotary) -> Tensor:
+        queries = rotary(self._by_head(self.q_proj(hidden)))
+        keys = rotary(self._by_head(self.k_proj(hidden)))
+        values = self._by_head(self.v_proj(hidden))
+        mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=self.shares_heads)
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    def _by_head(self, projected: Tensor) -> Tensor:
+        """[rows, tokens, heads x head_size] as [rows, heads, tokens, head_size]."""
+        rows, tokens, _ = projected.shape
+        return projected.view(rows, tokens, -1, self.head_size).transpose(1, 2)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: the up projection, gated by the SiLU of another, projected down again."""
+
+    def __init__(self, section: ModelSection) -> None:
+        super().__init__()
+        self.gate_proj = Linear(section.hidden, section.feed_forward)
+        self.up_proj = Linear(section.hidden, section.feed_forward)
+        self.down_proj = Linear(section.feed_forward, section.hidden)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block: [rows, tokens, hidden] to the same."""
+
+    def __init__(self, section: ModelSection) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(section.hidden, section.norm_epsilon)
+        self.self_attn = Attention(section)
+        self.post_attention_layernorm = RMSNorm(section.hidden, section.norm_epsilon)
+        self.mlp = FeedForward(section)
+
+    def forward(self, hidden: Tensor, rotary: Rotary) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))  # type: ignore[no-any-return]

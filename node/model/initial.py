@@ -1,0 +1,92 @@
+"""Initial weights: a pure function of (seed, expert, parameter name), bit for bit the same on every machine.
+
+That is why torch's generators are not used: their normal numbers pass through logarithms and cosines, which differ in the
+last bit between processors and versions. Here a Philox counter generator (Salmon et al. 2011; NumPy promises its
+raw stream never changes) gives integers, four 16-bit integers are summed exactly, and one float32 product, which
+IEEE 754 defines to the bit, scales the sum. A sum of four uniform numbers (Irwin-Hall) is close enough to normal, and its
+tails end at 3.5 standard deviations, as a truncated normal's do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from node.model.blocks import RMSNorm
+
+_CHUNK: Final = 2**20
+"""Numbers drawn at a time: 8 MiB of raw integers, whatever the size of the matrix."""
+_SUM_MEAN: Final = 4 * 65_535 // 2
+_SUM_DEVIATION: Final = math.sqrt(4 * (65_536**2 - 1) / 12)
+
+_SMALL: Final = 0.02
+"""Of the embedding and the head: the first loss is then close to ln(vocabulary), and Adam's steps are not lost in large weights."""
+_WRITES_TO_RESIDUAL: Final = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+
+
+@torch.no_grad()
+def initialise(parts: Iterable[nn.Module], *, seed: int, expert: int, total_blocks: int) -> None:
+    """Fills every parameter of the parts, in place. `total_blocks` is the depth of the whole model."""
+    for part in parts:
+        norms = {id(module.weight) for module in part.modules() if isinstance(module, RMSNorm)}
+        for name, parameter in part.named_parameters():
+            if id(parameter) in norms:
+                parameter.fill_(1.0)
+            else:
+                deviation = standard_deviation(name, parameter.shape[1], total_blocks)
+                parameter.copy_(near_normal(seed, expert, name, parameter.shape, deviation))
+
+
+def standard_deviation(name: str, fan_in: int, total_blocks: int) -> float:
+    """1/sqrt(fan_in) keeps the size of what passes through; what is added to the residual stream is made smaller, by
+    1/sqrt(2 x blocks), so that the stream does not grow with depth (GPT-2, Radford et al. 2019)."""
+    if name.startswith(("model.embed_tokens.", "lm_head.")):
+        return _SMALL
+    deviation = 1 / math.sqrt(fan_in)
+    return deviation / math.sqrt(2 * total_blocks) if name.endswith(_WRITES_TO_RESIDUAL) else deviation
+
+
+def near_normal(seed: int, expert: int, name: str, shape: Iterable[int], deviation: float) -> Tensor:
+    """A float32 tensor of near-normal numbers with mean 0 and the given standard deviation."""
+    shape = tuple(shape)
+    key = hashlib.sha256(f"skipstone-initial:{seed}:{expert}:{name}".encode()).digest()
+    generator = np.random.Philox(key=int.from_bytes(key[:16], "little"))
+    scale = np.float32(deviation / _SUM_DEVIATION)
+    values = np.empty(math.prod(shape), dtype=np.float32)
+    for start in range(0, values.size, _CHUNK):
+        piece = values[start : start + _CHUNK]
+        raw = generator.random_raw(piece.size)
+        total = np.full(piece.size, -_SUM_MEAN, dtype=np.int32)
+        for shift in (0, 16, 32, 48):
+            total += ((raw >> np.uint64(shift)) & np.uint64(0xFFFF)).astype(np.int32)
+        np.multiply(total.astype(np.float32), scale, out=piece)  # |total| < 2**24, so the cast is exact
+    return torch.from_numpy(values.reshape(shape))
+
+
+def digest_of(*parts: nn.Module) -> bytes:
+    """SHA-256 (32 bytes) over the parameters of one module, in the order of their names: names, shapes, little-endian float32.
+
+    Stage 0's module is two parts; pass both.
+    """
+    return digest_of_tensors(parameters_of(*parts))
+
+
+def parameters_of(*parts: nn.Module) -> dict[str, Tensor]:
+    """The parameters of one module by name, detached but sharing memory."""
+    return {name: parameter.detach() for part in parts for name, parameter in part.named_parameters()}
+
+
+def digest_of_tensors(tensors: dict[str, Tensor]) -> bytes:
+    """As `digest_of`, over tensors by name."""
+    hasher = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        values = tensor.detach().to("cpu", torch.float32).contiguous().numpy().astype("<f4", copy=False)
+        hasher.update(f"{name}\0{','.join(map(str, values.shape))}\0".encode())
+        hasher.update(values.reshape(-1).view(np.uint8).data)
+    return hasher.digest()

@@ -1,0 +1,95 @@
+"""The parts a model is cut into: a stack of blocks, the embedding, the head.
+
+Stage 0 consists of two parts, the embedding before the first hop and the head after the last, because its data node
+computes at both ends of a path. Every other stage is one `BlockStack`. Parameter names are those of the whole model
+(`model.layers.5.mlp.up_proj.weight`), so they are unique in the run and an export needs no renaming.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from node.model.blocks import Block, Embedding, Linear, RMSNorm, Rotary
+from protocol.manifest import ModelSection
+
+LOGITS_AT_ONCE: Final = 2**24
+"""Elements of the logits held at a time (64 MiB in float32): a large vocabulary must not need more than the blocks do."""
+
+HIDDEN_TYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""Of `model.dtype`: the element type of hidden states and of the matrix products."""
+
+
+class BlockStack(nn.Module):
+    """Consecutive blocks of the model, `first` counted from the model's start: [rows, tokens, hidden] to the same."""
+
+    def __init__(self, section: ModelSection, first: int, count: int) -> None:
+        super().__init__()
+        self.model = nn.ModuleDict({"layers": _layers(section, first, count)})
+        self.rotary = Rotary(section)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return _through(self.model["layers"], hidden, self.rotary)
+
+
+class EmbeddingPart(nn.Module):
+    """Stage 0 before the first hop: the embedding and stage 0's own blocks, if it has any."""
+
+    def __init__(self, section: ModelSection, blocks: int) -> None:
+        super().__init__()
+        embedding = Embedding(section.vocabulary, section.hidden)
+        self.model = nn.ModuleDict({"embed_tokens": embedding, "layers": _layers(section, 0, blocks)})
+        self.rotary = Rotary(section)
+        self.hidden_type = HIDDEN_TYPES[section.dtype]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens [rows, tokens] int64 to hidden states [rows, tokens, hidden]."""
+        hidden = self.model["embed_tokens"](tokens).to(self.hidden_type)
+        return _through(self.model["layers"], hidden, self.rotary)
+
+
+class HeadPart(nn.Module):
+    """Stage 0 after the last hop: final norm, vocabulary, loss."""
+
+    def __init__(self, section: ModelSection, logits_at_once: int = LOGITS_AT_ONCE) -> None:
+        super().__init__()
+        self.model = nn.ModuleDict({"norm": RMSNorm(section.hidden, section.norm_epsilon)})
+        self.lm_head = Linear(section.hidden, section.vocabulary)
+        self.positions_at_once = max(1, logits_at_once // section.vocabulary)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., hidden] to float32 [..., vocabulary]."""
+        return self.lm_head(self.model["norm"](hidden)).float()  # type: ignore[no-any-return]
+
+    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Mean cross entropy in nats per token, a float32 scalar.
+
+        `hidden` is [rows, tokens, hidden], `labels` [rows, tokens] int64. When the logits are larger than what is held
+        at once, they are computed piece by piece, and again in the backward pass.
+        """
+        positions = torch.split(hidden.flatten(0, -2), self.positions_at_once)
+        wanted = torch.split(labels.flatten(), self.positions_at_once)
+        if len(positions) == 1:
+            return self._summed_loss(positions[0], wanted[0]) / labels.numel()
+        pieces = [
+            checkpoint(self._summed_loss, *piece, use_reentrant=False, preserve_rng_state=False)
+            for piece in zip(positions, wanted, strict=True)
+        ]
+        return torch.stack(pieces).sum() / labels.numel()
+
+    def _summed_loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.logits(hidden), labels, reduction="sum")
+
+
+def _layers(section: ModelSection, first: int, count: int) -> nn.ModuleDict:
+    return nn.ModuleDict({str(index): Block(section) for index in range(first, first + count)})
+
+
+def _through(layers: nn.Module, hidden: Tensor, rotary: Rotary) -> Tensor:
+    for block in layers.children():  # a ModuleDict keeps the order of insertion, which is the order of depth
+        hidden = block(hidden, rotary)
+    return hidden

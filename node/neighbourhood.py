@@ -1,0 +1,149 @@
+"""Keeps the membership view true: reads the directory, listens to what linked peers say, and tells both about this node."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from node.address_book import KnownPeers
+from node.events import EventSink, PeerChange
+from node.own_state import RECORD_LIFETIME_S, OwnState
+from protocol.identity import Identity
+from protocol.records import decode_announced, encode_record
+from protocol.seams import Clock, Directory, Transport
+from swarm.announcement import Announcement
+from swarm.errors import PeerError, ProtocolViolation, Unreachable
+from swarm.membership import Change, Membership
+from swarm.vocabulary import ModuleId, PeerId, PeerState
+
+log = logging.getLogger(__name__)
+
+LOOK_UP_EAGER_S = 0.5
+LOOK_UP_CALM_S = 5.0
+PUSH_S = 2.0
+PUBLISH_RETRY_S = 1.0
+
+
+class Neighbourhood:
+    """This node's part in the swarm's knowledge of itself."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        own: OwnState,
+        membership: Membership,
+        book: KnownPeers,
+        clock: Clock,
+        events: EventSink,
+    ) -> None:
+        self.membership = membership
+        self.changed = asyncio.Event()
+        """Set whenever the view changes; whoever waits for a change clears it first."""
+        self._identity = identity
+        self._own = own
+        self._book = book
+        self._clock = clock
+        self._events = events
+        self._modules: tuple[ModuleId, ...] = (ModuleId(0), ModuleId(1))
+        self._publish_now = asyncio.Event()
+        self._linked: set[PeerId] = set()
+
+    def watch(self, modules: Sequence[ModuleId]) -> None:
+        """Which modules' replicas to look up. Until this is called: those that every run is likely to have."""
+        self._modules = tuple(modules)
+
+    def announce(self) -> None:
+        """Something about this node has changed that others should know soon."""
+        self._publish_now.set()
+
+    def own_record(self) -> bytes:
+        """A fresh signed record of this node."""
+        return encode_record(self._own.announcement(), self._identity)
+
+    async def run(self, directory: Directory, transport: Transport) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._look_up_for_ever(directory))
+            tasks.create_task(self._publish_for_ever(directory, transport))
+            tasks.create_task(self._push_for_ever(transport))
+
+    # ---- what the links bring ------------------------------------------------------------------------------------
+
+    def announced(self, sender: PeerId, record: bytes) -> None:
+        """A linked peer speaks for itself; what is not its own valid record is left out."""
+        try:
+            announcement = decode_announced(record, run=self.membership.run, now=self._clock.wall())
+        except ProtocolViolation as error:
+            log.debug("record from %s: %s", sender, error)
+            return
+        if announcement.peer == sender:
+            self._observe([announcement])
+
+    def link_up(self, peer: PeerId) -> None:
+        self._linked.add(peer)
+        self.membership.recover(peer)
+        self._events.emit(PeerChange(peer, "up", ""))
+        self.changed.set()
+
+    def link_down(self, peer: PeerId, error: PeerError) -> None:
+        """A link ended, or one could not be made."""
+        self.membership.fail(peer, self._clock.monotonic())
+        if peer in self._linked:
+            self._linked.remove(peer)
+            self._events.emit(PeerChange(peer, "down", str(error)))
+        self.changed.set()
+
+    # ---- loops ---------------------------------------------------------------------------------------------------
+
+    async def _look_up_for_ever(self, directory: Directory) -> None:
+        while True:
+            try:
+                self._observe(await directory.look_up(self._modules))
+            except Unreachable as error:
+                log.info("directory: %s", error)
+            gone = self.membership.expire(self._clock.monotonic())
+            if gone:
+                self._publish_view()
+            await asyncio.sleep(LOOK_UP_CALM_S if self._is_complete() else LOOK_UP_EAGER_S)
+
+    async def _publish_for_ever(self, directory: Directory, transport: Transport) -> None:
+        while True:
+            self._publish_now.clear()
+            wait = RECORD_LIFETIME_S / 3
+            try:
+                transport.announce(self.own_record())
+                await directory.publish(self._own.announcement())
+            except Unreachable as error:
+                log.info("directory: %s", error)
+                wait = PUBLISH_RETRY_S
+            try:
+                async with asyncio.timeout(wait):
+                    await self._publish_now.wait()
+            except TimeoutError:
+                continue
+
+    async def _push_for_ever(self, transport: Transport) -> None:
+        """Load and progress reach those who use us faster than the directory could carry them."""
+        while True:
+            await asyncio.sleep(PUSH_S)
+            transport.announce(self.own_record())
+
+    # ---- the view ------------------------------------------------------------------------------------------------
+
+    def _observe(self, announcements: Sequence[Announcement]) -> None:
+        now, wall = self._clock.monotonic(), self._clock.wall()
+        changes = [self.membership.observe(a, now=now, wall=wall) for a in announcements]
+        if any(change is not Change.IGNORED for change in changes):
+            self._publish_view()
+
+    def _publish_view(self) -> None:
+        self._book.replace_all(self.membership.peers())
+        self.changed.set()
+
+    def _is_complete(self) -> bool:
+        """Whether every module but our own has somebody to go to; while not, news is wanted fast."""
+        now = self._clock.monotonic()
+        others = [module for module in self._modules if module != self._own.module]
+        joining = self._own.state in (PeerState.VISITING, PeerState.JOINING)
+        return not joining and all(self.membership.replicas(module, now) for module in others)

@@ -1,0 +1,154 @@
+"""Gradient accumulation and the inner step (DESIGN section 4), the same for `solo` and for every replica of a swarm.
+
+A microbatch's loss is a mean over its tokens. An accumulator sums the gradients of these means, and the inner step takes
+the sum divided by the part's own number of visits: a stage that was skipped more often takes steps of the same size.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from node.schedule import learning_rate
+from protocol.manifest import TrainingSection
+from swarm.errors import SkipstoneError
+from swarm.vocabulary import MicrobatchId
+
+REMEMBERED_STEPS: Final = 64
+"""Inner steps whose microbatch ids are remembered after them. A retry that comes later than this belongs to a microbatch
+whose lifetime is long over, and is not admitted in the first place."""
+
+
+class Addition(enum.Enum):
+    """What became of a gradient."""
+
+    ADDED = "added"
+    DUPLICATE = "this microbatch has been added before"
+    NOT_FINITE = "the gradient has elements that are not finite"
+
+
+class Accumulator:
+    """The sum of one part's gradients since the last inner step, each microbatch at most once."""
+
+    def __init__(self, part: nn.Module) -> None:
+        self.parameters = tuple(part.parameters())
+        self.visits = 0
+        """Microbatches added since the last step."""
+        self.tokens = 0
+        """Tokens of these microbatches."""
+        self._sums = tuple(torch.zeros_like(parameter) for parameter in self.parameters)
+        self._current: set[MicrobatchId] = set()
+        self._recent: deque[set[MicrobatchId]] = deque(maxlen=REMEMBERED_STEPS)
+
+    def has(self, microbatch: MicrobatchId) -> bool:
+        """Whether the microbatch is in the current sum or went into one of the remembered steps."""
+        return microbatch in self._current or any(microbatch in step for step in self._recent)
+
+    def add(self, microbatch: MicrobatchId, tokens: int, gradients: Sequence[Tensor]) -> Addition:
+        """Adds a microbatch's gradients, given in the order of the part's parameters, or says why not.
+
+        All or nothing: a gradient with one element that is not finite leaves no trace, not even of its id.
+        """
+        if self.has(microbatch):
+            return Addition.DUPLICATE
+        if not are_finite(gradients):
+            return Addition.NOT_FINITE
+        for total, gradient in zip(self._sums, gradients, strict=True):
+            total.add_(gradient)
+        self._current.add(microbatch)
+        self.visits += 1
+        self.tokens += tokens
+        return Addition.ADDED
+
+    def hand_over_mean(self) -> None:
+        """Puts the mean over the visits into the parameters' `.grad`; without visits there is none and `.grad` is None."""
+        for parameter, total in zip(self.parameters, self._sums, strict=True):
+            parameter.grad = total.div_(self.visits) if self.visits else None
+
+    def start_over(self) -> None:
+        """Forgets the sum, remembers its microbatches."""
+        for parameter, total in zip(self.parameters, self._sums, strict=True):
+            parameter.grad = None
+            total.zero_()
+        self._recent.append(self._current)
+        self._current = set()
+        self.visits = self.tokens = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """One inner step, for logs and metrics."""
+
+    step: int
+    """Counted from 1."""
+    visits: tuple[int, ...]
+    """Of each accumulator."""
+    gradient_norm: float
+    """Of the module's mean gradient, before clipping."""
+    learning_rate: float
+
+
+class InnerOptimizer:
+    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) over one module's parameters, which are float32.
+
+    A module is one part, or two for stage 0: those have their own accumulators and visits but step together, and their
+    gradients are clipped as one. Vectors (norms) are not decayed: pulling a scale towards 0 regularises nothing.
+    """
+
+    def __init__(self, training: TrainingSection, accumulators: Sequence[Accumulator]) -> None:
+        self.steps = 0
+        """Inner steps taken."""
+        self._training = training
+        self._accumulators = tuple(accumulators)
+        self._parameters = [parameter for accumulator in accumulators for parameter in accumulator.parameters]
+        matrices = [parameter for parameter in self._parameters if parameter.dim() >= 2]
+        vectors = [parameter for parameter in self._parameters if parameter.dim() < 2]
+        inner = training.inner
+        self._adamw = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": inner.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+            lr=inner.learning_rate,
+            betas=(inner.beta1, inner.beta2),
+            eps=inner.epsilon,
+            fused=True,  # one pass over memory on CPU and CUDA alike
+        )
+
+    @property
+    def due(self) -> bool:
+        """Whether every part has seen `inner_tokens` tokens since the last step."""
+        return all(accumulator.tokens >= self._training.inner_tokens for accumulator in self._accumulators)
+
+    def step(self) -> StepFigures:
+        """Takes one inner step with the mean gradient over each part's own visits, and starts accumulating anew.
+
+        Raises:
+            SkipstoneError: no part has been visited since the last step.
+        """
+        visits = tuple(accumulator.visits for accumulator in self._accumulators)
+        if not any(visits):
+            raise SkipstoneError("an inner step without a single visit was asked for")
+        for accumulator in self._accumulators:
+            accumulator.hand_over_mean()
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._training.inner.clip_norm or math.inf)
+        self.steps += 1
+        rate = learning_rate(self._training, self.steps)
+        for group in self._adamw.param_groups:
+            group["lr"] = rate
+        self._adamw.step()
+        for accumulator in self._accumulators:
+            accumulator.start_over()
+        return StepFigures(self.steps, visits, norm.item(), rate)
+
+
+def are_finite(gradients: Sequence[Tensor]) -> bool:
+    """Whether every element is finite, with one look at one number: the norm of anything not finite is not finite either.
+
+    A gradient so large that its norm overflows float32 counts as not finite, too.
+    """
+    return math.isfinite(torch.nn.utils.get_total_norm(gradients).item())

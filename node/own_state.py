@@ -1,0 +1,53 @@
+"""What this node is now, from which its announcements are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from protocol.seams import Clock
+from swarm.announcement import Announcement
+from swarm.vocabulary import PROTOCOL_VERSIONS, ModuleId, PeerId, PeerState, RunId
+
+RECORD_LIFETIME_S = 60.0
+
+
+@dataclass(slots=True)
+class OwnState:
+    """Changed by the node as it goes; read whenever an announcement is due."""
+
+    run: RunId
+    peer: PeerId
+    certificate: bytes
+    clock: Clock
+    addresses: tuple[str, ...] = ()
+    state: PeerState = PeerState.VISITING
+    module: ModuleId | None = None
+    slots: int = 0
+    used_slots: Callable[[], int] = lambda: 0
+    tokens_per_second: float = 0.0
+    steps: int = 0
+    digest: bytes = b""
+    _sequence: int = field(default=0, init=False)
+
+    def announcement(self) -> Announcement:
+        """A new record of how things are now, with a higher sequence than any before."""
+        wall = self.clock.wall()
+        self._sequence = max(self._sequence + 1, int(wall * 1000))
+        return Announcement(
+            run=self.run,
+            peer=self.peer,
+            state=self.state,
+            module=None if self.state is PeerState.VISITING else self.module,
+            addresses=self.addresses,
+            certificate=self.certificate,
+            versions=PROTOCOL_VERSIONS,
+            tokens_per_second=self.tokens_per_second,
+            slots=self.slots,
+            free_slots=max(0, self.slots - self.used_slots()),
+            steps=self.steps,
+            round=0,
+            digest=self.digest,
+            sequence=self._sequence,
+            expires_at=wall + RECORD_LIFETIME_S,
+        )

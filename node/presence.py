@@ -1,0 +1,171 @@
+"""This machine in the network of one run: its directory, its links, its view of the others. Nodes, `status` and `eval` alike have one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+from node.address_book import KnownPeers
+from node.events import EventSink
+from node.neighbourhood import Neighbourhood
+from node.own_state import OwnState
+from node.reception import Reception
+from protocol.certificates import make_credentials
+from protocol.directory import DhtDirectory, DirectorySettings
+from protocol.identity import Identity
+from protocol.join_link import JoinLink
+from protocol.seams import Clock, Question, QuestionAbout
+from protocol.signed_manifest import SignedManifest, read_signed_manifest
+from protocol.transport import GrpcTransport, TransportSettings
+from swarm.errors import ManifestError, PeerError, Unreachable
+from swarm.membership import Membership
+from swarm.vocabulary import PeerId, PeerState, RunId, short
+
+log = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+
+ASK_TIMEOUT_S = 10.0
+PAUSE_S = 0.3
+MAX_LINK_PEERS = 4
+ANY_HOST = ("0.0.0.0", "::", "[::]")  # noqa: S104 - names of "all interfaces", not a decision to bind to them
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """Where this machine listens and what it tells others about that. A port of 0 is any free one."""
+
+    listen: str
+    advertise: str | None = None
+    port: int = 0
+    dht_port: int = 0
+
+    def told_host(self, initial_peers: tuple[str, ...]) -> str:
+        """The host that others are told: as wished, else the address bound to, else the one that leads to the first initial peer."""
+        if self.advertise:
+            return self.advertise
+        return _address_towards(initial_peers) if self.listen in ANY_HOST else self.listen
+
+
+@dataclass(frozen=True, slots=True)
+class Presence:
+    """Everything of one run that is not a module. Made by `present`."""
+
+    run: RunId
+    own: OwnState
+    neighbourhood: Neighbourhood
+    reception: Reception
+    directory: DhtDirectory
+    transport: GrpcTransport
+
+    @property
+    def membership(self) -> Membership:
+        return self.neighbourhood.membership
+
+    @property
+    def link(self) -> JoinLink:
+        """What others need to join through this node."""
+        return JoinLink(self.run, tuple(self.directory.multiaddrs()[:MAX_LINK_PEERS]))
+
+    async def fetch_manifest(self, patience_s: float) -> SignedManifest:
+        """Asks the peers that are seen, one after the other, until one gives the run's manifest.
+
+        Raises:
+            Unreachable: none did within `patience_s` seconds.
+        """
+
+        async def ask(peer: PeerId) -> SignedManifest:
+            text = await self.transport.ask(peer, Question(QuestionAbout.MANIFEST), ASK_TIMEOUT_S)
+            return read_signed_manifest(text, self.run)
+
+        return await self.first_answer(ask, lambda state: True, patience_s, "has given this run's manifest")
+
+    async def first_answer(
+        self,
+        ask: Callable[[PeerId], Awaitable[Answer]],
+        wanted: Callable[[PeerId], bool],
+        patience_s: float,
+        what: str,
+    ) -> Answer:
+        """The first good answer of any wanted peer; `what` completes "no peer ..." for a person.
+
+        Raises:
+            Unreachable: there was none within `patience_s` seconds (and the time that the last one asked took).
+        """
+        last = "none was found in the directory"
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + patience_s
+        while True:
+            for announcement in self.membership.peers():
+                visits = announcement.state is PeerState.VISITING
+                if visits or not announcement.addresses or not wanted(announcement.peer):
+                    continue
+                try:
+                    return await ask(announcement.peer)
+                except (PeerError, ManifestError) as error:
+                    last = f"{short(announcement.peer)}: {error}"
+                    log.info("%s", last)
+            if loop.time() >= deadline:
+                raise Unreachable(
+                    f"no peer {what} within {patience_s:.0f} s; {last}",
+                    hint="Check the link, that its peers run, and that their ports can be reached from here.",
+                )
+            await asyncio.sleep(PAUSE_S)
+
+
+@asynccontextmanager
+async def present(
+    identity: Identity, run: RunId, where: Whereabouts, settings: DirectorySettings, clock: Clock, events: EventSink
+) -> AsyncIterator[Presence]:
+    """Enters the network of a run as a visitor; leaving it closes every link and stops the directory.
+
+    Raises:
+        ConfigError: a port is taken, or an address cannot be bound.
+    """
+    credentials = make_credentials(identity)
+    own = OwnState(run, identity.peer, credentials.certificate_der, clock)
+    membership, book = Membership(run, identity.peer), KnownPeers()
+    neighbourhood = Neighbourhood(identity, own, membership, book, clock, events)
+    reception = Reception(neighbourhood)
+    async with AsyncExitStack() as stack:
+        directory, transport = (
+            DhtDirectory(settings, identity, run, clock),
+            GrpcTransport(
+                identity,
+                credentials,
+                run,
+                book,
+                reception,
+                clock,
+                TransportSettings(listen_host=where.listen, listen_port=where.port),
+                own_record=neighbourhood.own_record,
+            ),
+        )
+        await stack.enter_async_context(transport)
+        own.addresses = (f"{where.told_host(settings.initial_peers)}:{transport.port}",)
+        await stack.enter_async_context(directory)
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        running = tasks.create_task(neighbourhood.run(directory, transport))
+        try:
+            yield Presence(run, own, neighbourhood, reception, directory, transport)
+        finally:
+            running.cancel()
+
+
+def _address_towards(multiaddrs: tuple[str, ...]) -> str:
+    """This machine's address on the way to the first of them that is an IPv4 address; no packet is sent to find out."""
+    for multiaddr in multiaddrs:
+        parts = multiaddr.split("/")
+        if len(parts) > 2 and parts[1] == "ip4":
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                try:
+                    probe.connect((parts[2], 9))
+                except OSError:
+                    continue
+                return str(probe.getsockname()[0])
+    return "127.0.0.1"

@@ -1,0 +1,153 @@
+"""What one wants to know of a running swarm without taking part in it: `status` and `eval`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from node.clock import SystemClock
+from node.events import Event
+from node.presence import Presence, Whereabouts, present
+from protocol.directory import DirectorySettings
+from protocol.identity import Identity
+from protocol.join_link import JoinLink
+from protocol.seams import Question, QuestionAbout
+from swarm.announcement import Announcement
+from swarm.errors import PeerError, ProtocolViolation
+from swarm.vocabulary import ModuleId, PeerId, PeerState
+
+LOOK_AROUND_S = 1.5
+STATUS_TIMEOUT_S = 5.0
+EVALUATION_TIMEOUT_S = 600.0
+
+
+class _Silent:
+    """Takes events and keeps none: a query reports its result only."""
+
+    def emit(self, event: Event) -> None:
+        return
+
+
+@dataclass(frozen=True, slots=True)
+class PeerReport:
+    """One peer of a run: what it announces, and what it answered when asked."""
+
+    announcement: Announcement
+    answered: dict[str, Any] | None
+
+    def as_json(self) -> dict[str, Any]:
+        """Keys as in docs/PROTOCOL.md."""
+        said = self.announcement
+        return {
+            "peer": said.peer,
+            "module": None if said.module is None else str(said.module),
+            "state": said.state.name.lower(),
+            "addresses": list(said.addresses),
+            "tokens_per_s": said.tokens_per_second,
+            "slots": said.slots,
+            "free_slots": said.free_slots,
+            "steps": said.steps,
+            "digest": said.digest.hex(),
+            "answered": self.answered,
+        }
+
+
+async def query_status(link: JoinLink, patience_s: float = 30.0) -> dict[str, Any]:
+    """The swarm as its peers tell it: stages, replicas, speeds, and each data node's loss and counts.
+
+    Returns the object that `status --json` prints: `{"run", "name", "stages": [{"stage", "peers": [...]}], "loss",
+    "steps", "tokens", "tokens_per_s", "microbatches", "waiting_for"}`.
+
+    Raises:
+        Unreachable: no peer of the run answered within `patience_s` seconds.
+    """
+    async with _visit(link) as presence:
+        signed = await presence.fetch_manifest(patience_s)
+        presence.neighbourhood.watch(signed.manifest.modules())
+        await asyncio.sleep(LOOK_AROUND_S)  # one look-up of every module
+        seen = [a for a in presence.membership.peers() if a.state is not PeerState.VISITING]
+        reports = [PeerReport(a, answered) for a, answered in zip(seen, await _ask_all(presence, seen), strict=True)]
+    return _summary(link, signed.manifest.name, signed.manifest.stages.count, reports)
+
+
+async def query_evaluation(link: JoinLink, microbatches: int, patience_s: float = 30.0) -> dict[str, Any]:
+    """Held-out loss through the running swarm: `{"loss": nats per token, "tokens": n, "microbatches": n}`.
+
+    Raises:
+        Unreachable: no data node could measure it.
+    """
+    async with _visit(link) as presence:
+
+        async def ask(peer: PeerId) -> dict[str, Any]:
+            question = Question(QuestionAbout.EVALUATE, microbatches)
+            return _parse(await presence.transport.ask(peer, question, EVALUATION_TIMEOUT_S))
+
+        def is_data_node(peer: PeerId) -> bool:
+            announcement = presence.membership.get(peer)
+            return announcement is not None and announcement.module == ModuleId(0)
+
+        what = "that hosts stage 0 has measured the held-out loss"
+        return await presence.first_answer(ask, is_data_node, patience_s, what)
+
+
+def _visit(link: JoinLink) -> AbstractAsyncContextManager[Presence]:
+    """A visitor's presence on this machine: any port, a key of its own, and nothing kept for others in the DHT."""
+    where = Whereabouts(listen="0.0.0.0")  # noqa: S104 - it may be reached by whoever it asks
+    settings = DirectorySettings(where.listen, 0, (), link.peers, client=True)
+    return present(Identity.generate(), link.run, where, settings, SystemClock(), _Silent())
+
+
+async def _ask_all(presence: Presence, announcements: list[Announcement]) -> list[dict[str, Any] | None]:
+    async def ask(peer: PeerId) -> dict[str, Any] | None:
+        try:
+            return _parse(await presence.transport.ask(peer, Question(QuestionAbout.STATUS), STATUS_TIMEOUT_S))
+        except PeerError:
+            return None
+
+    return list(await asyncio.gather(*(ask(announcement.peer) for announcement in announcements)))
+
+
+def _parse(text: bytes) -> dict[str, Any]:
+    """Raises ProtocolViolation when a peer's answer is not a JSON object."""
+    try:
+        table = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ProtocolViolation("the answer is not JSON") from None
+    if not isinstance(table, dict):
+        raise ProtocolViolation("the answer is not a JSON object")
+    return table
+
+
+def _summary(link: JoinLink, name: str, stages: int, reports: list[PeerReport]) -> dict[str, Any]:
+    data = [r.answered for r in reports if r.answered is not None and r.announcement.module == ModuleId(0)]
+    by_stage: list[list[dict[str, Any]]] = [[] for _ in range(stages)]
+    for report in sorted(reports, key=lambda r: r.announcement.peer):
+        module = report.announcement.module
+        if module is not None and module.stage < stages:
+            by_stage[module.stage].append(report.as_json())
+    losses = [d["loss_last"] for d in data if isinstance(d.get("loss_last"), float)]
+    counts = ("started", "completed", "abandoned", "duplicated")
+    return {
+        "run": link.run,
+        "name": name,
+        "stages": [{"stage": stage, "peers": peers} for stage, peers in enumerate(by_stage)],
+        "loss": sum(losses) / len(losses) if losses else None,
+        "steps": max((_number(d, "steps") for d in data), default=0),
+        "tokens": sum(_number(d, "tokens") for d in data),
+        "tokens_per_s": sum(_number(d, "tokens_per_s") for d in data),
+        "microbatches": {key: sum(_number(d.get("counts"), key) for d in data) for key in counts},
+        "waiting_for": sorted({str(m) for d in data for m in _list(d.get("waiting_for"))}),
+    }
+
+
+def _number(table: Any, key: str) -> Any:
+    """A peer's number, or 0 where it says something else."""
+    value = table.get(key) if isinstance(table, dict) else None
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else 0
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

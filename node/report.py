@@ -1,0 +1,46 @@
+"""What a node says of itself: its last event, and the JSON that `status` asks for."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+from node.compute import ComputeThread
+from node.duty import Duty
+from node.events import BusySeconds, NodeSummary
+from node.own_state import OwnState
+
+
+def node_summary(own: OwnState, duty: Duty, compute: ComputeThread) -> NodeSummary:
+    """The account of a node that stops."""
+    account = duty.account()
+    busy = BusySeconds(compute=compute.busy_s, codec=0.0, wire=duty.carrier.wire_s, wait=compute.idle_s)
+    return NodeSummary(
+        peer=own.peer,
+        module=str(own.module),
+        steps=account.steps,
+        loss_first=account.loss_first,
+        loss_last=account.loss_last,
+        tokens=account.tokens,
+        tokens_per_s=account.tokens_per_s,
+        microbatches=account.counts,
+        accumulated=account.accumulated,
+        busy_s=busy,
+    )
+
+
+def status_json(own: OwnState, duty: Duty) -> bytes:
+    """docs/PROTOCOL.md lists the keys."""
+    account, custody = duty.account(), duty.carrier.custody
+    report = {
+        "peer": own.peer,
+        "module": str(own.module),
+        "state": own.state.name.lower(),
+        "addresses": list(own.addresses),
+        "slots": custody.slots,
+        "free_slots": custody.slots - custody.used_slots,
+        "digest": own.digest.hex(),
+        **dataclasses.asdict(account),
+        "visits": {str(stage): count for stage, count in account.visits},
+    }
+    return json.dumps(report).encode()

@@ -1,0 +1,93 @@
+"""What the carrier needs of the rest of the node: somebody who computes, and somebody who wants the results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from node.optimization import StepFigures
+from protocol.seams import TensorSpec
+from swarm.holdings import Key, Work
+from swarm.messages import Forward, Purpose, Receipt
+from swarm.vocabulary import MicrobatchId, Path
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a computation gave. `data` is sent on; `loss` is in nats per token; `step_due` asks for an inner step before anything else."""
+
+    data: memoryview | None = None
+    loss: float | None = None
+    step_due: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One computation. `ticket` names the holding it is for: the same microbatch come by a second way has another."""
+
+    ticket: int
+    key: Key
+    work: Work
+    purpose: Purpose
+    incoming: memoryview | None
+    """The received tensor: hidden states, or a gradient; None at a data node's start."""
+
+
+class Worker(Protocol):
+    """The numbers. Every method but `tensor` runs on the compute thread."""
+
+    @property
+    def tensor(self) -> TensorSpec:
+        """Of the hidden states and their gradients."""
+        ...
+
+    def compute(self, job: Job) -> Output:
+        """Does the job. `incoming` stays as it is until `forget(ticket)`; so does `Output.data`, which may be the same memory.
+
+        Raises:
+            SkipstoneError: it could not be done, and nothing was accumulated.
+        """
+        ...
+
+    def forget(self, ticket: int) -> None:
+        """Frees what was kept for the holding, if anything was."""
+        ...
+
+    def step(self) -> StepFigures:
+        """Takes the inner step that is due."""
+        ...
+
+
+class PathEnds(Protocol):
+    """A data node's interest in its own microbatches. A peer of another stage has none (`NoPathEnds`)."""
+
+    def expects(self, message: Forward) -> bool:
+        """Whether this microbatch of ours is still under way."""
+        ...
+
+    def loss_known(self, microbatch: MicrobatchId, path: Path, purpose: Purpose, loss: float) -> None: ...
+
+    def finished(self, microbatch: MicrobatchId) -> None: ...
+
+    def lost(self, microbatch: MicrobatchId, detail: str) -> None:
+        """It cannot go on."""
+        ...
+
+    def passed(self, receipt: Receipt) -> None:
+        """A peer says that it has passed one of our microbatches on."""
+        ...
+
+
+class NoPathEnds:
+    """Of a peer that starts no paths."""
+
+    def expects(self, message: Forward) -> bool:
+        return False
+
+    def loss_known(self, microbatch: MicrobatchId, path: Path, purpose: Purpose, loss: float) -> None: ...
+
+    def finished(self, microbatch: MicrobatchId) -> None: ...
+
+    def lost(self, microbatch: MicrobatchId, detail: str) -> None: ...
+
+    def passed(self, receipt: Receipt) -> None: ...

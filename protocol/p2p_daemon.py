@@ -1,0 +1,70 @@
+"""Starts hivemind's libp2p daemon (`p2pd`, a Go program) the way a node wants it.
+
+This module imports hivemind, so it belongs into the DHT's process.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from hivemind.p2p import P2P
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
+
+from protocol import die_with_parent
+from protocol.generated import dht_process_pb2
+from swarm.errors import ConfigError, IdentityError
+
+_MEMORY_GOAL = "512MiB"
+"""For Go's garbage collector: p2pd itself limits nothing."""
+
+
+class _Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
+    """p2pd that cannot outlive this process, with its sockets in a folder of its own instead of /tmp."""
+
+    @staticmethod
+    def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
+        command: list[str] = P2P._make_process_args(*args, **kwargs)
+        return [sys.executable, "-I", "-S", str(die_with_parent.__file__), str(os.getpid()), *command]
+
+
+async def start_daemon(start: dht_process_pb2.DhtStart) -> P2P:
+    """Starts p2pd and connects to it. It is not given the initial peers: it would refuse to start while they are away.
+
+    Relaying for others is left off: p2pd's relay service gives away up to 4 GiB per circuit without asking its owner.
+
+    Raises:
+        ConfigError: it does not start; most often because the port is taken.
+        IdentityError: it came up under another peer id.
+    """
+    os.environ.setdefault("GOMEMLIMIT", _MEMORY_GOAL)
+    folder = Path(start.folder)
+    _Daemon._UNIX_SOCKET_PREFIX = f"/unix{folder}/"
+    address = ipaddress.ip_address(start.host)
+    outside = not address.is_loopback
+    try:
+        daemon = await _Daemon.create(
+            host_maddrs=[f"/ip{address.version}/{address}/tcp/{start.port}"],
+            announce_maddrs=list(start.announce) or None,
+            identity_path=str(folder / start.identity),
+            check_if_identity_free=False,  # hivemind's check takes every key for RSA
+            dht_mode="client" if start.client else "server",
+            auto_nat=outside,
+            nat_port_map=outside,
+            use_relay=False,
+            use_auto_relay=False,
+            startup_timeout=start.timeout_s,
+            idle_timeout=start.timeout_s,
+        )
+    except (P2PDaemonError, OSError, ValueError) as error:
+        raise ConfigError(
+            f"the DHT's network daemon did not start on {start.host} port {start.port}: {error}",
+            hint="Choose another port, or end the program that uses this one.",
+        ) from error
+    if daemon.peer_id.to_base58() != start.peer:
+        await daemon.shutdown()
+        raise IdentityError(f"the DHT came up as {daemon.peer_id}, not as {start.peer}")
+    return daemon

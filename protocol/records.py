@@ -1,0 +1,264 @@
+"""Announcements as signed bytes: what peers keep in the DHT and hand each other on a link (`proto/records.proto`).
+
+A record is believed because its owner signed it, not because of who brought it. So everything that could be changed, replayed
+or misread is inside the signature or checked here: the key it belongs under, its expiry, its sequence, its certificate. There
+is exactly one byte string for a record: whatever protobuf would tolerate besides (unknown fields, other orders, defaults
+written out) is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import ipaddress
+import math
+import re
+from typing import TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from protocol.certificates import peer_of_certificate
+from protocol.generated import records_pb2
+from protocol.identity import Identity, peer_id_of, verify
+from swarm.announcement import Announcement
+from swarm.errors import ProtocolViolation
+from swarm.vocabulary import ModuleId, PeerId, PeerState, RunId, VersionRange
+
+KEY_PREFIX = "skipstone/"
+MAX_RECORD_BYTES = 2048
+MAX_LIFETIME_S = 600.0
+"""From now to a record's expiry, and from its signing to its expiry."""
+MAX_CLOCK_SKEW_S = 60.0
+"""How far ahead of ours the signer's clock may be. Bounded, so that no owner can lock itself out with a sequence from next year."""
+MAX_ADDRESSES = 8
+MAX_ADDRESS_LENGTH = 64
+MAX_CERTIFICATE_BYTES = 1024
+MAX_VERSION = 65_535
+MAX_SLOTS = 65_536
+MAX_COUNT = 2**48
+DIGEST_BYTES = 32
+
+_DOMAIN = b"skipstone-record:"
+_CACHED_RECORDS = 4096
+_RUN = re.compile(r"[0-9a-f]{64}")
+_HOST_NAME = re.compile(r"(?=.{1,253}\Z)(?!-)[A-Za-z0-9-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9-]{1,63}(?<!-))*")
+_PORT = re.compile(r"[1-9][0-9]{0,4}")
+
+Parsed = TypeVar("Parsed", bound=Message)
+
+
+def directory_key(run: RunId, module: ModuleId | None) -> str:
+    """The DHT key of a module's replicas, or of the run's visitors when there is no module."""
+    return f"{KEY_PREFIX}{run}/{'visitors' if module is None else module}"
+
+
+def encode_record(announcement: Announcement, identity: Identity) -> bytes:
+    """Signs our own announcement.
+
+    Raises:
+        ProtocolViolation: no peer would accept it: it is not `identity`'s, or a field is outside the bounds of the protocol.
+    """
+    if announcement.peer != identity.peer:
+        raise ProtocolViolation(f"record: peer {announcement.peer} cannot be announced with the key of {identity.peer}")
+    _check(announcement)
+    body = _body_of(announcement)
+    record: bytes = records_pb2.SignedRecord(
+        public_key=identity.public_key,
+        signature=identity.sign(_signed_bytes(announcement, body)),
+        body=body,
+    ).SerializeToString(deterministic=True)
+    if len(record) > MAX_RECORD_BYTES:
+        raise ProtocolViolation(f"record: {len(record)} bytes are more than the {MAX_RECORD_BYTES} allowed")
+    return record
+
+
+def decode_record(data: bytes, *, key: str, now: float) -> Announcement:
+    """Checks a record found under a DHT key. `now` is Unix time in seconds.
+
+    Raises:
+        ProtocolViolation: it is malformed, forged, expired, or belongs under another key; the message says which.
+    """
+    announcement = _verified(_bounded(data))
+    own_key = directory_key(announcement.run, announcement.module)
+    if own_key != key:
+        raise ProtocolViolation(f"record: signed for {own_key}, found under {key[:100]}")
+    _check_time(announcement, now)
+    return announcement
+
+
+def decode_announced(data: bytes, *, run: RunId, now: float) -> Announcement:
+    """Checks a record that a peer of the run handed over on a link, where no key comes with it.
+
+    Raises:
+        ProtocolViolation: it is malformed, forged, expired, or of another run.
+    """
+    announcement = _verified(_bounded(data))
+    if announcement.run != run:
+        raise ProtocolViolation(f"record: belongs to run {announcement.run}, not {run}")
+    _check_time(announcement, now)
+    return announcement
+
+
+def _bounded(data: bytes) -> bytes:
+    if len(data) > MAX_RECORD_BYTES:
+        raise ProtocolViolation(f"record: {len(data)} bytes are more than the {MAX_RECORD_BYTES} allowed")
+    return bytes(data)
+
+
+@functools.lru_cache(maxsize=_CACHED_RECORDS)
+def _verified(data: bytes) -> Announcement:
+    """Everything about a record that does not depend on when it is read.
+
+    Remembered, because the same bytes come back from every replica of a key at every look-up, and the two signatures (record
+    and certificate) are the expensive part of the work. A refusal raises and is not remembered, so junk cannot fill the cache.
+    """
+    envelope = _parse(records_pb2.SignedRecord(), data, "record")
+    body = _parse(records_pb2.Announcement(), envelope.body, "record body")
+    announcement = _announcement_of(body)
+    if len(envelope.public_key) != 32 or len(envelope.signature) != 64:
+        raise ProtocolViolation("record: a public key has 32 bytes and a signature 64")
+    if peer_id_of(envelope.public_key) != announcement.peer:
+        raise ProtocolViolation(f"record: names {announcement.peer[:64]} but carries another peer's key")
+    if not verify(envelope.public_key, envelope.signature, _signed_bytes(announcement, envelope.body)):
+        raise ProtocolViolation(f"record: the signature of {announcement.peer} does not match")
+    _check(announcement)
+    return announcement
+
+
+def _signed_bytes(announcement: Announcement, body: bytes) -> bytes:
+    return _DOMAIN + directory_key(announcement.run, announcement.module).encode() + b"\0" + body
+
+
+def _parse(message: Parsed, data: bytes, what: str) -> Parsed:
+    """Raises ProtocolViolation unless `data` is the one canonical encoding of the message."""
+    try:
+        message.ParseFromString(data)
+    except (DecodeError, UnicodeDecodeError, ValueError):
+        raise ProtocolViolation(f"{what}: not the expected protobuf message") from None
+    message.DiscardUnknownFields()
+    if message.SerializeToString(deterministic=True) != data:
+        raise ProtocolViolation(f"{what}: not in canonical form (unknown, repeated or reordered fields)")
+    return message
+
+
+def _body_of(announcement: Announcement) -> bytes:
+    module = announcement.module
+    encoded: bytes = records_pb2.Announcement(
+        run=announcement.run,
+        peer=announcement.peer,
+        state=announcement.state.name,
+        has_module=module is not None,
+        stage=0 if module is None else module.stage,
+        expert=0 if module is None else module.expert,
+        addresses=announcement.addresses,
+        certificate=announcement.certificate,
+        lowest_version=announcement.versions.lowest,
+        highest_version=announcement.versions.highest,
+        tokens_per_second=announcement.tokens_per_second,
+        slots=announcement.slots,
+        free_slots=announcement.free_slots,
+        steps=announcement.steps,
+        round=announcement.round,
+        digest=announcement.digest,
+        sequence=announcement.sequence,
+        expires_at=announcement.expires_at,
+    ).SerializeToString(deterministic=True)
+    return encoded
+
+
+def _announcement_of(body: records_pb2.Announcement) -> Announcement:
+    try:
+        state = PeerState(body.state)
+    except ValueError:
+        raise ProtocolViolation(f"record: unknown state {body.state}") from None
+    if not body.has_module and (body.stage or body.expert):
+        raise ProtocolViolation("record: names a stage or an expert without a module")
+    return Announcement(
+        run=RunId(body.run),
+        peer=PeerId(body.peer),
+        state=state,
+        module=ModuleId(body.stage, body.expert) if body.has_module else None,
+        addresses=tuple(body.addresses),
+        certificate=body.certificate,
+        versions=VersionRange(body.lowest_version, body.highest_version),
+        tokens_per_second=body.tokens_per_second,
+        slots=body.slots,
+        free_slots=body.free_slots,
+        steps=body.steps,
+        round=body.round,
+        digest=body.digest,
+        sequence=body.sequence,
+        expires_at=body.expires_at,
+    )
+
+
+def _check(announcement: Announcement) -> None:
+    """The bounds on every field, the same when we write and when we read."""
+    _check_names(announcement)
+    _check_figures(announcement)
+    if len(announcement.certificate) > MAX_CERTIFICATE_BYTES:
+        raise ProtocolViolation(f"record: a certificate has at most {MAX_CERTIFICATE_BYTES} bytes")
+    if peer_of_certificate(announcement.certificate) != announcement.peer:
+        raise ProtocolViolation(f"record: the certificate does not belong to {announcement.peer}")
+
+
+def _check_names(announcement: Announcement) -> None:
+    if not _RUN.fullmatch(announcement.run):
+        raise ProtocolViolation("record: a run is named by 64 lower-case hexadecimal digits")
+    if (announcement.module is None) != (announcement.state is PeerState.VISITING):
+        raise ProtocolViolation(
+            f"record: state {announcement.state.name} does not go with module {announcement.module}"
+        )
+    if len(announcement.addresses) > MAX_ADDRESSES:
+        raise ProtocolViolation(
+            f"record: {len(announcement.addresses)} addresses are more than the {MAX_ADDRESSES} allowed"
+        )
+    for address in announcement.addresses:
+        _check_address(address)
+
+
+def _check_figures(announcement: Announcement) -> None:
+    versions = announcement.versions
+    if not 1 <= versions.lowest <= versions.highest <= MAX_VERSION:
+        raise ProtocolViolation(f"record: protocol versions {versions.lowest} to {versions.highest} make no sense")
+    if not (math.isfinite(announcement.tokens_per_second) and 0 <= announcement.tokens_per_second <= MAX_COUNT):
+        raise ProtocolViolation(f"record: {announcement.tokens_per_second} tokens per second make no sense")
+    if not 0 <= announcement.free_slots <= announcement.slots <= MAX_SLOTS:
+        raise ProtocolViolation(f"record: {announcement.free_slots} free of {announcement.slots} slots make no sense")
+    if not (0 <= announcement.steps <= MAX_COUNT and 0 <= announcement.round <= MAX_COUNT):
+        raise ProtocolViolation(f"record: step {announcement.steps} or round {announcement.round} is out of range")
+    if len(announcement.digest) not in (0, DIGEST_BYTES):
+        raise ProtocolViolation(f"record: a digest has {DIGEST_BYTES} bytes, not {len(announcement.digest)}")
+    if not math.isfinite(announcement.expires_at):
+        raise ProtocolViolation(f"record: expiry {announcement.expires_at} is no time")
+    lifetime_s = announcement.expires_at - announcement.sequence / 1000
+    if not 0 < lifetime_s <= MAX_LIFETIME_S:
+        raise ProtocolViolation(
+            f"record: expires {lifetime_s:.0f} s after it was signed; 0 to {MAX_LIFETIME_S:.0f} are allowed"
+        )
+
+
+def _check_time(announcement: Announcement, now: float) -> None:
+    left_s = announcement.expires_at - now
+    if not 0 < left_s <= MAX_LIFETIME_S:
+        raise ProtocolViolation(f"record: expires in {left_s:.0f} s; 0 to {MAX_LIFETIME_S:.0f} are allowed")
+    ahead_s = announcement.sequence / 1000 - now
+    if ahead_s > MAX_CLOCK_SKEW_S:
+        raise ProtocolViolation(f"record: signed {ahead_s:.0f} s in the future; is a clock wrong?")
+
+
+def _check_address(address: str) -> None:
+    """`host:port`, where the host is a name, an IPv4 address or an IPv6 address in brackets."""
+    host, colon, port = address.rpartition(":")
+    fits = len(address) <= MAX_ADDRESS_LENGTH and bool(colon) and bool(_PORT.fullmatch(port)) and int(port) <= 65_535
+    if not (fits and _is_host(host)):
+        raise ProtocolViolation(f"record: {address[:MAX_ADDRESS_LENGTH]!r} is not an address like host:port")
+
+
+def _is_host(host: str) -> bool:
+    bracketed = host.startswith("[") and host.endswith("]")
+    try:
+        ip = ipaddress.IPv6Address(host[1:-1]) if bracketed else ipaddress.IPv4Address(host)
+    except ValueError:
+        # A name of digits and dots only is a misspelt address, not a name.
+        return not bracketed and bool(_HOST_NAME.fullmatch(host)) and not re.fullmatch(r"[0-9.]+", host)
+    return not (ip.is_unspecified or ip.is_multicast)

@@ -1,0 +1,117 @@
+"""Who is in the swarm, as one peer sees it: the newest valid announcement of every other peer, and which of them fail us.
+
+All times are monotonic seconds of this machine; an announcement's wall-clock expiry is turned into a remaining time when it
+is seen, so that a clock that jumps does not empty the view.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from swarm.announcement import Announcement
+from swarm.vocabulary import PROTOCOL_VERSIONS, ModuleId, PeerId, PeerState, RunId
+
+MAX_PEERS = 20_000
+MAX_BACK_OFF_S = 60.0
+
+
+class Change(enum.Enum):
+    """What an announcement changed in the view."""
+
+    NEW = "new"
+    UPDATED = "updated"
+    IGNORED = "ignored"
+
+
+@dataclass(slots=True)
+class _Member:
+    announcement: Announcement
+    expires: float
+    failures: int = 0
+    suspect_until: float = 0.0
+
+
+class Membership:
+    """The view. Announcements put in have been verified by whoever read them.
+
+    Args:
+        run: announcements of other runs are ignored.
+        own: this peer; what it says of itself is ignored too.
+    """
+
+    def __init__(self, run: RunId, own: PeerId) -> None:
+        self.run = run
+        self.own = own
+        self._members: dict[PeerId, _Member] = {}
+
+    def observe(self, announcement: Announcement, *, now: float, wall: float) -> Change:
+        """Takes in an announcement. An older one, of another run, of ourselves or expired, changes nothing."""
+        remaining = announcement.expires_at - wall
+        if announcement.run != self.run or announcement.peer == self.own or remaining <= 0:
+            return Change.IGNORED
+        known = self._members.get(announcement.peer)
+        if known is None:
+            if len(self._members) >= MAX_PEERS:
+                self._evict_one()
+            self._members[announcement.peer] = _Member(announcement, now + remaining)
+            return Change.NEW
+        if announcement.sequence <= known.announcement.sequence:
+            return Change.IGNORED
+        known.announcement = announcement
+        known.expires = now + remaining
+        return Change.UPDATED
+
+    def expire(self, now: float) -> list[PeerId]:
+        """Removes and returns the peers whose announcement has run out."""
+        gone = [peer for peer, member in self._members.items() if member.expires <= now]
+        for peer in gone:
+            del self._members[peer]
+        return gone
+
+    def forget(self, peer: PeerId) -> None:
+        """The peer has said that it leaves."""
+        self._members.pop(peer, None)
+
+    def fail(self, peer: PeerId, now: float) -> None:
+        """The peer could not be reached or fell silent: no new work for it for 1, 2, 4 ... 60 s, doubling each time."""
+        member = self._members.get(peer)
+        if member is not None:
+            member.suspect_until = now + min(MAX_BACK_OFF_S, 2.0 ** min(member.failures, 10))
+            member.failures += 1
+
+    def recover(self, peer: PeerId) -> None:
+        """The peer has been heard again: a link to it stands."""
+        member = self._members.get(peer)
+        if member is not None:
+            member.failures, member.suspect_until = 0, 0.0
+
+    def get(self, peer: PeerId) -> Announcement | None:
+        member = self._members.get(peer)
+        return None if member is None else member.announcement
+
+    def is_suspect(self, peer: PeerId, now: float) -> bool:
+        member = self._members.get(peer)
+        return member is not None and member.suspect_until > now
+
+    def peers(self) -> Iterable[Announcement]:
+        """Every known announcement, suspect ones included."""
+        return tuple(member.announcement for member in self._members.values())
+
+    def replicas(self, module: ModuleId, now: float) -> list[Announcement]:
+        """The peers that may be given work for a module: serving, unexpired, not suspect, of a version we speak."""
+        return [
+            member.announcement
+            for member in self._members.values()
+            if member.announcement.module == module
+            and member.announcement.state is PeerState.SERVING
+            and member.expires > now >= member.suspect_until
+            and member.announcement.versions.common(PROTOCOL_VERSIONS) is not None
+        ]
+
+    def _evict_one(self) -> None:
+        """Visitors go first, then whoever expires first: a flood of short-lived records cannot push out those that stay."""
+        order = lambda m: (m.announcement.state is not PeerState.VISITING, m.expires)  # noqa: E731
+        victim = min(self._members.values(), key=order)
+        del self._members[victim.announcement.peer]

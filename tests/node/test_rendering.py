@@ -1,0 +1,137 @@
+"""What a person sees: the live view, plain lines, and that other peers cannot draw on the terminal."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from node import events
+from node.cli.live import remaining_s, render
+from node.cli.plain import plain_line
+from node.cli.text import MAX_FOREIGN_CHARACTERS, duration, harmless, sparkline
+from node.swarm_progress import SwarmProgress, apply, noted, peer_exited, peer_started
+
+HOSTILE = "\x1b[2J\x1b]0;owned\x07[red]bold[/red]\r\n\u202egnp.exe\x9b31m\ud800"
+
+
+def drawn(state: SwarmProgress, title: str = "demo") -> str:
+    console = Console(record=True, width=110, force_terminal=False, file=open("/dev/null", "w"))  # noqa: SIM115
+    with console.file:
+        console.print(render(state, title, 75.0))
+        return console.export_text()
+
+
+def swarm() -> SwarmProgress:
+    state = SwarmProgress(stages=3, target=10)
+    for index, stage in enumerate((0, 1, 2)):
+        state = peer_started(state, index, stage, f"12D3KooWpeer{index}abc")
+    for step in (1, 2):
+        event = events.Step(step, 6.0 - step, 1000 * step, 500.0, "12D3KooWpeer0abc")
+        state = apply(state, 0, event, 2.0 * step).state
+    load = events.Load("12D3KooWpeer1abc", "1.0", 4, 3, 1234.0)
+    status = events.NodeStatus("12D3KooWpeer1abc", "1.0", "serving", "127.0.0.1:1", "")
+    for event in (load, status):
+        state = apply(state, 1, event, 5.0).state
+    return state
+
+
+def test_the_view_shows_the_run() -> None:
+    text = drawn(swarm())
+    for expected in ("demo", "step 2 of 10", "1m15s", "16s left", "loss 4.0000", "from 5.0000", "500 tokens/s", "█▁"):
+        assert expected in text
+    row = next(line for line in text.splitlines() if "er1abc" in line)
+    for expected in ("1.0", "serving", "1,234", "3/4"):
+        assert expected in row
+    assert remaining_s(swarm()) == pytest.approx(16.0)
+
+
+def test_the_view_names_the_stage_without_a_peer() -> None:
+    state = peer_exited(swarm(), 2, 137).state
+    state = apply(state, 0, events.Waiting("2.0", "its only peer is gone"), 6.0).state
+    text = drawn(state)
+    assert "failed (137)" in text
+    assert "stage 2.0 has no peer left" in text
+    assert any(line.split() == ["2", "none"] for line in text.splitlines())
+
+
+def test_the_view_of_a_swarm_that_has_not_started() -> None:
+    text = drawn(SwarmProgress(stages=2))
+    assert "step 0" in text
+    assert "loss -" in text
+
+
+def test_peers_cannot_draw_on_the_terminal() -> None:
+    state = swarm()
+    state = apply(state, 1, events.NodeStatus(HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE), 6.0).state
+    state = apply(state, 0, events.Waiting(HOSTILE, HOSTILE), 6.0).state
+    state = noted(state, events.Note("error", HOSTILE)).state
+    text = drawn(state, HOSTILE)
+    assert not any(bad in text for bad in "\x1b\x07\r\x9b\u202e\ud800")
+    assert "[red]" in text, "markup is shown, not obeyed"
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        events.Step(1, math.nan, 1, math.inf, HOSTILE),
+        events.NodeStatus(HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE),
+        events.InnerStep(HOSTILE, HOSTILE, 1, 1, 1.0, 1.0),
+        events.Waiting(HOSTILE, HOSTILE),
+        events.Resumed(HOSTILE),
+        events.PeerChange(HOSTILE, "down", HOSTILE),
+        events.Abandoned(HOSTILE, HOSTILE),
+        events.Note("warning", HOSTILE),
+        events.NodeSummary(
+            *(HOSTILE, HOSTILE, 1, None, 2.0, 3, 4.0, events.MicrobatchCounts(), 5),
+            events.BusySeconds(math.inf),
+        ),
+    ],
+)
+def test_every_event_is_one_harmless_line(event: events.Event) -> None:
+    line = plain_line(event)
+    assert line
+    assert line.isprintable()
+
+
+def test_lines_say_what_happened() -> None:
+    assert plain_line(events.Step(3, 4.25, 9000, 1234.5, "p")) == "step 3  loss 4.2500  1,234 tokens/s"
+    assert plain_line(events.Load("p", "1.0", 1, 1, 1.0)) is None
+    peer = events.PeerSummary("12D3KooWabcdef", "0.0", 3, 12, 137)
+    summary = events.Summary(3, 5.5, 2.5, 9000, 100.0, events.MicrobatchCounts(4, 3, 1, 0), (peer,))
+    text = plain_line(summary)
+    assert text is not None
+    assert text.splitlines() == [
+        "3 steps  loss 5.5000 -> 2.5000  9,000 tokens  100 tokens/s",
+        "microbatches: 4 started, 3 completed, 1 abandoned, 0 counted twice",
+        "0.0  abcdef  3 inner steps, 12 gradients, exit code 137",
+    ]
+
+
+@given(st.text())
+def test_harmless_text_is_printable_and_bounded(text: str) -> None:
+    clean = harmless(text)
+    assert clean.isprintable()
+    assert len(clean) == min(len(text), MAX_FOREIGN_CHARACTERS)
+
+
+@given(st.lists(st.floats(-1e6, 1e6), max_size=200), st.integers(0, 60))
+def test_a_sparkline_fits_its_width(points: list[float], width: int) -> None:
+    assert len(sparkline(points, width)) == min(len(points), width)
+
+
+def test_a_sparkline_goes_down_with_the_loss() -> None:
+    assert sparkline([4.0, 3.0, 2.0, 1.0], 4) == "█▆▃▁"
+    assert sparkline([2.0, 2.0], 4) == "▁▁"
+
+
+def test_durations() -> None:
+    assert [duration(s) for s in (0.4, 61, 3725, math.inf)] == ["0s", "1m01s", "1h02m", "-"]
+
+
+def test_rates_without_a_window_fall_back() -> None:
+    assert remaining_s(replace(swarm(), target=None)) is None

@@ -1,0 +1,247 @@
+"""A record is accepted as its owner signed it, or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol.certificates import make_credentials
+from protocol.generated import records_pb2
+from protocol.identity import Identity
+from protocol.records import MAX_RECORD_BYTES, decode_announced, decode_record, directory_key, encode_record
+from swarm.announcement import Announcement
+from swarm.errors import ProtocolViolation
+from swarm.vocabulary import ModuleId, PeerState, RunId, VersionRange
+
+NOW = 1_800_000_000.0
+RUN = RunId("ab" * 32)
+OWNER = Identity.generate()
+STRANGER = Identity.generate()
+CERTIFICATE = make_credentials(OWNER).certificate_der
+MODULE = ModuleId(3, 1)
+KEY = directory_key(RUN, MODULE)
+HONEST = Announcement(
+    run=RUN,
+    peer=OWNER.peer,
+    state=PeerState.SERVING,
+    module=MODULE,
+    addresses=("192.0.2.1:4000", "[2001:db8::1]:4000", "node.example.org:4000"),
+    certificate=CERTIFICATE,
+    versions=VersionRange(1, 1),
+    tokens_per_second=1500.0,
+    slots=4,
+    free_slots=3,
+    steps=70,
+    round=2,
+    digest=b"d" * 32,
+    sequence=int(NOW * 1000),
+    expires_at=NOW + 90,
+)
+RECORD = encode_record(HONEST, OWNER)
+
+Change = Callable[[records_pb2.Announcement], None]
+
+
+def forged(change: Change, identity: Identity = OWNER, key: str | None = None) -> bytes:
+    """A record that its owner signed properly although no honest code would write it."""
+    envelope = records_pb2.SignedRecord.FromString(RECORD)
+    body = records_pb2.Announcement.FromString(envelope.body)
+    change(body)
+    raw = body.SerializeToString(deterministic=True)
+    if key is None:
+        key = (
+            f"skipstone/{body.run}/{body.stage}.{body.expert}" if body.has_module else f"skipstone/{body.run}/visitors"
+        )
+    signature = identity.sign(b"skipstone-record:" + key.encode() + b"\0" + raw)
+    return records_pb2.SignedRecord(public_key=identity.public_key, signature=signature, body=raw).SerializeToString()
+
+
+def fields(**values: object) -> Change:
+    def change(body: records_pb2.Announcement) -> None:
+        for name, value in values.items():
+            if isinstance(value, list):
+                del getattr(body, name)[:]
+                getattr(body, name).extend(value)
+            else:
+                setattr(body, name, value)
+
+    return change
+
+
+def refused(record: bytes, because: str, *, key: str = KEY, now: float = NOW) -> None:
+    with pytest.raises(ProtocolViolation, match=because):
+        decode_record(record, key=key, now=now)
+
+
+def test_a_record_comes_back_as_it_was_announced() -> None:
+    assert decode_record(RECORD, key=KEY, now=NOW) == HONEST
+    assert decode_announced(RECORD, run=RUN, now=NOW) == HONEST
+    assert forged(lambda body: None) == RECORD, "the forging helper must be able to write a good record"
+    assert len(RECORD) < MAX_RECORD_BYTES
+
+
+def test_a_visitor_stands_under_the_visitors_key() -> None:
+    visitor = dataclasses.replace(HONEST, state=PeerState.VISITING, module=None)
+    record = encode_record(visitor, OWNER)
+    assert decode_record(record, key=f"skipstone/{RUN}/visitors", now=NOW) == visitor
+    refused(record, "found under")
+
+
+def test_the_largest_honest_record_fits() -> None:
+    widest = dataclasses.replace(
+        HONEST,
+        addresses=tuple(f"{'h' * 56}.x:6553{n % 6}" for n in range(8)),
+        module=ModuleId(1023, 1023),
+        steps=2**48,
+        round=2**48,
+    )
+    assert len(encode_record(widest, OWNER)) < MAX_RECORD_BYTES
+
+
+def test_another_peers_announcement_is_not_signed() -> None:
+    with pytest.raises(ProtocolViolation, match="cannot be announced with the key"):
+        encode_record(HONEST, STRANGER)
+
+
+def test_our_own_nonsense_is_not_signed() -> None:
+    with pytest.raises(ProtocolViolation, match="tokens per second"):
+        encode_record(dataclasses.replace(HONEST, tokens_per_second=math.nan), OWNER)
+
+
+@pytest.mark.parametrize(
+    ("change", "because"),
+    [
+        (fields(run="AB" * 32), "hexadecimal"),
+        (fields(run="ab" * 31), "hexadecimal"),
+        (fields(peer=STRANGER.peer), "another peer's key"),
+        (fields(peer="x" * 1000), "another peer's key"),
+        (fields(state=0), "unknown state"),
+        (fields(state=9), "unknown state"),
+        (fields(state=4), "does not go with"),
+        (fields(has_module=False), "without a module"),
+        (fields(has_module=False, stage=0, expert=0), "does not go with"),
+        (fields(stage=1024), "outside"),
+        (fields(expert=1024), "outside"),
+        (fields(addresses=["a:1"] * 9), "addresses"),
+        (fields(addresses=["no-port"]), "address"),
+        (fields(addresses=[":4000"]), "address"),
+        (fields(addresses=["host:0"]), "address"),
+        (fields(addresses=["host:65536"]), "address"),
+        (fields(addresses=["host: 80"]), "address"),
+        (fields(addresses=["host:80\n"]), "address"),
+        (fields(addresses=["ho st:80"]), "address"),
+        (fields(addresses=["http://host:80"]), "address"),
+        (fields(addresses=["300.1.1.1:80"]), "address"),
+        (fields(addresses=["0.0.0.0:80"]), "address"),
+        (fields(addresses=["[::]:80"]), "address"),
+        (fields(addresses=["2001:db8::1:80"]), "address"),
+        (fields(addresses=["a" * 62 + ":80"]), "address"),
+        (fields(certificate=b""), "certificate"),
+        (fields(certificate=b"x" * 1025), "at most 1024"),
+        (fields(certificate=make_credentials(STRANGER).certificate_der), "belong"),
+        (fields(lowest_version=0), "versions"),
+        (fields(lowest_version=2), "versions"),
+        (fields(highest_version=65_536), "versions"),
+        (fields(tokens_per_second=math.nan), "tokens per second"),
+        (fields(tokens_per_second=math.inf), "tokens per second"),
+        (fields(tokens_per_second=-1.0), "tokens per second"),
+        (fields(free_slots=5), "slots"),
+        (fields(slots=100_000), "slots"),
+        (fields(steps=2**63), "out of range"),
+        (fields(round=2**63), "out of range"),
+        (fields(digest=b"d"), "digest"),
+        (fields(digest=b"d" * 33), "digest"),
+        (fields(expires_at=math.nan), "no time"),
+        (fields(expires_at=math.inf), "no time"),
+        (fields(expires_at=NOW + 31_536_000), "after it was signed"),
+        (fields(sequence=int(NOW * 1000) + 86_400_000), "after it was signed"),
+        (fields(sequence=0), "after it was signed"),
+        (fields(sequence=2**64 - 1), "after it was signed"),
+        (fields(sequence=int(NOW * 1000) + 61_000), "in the future"),
+    ],
+)
+def test_what_an_owner_may_not_sign(change: Change, because: str) -> None:
+    body = records_pb2.Announcement.FromString(records_pb2.SignedRecord.FromString(RECORD).body)
+    change(body)
+    module = ModuleId(body.stage, body.expert) if max(body.stage, body.expert) < 1024 else MODULE
+    refused(forged(change), because, key=directory_key(RunId(body.run), module if body.has_module else None))
+
+
+def test_time_passes() -> None:
+    refused(RECORD, "expires in", now=NOW + 90)
+    refused(RECORD, "expires in", now=math.inf)
+    refused(RECORD, "expires in", now=NOW - 3600)
+
+
+def test_a_record_belongs_under_its_own_key() -> None:
+    refused(RECORD, "signed for", key=directory_key(RUN, ModuleId(3, 2)))
+    refused(RECORD, "signed for", key=directory_key(RunId("cd" * 32), MODULE))
+    refused(forged(lambda body: None, key=directory_key(RUN, ModuleId(3, 2))), "signature")
+    with pytest.raises(ProtocolViolation, match="belongs to run"):
+        decode_announced(RECORD, run=RunId("cd" * 32), now=NOW)
+
+
+def test_another_key_cannot_sign_for_the_owner() -> None:
+    refused(forged(lambda body: None, identity=STRANGER), "another peer's key")
+    envelope = records_pb2.SignedRecord.FromString(RECORD)
+    envelope.signature = STRANGER.sign(b"skipstone-record:" + KEY.encode() + b"\0" + envelope.body)
+    refused(envelope.SerializeToString(), "signature")
+
+
+def test_there_is_one_encoding_only() -> None:
+    unknown_field = b"\x7a\x01x"
+    refused(RECORD + unknown_field, "canonical")
+    refused(RECORD + RECORD[:34], "canonical")
+    refused(b"", "unknown state")
+    refused(b"x" * 2049, "more than")
+    envelope = records_pb2.SignedRecord.FromString(RECORD)
+    envelope.body += b"\xf2\x01\x01x"
+    envelope.signature = OWNER.sign(b"skipstone-record:" + KEY.encode() + b"\0" + envelope.body)
+    refused(envelope.SerializeToString(), "canonical")
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, len(RECORD) * 8 - 1))
+def test_any_flipped_bit_is_noticed(bit: int) -> None:
+    damaged = bytearray(RECORD)
+    damaged[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(ProtocolViolation):
+        decode_record(bytes(damaged), key=KEY, now=NOW)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=MAX_RECORD_BYTES + 10), st.booleans())
+def test_no_bytes_raise_anything_else(data: bytes, in_envelope: bool) -> None:
+    if in_envelope:
+        data = records_pb2.SignedRecord(public_key=OWNER.public_key, signature=b"s" * 64, body=data).SerializeToString()
+    with pytest.raises(ProtocolViolation):
+        decode_record(data, key=KEY, now=NOW)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_a_changed_field_is_noticed(data: st.DataObject) -> None:
+    envelope = records_pb2.SignedRecord.FromString(RECORD)
+    body = records_pb2.Announcement.FromString(envelope.body)
+    numbers = (
+        "stage",
+        "expert",
+        "slots",
+        "free_slots",
+        "steps",
+        "round",
+        "sequence",
+        "lowest_version",
+        "highest_version",
+    )
+    name = data.draw(st.sampled_from(numbers))
+    value = data.draw(st.integers(0, 2**32 - 1).filter(lambda value: value != getattr(body, name)))
+    setattr(body, name, value)
+    envelope.body = body.SerializeToString(deterministic=True)
+    with pytest.raises(ProtocolViolation):
+        decode_record(envelope.SerializeToString(deterministic=True), key=KEY, now=NOW)

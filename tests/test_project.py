@@ -1,0 +1,173 @@
+"""Rules that the whole project keeps: who imports whom, generated code, exit codes, docstrings, no pickle."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from swarm import errors
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("swarm", "protocol", "node")
+GENERATED = ROOT / "protocol" / "generated"
+SHARED_VOCABULARY = {"swarm.vocabulary", "swarm.errors", "swarm.messages", "swarm.announcement"}
+NO_IO = {"asyncio", "socket", "ssl", "subprocess", "threading", "multiprocessing", "selectors"}
+CODE_AS_DATA = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+
+
+def sources(*folders: str) -> list[Path]:
+    found = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [path for path in found if GENERATED not in path.parents]
+
+
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def imports(tree: ast.AST, package: str) -> Iterator[str]:
+    """The full name of everything imported, `from a import b` as both `a` and `a.b`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = ".".join([*package.split(".")[: -node.level], base]).rstrip(".")
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def imported_by(path: Path) -> set[str]:
+    package = ".".join((*path.relative_to(ROOT).parent.parts, path.stem))
+    return set(imports(parsed(path), package))
+
+
+def top(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", sources("swarm"), ids=name_of)
+def test_swarm_imports_the_standard_library_and_itself_and_does_no_io(path: Path) -> None:
+    for name in imported_by(path):
+        assert top(name) == "swarm" or (top(name) in sys.stdlib_module_names and top(name) not in NO_IO), name
+
+
+@pytest.mark.parametrize("path", sources("protocol"), ids=name_of)
+def test_protocol_imports_only_the_vocabulary_of_swarm(path: Path) -> None:
+    for name in imported_by(path):
+        assert top(name) not in ("node", "tests", "benchmarks"), name
+        if top(name) == "swarm":
+            assert any(name == module or name.startswith(f"{module}.") for module in SHARED_VOCABULARY) or (
+                name == "swarm" and SHARED_VOCABULARY & imported_by(path)
+            ), name
+
+
+@pytest.mark.parametrize("path", sources("node"), ids=name_of)
+def test_node_imports_neither_tests_nor_benchmarks(path: Path) -> None:
+    assert not {top(name) for name in imported_by(path)} & {"tests", "benchmarks"}
+
+
+@pytest.mark.parametrize("path", [*sources("node/cli"), ROOT / "node" / "__main__.py"], ids=name_of)
+def test_the_command_line_loads_nothing_heavy(path: Path) -> None:
+    at_load = ast.Module([node for node in parsed(path).body if not isinstance(node, ast.FunctionDef)], [])
+    heavy = {"torch", "grpc", "hivemind", "numpy", "pydantic", "cryptography", "datasets", "tokenizers"}
+    assert not {top(name) for name in imports(at_load, "")} & heavy
+
+
+def test_the_rules_themselves_can_fail() -> None:
+    tree = ast.parse("import asyncio\nfrom swarm import planner\nfrom . import seams\nfrom torch import nn")
+    assert set(imports(tree, "protocol.link")) >= {"asyncio", "swarm.planner", "protocol.seams", "torch.nn"}
+
+
+@pytest.mark.parametrize("path", sources(*PACKAGES, "tests", "benchmarks"), ids=name_of)
+def test_nothing_is_unpickled(path: Path) -> None:
+    tree = parsed(path)
+    assert not {top(name) for name in imported_by(path)} & CODE_AS_DATA
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            assert (node.value.id, node.attr) != ("torch", "load"), f"line {node.lineno}"
+        if isinstance(node, ast.keyword):
+            assert node.arg != "allow_pickle", f"line {node.value.lineno}"
+
+
+def public_definitions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+    """Top-level public functions, and classes that are more than a list of names (enums) or a shape (protocols, sections)."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+            yield node
+        elif isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            bases = {ast.unparse(base) for base in node.bases}
+            if not bases & {"enum.Enum", "enum.IntEnum", "Protocol", "_Section"}:
+                yield node
+
+
+@pytest.mark.parametrize("path", sources(*PACKAGES), ids=name_of)
+def test_what_is_public_says_what_it_is(path: Path) -> None:
+    tree = parsed(path)
+    assert ast.get_docstring(tree), "the module has no docstring"
+    silent = [node.name for node in public_definitions(tree) if not ast.get_docstring(node)]
+    assert not silent
+
+
+def error_classes() -> dict[str, int]:
+    found = (value for value in vars(errors).values() if isinstance(value, type))
+    return {kind.__name__: kind.exit_code for kind in found if issubclass(kind, errors.SkipstoneError)}
+
+
+def test_the_exit_codes_in_the_readme_are_those_of_the_errors() -> None:
+    rows = re.findall(r"^\| (\d+) \|.*\|([^|]*)\|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    listed = {name: int(code) for code, names in rows for name in re.findall(r"`(\w+)`", names)}
+    assert listed == error_classes()
+
+
+def test_every_command_is_in_the_readme() -> None:
+    from typer.main import get_command
+
+    from node.cli.app import app
+
+    commands = set(getattr(get_command(app), "commands"))  # noqa: B009 - typer's group type says nothing of it
+    listed = set(re.findall(r"^\| `skipstone (\w+)", (ROOT / "README.md").read_text(), re.MULTILINE))
+    assert listed == commands
+
+
+def descriptor(generated: Path) -> bytes:
+    """The serialized contract inside a generated module; the code around it changes with the generator's version."""
+    for node in ast.walk(parsed(generated)):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "AddSerializedFile"
+        ):
+            value = ast.literal_eval(node.args[0])
+            assert isinstance(value, bytes)
+            return value
+    raise AssertionError(f"{generated} has no descriptor")
+
+
+def test_the_generated_code_is_that_of_the_contract(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "proto", tmp_path / "proto")
+    names = [path.stem for path in (ROOT / "proto").glob("*.proto")]
+    protos = [f"protocol/generated/{name}.proto" for name in names]
+    command = [sys.executable, "-m", "grpc_tools.protoc", "-Iprotocol/generated=proto", "--python_out=.", "--pyi_out=."]
+    subprocess.run([*command, *protos], cwd=tmp_path, check=True, capture_output=True)
+    assert {path.name.removesuffix("_pb2.py") for path in GENERATED.glob("*_pb2.py")} == set(names)
+    for name in names:
+        fresh = tmp_path / "protocol" / "generated" / f"{name}_pb2.py"
+        assert descriptor(GENERATED / fresh.name) == descriptor(fresh), "stale: run `make proto`"
+        stub, fresh_stub = GENERATED / f"{name}_pb2.pyi", fresh.with_suffix(".pyi")
+        assert declared(stub) == declared(fresh_stub), "stale: run `make proto`"
+
+
+def declared(stub: Path) -> list[str]:
+    return re.findall(r"^ *(?:class \w+|\w+: [^\n]*)", stub.read_text(), re.MULTILINE)
