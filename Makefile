@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help swarm test lint proto bench clean
+.PHONY: help swarm test lint proto docs bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -20,6 +20,7 @@ help:
 	@echo "make test    run the tests"
 	@echo "make lint    ruff, its formatter in check mode, mypy"
 	@echo "make proto   generate protocol/generated from proto/"
+	@echo "make docs    generate the reference in docs/PROTOCOL.md"
 	@echo "make bench   run the benchmarks; each prints JSON"
 
 swarm:
@@ -41,6 +42,11 @@ proto:
 	@echo "skipstone: generating protocol/generated"
 	@$(MAKE) --no-print-directory --silent $(VENV)/.dev
 	@$(BIN)/python -m grpc_tools.protoc -Iprotocol/generated=proto --python_out=. --pyi_out=. $(PROTOS:proto/%=protocol/generated/%)
+
+docs:
+	@echo "skipstone: generating the reference in docs/PROTOCOL.md"
+	@$(MAKE) --no-print-directory $(VENV)/.dev
+	@$(BIN)/python -m docs.generate_protocol
 
 bench:
 	@echo "skipstone: running the benchmarks"

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import ast
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -54,13 +54,14 @@ def reference() -> Iterator[str]:
     yield from _events((ROOT / "node" / "events.py").read_text())
 
 
-def _described(protos: Sequence[str]) -> Iterable[descriptor_pb2.FileDescriptorProto]:
+def _described(protos: Sequence[str]) -> list[descriptor_pb2.FileDescriptorProto]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "descriptors"
         command = ["protoc", f"-I{ROOT / 'proto'}", "--include_source_info", f"--descriptor_set_out={out}", *protos]
         if protoc.main(command):
             raise SkipstoneError("protoc did not read the files in proto/; it has said why")
-        return descriptor_pb2.FileDescriptorSet.FromString(out.read_bytes()).file
+        found = descriptor_pb2.FileDescriptorSet.FromString(out.read_bytes())
+    return list(found.file)
 
 
 # ---- proto files -------------------------------------------------------------------------------------------------
