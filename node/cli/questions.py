@@ -54,32 +54,30 @@ def evaluate(
 
 
 def status_headline(answer: Mapping[str, Any]) -> Text:
-    """The run in one line."""
+    """The run in a line or two; `answer` is what `query_status` returns."""
     line = Text(harmless(str(answer["name"])), style="bold")
     line.append(f"  run {harmless(str(answer['run']))[:12]}", style="not bold dim")
-    if answer["step"] is not None:
-        rate = count(answer["tokens_per_s"] or 0.0)
-        line.append(f"  step {answer['step']}  loss {loss_text(answer['loss'])}  {rate} tokens/s", style="not bold")
+    figures = f"  step {count(answer['steps'])}  loss {loss_text(answer['loss'])}"
+    line.append(f"{figures}  {count(answer['tokens_per_s'])} tokens/s", style="not bold")
+    if answer["waiting_for"]:
+        missing = ", ".join(harmless(str(module)) for module in answer["waiting_for"])
+        line.append(f"\nwaiting: no peer serves {missing}", style="bold yellow")
     return line
 
 
 def status_table(answer: Mapping[str, Any]) -> Table:
-    """One row a peer, and one for every stage that has none.
-
-    `answer` is what `query_status` returns: `run`, `name`, `stages` (how many), `step`, `loss` and `tokens_per_s` (of its
-    data nodes, or null), and `peers`, each with `peer`, `module`, `state`, `steps`, `tokens_per_s`, `slots`, `free_slots` and
-    `addresses`.
-    """
+    """One row a peer, in order of stage, and one for every stage that has none."""
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in ("module", "peer", "state"):
+    for title in ("stage", "module", "peer", "state"):
         table.add_column(title)
     for title in ("inner steps", "tokens/s", "slots"):
         table.add_column(title, justify="right")
     table.add_column("address")
-    for peer in sorted(answer["peers"], key=lambda peer: (_stage(peer), str(peer["peer"]))):
-        table.add_row(*_status_row(peer))
-    for stage in sorted(set(range(answer["stages"])) - {_stage(peer) for peer in answer["peers"]}):
-        table.add_row(Text(f"{stage}.0", style="red"), Text("none", style="red"))
+    for stage in answer["stages"]:
+        for peer in stage["peers"]:
+            table.add_row(Text(str(stage["stage"])), *_status_row(peer))
+        if not stage["peers"]:
+            table.add_row(Text(str(stage["stage"]), style="red"), "", Text("none", style="red"))
     return table
 
 
@@ -93,11 +91,6 @@ def _status_row(peer: Mapping[str, Any]) -> tuple[Text, ...]:
         Text(f"{peer['slots'] - peer['free_slots']}/{peer['slots']}"),
         Text(harmless(", ".join(str(address) for address in peer["addresses"]))),
     )
-
-
-def _stage(peer: Mapping[str, Any]) -> int:
-    """The stage a peer hosts; -1 for a visitor."""
-    return int(str(peer["module"]).partition(".")[0]) if peer["module"] else -1
 
 
 def _is_link(target: str) -> bool:

@@ -60,11 +60,11 @@ def command(*arguments: str, code: str = "from node.cli.app import main; main()"
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
-    """Puts `node.process` aside: what it does is not under test here."""
-    module = types.ModuleType("node.process")
-    for name, function in functions.items():
-        setattr(module, name, function)
-    monkeypatch.setitem(sys.modules, "node.process", module)
+    """Puts the network side of a node aside: what it does is not under test here."""
+    for name in ("node.process", "node.queries"):
+        module = types.ModuleType(name)
+        vars(module).update(functions)
+        monkeypatch.setitem(sys.modules, name, module)
 
 
 class TestNew:
@@ -285,22 +285,32 @@ class TestUp:
 STATUS = {
     "run": "9f86d081884c7d65",
     "name": "demo",
-    "stages": 2,
-    "step": 12,
-    "loss": 3.25,
-    "tokens_per_s": 1500.0,
-    "peers": [
+    "stages": [
         {
-            "peer": "12D3KooWabcdef",
-            "module": "0.0",
-            "state": "serving\x1b[2J",
-            "steps": 12,
-            "tokens_per_s": 1500.0,
-            "slots": 4,
-            "free_slots": 1,
-            "addresses": ["127.0.0.1:5000"],
-        }
+            "stage": 0,
+            "peers": [
+                {
+                    "peer": "12D3KooWabcdef",
+                    "module": "0.0",
+                    "state": "serving\x1b[2J",
+                    "addresses": ["127.0.0.1:5000"],
+                    "tokens_per_s": 1500.0,
+                    "slots": 4,
+                    "free_slots": 1,
+                    "steps": 12,
+                    "digest": "",
+                    "answered": None,
+                }
+            ],
+        },
+        {"stage": 1, "peers": []},
     ],
+    "loss": 3.25,
+    "steps": 12,
+    "tokens": 1000,
+    "tokens_per_s": 1500.0,
+    "microbatches": {"started": 1, "completed": 1, "abandoned": 0, "duplicated": 0},
+    "waiting_for": ["1.0"],
 }
 
 
@@ -313,8 +323,9 @@ class TestQuestions:
         pretend(monkeypatch, query_status=query_status)
         result = run("status", LINK)
         assert result.exit_code == 0, result.output
-        for expected in ("demo", "step 12", "loss 3.2500", "abcdef", "3/4", "127.0.0.1:5000", "1.0     none"):
+        for expected in ("demo", "step 12", "loss 3.2500", "abcdef", "3/4", "127.0.0.1:5000", "no peer serves 1.0"):
             assert expected in result.stdout
+        assert any(line.split() == ["1", "none"] for line in result.stdout.splitlines())
         assert "\x1b" not in result.stdout
         result = run("status", LINK, "--json")
         assert json.loads(result.stdout) == STATUS

@@ -1,0 +1,150 @@
+"""What one hop costs: forward and backward of a tensor through an identity stage in another process, on loopback.
+
+Skipstone's node against `hivemind.moe`, and against a bare gRPC stream with mutual TLS that carries the same bytes one way.
+They take turns, round after round, so that what else the machine does meets all of them alike. Forward and backward move
+four tensors of 8.39 MB (4 x 512 x 1024 float32): hidden states out and back, gradients out and back. Times are medians.
+
+Prints one JSON object; what is under way goes to stderr. MB are 10**6 bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.hop_hivemind import CODECS, client_process, process_group, server_process
+from benchmarks.hop_skipstone import data_node_process, stage_process
+from benchmarks.hop_raw import receiving_process, sending_process
+from benchmarks.raw_stream import process
+from benchmarks.samples import Sample
+
+SHAPE = (4, 512, 1024)
+TENSOR_BYTES = math.prod(SHAPE) * 4
+MOVED_BYTES = 4 * TENSOR_BYTES
+CHUNK_SIZES = [n * 1024 for n in (256, 512, 1024, 2048)]
+WARM_UP_ROUNDS = 2
+PATIENCE_S = 120
+
+
+@contextmanager
+def skipstone() -> Iterator[Callable[[], list[Sample]]]:
+    """A function that measures one round."""
+    with process(stage_process, SHAPE) as stage, process(data_node_process, SHAPE) as data_node:
+        at_stage, at_data_node = hear(stage), hear(data_node)
+        stage.send(at_data_node)
+        data_node.send(at_stage)
+        hear(stage)
+        hear(data_node)
+        yield lambda: a_round(data_node)
+
+
+@contextmanager
+def hivemind(codec: str) -> Iterator[Callable[[], list[Sample]]]:
+    """A function that measures one round."""
+    with process_group(server_process, SHAPE, codec) as server:
+        with process_group(client_process, SHAPE, hear(server)) as client:
+            hear(client)
+            yield lambda: a_round(client)
+
+
+@contextmanager
+def bare_stream() -> Iterator[Callable[[int], float]]:
+    """A function that measures the MB/s of messages of one size."""
+    with process(receiving_process) as receiver:
+        contact, credentials = hear(receiver)
+        with process(sending_process, contact, credentials, hear(receiver)) as sender:
+            hear(sender)
+
+            def measure(message_bytes: int) -> float:
+                sender.send(message_bytes)
+                return hear(sender)
+
+            yield measure
+
+
+def hear(connection: Connection) -> Any:
+    if not connection.poll(PATIENCE_S):
+        raise TimeoutError(f"a measured process has said nothing for {PATIENCE_S} s")
+    return connection.recv()
+
+
+def a_round(connection: Connection) -> list[Sample]:
+    """The counted samples of one round."""
+    connection.send("go")
+    samples: list[Sample] = hear(connection)
+    return samples[1:]
+
+
+def milliseconds(seconds: list[float]) -> float:
+    return round(statistics.median(seconds) * 1e3, 2)
+
+
+def summary(samples: list[Sample]) -> dict[str, float]:
+    return {
+        "forward_backward_ms": milliseconds([sample.forward_backward_s for sample in samples]),
+        "forward_ms": milliseconds([sample.forward_s for sample in samples]),
+    }
+
+
+def measure(rounds: int, codec: str) -> dict[str, object]:
+    ours: list[Sample] = []
+    theirs: list[Sample] = []
+    raw: dict[int, list[float]] = {size: [] for size in CHUNK_SIZES}
+    with skipstone() as our_round, hivemind(codec) as their_round, bare_stream() as raw_rate:
+        for number in range(-WARM_UP_ROUNDS, rounds):
+            our, their = our_round(), their_round()
+            rates = {size: raw_rate(size) for size in CHUNK_SIZES}
+            if number < 0:
+                continue
+            ours += our
+            theirs += their
+            for size, rate in rates.items():
+                raw[size].append(rate)
+            report(f"round {number + 1} of {rounds}", our, their, rates)
+    return result(ours, theirs, raw, codec, rounds)
+
+
+def report(title: str, ours: list[Sample], theirs: list[Sample], rates: dict[int, float]) -> None:
+    times = [[round(sample.forward_backward_s * 1e3, 1) for sample in samples] for samples in (ours, theirs)]
+    raw = ", ".join(f"{size // 1024}K {rate:.0f}" for size, rate in rates.items())
+    print(f"{title}: skipstone {times[0]} ms, hivemind {times[1]} ms, raw MB/s {raw}", file=sys.stderr)
+
+
+def result(
+    ours: list[Sample], theirs: list[Sample], raw: dict[int, list[float]], codec: str, rounds: int
+) -> dict[str, object]:
+    medians = {size: statistics.median(rates) for size, rates in raw.items()}
+    best = max(medians, key=medians.__getitem__)
+    our, their = summary(ours), summary(theirs)
+    mb_per_s = MOVED_BYTES / 1e3 / our["forward_backward_ms"]
+    return {
+        "tensor_bytes": TENSOR_BYTES,
+        "skipstone": {**our, "mb_per_s": round(mb_per_s, 1)},
+        "hivemind": {"codec": codec, **their},
+        "transport": {"mb_per_s": round(medians[best], 1), "chunk_bytes": best},
+        "speedup_over_hivemind": round(their["forward_backward_ms"] / our["forward_backward_ms"], 2),
+        "share_of_transport": round(mb_per_s / medians[best], 3),
+        "rounds": rounds,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Forward and backward through one hop, on loopback.")
+    parser.add_argument("--rounds", type=int, default=8, help="counted rounds, of 3 samples each (default 8)")
+    parser.add_argument("--codec", choices=CODECS, default="NONE", help="hivemind's compression on the wire")
+    options = parser.parse_args()
+    print(json.dumps(measure(options.rounds, options.codec)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""The bare stream of `benchmarks.raw_stream`, kept open between two processes so that it can be measured again and again."""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+
+import uvloop
+
+from benchmarks.raw_stream import LONGEST_MESSAGE, receive, send_batches
+from protocol.certificates import make_credentials
+from protocol.identity import Identity
+from protocol.seams import Contact
+from protocol.streams import DialledStream, open_channel
+
+BATCH_BYTES = 128 * 1024 * 1024
+
+
+def receiving_process(connection: Connection) -> None:
+    """Says what a sender needs, then reads and forgets until it is killed."""
+    identity = Identity.generate()
+    server, client = make_credentials(identity), make_credentials(Identity.generate())
+    connection.send((Contact(identity.peer, (), server.certificate_der), client))
+    receive(connection, server, client.certificate_der)
+
+
+def sending_process(connection: Connection, receiver: Contact, credentials: object, port: int) -> None:
+    """For each message size that it is sent, answers with the MB/s of a batch of such messages."""
+
+    async def main() -> None:
+        stream = DialledStream(
+            open_channel(receiver, f"127.0.0.1:{port}", credentials, max_frame_bytes=LONGEST_MESSAGE)
+        )
+        connection.send("ready")
+        while message_bytes := connection.recv():
+            connection.send((await send_batches(stream, message_bytes, BATCH_BYTES, 1))[0])
+
+    uvloop.run(main())

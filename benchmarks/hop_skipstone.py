@@ -1,0 +1,200 @@
+"""One hop through the node's own parts, in two processes: a peer of stage 1 whose module is the identity, and a data node.
+
+Transport, admission, custody, carrier, compute thread and hop worker are the real ones. Left out are only the directory (the
+processes get each other's announcements by a pipe) and the model: the data node sends a fixed tensor instead of an
+embedding, and returns what comes out as the loss's gradient.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from multiprocessing.connection import Connection
+
+import torch
+import uvloop
+
+from benchmarks.samples import SAMPLES_PER_ROUND, Sample, threads_of_each_peer
+from node.address_book import KnownPeers
+from node.admission import Admission, hidden_tensor
+from node.carrier import Carrier
+from node.clock import SystemClock
+from node.compute import ComputeThread
+from node.duty import DEFAULT_SLOTS
+from node.events import Event
+from node.hop_worker import HopWorker
+from node.neighbourhood import Neighbourhood
+from node.optimization import Accumulator, InnerOptimizer, StepFigures
+from node.own_state import OwnState
+from node.reception import Reception
+from node.tensors import bytes_of_tensor, tensor_from_bytes
+from node.work import Job, Output, PathEnds, Worker
+from protocol.certificates import make_credentials
+from protocol.identity import Identity
+from protocol.manifest import Manifest, ModelSection, StagesSection, TrainingSection
+from protocol.seams import TensorSpec
+from protocol.settings import TransportSettings
+from protocol.transport import GrpcTransport
+from swarm.custody import Custody
+from swarm.errors import SkipstoneError
+from swarm.holdings import Started, Work
+from swarm.membership import Membership
+from swarm.messages import Forward, Purpose, Receipt
+from swarm.vocabulary import Hop, MicrobatchId, ModuleId, Path, PeerId, PeerState, Reasoned, RunId
+
+RUN = RunId("0" * 64)
+STAGE = ModuleId(1)
+CPU = torch.device("cpu")
+LIFETIME_S = 60.0
+
+
+def manifest_for(shape: tuple[int, int, int]) -> Manifest:
+    """A run with one hop whose hidden states have this shape, and whose inner step is never due."""
+    rows, tokens, hidden = shape
+    return Manifest(
+        protocol=1,
+        name="hop",
+        model=ModelSection(vocabulary=257, hidden=hidden, heads=8, kv_heads=8, feed_forward=hidden, sequence=tokens),
+        stages=StagesSection(blocks=(0, 1)),
+        training=TrainingSection(rows=rows, inner_tokens=rows * tokens * 10**9),
+    )
+
+
+class NoEvents:
+    def emit(self, event: Event) -> None:
+        return
+
+
+class FixedData:
+    """A data node's worker without a model. `returned` is the last gradient that came back to the start."""
+
+    def __init__(self, tensor: TensorSpec) -> None:
+        self.hidden = torch.randn(tensor.shape)
+        self.returned = torch.empty(0)
+        self._tensor = tensor
+
+    @property
+    def tensor(self) -> TensorSpec:
+        return self._tensor
+
+    def compute(self, job: Job) -> Output:
+        if job.work is Work.FORWARD:
+            return Output(bytes_of_tensor(self.hidden))
+        assert job.incoming is not None
+        incoming = tensor_from_bytes(job.incoming, self._tensor, CPU)
+        if job.work is Work.LOSS:
+            return Output(bytes_of_tensor(incoming), loss=0.0)
+        self.returned = incoming
+        return Output()
+
+    def forget(self, ticket: int) -> None:
+        return
+
+    def step(self) -> StepFigures:
+        raise SkipstoneError("a data node without a model has no inner step")
+
+
+class OneFlight:
+    """`PathEnds` for one microbatch at a time: when its output came, and when its gradient did."""
+
+    def __init__(self) -> None:
+        self.output_at = 0.0
+        self.landed: asyncio.Future[float] | None = None
+
+    def expects(self, message: Forward) -> bool:
+        return True
+
+    def loss_known(self, microbatch: MicrobatchId, path: Path, purpose: Purpose, loss: float) -> None:
+        self.output_at = time.perf_counter()
+
+    def finished(self, microbatch: MicrobatchId) -> None:
+        assert self.landed is not None
+        self.landed.set_result(time.perf_counter())
+
+    def lost(self, microbatch: MicrobatchId, detail: str) -> None:
+        assert self.landed is not None
+        self.landed.set_exception(SkipstoneError(detail))
+
+    def passed(self, receipt: Receipt) -> None:
+        return
+
+
+def identity_worker(manifest: Manifest) -> HopWorker:
+    part = torch.nn.Identity()
+    total = Accumulator(part)
+    optimizer = InnerOptimizer(manifest.training, [total])
+    return HopWorker(part, total, optimizer, hidden_tensor(manifest), manifest.microbatch_tokens, CPU, 2**30)
+
+
+@asynccontextmanager
+async def peer_of_two(
+    connection: Connection, manifest: Manifest, module: ModuleId, worker: Worker, ends: PathEnds | None
+) -> AsyncIterator[tuple[Carrier, PeerId]]:
+    """A carrier at work on loopback, and the other process's peer, with which announcements are exchanged first."""
+    identity, clock = Identity.generate(), SystemClock()
+    credentials = make_credentials(identity)
+    own = OwnState(RUN, identity.peer, credentials.certificate_der, clock, state=PeerState.SERVING, module=module)
+    book = KnownPeers()
+    neighbourhood = Neighbourhood(identity, own, Membership(RUN, identity.peer), book, clock, NoEvents())
+    reception, settings = Reception(neighbourhood), TransportSettings()
+    transport = GrpcTransport(
+        identity, credentials, RUN, book, reception, clock, settings, own_record=neighbourhood.own_record
+    )
+    torch.set_num_threads(threads_of_each_peer())
+    with ComputeThread() as compute:
+        custody = Custody(identity.peer, DEFAULT_SLOTS, lambda *_: Reasoned(None, "the stage has one replica"))
+        admission = Admission(manifest, identity.peer, module)
+        carrier = Carrier(
+            custody, admission, worker, compute, clock, neighbourhood.link_down, lambda figures: None, ends
+        )
+        reception.carrier = carrier
+        async with transport, asyncio.TaskGroup() as tasks:
+            own.addresses = (f"127.0.0.1:{transport.port}",)
+            connection.send(own.announcement())
+            other = await asyncio.to_thread(connection.recv)
+            book.replace_all([other])
+            connection.send("ready")
+            running = tasks.create_task(carrier.run(transport))
+            yield carrier, other.peer
+            running.cancel()
+
+
+def stage_process(connection: Connection, shape: tuple[int, int, int]) -> None:
+    """Serves the identity stage until it is killed."""
+    manifest = manifest_for(shape)
+
+    async def main() -> None:
+        async with peer_of_two(connection, manifest, STAGE, identity_worker(manifest), None):
+            await asyncio.Event().wait()
+
+    uvloop.run(main())
+
+
+def data_node_process(connection: Connection, shape: tuple[int, int, int]) -> None:
+    """Sends microbatches, one at a time: a round of them for each message on the connection."""
+    manifest = manifest_for(shape)
+    worker, flight = FixedData(hidden_tensor(manifest)), OneFlight()
+
+    async def main() -> None:
+        async with peer_of_two(connection, manifest, ModuleId(0), worker, flight) as (carrier, stage):
+            first = 0
+            while await asyncio.to_thread(connection.recv):
+                numbers = range(first, first + SAMPLES_PER_ROUND)
+                first = numbers.stop
+                connection.send([await fly(carrier, flight, stage, number) for number in numbers])
+                if not torch.equal(worker.returned, worker.hidden):
+                    raise SkipstoneError("what came back is not what was sent")
+
+    uvloop.run(main())
+
+
+async def fly(carrier: Carrier, flight: OneFlight, stage: PeerId, number: int) -> Sample:
+    own = carrier.custody.own
+    flight.landed = asyncio.get_running_loop().create_future()
+    microbatch, path = MicrobatchId(own, number), Path(own, (Hop(STAGE, stage),))
+    begun = time.perf_counter()
+    carrier.handle(Started(microbatch, path, Purpose.TRAIN, LIFETIME_S))
+    ended = await flight.landed
+    return Sample(flight.output_at - begun, ended - begun)
