@@ -20,8 +20,9 @@ from protocol.directory import DhtDirectory, DirectorySettings
 from protocol.identity import Identity
 from protocol.join_link import JoinLink
 from protocol.seams import Clock, Question, QuestionAbout
+from protocol.settings import TransportSettings
 from protocol.signed_manifest import SignedManifest, read_signed_manifest
-from protocol.transport import GrpcTransport, TransportSettings
+from protocol.transport import GrpcTransport
 from swarm.errors import ManifestError, PeerError, Unreachable
 from swarm.membership import Membership
 from swarm.vocabulary import PeerId, PeerState, RunId, short
