@@ -79,6 +79,7 @@ def read_detail(text: str) -> str:
 
 
 def encode_message(frame: TensorFrame | ControlMessage) -> wire.Frame:
+    """The frame of link.proto for a message about a microbatch."""
     match frame:
         case TensorFrame(Forward() as message):
             return wire.Frame(forward=_wire_forward(message, frame))

@@ -30,6 +30,8 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
+    """One microbatch at one position of its path, in the custody of this node."""
+
     key: Key
     path: Path
     purpose: Purpose

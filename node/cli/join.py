@@ -38,7 +38,8 @@ def join(
     log_level: Annotated[LogLevel, typer.Option(help="Of the log on standard error.")] = LogLevel.WARNING,
 ) -> None:
     """Run one node of a swarm. Ctrl-C stops it in good order, a second Ctrl-C at once."""
-    announce("skipstone join: starting a node", as_json=json)
+    if not json:
+        announce("skipstone join: starting a node", as_json=False)
     start_log(log_level)
     from node.options import NodeOptions, default_identity_path, parse_size
 
