@@ -11,7 +11,7 @@ import re
 import ssl
 from collections.abc import Awaitable, Callable
 from functools import lru_cache
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeAlias
 
 import grpc
 
@@ -60,6 +60,10 @@ _ADDRESS: Final = re.compile(
     r"(?P<host>[A-Za-z0-9](?:[A-Za-z0-9.-]{0,252})|\[[0-9A-Fa-f:.]{2,45}\]):(?P<port>[0-9]{1,5})"
 )
 _MISBEHAVED: Final = (grpc.aio.BaseError, grpc.RpcError, asyncio.InvalidStateError)
+
+
+ServicerContext: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
+Serve = Callable[[object, ServicerContext], Awaitable[None]]
 
 
 class Stream(Protocol):
@@ -126,7 +130,7 @@ class DialledStream:
 class AcceptedStream:
     """The stream that the other side opened. gRPC ends it when its handler returns."""
 
-    def __init__(self, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+    def __init__(self, context: ServicerContext) -> None:
         self._context = context
 
     def certificate(self) -> bytes:
@@ -203,9 +207,6 @@ def target_of(address: str) -> str:
     if match is None or not 0 < int(match["port"]) < 65536:
         raise Unreachable(f"{address[:80]!r} is not an address of the form host:port")
     return f"dns:///{address}"
-
-
-Serve = Callable[[object, "grpc.aio.ServicerContext[bytes, bytes]"], Awaitable[None]]
 
 
 def make_server(
