@@ -2,23 +2,9 @@
 
 from __future__ import annotations
 
-from protocol.certificates import peer_of_certificate
 from protocol.frames import Farewell, FarewellReason, Frame, Hello
-from protocol.streams import AcceptedStream
 from swarm.errors import PeerError, ProtocolViolation, Rejected, StaleVersion, Unreachable
 from swarm.vocabulary import PROTOCOL_VERSIONS, PeerId, RunId, short
-
-
-def proven_peer(stream: AcceptedStream) -> PeerId:
-    """The peer whose certificate the caller showed, and whose key it thereby has.
-
-    Raises:
-        Rejected: the certificate proves no peer.
-    """
-    try:
-        return peer_of_certificate(stream.certificate())
-    except ProtocolViolation as error:
-        raise Rejected(str(error)) from None
 
 
 def objection_to(hello: Hello, own_run: RunId, expected: PeerId) -> Farewell | None:

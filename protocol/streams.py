@@ -10,7 +10,7 @@ import asyncio
 import re
 import ssl
 from collections.abc import Awaitable, Callable
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeAlias
 
 import grpc
 
@@ -58,7 +58,14 @@ _CHANNEL_OPTIONS: Final = (
 _ADDRESS: Final = re.compile(
     r"(?P<host>[A-Za-z0-9](?:[A-Za-z0-9.-]{0,252})|\[[0-9A-Fa-f:.]{2,45}\]):(?P<port>[0-9]{1,5})"
 )
+_WRONG_CERTIFICATE: Final = re.compile("CERTIFICATE_VERIFY_FAILED|Hostname Verification")
+_HUNG_UP: Final = re.compile("failed to connect.*(closed|reset|pipe)", re.IGNORECASE | re.DOTALL)
+"""In TLS 1.3 a server refuses a client's certificate only after the client has finished its handshake."""
 _MISBEHAVED: Final = (grpc.aio.BaseError, grpc.RpcError, asyncio.InvalidStateError)
+
+
+ServicerContext: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
+Serve = Callable[[object, ServicerContext], Awaitable[None]]
 
 
 class Stream(Protocol):
@@ -125,7 +132,7 @@ class DialledStream:
 class AcceptedStream:
     """The stream that the other side opened. gRPC ends it when its handler returns."""
 
-    def __init__(self, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+    def __init__(self, context: ServicerContext) -> None:
         self._context = context
 
     def certificate(self) -> bytes:
@@ -204,9 +211,6 @@ def target_of(address: str) -> str:
     return f"dns:///{address}"
 
 
-Serve = Callable[[object, "grpc.aio.ServicerContext[bytes, bytes]"], Awaitable[None]]
-
-
 def make_server(
     serve: Serve,
     credentials: TlsCredentials,
@@ -246,9 +250,9 @@ def stream_error(error: BaseException) -> PeerError:
             return Rejected(f"the peer refused the connection: {details}")
         case grpc.StatusCode.RESOURCE_EXHAUSTED if "larger than max" in details:
             return ProtocolViolation(f"a frame was too long: {details}")
-        case grpc.StatusCode.UNAVAILABLE if "handshake" in details.lower():
+        case grpc.StatusCode.UNAVAILABLE if _WRONG_CERTIFICATE.search(details):
             return Rejected(f"what answers at that address proved to be another peer: {details}")
-        case grpc.StatusCode.UNAVAILABLE if "failed to connect" in details and "closed" in details.lower():
-            return Unreachable(f"the peer closed the connection; it may not know our certificate (yet): {details}")
+        case grpc.StatusCode.UNAVAILABLE if _HUNG_UP.search(details):
+            return Unreachable(f"the peer closed the connection; it may train another run: {details}")
         case _:
             return Unreachable(f"the stream broke: {details}")

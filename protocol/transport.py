@@ -21,13 +21,14 @@ import grpc
 from protocol.backoff import Backoff
 from protocol.certificates import TlsCredentials
 from protocol.dialling import dial
+from protocol.door import Door
 from protocol.frames import AnnouncementFrame, Farewell, FarewellReason, Hello, decode, encode
-from protocol.handshake import Duplicate, expect_hello, objection_to, proven_peer
+from protocol.handshake import Duplicate, expect_hello, objection_to
 from protocol.identity import Identity
 from protocol.link import Link, LinkSurroundings
 from protocol.seams import AddressBook, Clock, Contact, LinkFigures, LinkHandler, Question, TensorSpec
 from protocol.settings import TransportSettings
-from protocol.streams import AcceptedStream, DialledStream, make_server
+from protocol.streams import AcceptedStream, DialledStream, ServicerContext, make_server
 from swarm.errors import ConfigError, PeerError, ProtocolViolation, Unreachable
 from swarm.messages import ControlMessage, TensorMessage
 from swarm.vocabulary import PROTOCOL_VERSIONS, PeerId, RunId, short
@@ -72,6 +73,7 @@ class GrpcTransport:
         self._clock = clock
         self._settings = settings
         self._own_record = own_record
+        self._door = Door()
         self._surroundings = LinkSurroundings(handler, clock, settings)
         self._backoff = Backoff(clock, settings.first_retry_s, settings.longest_retry_s, jitter)
         self._links: dict[PeerId, Link] = {}
@@ -232,34 +234,33 @@ class GrpcTransport:
 
     # ---- answering ----------------------------------------------------------------------------------------------
 
-    async def _serve(self, _requests: object, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+    async def _serve(self, _requests: object, context: ServicerContext) -> None:
         """gRPC's handler of `Connect`. The work is done in a task of ours, so that its errors are ours too."""
+        peer = await self._door.enter(context)
         if self._closing:
             return
-        task = self._spawn(self._welcome(AcceptedStream(context)))
+        task = self._spawn(self._welcome(peer, AcceptedStream(context)))
         try:
             await asyncio.wait((task,))
         except asyncio.CancelledError:
             task.cancel()
             raise
 
-    async def _welcome(self, stream: AcceptedStream) -> None:
-        """Checks who calls and whether to take the stream, and carries it if so."""
-        last_words: Farewell | None
+    async def _welcome(self, peer: PeerId, stream: AcceptedStream) -> None:
+        """Hears the Hello of a peer, and carries the stream if nothing speaks against it."""
         try:
-            peer = proven_peer(stream)
             async with asyncio.timeout(self._settings.hello_timeout_s):
                 hello = expect_hello(decode(await stream.read() or b""), peer)
-            last_words = objection_to(hello, self._run, peer) or await self._objection_to_link(peer)
+            objection = objection_to(hello, self._run, peer) or await self._objection_to_link(peer)
         except ProtocolViolation as error:
-            last_words = Farewell(FarewellReason.VIOLATION, str(error))
-        except PeerError as error:
-            last_words = Farewell(FarewellReason.NOT_YOU, str(error))
+            objection = Farewell(FarewellReason.VIOLATION, str(error))
         except TimeoutError:
-            last_words = Farewell(FarewellReason.UNSPECIFIED, "no Hello came in time")
-        if last_words is not None:
+            objection = Farewell(FarewellReason.UNSPECIFIED, "no Hello came in time")
+        except PeerError:
+            return  # It broke off, or said farewell.
+        if objection is not None:
             with contextlib.suppress(PeerError):
-                await stream.write(encode(last_words))
+                await stream.write(encode(objection))
             return
         link = self._link(peer, stream)
         link.say(self._own_hello())

@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from protocol.chunks import MAX_CHUNK_BYTES, checksum_of, encode_chunk
+from protocol.door import MAX_STREAMS_PER_PEER
 from protocol.frames import (
     AnswerFrame,
     Cancel,
@@ -170,8 +171,7 @@ async def test_a_frame_beyond_all_bounds_is_cut_off_by_grpc() -> None:
         assert isinstance(await stream.hear(), Hello)
         await stream.say(bytes(2**25))
         with pytest.raises(PeerError):
-            while await stream.hear() is not None:
-                pass
+            await hear_until(stream, lambda frame: False)
         await stream.stream.close()
         await server.handler.until(lambda: server.handler.downs)
 
@@ -310,9 +310,10 @@ async def test_a_peer_that_does_not_read_makes_senders_wait_and_holds_no_memory(
         assert server.transport.figures()[hostile.peer].sent_bytes < 32 * tensor.byte_length
         assert sum(task.done() for task in sends) < 32
         assert sum(task.done() for task in tells) < 4000
-        while not all(task.done() for task in (*sends, *tells)):
+        everything = asyncio.gather(*sends, *tells)
+        while not everything.done():
             await stream.hear()
-        await asyncio.gather(*sends, *tells)
+        await everything
         assert outbox.committed_bytes == 0
 
 
@@ -335,11 +336,41 @@ async def test_a_peer_that_asks_and_does_not_read_loses_its_link() -> None:
                 await stream.say(QuestionFrame(number, Question(QuestionAbout.STATUS)))
                 number += 1
 
-        with pytest.raises(Unreachable):
-            await ask_for_ever()
+        asking = asyncio.create_task(ask_for_ever())
         await server.handler.until(lambda: server.handler.downs)
         assert server.handler.downs[0][0] == hostile.peer
         assert isinstance(server.handler.downs[0][1], Stalled)
+        asking.cancel()
+        await asyncio.wait((asking,))
+
+
+async def test_one_peer_gets_few_streams_even_when_it_reads_none() -> None:
+    async with (
+        server_and_honest(hello_timeout_s=60.0) as (server, _),
+        attack(server, introduced=False) as (hostile, first),
+    ):
+        async with bare_stream(hostile, server, introduced=False), bare_stream(hostile, server, introduced=False):
+            await standstill(lambda: server.transport._door._streams[hostile.peer])
+            assert server.transport._door._streams[hostile.peer] == MAX_STREAMS_PER_PEER
+            async with bare_stream(hostile, server, introduced=False) as fourth:
+                with pytest.raises(Unreachable, match="too many streams"):
+                    await fourth.hear()
+        await standstill(lambda: server.transport._door._streams[hostile.peer])
+        await first.say(hello_of(hostile))
+        assert isinstance(await first.hear(), Hello)
+
+
+async def test_a_certificate_that_was_replaced_during_the_handshake_is_turned_away() -> None:
+    """TLS lets it in with the roots of a moment ago; the peer has announced another certificate since."""
+    async with server_and_honest() as (server, _):
+        former = Persona()
+        server.persona.knows(former)
+        stays = server.persona.book.certificates()
+        server.persona.knows(Persona(former.identity))
+        server.persona.book.certificates = lambda: stays  # type: ignore[method-assign]
+        async with bare_stream(former, server, introduced=False) as stream:
+            with pytest.raises(Rejected, match="not the one announced"):
+                await stream.hear()
 
 
 async def test_garbage_on_the_port_is_hung_up_on() -> None:
