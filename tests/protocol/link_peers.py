@@ -65,7 +65,7 @@ class Recorder:
 
     async def until(self, condition: Callable[[], object]) -> None:
         async with asyncio.timeout(LONG):
-            while not condition():  # noqa: ASYNC110  (also of figures, which tell nobody that they change)
+            while not condition():
                 await asyncio.sleep(0.005)
 
     def admit(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec) -> memoryview | Refusal:
