@@ -74,9 +74,12 @@ class Membership:
         self._members.pop(peer, None)
 
     def fail(self, peer: PeerId, now: float) -> None:
-        """The peer could not be reached or fell silent: no new work for it for 1, 2, 4 ... 60 s, doubling each time."""
+        """The peer could not be reached or fell silent: no new work for it for 1, 2, 4 ... 60 s, doubling each time.
+
+        What fails while it is suspected already belongs to the same outage and does not count again.
+        """
         member = self._members.get(peer)
-        if member is not None:
+        if member is not None and member.suspect_until <= now:
             member.suspect_until = now + min(MAX_BACK_OFF_S, 2.0 ** min(member.failures, 10))
             member.failures += 1
 
