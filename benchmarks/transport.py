@@ -112,7 +112,53 @@ def receive_tensors(connection: Connection, sender: Contact) -> None:
     identity = Identity.generate()
     credentials = make_credentials(identity)
 
-    async def sweep() -> list[dict[str, float]]:
+    async def main() -> None:
+        counter = Counter()
+        async with make_transport(identity, credentials, counter, TwoPeers(sender)) as transport:
+            address = f"127.0.0.1:{transport.port}"
+            connection.send(Contact(identity.peer, (address,), credentials.certificate_der))
+            while True:
+                peer = await counter.batches.get()
+                await transport.tell(peer, Close(MicrobatchId(peer, 0), "whole"))
+
+    uvloop.run(main())
+
+
+async def send_tensors(transport: GrpcTransport, counter: Counter, own: PeerId, peer: PeerId) -> list[float]:
+    path = Path(own, (Hop(ModuleId(1), peer),))
+    data = memoryview(bytearray(os.urandom(TENSOR.byte_length)))
+    rates = []
+
+    async def send(numbers: range) -> None:
+        for number in numbers:
+            await transport.send(peer, Forward(MicrobatchId(own, number), path, 0, Purpose.TRAIN, 60), TENSOR, data)
+
+    for _ in range(BATCHES_PER_ROUND + 1):
+        counter.closed.clear()
+        started = time.perf_counter()
+        async with asyncio.TaskGroup() as tasks:
+            for first in range(IN_FLIGHT):
+                tasks.create_task(send(range(first, TENSORS_PER_BATCH, IN_FLIGHT)))
+        await counter.closed.wait()
+        rates.append(TENSOR.byte_length * TENSORS_PER_BATCH / (time.perf_counter() - started) / 1e6)
+    return rates[1:]
+
+
+def skipstone_mb_per_s() -> float:
+    """Median rate in MB/s of tensors through the transport; the first batch (dial, TLS) is not counted."""
+    identity = Identity.generate()
+    credentials = make_credentials(identity)
+
+    async def main(receiver: Contact) -> list[float]:
+        counter = Counter()
+        async with make_transport(identity, credentials, counter, TwoPeers(receiver)) as transport:
+            return await send_tensors(transport, counter, identity.peer, receiver.peer)
+
+    with process(receive_tensors, Contact(identity.peer, (), credentials.certificate_der)) as connection:
+        return statistics.median(uvloop.run(main(connection.recv())))
+
+
+def sweep() -> list[dict[str, float]]:
     chunks = []
     for size in CHUNK_SIZES:
         rate = raw_mb_per_s(size)
