@@ -7,7 +7,7 @@ certificate, and the node's Ed25519 identity signs that key inside the certifica
 A checked certificate becomes a trust root that must stand for nobody but itself, which is why `peer_of_certificate`
 insists on more than libp2p does: one that may sign others, or that carries another peer's name, would speak for more
 than its owner. That it is no authority (CA:FALSE) is not enough: gRPC's TLS takes a leaf signed with a root's key all the
-same, unless the root's key usage says that it signs no certificates.
+same (seen with 1.85), unless the root's key usage says that it signs no certificates.
 """
 
 from __future__ import annotations
@@ -91,8 +91,9 @@ class TlsCredentials:
 def make_credentials(identity: Identity) -> TlsCredentials:
     """A new P-256 key with a self-signed certificate that proves `identity.peer`.
 
-    The subject holds a random number besides the peer id, because gRPC ignores a second trust root with an equal
-    subject: without it, a restarted node could not get in as long as its former certificate is remembered.
+    The subject holds a random number besides the peer id: a TLS library that looks roots up by subject finds only the
+    first of two with an equal one (gRPC's does, when their key usage permits signing), and a restarted node could not
+    get in as long as its former certificate is remembered.
     """
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name(

@@ -17,6 +17,10 @@ from swarm.errors import ManifestError
 from swarm.vocabulary import MAX_EXPERTS, MAX_STAGES, PROTOCOL_VERSIONS, ModuleId
 
 MAX_MANIFEST_BYTES = 64 * 1024
+MAX_DOTS_PER_LINE = 64
+"""tomllib takes quadratic time over deeply dotted keys; 64 KiB of them would keep it busy for many seconds."""
+MAX_DEPTH = 8
+"""Of nested tables and arrays; a manifest needs 3."""
 
 Positive = Annotated[int, Field(gt=0)]
 Rate = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
@@ -24,9 +28,12 @@ Share = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 
 
 class _Section(BaseModel):
-    """Unknown keys are refused, values are not coerced, and a manifest never changes once read."""
+    """Unknown keys are refused, values are not coerced, and a manifest never changes once read.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    The text under a key here is also the comment over that key in the file that `protocol.manifest_text` writes.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
 
 class ModelSection(_Section):
@@ -118,8 +125,8 @@ class AdamWSection(_Section):
     beta2: Share = 0.95
     epsilon: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.1
-    clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 1.0
-    """Largest norm of one module's mean gradient; absent means no clipping."""
+    clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Largest norm of one module's mean gradient; a value that is never reached, such as 1e9, means no clipping."""
 
 
 class ScheduleSection(_Section):
@@ -170,7 +177,7 @@ class CodecSection(_Section):
 
 
 class Manifest(_Section):
-    """A run. Read one with `parse_manifest`; compare two by their RunId."""
+    """A run. Read one with `protocol.signed_manifest`; compare two by their RunId."""
 
     protocol: Annotated[int, Field(ge=PROTOCOL_VERSIONS.lowest, le=PROTOCOL_VERSIONS.highest)]
     """Lowest protocol version that can carry this run."""
@@ -228,24 +235,39 @@ def manifest_from_table(table: dict[str, Any]) -> Manifest:
 
 
 def parse_toml(text: bytes) -> dict[str, Any]:
-    """Raises ManifestError when it is too long, not UTF-8, or not TOML."""
+    """The bytes may come from a peer: whatever they are, this ends soon and in a table or a ManifestError.
+
+    Raises:
+        ManifestError: it is too long, not UTF-8, not TOML, or nested too deeply.
+    """
     if len(text) > MAX_MANIFEST_BYTES:
         raise ManifestError(f"manifest: {len(text)} bytes are more than the {MAX_MANIFEST_BYTES} allowed")
+    if any(line.count(b".") > MAX_DOTS_PER_LINE for line in text.split(b"\n")):
+        raise ManifestError(
+            f"manifest: a line with more than {MAX_DOTS_PER_LINE} dots; keys are not nested that deeply"
+        )
     try:
         return tomllib.loads(text.decode())
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except ValueError as error:  # also what int() says of thousands of digits
         raise ManifestError(f"manifest: not a TOML file: {error}") from None
+    except RecursionError:
+        raise ManifestError("manifest: values are nested too deeply") from None
 
 
-def _tuples(value: Any) -> Any:
-    """TOML arrays as tuples: the strict schema is immutable and takes nothing else."""
+def _tuples(value: Any, depth: int = 0) -> Any:
+    """TOML arrays as tuples, since the strict schema is immutable; refuses what TOML does not promise to carry."""
+    if depth > MAX_DEPTH:
+        raise ManifestError(f"manifest: values are nested more than {MAX_DEPTH} deep")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ManifestError("manifest: a whole number does not fit in 64 bits")
     if isinstance(value, dict):
-        return {key: _tuples(item) for key, item in value.items()}
-    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+        return {key: _tuples(item, depth + 1) for key, item in value.items()}
+    return tuple(_tuples(item, depth + 1) for item in value) if isinstance(value, list) else value
 
 
 def _explain(error: dict[str, Any]) -> str:
-    key = ".".join(str(part) for part in error["loc"]) or "manifest"
+    path = ".".join(str(part) for part in error["loc"])[:80]
+    key = "".join(c if c.isprintable() else "?" for c in path) or "manifest"
     message = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "extra_forbidden":
         return f"{key}: unknown key"
