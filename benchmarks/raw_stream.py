@@ -22,9 +22,13 @@ import uvloop
 
 from protocol.certificates import TlsCredentials, make_credentials
 from protocol.identity import Identity
+from protocol.memory import keep_freed_memory
 from protocol.seams import Contact
 from protocol.streams import AcceptedStream, DialledStream, make_server, open_channel
 from swarm.vocabulary import PeerId
+
+# As a node does at its start; here and, because each process imports this module, in the other process too.
+keep_freed_memory()
 
 END_OF_BATCH = b"."
 LONGEST_MESSAGE = 8 * 1024 * 1024
