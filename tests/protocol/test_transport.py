@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import pytest
 
@@ -221,16 +222,11 @@ async def test_a_dial_that_gets_nowhere_gives_way_to_the_peer_that_gets_through(
     """The smaller peer id's dial wins only if it succeeds: here, a router swallows what it sends."""
     smaller, larger = sorted((Persona(), Persona()), key=lambda persona: persona.peer)
 
-    async def swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()
-        writer.close()
-
     settings = with_settings(dial_timeout_s=2.0)
     async with node(smaller, settings=settings) as left, node(larger, settings=settings) as right:
-        router = await asyncio.start_server(swallow, "127.0.0.1", 0)
-        smaller.knows(larger, router.sockets[0].getsockname()[1])
         larger.knows(smaller, left.port)
-        async with router:
+        with socket.create_server(("127.0.0.1", 0)) as router:  # takes connections and never looks at them
+            smaller.knows(larger, router.getsockname()[1])
             held_up = asyncio.create_task(send_pattern(left, right, 1))
             await asyncio.sleep(0)
             await send_pattern(right, left, 2)

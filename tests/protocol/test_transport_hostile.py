@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -385,6 +385,8 @@ async def test_garbage_on_the_port_is_hung_up_on() -> None:
                 except ConnectionError:
                     pass  # hung up on with what it sent unread
             writer.close()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
         assert len(server.handler.ups) == 1
 
 
