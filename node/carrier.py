@@ -266,7 +266,9 @@ class Carrier:
         self.handle(Computed(action.key))
 
     async def _step(self) -> None:
-        self._on_step(await self._compute.run(Priority.UPKEEP, self._worker.step))
+        figures = await self._compute.run(Priority.UPKEEP, self._worker.step)
+        if figures is not None:
+            self._on_step(figures)
 
     async def _sending(self, action: SendOutput, load: _Load) -> None:
         assert self.transport is not None

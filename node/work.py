@@ -53,8 +53,8 @@ class Worker(Protocol):
         """Frees what was kept for the holding, if anything was."""
         ...
 
-    def step(self) -> StepFigures:
-        """Takes the inner step that is due."""
+    def step(self) -> StepFigures | None:
+        """Takes the inner step that is due; None when an earlier call took it. (Two results in a row may both ask for it.)"""
         ...
 
 
