@@ -18,6 +18,7 @@ from node.admission import Admission
 from node.buffers import BufferPool
 from node.compute import ComputeThread, Priority
 from node.optimization import StepFigures
+from node.task_scope import task_scope
 from node.work import Job, NoPathEnds, Output, PathEnds, Worker
 from protocol.seams import Clock, Refusal, TensorSpec, Transport
 from swarm.custody import Custody
@@ -115,7 +116,7 @@ class Carrier:
     async def run(self, transport: Transport) -> None:
         """Until cancelled."""
         self.transport = transport
-        async with asyncio.TaskGroup() as tasks:
+        async with task_scope() as tasks:
             self._tasks = tasks
             try:
                 while True:
@@ -288,6 +289,7 @@ class Carrier:
             await self.transport.tell(to, message)
         except PeerError as error:
             log.debug("could not tell %s: %s", to, error)
+            self._on_failure(to, error)
 
     # ---- tensors ---------------------------------------------------------------------------------------------------
 

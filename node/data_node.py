@@ -109,6 +109,7 @@ class DataNode:
         """Launches until cancelled."""
         while True:
             self._wake.clear()
+            self._tell_who_is_missing()
             while not self.stopping and self.flights.may_start().value and self._launch():
                 pass
             try:
@@ -123,9 +124,7 @@ class DataNode:
         queue = in_flight_by_peer([flight.path for flight in self.flights.in_flight])
         plan = self._planner.plan(self.flights.next_number, queue, now)
         if isinstance(plan.value, NoReplica):
-            self._wait_for(plan.value.modules, plan.reason)
             return False
-        self._wait_for((), "")
         text = self._again.popleft() if self._again else self._texts.ready()
         if text is None:
             return False
@@ -136,15 +135,17 @@ class DataNode:
         self._carrier.handle(Started(flight.microbatch, plan.value, Purpose.TRAIN, self._lifetime(plan.value)))
         return True
 
-    def _wait_for(self, modules: tuple[ModuleId, ...], reason: str) -> None:
-        """Says once which modules keep the run waiting, and once when each is back."""
+    def _tell_who_is_missing(self) -> None:
+        """Says once which modules keep the run waiting, and once when each is served again."""
         before = self.progress.waiting_for
-        self.progress.waiting_for = modules
-        for module in modules:
+        self.progress.waiting_for = now = self._planner.unserved(self._clock.monotonic())
+        for module in now:
             if module not in before:
-                self._events.emit(Waiting(str(module), reason))
+                self._events.emit(
+                    Waiting(str(module), f"stage {module.stage} has no peer left; waiting for one to join")
+                )
         for module in before:
-            if module not in modules:
+            if module not in now:
                 self._events.emit(Resumed(str(module)))
 
     def _lifetime(self, path: Path) -> float:

@@ -30,6 +30,7 @@ from node.optimization import StepFigures
 from node.options import NodeOptions
 from node.presence import Presence
 from node.rate import Rate
+from node.task_scope import task_scope
 from node.work import PathEnds, Worker
 from protocol.manifest import Manifest
 from protocol.seams import Question, QuestionAbout
@@ -152,7 +153,7 @@ class DataDuty:
         self._data_node = data_node
 
     async def run(self) -> None:
-        async with asyncio.TaskGroup() as tasks:
+        async with task_scope() as tasks:
             tasks.create_task(self._data_node.run())
             tasks.create_task(self._follow_the_view())
 

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from node.address_book import KnownPeers
 from node.events import EventSink, PeerChange
 from node.own_state import RECORD_LIFETIME_S, OwnState
+from node.task_scope import task_scope
 from protocol.identity import Identity
 from protocol.records import decode_announced, encode_record
-from protocol.seams import Clock, Directory, Transport
+from protocol.seams import Clock, Directory, Question, QuestionAbout, Transport
 from swarm.announcement import Announcement
 from swarm.errors import PeerError, ProtocolViolation, Unreachable
 from swarm.membership import Change, Membership
@@ -23,6 +24,7 @@ LOOK_UP_EAGER_S = 0.5
 LOOK_UP_CALM_S = 5.0
 PUSH_S = 2.0
 PUBLISH_RETRY_S = 1.0
+PROBE_TIMEOUT_S = 5.0
 
 
 class Neighbourhood:
@@ -49,6 +51,8 @@ class Neighbourhood:
         self._publish_now = asyncio.Event()
         self._look_now = asyncio.Event()
         self._linked: set[PeerId] = set()
+        self._transport: Transport | None = None
+        self._tasks: asyncio.TaskGroup | None = None
 
     def watch(self, modules: Sequence[ModuleId]) -> None:
         """Which modules' replicas to look up. Until this is called: those that every run is likely to have."""
@@ -64,10 +68,15 @@ class Neighbourhood:
 
     async def run(self, directory: Directory, transport: Transport) -> None:
         """Until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._look_up_for_ever(directory))
-            tasks.create_task(self._publish_for_ever(directory, transport))
-            tasks.create_task(self._push_for_ever(transport))
+        async with task_scope() as tasks:
+            self._transport, self._tasks = transport, tasks
+            try:
+                async with task_scope() as loops:
+                    loops.create_task(self._look_up_for_ever(directory))
+                    loops.create_task(self._publish_for_ever(directory, transport))
+                    loops.create_task(self._push_for_ever(transport))
+            finally:
+                self._tasks = None
 
     # ---- what the links bring ------------------------------------------------------------------------------------
 
@@ -91,11 +100,23 @@ class Neighbourhood:
         """A link ended, or one could not be made."""
         if self.membership.get(peer) is None:  # a path led to a peer that we have not heard of yet
             self._look_now.set()
+        elif not self.membership.is_suspect(peer, self._clock.monotonic()) and self._tasks is not None:
+            self._tasks.create_task(self._probe(peer))
         self.membership.fail(peer, self._clock.monotonic())
         if peer in self._linked:
             self._linked.remove(peer)
             self._events.emit(PeerChange(peer, "down", str(error)))
         self.changed.set()
+
+    async def _probe(self, peer: PeerId) -> None:
+        """Did only the link break, or is the peer gone? Asks at once, so that nobody has to find out with a microbatch."""
+        assert self._transport is not None
+        try:
+            await self._transport.ask(peer, Question(QuestionAbout.STATUS), PROBE_TIMEOUT_S)
+        except PeerError as error:
+            log.debug("%s does not answer: %s", peer, error)
+            self.membership.give_up(peer)
+            self.changed.set()
 
     # ---- loops ---------------------------------------------------------------------------------------------------
 

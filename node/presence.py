@@ -15,6 +15,7 @@ from node.events import EventSink
 from node.neighbourhood import Neighbourhood
 from node.own_state import OwnState
 from node.reception import Reception
+from node.task_scope import task_scope
 from protocol.certificates import make_credentials
 from protocol.directory import DhtDirectory, DirectorySettings
 from protocol.identity import Identity
@@ -150,7 +151,7 @@ async def present(
         await stack.enter_async_context(transport)
         own.addresses = (f"{where.told_host(settings.initial_peers)}:{transport.port}",)
         await stack.enter_async_context(directory)
-        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        tasks = await stack.enter_async_context(task_scope())
         running = tasks.create_task(neighbourhood.run(directory, transport))
         try:
             yield Presence(run, own, neighbourhood, reception, directory, transport)

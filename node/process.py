@@ -18,9 +18,11 @@ from node.events import EventSink, NodeStatus, Note
 from node.options import NodeOptions
 from node.presence import Presence, Whereabouts, present
 from node.report import node_summary, status_json
+from node.task_scope import task_scope
 from protocol.directory import DirectorySettings
 from protocol.identity import Identity
 from protocol.manifest import Manifest
+from protocol.memory import keep_freed_memory
 from protocol.seams import Question, QuestionAbout
 from protocol.signed_manifest import SignedManifest, read_signed_manifest
 from swarm.errors import ConfigError
@@ -40,6 +42,7 @@ async def run_node(options: NodeOptions, events: EventSink, stop: asyncio.Event)
     Raises:
         SkipstoneError: it could not start, or something it cannot do without broke.
     """
+    keep_freed_memory()
     clock = SystemClock()
     identity = Identity.load_or_create(options.identity_path)
     signed = _read_manifest(options)
@@ -94,7 +97,7 @@ async def _serve(
 @asynccontextmanager
 async def _at_work(duty: Duty, presence: Presence, events: EventSink) -> AsyncIterator[None]:
     """The duty's tasks, for as long as the block lasts."""
-    async with asyncio.TaskGroup() as tasks:
+    async with task_scope() as tasks:
         running = [
             tasks.create_task(duty.carrier.run(presence.transport)),
             tasks.create_task(duty.run()),
@@ -172,7 +175,7 @@ def _directory(
 
 async def _or_stopped(wanted: Awaitable[SignedManifest], stop: asyncio.Event) -> SignedManifest | None:
     """What is wanted, or None when `stop` comes first."""
-    async with asyncio.TaskGroup() as tasks:
+    async with task_scope() as tasks:
         getting, stopping = tasks.create_task(_await(wanted)), tasks.create_task(stop.wait())
         await asyncio.wait((getting, stopping), return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()

@@ -79,13 +79,23 @@ class Membership:
     def fail(self, peer: PeerId, now: float) -> None:
         """The peer could not be reached or fell silent: no new work for it for FIRST_PAUSE_S, in case only a link broke.
 
-        When that does not bring it back, it gets none until it has been heard of again: a dead peer announces nothing. What fails
-        while it is suspected already belongs to the same outage and does not count again.
+        What fails while it is suspected already belongs to the same outage and does not count again; what fails after it
+        is one time too many (`give_up`).
         """
         member = self._members.get(peer)
-        if member is not None and member.suspect_until <= now:
-            member.suspect_until = now + FIRST_PAUSE_S if member.failures == 0 else math.inf
-            member.failures += 1
+        if member is None or member.suspect_until > now:
+            return
+        member.failures += 1
+        if member.failures == 1:
+            member.suspect_until = now + FIRST_PAUSE_S
+        else:
+            self.give_up(peer)
+
+    def give_up(self, peer: PeerId) -> None:
+        """No work for the peer until it has been heard of again: a dead peer announces nothing."""
+        member = self._members.get(peer)
+        if member is not None:
+            member.suspect_until = math.inf
 
     def recover(self, peer: PeerId) -> None:
         """The peer has been heard again: a link to it stands."""
@@ -107,12 +117,19 @@ class Membership:
 
     def replicas(self, module: ModuleId, now: float) -> list[Announcement]:
         """The peers that may be given work for a module: serving, unexpired, not suspect, of a version we speak."""
+        return [member.announcement for member in self._serving(module, now) if member.suspect_until <= now]
+
+    def is_served(self, module: ModuleId, now: float) -> bool:
+        """Whether a module has a peer that has not been given up, suspect for a moment or not."""
+        return any(member.suspect_until < math.inf for member in self._serving(module, now))
+
+    def _serving(self, module: ModuleId, now: float) -> list[_Member]:
         return [
-            member.announcement
+            member
             for member in self._members.values()
             if member.announcement.module == module
             and member.announcement.state is PeerState.SERVING
-            and member.expires > now >= member.suspect_until
+            and member.expires > now
             and member.announcement.versions.common(PROTOCOL_VERSIONS) is not None
         ]
 

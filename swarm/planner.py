@@ -83,6 +83,11 @@ class Planner:
             return Reasoned(NoReplica(tuple(missing)), "; ".join(reasons))
         return Reasoned(Path(self._membership.own, tuple(hops)), "; ".join(reasons))
 
+    def unserved(self, now: float) -> tuple[ModuleId, ...]:
+        """The modules that no peer serves any more, whether or not the next path would need them."""
+        modules = (ModuleId(stage) for stage in range(1, self.rules.stages))
+        return tuple(module for module in modules if not self._membership.is_served(module, now))
+
     def hosts_one_of(self, peer: PeerId, path: Path) -> bool:
         """Whether the peer announces a module that the path visits."""
         announcement = self._membership.get(peer)

@@ -51,7 +51,7 @@ async def test_a_stage_without_peers_is_named_waited_for_and_goes_on(tmp_path: P
         waiting = await watch.until(lambda event: isinstance(event, Waiting))
         assert isinstance(waiting, Waiting)
         assert waiting.module == "2.0"
-        assert "no peer left" in waiting.reason
+        assert "stage 2 has no peer left" in waiting.reason
         swarm.start_peer(2)
         await watch.until(lambda event: isinstance(event, Resumed) and event.module == "2.0")
         await watch.to_the_end(swarm)

@@ -73,8 +73,10 @@ def test_after_a_first_failure_it_is_tried_again_soon_and_then_not_before_it_is_
     members.fail(A, 0.5)  # the same outage
     assert is_asked(members, FIRST_PAUSE_S - 0.01) == []
     assert is_asked(members, FIRST_PAUSE_S) == [A]
+    assert members.is_served(ModuleId(1), 0.5), "nobody is given up for one link"
     members.fail(A, FIRST_PAUSE_S)
     assert is_asked(members, 59.0) == []
+    assert not members.is_served(ModuleId(1), 59.0)
     members.observe(announcement("a", sequence=1), now=59, wall=59)
     assert is_asked(members, 59.0) == [], "an old record says nothing about now"
     members.observe(announcement("a", sequence=2), now=59, wall=59)

@@ -1,0 +1,35 @@
+"""Task groups whose errors keep their own face."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from swarm.errors import SkipstoneError
+
+
+@asynccontextmanager
+async def task_scope() -> AsyncIterator[asyncio.TaskGroup]:
+    """An `asyncio.TaskGroup` that raises what went wrong first instead of a group of everything that went wrong.
+
+    Whoever calls can then catch a SkipstoneError wherever it came from: the block, one of its tasks, or a task's task. The other errors
+    of the group stay visible as its context.
+    """
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            yield tasks
+    except BaseExceptionGroup as group:
+        raise _telling(group) from group
+
+
+def _telling(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first expected error in the group, else the first of all."""
+    leaves = list(_leaves(group))
+    return next((leaf for leaf in leaves if isinstance(leaf, SkipstoneError)), leaves[0])
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+    return [error]
