@@ -35,7 +35,11 @@ class Addition(enum.Enum):
 
 
 class Accumulator:
-    """The sum of one part's gradients since the last inner step, each microbatch at most once."""
+    """The sum of one part's gradients since the last inner step, each microbatch at most once.
+
+    Kept in float64, so that the order in which microbatches come does not matter: in float32 the last bits of a sum depend on it, and
+    Adam divides small gradients by small numbers. A swarm, where they come in any order, and one process then agree.
+    """
 
     def __init__(self, part: nn.Module) -> None:
         self.parameters = tuple(part.parameters())
@@ -43,7 +47,7 @@ class Accumulator:
         """Microbatches added since the last step."""
         self.tokens = 0
         """Tokens of these microbatches."""
-        self._sums = tuple(torch.zeros_like(parameter) for parameter in self.parameters)
+        self._sums = tuple(torch.zeros_like(parameter, dtype=_sum_type(parameter)) for parameter in self.parameters)
         self._current: set[MicrobatchId] = set()
         self._recent: deque[set[MicrobatchId]] = deque(maxlen=REMEMBERED_STEPS)
 
@@ -70,7 +74,7 @@ class Accumulator:
     def hand_over_mean(self) -> None:
         """Puts the mean over the visits into the parameters' `.grad`; without visits there is none and `.grad` is None."""
         for parameter, total in zip(self.parameters, self._sums, strict=True):
-            parameter.grad = total.div_(self.visits) if self.visits else None
+            parameter.grad = total.div_(self.visits).to(parameter.dtype) if self.visits else None
 
     def start_over(self) -> None:
         """Forgets the sum, remembers its microbatches."""
@@ -135,7 +139,7 @@ class InnerOptimizer:
             raise SkipstoneError("an inner step without a single visit was asked for")
         for accumulator in self._accumulators:
             accumulator.hand_over_mean()
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._training.inner.clip_norm or math.inf)
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._training.inner.clip_norm)
         self.steps += 1
         rate = learning_rate(self._training, self.steps)
         for group in self._adamw.param_groups:
@@ -152,3 +156,8 @@ def are_finite(gradients: Sequence[Tensor]) -> bool:
     A gradient so large that its norm overflows float32 counts as not finite, too.
     """
     return math.isfinite(torch.nn.utils.get_total_norm(gradients).item())
+
+
+def _sum_type(parameter: Tensor) -> torch.dtype:
+    """Apple's GPUs have no float64; there the order of the microbatches shows in the last bits."""
+    return parameter.dtype if parameter.device.type == "mps" else torch.float64
