@@ -30,6 +30,8 @@ pytestmark = pytest.mark.e2e
 
 DEADLINE_S = 20
 AT_ONCE = 40
+ROUNDS = 30
+"""With a server that takes new roots at each handshake, so many ended this process 7 times in 9 (grpcio 1.85)."""
 
 
 @asynccontextmanager
@@ -148,10 +150,10 @@ async def test_nobody_can_make_a_certificate_that_passes_for_the_pinned_one(sign
 
 
 async def test_many_handshakes_at_once_of_which_half_fail_leave_the_server_alive() -> None:
+    callers = [Identity.generate() for _ in range(AT_ONCE)]
+    runs = [RUN, OTHER_RUN] * (AT_ONCE // 2)
     async with server(OURS) as address:
-        for _ in range(3):
-            callers = [Identity.generate() for _ in range(AT_ONCE)]
-            runs = [RUN, OTHER_RUN] * (AT_ONCE // 2)
+        for _ in range(ROUNDS):
             shown = [make_credentials(caller, run) for caller, run in zip(callers, runs, strict=True)]
             answers = await asyncio.gather(
                 *(who_am_i(address, credentials, HOST.peer, OURS) for credentials in shown), return_exceptions=True
