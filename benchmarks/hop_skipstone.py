@@ -117,7 +117,10 @@ class OneFlight:
         assert self.landed is not None
         self.landed.set_exception(SkipstoneError(detail))
 
-    def passed(self, receipt: Receipt) -> None:
+    def may_hold(self, peer: PeerId, microbatch: MicrobatchId) -> bool:
+        return True
+
+    def passed(self, sender: PeerId, receipt: Receipt) -> None:
         return
 
 

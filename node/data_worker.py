@@ -76,8 +76,8 @@ class DataWorker:
     def forget(self, ticket: int) -> None:
         self._visits.pop(ticket, None)
 
-    def step(self) -> StepFigures:
-        return self.stage.optimizer.step()
+    def step(self) -> StepFigures | None:
+        return self.stage.optimizer.step() if self.stage.optimizer.due else None
 
     def _embed(self, job: Job, text: Microbatch) -> Output:
         tokens = text.tokens.to(self._device)

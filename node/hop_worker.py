@@ -84,8 +84,8 @@ class HopWorker:
         if kept is not None and kept.visit is not None:
             self._graphs.release()
 
-    def step(self) -> StepFigures:
-        return self.optimizer.step()
+    def step(self) -> StepFigures | None:
+        return self.optimizer.step() if self.optimizer.due else None
 
     def _forward(self, job: Job, source: Tensor) -> Output:
         begun = time.perf_counter()

@@ -165,8 +165,9 @@ class GrpcTransport:
             del self._links[link.peer]
             self._handler.link_down(link.peer, error)
 
-    def _has_room(self) -> bool:
-        return len(self._links) < self._settings.max_links
+    def _has_room_for(self, peer: PeerId) -> bool:
+        others = (self._links.keys() | self._dials.keys()) - {peer}
+        return len(others) < self._settings.max_links
 
     def _link(self, peer: PeerId, stream: AcceptedStream | DialledStream) -> Link:
         return Link(
@@ -225,7 +226,7 @@ class GrpcTransport:
                 await asyncio.sleep(self._settings.first_retry_s)
 
     def _dialable(self, peer: PeerId) -> Contact:
-        if not self._has_room():
+        if not self._has_room_for(peer):
             raise Unreachable(f"all {self._settings.max_links} links are in use")
         contact = self._address_book.contact(peer)
         if contact is None:
@@ -274,9 +275,13 @@ class GrpcTransport:
         if attempt is not None and wins:
             # Not for ever: it may be that the peer can reach us, and we cannot reach the peer.
             await asyncio.wait((attempt.outcome,), timeout=self._settings.dial_timeout_s / 2)
+        if self._closing:
+            return Farewell(FarewellReason.LEAVING)
         link = self._links.get(peer)
         if link is None:
-            return None if self._has_room() else Farewell(FarewellReason.UNSPECIFIED, "no room for another link")
+            return (
+                None if self._has_room_for(peer) else Farewell(FarewellReason.UNSPECIFIED, "no room for another link")
+            )
         age_s = self._clock.monotonic() - link.since
         if link.dialled and wins and age_s < self._settings.dial_timeout_s:
             return Farewell(FarewellReason.DUPLICATE)

@@ -11,7 +11,8 @@ living peer knows that it has to act when somebody dies. One `Holding` stands fo
 * a microbatch that is only evaluated is gone as soon as the next peer has accepted it.
 
 On the way out a lost, busy or refusing peer is replaced by another replica of the same module, from the output that is
-kept. On the way back there is no stand-in: the holder reports the microbatch Stranded, and its data node abandons it.
+kept. Where there is no stand-in (on the way back there never is) the holder tries the same peer again for PATIENCE_S, and
+then reports the microbatch Stranded; its data node abandons it.
 
 Nothing here does IO. `handle` takes what happened and the time, and returns what is to be done, in order.
 """
@@ -57,7 +58,10 @@ from swarm.messages import (
 )
 from swarm.vocabulary import MicrobatchId, ModuleId, Path, PeerId, Reasoned
 
-DATA_NODE_GRACE_S = 5.0
+PATIENCE_S = 5.0
+"""How long a holder tries again when the only peer it could hand a microbatch to cannot be reached."""
+RETRY_S = 0.3
+DATA_NODE_GRACE_S = 20.0
 """How long a hop keeps a data node's microbatches after the link to it broke: a reconnect may come."""
 
 ChooseReplica = Callable[[ModuleId, frozenset[PeerId]], Reasoned[PeerId | None]]
@@ -250,7 +254,7 @@ class Custody:
             case ReceiptStatus.BUSY:
                 return self._busy(holding, receipt, now)
             case ReceiptStatus.REFUSED:
-                return self._target_failed(holding, f"refused: {receipt.detail}", now)
+                return self._refused(holding, receipt.detail, now)
 
     def _peer_lost(self, peer: PeerId, detail: str, now: float) -> list[Action]:
         actions: list[Action] = []
@@ -273,10 +277,16 @@ class Custody:
             if holding.deadline <= now:
                 actions += self._overdue(holding)
             elif holding.retry_at is not None and holding.retry_at <= now and holding.target is not None:
-                retried = replace(holding, retry_at=None)
-                self._put(retried)
-                actions.append(self._sending(retried, holding.target))
+                actions += self._retry(holding, holding.target, now)
         return actions
+
+    def _retry(self, holding: Holding, target: PeerId, now: float) -> list[Action]:
+        """Offers it again to the same peer, or to a replica that has come up meanwhile."""
+        if holding.failing_since is not None and (elsewhere := self._elsewhere(holding, now)):
+            return elsewhere
+        retried = replace(holding, retry_at=None)
+        self._put(retried)
+        return [self._sending(retried, target)]
 
     def _overdue(self, holding: Holding) -> list[Action]:
         gone = self._drop(holding.key, f"nothing happened to it for {holding.lifetime_s:.0f} s")
@@ -314,7 +324,7 @@ class Custody:
             told = self._tell_passed(holding, Direction.FORWARD, holding.key.position - 1)
             if holding.purpose is Purpose.EVALUATE:
                 return [*told, self._drop(holding.key, "passed on")]
-            accepted = replace(holding, phase=Phase.GUARDING, retry_at=None)
+            accepted = replace(holding, phase=Phase.GUARDING, retry_at=None, failing_since=None)
             if holding.key.position + 1 == len(holding.path.hops):  # the data node cannot be replaced
                 accepted = replace(accepted, phase=Phase.AWAITING, target=None)
             self._put(_touched(accepted, now))
@@ -323,7 +333,8 @@ class Custody:
             told = self._tell_passed(holding, Direction.BACKWARD, holding.key.position + 1)
             if holding.key.position == 0:
                 return [*told, self._drop(holding.key, "gradient accepted by its data node")]
-            self._put(_touched(replace(holding, phase=Phase.GUARDING_BACK, retry_at=None), now))
+            guarding = replace(holding, phase=Phase.GUARDING_BACK, retry_at=None, failing_since=None)
+            self._put(_touched(guarding, now))
             return told
         return []
 
@@ -355,21 +366,45 @@ class Custody:
         return []
 
     def _target_failed(self, holding: Holding, detail: str, now: float) -> list[Action]:
-        position = holding.key.position + 1
-        if holding.phase in _ON_THE_WAY_BACK:
-            return self._strand(holding, Direction.BACKWARD, holding.key.position - 1, detail)
-        if holding.phase not in _ON_THE_WAY_OUT or holding.target is None:
+        """Elsewhere if there is an elsewhere; else the same peer again for a while: links break and come back."""
+        if holding.phase not in _ON_THE_WAY_OUT | _ON_THE_WAY_BACK or holding.target is None:
             return []
-        if position == len(holding.path.hops):
-            return self._strand(holding, Direction.FORWARD, position, detail)
+        elsewhere = self._elsewhere(holding, now)
+        if elsewhere:
+            return elsewhere
+        since = now if holding.failing_since is None else holding.failing_since
+        if now - since >= PATIENCE_S:
+            return self._strand_on(holding, detail)
+        phase = Phase.HANDING_ON if holding.phase in _ON_THE_WAY_OUT else Phase.HANDING_BACK
+        self._put(replace(holding, phase=phase, failing_since=since, retry_at=now + RETRY_S))
+        return []
+
+    def _refused(self, holding: Holding, detail: str, now: float) -> list[Action]:
+        """Elsewhere if there is an elsewhere: sending it there again would not help."""
+        return self._elsewhere(holding, now) or self._strand_on(holding, f"refused: {detail}")
+
+    def _elsewhere(self, holding: Holding, now: float) -> list[Action]:
+        """Hands it to another replica of the next hop's module, if it is on the way out and there is one."""
+        position = holding.key.position + 1
+        if holding.phase not in _ON_THE_WAY_OUT or holding.target is None or position == len(holding.path.hops):
+            return []
         tried = holding.tried | {holding.target}
         module = holding.path.hops[position].module
         other = self._choose(module, tried | holding.busy)
         if other.value is None:
             other = self._choose(module, tried)  # one that was busy is better than none
         if other.value is None:
-            return self._strand(holding, Direction.FORWARD, position, f"{detail}; {other.reason}")
+            return []
         return self._hand_on(replace(holding, tried=tried), other.value, now)
+
+    def _strand_on(self, holding: Holding, detail: str) -> list[Action]:
+        """Strands it at the hop that it was being handed to."""
+        if holding.phase in _ON_THE_WAY_BACK:
+            return self._strand(holding, Direction.BACKWARD, holding.key.position - 1, detail)
+        position = holding.key.position + 1
+        if position < len(holding.path.hops):
+            detail = f"{detail}; module {holding.path.hops[position].module} has no peer left to stand in"
+        return self._strand(holding, Direction.FORWARD, position, detail)
 
     def _strand(self, holding: Holding, direction: Direction, position: int, detail: str) -> list[Action]:
         message = Stranded(holding.key.microbatch, direction, position, detail[:256])

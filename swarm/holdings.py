@@ -46,7 +46,9 @@ class Holding:
     busy: frozenset[PeerId] = frozenset()
     """Replicas that had no slot when asked in this round of asking; asked again when nobody else is left."""
     retry_at: float | None = None
-    """When to offer it again to a target that was busy."""
+    """When to offer it again to a target that was busy or out of reach."""
+    failing_since: float | None = None
+    """Since when the target has been out of reach, with nobody to stand in for it."""
 
     @property
     def is_end(self) -> bool:

@@ -7,6 +7,7 @@ is seen, so that a clock that jumps does not empty the view.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -14,7 +15,8 @@ from swarm.announcement import Announcement
 from swarm.vocabulary import PROTOCOL_VERSIONS, ModuleId, PeerId, PeerState, RunId
 
 MAX_PEERS = 20_000
-MAX_BACK_OFF_S = 60.0
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 60.0
 
 
 class Change(enum.Enum):
@@ -60,6 +62,7 @@ class Membership:
             return Change.IGNORED
         known.announcement = announcement
         known.expires = now + remaining
+        known.suspect_until = min(known.suspect_until, now + _pause_s(known.failures))
         return Change.UPDATED
 
     def expire(self, now: float) -> list[PeerId]:
@@ -74,10 +77,14 @@ class Membership:
         self._members.pop(peer, None)
 
     def fail(self, peer: PeerId, now: float) -> None:
-        """The peer could not be reached or fell silent: no new work for it for 1, 2, 4 ... 60 s, doubling each time."""
+        """The peer could not be reached or fell silent: no new work for it for FIRST_PAUSE_S, in case only a link broke.
+
+        When that does not bring it back, it gets none until it has been heard of again: a dead peer announces nothing. What fails
+        while it is suspected already belongs to the same outage and does not count again.
+        """
         member = self._members.get(peer)
-        if member is not None:
-            member.suspect_until = now + min(MAX_BACK_OFF_S, 2.0 ** min(member.failures, 10))
+        if member is not None and member.suspect_until <= now:
+            member.suspect_until = now + FIRST_PAUSE_S if member.failures == 0 else math.inf
             member.failures += 1
 
     def recover(self, peer: PeerId) -> None:
@@ -118,3 +125,8 @@ class Membership:
         victim = min(self._members.values(), key=worth).announcement.peer
         del self._members[victim]
         return victim
+
+
+def _pause_s(failures: int) -> float:
+    """How long a peer that announces itself, but could not be used so many times in a row, still gets no work."""
+    return min(LONGEST_PAUSE_S, 2.0 ** (failures - 3)) if failures > 2 else 0.0

@@ -105,8 +105,8 @@ class Persona:
     """Who a peer is, apart from any process or port. Another of the same identity is the peer after a restart."""
 
     identity: Identity = field(default_factory=Identity.generate)
-    run: RunId = RUN
     book: Book = field(default_factory=Book)
+    run: RunId = RUN
 
     def __post_init__(self) -> None:
         self.credentials: TlsCredentials = make_credentials(self.identity, self.run)

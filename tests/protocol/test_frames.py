@@ -25,7 +25,7 @@ from protocol.frames import (
 )
 from protocol.generated import link_pb2 as wire
 from protocol.identity import Identity
-from protocol.microbatch_frames import TensorFrame
+from protocol.microbatch_frames import MAX_LIFETIME_MS, TensorFrame
 from protocol.seams import DType, Question, QuestionAbout, TensorSpec
 from swarm.errors import ProtocolViolation
 from swarm.messages import (
@@ -49,6 +49,7 @@ uint64 = st.integers(0, 2**64 - 1)
 peers = st.sampled_from(PEERS)
 details = st.text(st.characters(codec="utf-8"), max_size=256).filter(str.isprintable)
 times = st.integers(0, 2**32 - 1).map(lambda ms: ms / 1000)
+lifetimes = st.integers(0, MAX_LIFETIME_MS).map(lambda ms: ms / 1000)
 microbatches = st.builds(MicrobatchId, peers, st.integers(0, 2**48 - 1))
 positions = st.integers(-1, MAX_HOPS)
 modules = st.builds(ModuleId, st.integers(0, 1023), st.integers(0, 1023))
@@ -61,7 +62,7 @@ def tensor_frames(draw: st.DrawFn) -> TensorFrame:
     microbatch = MicrobatchId(path.data_node, draw(st.integers(0, 2**48 - 1)))
     if draw(st.booleans()):
         message: Forward | Backward = Forward(
-            microbatch, path, draw(st.integers(0, len(path.hops))), draw(st.sampled_from(Purpose)), draw(times)
+            microbatch, path, draw(st.integers(0, len(path.hops))), draw(st.sampled_from(Purpose)), draw(lifetimes)
         )
     else:
         message = Backward(microbatch, path, draw(st.integers(-1, len(path.hops) - 1)))

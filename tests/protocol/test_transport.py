@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import pytest
 
+from protocol.frames import Farewell, FarewellReason
 from protocol.seams import DType, Question, QuestionAbout, Refusal, TensorSpec
 from protocol.settings import TransportSettings
 from swarm.errors import ConfigError, Rejected, Stalled, Unreachable
@@ -17,7 +19,9 @@ from tests.protocol.link_peers import (
     Node,
     Persona,
     Recorder,
+    bare_stream,
     forward,
+    hello_of,
     introduce,
     node,
     pattern,
@@ -214,6 +218,36 @@ async def test_peers_that_dial_each_other_at_once_end_up_with_one_link(attempt: 
         assert left.handler.downs == right.handler.downs == []
 
 
+async def test_a_dial_that_gets_nowhere_gives_way_to_the_peer_that_gets_through() -> None:
+    """The smaller peer id's dial wins only if it succeeds: here, a router swallows what it sends."""
+    smaller, larger = sorted((Persona(), Persona()), key=lambda persona: persona.peer)
+
+    settings = with_settings(dial_timeout_s=2.0)
+    async with node(smaller, settings=settings) as left, node(larger, settings=settings) as right:
+        larger.knows(smaller, left.port)
+        with socket.create_server(("127.0.0.1", 0)) as router:  # takes connections and never looks at them
+            smaller.knows(larger, router.getsockname()[1])
+            held_up = asyncio.create_task(send_pattern(left, right, 1))
+            await asyncio.sleep(0)
+            await send_pattern(right, left, 2)
+            await held_up
+            await right.handler.until(lambda: right.handler.tensors)
+            await left.handler.until(lambda: left.handler.tensors)
+        assert left.handler.ups == [right.peer]
+
+
+async def test_a_second_stream_from_the_peer_that_loses_is_a_duplicate() -> None:
+    smaller, larger = sorted((Persona(), Persona()), key=lambda persona: persona.peer)
+    async with node(smaller) as left, node(larger) as right:
+        introduce(left, right)
+        await left.transport.tell(right.peer, close_of(left.peer))
+        async with bare_stream(larger, left, introduced=False) as stream:
+            await stream.say(hello_of(larger))
+            assert await stream.farewell() == Farewell(FarewellReason.DUPLICATE)
+        await left.transport.tell(right.peer, close_of(left.peer, 1))
+        await right.handler.until(lambda: len(right.handler.messages) == 2)
+
+
 async def test_many_peers_that_all_dial_each_other() -> None:
     async with node() as a, node() as b, node() as c, node() as d:
         nodes = (a, b, c, d)
@@ -227,18 +261,21 @@ async def test_many_peers_that_all_dial_each_other() -> None:
             assert not x.handler.downs
 
 
-async def test_a_peer_that_restarts_on_its_port_is_reached_again() -> None:
-    persona = Persona()
+@pytest.mark.parametrize("with_new_certificate", [True, False])
+async def test_a_peer_that_restarts_on_its_port_is_reached_again(with_new_certificate: bool) -> None:
+    former = Persona()
+    later = Persona(former.identity, former.book) if with_new_certificate else former
     async with node() as left:
-        async with node(persona) as right:
+        async with node(former) as right:
             introduce(left, right)
             port = right.port
             await send_pattern(left, right, 1)
         await left.handler.until(lambda: left.handler.downs)
-        async with node(persona, settings=with_settings(listen_port=port)) as right:
+        left.persona.knows(later, port)
+        async with node(later, settings=with_settings(listen_port=port)) as right:
             await send_pattern(left, right, 2)
             await right.handler.until(lambda: right.handler.tensors)
-        assert left.handler.ups == [persona.peer, persona.peer]
+        assert left.handler.ups == [former.peer, former.peer]
 
 
 async def test_a_peer_that_has_lost_its_end_replaces_the_link() -> None:

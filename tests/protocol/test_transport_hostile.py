@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -348,12 +348,12 @@ async def test_one_peer_gets_few_streams_even_when_it_reads_none() -> None:
         attack(server, introduced=False) as (hostile, first),
     ):
         async with bare_stream(hostile, server, introduced=False), bare_stream(hostile, server, introduced=False):
-            await standstill(lambda: server.transport._door._streams[hostile.peer])
-            assert server.transport._door._streams[hostile.peer] == MAX_STREAMS_PER_PEER
+            streams = server.transport._door._streams
+            await server.handler.until(lambda: streams[hostile.peer] == MAX_STREAMS_PER_PEER)
             async with bare_stream(hostile, server, introduced=False) as fourth:
                 with pytest.raises(Unreachable, match="too many streams"):
                     await fourth.hear()
-        await standstill(lambda: server.transport._door._streams[hostile.peer])
+        await server.handler.until(lambda: server.transport._door._streams[hostile.peer] == 1)
         await first.say(hello_of(hostile))
         assert isinstance(await first.hear(), Hello)
 
@@ -370,6 +370,8 @@ async def test_garbage_on_the_port_is_hung_up_on() -> None:
                 except ConnectionError:
                     pass  # hung up on with what it sent unread
             writer.close()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
         assert len(server.handler.ups) == 1
 
 

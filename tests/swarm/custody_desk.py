@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarm.custody import Custody
+from swarm.custody import RETRY_S, Custody
 from swarm.holdings import (
     Action,
     BackwardArrived,
@@ -88,6 +88,15 @@ class Desk:
 
     def lose(self, peer: PeerId) -> list[Action]:
         return self.custody.handle(PeerLost(peer, "the link broke"), self.now)
+
+    def lose_for_good(self, peer: PeerId) -> list[Action]:
+        """Every new offer to the peer fails as well, until patience is over. Returns what follows then."""
+        offered_again = 0
+        while not (actions := self.lose(peer)):
+            assert all(isinstance(action, SendOutput) and action.to == peer for action in self.wait(RETRY_S + 0.01))
+            offered_again += 1
+        assert offered_again > 1
+        return actions
 
     def wait(self, seconds: float) -> list[Action]:
         self.now += seconds

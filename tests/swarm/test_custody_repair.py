@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from swarm.custody import PATIENCE_S, RETRY_S
 from swarm.holdings import (
     ComputeFailed,
     Forget,
@@ -132,16 +133,37 @@ def test_nobody_left_strands_it() -> None:
     desk = Desk(A)
     desk.handing_on()
     desk.dead = {B2, B3}
-    assert desk.lose(B) == [
-        Forget(Key(MICROBATCH, 0), "the link broke; module 2.0 has no peer left"),
-        stranded(OUT, 1, "the link broke; module 2.0 has no peer left"),
-    ]
+    detail = "the link broke; module 2.0 has no peer left to stand in"
+    assert desk.lose_for_good(B) == [Forget(Key(MICROBATCH, 0), detail), stranded(OUT, 1, detail)]
+
+
+def test_a_lone_successor_that_comes_back_gets_it() -> None:
+    desk = Desk(A)
+    offered = desk.handing_on()
+    desk.dead = {B2, B3}
+    assert desk.lose(B) == []
+    assert desk.wait(RETRY_S + 0.01) == offered
+    desk.receipt(B, OUT, 1, ACCEPTED)
+    assert desk.phase(0) is Phase.GUARDING
+    # A later outage has the whole of its patience again.
+    desk.now += 2 * PATIENCE_S
+    assert desk.lose(B) == []
+
+
+def test_a_replica_that_comes_up_meanwhile_gets_it() -> None:
+    desk = Desk(A)
+    desk.handing_on()
+    desk.dead = {B2, B3}
+    assert desk.lose(B) == []
+    desk.dead = {B2}
+    assert desk.wait(RETRY_S + 0.01) == [offer(B3, ABC.with_peer(1, B3), 1)]
 
 
 def test_nobody_stands_in_for_the_data_node() -> None:
     desk = Desk(C)
     desk.handing_on(2)
-    assert desk.lose(DATA) == [Forget(Key(MICROBATCH, 2), "the link broke"), stranded(OUT, 3, "the link broke")]
+    gone = Forget(Key(MICROBATCH, 2), "the link broke")
+    assert desk.lose_for_good(DATA) == [gone, stranded(OUT, 3, "the link broke")]
 
 
 def test_a_busy_data_node_is_asked_again() -> None:
@@ -186,7 +208,8 @@ def test_on_the_way_back_nobody_stands_in(guarding: bool) -> None:
     desk.computed(1)
     if guarding:
         desk.receipt(A, BACK, 0, ACCEPTED)
-    assert desk.lose(A) == [Forget(Key(MICROBATCH, 1), "the link broke"), stranded(BACK, 0, "the link broke")]
+    gone = Forget(Key(MICROBATCH, 1), "the link broke")
+    assert desk.lose_for_good(A) == [gone, stranded(BACK, 0, "the link broke")]
 
 
 def test_a_refused_gradient_strands_it() -> None:

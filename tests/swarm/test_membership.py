@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from swarm import membership as module_under_test
-from swarm.membership import MAX_BACK_OFF_S, Change, Membership
+from swarm.membership import FIRST_PAUSE_S, LONGEST_PAUSE_S, Change, Membership
 from swarm.vocabulary import ModuleId, PeerId, PeerState, RunId, VersionRange
 from tests.swarm.announcements import RUN, announcement
 
@@ -66,38 +66,40 @@ def test_only_those_that_can_take_work_are_asked() -> None:
     assert is_asked(members, 0) == [PeerId("SERVING")]
 
 
-def test_the_back_off_doubles_up_to_its_limit_and_ends_when_the_peer_is_heard() -> None:
-    members = view()
-    members.observe(announcement("a"), now=0, wall=0)
-    now = 0.0
-    for back_off in (1, 2, 4, 8, 16, 32, MAX_BACK_OFF_S, MAX_BACK_OFF_S):
-        members.fail(A, now)
-        assert members.is_suspect(A, now + back_off - 0.01)
-        assert is_asked(members, now + back_off - 0.01) == []
-        now += back_off
-        assert not members.is_suspect(A, now)
-        assert is_asked(members, now) == [A]
-    members.fail(A, now)
-    members.recover(A)
-    assert is_asked(members, now) == [A]
-    members.fail(A, now)
-    assert not members.is_suspect(A, now + 1), "doubling began anew"
-
-
-def test_failing_for_ever_is_no_arithmetic_problem() -> None:
-    members = view()
-    members.observe(announcement("a"), now=0, wall=0)
-    for _ in range(5000):
-        members.fail(A, 0.0)
-    assert not members.is_suspect(A, MAX_BACK_OFF_S)
-
-
-def test_a_new_announcement_alone_does_not_end_a_back_off() -> None:
+def test_after_a_first_failure_it_is_tried_again_soon_and_then_not_before_it_is_heard_of() -> None:
     members = view()
     members.observe(announcement("a", sequence=1), now=0, wall=0)
     members.fail(A, 0.0)
-    members.observe(announcement("a", sequence=2), now=0.5, wall=0)
-    assert members.is_suspect(A, 0.5)
+    members.fail(A, 0.5)  # the same outage
+    assert is_asked(members, FIRST_PAUSE_S - 0.01) == []
+    assert is_asked(members, FIRST_PAUSE_S) == [A]
+    members.fail(A, FIRST_PAUSE_S)
+    assert is_asked(members, 59.0) == []
+    members.observe(announcement("a", sequence=1), now=59, wall=59)
+    assert is_asked(members, 59.0) == [], "an old record says nothing about now"
+    members.observe(announcement("a", sequence=2), now=59, wall=59)
+    assert is_asked(members, 59.0) == [A]
+
+
+def test_who_announces_but_never_answers_is_tried_less_and_less() -> None:
+    members = view()
+    members.observe(announcement("a", sequence=1), now=0, wall=0)
+    now = 0.0
+    members.fail(A, now)
+    pauses = []
+    for sequence in range(2, 12):
+        now += FIRST_PAUSE_S
+        members.fail(A, now)
+        members.observe(announcement("a", sequence=sequence), now=now, wall=0)
+        pause = next(
+            pause for pause in (0, 1, 2, 4, 8, 16, 32, LONGEST_PAUSE_S) if not members.is_suspect(A, now + pause)
+        )
+        pauses.append(pause)
+        now += pause
+    assert pauses == [0, 1, 2, 4, 8, 16, 32, 60, 60, 60]
+    members.recover(A)
+    members.fail(A, now)
+    assert is_asked(members, now + FIRST_PAUSE_S) == [A], "a link that stood ends the count"
 
 
 def test_strangers_may_fail_and_leave() -> None:
