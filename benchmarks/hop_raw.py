@@ -6,7 +6,7 @@ from multiprocessing.connection import Connection
 
 import uvloop
 
-from benchmarks.raw_stream import LONGEST_MESSAGE, receive, send_batches
+from benchmarks.raw_stream import LONGEST_MESSAGE, RUN, receive, send_batches
 from protocol.certificates import make_credentials
 from protocol.identity import Identity
 from protocol.seams import Contact
@@ -18,9 +18,9 @@ BATCH_BYTES = 128 * 1024 * 1024
 def receiving_process(connection: Connection) -> None:
     """Says what a sender needs, then reads and forgets until it is killed."""
     identity = Identity.generate()
-    server, client = make_credentials(identity), make_credentials(Identity.generate())
+    server, client = make_credentials(identity, RUN), make_credentials(Identity.generate(), RUN)
     connection.send((Contact(identity.peer, (), server.certificate_der), client))
-    receive(connection, server, client.certificate_der)
+    receive(connection, server)
 
 
 def sending_process(connection: Connection, receiver: Contact, credentials: object, port: int) -> None:
