@@ -23,8 +23,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.hop_hivemind import CODECS, client_process, process_group, server_process
-from benchmarks.hop_skipstone import data_node_process, stage_process
 from benchmarks.hop_raw import receiving_process, sending_process
+from benchmarks.hop_skipstone import data_node_process, stage_process
 from benchmarks.raw_stream import process
 from benchmarks.samples import Sample
 
