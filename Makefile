@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help swarm test lint proto bench clean
+.PHONY: help swarm test lint proto docs bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -20,31 +20,37 @@ help:
 	@echo "make test    run the tests"
 	@echo "make lint    ruff, its formatter in check mode, mypy"
 	@echo "make proto   generate protocol/generated from proto/"
+	@echo "make docs    generate the reference in docs/PROTOCOL.md"
 	@echo "make bench   run the benchmarks; each prints JSON"
 
 swarm:
 	@echo "skipstone: starting a local swarm"
-	@$(MAKE) --no-print-directory $(VENV)/.base
+	@$(MAKE) --no-print-directory --silent $(VENV)/.base
 	@exec $(BIN)/skipstone up $(ARGS)
 
 test:
 	@echo "skipstone: running the tests"
-	@$(MAKE) --no-print-directory $(VENV)/.dev
+	@$(MAKE) --no-print-directory --silent $(VENV)/.dev
 	@$(BIN)/python -m pytest $(ARGS)
 
 lint:
 	@echo "skipstone: checking style and types"
-	@$(MAKE) --no-print-directory $(VENV)/.dev
+	@$(MAKE) --no-print-directory --silent $(VENV)/.dev
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
 proto:
 	@echo "skipstone: generating protocol/generated"
-	@$(MAKE) --no-print-directory $(VENV)/.dev
+	@$(MAKE) --no-print-directory --silent $(VENV)/.dev
 	@$(BIN)/python -m grpc_tools.protoc -Iprotocol/generated=proto --python_out=. --pyi_out=. $(PROTOS:proto/%=protocol/generated/%)
+
+docs:
+	@echo "skipstone: generating the reference in docs/PROTOCOL.md"
+	@$(MAKE) --no-print-directory $(VENV)/.dev
+	@$(BIN)/python -m docs.generate_protocol
 
 bench:
 	@echo "skipstone: running the benchmarks"
-	@$(MAKE) --no-print-directory $(VENV)/.dev
+	@$(MAKE) --no-print-directory --silent $(VENV)/.dev
 	@set -e; for benchmark in transport hop throughput; do $(BIN)/python -m benchmarks.$$benchmark; done
 
 clean:

@@ -51,10 +51,12 @@ def skipstone() -> Iterator[Callable[[], list[Sample]]]:
 @contextmanager
 def hivemind(codec: str) -> Iterator[Callable[[], list[Sample]]]:
     """A function that measures one round."""
-    with process_group(server_process, SHAPE, codec) as server:
-        with process_group(client_process, SHAPE, hear(server)) as client:
-            hear(client)
-            yield lambda: a_round(client)
+    with (
+        process_group(server_process, SHAPE, codec) as server,
+        process_group(client_process, SHAPE, hear(server)) as client,
+    ):
+        hear(client)
+        yield lambda: a_round(client)
 
 
 @contextmanager

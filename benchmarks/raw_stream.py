@@ -22,9 +22,13 @@ import uvloop
 
 from protocol.certificates import TlsCredentials, make_credentials
 from protocol.identity import Identity
+from protocol.memory import keep_freed_memory
 from protocol.seams import Contact
 from protocol.streams import AcceptedStream, DialledStream, make_server, open_channel
 from swarm.vocabulary import PeerId
+
+# As a node does at its start; here and, because each process imports this module, in the other process too.
+keep_freed_memory()
 
 END_OF_BATCH = b"."
 LONGEST_MESSAGE = 8 * 1024 * 1024
@@ -99,10 +103,11 @@ def raw_mb_per_s(message_bytes: int, *, batch_bytes: int = 256 * 1024 * 1024, re
     async def main(port: int) -> list[float]:
         contact = Contact(server_identity.peer, (f"127.0.0.1:{port}",), server.certificate_der)
         stream = DialledStream(open_channel(contact, contact.addresses[0], client, max_frame_bytes=LONGEST_MESSAGE))
-        try:
-            return await send_batches(stream, message_bytes, batch_bytes, repeats)
-        finally:
-            await stream.close()
+        rates = await send_batches(stream, message_bytes, batch_bytes, repeats)
+        await stream.half_close()
+        await stream.read()
+        await stream.close()
+        return rates
 
     with process(receive, server, client.certificate_der) as connection:
         return statistics.median(uvloop.run(main(connection.recv())))

@@ -1,7 +1,9 @@
 """What the transport costs: tensors through it, against the same bytes on a bare gRPC stream, both with mutual TLS.
 
-Prints one JSON object: MB/s (10**6 bytes) of raw messages of several sizes between two processes, and of tensors of 8.39 MB
-(4 x 512 x 1024 float32) through `GrpcTransport`, with the ratio to the best raw rate. Medians of 5 batches.
+Prints one JSON object: MB/s (10**6 bytes) of raw messages of several sizes between two processes (`chunks`, medians of 5
+batches), then, of 5 rounds that alternate between the two so that other load on the machine meets both, the medians of
+raw messages of the best size (`best_mb_per_s`) and of tensors of 8.39 MB (4 x 512 x 1024 float32) through
+`GrpcTransport` (`skipstone`), with their ratio.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ CHUNK_SIZES = [n * 1024 for n in (64, 128, 256, 512, 1024, 2048, 4096)]
 TENSOR = TensorSpec((4, 512, 1024), DType.FLOAT32)
 TENSORS_PER_BATCH = 32
 IN_FLIGHT = 4
-REPEATS = 5
+ROUNDS = 5
+BATCHES_PER_ROUND = 3
 RUN = RunId("0" * 64)
 
 
@@ -130,7 +133,7 @@ async def send_tensors(transport: GrpcTransport, counter: Counter, own: PeerId, 
         for number in numbers:
             await transport.send(peer, Forward(MicrobatchId(own, number), path, 0, Purpose.TRAIN, 60), TENSOR, data)
 
-    for _ in range(REPEATS + 1):
+    for _ in range(BATCHES_PER_ROUND + 1):
         counter.closed.clear()
         started = time.perf_counter()
         async with asyncio.TaskGroup() as tasks:
@@ -155,17 +158,35 @@ def skipstone_mb_per_s() -> float:
         return statistics.median(uvloop.run(main(connection.recv())))
 
 
-def main() -> None:
+def sweep() -> list[dict[str, float]]:
     chunks = []
     for size in CHUNK_SIZES:
         rate = raw_mb_per_s(size)
         chunks.append({"chunk_bytes": size, "mb_per_s": round(rate, 1)})
         print(f"raw messages of {size // 1024} KiB: {rate:.0f} MB/s", file=sys.stderr)
-    rate = skipstone_mb_per_s()
-    best = max(chunk["mb_per_s"] for chunk in chunks)
-    print(f"tensors of {TENSOR.byte_length} bytes: {rate:.0f} MB/s", file=sys.stderr)
-    skipstone = {"tensor_bytes": TENSOR.byte_length, "mb_per_s": round(rate, 1), "ratio": round(rate / best, 3)}
-    print(json.dumps({"chunks": chunks, "best_mb_per_s": best, "skipstone": skipstone}))
+    return chunks
+
+
+def compare(raw_bytes: int) -> tuple[float, float]:
+    """Medians of raw messages of this size and of tensors."""
+    raw, tensors = [], []
+    for _ in range(ROUNDS):
+        raw.append(raw_mb_per_s(raw_bytes, repeats=BATCHES_PER_ROUND))
+        tensors.append(skipstone_mb_per_s())
+        print(f"raw {raw[-1]:.0f} MB/s, tensors {tensors[-1]:.0f} MB/s", file=sys.stderr)
+    return statistics.median(raw), statistics.median(tensors)
+
+
+def main() -> None:
+    chunks = sweep()
+    best_size = max(chunks, key=lambda chunk: chunk["mb_per_s"])["chunk_bytes"]
+    raw, tensors = compare(int(best_size))
+    skipstone = {
+        "tensor_bytes": TENSOR.byte_length,
+        "mb_per_s": round(tensors, 1),
+        "ratio": round(tensors / raw, 3),
+    }
+    print(json.dumps({"chunks": chunks, "best_mb_per_s": round(raw, 1), "skipstone": skipstone}))
 
 
 if __name__ == "__main__":

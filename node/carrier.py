@@ -150,13 +150,13 @@ class Carrier:
         return self._pool.take()
 
     def _refusal(self, message: TensorMessage) -> Refusal | None:
+        if self._pool.in_use >= self._pool.limit:
+            return Refusal(True, "all receive buffers are in use", BUSY_RETRY_S)
         if isinstance(message, Backward):
             expected = self.custody.expects_backward(message)
             return None if expected.value else Refusal(False, expected.reason)
         if message.microbatch.data_node == self.custody.own:
             return None if self.ends.expects(message) else Refusal(False, "this microbatch is not under way")
-        if self._pool.in_use >= self._pool.limit:
-            return Refusal(True, "all receive buffers are in use", BUSY_RETRY_S)
         return None if self._admission.hosts(message) else Refusal(False, "this module is not hosted here")
 
     def received(self, message: TensorMessage, buffer: memoryview) -> None:
@@ -174,16 +174,22 @@ class Carrier:
     def told(self, sender: PeerId, message: ControlMessage) -> None:
         match message:
             case Receipt():
-                if message.status is ReceiptStatus.PASSED_ON and message.microbatch.data_node == self.custody.own:
+                if message.status is ReceiptStatus.PASSED_ON and self._may_report(sender, message):
                     self.custody.touch(Key(message.microbatch, -1), self._clock.monotonic())
-                    self.ends.passed(message)
+                    self.ends.passed(sender, message)
                 self.handle(ReceiptArrived(sender, message))
             case Close():
                 self.handle(CloseArrived(sender, message))
-            case Stranded() if message.microbatch.data_node == self.custody.own:
+            case Stranded() if self._may_report(sender, message):
                 self._stranded(message)
             case _:
                 log.debug("%s from %s needs no action", type(message).__name__, sender)
+
+    def _may_report(self, sender: PeerId, message: Receipt | Stranded) -> bool:
+        """Whether it is about a microbatch of ours, from ourselves or from somebody who can have it."""
+        if message.microbatch.data_node != self.custody.own:
+            return False
+        return sender == self.custody.own or self.ends.may_hold(sender, message.microbatch)
 
     def link_down(self, peer: PeerId, error: PeerError) -> None:
         self.handle(PeerLost(peer, str(error)))

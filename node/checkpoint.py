@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from node.model.initial import digest_of_tensors, parameters_of
 from protocol.manifest import MAX_MANIFEST_BYTES
-from swarm.errors import ConfigError, CorruptSnapshot, StateError
+from swarm.errors import ConfigError, CorruptSnapshot, ProtocolViolation, StateError
 from swarm.vocabulary import ModuleId, RunId
 
 MANIFEST_NAME: Final = "manifest.toml"
@@ -163,8 +163,11 @@ def _parse_state(file: Path, header: dict[str, str], tensors: dict[str, Tensor])
     text = header.get("state", "")
     if header.get("format") != _FORMAT or header.get("sha256") != _checksum(text, tensors):
         raise CorruptSnapshot(f"{file} is not what was written: its contents do not match the hash in its header")
-    fields: dict[str, Any] = json.loads(text)
-    return ModuleState(**(fields | {"module": ModuleId(**fields["module"])}))
+    try:
+        fields: dict[str, Any] = json.loads(text)
+        return ModuleState(**(fields | {"module": ModuleId(**fields["module"])}))
+    except (ValueError, TypeError, KeyError, ProtocolViolation) as error:
+        raise CorruptSnapshot(f"{file} says of itself what this version does not understand: {error}") from error
 
 
 def _state_text(state: ModuleState) -> str:

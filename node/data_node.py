@@ -22,7 +22,7 @@ from swarm.holdings import Started
 from swarm.messages import Forward, Purpose, Receipt
 from swarm.planner import NoReplica, Planner, in_flight_by_peer
 from swarm.timing import PathTimes
-from swarm.vocabulary import MicrobatchId, ModuleId, Path
+from swarm.vocabulary import MicrobatchId, ModuleId, Path, PeerId
 
 log = logging.getLogger(__name__)
 
@@ -198,8 +198,14 @@ class DataNode:
         self._landed.set()
         self.wake()
 
-    def passed(self, receipt: Receipt) -> None:
-        self._times.passed(receipt, self._clock.monotonic())
+    def may_hold(self, peer: PeerId, microbatch: MicrobatchId) -> bool:
+        flight = self.flights.get(microbatch)
+        if flight is None:
+            return self._evaluator.awaits(microbatch)
+        return self._planner.hosts_one_of(peer, flight.path)
+
+    def passed(self, sender: PeerId, receipt: Receipt) -> None:
+        self._times.passed(sender, receipt, self._clock.monotonic())
 
     def _abandoned(self, flight: Flight, text: Microbatch | None, detail: str) -> None:
         self._events.emit(Abandoned(str(flight.microbatch), detail))

@@ -8,8 +8,9 @@ from protocol.manifest import Manifest, manifest_from_table
 def default_manifest(seed: int, name: str = "stdlib-demo") -> Manifest:
     """A byte-level model of Python's standard library in five stages, one a peer.
 
-    The sizes were found by trying them: on two CPU cores the loss falls from 5.6 nats per byte to under 2.5 in about a minute.
-    Staleness is 0, so a swarm computes exactly what `solo` does.
+    The sizes were found by trying them with `solo`: the loss falls from 5.6 nats per byte to under 3 in 20 steps, 2.5 in 100 and
+    2.0 in 300. A step is 2048 tokens, and one CPU core trains on about 10,000 a second. Staleness is 0, so a swarm
+    computes what `solo` does.
     """
     return manifest_from_table(
         {

@@ -40,6 +40,8 @@ from swarm.planner import PathRules, Planner
 from swarm.vocabulary import ModuleId, PeerId, Reasoned
 
 DEFAULT_SLOTS = 16
+NUMBERS_A_SECOND = 2**14
+"""Microbatches are numbered from the time of the start, so that a restarted data node does not use a number twice."""
 QUIET_S = 1.0
 """A draining stage peer that has held nothing for this long has nothing more to expect."""
 LARGEST_DEFAULT_GRAPHS = 2 * 2**30
@@ -239,7 +241,7 @@ async def data_duty(
     planner = Planner(path_rules(manifest), presence.membership, estimates, tokens)
     carrier = _carrier(options, presence, manifest, module, worker, compute, events, planner)
     evaluator = Evaluator(own, planner, worker, carrier, clock)
-    flights = Flights(own, _flight_rules(options, manifest))
+    flights = Flights(own, _flight_rules(options, manifest), first_number=int(clock.wall()) * NUMBERS_A_SECOND)
     wake: list[Callable[[], None]] = []
 
     def live_data_nodes() -> tuple[PeerId, ...]:

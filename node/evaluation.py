@@ -15,8 +15,9 @@ from swarm.messages import Purpose
 from swarm.planner import NoReplica, Planner
 from swarm.vocabulary import MicrobatchId, PeerId
 
-FIRST_NUMBER = 2**40
-"""Evaluated microbatches are numbered from here, so that they never meet those that are trained on."""
+FIRST_NUMBER = 2**47
+NUMBERS_A_SECOND = 2**10
+"""Evaluated microbatches are numbered from above those that are trained on, and from the time of the start."""
 TRIES = 3
 PAUSE_S = 1.0
 LIFETIME_S = 60.0
@@ -35,7 +36,7 @@ class Evaluator:
         self._worker = worker
         self._carrier = carrier
         self._clock = clock
-        self._next = FIRST_NUMBER
+        self._next = FIRST_NUMBER + int(clock.wall()) * NUMBERS_A_SECOND
         self._awaited: dict[MicrobatchId, asyncio.Future[float]] = {}
 
     def awaits(self, microbatch: MicrobatchId) -> bool:

@@ -135,7 +135,7 @@ class PeerChange:
 
 @dataclass(frozen=True, slots=True)
 class Abandoned:
-    """A microbatch will not be completed; its gradient counts nowhere at its data node."""
+    """A microbatch will not be completed. Stages that its gradient had already passed on the way back have learnt from it."""
 
     NAME: ClassVar[str] = "abandoned"
     microbatch: str

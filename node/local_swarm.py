@@ -136,8 +136,12 @@ class LocalSwarm:
     def kill_all(self) -> None:
         """Kills every node now."""
         self._stopping.set()
-        for index in tuple(self._children):
-            self.kill(index)
+        self.signal_all(signal.SIGKILL)
+
+    def signal_all(self, number: signal.Signals) -> None:
+        """Sends a signal to every node. Touches no event loop, so a signal handler may call it."""
+        for child in tuple(self._children.values()):
+            child.signal_group(number)
 
     async def stop(self) -> None:
         """Stops every node (see `request_stop`) and waits until all are gone."""
@@ -199,18 +203,19 @@ class LocalSwarm:
     async def _stop_when_asked(self) -> None:
         """Data nodes first, so that the others are still there for the microbatches under way."""
         await self._stopping.wait()
+        deadline = asyncio.get_running_loop().time() + self._stop_limit_s
         data_nodes = {peer.index for peer in self.peers if peer.stage == 0}
-        await self._ask_to_stop(data_nodes, self._stop_limit_s / 2)
-        await self._ask_to_stop(set(self._children), self._stop_limit_s / 2)
+        await self._ask_to_stop(data_nodes, deadline - self._stop_limit_s / 2)
+        await self._ask_to_stop(set(self._nodes), deadline)
         self.kill_all()
 
-    async def _ask_to_stop(self, indices: set[int], limit_s: float) -> None:
-        """Asks these nodes, and waits until they are gone or the time is over."""
+    async def _ask_to_stop(self, indices: set[int], deadline: float) -> None:
+        """Asks these nodes, and waits until they are gone or the time (of the event loop) has come."""
         for index in indices & self._children.keys():
             self._children[index].ask_to_stop()
         tasks = [self._nodes[index] for index in indices if index in self._nodes]
         if tasks:
-            await asyncio.wait(tasks, timeout=limit_s)
+            await asyncio.wait(tasks, timeout=max(0.0, deadline - asyncio.get_running_loop().time()))
 
 
 def _name(peer: PlannedPeer) -> str:

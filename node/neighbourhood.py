@@ -47,6 +47,7 @@ class Neighbourhood:
         self._events = events
         self._modules: tuple[ModuleId, ...] = (ModuleId(0), ModuleId(1))
         self._publish_now = asyncio.Event()
+        self._look_now = asyncio.Event()
         self._linked: set[PeerId] = set()
 
     def watch(self, modules: Sequence[ModuleId]) -> None:
@@ -88,6 +89,8 @@ class Neighbourhood:
 
     def link_down(self, peer: PeerId, error: PeerError) -> None:
         """A link ended, or one could not be made."""
+        if self.membership.get(peer) is None:  # a path led to a peer that we have not heard of yet
+            self._look_now.set()
         self.membership.fail(peer, self._clock.monotonic())
         if peer in self._linked:
             self._linked.remove(peer)
@@ -105,11 +108,10 @@ class Neighbourhood:
             gone = self.membership.expire(self._clock.monotonic())
             if gone:
                 self._publish_view()
-            await asyncio.sleep(LOOK_UP_CALM_S if self._is_complete() else LOOK_UP_EAGER_S)
+            await _wait(self._look_now, LOOK_UP_CALM_S if self._is_complete() else LOOK_UP_EAGER_S)
 
     async def _publish_for_ever(self, directory: Directory, transport: Transport) -> None:
         while True:
-            self._publish_now.clear()
             wait = RECORD_LIFETIME_S / 3
             try:
                 transport.announce(self.own_record())
@@ -117,11 +119,7 @@ class Neighbourhood:
             except Unreachable as error:
                 log.info("directory: %s", error)
                 wait = PUBLISH_RETRY_S
-            try:
-                async with asyncio.timeout(wait):
-                    await self._publish_now.wait()
-            except TimeoutError:
-                continue
+            await _wait(self._publish_now, wait)
 
     async def _push_for_ever(self, transport: Transport) -> None:
         """Load and progress reach those who use us faster than the directory could carry them."""
@@ -147,3 +145,13 @@ class Neighbourhood:
         others = [module for module in self._modules if module != self._own.module]
         joining = self._own.state in (PeerState.VISITING, PeerState.JOINING)
         return not joining and all(self.membership.replicas(module, now) for module in others)
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    """Until the event is set, which is taken back, or the time is over."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return
+    event.clear()

@@ -20,8 +20,9 @@ from protocol.directory import DhtDirectory, DirectorySettings
 from protocol.identity import Identity
 from protocol.join_link import JoinLink
 from protocol.seams import Clock, Question, QuestionAbout
+from protocol.settings import TransportSettings
 from protocol.signed_manifest import SignedManifest, read_signed_manifest
-from protocol.transport import GrpcTransport, TransportSettings
+from protocol.transport import GrpcTransport
 from swarm.errors import ManifestError, PeerError, Unreachable
 from swarm.membership import Membership
 from swarm.vocabulary import PeerId, PeerState, RunId, short
@@ -127,7 +128,7 @@ async def present(
     Raises:
         ConfigError: a port is taken, or an address cannot be bound.
     """
-    credentials = make_credentials(identity)
+    credentials = make_credentials(identity, run)
     own = OwnState(run, identity.peer, credentials.certificate_der, clock)
     membership, book = Membership(run, identity.peer), KnownPeers()
     neighbourhood = Neighbourhood(identity, own, membership, book, clock, events)

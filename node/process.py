@@ -66,6 +66,11 @@ async def _serve(
     events: EventSink,
     stop: asyncio.Event,
 ) -> None:
+    if signed.manifest.stages.count < 2:
+        raise ConfigError(
+            "this run has one stage, which leaves nothing for other peers to do",
+            hint="Train it with `skipstone solo`, or cut the model into at least two stages.",
+        )
     presence.neighbourhood.watch(signed.manifest.modules())
     presence.reception.answers[QuestionAbout.MANIFEST] = _always(signed.text)
     module = await _choose(options, presence, signed.manifest)

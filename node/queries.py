@@ -58,8 +58,8 @@ class PeerReport:
 async def query_status(link: JoinLink, patience_s: float = 30.0) -> dict[str, Any]:
     """The swarm as its peers tell it: stages, replicas, speeds, and each data node's loss and counts.
 
-    Returns the object that `status --json` prints: `{"run", "name", "stages": [{"stage", "peers": [...]}], "loss",
-    "steps", "tokens", "tokens_per_s", "microbatches", "waiting_for"}`.
+    Returns the object that `status --json` prints: run, name, stages (how many), of all data nodes step, loss, tokens,
+    tokens_per_s, microbatches and waiting_for, and peers (see `PeerReport.as_json`).
 
     Raises:
         Unreachable: no peer of the run answered within `patience_s` seconds.
@@ -123,23 +123,19 @@ def _parse(text: bytes) -> dict[str, Any]:
 
 def _summary(link: JoinLink, name: str, stages: int, reports: list[PeerReport]) -> dict[str, Any]:
     data = [r.answered for r in reports if r.answered is not None and r.announcement.module == ModuleId(0)]
-    by_stage: list[list[dict[str, Any]]] = [[] for _ in range(stages)]
-    for report in sorted(reports, key=lambda r: r.announcement.peer):
-        module = report.announcement.module
-        if module is not None and module.stage < stages:
-            by_stage[module.stage].append(report.as_json())
     losses = [d["loss_last"] for d in data if isinstance(d.get("loss_last"), float)]
     counts = ("started", "completed", "abandoned", "duplicated")
     return {
         "run": link.run,
         "name": name,
-        "stages": [{"stage": stage, "peers": peers} for stage, peers in enumerate(by_stage)],
+        "stages": stages,
+        "step": max((_number(d, "steps") for d in data), default=None),
         "loss": sum(losses) / len(losses) if losses else None,
-        "steps": max((_number(d, "steps") for d in data), default=0),
         "tokens": sum(_number(d, "tokens") for d in data),
         "tokens_per_s": sum(_number(d, "tokens_per_s") for d in data),
         "microbatches": {key: sum(_number(d.get("counts"), key) for d in data) for key in counts},
         "waiting_for": sorted({str(m) for d in data for m in _list(d.get("waiting_for"))}),
+        "peers": [report.as_json() for report in sorted(reports, key=lambda r: r.announcement.peer)],
     }
 
 

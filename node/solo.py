@@ -88,11 +88,17 @@ def evaluate_checkpoint(path: Path, microbatches: int, device: torch.device | No
 
 
 def evaluate(model: WholeModel, microbatches: Iterable[Microbatch]) -> Event:
-    """Mean loss over the microbatches, which are all of one size, in the form `evaluate_checkpoint` returns."""
+    """Mean loss over the microbatches, which are all of one size, in the form `evaluate_checkpoint` returns.
+
+    Raises:
+        ConfigError: there is no microbatch.
+    """
     losses, tokens = [], 0
     for microbatch in microbatches:
         losses.append(model.loss(microbatch))
         tokens += microbatch.size
+    if not losses:
+        raise ConfigError("a loss was asked for over no microbatch", hint="Ask for at least 1.")
     return {"loss": math.fsum(losses) / len(losses), "tokens": tokens, "microbatches": len(losses)}
 
 
@@ -142,9 +148,14 @@ class WholeModel:
             save_module(folder, module, *parts, steps=steps, tokens=tokens)
 
     def load(self, path: Path) -> None:
-        """Reads every module's file."""
-        for module, parts in self.modules():
-            load_module(path, module, *parts)
+        """Reads every module's file; they must be of one run.
+
+        Raises:
+            CorruptSnapshot, StateError: a file is missing, damaged, or of another run or model than the rest.
+        """
+        runs = {load_module(path, module, *parts).run for module, parts in self.modules()}
+        if len(runs) != 1:
+            raise StateError(f"the files in {path} are of {len(runs)} runs")
 
 
 class SoloTrainer:

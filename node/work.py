@@ -9,7 +9,7 @@ from node.optimization import StepFigures
 from protocol.seams import TensorSpec
 from swarm.holdings import Key, Work
 from swarm.messages import Forward, Purpose, Receipt
-from swarm.vocabulary import MicrobatchId, Path
+from swarm.vocabulary import MicrobatchId, Path, PeerId
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,11 @@ class PathEnds(Protocol):
         """It cannot go on."""
         ...
 
-    def passed(self, receipt: Receipt) -> None:
+    def may_hold(self, peer: PeerId, microbatch: MicrobatchId) -> bool:
+        """Whether the peer hosts a module on the microbatch's path. Which replica has it may have changed on the way."""
+        ...
+
+    def passed(self, sender: PeerId, receipt: Receipt) -> None:
         """A peer says that it has passed one of our microbatches on."""
         ...
 
@@ -90,4 +94,7 @@ class NoPathEnds:
 
     def lost(self, microbatch: MicrobatchId, detail: str) -> None: ...
 
-    def passed(self, receipt: Receipt) -> None: ...
+    def may_hold(self, peer: PeerId, microbatch: MicrobatchId) -> bool:
+        return False
+
+    def passed(self, sender: PeerId, receipt: Receipt) -> None: ...

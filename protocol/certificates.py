@@ -1,10 +1,16 @@
-"""TLS certificates that prove a peer id, as the libp2p TLS specification describes them.
+"""TLS certificates that prove a peer id, and the authority that makes TLS let them in.
 
-gRPC's TLS takes no Ed25519 certificates. So each start of a node makes a throw-away P-256 key with a self-signed
-certificate, and the node's Ed25519 identity signs that key inside the certificate
+gRPC's TLS takes no Ed25519 certificates. So each start of a node makes a throw-away P-256 key, and the node's Ed25519
+identity signs that key inside the certificate, by the extension of the libp2p TLS specification
 (https://github.com/libp2p/specs/blob/master/tls/tls.md). Whoever checks the certificate learns the peer id.
 
-A checked certificate becomes a trust root that must stand for nobody but itself, which is why `peer_of_certificate`
+A server has to name the roots that it lets in before it knows who comes. The certificates of one run are therefore signed
+by the *run's authority*, whose key anybody can compute from the RunId. Its signature says nothing but "knows the run"; who it is,
+the extension proves. (gRPC can also ask for new roots at every handshake; two handshakes at once then crash the
+process, seen with 1.85: the old ones are freed while the other still uses them.) Who dials knows whom it dials, and
+trusts that peer's certificate alone.
+
+So a checked certificate becomes a trust root that must stand for nobody but itself, which is why `peer_of_certificate`
 insists on more than libp2p does: one that may sign others, or that carries another peer's name, would speak for more
 than its owner. That it is no authority (CA:FALSE) is not enough: gRPC's TLS takes a leaf signed with a root's key all the
 same (seen with 1.85), unless the root's key usage says that it signs no certificates.
@@ -13,14 +19,13 @@ same (seen with 1.85), unless the root's key usage says that it signs no certifi
 from __future__ import annotations
 
 import hashlib
-import secrets
 import ssl
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
@@ -35,7 +40,7 @@ from protocol.identity import (
     verify,
 )
 from swarm.errors import ProtocolViolation
-from swarm.vocabulary import PeerId
+from swarm.vocabulary import PeerId, RunId
 
 MAX_CERTIFICATE_BYTES: Final = 1024
 """Of DER. Ours have about 665; a record in the DHT (2 KiB) carries one."""
@@ -54,17 +59,19 @@ _SIGNATURE_HEADER: Final = bytes.fromhex("0440")
 _NOT_BEFORE: Final = datetime(2000, 1, 1, tzinfo=UTC)
 _NOT_AFTER: Final = datetime(2100, 1, 1, tzinfo=UTC)
 
-_SIGNS_HANDSHAKES_ONLY: Final = x509.KeyUsage(
-    digital_signature=True,
-    content_commitment=False,
-    key_encipherment=False,
-    data_encipherment=False,
-    key_agreement=False,
-    key_cert_sign=False,
-    crl_sign=False,
-    encipher_only=False,
-    decipher_only=False,
+_USAGES: Final = (
+    "digital_signature",
+    "content_commitment",
+    "key_encipherment",
+    "data_encipherment",
+    "key_agreement",
+    "key_cert_sign",
+    "crl_sign",
+    "encipher_only",
+    "decipher_only",
 )
+_SIGNS_HANDSHAKES_ONLY: Final = x509.KeyUsage(**{field: field == "digital_signature" for field in _USAGES})
+_P256_ORDER: Final = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 
 _MALFORMED: Final = (
     ValueError,
@@ -78,48 +85,35 @@ _MALFORMED: Final = (
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TlsCredentials:
-    """A certificate and its private key. The repr leaves the key out."""
+    """A certificate, its private key, and the run's authority. The repr leaves the key out."""
 
     certificate_der: bytes
     certificate_pem: bytes
     private_key_pem: bytes
+    authority_pem: bytes
+    """The root that a server lets callers in by."""
 
     def __repr__(self) -> str:
         return f"TlsCredentials(fingerprint={fingerprint(self.certificate_der).hex()})"
 
 
-def make_credentials(identity: Identity) -> TlsCredentials:
-    """A new P-256 key with a self-signed certificate that proves `identity.peer`.
-
-    The subject holds a random number besides the peer id: a TLS library that looks roots up by subject finds only the
-    first of two with an equal one (gRPC's does, when their key usage permits signing), and a restarted node could not
-    get in as long as its former certificate is remembered.
-    """
+def make_credentials(identity: Identity, run: RunId) -> TlsCredentials:
+    """A new P-256 key with a certificate that proves `identity.peer` and is let in by the peers of `run`."""
     key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name(
-        [
-            x509.NameAttribute(NameOID.COMMON_NAME, identity.peer),
-            x509.NameAttribute(NameOID.SERIAL_NUMBER, secrets.token_hex(8)),
-        ]
-    )
+    authority = _authority_key(run)
     certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(_NOT_BEFORE)
-        .not_valid_after(_NOT_AFTER)
+        _certificate(_name(identity.peer), _authority_name(run), key.public_key())
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_SIGNS_HANDSHAKES_ONLY, critical=True)
         .add_extension(x509.SubjectAlternativeName([x509.DNSName(identity.peer)]), critical=False)
         .add_extension(_libp2p_extension(identity, key.public_key()), critical=False)
-        .sign(key, SHA256())
+        .sign(authority, SHA256())
     )
     return TlsCredentials(
         certificate_der=certificate.public_bytes(Encoding.DER),
         certificate_pem=certificate.public_bytes(Encoding.PEM),
         private_key_pem=key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
+        authority_pem=_authority_certificate(run, authority).public_bytes(Encoding.PEM),
     )
 
 
@@ -145,7 +139,6 @@ def peer_of_certificate(der: bytes) -> PeerId:
         raise ProtocolViolation("certificate: the key is not on the curve P-256")
     if not isinstance(digest, SHA256):
         raise ProtocolViolation("certificate: the signature is not ECDSA with SHA-256")
-    _check_self_signed(certificate)
     peer = _proven_peer(extensions, key)
     if common_names != [peer]:
         raise ProtocolViolation(f"certificate: the common name is not {peer}, which the libp2p extension proves")
@@ -163,6 +156,43 @@ def fingerprint(der: bytes) -> bytes:
     return hashlib.sha256(der).digest()
 
 
+def _authority_key(run: RunId) -> ec.EllipticCurvePrivateKey:
+    """The same on every machine, and no secret. 256 bits of the hash are below the curve's order but for odds of 2^-32."""
+    scalar = int.from_bytes(hashlib.sha256(b"skipstone-authority:" + run.encode()).digest(), "big")
+    return ec.derive_private_key(scalar % (_P256_ORDER - 1) + 1, ec.SECP256R1())
+
+
+def _authority_certificate(run: RunId, key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
+    name = _authority_name(run)
+    usage = x509.KeyUsage(**{field: field == "key_cert_sign" for field in _USAGES})
+    return (
+        _certificate(name, name, key.public_key())
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(usage, critical=True)
+        .sign(key, SHA256())
+    )
+
+
+def _certificate(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(_NOT_BEFORE)
+        .not_valid_after(_NOT_AFTER)
+    )
+
+
+def _authority_name(run: RunId) -> x509.Name:
+    return _name(f"skipstone run {run[:32]}")
+
+
+def _name(common_name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+
+
 def _libp2p_extension(identity: Identity, key: ec.EllipticCurvePublicKey) -> x509.UnrecognizedExtension:
     signature = identity.sign(_SIGNATURE_PURPOSE + _subject_public_key_info(key))
     return x509.UnrecognizedExtension(
@@ -172,15 +202,6 @@ def _libp2p_extension(identity: Identity, key: ec.EllipticCurvePublicKey) -> x50
 
 def _subject_public_key_info(key: ec.EllipticCurvePublicKey) -> bytes:
     return key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
-
-
-def _check_self_signed(certificate: x509.Certificate) -> None:
-    try:
-        certificate.verify_directly_issued_by(certificate)
-    except InvalidSignature:
-        raise ProtocolViolation("certificate: its own signature does not verify") from None
-    except _MALFORMED as error:
-        raise ProtocolViolation(f"certificate: not self-signed: {error}") from None
 
 
 def _proven_peer(extensions: x509.Extensions, key: ec.EllipticCurvePublicKey) -> PeerId:

@@ -197,6 +197,19 @@ def dictionary_of(records: Mapping[str, tuple[bytes, float]]) -> ValueWithExpira
     return ValueWithExpiration(dictionary, max(expires_at for _, expires_at in records.values()))
 
 
+def recomputed(answer: ValueWithExpiration | None) -> ValueWithExpiration | None:
+    """A node's answer with the expiry that follows from its records, instead of the one it claims."""
+    if answer is None or not isinstance(answer.value, DictionaryDHTValue):
+        return None
+    return dictionary_of({owner: (kept.value, kept.expiration_time) for owner, kept in answer.value.data.items()})
+
+
+def plausible(nearest: Mapping[Any, PeerID], most: int) -> dict[Any, PeerID]:
+    """Neighbours that sit where their peer ids put them, no more than asked for."""
+    honest = [(node, peer) for node, peer in nearest.items() if node == node_id_of(peer)]
+    return dict(honest[:most])
+
+
 @dataclass(slots=True)
 class _Budget:
     left_bytes: float
@@ -252,18 +265,7 @@ class GuardedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no typ
         found = await super().call_find(peer, keys)
         if found is None:
             return None
-        return {key: (self._recomputed(item), self._plausible(nearest)) for key, (item, nearest) in found.items()}
-
-    def _recomputed(self, item: ValueWithExpiration | None) -> ValueWithExpiration | None:
-        """The answer's valid records, with the expiry that follows from them instead of the claimed one."""
-        if item is None or not isinstance(item.value, DictionaryDHTValue):
-            return None
-        return dictionary_of({owner: (kept.value, kept.expiration_time) for owner, kept in item.value.data.items()})
-
-    def _plausible(self, nearest: dict[Any, PeerID]) -> dict[Any, PeerID]:
-        """Neighbours that sit where their peer ids put them, no more than asked for."""
-        honest = [(node, peer) for node, peer in nearest.items() if node == node_id_of(peer)]
-        return dict(honest[: self.bucket_size])
+        return {key: (recomputed(item), plausible(nearest, self.bucket_size)) for key, (item, nearest) in found.items()}
 
     def _validate_dictionary(self, key_bytes: bytes, dictionary: DictionaryDHTValue) -> bool:
         """Drops what is not valid instead of refusing the rest with it: one record that has just expired by our clock must

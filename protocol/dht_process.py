@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
 import sys
 
 from protocol import slim_hivemind
@@ -95,6 +96,14 @@ async def _run(desk: _Desk) -> None:
     request = await desk.next()
     if request is None or request.WhichOneof("kind") != "start":
         return
+    try:
+        await _start_and_serve(desk, request)
+    finally:
+        # The node removes it too, unless it was killed.
+        shutil.rmtree(request.start.folder, ignore_errors=True)
+
+
+async def _start_and_serve(desk: _Desk, request: dht_process_pb2.DhtRequest) -> None:
     try:
         service = await _start_unless_left(desk, request.start)
     except _Finished:

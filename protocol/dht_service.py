@@ -37,8 +37,10 @@ log = logging.getLogger(__name__)
 DIAL_TIMEOUT_S = 5.0
 FIRST_JOIN_PATIENCE_S = 2.0
 """How long a start waits for the first try to join, which goes on in the background."""
-ALONE_RETRY_S = (0.2, 15.0)
-"""First and longest pause between tries while no other node is known."""
+MISSING_RETRY_S = (0.2, 5.0)
+"""First and longest pause between tries while an initial peer has not answered yet."""
+MISSING_PATIENCE_S = 120.0
+"""After this long an initial peer that never answered is only looked for as often as everything else."""
 REFRESH_S = 60.0
 MAX_BLACKLIST = 4096
 
@@ -66,7 +68,8 @@ class DhtService:
         return cls(node, initial_peers, client=start.client)
 
     async def stop(self) -> None:
-        await self._node.shutdown()
+        if self._node.p2p._child.returncode is None:
+            await self._node.shutdown()
         await self._node.p2p.shutdown()
 
     async def daemon_ended(self) -> int:
@@ -74,15 +77,19 @@ class DhtService:
         return int(await self._node.p2p._child.wait())
 
     async def stay_joined(self) -> None:
-        """Joins through the initial peers, again and again with growing pauses while nobody is known (a whole swarm may start
-        at the same second); then, now and then, looks for new neighbours and for initial peers that were away, so that a DHT
-        that fell apart grows together."""
-        pause_s, longest_s = ALONE_RETRY_S
+        """Greets the initial peers, again and again with growing pauses while one is missing or nobody is known.
+
+        A whole swarm may start at the same second, in any order: nodes that found each other without the one that came last
+        must not leave it alone. Later, now and then, this looks for new neighbours and for initial peers that were away,
+        so that a DHT that fell apart grows together.
+        """
+        pause_s, longest_s = MISSING_RETRY_S
+        began = time.monotonic()
         while True:
-            await self._join()
+            missing = await self._join()
             self._tried.set()
-            if self._peers_known():
-                pause_s = ALONE_RETRY_S[0]
+            if self._peers_known() and (not missing or time.monotonic() - began > MISSING_PATIENCE_S):
+                pause_s = MISSING_RETRY_S[0]
                 await asyncio.sleep(REFRESH_S * random.uniform(0.75, 1.25))  # noqa: S311
             else:
                 await asyncio.sleep(pause_s * random.uniform(0.75, 1.25))  # noqa: S311
@@ -126,24 +133,29 @@ class DhtService:
     def _peers_known(self) -> int:
         return len(self._node.protocol.routing_table.uid_to_peer_id)
 
-    async def _join(self) -> None:
-        await asyncio.gather(*(self._greet(peer, addresses) for peer, addresses in self._initial_peers.items()))
+    async def _join(self) -> int:
+        """Returns how many of the initial peers do not answer."""
+        greeted = await asyncio.gather(*(self._greet(peer, at) for peer, at in self._initial_peers.items()))
         if self._peers_known():
             await self._node.find_nearest_nodes([self._node.node_id])
         if len(self._node.blacklist.ban_counter) > MAX_BLACKLIST:
             self._node.blacklist.clear()
+        return greeted.count(False)
 
-    async def _greet(self, peer: PeerID, addresses: list[Multiaddr]) -> None:
+    async def _greet(self, peer: PeerID, addresses: list[Multiaddr]) -> bool:
         try:
             async with asyncio.timeout(DIAL_TIMEOUT_S):
+                if not await _any_answers(addresses):
+                    return False
                 await self._node.p2p._client.connect(peer, addresses)
                 node_id = await self._node.protocol.call_ping(peer)
         except (P2PDaemonError, OSError, TimeoutError) as error:
             log.debug("initial peer %s cannot be reached: %s", peer, error or type(error).__name__)
-            return
+            return False
         # hivemind adds it in a task of its own; here it must be known when this returns.
         if node_id is not None:
             await self._node.protocol.update_routing_table(node_id, peer, responded=True)
+        return node_id is not None
 
 
 async def _guarded_node(daemon: P2P, start: dht_process_pb2.DhtStart) -> DHTNode:
@@ -165,6 +177,25 @@ async def _guarded_node(daemon: P2P, start: dht_process_pb2.DhtStart) -> DHTNode
     node.protocol.storage = GuardedStorage(RecordStore(time.time, owners_per_key(keys)))
     node.protocol.cache = GuardedStorage(RecordStore(time.time, owners_of_key=0, max_records=0))
     return node
+
+
+async def _any_answers(addresses: list[Multiaddr]) -> bool:
+    """Whether somebody listens at one of the addresses. p2pd is only asked to dial then: after a dial that failed it refuses
+    to try again for 5 s and more, too long for a swarm whose nodes all start at once."""
+    answers = await asyncio.gather(*(_answers(address) for address in addresses))
+    return any(answers)
+
+
+async def _answers(address: Multiaddr) -> bool:
+    hosts = [address[name] for name in ("ip4", "ip6", "dns", "dns4", "dns6") if name in address]
+    if not hosts or "tcp" not in address or "p2p-circuit" in address:
+        return True  # not ours to tell
+    try:
+        _, writer = await asyncio.open_connection(hosts[0], int(address["tcp"]))
+    except OSError:
+        return False
+    writer.close()
+    return True
 
 
 def _by_peer(multiaddrs: Any, own: str) -> dict[PeerID, list[Multiaddr]]:

@@ -24,7 +24,7 @@ from protocol.identity import Identity
 from protocol.records import decode_announced, directory_key, encode_record
 from protocol.seams import Clock
 from swarm.announcement import Announcement
-from swarm.errors import ConfigError, ProtocolViolation, SkipstoneError, Unreachable
+from swarm.errors import ConfigError, ProtocolViolation, ResourceExhausted, SkipstoneError, Unreachable
 from swarm.vocabulary import MAX_EXPERTS, MAX_STAGES, ModuleId, PeerId, RunId
 
 log = logging.getLogger(__name__)
@@ -173,14 +173,13 @@ class DhtDirectory:
         child = self._running()
         keys = [directory_key(self._run, module) for module in (None, *dict.fromkeys(modules))]
         newest: dict[PeerId, Announcement] = {}
-        async with asyncio.timeout(self._settings.look_up_timeout_s * len(keys)):
-            for start in range(0, len(keys), KEYS_PER_FIND):
-                find = dht_process_pb2.DhtFind(keys=keys[start : start + KEYS_PER_FIND])
-                reply = await child.ask(dht_process_pb2.DhtRequest(find=find), self._settings.look_up_timeout_s)
-                for announcement in self._checked(reply.records):
-                    present = newest.get(announcement.peer)
-                    if present is None or announcement.sequence > present.sequence:
-                        newest[announcement.peer] = announcement
+        for start in range(0, len(keys), KEYS_PER_FIND):
+            find = dht_process_pb2.DhtFind(keys=keys[start : start + KEYS_PER_FIND])
+            reply = await child.ask(dht_process_pb2.DhtRequest(find=find), self._settings.look_up_timeout_s)
+            for announcement in self._checked(reply.records):
+                newest.setdefault(announcement.peer, announcement)
+                if announcement.sequence > newest[announcement.peer].sequence:
+                    newest[announcement.peer] = announcement
         return list(newest.values())
 
     def multiaddrs(self) -> list[str]:
@@ -224,9 +223,9 @@ class DhtDirectory:
             began = self._clock.monotonic()
             try:
                 await self._live_once(started)
-            except SkipstoneError as error:
+            except (SkipstoneError, OSError) as error:
                 if not started.done():
-                    started.set_exception(error)
+                    started.set_exception(_as_ours(error))
                     return
                 log.warning("the DHT has to be restarted: %s", error)
             if self._clock.monotonic() - began > STEADY_S:
@@ -291,6 +290,12 @@ class DhtDirectory:
             client=settings.client,
             timeout_s=settings.startup_timeout_s,
         )
+
+
+def _as_ours(error: SkipstoneError | OSError) -> SkipstoneError:
+    if isinstance(error, SkipstoneError):
+        return error
+    return ResourceExhausted(f"the DHT process could not be started: {error}")
 
 
 def _port_of(multiaddrs: Sequence[str]) -> int:

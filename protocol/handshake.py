@@ -2,30 +2,9 @@
 
 from __future__ import annotations
 
-from protocol.certificates import fingerprint, peer_of_certificate
 from protocol.frames import Farewell, FarewellReason, Frame, Hello
-from protocol.seams import AddressBook
-from protocol.streams import AcceptedStream
 from swarm.errors import PeerError, ProtocolViolation, Rejected, StaleVersion, Unreachable
 from swarm.vocabulary import PROTOCOL_VERSIONS, PeerId, RunId, short
-
-
-def proven_peer(stream: AcceptedStream, address_book: AddressBook) -> PeerId:
-    """The peer whose certificate the caller showed.
-
-    Raises:
-        Rejected: no peer's, or not the one that the address book has for this peer now.
-    """
-    certificate = stream.certificate()
-    try:
-        peer = peer_of_certificate(certificate)
-    except ProtocolViolation as error:
-        raise Rejected(str(error)) from None
-    contact = address_book.contact(peer)
-    # TLS let it in with the roots of that moment; it may have been replaced or dropped since.
-    if contact is None or fingerprint(contact.certificate) != fingerprint(certificate):
-        raise Rejected(f"the certificate shown for {short(peer)} is not the one announced")
-    return peer
 
 
 def objection_to(hello: Hello, own_run: RunId, expected: PeerId) -> Farewell | None:

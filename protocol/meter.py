@@ -12,6 +12,8 @@ _GOODPUT_GAIN: Final = 1 / 4
 
 
 class Meter:
+    """Measures one link: round trip, goodput, bytes each way, and when it was last heard."""
+
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._round_trip_s = 0.0

@@ -30,6 +30,7 @@ from swarm.messages import (
 from swarm.vocabulary import MAX_HOPS, Hop, MicrobatchId, ModuleId, Path, PeerId
 
 DETAIL_CHARACTERS: Final = 256
+MAX_LIFETIME_MS: Final = 3_600_000
 MAX_DIMENSIONS: Final = 4
 
 _PEER_ID: Final = re.compile(r"12D3Koo[1-9A-HJ-NP-Za-km-z]{45}")
@@ -79,6 +80,7 @@ def read_detail(text: str) -> str:
 
 
 def encode_message(frame: TensorFrame | ControlMessage) -> wire.Frame:
+    """The frame of link.proto for a message about a microbatch."""
     match frame:
         case TensorFrame(Forward() as message):
             return wire.Frame(forward=_wire_forward(message, frame))
@@ -108,6 +110,8 @@ def read_forward(forward: wire.Forward) -> TensorFrame:
     if position < 0:
         raise ProtocolViolation("forward: position -1 sends nothing forward to itself")
     purpose = read_enum(Purpose, forward.purpose, "purpose")
+    if forward.lifetime_ms > MAX_LIFETIME_MS:
+        raise ProtocolViolation(f"a lifetime of {forward.lifetime_ms} ms is more than {MAX_LIFETIME_MS}")
     message = Forward(microbatch, path, position, purpose, forward.lifetime_ms / 1000)
     return _read_header(message, forward.tensor)
 

@@ -40,6 +40,7 @@ class Outbox:
         self._turns: deque[_Sending] = deque()
         self._open: dict[int, _Sending] = {}
         self._something_to_send = asyncio.Event()
+        self._queue_for_room = asyncio.Lock()
         self._room = asyncio.Event()
         self._room.set()
         self._closed: PeerError | None = None
@@ -69,9 +70,10 @@ class Outbox:
 
     async def put(self, frame: bytes) -> None:
         """Queues a small frame as soon as there is room. Raises PeerError when the outbox is closed."""
-        while self._closed is None and not self._room.is_set():
-            await self._room.wait()
-        self.post(frame)
+        async with self._queue_for_room:  # one at a time: thousands may wait
+            while self._closed is None and not self._room.is_set():
+                await self._room.wait()
+            self.post(frame)
 
     async def send(self, size_bytes: int, make: Callable[[], OutgoingTransfer]) -> bool:
         """Sends a tensor: waits for its share of the budget, then until its last chunk is handed to the stream.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ async def start_daemon(start: dht_process_pb2.DhtStart) -> P2P:
     address = ipaddress.ip_address(start.host)
     outside = not address.is_loopback
     try:
+        _check_port(address, start.port)
         daemon = await _Daemon.create(
             host_maddrs=[f"/ip{address.version}/{address}/tcp/{start.port}"],
             announce_maddrs=list(start.announce) or None,
@@ -68,3 +70,11 @@ async def start_daemon(start: dht_process_pb2.DhtStart) -> P2P:
         await daemon.shutdown()
         raise IdentityError(f"the DHT came up as {daemon.peer_id}, not as {start.peer}")
     return daemon
+
+
+def _check_port(address: ipaddress.IPv4Address | ipaddress.IPv6Address, port: int) -> None:
+    """Raises OSError when somebody listens there: p2pd would share the port with them (SO_REUSEPORT) and get half the calls."""
+    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a former life may linger
+        probe.bind((str(address), port))

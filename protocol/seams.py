@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -67,14 +67,10 @@ class Contact:
 
 
 class AddressBook(Protocol):
-    """Whom the transport may talk to. Called from gRPC's threads too: must be thread-safe and quick."""
+    """Whom the transport can dial."""
 
     def contact(self, peer: PeerId) -> Contact | None:
         """How to dial the peer, or None when it is not known."""
-        ...
-
-    def certificates(self) -> Iterable[bytes]:
-        """DER of every certificate that may open a link to us; read again at every TLS handshake."""
         ...
 
 

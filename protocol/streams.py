@@ -10,14 +10,13 @@ import asyncio
 import re
 import ssl
 from collections.abc import Awaitable, Callable
-from functools import lru_cache
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeAlias
 
 import grpc
 
 from protocol.certificates import TlsCredentials, pem_of
 from protocol.chunks import MAX_CHUNK_FRAME_BYTES
-from protocol.seams import AddressBook, Contact
+from protocol.seams import Contact
 from swarm.errors import PeerError, ProtocolViolation, Rejected, Unreachable
 
 SERVICE: Final = "skipstone.Skipstone"
@@ -59,7 +58,14 @@ _CHANNEL_OPTIONS: Final = (
 _ADDRESS: Final = re.compile(
     r"(?P<host>[A-Za-z0-9](?:[A-Za-z0-9.-]{0,252})|\[[0-9A-Fa-f:.]{2,45}\]):(?P<port>[0-9]{1,5})"
 )
+_WRONG_CERTIFICATE: Final = re.compile("CERTIFICATE_VERIFY_FAILED|Hostname Verification")
+_HUNG_UP: Final = re.compile("failed to connect.*(closed|reset|pipe)", re.IGNORECASE | re.DOTALL)
+"""In TLS 1.3 a server refuses a client's certificate only after the client has finished its handshake."""
 _MISBEHAVED: Final = (grpc.aio.BaseError, grpc.RpcError, asyncio.InvalidStateError)
+
+
+ServicerContext: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
+Serve = Callable[[object, ServicerContext], Awaitable[None]]
 
 
 class Stream(Protocol):
@@ -126,7 +132,7 @@ class DialledStream:
 class AcceptedStream:
     """The stream that the other side opened. gRPC ends it when its handler returns."""
 
-    def __init__(self, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+    def __init__(self, context: ServicerContext) -> None:
         self._context = context
 
     def certificate(self) -> bytes:
@@ -205,19 +211,15 @@ def target_of(address: str) -> str:
     return f"dns:///{address}"
 
 
-Serve = Callable[[object, "grpc.aio.ServicerContext[bytes, bytes]"], Awaitable[None]]
-
-
 def make_server(
     serve: Serve,
     credentials: TlsCredentials,
-    address_book: AddressBook,
     address: str,
     max_streams: int,
     *,
     max_frame_bytes: int = MAX_CHUNK_FRAME_BYTES,
 ) -> tuple[grpc.aio.Server, int]:
-    """A server that lets in whoever the address book knows at the moment of the handshake, and the port it has.
+    """A server that lets in whoever shows a certificate of its run, and the port it has.
 
     It serves `Connect` and nothing else; gRPC answers UNIMPLEMENTED to the rest.
 
@@ -228,18 +230,12 @@ def make_server(
     methods = {METHOD: grpc.stream_stream_rpc_method_handler(serve)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
 
-    def configuration() -> grpc.ServerCertificateConfiguration:
-        # Our own certificate stands in for an empty list, which gRPC does not take; links to oneself are refused later.
-        roots = [credentials.certificate_pem, *(_cached_pem(der) for der in address_book.certificates())]
-        return grpc.ssl_server_certificate_configuration(
-            [(credentials.private_key_pem, credentials.certificate_pem)], b"".join(roots)
-        )
-
-    secured = grpc.dynamic_ssl_server_credentials(configuration(), configuration, require_client_authentication=True)
+    secured = grpc.ssl_server_credentials(
+        [(credentials.private_key_pem, credentials.certificate_pem)],
+        root_certificates=credentials.authority_pem,
+        require_client_auth=True,
+    )
     return server, server.add_secure_port(address, secured)
-
-
-_cached_pem = lru_cache(maxsize=4096)(pem_of)
 
 
 def stream_error(error: BaseException) -> PeerError:
@@ -254,9 +250,9 @@ def stream_error(error: BaseException) -> PeerError:
             return Rejected(f"the peer refused the connection: {details}")
         case grpc.StatusCode.RESOURCE_EXHAUSTED if "larger than max" in details:
             return ProtocolViolation(f"a frame was too long: {details}")
-        case grpc.StatusCode.UNAVAILABLE if "handshake" in details.lower():
+        case grpc.StatusCode.UNAVAILABLE if _WRONG_CERTIFICATE.search(details):
             return Rejected(f"what answers at that address proved to be another peer: {details}")
-        case grpc.StatusCode.UNAVAILABLE if "failed to connect" in details and "closed" in details.lower():
-            return Unreachable(f"the peer closed the connection; it may not know our certificate (yet): {details}")
+        case grpc.StatusCode.UNAVAILABLE if _HUNG_UP.search(details):
+            return Unreachable(f"the peer closed the connection; it may train another run: {details}")
         case _:
             return Unreachable(f"the stream broke: {details}")

@@ -1,6 +1,6 @@
 """The transport: one link for each pair of peers, whoever dials, over gRPC with mutual TLS.
 
-Who may connect is the address book's decision, made anew at every handshake. When two peers dial each other at the same
+Who may connect: whoever shows a certificate of the run that proves its peer id. When two peers dial each other at the same
 time, the stream dialled by the one with the smaller peer id is kept: that one lets the other's dial wait for its own,
 and the other takes the incoming stream at once and drops its own dial. So no stream that carries anything is ever
 given up for another, except when the peer has lost its end (a restart).
@@ -21,13 +21,14 @@ import grpc
 from protocol.backoff import Backoff
 from protocol.certificates import TlsCredentials
 from protocol.dialling import dial
+from protocol.door import Door
 from protocol.frames import AnnouncementFrame, Farewell, FarewellReason, Hello, decode, encode
-from protocol.handshake import Duplicate, expect_hello, objection_to, proven_peer
+from protocol.handshake import Duplicate, expect_hello, objection_to
 from protocol.identity import Identity
 from protocol.link import Link, LinkSurroundings
 from protocol.seams import AddressBook, Clock, Contact, LinkFigures, LinkHandler, Question, TensorSpec
 from protocol.settings import TransportSettings
-from protocol.streams import AcceptedStream, DialledStream, make_server
+from protocol.streams import AcceptedStream, DialledStream, ServicerContext, make_server
 from swarm.errors import ConfigError, PeerError, ProtocolViolation, Unreachable
 from swarm.messages import ControlMessage, TensorMessage
 from swarm.vocabulary import PROTOCOL_VERSIONS, PeerId, RunId, short
@@ -72,6 +73,7 @@ class GrpcTransport:
         self._clock = clock
         self._settings = settings
         self._own_record = own_record
+        self._door = Door()
         self._surroundings = LinkSurroundings(handler, clock, settings)
         self._backoff = Backoff(clock, settings.first_retry_s, settings.longest_retry_s, jitter)
         self._links: dict[PeerId, Link] = {}
@@ -96,7 +98,7 @@ class GrpcTransport:
         address = f"{self._settings.listen_host}:{self._settings.listen_port}"
         most = self._settings.max_links + _SPARE_STREAMS
         try:
-            self._server, self._port = make_server(self._serve, self._credentials, self._address_book, address, most)
+            self._server, self._port = make_server(self._serve, self._credentials, address, most)
         except RuntimeError:
             raise ConfigError(
                 f"cannot listen on {address}", hint="Choose another port, or stop what uses it now."
@@ -163,8 +165,9 @@ class GrpcTransport:
             del self._links[link.peer]
             self._handler.link_down(link.peer, error)
 
-    def _has_room(self) -> bool:
-        return len(self._links) < self._settings.max_links
+    def _has_room_for(self, peer: PeerId) -> bool:
+        others = (self._links.keys() | self._dials.keys()) - {peer}
+        return len(others) < self._settings.max_links
 
     def _link(self, peer: PeerId, stream: AcceptedStream | DialledStream) -> Link:
         return Link(
@@ -223,7 +226,7 @@ class GrpcTransport:
                 await asyncio.sleep(self._settings.first_retry_s)
 
     def _dialable(self, peer: PeerId) -> Contact:
-        if not self._has_room():
+        if not self._has_room_for(peer):
             raise Unreachable(f"all {self._settings.max_links} links are in use")
         contact = self._address_book.contact(peer)
         if contact is None:
@@ -232,34 +235,33 @@ class GrpcTransport:
 
     # ---- answering ----------------------------------------------------------------------------------------------
 
-    async def _serve(self, _requests: object, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+    async def _serve(self, _requests: object, context: ServicerContext) -> None:
         """gRPC's handler of `Connect`. The work is done in a task of ours, so that its errors are ours too."""
+        peer = await self._door.enter(context)
         if self._closing:
             return
-        task = self._spawn(self._welcome(AcceptedStream(context)))
+        task = self._spawn(self._welcome(peer, AcceptedStream(context)))
         try:
             await asyncio.wait((task,))
         except asyncio.CancelledError:
             task.cancel()
             raise
 
-    async def _welcome(self, stream: AcceptedStream) -> None:
-        """Checks who calls and whether to take the stream, and carries it if so."""
-        last_words: Farewell | None
+    async def _welcome(self, peer: PeerId, stream: AcceptedStream) -> None:
+        """Hears the Hello of a peer, and carries the stream if nothing speaks against it."""
         try:
-            peer = proven_peer(stream, self._address_book)
             async with asyncio.timeout(self._settings.hello_timeout_s):
                 hello = expect_hello(decode(await stream.read() or b""), peer)
-            last_words = objection_to(hello, self._run, peer) or await self._objection_to_link(peer)
+            objection = objection_to(hello, self._run, peer) or await self._objection_to_link(peer)
         except ProtocolViolation as error:
-            last_words = Farewell(FarewellReason.VIOLATION, str(error))
-        except PeerError as error:
-            last_words = Farewell(FarewellReason.NOT_YOU, str(error))
+            objection = Farewell(FarewellReason.VIOLATION, str(error))
         except TimeoutError:
-            last_words = Farewell(FarewellReason.UNSPECIFIED, "no Hello came in time")
-        if last_words is not None:
+            objection = Farewell(FarewellReason.UNSPECIFIED, "no Hello came in time")
+        except PeerError:
+            return  # It broke off, or said farewell.
+        if objection is not None:
             with contextlib.suppress(PeerError):
-                await stream.write(encode(last_words))
+                await stream.write(encode(objection))
             return
         link = self._link(peer, stream)
         link.say(self._own_hello())
@@ -273,9 +275,13 @@ class GrpcTransport:
         if attempt is not None and wins:
             # Not for ever: it may be that the peer can reach us, and we cannot reach the peer.
             await asyncio.wait((attempt.outcome,), timeout=self._settings.dial_timeout_s / 2)
+        if self._closing:
+            return Farewell(FarewellReason.LEAVING)
         link = self._links.get(peer)
         if link is None:
-            return None if self._has_room() else Farewell(FarewellReason.UNSPECIFIED, "no room for another link")
+            return (
+                None if self._has_room_for(peer) else Farewell(FarewellReason.UNSPECIFIED, "no room for another link")
+            )
         age_s = self._clock.monotonic() - link.since
         if link.dialled and wins and age_s < self._settings.dial_timeout_s:
             return Farewell(FarewellReason.DUPLICATE)

@@ -6,17 +6,20 @@ living peer knows that it has to act when somebody dies. One `Holding` stands fo
     RECEIVING -> FORWARD -> HANDING_ON -> GUARDING -> AWAITING -> BACKWARD -> HANDING_BACK -> GUARDING_BACK -> (gone)
 
 * position -1 (the data node at the start) has no RECEIVING: its tokens are at home. Its BACKWARD ends the microbatch.
-* position len(hops) (the data node at the end) turns round: after FORWARD, which is the loss, comes HANDING_BACK.
+* position len(hops) (the data node at the end) turns round: after FORWARD, which is the loss, comes HANDING_BACK. It stays in
+  GUARDING_BACK until its start ends too: a microbatch turns round once, whatever copies of it arrive later.
 * a microbatch that is only evaluated is gone as soon as the next peer has accepted it.
 
 On the way out a lost, busy or refusing peer is replaced by another replica of the same module, from the output that is
-kept. On the way back there is no stand-in: the holder reports the microbatch Stranded, and its data node abandons it.
+kept. Where there is no stand-in (on the way back there never is) the holder tries the same peer again for PATIENCE_S, and
+then reports the microbatch Stranded; its data node abandons it.
 
 Nothing here does IO. `handle` takes what happened and the time, and returns what is to be done, in order.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -53,9 +56,12 @@ from swarm.messages import (
     ReceiptStatus,
     Stranded,
 )
-from swarm.vocabulary import MicrobatchId, ModuleId, PeerId, Reasoned
+from swarm.vocabulary import MicrobatchId, ModuleId, Path, PeerId, Reasoned
 
-DATA_NODE_GRACE_S = 5.0
+PATIENCE_S = 5.0
+"""How long a holder tries again when the only peer it could hand a microbatch to cannot be reached."""
+RETRY_S = 0.3
+DATA_NODE_GRACE_S = 20.0
 """How long a hop keeps a data node's microbatches after the link to it broke: a reconnect may come."""
 
 ChooseReplica = Callable[[ModuleId, frozenset[PeerId]], Reasoned[PeerId | None]]
@@ -110,11 +116,11 @@ class Custody:
         return Reasoned(True, "a slot is free")
 
     def expects_backward(self, message: Backward) -> Reasoned[bool]:
-        """Whether a gradient for this microbatch, along this very path, is awaited here."""
+        """Whether a gradient for this microbatch is awaited here from the peer it was handed to, on the way it came."""
         holding = self._holdings.get(Key(message.microbatch, message.position))
         if holding is None:
             return Reasoned(False, "this microbatch is not, or no longer, held here")
-        if holding.path != message.path:
+        if not _same_way(holding.path, message.path, message.position + 1):
             return Reasoned(False, "this microbatch is held here on another path")
         if holding.phase in (Phase.RECEIVING, Phase.FORWARD):
             return Reasoned(False, "this microbatch has not been passed on yet")
@@ -182,7 +188,7 @@ class Custody:
 
     def _another_copy(self, known: Holding, message: Forward, sender: PeerId, now: float) -> list[Action]:
         """The same microbatch again: a sender that lost its link to us, or a repaired path that comes by a second way."""
-        if known.path == message.path:
+        if _same_way(known.path, message.path, message.position):
             statuses = [ReceiptStatus.ACCEPTED]
             if known.phase not in (Phase.FORWARD, Phase.HANDING_ON):
                 statuses.append(ReceiptStatus.PASSED_ON)
@@ -208,7 +214,8 @@ class Custody:
         accepted = Tell(sender, _receipt(message, Direction.BACKWARD, ReceiptStatus.ACCEPTED))
         if holding.phase not in _BEFORE_BACKWARD:  # a second copy; the first is being worked on
             return [accepted]
-        self._put(_touched(replace(holding, phase=Phase.BACKWARD, target=None, retry_at=None), now))
+        awaited = replace(holding, path=message.path, phase=Phase.BACKWARD, target=None, retry_at=None)
+        self._put(_touched(awaited, now))
         return [accepted, Compute(key, Work.BACKWARD, holding.purpose)]
 
     def _computed(self, key: Key, now: float) -> list[Action]:
@@ -217,11 +224,12 @@ class Custody:
             return []
         if holding.phase is Phase.FORWARD and not holding.is_end:
             position = key.position + 1
-            return self._hand_on(replace(holding, tried=frozenset()), holding.path.peer_at(position), now)
+            return self._hand_on(holding, holding.path.peer_at(position), now)
         if holding.phase is Phase.FORWARD and holding.purpose is Purpose.EVALUATE:
             return [self._drop(key, "evaluated")]
         if holding.is_start:
-            return [Finished(key.microbatch), self._drop(key, "completed")]
+            held = [h.key for h in self.holdings() if h.key.microbatch == key.microbatch]
+            return [Finished(key.microbatch), *(self._drop(end, "completed") for end in held)]
         return self._hand_back(holding, now)
 
     def _compute_failed(self, key: Key, detail: str) -> list[Action]:
@@ -246,7 +254,7 @@ class Custody:
             case ReceiptStatus.BUSY:
                 return self._busy(holding, receipt, now)
             case ReceiptStatus.REFUSED:
-                return self._target_failed(holding, f"refused: {receipt.detail}", now)
+                return self._refused(holding, receipt.detail, now)
 
     def _peer_lost(self, peer: PeerId, detail: str, now: float) -> list[Action]:
         actions: list[Action] = []
@@ -266,13 +274,19 @@ class Custody:
     def _tick(self, now: float) -> list[Action]:
         actions: list[Action] = []
         for holding in self.holdings():
-            if holding.retry_at is not None and holding.retry_at <= now and holding.target is not None:
-                retried = replace(holding, retry_at=None)
-                self._put(retried)
-                actions.append(self._sending(retried, holding.target))
-            elif holding.deadline <= now:
+            if holding.deadline <= now:
                 actions += self._overdue(holding)
+            elif holding.retry_at is not None and holding.retry_at <= now and holding.target is not None:
+                actions += self._retry(holding, holding.target, now)
         return actions
+
+    def _retry(self, holding: Holding, target: PeerId, now: float) -> list[Action]:
+        """Offers it again to the same peer, or to a replica that has come up meanwhile."""
+        if holding.failing_since is not None and (elsewhere := self._elsewhere(holding, now)):
+            return elsewhere
+        retried = replace(holding, retry_at=None)
+        self._put(retried)
+        return [self._sending(retried, target)]
 
     def _overdue(self, holding: Holding) -> list[Action]:
         gone = self._drop(holding.key, f"nothing happened to it for {holding.lifetime_s:.0f} s")
@@ -292,7 +306,7 @@ class Custody:
 
     def _hand_back(self, holding: Holding, now: float) -> list[Action]:
         target = holding.path.peer_at(holding.key.position - 1)
-        handed = _touched(replace(holding, phase=Phase.HANDING_BACK, target=target, tried=frozenset()), now)
+        handed = _touched(replace(holding, phase=Phase.HANDING_BACK, target=target), now)
         self._put(handed)
         return [self._sending(handed, target)]
 
@@ -310,15 +324,17 @@ class Custody:
             told = self._tell_passed(holding, Direction.FORWARD, holding.key.position - 1)
             if holding.purpose is Purpose.EVALUATE:
                 return [*told, self._drop(holding.key, "passed on")]
-            at_end = holding.key.position + 1 == len(holding.path.hops)
-            phase = Phase.AWAITING if at_end else Phase.GUARDING
-            self._put(_touched(replace(holding, phase=phase, retry_at=None), now))
+            accepted = replace(holding, phase=Phase.GUARDING, retry_at=None, failing_since=None)
+            if holding.key.position + 1 == len(holding.path.hops):  # the data node cannot be replaced
+                accepted = replace(accepted, phase=Phase.AWAITING, target=None)
+            self._put(_touched(accepted, now))
             return told
         if holding.phase is Phase.HANDING_BACK:
             told = self._tell_passed(holding, Direction.BACKWARD, holding.key.position + 1)
             if holding.key.position == 0:
                 return [*told, self._drop(holding.key, "gradient accepted by its data node")]
-            self._put(_touched(replace(holding, phase=Phase.GUARDING_BACK, retry_at=None), now))
+            guarding = replace(holding, phase=Phase.GUARDING_BACK, retry_at=None, failing_since=None)
+            self._put(_touched(guarding, now))
             return told
         return []
 
@@ -329,6 +345,9 @@ class Custody:
             return told
         if current.phase is Phase.GUARDING:
             self._put(_touched(replace(current, phase=Phase.AWAITING, target=None), now))
+        elif current.phase is Phase.GUARDING_BACK and current.is_end:
+            # Kept until its start completes or is given up, so that no later copy can turn round a second time.
+            self._put(replace(current, target=None, deadline=math.inf))
         elif current.phase is Phase.GUARDING_BACK:
             return [*told, self._drop(holding.key, "gradient passed on")]
         return told
@@ -339,25 +358,53 @@ class Custody:
             return []
         if holding.phase is Phase.HANDING_ON and holding.key.position + 1 < len(holding.path.hops):
             module = holding.path.hops[holding.key.position + 1].module
-            other = self._choose(module, holding.tried | {holding.target}).value
+            busy = holding.busy | {holding.target}
+            other = self._choose(module, holding.tried | busy).value
             if other is not None:
-                return self._hand_on(replace(holding, tried=holding.tried | {holding.target}), other, now)
-        self._put(replace(holding, retry_at=now + receipt.retry_after_s, tried=frozenset()))
+                return self._hand_on(replace(holding, busy=busy), other, now)
+        self._put(replace(holding, retry_at=now + receipt.retry_after_s, busy=frozenset()))
         return []
 
     def _target_failed(self, holding: Holding, detail: str, now: float) -> list[Action]:
+        """Elsewhere if there is an elsewhere; else the same peer again for a while: links break and come back."""
+        if holding.phase not in _ON_THE_WAY_OUT | _ON_THE_WAY_BACK or holding.target is None:
+            return []
+        elsewhere = self._elsewhere(holding, now)
+        if elsewhere:
+            return elsewhere
+        since = now if holding.failing_since is None else holding.failing_since
+        if now - since >= PATIENCE_S:
+            return self._strand_on(holding, detail)
+        phase = Phase.HANDING_ON if holding.phase in _ON_THE_WAY_OUT else Phase.HANDING_BACK
+        self._put(replace(holding, phase=phase, failing_since=since, retry_at=now + RETRY_S))
+        return []
+
+    def _refused(self, holding: Holding, detail: str, now: float) -> list[Action]:
+        """Elsewhere if there is an elsewhere: sending it there again would not help."""
+        return self._elsewhere(holding, now) or self._strand_on(holding, f"refused: {detail}")
+
+    def _elsewhere(self, holding: Holding, now: float) -> list[Action]:
+        """Hands it to another replica of the next hop's module, if it is on the way out and there is one."""
         position = holding.key.position + 1
+        if holding.phase not in _ON_THE_WAY_OUT or holding.target is None or position == len(holding.path.hops):
+            return []
+        tried = holding.tried | {holding.target}
+        module = holding.path.hops[position].module
+        other = self._choose(module, tried | holding.busy)
+        if other.value is None:
+            other = self._choose(module, tried)  # one that was busy is better than none
+        if other.value is None:
+            return []
+        return self._hand_on(replace(holding, tried=tried), other.value, now)
+
+    def _strand_on(self, holding: Holding, detail: str) -> list[Action]:
+        """Strands it at the hop that it was being handed to."""
         if holding.phase in _ON_THE_WAY_BACK:
             return self._strand(holding, Direction.BACKWARD, holding.key.position - 1, detail)
-        if holding.phase not in _ON_THE_WAY_OUT or holding.target is None:
-            return []
-        if position == len(holding.path.hops):
-            return self._strand(holding, Direction.FORWARD, position, detail)
-        tried = holding.tried | {holding.target}
-        other = self._choose(holding.path.hops[position].module, tried)
-        if other.value is None:
-            return self._strand(holding, Direction.FORWARD, position, f"{detail}; {other.reason}")
-        return self._hand_on(replace(holding, tried=tried), other.value, now)
+        position = holding.key.position + 1
+        if position < len(holding.path.hops):
+            detail = f"{detail}; module {holding.path.hops[position].module} has no peer left to stand in"
+        return self._strand(holding, Direction.FORWARD, position, detail)
 
     def _strand(self, holding: Holding, direction: Direction, position: int, detail: str) -> list[Action]:
         message = Stranded(holding.key.microbatch, direction, position, detail[:256])
@@ -385,6 +432,11 @@ def _received(message: Forward, now: float) -> Holding:
     return Holding(
         key, message.path, message.purpose, Phase.RECEIVING, message.lifetime_s, deadline=now + message.lifetime_s
     )
+
+
+def _same_way(one: Path, other: Path, position: int) -> bool:
+    """Whether two paths have the same hops up to and including `position`. What comes after may have been repaired by others since."""
+    return len(one.hops) == len(other.hops) and one.hops[: position + 1] == other.hops[: position + 1]
 
 
 def _touched(holding: Holding, now: float) -> Holding:

@@ -61,14 +61,23 @@ class FlightRules:
 
 @dataclass(slots=True)
 class Flights:
-    """The data node's account of its microbatches."""
+    """The data node's account of its microbatches.
+
+    Args:
+        first_number: of the first microbatch. A data node that comes back must not use a number of its earlier life again: others may still
+            hold that microbatch.
+    """
 
     own: PeerId
     rules: FlightRules
+    first_number: int = 0
     counts: Counts = field(default_factory=Counts)
     _flying: dict[MicrobatchId, Flight] = field(default_factory=dict)
     _losses: list[float] = field(default_factory=list)
-    _next_number: int = 0
+    _next_number: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._next_number = self.first_number
 
     @property
     def in_flight(self) -> tuple[Flight, ...]:
@@ -120,8 +129,11 @@ class Flights:
     def complete(self, microbatch: MicrobatchId) -> StepDone | None:
         """It has come back to where it started. Tells when that ends a step."""
         flight = self._flying.pop(microbatch, None)
-        if flight is None or flight.loss is None:
+        if flight is None:
             self.counts = replace(self.counts, duplicated=self.counts.duplicated + 1)
+            return None
+        if flight.loss is None:  # no honest path comes back without having been at its end
+            self.counts = replace(self.counts, abandoned=self.counts.abandoned + 1)
             return None
         self.counts = replace(self.counts, completed=self.counts.completed + 1)
         self._losses.append(flight.loss)

@@ -30,6 +30,8 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
+    """One microbatch at one position of its path, in the custody of this node."""
+
     key: Key
     path: Path
     purpose: Purpose
@@ -41,8 +43,12 @@ class Holding:
     """Whom it is being handed to."""
     tried: frozenset[PeerId] = frozenset()
     """Replicas that failed or refused; not asked again for this microbatch."""
+    busy: frozenset[PeerId] = frozenset()
+    """Replicas that had no slot when asked in this round of asking; asked again when nobody else is left."""
     retry_at: float | None = None
-    """When to offer it again to a target that was busy."""
+    """When to offer it again to a target that was busy or out of reach."""
+    failing_since: float | None = None
+    """Since when the target has been out of reach, with nobody to stand in for it."""
 
     @property
     def is_end(self) -> bool:

@@ -53,10 +53,9 @@ class Membership:
             return Change.IGNORED
         known = self._members.get(announcement.peer)
         if known is None:
-            if len(self._members) >= MAX_PEERS:
-                self._evict_one()
             self._members[announcement.peer] = _Member(announcement, now + remaining)
-            return Change.NEW
+            evicted = self._evict_one() if len(self._members) > MAX_PEERS else None
+            return Change.IGNORED if evicted == announcement.peer else Change.NEW
         if announcement.sequence <= known.announcement.sequence:
             return Change.IGNORED
         known.announcement = announcement
@@ -75,9 +74,12 @@ class Membership:
         self._members.pop(peer, None)
 
     def fail(self, peer: PeerId, now: float) -> None:
-        """The peer could not be reached or fell silent: no new work for it for 1, 2, 4 ... 60 s, doubling each time."""
+        """The peer could not be reached or fell silent: no new work for it for 1, 2, 4 ... 60 s, doubling each time.
+
+        What fails while it is suspected already belongs to the same outage and does not count again.
+        """
         member = self._members.get(peer)
-        if member is not None:
+        if member is not None and member.suspect_until <= now:
             member.suspect_until = now + min(MAX_BACK_OFF_S, 2.0 ** min(member.failures, 10))
             member.failures += 1
 
@@ -110,8 +112,12 @@ class Membership:
             and member.announcement.versions.common(PROTOCOL_VERSIONS) is not None
         ]
 
-    def _evict_one(self) -> None:
-        """Visitors go first, then whoever expires first: a flood of short-lived records cannot push out those that stay."""
-        order = lambda m: (m.announcement.state is not PeerState.VISITING, m.expires)  # noqa: E731
-        victim = min(self._members.values(), key=order)
-        del self._members[victim.announcement.peer]
+    def _evict_one(self) -> PeerId:
+        """Visitors go first, then whoever expires first, a newcomer included: a flood of short-lived records cannot push out those that stay."""
+
+        def worth(member: _Member) -> tuple[bool, float]:
+            return member.announcement.state is not PeerState.VISITING, member.expires
+
+        victim = min(self._members.values(), key=worth).announcement.peer
+        del self._members[victim]
+        return victim

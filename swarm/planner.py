@@ -83,6 +83,11 @@ class Planner:
             return Reasoned(NoReplica(tuple(missing)), "; ".join(reasons))
         return Reasoned(Path(self._membership.own, tuple(hops)), "; ".join(reasons))
 
+    def hosts_one_of(self, peer: PeerId, path: Path) -> bool:
+        """Whether the peer announces a module that the path visits."""
+        announcement = self._membership.get(peer)
+        return announcement is not None and any(hop.module == announcement.module for hop in path.hops)
+
     def replica(
         self, module: ModuleId, without: frozenset[PeerId], in_flight: Mapping[PeerId, int], now: float
     ) -> Reasoned[PeerId | None]:

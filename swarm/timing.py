@@ -46,11 +46,11 @@ class PathTimes:
         if journey is not None:
             journey.last = now
 
-    def passed(self, receipt: Receipt, now: float) -> None:
-        """A peer has passed it on; repeated receipts count once."""
+    def passed(self, sender: PeerId, receipt: Receipt, now: float) -> None:
+        """`sender` has passed it on; it may be another than the one planned. Repeated receipts count once."""
         journey = self._journeys.get(receipt.microbatch)
         mark = (receipt.direction, receipt.position)
-        if journey is None or mark in journey.passed:
+        if journey is None or mark in journey.passed or not -1 <= receipt.position <= len(journey.path.hops):
             return
         journey.passed.add(mark)
         taken, journey.last = now - journey.last, now
@@ -59,9 +59,8 @@ class PathTimes:
         if receipt.direction is Direction.FORWARD:
             journey.out_s[receipt.position] = taken
         elif receipt.position in journey.out_s:
-            peer = journey.path.hops[receipt.position].peer
             both_ways = journey.out_s[receipt.position] + taken
-            self._estimates.observe(peer, both_ways, self._tokens, journey.queue.get(peer, 0))
+            self._estimates.observe(sender, both_ways, self._tokens, journey.queue.get(sender, 0))
 
     def forget(self, microbatch: MicrobatchId) -> None:
         self._journeys.pop(microbatch, None)

@@ -19,6 +19,7 @@ PACKAGES = ("swarm", "protocol", "node")
 GENERATED = ROOT / "protocol" / "generated"
 SHARED_VOCABULARY = {"swarm.vocabulary", "swarm.errors", "swarm.messages", "swarm.announcement"}
 NO_IO = {"asyncio", "socket", "ssl", "subprocess", "threading", "multiprocessing", "selectors"}
+SELF_EXPLAINING_LINES = 10
 CODE_AS_DATA = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 
 
@@ -102,14 +103,19 @@ def test_nothing_is_unpickled(path: Path) -> None:
 
 
 def public_definitions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
-    """Top-level public functions, and classes that are more than a list of names (enums) or a shape (protocols, sections)."""
+    """Top-level public functions and classes, but for those so short that their name and fields say it all, and for lists of
+    names (enums) and shapes (protocols, sections), whose members are what is explained.
+    """
     for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or node.name.startswith("_"):
+            continue
+        bases = {ast.unparse(base) for base in node.bases} if isinstance(node, ast.ClassDef) else set()
+        if lines_of(node) > SELF_EXPLAINING_LINES and not bases & {"enum.Enum", "enum.IntEnum", "Protocol", "_Section"}:
             yield node
-        elif isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-            bases = {ast.unparse(base) for base in node.bases}
-            if not bases & {"enum.Enum", "enum.IntEnum", "Protocol", "_Section"}:
-                yield node
+
+
+def lines_of(node: ast.stmt) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
 
 
 @pytest.mark.parametrize("path", sources(*PACKAGES), ids=name_of)

@@ -15,7 +15,7 @@ from node.cli.text import count, duration, harmless, loss_text, peer_name, spark
 from node.swarm_progress import PeerProgress, SwarmProgress
 
 REFRESH_S = 0.25
-_CURVE_WIDTH = 48
+_CURVE_WIDTH = 40
 _STATE_STYLES = {"serving": "green", "failed": "red", "finished": "dim", "draining": "yellow"}
 _NOTE_STYLES = {"info": "dim", "warning": "yellow", "error": "red"}
 
@@ -24,7 +24,9 @@ def render(state: SwarmProgress, title: str, elapsed_s: float) -> RenderableType
     """The whole view. Everything that came from a peer is made harmless and never read as markup."""
     parts: list[RenderableType] = [_headline(state, title, elapsed_s)]
     if state.target is not None:
-        parts.append(ProgressBar(total=state.target, completed=state.step, width=_CURVE_WIDTH))
+        bar = Table.grid()  # a bar alone does not end its line
+        bar.add_row(ProgressBar(total=state.target, completed=state.step, width=_CURVE_WIDTH))
+        parts.append(bar)
     parts += [_loss_line(state), _peer_table(state)]
     parts += [
         Text(f"waiting: stage {harmless(module)} has no peer left ({harmless(reason)})", style="bold yellow")
@@ -71,7 +73,7 @@ def _peer_table(state: SwarmProgress) -> Table:
     hosted = {peer.stage for peer in by_stage if peer.exit_code is None}
     for peer in by_stage:
         table.add_row(*_peer_row(peer))
-    for stage in sorted(set(range(state.stages)) - hosted):
+    for stage in sorted(set(range(state.stages)) - hosted) if hosted else ():
         table.add_row(Text(str(stage), style="red"), "", Text("none", style="red"))
     return table
 

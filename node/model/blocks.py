@@ -104,7 +104,8 @@ class Attention(nn.Module):
         keys = rotary(self._by_head(self.k_proj(hidden)))
         values = self._by_head(self.v_proj(hidden))
         mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=self.shares_heads)
-        return self.o_proj(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        output: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
+        return output
 
     def _by_head(self, projected: Tensor) -> Tensor:
         """[rows, tokens, heads x head_size] as [rows, heads, tokens, head_size]."""
@@ -122,7 +123,8 @@ class FeedForward(nn.Module):
         self.down_proj = Linear(section.feed_forward, section.hidden)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))  # type: ignore[no-any-return]
+        output: Tensor = self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+        return output
 
 
 class Block(nn.Module):
@@ -136,5 +138,6 @@ class Block(nn.Module):
         self.mlp = FeedForward(section)
 
     def forward(self, hidden: Tensor, rotary: Rotary) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))  # type: ignore[no-any-return]
+        attended: Tensor = hidden + self.self_attn(self.input_layernorm(hidden), rotary)
+        output: Tensor = attended + self.mlp(self.post_attention_layernorm(attended))
+        return output

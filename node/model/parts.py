@@ -63,7 +63,8 @@ class HeadPart(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., hidden] to float32 [..., vocabulary]."""
-        return self.lm_head(self.model["norm"](hidden)).float()  # type: ignore[no-any-return]
+        logits: Tensor = self.lm_head(self.model["norm"](hidden))
+        return logits.float()
 
     def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Mean cross entropy in nats per token, a float32 scalar.

@@ -35,7 +35,7 @@ def runs(pid: int) -> bool:
 
 
 async def gone(pid: int) -> None:
-    while runs(pid):  # noqa: ASYNC110 - nothing tells of a process that is not our child
+    while runs(pid):
         await asyncio.sleep(0.01)
 
 

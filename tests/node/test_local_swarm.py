@@ -273,9 +273,9 @@ asyncio.run(main())
 """
 
 
-async def test_nodes_stop_when_their_owner_is_killed() -> None:
+async def test_nodes_stop_when_their_owner_is_killed(tmp_path: Path) -> None:
     code = OWNER.format(tests=str(Path(__file__).parent))
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent.parent)}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent.parent), "TMPDIR": str(tmp_path)}
     owner = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=subprocess.PIPE, env=environment)
     assert owner.stdout is not None
     pids = [int(pid) for pid in (await owner.stdout.readline()).split()]
@@ -283,7 +283,7 @@ async def test_nodes_stop_when_their_owner_is_killed() -> None:
     owner.kill()
     await owner.wait()
     for pid in pids:
-        while _runs(pid):  # noqa: ASYNC110 - nothing tells of a process that is not our child
+        while _runs(pid):
             await asyncio.sleep(0.01)
 
 

@@ -57,6 +57,7 @@ def test_the_view_names_the_stage_without_a_peer() -> None:
     assert "failed (137)" in text
     assert "stage 2.0 has no peer left" in text
     assert any(line.split() == ["2", "none"] for line in text.splitlines())
+    assert text.index("step 2 of 10") < text.index("\n") < text.index("loss 4.0000")
 
 
 def test_the_view_of_a_swarm_that_has_not_started() -> None:

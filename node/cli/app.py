@@ -1,0 +1,127 @@
+"""The `skipstone` command: what it is called with, and how it ends.
+
+Errors of our own become two lines on standard error and their exit code; `--debug` shows where they come from. Wrong usage
+exits with 2. Everything heavy is imported by the commands themselves, once they have said what they are about to do.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import traceback
+from importlib import metadata
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from node.cli.join import join
+from node.cli.new import new
+from node.cli.questions import evaluate, status
+from node.cli.solo import solo
+from node.cli.text import harmless
+from node.cli.up import up
+from swarm.errors import SkipstoneError
+from swarm.vocabulary import PROTOCOL_VERSIONS
+
+_INTERRUPTED = 130
+_MAX_MESSAGE_CHARACTERS = 2000
+
+
+class ErrorReportingGroup(TyperGroup):
+    """Turns what a command raises into a message for people and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs the command."""
+        try:
+            return super().invoke(ctx)
+        except SkipstoneError as error:
+            raise _reported(error, debug=ctx.params["debug"]) from None
+        except ExceptionGroup as group:
+            only = _only_error(group)
+            if only is None:
+                raise
+            raise _reported(only, debug=ctx.params["debug"]) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(_INTERRUPTED) from None
+
+
+app = typer.Typer(
+    cls=ErrorReportingGroup,
+    name="skipstone",
+    help="Train a language model together, on computers that do not belong together.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # it would take the brackets out of the help
+)
+
+
+@app.callback()
+def _settings(
+    debug: Annotated[
+        bool, typer.Option("--debug", envvar="SKIPSTONE_DEBUG", help="Show where an error comes from.")
+    ] = False,
+) -> None:
+    """Settings of all commands."""
+
+
+@app.command()
+def version() -> None:
+    """Print the versions of Skipstone and of its protocol."""
+    try:
+        number = metadata.version("skipstone")
+    except metadata.PackageNotFoundError:
+        number = "(not installed)"
+    typer.echo(f"skipstone {number}, protocol {PROTOCOL_VERSIONS.lowest} to {PROTOCOL_VERSIONS.highest}")
+
+
+app.command()(new)
+app.command()(up)
+app.command()(join)
+app.command()(status)
+app.command()(solo)
+app.command("eval")(evaluate)
+
+
+def main() -> None:
+    """Entry point of the `skipstone` command.
+
+    Python's own end is cut short after everything that asked to be called at exit has been: with torch and grpc loaded, taking
+    the interpreter down costs more than a second of computing for each node, and frees nothing that the kernel would not.
+    """
+    code: str | int | None = 1
+
+    def leave() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # whoever read it has gone
+                stream.flush()
+        os._exit(code if isinstance(code, int) else 1)
+
+    atexit.register(leave)  # the first to be registered is the last to be called
+    try:
+        app(prog_name="skipstone")
+    except SystemExit as end:
+        code = end.code or 0
+        raise
+
+
+def _only_error(group: ExceptionGroup[Exception]) -> SkipstoneError | None:
+    """The one error of ours that a group of tasks has failed with, when there is nothing else in it."""
+    ours, others = group.split(SkipstoneError)
+    if ours is None or others is not None:
+        return None
+    first: BaseException = ours
+    while isinstance(first, BaseExceptionGroup):
+        first = first.exceptions[0]
+    return first if isinstance(first, SkipstoneError) else None
+
+
+def _reported(error: SkipstoneError, *, debug: bool) -> typer.Exit:
+    """Writes the error where people look for it; returns how to leave."""
+    if debug:
+        traceback.print_exception(error)
+    typer.echo(f"error: {harmless(str(error), _MAX_MESSAGE_CHARACTERS)}\n  {error.hint}", err=True)
+    return typer.Exit(error.exit_code)

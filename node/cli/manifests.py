@@ -1,0 +1,82 @@
+"""Which manifest a command works with: a file's or the default one, with what the command line changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swarm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from protocol.manifest import Manifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManifestChanges:
+    """Values that replace those of a manifest; None leaves one as it is."""
+
+    name: str | None = None
+    seed: int | None = None
+    source: str | None = None
+    """`data.source`."""
+    blocks: tuple[int, ...] | None = None
+    """`stages.blocks`."""
+
+
+def chosen_manifest(path: Path | None, changes: ManifestChanges) -> Manifest:
+    """The file's manifest, signed or not, or the default one; checked again after the changes.
+
+    Raises:
+        ConfigError: the file cannot be read.
+        ManifestError: a value is wrong, or a signature that is there is not the author's.
+    """
+    from protocol.manifest import manifest_from_table
+
+    if path is None:
+        from node.default_manifest import default_manifest
+
+        base = default_manifest(changes.seed or 0)
+    else:
+        base = _read(path)
+    return manifest_from_table(_changed(base.model_dump(), changes))
+
+
+def parse_blocks(text: str | None) -> tuple[int, ...] | None:
+    """`0,2,2` as the blocks of three stages.
+
+    Raises:
+        ConfigError: not whole numbers with commas between them.
+    """
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(
+            f"--stages {text!r} is not a list of numbers", hint="Give the blocks of each stage, for example 0,2,2,2."
+        ) from None
+
+
+def _read(path: Path) -> Manifest:
+    from protocol.manifest import manifest_from_table, parse_toml
+    from protocol.signed_manifest import read_signed_manifest
+
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"the manifest {path} cannot be read: {error.strerror or error}") from error
+    table = parse_toml(text)
+    return read_signed_manifest(text, None).manifest if "signature" in table else manifest_from_table(table)
+
+
+def _changed(table: dict[str, Any], changes: ManifestChanges) -> dict[str, Any]:
+    if changes.name is not None:
+        table["name"] = changes.name
+    if changes.seed is not None:
+        table["seed"] = changes.seed
+    if changes.source is not None:
+        table["data"]["source"] = changes.source
+    if changes.blocks is not None:
+        table["stages"] |= {"blocks": changes.blocks, "per_path": None}
+    return table

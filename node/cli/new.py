@@ -1,0 +1,61 @@
+"""`skipstone new`: writes and signs the manifest of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from node.cli.manifests import ManifestChanges, chosen_manifest, parse_blocks
+from swarm.errors import ConfigError
+
+
+def new(
+    file: Annotated[Path, typer.Argument(help="The manifest to write.")],
+    source: Annotated[
+        Path | None, typer.Option("--from", help="Start from this TOML file instead of the default.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="The run's name.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="python-stdlib, path:FILE-OR-FOLDER or huggingface:NAME[:...].")
+    ] = None,
+    stages: Annotated[str | None, typer.Option(help="Blocks of each stage, such as 0,2,2,2.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Weights, document order and held-out text follow from it.")] = None,
+    identity: Annotated[Path | None, typer.Option(help="The key that signs; made when it is not there.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
+) -> None:
+    """Write and sign a manifest: the one file that defines a run."""
+    if file.exists() and not force:
+        raise ConfigError(f"{file} exists already", hint="Name another file, or replace it with --force.")
+    changes = ManifestChanges(name=name, seed=seed, source=data, blocks=parse_blocks(stages))
+    manifest = chosen_manifest(source, changes)
+
+    from node.options import default_identity_path
+    from protocol.identity import Identity
+    from protocol.signed_manifest import sign_manifest
+
+    signed = sign_manifest(manifest, Identity.load_or_create(identity or default_identity_path()))
+    _write(file, signed.text)
+    typer.echo(f"{file}: run {signed.run}")
+    typer.echo(f"  {manifest.name}, {manifest.stages.count} stages, signed by {signed.author}")
+    typer.echo(f"Start its first node with: skipstone join {file}")
+
+
+def _write(file: Path, text: bytes) -> None:
+    """Puts the whole file in place, or leaves what was there.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    partial = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
+    try:
+        partial.write_bytes(text)
+        os.replace(partial, file)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise ConfigError(f"{file} cannot be written: {error.strerror or error}") from error

@@ -1,0 +1,59 @@
+"""What every command shares: its first line, its JSON, its log and its event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import json
+import logging
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import typer
+
+from node.cli.plain import PlainSink
+from node.events import EventSink, JsonLinesSink
+
+Result = TypeVar("Result")
+
+
+class LogLevel(enum.Enum):
+    """How much of the log is shown on standard error."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+def announce(line: str, *, as_json: bool) -> None:
+    """The first line, before anything heavy is loaded. Standard output holds nothing but JSON when that was asked for."""
+    typer.echo(line, err=as_json)
+
+
+def event_sink(*, as_json: bool, on_closed: Callable[[], None]) -> EventSink:
+    """Standard output as JSON lines or as plain ones."""
+    return JsonLinesSink(sys.stdout, on_closed) if as_json else PlainSink(sys.stdout)
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """One object on one line."""
+    typer.echo(json.dumps(value, separators=(",", ":")))
+
+
+def start_log(level: LogLevel) -> None:
+    """Sends the log to standard error."""
+    logging.basicConfig(
+        level=level.value.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+
+
+def run_loop(main: Coroutine[Any, Any, Result]) -> Result:
+    """Runs the coroutine on uvloop's event loop where there is one (everywhere but on Windows)."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(main)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main)

@@ -1,0 +1,118 @@
+"""`skipstone status` and `skipstone eval`: questions to a swarm, or to a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from node.cli.output import announce, print_json, run_loop
+from node.cli.text import count, harmless, loss_text, peer_name
+from swarm.errors import ConfigError
+
+
+def status(
+    link: Annotated[str, typer.Argument(help="The swarm's join link.")],
+    json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Show a swarm's stages, replicas, speeds and loss."""
+    announce("skipstone status: asking the swarm", as_json=json)
+    from protocol.join_link import parse_link
+
+    where = parse_link(link)
+    from node.queries import query_status
+
+    answer = run_loop(query_status(where))
+    if json:
+        print_json(answer)
+        return
+    console = Console()
+    console.print(status_headline(answer))
+    console.print(status_table(answer))
+
+
+def evaluate(
+    target: Annotated[str, typer.Argument(metavar="LINK|CHECKPOINT", help="A join link, or a checkpoint's folder.")],
+    microbatches: Annotated[int, typer.Option(min=1, max=256, help="Held-out microbatches to measure.")] = 16,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Measure the loss on held-out text, of a running swarm or of a checkpoint."""
+    announce("skipstone eval: measuring the held-out loss", as_json=json)
+    answer = _evaluate_swarm(target, microbatches) if _is_link(target) else _evaluate_folder(target, microbatches)
+    if json:
+        print_json(answer)
+    else:
+        tokens, number = count(answer["tokens"]), answer["microbatches"]
+        typer.echo(
+            f"held-out loss {loss_text(answer['loss'])} nats per token  ({tokens} tokens, {number} microbatches)"
+        )
+
+
+def status_headline(answer: Mapping[str, Any]) -> Text:
+    """The run in a line or two; `answer` is what `query_status` returns."""
+    line = Text(harmless(str(answer["name"])), style="bold")
+    line.append(f"  run {harmless(str(answer['run']))[:12]}", style="not bold dim")
+    figures = f"  step {count(answer['steps'])}  loss {loss_text(answer['loss'])}"
+    line.append(f"{figures}  {count(answer['tokens_per_s'])} tokens/s", style="not bold")
+    if answer["waiting_for"]:
+        missing = ", ".join(harmless(str(module)) for module in answer["waiting_for"])
+        line.append(f"\nwaiting: no peer serves {missing}", style="bold yellow")
+    return line
+
+
+def status_table(answer: Mapping[str, Any]) -> Table:
+    """One row a peer, in order of stage, and one for every stage that has none."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title in ("stage", "module", "peer", "state"):
+        table.add_column(title)
+    for title in ("inner steps", "tokens/s", "slots"):
+        table.add_column(title, justify="right")
+    table.add_column("address")
+    for stage in answer["stages"]:
+        for peer in stage["peers"]:
+            table.add_row(Text(str(stage["stage"])), *_status_row(peer))
+        if not stage["peers"]:
+            table.add_row(Text(str(stage["stage"]), style="red"), "", Text("none", style="red"))
+    return table
+
+
+def _status_row(peer: Mapping[str, Any]) -> tuple[Text, ...]:
+    return (
+        Text(harmless(str(peer["module"] or "-"))),
+        Text(peer_name(str(peer["peer"]))),
+        Text(harmless(str(peer["state"]))),
+        Text(count(peer["steps"])),
+        Text(count(peer["tokens_per_s"])),
+        Text(f"{peer['slots'] - peer['free_slots']}/{peer['slots']}"),
+        Text(harmless(", ".join(str(address) for address in peer["addresses"]))),
+    )
+
+
+def _is_link(target: str) -> bool:
+    return target.strip().startswith("skipstone:")
+
+
+def _evaluate_swarm(target: str, microbatches: int) -> dict[str, Any]:
+    from protocol.join_link import parse_link
+
+    link = parse_link(target)
+    from node.queries import query_evaluation
+
+    return run_loop(query_evaluation(link, microbatches))
+
+
+def _evaluate_folder(target: str, microbatches: int) -> dict[str, Any]:
+    folder = Path(target)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{target!r} is neither a join link nor a checkpoint's folder",
+            hint="A link begins with `skipstone:`; a checkpoint is written by --save DIR.",
+        )
+    from node.solo import evaluate_checkpoint
+
+    return evaluate_checkpoint(folder, microbatches)

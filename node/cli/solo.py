@@ -1,0 +1,70 @@
+"""`skipstone solo`: the same run in one process without any network, the baseline for a swarm."""
+
+from __future__ import annotations
+
+import json as json_module
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from node.cli.interrupts import Interrupts, leave_at_once
+from node.cli.manifests import ManifestChanges, chosen_manifest
+from node.cli.output import announce, event_sink
+from node.events import event_from_json
+
+if TYPE_CHECKING:
+    from node.checkpoint import CheckpointFolder
+    from protocol.manifest import Manifest
+
+
+def solo(
+    manifest: Annotated[Path | None, typer.Option(help="The run [default: a small demo]")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps to train [default: the manifest's schedule]")] = None,
+    data: Annotated[str | None, typer.Option(help="Another source of text than the manifest's.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Another seed than the manifest's.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:N, mps or auto.")] = "auto",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads for computing.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Folder for all parameters at the end.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+) -> None:
+    """Train the same run in one process, without any network."""
+    announce("skipstone solo: training in one process", as_json=json)
+    chosen = chosen_manifest(manifest, ManifestChanges(seed=seed, source=data))
+    stop = threading.Event()
+    sink = event_sink(as_json=json, on_closed=stop.set)
+
+    def emit(table: dict[str, Any]) -> None:
+        event = event_from_json(json_module.dumps({"peer": "", **table}))
+        if event is not None:
+            sink.emit(event)
+
+    def ask_politely() -> None:
+        typer.echo("stopping in good order; once more to stop at once", err=True)
+        stop.set()
+
+    with Interrupts(ask_politely, leave_at_once) as interrupts:
+        from node.device import choose_device
+        from node.solo import train_solo
+
+        train_solo(
+            chosen,
+            steps=steps or chosen.training.schedule.total_steps,
+            device=choose_device(device).value,
+            threads=threads,
+            on_event=emit,
+            checkpoint=None if save is None else _checkpoint_folder(save, chosen),
+            should_stop=stop.is_set,
+        )
+    raise typer.Exit(interrupts.exit_code)
+
+
+def _checkpoint_folder(path: Path, manifest: Manifest) -> CheckpointFolder:
+    """A folder whose manifest is signed by a passing identity: nobody joins a solo run, and the signature changes no RunId."""
+    from node.checkpoint import CheckpointFolder
+    from protocol.identity import Identity
+    from protocol.signed_manifest import sign_manifest
+
+    signed = sign_manifest(manifest, Identity.generate())
+    return CheckpointFolder(path, signed.run, signed.text)

@@ -1,0 +1,108 @@
+"""`skipstone up`: a whole swarm of real processes on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from node.cli.interrupts import Interrupts
+from node.cli.manifests import ManifestChanges, chosen_manifest
+from node.cli.output import announce, event_sink, run_loop
+from node.events import Event, InnerStep, NodeSummary, PeerChange
+
+if TYPE_CHECKING:
+    from node.local_setup import LocalSwarmOptions
+    from node.local_swarm import LocalSwarm
+    from protocol.manifest import Manifest
+
+
+def up(
+    peers: Annotated[int | None, typer.Option(help="Nodes to start [default: one for each stage]")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps to train [default: the manifest's schedule]")] = None,
+    data: Annotated[str | None, typer.Option(help="Another source of text than the manifest's.")] = None,
+    manifest: Annotated[Path | None, typer.Option(help="The run [default: a small demo]")] = None,
+    seed: Annotated[int | None, typer.Option(help="Another seed than the manifest's.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+    save: Annotated[Path | None, typer.Option(help="Folder for all parameters at the end.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of each node.")] = None,
+) -> None:
+    """Train with a swarm of processes on this machine. Ctrl-C stops them in good order, a second Ctrl-C at once."""
+    announce("skipstone up: starting a local swarm", as_json=json)
+    chosen = chosen_manifest(manifest, ManifestChanges(seed=seed, source=data))
+    from node.local_setup import LocalSwarmOptions
+
+    options = LocalSwarmOptions(
+        peers=chosen.stages.count if peers is None else peers,
+        steps=steps or chosen.training.schedule.total_steps,
+        threads=threads,
+        checkpoint_dir=save,
+    )
+    raise typer.Exit(run_loop(_up(chosen, options, as_json=json)))
+
+
+async def _up(manifest: Manifest, options: LocalSwarmOptions, *, as_json: bool) -> int:
+    """Runs the swarm to its end and returns the exit code: the signal's, else that of the first node that failed."""
+    from node.local_swarm import LocalSwarm
+    from node.swarm_progress import summarize
+
+    async with LocalSwarm(manifest, options) as swarm:
+        loop = asyncio.get_running_loop()
+        sink = event_sink(as_json=as_json, on_closed=swarm.request_stop)
+        if not as_json:
+            typer.echo(f"run {manifest.name}: {options.peers} nodes, {manifest.stages.count} stages. Join it with\n")
+            typer.echo(f"  skipstone join {swarm.link}\n")
+        with Interrupts(lambda: _ask_politely(loop, swarm), lambda _: _kill(loop, swarm)) as interrupts:
+            if as_json:
+                await _follow(swarm, sink.emit)
+            elif not sys.stdout.isatty():
+                await _follow(swarm, lambda event: sink.emit(event) if _is_of_the_whole(event) else None)
+            else:
+                await _show(swarm, manifest.name)
+    sink.emit(summarize(swarm.progress))
+    failures = (end.exit_code for end in swarm.ends.values() if end.exit_code)
+    return interrupts.exit_code or next(failures, 0)
+
+
+async def _follow(swarm: LocalSwarm, emit: Callable[[Event], None]) -> None:
+    """Hands on every event until no node is left; asks the nodes to stop when the run is over."""
+    async for event in swarm.events():
+        emit(event)
+        if swarm.progress.is_over:
+            swarm.request_stop()
+
+
+async def _show(swarm: LocalSwarm, title: str) -> None:
+    """Draws the live view until no node is left."""
+    from rich.console import Console
+
+    from node.cli.live import draw, render
+
+    began = time.monotonic()
+    async with asyncio.TaskGroup() as tasks:
+        drawing = tasks.create_task(
+            draw(Console(), lambda: render(swarm.progress, title, time.monotonic() - began)),
+        )
+        await _follow(swarm, lambda event: None)
+        drawing.cancel()
+
+
+def _ask_politely(loop: asyncio.AbstractEventLoop, swarm: LocalSwarm) -> None:
+    typer.echo("stopping in good order; once more to stop at once", err=True)
+    loop.call_soon_threadsafe(swarm.request_stop)
+
+
+def _kill(loop: asyncio.AbstractEventLoop, swarm: LocalSwarm) -> None:
+    swarm.signal_all(signal.SIGKILL)  # even when the loop is stuck
+    loop.call_soon_threadsafe(swarm.kill_all)
+
+
+def _is_of_the_whole(event: Event) -> bool:
+    """Whether an event is about the swarm; what single nodes tell of themselves is for the JSON."""
+    return not isinstance(event, InnerStep | NodeSummary | PeerChange)

@@ -1,0 +1,85 @@
+"""A run small enough for end-to-end tests on two cores, and what the tests ask of a swarm that trains it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from node.events import Event, NodeSummary, Step
+from node.local_swarm import LocalSwarm
+from protocol.manifest import Manifest, manifest_from_table
+
+PATIENCE_S = 90.0
+"""A bound for what should take seconds: it ends a test that hangs, and says nothing about speed."""
+
+
+def small_run(text: Path, *, blocks: tuple[int, ...] = (0, 1, 1, 1), **training: object) -> Manifest:
+    """A byte-level model of `text` with a step of four microbatches."""
+    return manifest_from_table(
+        {
+            "protocol": 1,
+            "name": "small",
+            "seed": 11,
+            "model": {
+                "vocabulary": 257,
+                "hidden": 32,
+                "heads": 4,
+                "kv_heads": 2,
+                "feed_forward": 64,
+                "sequence": 32,
+            },
+            "stages": {"blocks": blocks},
+            "data": {"source": f"path:{text}", "held_out": 0.1},
+            "training": {
+                "rows": 2,
+                "inner_tokens": 256,
+                "inner": {"learning_rate": 3e-3},
+                "schedule": {"kind": "constant", "warmup_steps": 5, "total_steps": 1000},
+                **training,
+            },
+        }
+    )
+
+
+def write_text(folder: Path) -> Path:
+    """Forty documents that repeat themselves enough to be learnt from."""
+    folder.mkdir()
+    for number in range(40):
+        words = " ".join(f"word{(number * 7 + k * k) % 23} and" for k in range(120))
+        (folder / f"{number:02}.txt").write_text(words)
+    return folder
+
+
+class Watch:
+    """Reads a swarm's events as they come, so that a test can wait for one and look at all of them afterwards."""
+
+    def __init__(self, swarm: LocalSwarm) -> None:
+        self.seen: list[Event] = []
+        self._events = swarm.events()
+
+    async def until(self, wanted: Callable[[Event], bool]) -> Event:
+        """The next event that is wanted."""
+        async with asyncio.timeout(PATIENCE_S):
+            async for event in self._events:
+                self.seen.append(event)
+                if wanted(event):
+                    return event
+        raise AssertionError("the swarm ended before it came")
+
+    async def step(self, number: int) -> Event:
+        return await self.until(lambda event: isinstance(event, Step) and event.step >= number)
+
+    async def to_the_end(self, swarm: LocalSwarm) -> None:
+        """Follows the swarm until its steps are done and every node has stopped."""
+        async with asyncio.timeout(PATIENCE_S):
+            async for event in self._events:
+                self.seen.append(event)
+                if swarm.progress.is_over:
+                    swarm.request_stop()
+
+    def losses(self) -> list[float]:
+        return [event.loss for event in self.seen if isinstance(event, Step)]
+
+    def summaries(self) -> list[NodeSummary]:
+        return [event for event in self.seen if isinstance(event, NodeSummary)]

@@ -1,0 +1,55 @@
+"""A swarm with one replica a stage computes what one process computes: the same losses, the same parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from node.checkpoint import CheckpointFolder
+from node.local_setup import LocalSwarmOptions
+from node.local_swarm import LocalSwarm
+from node.solo import train_solo
+from protocol.identity import Identity
+from protocol.manifest import Manifest
+from protocol.signed_manifest import sign_manifest
+from tests.e2e.small_run import Watch, small_run, write_text
+
+pytestmark = pytest.mark.e2e
+
+STEPS = 20
+
+
+async def test_a_swarm_equals_one_process(tmp_path: Path) -> None:
+    manifest = small_run(write_text(tmp_path / "text"))
+    solo = _solo_losses(manifest, tmp_path / "solo")
+    options = LocalSwarmOptions(peers=4, steps=STEPS, threads=1, checkpoint_dir=tmp_path / "swarm")
+    async with LocalSwarm(manifest, options) as swarm:
+        watch = Watch(swarm)
+        await watch.to_the_end(swarm)
+    assert watch.losses() == pytest.approx(solo, abs=1e-4)
+    assert solo[-1] < solo[0] - 0.5, "nothing was learnt, so that equal losses would show nothing"
+    for module in manifest.modules():
+        name = f"module-{module}.safetensors"
+        ours, theirs = load_file(tmp_path / "swarm" / name), load_file(tmp_path / "solo" / name)
+        assert ours.keys() == theirs.keys()
+        for parameter, value in ours.items():
+            torch.testing.assert_close(value, theirs[parameter], rtol=0, atol=1e-5, msg=parameter)
+    completed = {summary.accumulated for summary in watch.summaries()}
+    assert completed == {STEPS * manifest.microbatches_per_step}
+
+
+def _solo_losses(manifest: Manifest, folder: Path) -> list[float]:
+    losses: list[float] = []
+    signed = sign_manifest(manifest, Identity.generate())
+    train_solo(
+        manifest,
+        steps=STEPS,
+        device=torch.device("cpu"),
+        threads=1,
+        on_event=lambda event: losses.append(event["loss"]) if event["event"] == "step" else None,
+        checkpoint=CheckpointFolder(folder, signed.run, signed.text),
+    )
+    return losses

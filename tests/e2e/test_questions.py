@@ -1,0 +1,62 @@
+"""`status` and `eval` of a running swarm, and who may not join it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from node.local_setup import LocalSwarmOptions
+from node.local_swarm import LocalSwarm
+from node.queries import query_evaluation, query_status
+from protocol.identity import Identity
+from protocol.join_link import JoinLink
+from protocol.signed_manifest import sign_manifest
+from swarm.errors import ManifestError, Unreachable
+from tests.e2e.small_run import Watch, small_run, write_text
+
+pytestmark = pytest.mark.e2e
+
+
+async def test_a_running_swarm_tells_of_itself(tmp_path: Path) -> None:
+    manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 1, 1))
+    async with LocalSwarm(manifest, LocalSwarmOptions(peers=3, threads=1)) as swarm:
+        watch = Watch(swarm)
+        await watch.step(3)
+        status = await query_status(swarm.link)
+        assert status["run"] == swarm.link.run
+        assert [peer["module"] for peer in sorted(status["peers"], key=lambda p: p["module"])] == ["0.0", "1.0", "2.0"]
+        assert all(peer["state"] == "serving" and peer["answered"]["steps"] >= 0 for peer in status["peers"])
+        assert status["step"] >= 3
+        assert 0 < status["loss"] < 7
+        assert status["microbatches"]["duplicated"] == 0
+        before = await query_evaluation(swarm.link, 2)
+        assert before["microbatches"] == 2
+        assert before["tokens"] == 2 * manifest.microbatch_tokens
+        assert math.isfinite(before["loss"])
+        with pytest.raises(Unreachable, match="within 1 s"):
+            await query_status(JoinLink(_another_run(tmp_path), swarm.link.peers), patience_s=1.0)
+
+
+async def test_a_manifest_of_another_run_is_refused_at_once(tmp_path: Path) -> None:
+    manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 1))
+    signed = sign_manifest(manifest, Identity.generate())
+    tampered = tmp_path / "tampered.toml"
+    tampered.write_bytes(signed.text.replace(b"seed = 11", b"seed = 12"))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "node", "join", str(tampered), "--identity", str(tmp_path / "key")),
+        stderr=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    _, errors = await asyncio.wait_for(process.communicate(), 30)
+    assert process.returncode == ManifestError.exit_code
+    assert b"signature" in errors
+    assert b"Traceback" not in errors
+
+
+def _another_run(tmp_path: Path) -> str:
+    return sign_manifest(small_run(tmp_path / "text", blocks=(0, 2)), Identity.generate()).run

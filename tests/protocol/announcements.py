@@ -1,0 +1,43 @@
+"""Announcements for the directory's tests."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+
+from protocol.certificates import make_credentials
+from protocol.identity import Identity
+from swarm.announcement import Announcement
+from swarm.vocabulary import ModuleId, PeerState, RunId, VersionRange
+
+RUN = RunId("5c" * 32)
+OTHER_RUN = RunId("6d" * 32)
+MODULE = ModuleId(1)
+
+
+@functools.cache
+def certificate_of(identity: Identity) -> bytes:
+    return make_credentials(identity).certificate_der
+
+
+def announced(identity: Identity, **changes: object) -> Announcement:
+    now = time.time()
+    announcement = Announcement(
+        run=RUN,
+        peer=identity.peer,
+        state=PeerState.SERVING,
+        module=MODULE,
+        addresses=("127.0.0.1:4000",),
+        certificate=certificate_of(identity),
+        versions=VersionRange(1, 1),
+        tokens_per_second=10.0,
+        slots=2,
+        free_slots=1,
+        steps=3,
+        round=0,
+        digest=b"",
+        sequence=int(now * 1000),
+        expires_at=now + 60,
+    )
+    return dataclasses.replace(announcement, **changes)

@@ -1,0 +1,21 @@
+"""Fixtures of the protocol's tests."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from tests.protocol.running import Marked
+
+
+@pytest.fixture
+def marked(monkeypatch: pytest.MonkeyPatch) -> Marked:
+    return Marked(monkeypatch)
+
+
+@pytest.fixture
+def unused_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

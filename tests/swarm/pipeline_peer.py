@@ -1,0 +1,259 @@
+"""One peer of the world: the real decision code, and what `node.carrier` and `node.data_node` do around it, without bytes or numbers."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from typing import TYPE_CHECKING
+
+from swarm.announcement import Announcement
+from swarm.custody import Custody
+from swarm.estimates import Estimates
+from swarm.flights import Flights
+from swarm.holdings import (
+    Action,
+    BackwardArrived,
+    BrokenOff,
+    CloseArrived,
+    Compute,
+    Computed,
+    ComputeFailed,
+    Event,
+    Finished,
+    Forget,
+    ForwardArrived,
+    Key,
+    PeerLost,
+    ReceiptArrived,
+    SendOutput,
+    Started,
+    Tell,
+    Tick,
+    Work,
+)
+from swarm.membership import Membership
+from swarm.messages import (
+    Backward,
+    Close,
+    ControlMessage,
+    Direction,
+    Forward,
+    Purpose,
+    Receipt,
+    ReceiptStatus,
+    Stranded,
+    TensorMessage,
+)
+from swarm.planner import NoReplica, Planner, in_flight_by_peer
+from swarm.vocabulary import MicrobatchId, ModuleId, Path, PeerId, PeerState, Reasoned, RunId, VersionRange
+from tests.swarm.virtual_network import Thunk
+
+if TYPE_CHECKING:
+    from tests.swarm.pipeline_world import World
+
+RUN = RunId("0" * 64)
+BUSY_RETRY_S = 0.05
+LIFETIME_S = 10.0
+NUMBERS_A_LIFE = 10**9
+
+
+def repaired_positions(planned: Path, taken: Path) -> list[int]:
+    return [at for at, hop in enumerate(planned.hops) if hop != taken.hops[at]]
+
+
+class Peer:
+    """One node: a custody, a view of the swarm, one compute thread. `flights` is None but at a data node."""
+
+    def __init__(self, world: World, own: PeerId, module: ModuleId, incarnation: int) -> None:
+        shape = world.shape
+        self.world = world
+        self.id = own
+        self.module = module
+        self.alive = True
+        self.frozen = False
+        self.stalled = False
+        self.draining = False
+        self.stopping = False
+        self.speed_s = world.random.uniform(0.02, 0.3)
+        self.custody = Custody(own, shape.slots, self._stand_in)
+        self.membership = Membership(RUN, own)
+        self.planner = Planner(shape.path_rules, self.membership, Estimates(), tokens=1000)
+        self.flights = (
+            Flights(own, shape.rules, first_number=incarnation * NUMBERS_A_LIFE) if module.stage == 0 else None
+        )
+        self._incarnation = incarnation
+        self._inbox: list[Thunk] = []
+        self._tickets: dict[Key, int] = {}
+        self._next_ticket = itertools.count()
+        self._busy_until = 0.0
+        self._data = itertools.count()
+        self._again: deque[int] = deque()
+        self._cargo: dict[MicrobatchId, int] = {}
+        self._planned: dict[MicrobatchId, Path] = {}
+
+    # ---- being alive ---------------------------------------------------------------------------------------------
+
+    def do(self, what: Thunk) -> None:
+        """Whatever happens to a peer comes through here: a dead one does nothing, a frozen one does it when it thaws."""
+        if not self.alive:
+            return
+        if self.frozen:
+            self._inbox.append(what)
+        else:
+            what()
+            self.world.check_account(self)
+
+    def thaw(self) -> None:
+        self.frozen = self.stalled = False
+        inbox, self._inbox = self._inbox, []
+        for what in inbox:
+            self.do(what)
+
+    def handle(self, event: Event) -> None:
+        self._carry_out(self.custody.handle(event, self.world.time.now))
+
+    def tick(self) -> None:
+        self.membership.expire(self.world.time.now)
+        if len(self.custody):
+            self.handle(Tick())
+        self.launch()
+
+    def lose(self, peer: PeerId, detail: str) -> None:
+        self.membership.fail(peer, self.world.time.now)
+        self.handle(PeerLost(peer, detail))
+
+    def announcement(self) -> Announcement:
+        now, free = self.world.time.now, self.world.shape.slots - self.custody.used_slots
+        state = PeerState.DRAINING if self.draining else PeerState.SERVING
+        return Announcement(
+            RUN, self.id, state, self.module, (), b"", VersionRange(1, 1), 1000 / self.speed_s,
+            self.world.shape.slots, free, 0, 0, b"", int(now * 1000) + self._incarnation, now + 5.0,
+        )  # fmt: skip
+
+    def _stand_in(self, module: ModuleId, without: frozenset[PeerId]) -> Reasoned[PeerId | None]:
+        load = in_flight_by_peer([holding.path for holding in self.custody.holdings()])
+        return self.planner.replica(module, without, load, self.world.time.now)
+
+    # ---- a data node's part --------------------------------------------------------------------------------------
+
+    def launch(self) -> None:
+        while self.flights is not None and not self.stopping and self.flights.may_start().value:
+            now = self.world.time.now
+            load = in_flight_by_peer([flight.path for flight in self.flights.in_flight])
+            plan = self.planner.plan(self.flights.next_number, load, now).value
+            if isinstance(plan, NoReplica):
+                return
+            flight = self.flights.start(plan, now)
+            self._cargo[flight.microbatch] = self._again.popleft() if self._again else next(self._data)
+            self._planned[flight.microbatch] = plan
+            self.handle(Started(flight.microbatch, plan, Purpose.TRAIN, LIFETIME_S))
+
+    def _stranded(self, message: Stranded) -> None:
+        """As the carrier: a copy that strands on the way out after another has come back does no harm."""
+        ends = [self.custody.get(Key(message.microbatch, -1)) is not None]
+        ends.append(any(h.is_end and h.key.microbatch == message.microbatch for h in self.custody.holdings()))
+        if message.direction is Direction.FORWARD and all(ends) and message.position > -1:
+            return
+        self._lost(message.microbatch, message.detail)
+
+    def _lost(self, microbatch: MicrobatchId, detail: str) -> None:
+        assert self.flights is not None
+        flight = self.flights.abandon(microbatch)
+        self._carry_out(self.custody.abandon(microbatch, detail))
+        if flight is not None:
+            self.world.ledger.abandoned += 1
+            data = self._cargo.pop(microbatch)
+            if flight.loss is None:
+                self._again.append(data)
+        self.launch()
+
+    def _finished(self, microbatch: MicrobatchId) -> None:
+        assert self.flights is not None
+        flight = self.flights.get(microbatch)
+        self.flights.complete(microbatch)
+        if flight is not None:
+            ledger = self.world.ledger
+            ledger.completed[microbatch] = flight.path
+            ledger.repaired_at.update(repaired_positions(self._planned[microbatch], flight.path))
+            ledger.data_completed[self.id, self._incarnation * NUMBERS_A_LIFE + self._cargo.pop(microbatch)] += 1
+            self.world.check_completed(microbatch)
+        self.launch()
+
+    # ---- what comes in -------------------------------------------------------------------------------------------
+
+    def refusal(self, message: TensorMessage) -> Receipt | None:
+        """The answer to a tensor's header when the tensor is not wanted."""
+        direction = Direction.FORWARD if isinstance(message, Forward) else Direction.BACKWARD
+
+        def answer(status: ReceiptStatus, detail: str, retry_after_s: float = 0.0) -> Receipt:
+            return Receipt(message.microbatch, direction, message.position, status, retry_after_s, detail)
+
+        if isinstance(message, Backward):
+            expected = self.custody.expects_backward(message)
+            return None if expected.value else answer(ReceiptStatus.REFUSED, expected.reason)
+        if self.flights is not None:
+            if self.flights.get(message.microbatch) is None:
+                return answer(ReceiptStatus.REFUSED, "this microbatch is not under way")
+        elif self.draining:
+            return answer(ReceiptStatus.REFUSED, "leaving")
+        place = self.custody.admit_forward(message, self.world.time.now)
+        return None if place.value else answer(ReceiptStatus.BUSY, place.reason, BUSY_RETRY_S)
+
+    def received(self, message: TensorMessage) -> None:
+        self.handle(ForwardArrived(message) if isinstance(message, Forward) else BackwardArrived(message))
+
+    def broken_off(self, message: TensorMessage) -> None:
+        if isinstance(message, Forward):
+            self.handle(BrokenOff(Key(message.microbatch, message.position)))
+
+    def told(self, sender: PeerId, message: ControlMessage) -> None:
+        match message:
+            case Receipt():
+                if message.status is ReceiptStatus.PASSED_ON and message.microbatch.data_node == self.id:
+                    self.custody.touch(Key(message.microbatch, -1), self.world.time.now)
+                self.handle(ReceiptArrived(sender, message))
+            case Close():
+                self.handle(CloseArrived(sender, message))
+            case Stranded() if self.flights is not None:
+                self._stranded(message)
+
+    # ---- carrying out --------------------------------------------------------------------------------------------
+
+    def _carry_out(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Compute():
+                    self._compute(action)
+                case SendOutput(to=to, message=message):
+                    self.world.send(self, to, message)
+                case Tell(to, message):
+                    self.world.tell(self, to, message)
+                case Forget(key):
+                    self._tickets.pop(key, None)
+                case Finished(microbatch):
+                    self._finished(microbatch)
+
+    def _compute(self, action: Compute) -> None:
+        """One thing after another. What has been forgotten meanwhile is computed all the same, and then not reported."""
+        time = self.world.time
+        ticket = self._tickets.setdefault(action.key, next(self._next_ticket))
+        duration = self.speed_s * self.world.random.uniform(0.5, 2.0)
+        self._busy_until = max(time.now, self._busy_until) + duration
+        time.after(self._busy_until - time.now, lambda: self.do(lambda: self._computed(action, ticket)))
+
+    def _computed(self, action: Compute, ticket: int) -> None:
+        key, known = action.key, self._tickets.get(action.key) == ticket
+        if self.world.random.random() < self.world.compute_failures:
+            if known:
+                self.handle(ComputeFailed(key, "a non-finite gradient"))
+            return
+        if action.work is Work.BACKWARD:
+            self.world.ledger.accumulated[key.microbatch].append((self.module.stage, self.id))
+        if action.work is Work.LOSS:
+            self.world.ledger.losses[key.microbatch] += 1
+        if not known:
+            return
+        holding = self.custody.get(key)
+        if action.work is Work.LOSS and holding is not None and self.flights is not None:
+            self.flights.returned(key.microbatch, holding.path, 1.0)
+        self.handle(Computed(key))

@@ -1,0 +1,237 @@
+"""Custody, step by step: what goes wrong on the way out and on the way back."""
+
+from __future__ import annotations
+
+import pytest
+
+from swarm.custody import PATIENCE_S, RETRY_S
+from swarm.holdings import (
+    ComputeFailed,
+    Forget,
+    Key,
+    Phase,
+    Tell,
+)
+from swarm.messages import ReceiptStatus, Stranded
+from tests.swarm.custody_desk import (
+    A2,
+    ABC,
+    ACCEPTED,
+    B2,
+    B3,
+    BACK,
+    BUSY,
+    DATA,
+    MICROBATCH,
+    OUT,
+    REFUSED,
+    A,
+    B,
+    C,
+    Desk,
+    offer,
+    stranded,
+)
+
+# ---- the way out goes wrong --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("guarding", [False, True])
+def test_a_lost_successor_is_replaced_from_the_output_that_is_kept(guarding: bool) -> None:
+    desk = Desk(A)
+    if guarding:
+        desk.guarding()
+    else:
+        desk.handing_on()
+    assert desk.lose(B) == [offer(B2, ABC.with_peer(1, B2), 1)]
+    assert desk.phase(0) is Phase.HANDING_ON
+
+
+def test_the_data_node_replaces_a_lost_first_hop() -> None:
+    desk = Desk(DATA)
+    desk.start()
+    desk.computed(-1)
+    assert desk.lose(A) == [offer(A2, ABC.with_peer(0, A2), 0)]
+
+
+def test_a_lost_successor_that_has_passed_it_on_matters_no_more() -> None:
+    desk = Desk(A)
+    desk.awaiting()
+    assert desk.lose(B) == []
+    assert desk.phase(0) is Phase.AWAITING
+
+
+def test_a_refusing_successor_is_replaced_and_not_asked_again() -> None:
+    desk = Desk(A)
+    desk.handing_on()
+    assert desk.receipt(B, OUT, 1, REFUSED) == [offer(B2, ABC.with_peer(1, B2), 1)]
+    assert desk.receipt(B2, OUT, 1, REFUSED) == [offer(B3, ABC.with_peer(1, B3), 1)]
+    gone, told = desk.receipt(B3, OUT, 1, REFUSED)
+    assert isinstance(gone, Forget)
+    assert isinstance(told, Tell)
+    assert isinstance(told.message, Stranded)
+    assert (told.to, told.message.direction, told.message.position) == (DATA, OUT, 1)
+    assert "no peer left" in told.message.detail
+    assert len(desk.custody) == 0
+
+
+def test_a_busy_successor_is_replaced_by_another() -> None:
+    desk = Desk(A)
+    desk.handing_on()
+    assert desk.receipt(B, OUT, 1, BUSY, 1.0) == [offer(B2, ABC.with_peer(1, B2), 1)]
+
+
+def test_when_all_are_busy_the_last_is_asked_again_when_it_wants_to_be_and_then_the_others() -> None:
+    desk = Desk(A)
+    desk.handing_on()
+    desk.dead = {B3}
+    desk.receipt(B, OUT, 1, BUSY, 1.0)
+    assert desk.receipt(B2, OUT, 1, BUSY, 1.0) == []
+    assert desk.wait(0.5) == []
+    assert desk.wait(0.6) == [offer(B2, ABC.with_peer(1, B2), 1)]
+    assert desk.wait(0.6) == [], "once for each answer"
+    assert desk.receipt(B2, OUT, 1, BUSY, 1.0) == [offer(B, ABC, 1)]
+
+
+def test_a_busy_one_is_asked_again_before_the_microbatch_strands() -> None:
+    desk = Desk(A)
+    desk.handing_on()
+    desk.dead = {B3}
+    desk.receipt(B, OUT, 1, BUSY, 1.0)
+    assert desk.lose(B2) == [offer(B, ABC, 1)]
+
+
+def test_one_that_refused_is_not_asked_again_because_the_rest_are_busy() -> None:
+    desk = Desk(A)
+    desk.handing_on()
+    desk.dead = {B3}
+    desk.receipt(B, OUT, 1, REFUSED)
+    assert desk.receipt(B2, OUT, 1, BUSY, 1.0) == []
+    desk.wait(1.1)
+    assert desk.receipt(B2, OUT, 1, BUSY, 1.0) == []
+    assert desk.wait(1.1) == [offer(B2, ABC.with_peer(1, B2), 1)]
+
+
+def test_the_deadline_comes_also_to_one_that_waits_for_a_busy_peer() -> None:
+    desk = Desk(A)
+    desk.handing_on()
+    desk.dead = {B2, B3}
+    for _ in range(40):
+        desk.receipt(B, OUT, 1, BUSY, 0.5)
+        desk.wait(1.0)
+    assert len(desk.custody) == 0
+
+
+def test_busy_after_accepted_is_not_believed() -> None:
+    desk = Desk(A)
+    desk.guarding()
+    assert desk.receipt(B, OUT, 1, BUSY, 1.0) == []
+    assert desk.phase(0) is Phase.GUARDING
+
+
+def test_nobody_left_strands_it() -> None:
+    desk = Desk(A)
+    desk.handing_on()
+    desk.dead = {B2, B3}
+    detail = "the link broke; module 2.0 has no peer left to stand in"
+    assert desk.lose_for_good(B) == [Forget(Key(MICROBATCH, 0), detail), stranded(OUT, 1, detail)]
+
+
+def test_a_lone_successor_that_comes_back_gets_it() -> None:
+    desk = Desk(A)
+    offered = desk.handing_on()
+    desk.dead = {B2, B3}
+    assert desk.lose(B) == []
+    assert desk.wait(RETRY_S + 0.01) == offered
+    desk.receipt(B, OUT, 1, ACCEPTED)
+    assert desk.phase(0) is Phase.GUARDING
+    # A later outage has the whole of its patience again.
+    desk.now += 2 * PATIENCE_S
+    assert desk.lose(B) == []
+
+
+def test_a_replica_that_comes_up_meanwhile_gets_it() -> None:
+    desk = Desk(A)
+    desk.handing_on()
+    desk.dead = {B2, B3}
+    assert desk.lose(B) == []
+    desk.dead = {B2}
+    assert desk.wait(RETRY_S + 0.01) == [offer(B3, ABC.with_peer(1, B3), 1)]
+
+
+def test_nobody_stands_in_for_the_data_node() -> None:
+    desk = Desk(C)
+    desk.handing_on(2)
+    gone = Forget(Key(MICROBATCH, 2), "the link broke")
+    assert desk.lose_for_good(DATA) == [gone, stranded(OUT, 3, "the link broke")]
+
+
+def test_a_busy_data_node_is_asked_again() -> None:
+    desk = Desk(C)
+    offered = desk.handing_on(2)
+    assert desk.receipt(DATA, OUT, 3, BUSY, 1.0) == []
+    assert desk.wait(1.1) == offered
+
+
+@pytest.mark.parametrize("status", list(ReceiptStatus))
+def test_only_the_one_it_is_handed_to_can_answer(status: ReceiptStatus) -> None:
+    desk = Desk(A)
+    desk.handing_on()
+    before = desk.held(0)
+    assert desk.receipt(B2, OUT, 1, status) == []
+    assert desk.receipt(B, BACK, 1, status) == []
+    assert desk.receipt(B, OUT, 2, status) == []
+    assert desk.held(0) == before
+
+
+def test_a_computation_that_fails_strands_it() -> None:
+    desk = Desk(A)
+    desk.forward(0)
+    failed = desk.custody.handle(ComputeFailed(Key(MICROBATCH, 0), "out of memory"), desk.now)
+    assert failed == [Forget(Key(MICROBATCH, 0), "out of memory"), stranded(OUT, 0, "out of memory")]
+
+
+def test_results_for_what_is_not_held_are_ignored() -> None:
+    desk = Desk(A)
+    assert desk.computed(0) == []
+    assert desk.custody.handle(ComputeFailed(Key(MICROBATCH, 0), "late"), desk.now) == []
+
+
+# ---- the way back goes wrong -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("guarding", [False, True])
+def test_on_the_way_back_nobody_stands_in(guarding: bool) -> None:
+    desk = Desk(B)
+    desk.handing_on(1)
+    desk.backward(1)
+    desk.computed(1)
+    if guarding:
+        desk.receipt(A, BACK, 0, ACCEPTED)
+    gone = Forget(Key(MICROBATCH, 1), "the link broke")
+    assert desk.lose_for_good(A) == [gone, stranded(BACK, 0, "the link broke")]
+
+
+def test_a_refused_gradient_strands_it() -> None:
+    desk = Desk(B)
+    desk.handing_on(1)
+    desk.backward(1)
+    desk.computed(1)
+    assert desk.receipt(A, BACK, 0, REFUSED)[1] == stranded(BACK, 0, "refused: ")
+
+
+def test_a_busy_predecessor_is_asked_again() -> None:
+    desk = Desk(B)
+    desk.handing_on(1)
+    desk.backward(1)
+    handed_back = desk.computed(1)
+    assert desk.receipt(A, BACK, 0, BUSY, 1.0) == []
+    assert desk.wait(1.1) == handed_back
+
+
+def test_a_backward_that_fails_strands_it() -> None:
+    desk = Desk(A)
+    desk.awaiting()
+    desk.backward(0)
+    failed = desk.custody.handle(ComputeFailed(Key(MICROBATCH, 0), "not finite"), desk.now)
+    assert failed == [Forget(Key(MICROBATCH, 0), "not finite"), stranded(BACK, 0, "not finite")]

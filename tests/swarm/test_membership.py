@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import pytest
+
+from swarm import membership as module_under_test
+from swarm.membership import MAX_BACK_OFF_S, Change, Membership
+from swarm.vocabulary import ModuleId, PeerId, PeerState, RunId, VersionRange
+from tests.swarm.announcements import RUN, announcement
+
+OWN, A = PeerId("own"), PeerId("a")
+
+
+def view() -> Membership:
+    return Membership(RUN, OWN)
+
+
+def is_asked(members: Membership, now: float, stage: int = 1) -> list[PeerId]:
+    return [a.peer for a in members.replicas(ModuleId(stage), now)]
+
+
+def test_newer_announcements_replace_older_ones_and_replays_change_nothing() -> None:
+    members = view()
+    assert members.observe(announcement("a", sequence=5, speed=5.0), now=0, wall=0) is Change.NEW
+    assert members.observe(announcement("a", sequence=6, speed=6.0), now=0, wall=0) is Change.UPDATED
+    for replayed in (5, 6):
+        again = announcement("a", sequence=replayed, speed=9.0, expires_at=2e9)
+        assert members.observe(again, now=0, wall=0) is Change.IGNORED
+    known = members.get(A)
+    assert known is not None
+    assert known.tokens_per_second == 6.0
+
+
+def test_what_is_not_for_us_is_ignored() -> None:
+    members = view()
+    assert members.observe(announcement("own"), now=0, wall=0) is Change.IGNORED
+    assert members.observe(announcement("a", run=RunId("1" * 64)), now=0, wall=0) is Change.IGNORED
+    assert members.observe(announcement("a", expires_at=50.0), now=0, wall=50.0) is Change.IGNORED
+    assert members.peers() == ()
+
+
+def test_announcements_run_out_by_this_machines_own_clock() -> None:
+    members = view()
+    members.observe(announcement("a", expires_at=1010.0), now=5.0, wall=1000.0)
+    assert is_asked(members, 14.9) == [A]
+    assert members.expire(14.9) == []
+    assert is_asked(members, 15.0) == []
+    assert members.expire(15.0) == [A]
+    assert members.get(A) is None
+
+
+def test_a_renewal_puts_the_expiry_off() -> None:
+    members = view()
+    members.observe(announcement("a", sequence=1, expires_at=10.0), now=0, wall=0)
+    members.observe(announcement("a", sequence=2, expires_at=20.0), now=0, wall=0)
+    assert members.expire(15.0) == []
+
+
+def test_only_those_that_can_take_work_are_asked() -> None:
+    members = view()
+    for state in PeerState:
+        members.observe(
+            announcement(state.name, None if state is PeerState.VISITING else 1, state=state), now=0, wall=0
+        )
+    members.observe(announcement("elsewhere", 2), now=0, wall=0)
+    members.observe(announcement("from the future", versions=VersionRange(2, 3)), now=0, wall=0)
+    assert is_asked(members, 0) == [PeerId("SERVING")]
+
+
+def test_the_back_off_doubles_up_to_its_limit_and_ends_when_the_peer_is_heard() -> None:
+    members = view()
+    members.observe(announcement("a"), now=0, wall=0)
+    now = 0.0
+    for back_off in (1, 2, 4, 8, 16, 32, MAX_BACK_OFF_S, MAX_BACK_OFF_S):
+        members.fail(A, now)
+        assert members.is_suspect(A, now + back_off - 0.01)
+        assert is_asked(members, now + back_off - 0.01) == []
+        now += back_off
+        assert not members.is_suspect(A, now)
+        assert is_asked(members, now) == [A]
+    members.fail(A, now)
+    members.recover(A)
+    assert is_asked(members, now) == [A]
+    members.fail(A, now)
+    assert not members.is_suspect(A, now + 1), "doubling began anew"
+
+
+def test_failing_for_ever_is_no_arithmetic_problem() -> None:
+    members = view()
+    members.observe(announcement("a"), now=0, wall=0)
+    for _ in range(5000):
+        members.fail(A, 0.0)
+    assert not members.is_suspect(A, MAX_BACK_OFF_S)
+
+
+def test_a_new_announcement_alone_does_not_end_a_back_off() -> None:
+    members = view()
+    members.observe(announcement("a", sequence=1), now=0, wall=0)
+    members.fail(A, 0.0)
+    members.observe(announcement("a", sequence=2), now=0.5, wall=0)
+    assert members.is_suspect(A, 0.5)
+
+
+def test_strangers_may_fail_and_leave() -> None:
+    members = view()
+    members.fail(A, 0.0)
+    members.recover(A)
+    members.forget(A)
+    assert not members.is_suspect(A, 0.0)
+    members.observe(announcement("a"), now=0, wall=0)
+    members.forget(A)
+    assert members.peers() == ()
+
+
+def test_the_view_is_bounded_and_visitors_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_under_test, "MAX_PEERS", 3)
+    members = view()
+    members.observe(announcement("short", expires_at=10.0), now=0, wall=0)
+    members.observe(announcement("visitor", None, state=PeerState.VISITING), now=0, wall=0)
+    members.observe(announcement("long"), now=0, wall=0)
+    members.observe(announcement("a", expires_at=20.0), now=0, wall=0)
+    assert {a.peer for a in members.peers()} == {"short", "long", "a"}
+    members.observe(announcement("b"), now=0, wall=0)
+    assert {a.peer for a in members.peers()} == {"long", "a", "b"}
+
+
+@pytest.mark.parametrize("visiting", [False, True])
+def test_a_flood_pushes_out_none_of_those_that_stay(monkeypatch: pytest.MonkeyPatch, visiting: bool) -> None:
+    monkeypatch.setattr(module_under_test, "MAX_PEERS", 4)
+    members = view()
+    lasting = {f"lasting{n}" for n in range(4)}
+    for peer in lasting:
+        members.observe(announcement(peer, expires_at=100.0), now=0, wall=0)
+    for n in range(20):
+        flood = (
+            announcement(f"flood{n}", None, state=PeerState.VISITING)
+            if visiting
+            else announcement(f"flood{n}", expires_at=1.0)
+        )
+        assert members.observe(flood, now=0, wall=0) is Change.IGNORED
+    assert {a.peer for a in members.peers()} == lasting

@@ -1,0 +1,84 @@
+"""Custody under faults: many small swarms in virtual time, each from its own seed."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from swarm.flights import FlightRules
+from swarm.vocabulary import PeerId
+from tests.swarm.pipeline_world import Shape, World
+
+SHAPES = (
+    Shape(),
+    Shape(replicas=(3, 2, 2, 2), per_path=3),
+    Shape(data_nodes=3, replicas=(2, 1), per_path=2, slots=2, rules=FlightRules(per_step=2, staleness=2, window=6)),
+)
+SEEDS_A_SHAPE = 50
+LONGEST_BACK_OFF_S = 60.0
+
+
+@pytest.mark.parametrize("shape", range(len(SHAPES)))
+def test_nothing_is_lost_or_done_twice_whatever_goes_wrong(shape: int) -> None:
+    completed = abandoned = 0
+    repaired_at: Counter[int] = Counter()
+    for seed in range(SEEDS_A_SHAPE):
+        world = World(1000 * shape + seed, SHAPES[shape])
+        world.run_with_faults(seconds=8.0, every_s=0.5)
+        world.heal()
+        assert world.progresses(within_s=2 * LONGEST_BACK_OFF_S), f"seed {seed}: training does not go on"
+        world.drain()
+        world.check_all()
+        completed += len(world.ledger.completed)
+        abandoned += world.ledger.abandoned
+        repaired_at += world.ledger.repaired_at
+    # Else the faults were not what they are meant to be, and the above has shown nothing.
+    assert completed > 10 * SEEDS_A_SHAPE
+    assert abandoned > SEEDS_A_SHAPE
+    if min(SHAPES[shape].replicas) > 1:  # then somebody can stand in anywhere
+        assert all(repaired_at[position] > SEEDS_A_SHAPE for position in range(SHAPES[shape].per_path))
+
+
+def test_without_faults_everything_is_completed_as_planned() -> None:
+    for seed in range(5):
+        world = World(seed, Shape(compute_failures=0.0, slots=64))
+        world.run(10.0)
+        world.drain()
+        world.check_all()
+        assert len(world.ledger.completed) > 20
+        assert world.ledger.abandoned == 0
+        assert not world.ledger.repaired_at
+
+
+def test_paths_that_visit_no_other_peer_complete() -> None:
+    world = World(1, Shape(replicas=(1,), per_path=0, compute_failures=0.0))
+    world.run(5.0)
+    world.drain()
+    world.check_all()
+    assert len(world.ledger.completed) > 20
+    assert world.ledger.abandoned == 0
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    def run() -> tuple[int, int, float]:
+        world = World(7)
+        world.run_with_faults(seconds=5.0, every_s=0.5)
+        return len(world.ledger.completed), world.ledger.abandoned, world.random.random()
+
+    assert run() == run()
+
+
+def test_a_stage_without_a_peer_stops_the_training_until_one_comes() -> None:
+    world = World(3, Shape(replicas=(1, 1), per_path=2, compute_failures=0.0))
+    world.run(5.0)
+    only = world.peers[PeerId("stage2-peer0")]
+    world.kill(only)
+    world.run(30.0)
+    before = len(world.ledger.completed)
+    world.run(5.0)
+    assert len(world.ledger.completed) == before
+    assert not any(flights.in_flight for _, flights in world.data_nodes())
+    world.revive(only)
+    assert world.progresses(within_s=2 * LONGEST_BACK_OFF_S)
+    world.drain()

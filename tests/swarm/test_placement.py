@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from collections import Counter
+
+from swarm.announcement import Announcement
+from swarm.placement import choose_module
+from swarm.vocabulary import ModuleId, PeerId, PeerState
+from tests.swarm.announcements import announcement
+
+MODULES = tuple(ModuleId(stage) for stage in range(4))
+EVEN = (1.0, 1.0, 1.0, 1.0)
+
+
+def joined(newcomers: int, cost: tuple[float, ...] = EVEN) -> Counter[int]:
+    """How many of each stage there are when newcomers come one after another, each seeing those before."""
+    present: list[Announcement] = []
+    for number in range(newcomers):
+        own = PeerId(f"peer{number}")
+        module = choose_module(own, MODULES, present, cost).value
+        present.append(announcement(own, module.stage, state=PeerState.JOINING))
+    return Counter(a.module.stage for a in present if a.module is not None)
+
+
+def test_empty_modules_are_taken_first() -> None:
+    for number in range(20):
+        present = [announcement(f"p{stage}", stage) for stage in (0, 1, 3)]
+        choice = choose_module(PeerId(f"n{number}"), MODULES, present, (100.0, 100.0, 1.0, 100.0))
+        assert choice.value == ModuleId(2)
+        assert choice.reason == "module 2.0 has no peer"
+
+
+def test_newcomers_one_after_another_fill_every_module_evenly() -> None:
+    assert joined(4) == {0: 1, 1: 1, 2: 1, 3: 1}
+    assert joined(12) == {0: 3, 1: 3, 2: 3, 3: 3}
+
+
+def test_a_costly_module_gets_more_peers() -> None:
+    counts = joined(10, (1.0, 1.0, 1.0, 7.0))
+    assert counts == {0: 1, 1: 1, 2: 1, 3: 7}
+
+
+def test_newcomers_at_once_spread_out() -> None:
+    for present in ([], [announcement(f"p{stage}", stage) for stage in range(4)]):
+        chosen = Counter(choose_module(PeerId(f"n{n}"), MODULES, present, EVEN).value for n in range(200))
+        assert set(chosen) == set(MODULES)
+        assert max(chosen.values()) < 100
+
+
+def test_those_that_leave_or_visit_do_not_count() -> None:
+    present = [announcement(f"p{stage}", stage) for stage in range(3)]
+    present += [
+        announcement("leaving", 3, state=PeerState.DRAINING),
+        announcement("guest", None, state=PeerState.VISITING),
+    ]
+    assert choose_module(PeerId("n"), MODULES, present, EVEN).value == ModuleId(3)
+
+
+def test_the_same_newcomer_chooses_the_same() -> None:
+    assert len({choose_module(PeerId("n"), MODULES, [], EVEN) for _ in range(5)}) == 1
+
+
+def test_only_the_modules_on_offer_are_chosen() -> None:
+    assert choose_module(PeerId("n"), MODULES[1:2], [announcement("p", 0)], EVEN).value == ModuleId(1)

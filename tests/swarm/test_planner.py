@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from swarm import estimates as module_under_test
+from swarm.announcement import Announcement
+from swarm.estimates import UNKNOWN_TOKENS_PER_S, Estimates
+from swarm.membership import Membership
+from swarm.planner import NoReplica, PathRules, Planner, in_flight_by_peer, visited_stages
+from swarm.vocabulary import Hop, ModuleId, Path, PeerId
+from tests.swarm.announcements import RUN, announcement
+
+OWN, FAST, SLOW, LIAR = PeerId("own"), PeerId("fast"), PeerId("slow"), PeerId("liar")
+TOKENS = 1000
+ONE_STAGE = PathRules(stages=2, per_path=1)
+
+
+def planner_with(*announcements: Announcement, rules: PathRules = ONE_STAGE) -> tuple[Planner, Estimates]:
+    members, estimates = Membership(RUN, OWN), Estimates()
+    for one in announcements:
+        members.observe(one, now=0, wall=0)
+    return Planner(rules, members, estimates, TOKENS), estimates
+
+
+def chosen(planner: Planner, in_flight: dict[PeerId, int] | None = None) -> PeerId | None:
+    return planner.replica(ModuleId(1), frozenset(), in_flight or {}, 0.0).value
+
+
+# ---- which stages ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stages", "per_path"), [(2, 1), (5, 4), (5, 3), (5, 2), (5, 1), (8, 5), (9, 6), (13, 7), (4, 0)]
+)
+def test_every_stage_is_visited_equally_often_over_any_window(stages: int, per_path: int) -> None:
+    skippable = stages - 1
+    for first in range(3 * skippable):
+        window = [visited_stages(PathRules(stages, per_path), first + n) for n in range(skippable)]
+        assert all(len(visited) == per_path and list(visited) == sorted(set(visited)) for visited in window)
+        visits = Counter(stage for visited in window for stage in visited)
+        assert visits == {stage: per_path for stage in range(1, stages) if per_path}
+
+
+def test_a_path_goes_through_its_stages_in_order() -> None:
+    planner, _ = planner_with(*(announcement(f"p{stage}", stage) for stage in (1, 2, 3)), rules=PathRules(4, 3))
+    path = planner.plan(0, {}, 0.0).value
+    assert path == Path(OWN, tuple(Hop(ModuleId(stage), PeerId(f"p{stage}")) for stage in (1, 2, 3)))
+
+
+def test_a_path_may_visit_nobody() -> None:
+    planner, _ = planner_with(rules=PathRules(1, 0))
+    assert planner.plan(0, {}, 0.0).value == Path(OWN, ())
+
+
+def test_all_missing_modules_are_named() -> None:
+    planner, _ = planner_with(announcement("p2", 2), rules=PathRules(5, 4))
+    plan = planner.plan(0, {}, 0.0)
+    assert plan.value == NoReplica((ModuleId(1), ModuleId(3), ModuleId(4)))
+    assert all(f"module {stage}.0 has no peer left" in plan.reason for stage in (1, 3, 4))
+
+
+def test_a_skipped_stage_needs_no_peer() -> None:
+    rules = PathRules(4, 2)
+    planner, _ = planner_with(*(announcement(f"p{stage}", stage) for stage in (1, 2)), rules=rules)
+    found = [isinstance(planner.plan(n, {}, 0.0).value, Path) for n in range(3)]
+    assert found == [3 not in visited_stages(rules, n) for n in range(3)]
+    assert any(found)
+
+
+# ---- which peer --------------------------------------------------------------------------------------------------------
+
+
+def test_the_fastest_is_chosen_and_the_reason_says_so() -> None:
+    planner, _ = planner_with(announcement("slow", speed=1000), announcement("fast", speed=4000))
+    choice = planner.replica(ModuleId(1), frozenset(), {}, 0.0)
+    assert choice.value == FAST
+    assert "250 ms" in choice.reason
+    assert "announced" in choice.reason
+
+
+def test_those_left_out_are_not_chosen() -> None:
+    planner, _ = planner_with(announcement("slow", speed=1000), announcement("fast", speed=4000))
+    assert planner.replica(ModuleId(1), frozenset({FAST}), {}, 0.0).value == SLOW
+    assert planner.replica(ModuleId(1), frozenset({FAST, SLOW}), {}, 0.0).value is None
+
+
+def test_work_in_flight_spreads_the_load_in_proportion_to_speed() -> None:
+    speeds = {"a": 1000, "b": 2000, "c": 5000}
+    planner, _ = planner_with(*(announcement(peer, speed=speed) for peer, speed in speeds.items()))
+    in_flight: dict[PeerId, int] = {}
+    for _ in range(80):
+        peer = chosen(planner, in_flight)
+        assert peer is not None
+        in_flight[peer] = in_flight.get(peer, 0) + 1
+    for name, speed in speeds.items():
+        assert in_flight[PeerId(name)] == pytest.approx(80 * speed / 8000, abs=1)
+
+
+def test_slots_that_others_have_taken_count_as_a_queue() -> None:
+    planner, _ = planner_with(announcement("fast", speed=4000, slots=8, free_slots=0), announcement("slow", speed=1000))
+    assert chosen(planner) == SLOW, "1 s against 9 times 0.25 s"
+    assert chosen(planner, {SLOW: 2}) == FAST, "3 s against 9 times 0.25 s"
+    assert chosen(planner, {FAST: 20, SLOW: 2}) == SLOW, "our own are more than it says are taken"
+
+
+def test_a_liar_is_believed_only_until_it_has_been_measured() -> None:
+    planner, estimates = planner_with(announcement("liar", speed=100_000), announcement("fast", speed=1000))
+    assert chosen(planner) == LIAR
+    estimates.observe(LIAR, seconds=2.0, tokens=TOKENS, queue=0)
+    assert chosen(planner) == FAST
+
+
+def test_a_measurement_outlives_every_further_lie() -> None:
+    planner, estimates = planner_with(announcement("liar", speed=float("inf")), announcement("fast", speed=1000))
+    estimates.observe(LIAR, seconds=2.0, tokens=TOKENS, queue=0)
+    assert chosen(planner) == FAST
+
+
+def test_failing_never_looks_like_speed() -> None:
+    planner, estimates = planner_with(announcement("slow", speed=900), announcement("fast", speed=1000))
+    estimates.penalize(FAST, seconds=30.0, tokens=TOKENS)
+    assert chosen(planner) == SLOW
+
+
+def test_hops_are_counted_by_peer() -> None:
+    one, two = Hop(ModuleId(1), FAST), Hop(ModuleId(2), SLOW)
+    assert in_flight_by_peer([Path(OWN, (one, two)), Path(OWN, (one,))]) == {FAST: 2, SLOW: 1}
+
+
+# ---- estimates ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_sample_starts_the_average_and_later_ones_move_it_by_a_tenth() -> None:
+    estimates = Estimates()
+    estimates.observe(FAST, seconds=1.0, tokens=100, queue=0)
+    assert estimates.seconds(FAST, 100, 0.0).value == pytest.approx(1.0)
+    estimates.observe(FAST, seconds=2.0, tokens=100, queue=0)
+    assert estimates.seconds(FAST, 100, 0.0).value == pytest.approx(1.1)
+    known = estimates.measured(FAST)
+    assert known is not None
+    assert known.samples == 2
+    assert known.deviation == pytest.approx(0.005 + 0.1 * (0.01 - 0.005))
+
+
+def test_the_queue_it_found_there_does_not_count_against_a_peer() -> None:
+    estimates = Estimates()
+    estimates.observe(FAST, seconds=4.0, tokens=100, queue=3)
+    assert estimates.seconds(FAST, 100, 0.0).value == pytest.approx(1.0)
+
+
+def test_without_a_measurement_the_announcement_counts_and_without_that_a_constant() -> None:
+    estimates = Estimates()
+    assert estimates.seconds(FAST, 100, 50.0) == estimates.seconds(SLOW, 100, 50.0)
+    assert estimates.seconds(FAST, 100, 50.0).value == 2.0
+    for unusable in (0.0, -1.0, float("nan")):
+        assert estimates.seconds(FAST, 100, unusable).value == 100 / UNKNOWN_TOKENS_PER_S
+
+
+def test_nonsense_measurements_do_no_harm() -> None:
+    estimates = Estimates()
+    estimates.observe(FAST, seconds=-1.0, tokens=0, queue=-5)
+    assert estimates.seconds(FAST, 100, 0.0).value == 0.0
+
+
+def test_the_longest_unused_estimate_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_under_test, "MAX_PEERS", 2)
+    estimates = Estimates()
+    for peer in (FAST, SLOW, FAST, LIAR):
+        estimates.observe(peer, 1.0, 1, 0)
+    assert [estimates.measured(peer) is None for peer in (FAST, SLOW, LIAR)] == [False, True, False]

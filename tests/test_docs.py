@@ -1,0 +1,63 @@
+"""The documents say what the code does: the generated part is fresh, and what they name exists."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from docs import generate_protocol
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = sorted((ROOT / "docs").glob("*.md"))
+SOURCE = r"(?:swarm|protocol|node|proto|tests|benchmarks|docs)/[\w/]+\.(?:py|proto|md)"
+
+
+def name_of(path: Path) -> str:
+    return path.name
+
+
+def test_the_reference_is_generated_from_the_contract() -> None:
+    text = generate_protocol.TARGET.read_text()
+    assert generate_protocol.rewritten(text) == text, "stale: run `make docs`"
+
+
+def test_a_stale_reference_is_noticed() -> None:
+    text = generate_protocol.TARGET.read_text()
+    stale = text.replace("| `transfer` | uint32 |", "| `transfer` | uint64 |")
+    assert stale != text
+    assert generate_protocol.rewritten(stale) == text
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_files_and_tests_that_are_named_exist(document: Path) -> None:
+    named = re.findall(rf"({SOURCE})(?:::(\w+))?", document.read_text())
+    for file, test in named:
+        assert (ROOT / file).is_file(), file
+        assert not test or re.search(rf"def {test}\(", (ROOT / file).read_text()), f"{file}::{test}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_links_between_documents_lead_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", document.read_text()):
+        assert (document.parent / target).is_file(), target
+
+
+def test_the_keys_of_status_are_the_documented_ones() -> None:
+    section = generate_protocol.TARGET.read_text().split("\n## Status\n")[1].split("\n## ")[0]
+    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    documented = {key for cell in cells for key in re.findall(r"`(\w+)`", cell)}
+    assert documented == status_keys()
+
+
+def status_keys() -> set[str]:
+    """Read from the source, because importing it brings in torch."""
+    report = ast.parse((ROOT / "node" / "report.py").read_text())
+    function = next(n for n in report.body if isinstance(n, ast.FunctionDef) and n.name == "status_json")
+    table = next(node for node in ast.walk(function) if isinstance(node, ast.Dict))
+    own = {key.value for key in table.keys if isinstance(key, ast.Constant)}
+    duty = ast.parse((ROOT / "node" / "duty.py").read_text())
+    account = next(node for node in duty.body if isinstance(node, ast.ClassDef) and node.name == "Account")
+    return own | {ast.unparse(line.target) for line in account.body if isinstance(line, ast.AnnAssign)}
