@@ -6,8 +6,8 @@ from multiprocessing.connection import Connection
 
 import uvloop
 
-from benchmarks.raw_stream import LONGEST_MESSAGE, receive, send_batches
-from protocol.certificates import make_credentials
+from benchmarks.raw_stream import LONGEST_MESSAGE, RUN, receive, send_batches
+from protocol.certificates import TlsCredentials, make_credentials
 from protocol.identity import Identity
 from protocol.seams import Contact
 from protocol.streams import DialledStream, open_channel
@@ -18,12 +18,12 @@ BATCH_BYTES = 128 * 1024 * 1024
 def receiving_process(connection: Connection) -> None:
     """Says what a sender needs, then reads and forgets until it is killed."""
     identity = Identity.generate()
-    server, client = make_credentials(identity), make_credentials(Identity.generate())
+    server, client = make_credentials(identity, RUN), make_credentials(Identity.generate(), RUN)
     connection.send((Contact(identity.peer, (), server.certificate_der), client))
-    receive(connection, server, client.certificate_der)
+    receive(connection, server)
 
 
-def sending_process(connection: Connection, receiver: Contact, credentials: object, port: int) -> None:
+def sending_process(connection: Connection, receiver: Contact, credentials: TlsCredentials, port: int) -> None:
     """For each message size that it is sent, answers with the MB/s of a batch of such messages."""
 
     async def main() -> None:

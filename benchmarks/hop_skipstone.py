@@ -117,7 +117,10 @@ class OneFlight:
         assert self.landed is not None
         self.landed.set_exception(SkipstoneError(detail))
 
-    def passed(self, receipt: Receipt) -> None:
+    def may_hold(self, sender: PeerId, microbatch: MicrobatchId) -> bool:
+        return True
+
+    def passed(self, sender: PeerId, receipt: Receipt) -> None:
         return
 
 
@@ -134,7 +137,7 @@ async def peer_of_two(
 ) -> AsyncIterator[tuple[Carrier, PeerId]]:
     """A carrier at work on loopback, and the other process's peer, with which announcements are exchanged first."""
     identity, clock = Identity.generate(), SystemClock()
-    credentials = make_credentials(identity)
+    credentials = make_credentials(identity, RUN)
     own = OwnState(RUN, identity.peer, credentials.certificate_der, clock, state=PeerState.SERVING, module=module)
     book = KnownPeers()
     neighbourhood = Neighbourhood(identity, own, Membership(RUN, identity.peer), book, clock, NoEvents())

@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import multiprocessing
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import uvloop
 
@@ -25,26 +21,14 @@ from protocol.identity import Identity
 from protocol.memory import keep_freed_memory
 from protocol.seams import Contact
 from protocol.streams import AcceptedStream, DialledStream, make_server, open_channel
-from swarm.vocabulary import PeerId
+from swarm.vocabulary import RunId
 
 # As a node does at its start; here and, because each process imports this module, in the other process too.
 keep_freed_memory()
 
+RUN = RunId("0" * 64)
 END_OF_BATCH = b"."
 LONGEST_MESSAGE = 8 * 1024 * 1024
-
-
-class OneGuest:
-    """An address book that lets one certificate in."""
-
-    def __init__(self, certificate: bytes) -> None:
-        self._certificate = certificate
-
-    def contact(self, peer: PeerId) -> Contact | None:
-        return None
-
-    def certificates(self) -> list[bytes]:
-        return [self._certificate]
 
 
 @contextmanager
@@ -54,6 +38,7 @@ def process(target: Any, *arguments: Any) -> Iterator[Connection]:
     here, there = context.Pipe()
     child = context.Process(target=target, args=(there, *arguments), daemon=True)
     child.start()
+    there.close()  # so that a child that fails ends the connection
     try:
         yield here
     finally:
@@ -61,7 +46,7 @@ def process(target: Any, *arguments: Any) -> Iterator[Connection]:
         child.join()
 
 
-def receive(connection: Connection, credentials: TlsCredentials, guest: bytes) -> None:
+def receive(connection: Connection, credentials: TlsCredentials) -> None:
     """The receiving process: reads and forgets; answers each end of a batch."""
 
     async def serve(_requests: object, context: Any) -> None:
@@ -71,9 +56,7 @@ def receive(connection: Connection, credentials: TlsCredentials, guest: bytes) -
                 await stream.write(END_OF_BATCH)
 
     async def main() -> None:
-        server, port = make_server(
-            serve, credentials, OneGuest(guest), "127.0.0.1:0", 4, max_frame_bytes=LONGEST_MESSAGE
-        )
+        server, port = make_server(serve, credentials, "127.0.0.1:0", 4, max_frame_bytes=LONGEST_MESSAGE)
         await server.start()
         connection.send(port)
         await server.wait_for_termination()
@@ -98,7 +81,7 @@ async def send_batches(stream: DialledStream, message_bytes: int, batch_bytes: i
 def raw_mb_per_s(message_bytes: int, *, batch_bytes: int = 256 * 1024 * 1024, repeats: int = 5) -> float:
     """Median rate in MB/s (10**6 bytes) of a one-way stream of messages of this size; the first batch is not counted."""
     server_identity = Identity.generate()
-    server, client = make_credentials(server_identity), make_credentials(Identity.generate())
+    server, client = make_credentials(server_identity, RUN), make_credentials(Identity.generate(), RUN)
 
     async def main(port: int) -> list[float]:
         contact = Contact(server_identity.peer, (f"127.0.0.1:{port}",), server.certificate_der)
@@ -109,5 +92,5 @@ def raw_mb_per_s(message_bytes: int, *, batch_bytes: int = 256 * 1024 * 1024, re
         await stream.close()
         return rates
 
-    with process(receive, server, client.certificate_der) as connection:
+    with process(receive, server) as connection:
         return statistics.median(uvloop.run(main(connection.recv())))

@@ -11,15 +11,18 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import pathlib
 import statistics
 import sys
 import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from raw_stream import process, raw_mb_per_s  # isort: skip  (also makes the packages importable)
 import uvloop
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+from benchmarks.raw_stream import RUN, process, raw_mb_per_s
 from protocol.certificates import TlsCredentials, make_credentials
 from protocol.identity import Identity
 from protocol.seams import Contact, DType, Question, TensorSpec
@@ -27,7 +30,7 @@ from protocol.settings import TransportSettings
 from protocol.transport import GrpcTransport
 from swarm.errors import PeerError
 from swarm.messages import Close, Forward, Purpose, TensorMessage
-from swarm.vocabulary import Hop, MicrobatchId, ModuleId, Path, PeerId, RunId
+from swarm.vocabulary import Hop, MicrobatchId, ModuleId, Path, PeerId
 
 CHUNK_SIZES = [n * 1024 for n in (64, 128, 256, 512, 1024, 2048, 4096)]
 TENSOR = TensorSpec((4, 512, 1024), DType.FLOAT32)
@@ -35,7 +38,6 @@ TENSORS_PER_BATCH = 32
 IN_FLIGHT = 4
 ROUNDS = 5
 BATCHES_PER_ROUND = 3
-RUN = RunId("0" * 64)
 
 
 class MonotonicClock:
@@ -46,15 +48,14 @@ class MonotonicClock:
         return time.time()
 
 
-class TwoPeers:
+class Book:
+    """An address book with the receiver in it, or with nobody: the receiver need not know who sends."""
+
     def __init__(self, *contacts: Contact) -> None:
         self._contacts = {contact.peer: contact for contact in contacts}
 
     def contact(self, peer: PeerId) -> Contact | None:
         return self._contacts.get(peer)
-
-    def certificates(self) -> list[bytes]:
-        return [contact.certificate for contact in self._contacts.values()]
 
 
 class Counter:
@@ -94,7 +95,7 @@ class Counter:
         return
 
 
-def make_transport(identity: Identity, credentials: TlsCredentials, handler: Counter, book: TwoPeers) -> GrpcTransport:
+def make_transport(identity: Identity, credentials: TlsCredentials, handler: Counter, book: Book) -> GrpcTransport:
     return GrpcTransport(
         identity,
         credentials,
@@ -107,14 +108,14 @@ def make_transport(identity: Identity, credentials: TlsCredentials, handler: Cou
     )
 
 
-def receive_tensors(connection: Connection, sender: Contact) -> None:
+def receive_tensors(connection: Connection) -> None:
     """The receiving process: says after each batch that it is whole."""
     identity = Identity.generate()
-    credentials = make_credentials(identity)
+    credentials = make_credentials(identity, RUN)
 
     async def main() -> None:
         counter = Counter()
-        async with make_transport(identity, credentials, counter, TwoPeers(sender)) as transport:
+        async with make_transport(identity, credentials, counter, Book()) as transport:
             address = f"127.0.0.1:{transport.port}"
             connection.send(Contact(identity.peer, (address,), credentials.certificate_der))
             while True:
@@ -147,14 +148,14 @@ async def send_tensors(transport: GrpcTransport, counter: Counter, own: PeerId, 
 def skipstone_mb_per_s() -> float:
     """Median rate in MB/s of tensors through the transport; the first batch (dial, TLS) is not counted."""
     identity = Identity.generate()
-    credentials = make_credentials(identity)
+    credentials = make_credentials(identity, RUN)
 
     async def main(receiver: Contact) -> list[float]:
         counter = Counter()
-        async with make_transport(identity, credentials, counter, TwoPeers(receiver)) as transport:
+        async with make_transport(identity, credentials, counter, Book(receiver)) as transport:
             return await send_tensors(transport, counter, identity.peer, receiver.peer)
 
-    with process(receive_tensors, Contact(identity.peer, (), credentials.certificate_der)) as connection:
+    with process(receive_tensors) as connection:
         return statistics.median(uvloop.run(main(connection.recv())))
 
 

@@ -21,6 +21,7 @@ from node.report import node_summary, status_json
 from protocol.directory import DirectorySettings
 from protocol.identity import Identity
 from protocol.manifest import Manifest
+from protocol.memory import keep_freed_memory
 from protocol.seams import Question, QuestionAbout
 from protocol.signed_manifest import SignedManifest, read_signed_manifest
 from swarm.errors import ConfigError
@@ -40,6 +41,7 @@ async def run_node(options: NodeOptions, events: EventSink, stop: asyncio.Event)
     Raises:
         SkipstoneError: it could not start, or something it cannot do without broke.
     """
+    keep_freed_memory()
     clock = SystemClock()
     identity = Identity.load_or_create(options.identity_path)
     signed = _read_manifest(options)

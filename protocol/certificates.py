@@ -10,7 +10,7 @@ the extension proves. (gRPC can also ask for new roots at every handshake; two h
 process, seen with 1.85: the old ones are freed while the other still uses them.) Who dials knows whom it dials, and
 trusts that peer's certificate alone.
 
-So a checked certificate becomes a trust root that must stand for nobody but itself, which is why `peer_of_certificate`
+A dialled peer's certificate thus is a trust root, and has to stand for nobody but itself. This is why `peer_of_certificate`
 insists on more than libp2p does: one that may sign others, or that carries another peer's name, would speak for more
 than its owner. That it is no authority (CA:FALSE) is not enough: gRPC's TLS takes a leaf signed with a root's key all the
 same (seen with 1.85), unless the root's key usage says that it signs no certificates.
@@ -18,6 +18,7 @@ same (seen with 1.85), unless the root's key usage says that it signs no certifi
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import ssl
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from datetime import UTC, datetime
 from typing import Final
 
 from cryptography import x509
-from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
@@ -43,7 +44,7 @@ from swarm.errors import ProtocolViolation
 from swarm.vocabulary import PeerId, RunId
 
 MAX_CERTIFICATE_BYTES: Final = 1024
-"""Of DER. Ours have about 665; a record in the DHT (2 KiB) carries one."""
+"""Of DER. Ours have about 605; a record in the DHT (2 KiB) carries one."""
 
 _LIBP2P_EXTENSION: Final = x509.ObjectIdentifier("1.3.6.1.4.1.53594.1.1")
 _SIGNATURE_PURPOSE: Final = b"libp2p-tls-handshake:"
@@ -53,9 +54,9 @@ _SIGNATURE_PURPOSE: Final = b"libp2p-tls-handshake:"
 _KEY_HEADER: Final = bytes.fromhex("30680424") + LIBP2P_PUBLIC_KEY_PREFIX
 _SIGNATURE_HEADER: Final = bytes.fromhex("0440")
 
-# The dates say nothing: what ends a certificate is that its owner announces another one (a record lives 10 minutes), and
-# its key never leaves the process. A window that starts at a fixed date, and not "now", lets machines with wrong
-# clocks talk to each other, and a node run for years needs no new certificate in mid-run.
+# The dates say nothing: what ends a certificate is that its key, which never leaves the process, ends with it; who dials
+# besides follows what is announced (a record lives 10 minutes). A window that starts at a fixed date, and not "now", lets
+# machines with wrong clocks talk to each other, and a node run for years needs no new certificate in mid-run.
 _NOT_BEFORE: Final = datetime(2000, 1, 1, tzinfo=UTC)
 _NOT_AFTER: Final = datetime(2100, 1, 1, tzinfo=UTC)
 
@@ -72,6 +73,8 @@ _USAGES: Final = (
 )
 _SIGNS_HANDSHAKES_ONLY: Final = x509.KeyUsage(**{field: field == "digital_signature" for field in _USAGES})
 _P256_ORDER: Final = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
+_CACHED_AUTHORITIES: Final = 16
+"""A node is in one run; more are for the records of others that come its way."""
 
 _MALFORMED: Final = (
     ValueError,
@@ -81,6 +84,14 @@ _MALFORMED: Final = (
     x509.DuplicateExtension,
     x509.UnsupportedGeneralNameType,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _Authority:
+    """Anybody can make the same key; the certificates of two makers differ in serial number and signature only."""
+
+    key: ec.EllipticCurvePrivateKey
+    certificate: x509.Certificate
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -100,25 +111,25 @@ class TlsCredentials:
 def make_credentials(identity: Identity, run: RunId) -> TlsCredentials:
     """A new P-256 key with a certificate that proves `identity.peer` and is let in by the peers of `run`."""
     key = ec.generate_private_key(ec.SECP256R1())
-    authority = _authority_key(run)
+    authority = _authority(run)
     certificate = (
-        _certificate(_name(identity.peer), _authority_name(run), key.public_key())
+        _certificate(_name(identity.peer), authority.certificate.subject, key.public_key())
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_SIGNS_HANDSHAKES_ONLY, critical=True)
         .add_extension(x509.SubjectAlternativeName([x509.DNSName(identity.peer)]), critical=False)
         .add_extension(_libp2p_extension(identity, key.public_key()), critical=False)
-        .sign(authority, SHA256())
+        .sign(authority.key, SHA256())
     )
     return TlsCredentials(
         certificate_der=certificate.public_bytes(Encoding.DER),
         certificate_pem=certificate.public_bytes(Encoding.PEM),
         private_key_pem=key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
-        authority_pem=_authority_certificate(run, authority).public_bytes(Encoding.PEM),
+        authority_pem=authority.certificate.public_bytes(Encoding.PEM),
     )
 
 
-def peer_of_certificate(der: bytes) -> PeerId:
-    """The peer that a certificate proves to belong to. Dates are left to TLS.
+def peer_of_certificate(der: bytes, run: RunId) -> PeerId:
+    """The peer that a certificate made for `run` proves to belong to. Dates are left to TLS.
 
     Raises:
         ProtocolViolation: says what is wrong with it.
@@ -139,6 +150,7 @@ def peer_of_certificate(der: bytes) -> PeerId:
         raise ProtocolViolation("certificate: the key is not on the curve P-256")
     if not isinstance(digest, SHA256):
         raise ProtocolViolation("certificate: the signature is not ECDSA with SHA-256")
+    _check_signed_by(_authority(run), certificate)
     peer = _proven_peer(extensions, key)
     if common_names != [peer]:
         raise ProtocolViolation(f"certificate: the common name is not {peer}, which the libp2p extension proves")
@@ -156,21 +168,20 @@ def fingerprint(der: bytes) -> bytes:
     return hashlib.sha256(der).digest()
 
 
-def _authority_key(run: RunId) -> ec.EllipticCurvePrivateKey:
-    """The same on every machine, and no secret. 256 bits of the hash are below the curve's order but for odds of 2^-32."""
+@functools.lru_cache(maxsize=_CACHED_AUTHORITIES)
+def _authority(run: RunId) -> _Authority:
+    """The key is the same on every machine, and no secret. That the modulus favours some keys therefore does not matter."""
     scalar = int.from_bytes(hashlib.sha256(b"skipstone-authority:" + run.encode()).digest(), "big")
-    return ec.derive_private_key(scalar % (_P256_ORDER - 1) + 1, ec.SECP256R1())
-
-
-def _authority_certificate(run: RunId, key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
-    name = _authority_name(run)
+    key = ec.derive_private_key(scalar % (_P256_ORDER - 1) + 1, ec.SECP256R1())
+    name = _name(f"skipstone run {run[:32]}")
     usage = x509.KeyUsage(**{field: field == "key_cert_sign" for field in _USAGES})
-    return (
+    certificate = (
         _certificate(name, name, key.public_key())
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(usage, critical=True)
         .sign(key, SHA256())
     )
+    return _Authority(key, certificate)
 
 
 def _certificate(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
@@ -183,10 +194,6 @@ def _certificate(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePub
         .not_valid_before(_NOT_BEFORE)
         .not_valid_after(_NOT_AFTER)
     )
-
-
-def _authority_name(run: RunId) -> x509.Name:
-    return _name(f"skipstone run {run[:32]}")
 
 
 def _name(common_name: str) -> x509.Name:
@@ -202,6 +209,15 @@ def _libp2p_extension(identity: Identity, key: ec.EllipticCurvePublicKey) -> x50
 
 def _subject_public_key_info(key: ec.EllipticCurvePublicKey) -> bytes:
     return key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+
+
+def _check_signed_by(authority: _Authority, certificate: x509.Certificate) -> None:
+    try:
+        certificate.verify_directly_issued_by(authority.certificate)
+    except InvalidSignature:
+        raise ProtocolViolation("certificate: the signature is not that of this run's authority") from None
+    except _MALFORMED as error:
+        raise ProtocolViolation(f"certificate: not issued by this run's authority: {error}") from None
 
 
 def _proven_peer(extensions: x509.Extensions, key: ec.EllipticCurvePublicKey) -> PeerId:

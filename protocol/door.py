@@ -15,16 +15,17 @@ import grpc
 from protocol.certificates import peer_of_certificate
 from protocol.streams import AcceptedStream, ServicerContext
 from swarm.errors import ProtocolViolation, Rejected
-from swarm.vocabulary import PeerId
+from swarm.vocabulary import PeerId, RunId
 
 MAX_STREAMS_PER_PEER: Final = 3
 """The link's, its successor's after a restart, and one that has not quite ended."""
 
 
 class Door:
-    """Counts the streams of each peer from their first moment until gRPC has forgotten them."""
+    """Lets in the peers of a run, and counts the streams of each from their first moment until gRPC has forgotten them."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: RunId) -> None:
+        self._run = run
         self._streams: Counter[PeerId] = Counter()
 
     async def enter(self, context: ServicerContext) -> PeerId:
@@ -34,7 +35,7 @@ class Door:
             grpc.aio.AbortError: it may not, and has been told; gRPC wants this error back from its handler.
         """
         try:
-            peer = proven_peer(AcceptedStream(context).certificate())
+            peer = proven_peer(AcceptedStream(context).certificate(), self._run)
         except Rejected as error:
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
         if self._streams[peer] >= MAX_STREAMS_PER_PEER:
@@ -49,13 +50,15 @@ class Door:
             del self._streams[peer]
 
 
-def proven_peer(certificate: bytes) -> PeerId:
-    """The peer whose certificate the caller showed, and whose key it thereby has.
+def proven_peer(certificate: bytes, run: RunId) -> PeerId:
+    """The peer whose certificate for the run the caller showed, and whose key it thereby has.
+
+    TLS alone says little: with the authority's key, which is no secret, anybody signs what he likes.
 
     Raises:
         Rejected: the certificate proves no peer.
     """
     try:
-        return peer_of_certificate(certificate)
+        return peer_of_certificate(certificate, run)
     except ProtocolViolation as error:
         raise Rejected(str(error)) from None

@@ -197,7 +197,7 @@ def _check(announcement: Announcement) -> None:
     _check_figures(announcement)
     if len(announcement.certificate) > MAX_CERTIFICATE_BYTES:
         raise ProtocolViolation(f"record: a certificate has at most {MAX_CERTIFICATE_BYTES} bytes")
-    if peer_of_certificate(announcement.certificate) != announcement.peer:
+    if peer_of_certificate(announcement.certificate, announcement.run) != announcement.peer:
         raise ProtocolViolation(f"record: the certificate does not belong to {announcement.peer}")
 
 

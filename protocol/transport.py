@@ -73,7 +73,7 @@ class GrpcTransport:
         self._clock = clock
         self._settings = settings
         self._own_record = own_record
-        self._door = Door()
+        self._door = Door(run)
         self._surroundings = LinkSurroundings(handler, clock, settings)
         self._backoff = Backoff(clock, settings.first_retry_s, settings.longest_retry_s, jitter)
         self._links: dict[PeerId, Link] = {}

@@ -23,7 +23,7 @@ class Announcement:
     addresses: tuple[str, ...]
     """`host:port` of its gRPC server, most direct first; at most 8. Empty for a peer that cannot be dialled."""
     certificate: bytes
-    """DER of the self-signed P-256 TLS certificate that carries the libp2p extension for `peer`."""
+    """DER of the P-256 TLS certificate that the run's authority signed and whose libp2p extension proves `peer`."""
     versions: VersionRange
     tokens_per_second: float
     """Measured forward plus backward throughput of the module on this peer; 0 when not yet measured."""

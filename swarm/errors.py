@@ -92,7 +92,7 @@ class StaleVersion(PeerError):
 
 
 class Rejected(PeerError):
-    """The peer refused on purpose: wrong run, unknown certificate, unknown module."""
+    """The peer refused on purpose: wrong run, a certificate that proves nobody, unknown module."""
 
     exit_code = 77
 

@@ -17,19 +17,19 @@ MODULE = ModuleId(1)
 
 
 @functools.cache
-def certificate_of(identity: Identity) -> bytes:
-    return make_credentials(identity).certificate_der
+def certificate_of(identity: Identity, run: RunId) -> bytes:
+    return make_credentials(identity, run).certificate_der
 
 
-def announced(identity: Identity, **changes: object) -> Announcement:
+def announced(identity: Identity, *, run: RunId = RUN, **changes: object) -> Announcement:
     now = time.time()
     announcement = Announcement(
-        run=RUN,
+        run=run,
         peer=identity.peer,
         state=PeerState.SERVING,
         module=MODULE,
         addresses=("127.0.0.1:4000",),
-        certificate=certificate_of(identity),
+        certificate=certificate_of(identity, run),
         versions=VersionRange(1, 1),
         tokens_per_second=10.0,
         slots=2,

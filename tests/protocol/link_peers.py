@@ -18,9 +18,8 @@ from protocol.transport import GrpcTransport
 from swarm.errors import PeerError, Rejected
 from swarm.messages import ControlMessage, Forward, Purpose, TensorMessage
 from swarm.vocabulary import PROTOCOL_VERSIONS, Hop, MicrobatchId, ModuleId, Path, PeerId, RunId
+from tests.protocol.minting import RUN
 
-RUN = RunId("5" * 64)
-OTHER_RUN = RunId("6" * 64)
 SETTINGS = TransportSettings(chunk_bytes=16 * 1024, ping_period_s=0.1, stall_after_s=5.0)
 LONG = 20.0
 """Seconds that a test waits for what has to come; reached only when it fails."""
@@ -42,9 +41,6 @@ class Book:
 
     def contact(self, peer: PeerId) -> Contact | None:
         return self.contacts.get(peer)
-
-    def certificates(self) -> list[bytes]:
-        return [contact.certificate for contact in list(self.contacts.values())]
 
 
 @dataclass
@@ -106,13 +102,14 @@ def refuse_to_answer(question: Question) -> bytes:
 
 @dataclass
 class Persona:
-    """Who a peer is, apart from any process or port."""
+    """Who a peer is, apart from any process or port. Another of the same identity is the peer after a restart."""
 
     identity: Identity = field(default_factory=Identity.generate)
+    run: RunId = RUN
     book: Book = field(default_factory=Book)
 
     def __post_init__(self) -> None:
-        self.credentials: TlsCredentials = make_credentials(self.identity)
+        self.credentials: TlsCredentials = make_credentials(self.identity, self.run)
 
     @property
     def peer(self) -> PeerId:
@@ -146,7 +143,6 @@ async def node(
     persona: Persona | None = None,
     *,
     settings: TransportSettings = SETTINGS,
-    run: RunId = RUN,
     handler: Recorder | None = None,
     record: bytes = b"",
 ) -> AsyncIterator[Node]:
@@ -155,7 +151,7 @@ async def node(
     transport = GrpcTransport(
         persona.identity,
         persona.credentials,
-        run,
+        persona.run,
         persona.book,
         handler,
         SystemClock(),
@@ -197,7 +193,7 @@ async def bare_stream(
 
 
 def hello_of(persona: Persona) -> Hello:
-    return Hello(persona.peer, RUN, PROTOCOL_VERSIONS, b"")
+    return Hello(persona.peer, persona.run, PROTOCOL_VERSIONS, b"")
 
 
 @dataclass

@@ -6,20 +6,26 @@ import hashlib
 import random
 import ssl
 from collections.abc import Callable
-from datetime import UTC, datetime
 
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.hashes import SHA256, SHA384, HashAlgorithm
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
-from cryptography.x509.oid import NameOID
+from cryptography.hazmat.primitives.hashes import SHA384
 
 from protocol.certificates import fingerprint, make_credentials, peer_of_certificate, pem_of
 from protocol.identity import Identity
 from swarm.errors import ProtocolViolation
+from tests.protocol.minting import (
+    LIBP2P_EXTENSION,
+    OTHER_RUN,
+    RUN,
+    authority_key,
+    authority_name,
+    certificate,
+    extension_for,
+    new_key,
+)
 
-LIBP2P_EXTENSION = x509.ObjectIdentifier("1.3.6.1.4.1.53594.1.1")
 SPECIFICATION_CERTIFICATE = bytes.fromhex(
     "308201773082011ea003020102020900f5bd0debaa597f52300a06082a8648ce3d04030230003020170d3735303130313030303030"
     "305a180f34303936303130313030303030305a30003059301306072a8648ce3d020106082a8648ce3d030107034200046bf9871220"
@@ -30,97 +36,55 @@ SPECIFICATION_CERTIFICATE = bytes.fromhex(
     "35ff2ec87daf006f9b04ba076a5a5530180cd9c2e8f6399e09d0220458527178c7e77024601dbb1b256593e9b96d961b96349d1f560"
     "114f61a87595"
 )
-"""Test vector 1 (Ed25519 identity) of libp2p's TLS specification."""
-
-
-def extension_for(
-    identity: Identity, key: ec.EllipticCurvePrivateKey, purpose: bytes = b"libp2p-tls-handshake:"
-) -> x509.UnrecognizedExtension:
-    """The extension, encoded here a second time and after the specification, not after the code under test."""
-    key_info = key.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
-    body = b"\x04\x24\x08\x01\x12\x20" + identity.public_key + b"\x04\x40" + identity.sign(purpose + key_info)
-    return x509.UnrecognizedExtension(LIBP2P_EXTENSION, b"\x30" + bytes([len(body)]) + body)
-
-
-def key_usage(key_cert_sign: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(True, False, False, False, False, key_cert_sign, False, False, False)
-
-
-def certificate(
-    identity: Identity,
-    *,
-    key: ec.EllipticCurvePrivateKey | None = None,
-    signing_key: ec.EllipticCurvePrivateKey | None = None,
-    extension: x509.UnrecognizedExtension | None = None,
-    names: tuple[str, ...] | None = None,
-    issuer: str | None = None,
-    alternative: tuple[str, ...] | None = None,
-    authority: bool = False,
-    may_sign_others: bool = False,
-    digest: HashAlgorithm | None = None,
-    padding: int = 0,
-    leave_out: str = "",
-) -> bytes:
-    key = key or ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name) for name in names or (identity.peer,)])
-    builder = (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)]) if issuer else subject)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(datetime(2000, 1, 1, tzinfo=UTC))
-        .not_valid_after(datetime(2100, 1, 1, tzinfo=UTC))
-    )
-    if leave_out != "libp2p":
-        builder = builder.add_extension(extension or extension_for(identity, key), critical=False)
-    if leave_out != "constraints":
-        builder = builder.add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
-    if leave_out != "usage":
-        builder = builder.add_extension(key_usage(key_cert_sign=may_sign_others), critical=True)
-    if leave_out != "alternative":
-        dns_names = [x509.DNSName(name) for name in alternative or (identity.peer,)]
-        builder = builder.add_extension(x509.SubjectAlternativeName(dns_names), critical=False)
-    if padding:
-        oid = x509.ObjectIdentifier("1.3.6.1.4.1.53594.9.9")
-        builder = builder.add_extension(x509.UnrecognizedExtension(oid, bytes(padding)), critical=False)
-    return builder.sign(signing_key or key, digest or SHA256()).public_bytes(Encoding.DER)
+"""Test vector 1 (Ed25519 identity) of libp2p's TLS specification, and the peer id that it says there."""
+SPECIFICATION_PEER = "12D3KooWJRSrypvnpHgc6ZAgyCni4KcSmbV7uGRaMw5LgMKT18fq"
 
 
 def test_our_certificate_proves_our_peer_id_and_fits_a_record() -> None:
     identity = Identity.generate()
-    credentials = make_credentials(identity)
-    assert peer_of_certificate(credentials.certificate_der) == identity.peer
-    assert max(len(make_credentials(identity).certificate_der) for _ in range(20)) < 700
+    credentials = make_credentials(identity, RUN)
+    assert peer_of_certificate(credentials.certificate_der, RUN) == identity.peer
+    assert max(len(make_credentials(identity, RUN).certificate_der) for _ in range(20)) < 700
     assert pem_of(credentials.certificate_der) == credentials.certificate_pem
     assert fingerprint(credentials.certificate_der) == hashlib.sha256(credentials.certificate_der).digest()
 
 
 def test_the_extension_is_the_one_of_the_specification() -> None:
+    """Its key and its extension, in a certificate whose signature and names are those of a run."""
     theirs = x509.load_der_x509_certificate(SPECIFICATION_CERTIFICATE)
-    ours = x509.load_der_x509_certificate(make_credentials(Identity.generate()).certificate_der)
-    values = [c.extensions.get_extension_for_oid(LIBP2P_EXTENSION).value.public_bytes() for c in (theirs, ours)]
-    assert len(values[0]) == len(values[1])
-    assert [value[:8] + value[40:42] for value in values] == [values[0][:8] + values[0][40:42]] * 2
-    # Theirs names nobody in its subject. That only this is missing shows that its extension was understood.
-    with pytest.raises(
-        ProtocolViolation, match="common name is not 12D3KooWJRSrypvnpHgc6ZAgyCni4KcSmbV7uGRaMw5LgMKT18fq"
-    ):
-        peer_of_certificate(SPECIFICATION_CERTIFICATE)
+    key = theirs.public_key()
+    assert isinstance(key, ec.EllipticCurvePublicKey)
+    value = theirs.extensions.get_extension_for_oid(LIBP2P_EXTENSION).value.public_bytes()
+    der = certificate(
+        Identity.generate(),
+        public_key=key,
+        extension=x509.UnrecognizedExtension(LIBP2P_EXTENSION, value),
+        names=(SPECIFICATION_PEER,),
+        alternative=(SPECIFICATION_PEER,),
+    )
+    assert peer_of_certificate(der, RUN) == SPECIFICATION_PEER
 
 
-def test_every_certificate_has_its_own_subject_key_and_serial() -> None:
+def test_every_certificate_has_its_own_key_and_serial() -> None:
     identity = Identity.generate()
-    first, second = (x509.load_der_x509_certificate(make_credentials(identity).certificate_der) for _ in range(2))
-    assert first.subject != second.subject
+    first, second = (x509.load_der_x509_certificate(make_credentials(identity, RUN).certificate_der) for _ in range(2))
     assert first.serial_number != second.serial_number
     assert first.public_key() != second.public_key()
-    assert first.issuer == first.subject
+
+
+def test_the_authority_of_a_run_has_the_documented_key_and_name_and_may_sign() -> None:
+    pem = make_credentials(Identity.generate(), RUN).authority_pem
+    authority = x509.load_pem_x509_certificate(pem)
+    assert authority.public_key() == authority_key(RUN).public_key()
+    assert authority.subject.rfc4514_string() == f"CN={authority_name(RUN)}"
+    assert authority.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    assert authority.extensions.get_extension_for_class(x509.KeyUsage).value.key_cert_sign
+    assert authority.public_key() != authority_key(OTHER_RUN).public_key()
 
 
 def test_what_the_builder_of_these_tests_makes_is_good_when_nothing_is_wrong() -> None:
     identity = Identity.generate()
-    assert peer_of_certificate(certificate(identity)) == identity.peer
+    assert peer_of_certificate(certificate(identity), RUN) == identity.peer
 
 
 Maker = Callable[[Identity, Identity, ec.EllipticCurvePrivateKey], bytes]
@@ -128,8 +92,23 @@ Maker = Callable[[Identity, Identity, ec.EllipticCurvePrivateKey], bytes]
 WRONG: dict[str, tuple[Maker, str]] = {
     "too large": (lambda me, other, key: certificate(me, padding=600), "more than the 1024 allowed"),
     "other curve": (lambda me, other, key: certificate(me, key=ec.generate_private_key(ec.SECP384R1())), "P-256"),
-    "signed by another": (lambda me, other, key: certificate(me, signing_key=key), "own signature"),
-    "other issuer": (lambda me, other, key: certificate(me, issuer="another"), "not self-signed"),
+    "signed by another": (lambda me, other, key: certificate(me, signing_key=key), "signature is not that of"),
+    "signed by itself": (
+        lambda me, other, key: certificate(me, key=key, signing_key=key, issuer=me.peer),
+        "not issued by this run",
+    ),
+    "of another run": (
+        lambda me, other, key: make_credentials(me, OTHER_RUN).certificate_der,
+        "not issued by this run",
+    ),
+    "signed for another run in this one's name": (
+        lambda me, other, key: certificate(me, signing_key=authority_key(OTHER_RUN)),
+        "signature is not that of",
+    ),
+    "signed for this run in another's name": (
+        lambda me, other, key: certificate(me, issuer=authority_name(OTHER_RUN)),
+        "not issued by this run",
+    ),
     "other digest": (lambda me, other, key: certificate(me, digest=SHA384()), "SHA-256"),
     "no extension": (lambda me, other, key: certificate(me, leave_out="libp2p"), "libp2p extension is missing"),
     "extension of another key": (
@@ -168,7 +147,7 @@ WRONG: dict[str, tuple[Maker, str]] = {
         "alternative names are missing",
     ),
     "two certificates": (lambda me, other, key: certificate(me, leave_out="libp2p") * 2, "not one X.509"),
-    "PEM": (lambda me, other, key: make_credentials(me).certificate_pem, "not one X.509"),
+    "PEM": (lambda me, other, key: make_credentials(me, RUN).certificate_pem, "not one X.509"),
     "empty": (lambda me, other, key: b"", "not one X.509"),
     "cut": (lambda me, other, key: certificate(me)[:-1], "not one X.509"),
 }
@@ -177,25 +156,28 @@ WRONG: dict[str, tuple[Maker, str]] = {
 @pytest.mark.parametrize("case", WRONG)
 def test_refused(case: str) -> None:
     make, message = WRONG[case]
-    der = make(Identity.generate(), Identity.generate(), ec.generate_private_key(ec.SECP256R1()))
+    der = make(Identity.generate(), Identity.generate(), new_key())
     with pytest.raises(ProtocolViolation, match=message):
-        peer_of_certificate(der)
+        peer_of_certificate(der, RUN)
 
 
+@pytest.mark.filterwarnings("ignore:Parsed a serial number which wasn't positive")
 def test_a_change_of_any_byte_is_noticed_and_never_ends_in_another_error() -> None:
-    der = make_credentials(Identity.generate()).certificate_der
+    der = make_credentials(Identity.generate(), RUN).certificate_der
     generator = random.Random(7)
     for position in range(len(der)):
         changed = bytearray(der)
         changed[position] ^= generator.randrange(1, 256)
         with pytest.raises(ProtocolViolation):
-            peer_of_certificate(bytes(changed))
+            peer_of_certificate(bytes(changed), RUN)
 
 
 def test_repr_shows_no_key() -> None:
-    credentials = make_credentials(Identity.generate())
+    credentials = make_credentials(Identity.generate(), RUN)
     assert repr(credentials) == f"TlsCredentials(fingerprint={fingerprint(credentials.certificate_der).hex()})"
 
 
-def test_openssl_takes_it() -> None:
-    ssl.create_default_context(cadata=make_credentials(Identity.generate()).certificate_pem.decode())
+def test_openssl_takes_both() -> None:
+    credentials = make_credentials(Identity.generate(), RUN)
+    for pem in (credentials.certificate_pem, credentials.authority_pem):
+        ssl.create_default_context(cadata=pem.decode())

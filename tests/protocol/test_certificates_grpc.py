@@ -1,57 +1,47 @@
-"""Our certificates as gRPC uses them: each is a trust root of itself, in both directions, over real sockets."""
+"""Our certificates in gRPC's handshakes, over real sockets: the run's authority for callers, one pinned leaf for who is dialled."""
 
 from __future__ import annotations
 
-import ssl
-from collections.abc import AsyncIterator, Iterable
+import asyncio
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import grpc
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 
-from protocol.certificates import TlsCredentials, make_credentials, peer_of_certificate, pem_of
+from protocol.certificates import TlsCredentials, make_credentials
+from protocol.door import proven_peer
 from protocol.identity import Identity
+from protocol.seams import Contact
+from protocol.streams import METHOD, SERVICE, AcceptedStream, DialledStream, ServicerContext, make_server, open_channel
+from swarm.errors import Rejected, Unreachable
 from swarm.vocabulary import PeerId
+from tests.protocol.minting import (
+    OTHER_RUN,
+    RUN,
+    authority_key,
+    certificate,
+    credentials_for,
+    key_in,
+    new_key,
+)
 
 pytestmark = pytest.mark.e2e
 
-METHOD = "/test.Service/Who"
-DEADLINE_S = 10
-
-
-async def _who(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
-    """Answers with the peer id that the caller's certificate proves."""
-    pem = context.auth_context()["x509_pem_cert"][0]
-    return peer_of_certificate(ssl.PEM_cert_to_DER_cert(pem.decode())).encode()
-
-
-class Roots:
-    """The certificates that a server lets in; may change while it runs."""
-
-    def __init__(self, own: TlsCredentials, allowed: Iterable[TlsCredentials]) -> None:
-        self.own = own
-        self.allowed = [credentials.certificate_der for credentials in allowed]
-
-    def configuration(self) -> grpc.ServerCertificateConfiguration:
-        return grpc.ssl_server_certificate_configuration(
-            [(self.own.private_key_pem, self.own.certificate_pem)],
-            root_certificates=b"".join(pem_of(der) for der in self.allowed),
-        )
+DEADLINE_S = 20
+AT_ONCE = 40
 
 
 @asynccontextmanager
-async def server(roots: Roots) -> AsyncIterator[str]:
-    instance = grpc.aio.server()
-    handler = grpc.unary_unary_rpc_method_handler(_who)
-    instance.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", {"Who": handler}),))
-    credentials = grpc.dynamic_ssl_server_credentials(
-        roots.configuration(), roots.configuration, require_client_authentication=True
-    )
-    port = instance.add_secure_port("127.0.0.1:0", credentials)
+async def server(own: TlsCredentials) -> AsyncIterator[str]:
+    """The transport's server, where each caller is told the peer id that its certificate proves."""
+
+    async def serve(_requests: object, context: ServicerContext) -> None:
+        stream = AcceptedStream(context)
+        await stream.read()
+        await stream.write(proven_peer(stream.certificate(), RUN).encode())
+
+    instance, port = make_server(serve, own, "127.0.0.1:0", 2 * AT_ONCE)
     await instance.start()
     try:
         yield f"127.0.0.1:{port}"
@@ -59,81 +49,113 @@ async def server(roots: Roots) -> AsyncIterator[str]:
         await instance.stop(None)
 
 
-async def ask_who(address: str, own: TlsCredentials, root: bytes, name: PeerId) -> bytes:
-    """Dials, expecting the certificate `root` (DER) under `name`."""
-    credentials = grpc.ssl_channel_credentials(pem_of(root), own.private_key_pem, own.certificate_pem)
-    options = [("grpc.ssl_target_name_override", name), ("grpc.enable_retries", 0)]
-    async with grpc.aio.secure_channel(address, credentials, options=options) as channel:
-        answer: bytes = await channel.unary_unary(METHOD)(b"", timeout=DEADLINE_S)
-        return answer
+async def who_am_i(address: str, own: TlsCredentials, expected: PeerId, pinned: TlsCredentials) -> PeerId:
+    """Dials, expecting a peer and its certificate."""
+    stream = DialledStream(open_channel(Contact(expected, (address,), pinned.certificate_der), address, own))
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            await stream.write(b"who am I?")
+            answer = await stream.read()
+    finally:
+        await stream.close()
+    assert answer is not None
+    return PeerId(answer.decode())
 
 
-async def assert_refused(address: str, own: TlsCredentials, root: bytes, name: PeerId) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await ask_who(address, own, root, name)
-    assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+async def refused_by_server(address: str, own: TlsCredentials, expected: PeerId, pinned: TlsCredentials) -> None:
+    with pytest.raises(Unreachable, match="closed the connection"):
+        await who_am_i(address, own, expected, pinned)
+
+
+async def refused_by_dialler(address: str, own: TlsCredentials, expected: PeerId, pinned: TlsCredentials) -> None:
+    with pytest.raises(Rejected, match="another peer"):
+        await who_am_i(address, own, expected, pinned)
+
+
+HOST, CALLER = Identity.generate(), Identity.generate()
+OURS, THEIRS = make_credentials(HOST, RUN), make_credentials(CALLER, RUN)
 
 
 async def test_mutual_handshake() -> None:
-    server_identity, client_identity = Identity.generate(), Identity.generate()
-    ours, theirs = make_credentials(server_identity), make_credentials(client_identity)
-    async with server(Roots(ours, [theirs])) as address:
-        answer = await ask_who(address, theirs, ours.certificate_der, server_identity.peer)
-    assert answer.decode() == client_identity.peer
+    async with server(OURS) as address:
+        assert await who_am_i(address, THEIRS, HOST.peer, OURS) == CALLER.peer
 
 
-async def test_a_client_outside_the_roots_is_refused_until_it_is_let_in() -> None:
-    server_identity, stranger_identity = Identity.generate(), Identity.generate()
-    ours, friend, stranger = (make_credentials(i) for i in (server_identity, Identity.generate(), stranger_identity))
-    roots = Roots(ours, [friend])
-    async with server(roots) as address:
-        await assert_refused(address, stranger, ours.certificate_der, server_identity.peer)
-        roots.allowed.append(stranger.certificate_der)
-        answer = await ask_who(address, stranger, ours.certificate_der, server_identity.peer)
-    assert answer.decode() == stranger_identity.peer
+async def test_a_restarted_caller_gets_in_beside_its_former_certificate() -> None:
+    async with server(OURS) as address:
+        for credentials in (THEIRS, make_credentials(CALLER, RUN), THEIRS):
+            assert await who_am_i(address, credentials, HOST.peer, OURS) == CALLER.peer
 
 
-async def test_a_server_with_another_certificate_or_name_is_refused() -> None:
-    server_identity = Identity.generate()
-    ours, again, theirs = (make_credentials(i) for i in (server_identity, server_identity, Identity.generate()))
-    async with server(Roots(ours, [theirs])) as address:
-        await assert_refused(address, theirs, again.certificate_der, server_identity.peer)
-        await assert_refused(address, theirs, ours.certificate_der, Identity.generate().peer)
+async def test_a_caller_of_another_run_is_refused() -> None:
+    async with server(OURS) as address:
+        await refused_by_server(address, make_credentials(CALLER, OTHER_RUN), HOST.peer, OURS)
 
 
-async def test_a_restarted_client_gets_in_beside_its_former_certificate() -> None:
-    server_identity, client_identity = Identity.generate(), Identity.generate()
-    ours, former, present = (make_credentials(i) for i in (server_identity, client_identity, client_identity))
-    async with server(Roots(ours, [former, present])) as address:
-        for credentials in (former, present):
-            answer = await ask_who(address, credentials, ours.certificate_der, server_identity.peer)
-            assert answer.decode() == client_identity.peer
+async def test_a_caller_without_a_certificate_is_refused() -> None:
+    trusting = grpc.ssl_channel_credentials(OURS.certificate_pem)
+    options = [("grpc.ssl_target_name_override", HOST.peer), ("grpc.enable_retries", 0)]
+    async with server(OURS) as address, grpc.aio.secure_channel(address, trusting, options=options) as channel:
+        call = channel.stream_stream(f"/{SERVICE}/{METHOD}")(timeout=DEADLINE_S)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await call.read()
+        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_certificate_in_the_roots_can_not_vouch_for_another() -> None:
-    """The leaf is signed with a key that is in the roots. Of its extensions, the key usage is what stops this."""
-    server_identity = Identity.generate()
-    ours, friend = make_credentials(server_identity), make_credentials(Identity.generate())
-    forged = _issued_by(friend, make_credentials(Identity.generate()))
-    async with server(Roots(ours, [friend])) as address:
-        await assert_refused(address, forged, ours.certificate_der, server_identity.peer)
+@pytest.mark.parametrize("with_chain", [False, True])
+async def test_a_certificate_signed_by_a_peer_is_refused(with_chain: bool) -> None:
+    """The peer that signed it was itself let in by the run's authority, and its certificate comes along."""
+    key = new_key()
+    leaf = certificate(Identity.generate(), key=key, signing_key=key_in(THEIRS), issuer=CALLER.peer)
+    chain = (THEIRS.certificate_der,) if with_chain else ()
+    forged = credentials_for(leaf, key, *chain, authority_pem=OURS.authority_pem)
+    async with server(OURS) as address:
+        await refused_by_server(address, forged, HOST.peer, OURS)
 
 
-def _issued_by(issuer: TlsCredentials, subject: TlsCredentials) -> TlsCredentials:
-    """`subject`'s certificate, but signed with `issuer`'s key and in its name."""
-    key = load_pem_private_key(issuer.private_key_pem, None)
-    assert isinstance(key, ec.EllipticCurvePrivateKey)
-    template = x509.load_der_x509_certificate(subject.certificate_der)
-    builder = x509.CertificateBuilder(
-        issuer_name=x509.load_der_x509_certificate(issuer.certificate_der).subject,
-        subject_name=template.subject,
-        public_key=template.public_key(),
-        serial_number=template.serial_number,
-        not_valid_before=template.not_valid_before_utc,
-        not_valid_after=template.not_valid_after_utc,
-        extensions=list(template.extensions),
+async def test_a_host_with_another_certificate_or_name_is_refused() -> None:
+    async with server(OURS) as address:
+        other = make_credentials(Identity.generate(), RUN)
+        await refused_by_dialler(address, THEIRS, HOST.peer, other)
+        await refused_by_dialler(address, THEIRS, Identity.generate().peer, OURS)
+
+
+async def test_a_host_that_restarted_is_refused_until_its_new_certificate_is_known() -> None:
+    anew = make_credentials(HOST, RUN)
+    async with server(anew) as address:
+        await refused_by_dialler(address, THEIRS, HOST.peer, OURS)
+        assert await who_am_i(address, THEIRS, HOST.peer, anew) == CALLER.peer
+
+
+async def test_a_host_with_a_certificate_for_another_run_is_refused() -> None:
+    async with server(make_credentials(HOST, OTHER_RUN)) as address:
+        await refused_by_dialler(address, THEIRS, HOST.peer, OURS)
+
+
+@pytest.mark.parametrize("signer", ["authority", "pinned peer"])
+async def test_nobody_can_make_a_certificate_that_passes_for_the_pinned_one(signer: str) -> None:
+    """Neither who knows the run, nor even the pinned key itself."""
+    key, authority = new_key(), signer == "authority"
+    leaf = certificate(
+        HOST,
+        key=key,
+        signing_key=authority_key(RUN) if authority else key_in(OURS),
+        issuer=None if authority else HOST.peer,
     )
-    certificate = builder.sign(key, SHA256())
-    return TlsCredentials(
-        certificate.public_bytes(Encoding.DER), certificate.public_bytes(Encoding.PEM), subject.private_key_pem
-    )
+    posing = credentials_for(leaf, key, OURS.certificate_der, authority_pem=OURS.authority_pem)
+    async with server(posing) as address:
+        await refused_by_dialler(address, THEIRS, HOST.peer, OURS)
+
+
+async def test_many_handshakes_at_once_of_which_half_fail_leave_the_server_alive() -> None:
+    async with server(OURS) as address:
+        for _ in range(3):
+            callers = [Identity.generate() for _ in range(AT_ONCE)]
+            runs = [RUN, OTHER_RUN] * (AT_ONCE // 2)
+            shown = [make_credentials(caller, run) for caller, run in zip(callers, runs, strict=True)]
+            answers = await asyncio.gather(
+                *(who_am_i(address, credentials, HOST.peer, OURS) for credentials in shown), return_exceptions=True
+            )
+            for caller, run, answer in zip(callers, runs, answers, strict=True):
+                assert answer == caller.peer if run == RUN else isinstance(answer, Unreachable), answer
+        assert await who_am_i(address, THEIRS, HOST.peer, OURS) == CALLER.peer

@@ -37,7 +37,6 @@ from swarm.vocabulary import MicrobatchId, VersionRange
 from tests.protocol.link_peers import (
     FLOATS,
     LONG,
-    OTHER_RUN,
     BareStream,
     Node,
     Persona,
@@ -49,6 +48,7 @@ from tests.protocol.link_peers import (
     pattern,
     with_settings,
 )
+from tests.protocol.minting import OTHER_RUN
 
 pytestmark = pytest.mark.e2e
 
@@ -72,9 +72,8 @@ async def server_and_honest(**settings: Any) -> AsyncIterator[tuple[Node, Node]]
 
 @asynccontextmanager
 async def attack(server: Node, **how: Any) -> AsyncIterator[tuple[Persona, BareStream]]:
-    """A stream to the server from a peer that it knows."""
+    """A stream to the server from a peer of its run."""
     hostile = Persona()
-    server.persona.knows(hostile)
     async with bare_stream(hostile, server, **how) as stream:
         yield hostile, stream
 
@@ -162,7 +161,6 @@ async def test_a_bad_frame_gives_the_buffer_back_and_ends_the_link(bad: bytes, w
 async def test_a_frame_beyond_all_bounds_is_cut_off_by_grpc() -> None:
     async with server_and_honest() as (server, _):
         hostile = Persona()
-        server.persona.knows(hostile)
         channel = open_channel(
             server.persona.contact(server.port), f"127.0.0.1:{server.port}", hostile.credentials, max_frame_bytes=2**26
         )
@@ -360,19 +358,6 @@ async def test_one_peer_gets_few_streams_even_when_it_reads_none() -> None:
         assert isinstance(await first.hear(), Hello)
 
 
-async def test_a_certificate_that_was_replaced_during_the_handshake_is_turned_away() -> None:
-    """TLS lets it in with the roots of a moment ago; the peer has announced another certificate since."""
-    async with server_and_honest() as (server, _):
-        former = Persona()
-        server.persona.knows(former)
-        stays = server.persona.book.certificates()
-        server.persona.knows(Persona(former.identity))
-        server.persona.book.certificates = lambda: stays  # type: ignore[method-assign]
-        async with bare_stream(former, server, introduced=False) as stream:
-            with pytest.raises(Rejected, match="not the one announced"):
-                await stream.hear()
-
-
 async def test_garbage_on_the_port_is_hung_up_on() -> None:
     async with server_and_honest() as (server, _):
         for garbage in (b"GET / HTTP/1.1\r\n\r\n", bytes(10_000), b"\x16\x03\x01\xff\xff" + bytes(70_000)):
@@ -393,60 +378,11 @@ async def test_garbage_on_the_port_is_hung_up_on() -> None:
 async def test_another_grpc_method_is_unknown() -> None:
     async with server_and_honest() as (server, _):
         hostile = Persona()
-        server.persona.knows(hostile)
         channel = open_channel(server.persona.contact(server.port), f"127.0.0.1:{server.port}", hostile.credentials)
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await channel.unary_unary("/grpc.health.v1.Health/Check")(b"")
         assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
         await channel.close()
-
-
-async def test_a_peer_that_is_not_known_does_not_get_in() -> None:
-    async with server_and_honest() as (server, _), node() as stranger:
-        stranger.persona.knows(server.persona, server.port)
-        with pytest.raises(Unreachable, match="may not know our certificate"):
-            await stranger.transport.tell(server.peer, Close(MicrobatchId(stranger.peer, 0), ""))
-        assert stranger.peer not in server.handler.ups
-
-
-async def test_a_peer_gets_in_as_soon_as_it_is_known_and_not_once_it_is_forgotten() -> None:
-    async with server_and_honest() as (server, _), node() as newcomer:
-        introduce(server, newcomer)
-        await newcomer.transport.tell(server.peer, Close(MicrobatchId(newcomer.peer, 0), ""))
-        await server.handler.until(lambda: newcomer.peer in server.handler.ups)
-        del server.persona.book.contacts[newcomer.peer]
-        async with node(newcomer.persona) as again:
-            with pytest.raises(Unreachable):
-                await again.transport.tell(server.peer, Close(MicrobatchId(newcomer.peer, 0), ""))
-
-
-async def test_the_name_in_the_hello_must_be_the_certificates() -> None:
-    async with server_and_honest() as (server, honest):
-        liar = Persona()
-        server.persona.knows(liar)
-        async with bare_stream(liar, server, introduced=False) as stream:
-            await stream.say(hello_of(honest.persona))
-            assert (await stream.farewell()).reason is FarewellReason.NOT_YOU
-        assert server.handler.ups == [honest.peer]
-
-
-async def test_a_peer_that_proves_to_be_another_is_rejected_by_who_dials() -> None:
-    async with server_and_honest() as (server, honest):
-        expected = Persona()
-        honest.persona.knows(expected, server.port)
-        with pytest.raises(Rejected, match="another peer"):
-            await honest.transport.tell(expected.peer, Close(MicrobatchId(honest.peer, 0), ""))
-
-
-async def test_another_run_is_rejected() -> None:
-    async with server_and_honest() as (server, _), node(run=OTHER_RUN) as other:
-        introduce(server, other)
-        with pytest.raises(Rejected, match="another run"):
-            await other.transport.tell(server.peer, Close(MicrobatchId(other.peer, 0), ""))
-        with pytest.raises(Rejected, match="another run"):
-            await server.transport.tell(other.peer, Close(MicrobatchId(server.peer, 0), ""))
-        assert other.peer not in server.handler.ups
-        assert other.handler.ups == []
 
 
 async def test_a_dialler_without_a_common_version_is_told() -> None:
@@ -458,16 +394,13 @@ async def test_a_dialler_without_a_common_version_is_told() -> None:
 
 
 @asynccontextmanager
-async def scripted_server(
-    own: Persona, guest: Persona, script: Callable[[AcceptedStream], Awaitable[None]]
-) -> AsyncIterator[int]:
+async def scripted_server(own: Persona, script: Callable[[AcceptedStream], Awaitable[None]]) -> AsyncIterator[int]:
     """A gRPC server with the persona's certificate that does what the script says with each stream."""
-    own.knows(guest)
 
     async def serve(_requests: object, context: Any) -> None:
         await script(AcceptedStream(context))
 
-    server, port = make_server(serve, own.credentials, own.book, "127.0.0.1:0", 4)
+    server, port = make_server(serve, own.credentials, "127.0.0.1:0", 4)
     await server.start()
     try:
         yield port
@@ -531,7 +464,7 @@ async def dialling_raises(
     **settings: Any,
 ) -> None:
     persona = persona or Persona()
-    async with node(settings=with_settings(**settings)) as own, scripted_server(persona, own.persona, script) as port:
+    async with node(settings=with_settings(**settings)) as own, scripted_server(persona, script) as port:
         own.persona.knows(persona, port)
         with pytest.raises(kind) as raised:
             await own.transport.tell(persona.peer, Close(MicrobatchId(own.peer, 0), ""))
