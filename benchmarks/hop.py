@@ -2,7 +2,8 @@
 
 Skipstone's node against `hivemind.moe`, and against a bare gRPC stream with mutual TLS that carries the same bytes one way.
 They take turns, round after round, so that what else the machine does meets all of them alike. Forward and backward move
-four tensors of 8.39 MB (4 x 512 x 1024 float32): hidden states out and back, gradients out and back. Times are medians.
+four tensors of 8.39 MB (4 x 512 x 1024 float32): hidden states out and back, gradients out and back. Times are medians. All
+three run with the allocator set as in a node (`protocol.memory`) and with half of the machine's cores for each process's torch.
 
 Prints one JSON object; what is under way goes to stderr. MB are 10**6 bytes.
 """
@@ -23,10 +24,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.hop_hivemind import CODECS, client_process, process_group, server_process
-from benchmarks.hop_raw import receiving_process, sending_process
-from benchmarks.hop_skipstone import data_node_process, stage_process
-from benchmarks.raw_stream import process
 from benchmarks.samples import Sample
+from protocol.memory import keep_freed_memory
+
+# In every process: each imports this module. What brings gRPC with it is imported later, as hivemind's processes fork.
+keep_freed_memory()
 
 SHAPE = (4, 512, 1024)
 TENSOR_BYTES = math.prod(SHAPE) * 4
@@ -39,6 +41,9 @@ PATIENCE_S = 120
 @contextmanager
 def skipstone() -> Iterator[Callable[[], list[Sample]]]:
     """A function that measures one round."""
+    from benchmarks.hop_skipstone import data_node_process, stage_process
+    from benchmarks.raw_stream import process
+
     with process(stage_process, SHAPE) as stage, process(data_node_process, SHAPE) as data_node:
         at_stage, at_data_node = hear(stage), hear(data_node)
         stage.send(at_data_node)
@@ -62,14 +67,18 @@ def hivemind(codec: str) -> Iterator[Callable[[], list[Sample]]]:
 @contextmanager
 def bare_stream() -> Iterator[Callable[[int], float]]:
     """A function that measures the MB/s of messages of one size."""
+    from benchmarks.hop_raw import receiving_process, sending_process
+    from benchmarks.raw_stream import process
+
     with process(receiving_process) as receiver:
         contact, credentials = hear(receiver)
-        with process(sending_process, contact, credentials, hear(receiver)) as sender:
+        port = hear(receiver)
+        with process(sending_process, contact, credentials, port) as sender:
             hear(sender)
 
             def measure(message_bytes: int) -> float:
                 sender.send(message_bytes)
-                return hear(sender)
+                return float(hear(sender))
 
             yield measure
 

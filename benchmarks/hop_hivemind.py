@@ -33,6 +33,7 @@ def process_group(target: Any, *arguments: Any) -> Iterator[Connection]:
     here, there = context.Pipe()
     leader = context.Process(target=_lead_group, args=(target, there, *arguments))
     leader.start()
+    assert leader.pid is not None
     there.close()
     try:
         yield here

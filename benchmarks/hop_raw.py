@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection
 import uvloop
 
 from benchmarks.raw_stream import LONGEST_MESSAGE, RUN, receive, send_batches
-from protocol.certificates import make_credentials
+from protocol.certificates import TlsCredentials, make_credentials
 from protocol.identity import Identity
 from protocol.seams import Contact
 from protocol.streams import DialledStream, open_channel
@@ -23,7 +23,7 @@ def receiving_process(connection: Connection) -> None:
     receive(connection, server)
 
 
-def sending_process(connection: Connection, receiver: Contact, credentials: object, port: int) -> None:
+def sending_process(connection: Connection, receiver: Contact, credentials: TlsCredentials, port: int) -> None:
     """For each message size that it is sent, answers with the MB/s of a batch of such messages."""
 
     async def main() -> None:

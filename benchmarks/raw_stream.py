@@ -38,6 +38,7 @@ def process(target: Any, *arguments: Any) -> Iterator[Connection]:
     here, there = context.Pipe()
     child = context.Process(target=target, args=(there, *arguments), daemon=True)
     child.start()
+    there.close()  # so that a child that fails ends the connection
     try:
         yield here
     finally:

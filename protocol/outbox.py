@@ -140,9 +140,15 @@ class Outbox:
         frame = sending.transfer.next_frame()
         if not sending.transfer.finished:
             self._turns.append(sending)
+        # Runs while `write` waits for the stream, which takes about as long as a chunk takes to copy and sum up.
+        asyncio.get_running_loop().call_soon(self._prepare_turn)
         await write(frame)
         if sending.transfer.finished and not sending.done.done():
             sending.done.set_result(True)
+
+    def _prepare_turn(self) -> None:
+        if self._turns:
+            self._turns[0].transfer.prepare()
 
     def _withdraw(self, sending: _Sending) -> None:
         """Takes a transfer out of the turns. The receiver is told when it knows of it and waits for more."""

@@ -16,9 +16,9 @@ def chunk_count_of(byte_length: int, chunk_bytes: int) -> int:
 
 
 class OutgoingTransfer:
-    """The frames of one tensor, made one at a time so that at most one chunk is copied ahead of the stream."""
+    """The frames of one tensor, made one at a time: besides the one that the stream has, at most one is copied ahead."""
 
-    __slots__ = ("_chunk_bytes", "_chunk_count", "_data", "_header", "_next", "number")
+    __slots__ = ("_ahead", "_chunk_bytes", "_chunk_count", "_data", "_header", "_next", "number")
 
     def __init__(self, number: int, header: bytes, data: memoryview, chunk_bytes: int) -> None:
         self.number = number
@@ -27,6 +27,7 @@ class OutgoingTransfer:
         self._chunk_bytes = chunk_bytes
         self._chunk_count = chunk_count_of(len(data), chunk_bytes)
         self._next = -1
+        self._ahead: bytes | None = None
 
     @property
     def begun(self) -> bool:
@@ -39,12 +40,21 @@ class OutgoingTransfer:
 
     def next_frame(self) -> bytes:
         """The header first, then chunk after chunk."""
-        index = self._next
+        frame = self._frame() if self._ahead is None else self._ahead
+        self._ahead = None
         self._next += 1
-        if index < 0:
+        return frame
+
+    def prepare(self) -> None:
+        """Makes the next frame now, while the stream is busy with another, so that `next_frame` will have it at hand."""
+        if self._ahead is None and not self.finished:
+            self._ahead = self._frame()
+
+    def _frame(self) -> bytes:
+        if self._next < 0:
             return self._header
-        start = index * self._chunk_bytes
-        return encode_chunk(self.number, index, self._data[start : start + self._chunk_bytes])
+        start = self._next * self._chunk_bytes
+        return encode_chunk(self.number, self._next, self._data[start : start + self._chunk_bytes])
 
 
 class Arrival:

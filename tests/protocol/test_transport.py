@@ -264,7 +264,7 @@ async def test_many_peers_that_all_dial_each_other() -> None:
 @pytest.mark.parametrize("with_new_certificate", [True, False])
 async def test_a_peer_that_restarts_on_its_port_is_reached_again(with_new_certificate: bool) -> None:
     former = Persona()
-    later = Persona(former.identity, former.book) if with_new_certificate else former
+    later = Persona(former.identity, book=former.book) if with_new_certificate else former
     async with node() as left:
         async with node(former) as right:
             introduce(left, right)
