@@ -8,7 +8,7 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
-PROTOS := proto/link.proto proto/records.proto
+PROTOS := $(wildcard proto/*.proto)
 
 # The first interpreter that runs and is new enough.
 FIND_PYTHON = for candidate in $(PYTHON) python3.11 python3.12 python3.13 python3; do \
@@ -51,7 +51,7 @@ docs:
 bench:
 	@echo "skipstone: running the benchmarks"
 	@$(MAKE) --no-print-directory --silent $(VENV)/.dev
-	@set -e; for benchmark in transport hop; do $(BIN)/python benchmarks/$$benchmark.py; done
+	@set -e; for benchmark in transport hop throughput; do $(BIN)/python benchmarks/$$benchmark.py; done
 
 clean:
 	rm -rf $(VENV) build dist ./*.egg-info .mypy_cache .ruff_cache .pytest_cache
