@@ -104,7 +104,10 @@ class DataWorker:
     def _finish(self, job: Job, text: Microbatch) -> Output:
         assert job.incoming is not None
         gradient = tensor_from_bytes(job.incoming, self._tensor, self._device)
-        visit, steps = self._visits.pop(job.ticket)
+        kept = self._visits.pop(job.ticket, None)
+        if kept is None:
+            raise StateError(f"of microbatch {job.key.microbatch} nothing was kept to go back from")
+        visit, steps = kept
         if steps != self.stage.optimizer.steps:
             visit = forward(self.stage.embedding, text.tokens.to(self._device))
             self.recomputed += 1

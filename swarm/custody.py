@@ -61,6 +61,8 @@ from swarm.vocabulary import MicrobatchId, ModuleId, Path, PeerId, Reasoned
 PATIENCE_S = 5.0
 """How long a holder tries again when the only peer it could hand a microbatch to cannot be reached."""
 RETRY_S = 0.3
+KEPT_FOR_OTHERS = 4
+"""One slot in so many is closed to a data node that has all the others: one that never finishes does not shut the rest out."""
 DATA_NODE_GRACE_S = 20.0
 """How long a hop keeps a data node's microbatches after the link to it broke: a reconnect may come."""
 
@@ -108,11 +110,16 @@ class Custody:
     def admit_forward(self, message: Forward, now: float) -> Reasoned[bool]:
         """Whether there is a place for this Forward; reserves it. The caller has checked it against the manifest."""
         key = Key(message.microbatch, message.position)
-        known = self._holdings.get(key)
-        if known is None and message.microbatch.data_node != self.own and self.used_slots >= self.slots:
-            return Reasoned(False, f"all {self.slots} slots are taken")
-        if known is None:
-            self._put(_received(message, now))
+        if key in self._holdings:
+            return Reasoned(True, "it has a slot")
+        data_node = message.microbatch.data_node
+        if data_node != self.own:
+            if self.used_slots >= self.slots:
+                return Reasoned(False, f"all {self.slots} slots are taken")
+            share = self.slots - self.slots // KEPT_FOR_OTHERS
+            if sum(held.microbatch.data_node == data_node for held in self._holdings) >= share:
+                return Reasoned(False, f"{share} slots are taken by this data node, the rest is for others")
+        self._put(_received(message, now))
         return Reasoned(True, "a slot is free")
 
     def expects_backward(self, message: Backward) -> Reasoned[bool]:
@@ -124,6 +131,8 @@ class Custody:
             return Reasoned(False, "this microbatch is held here on another path")
         if holding.phase in (Phase.RECEIVING, Phase.FORWARD):
             return Reasoned(False, "this microbatch has not been passed on yet")
+        if holding.purpose is Purpose.EVALUATE:
+            return Reasoned(False, "this microbatch is only evaluated")
         return Reasoned(True, "awaited")
 
     # ---- the machine -----------------------------------------------------------------------------------------

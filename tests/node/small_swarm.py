@@ -1,0 +1,339 @@
+"""Carriers of one small run in one process: real workers and compute threads, and links that a test can stop, break and listen to."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from node.admission import Admission
+from node.carrier import Carrier
+from node.compute import ComputeThread
+from node.data.packing import Microbatch
+from node.data_worker import DataWorker
+from node.hop_worker import HopWorker
+from node.hosting import host_hop, host_stage_zero
+from node.optimization import StepFigures
+from node.task_scope import task_scope
+from node.work import Job, Output
+from protocol.manifest import Manifest
+from protocol.seams import LinkFigures, Question, Refusal, TensorSpec
+from swarm.custody import Custody
+from swarm.errors import PeerError, Unreachable
+from swarm.holdings import Key, Phase, Started, Tick, Work
+from swarm.messages import (
+    ControlMessage,
+    Direction,
+    Forward,
+    Purpose,
+    Receipt,
+    ReceiptStatus,
+    TensorMessage,
+)
+from swarm.vocabulary import Hop, MicrobatchId, ModuleId, Path, PeerId, Reasoned
+from tests.node.small_manifest import small_manifest
+
+CPU = torch.device("cpu")
+LONG_S = 20.0
+"""How long a test waits for what has to come; reached only when it fails."""
+LIFETIME_S = 60.0
+DATA, A, A2, B = PeerId("data"), PeerId("a"), PeerId("a2"), PeerId("b")
+MODULES = {DATA: ModuleId(0), A: ModuleId(1), A2: ModuleId(1), B: ModuleId(2)}
+
+
+@dataclass
+class ManualClock:
+    """A clock that stands until somebody turns it."""
+
+    now: float = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wall(self) -> float:
+        return 1_000_000.0 + self.now
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(LONG_S):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+def path_by(*peers: PeerId) -> Path:
+    return Path(DATA, tuple(Hop(MODULES[peer], peer) for peer in peers))
+
+
+def text_of(manifest: Manifest, seed: int) -> Microbatch:
+    shape = (manifest.training.rows, manifest.model.sequence)
+    numbers = torch.Generator().manual_seed(seed)
+    tokens, labels = (torch.randint(0, manifest.model.vocabulary, shape, generator=numbers) for _ in range(2))
+    return Microbatch(tokens, labels, (), 0.0)
+
+
+@dataclass(eq=False)
+class Gate:
+    """A place where what comes by waits until the gate is opened, and then fails if there is an `error`."""
+
+    error: PeerError | None = None
+    reached: bool = False
+    _opened: threading.Event = field(default_factory=threading.Event)
+
+    def open(self) -> None:
+        self._opened.set()
+
+    def wait(self) -> None:
+        """On a compute thread."""
+        self.reached = True
+        assert self._opened.wait(LONG_S)
+
+    async def pass_through(self) -> None:
+        self.reached = True
+        await until(self._opened.is_set)
+        if self.error is not None:
+            raise self.error
+
+
+Spot = tuple[PeerId, str | Work, type[TensorMessage] | None]
+"""Where a gate stands: a peer's computation (its work), or its sending (`"before"` or `"halfway"`, and of which message)."""
+
+
+class GatedWorker:
+    """A worker whose computations can be held up."""
+
+    def __init__(self, worker: HopWorker | DataWorker, gates: dict[Spot, Gate], own: PeerId) -> None:
+        self.inner = worker
+        self._gates = gates
+        self._own = own
+
+    @property
+    def tensor(self) -> TensorSpec:
+        return self.inner.tensor
+
+    def compute(self, job: Job) -> Output:
+        gate = self._gates.get((self._own, job.work, None))
+        if gate is not None:
+            gate.wait()
+        return self.inner.compute(job)
+
+    def forget(self, ticket: int) -> None:
+        self.inner.forget(ticket)
+
+    def step(self) -> StepFigures | None:
+        return self.inner.step()
+
+
+class Ends:
+    """The data node's account. It keeps no text of a microbatch that has ended, as the real one."""
+
+    def __init__(self, worker: DataWorker) -> None:
+        self.carrier: Carrier | None = None
+        self.losses: dict[MicrobatchId, float] = {}
+        self.done: list[MicrobatchId] = []
+        self.given_up: dict[MicrobatchId, str] = {}
+        self.reports: list[tuple[PeerId, Receipt]] = []
+        self._texts = worker.texts
+
+    def expects(self, message: Forward) -> bool:
+        return message.microbatch in self._texts
+
+    def loss_known(self, microbatch: MicrobatchId, path: Path, purpose: Purpose, loss: float) -> None:
+        self.losses[microbatch] = loss
+        if purpose is Purpose.EVALUATE:
+            del self._texts[microbatch]
+
+    def finished(self, microbatch: MicrobatchId) -> None:
+        self.done.append(microbatch)
+        del self._texts[microbatch]
+
+    def lost(self, microbatch: MicrobatchId, detail: str) -> None:
+        if self._texts.pop(microbatch, None) is not None:
+            assert self.carrier is not None
+            self.given_up[microbatch] = detail
+            self.carrier.abandon(microbatch, detail)
+
+    def may_hold(self, peer: PeerId, microbatch: MicrobatchId) -> bool:
+        return peer in MODULES and microbatch in self._texts
+
+    def passed(self, sender: PeerId, receipt: Receipt) -> None:
+        self.reports.append((sender, receipt))
+
+
+@dataclass(eq=False)
+class Member:
+    """One peer of the swarm."""
+
+    peer: PeerId
+    worker: GatedWorker
+    carrier: Carrier
+    compute: ComputeThread
+    steps: list[StepFigures]
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether it holds nothing any more: no microbatch, no tensor, no graph, no buffer."""
+        inner = self.worker.inner
+        kept = inner._visits if isinstance(inner, DataWorker) else inner._kept
+        return self.carrier.is_empty and not self.carrier._loads and not kept and self.carrier._pool.in_use == 0
+
+    def phase(self, microbatch: MicrobatchId, position: int) -> Phase | None:
+        holding = self.carrier.custody.get(Key(microbatch, position))
+        return None if holding is None else holding.phase
+
+
+class SmallSwarm:
+    """Made by `small_swarm`: one data node, and hops A and A2 of stage 1 and B of stage 2."""
+
+    def __init__(self, manifest: Manifest, present: tuple[PeerId, ...]) -> None:
+        self.manifest = manifest
+        self.clock = ManualClock()
+        self.gates: dict[Spot, Gate] = {}
+        self.dead: set[PeerId] = set()
+        self.lost_messages: Callable[[PeerId, PeerId, ControlMessage], bool] = lambda sender, to, message: False
+        self.refused: list[tuple[PeerId, Refusal]] = []
+        data_worker = host_stage_zero(manifest, CPU)
+        self.ends = Ends(data_worker)
+        self.members = {
+            peer: self._member(peer, data_worker if peer == DATA else host_hop(manifest, MODULES[peer], CPU, 2**20))
+            for peer in (DATA, *present)
+        }
+        self.ends.carrier = self[DATA].carrier
+        self.texts = data_worker.texts
+
+    def __getitem__(self, peer: PeerId) -> Member:
+        return self.members[peer]
+
+    def _member(self, own: PeerId, worker: HopWorker | DataWorker) -> Member:
+        gated = GatedWorker(worker, self.gates, own)
+        compute = ComputeThread()
+        steps: list[StepFigures] = []
+        carrier = Carrier(
+            Custody(own, 4, self._choose),
+            Admission(self.manifest, own, MODULES[own]),
+            gated,
+            compute,
+            self.clock,
+            lambda peer, error: None,
+            steps.append,
+            self.ends if own == DATA else None,
+        )
+        return Member(own, gated, carrier, compute, steps)
+
+    def _choose(self, module: ModuleId, without: frozenset[PeerId]) -> Reasoned[PeerId | None]:
+        able = [p for p in self.members if MODULES[p] == module and p not in without | self.dead]
+        return Reasoned(able[0] if able else None, "the first that is left")
+
+    # ---- what a test does ----------------------------------------------------------------------------------------
+
+    def close(
+        self,
+        peer: PeerId,
+        where: str | Work,
+        message: type[TensorMessage] | None = None,
+        error: PeerError | None = None,
+    ) -> Gate:
+        """Puts a closed gate somewhere."""
+        gate = self.gates[peer, where, message] = Gate(error)
+        return gate
+
+    def open(self, gate: Gate) -> None:
+        """Opens a gate and takes it away."""
+        for spot in [spot for spot, there in self.gates.items() if there is gate]:
+            del self.gates[spot]
+        gate.open()
+
+    def launch(self, number: int, path: Path, purpose: Purpose = Purpose.TRAIN) -> MicrobatchId:
+        microbatch = MicrobatchId(DATA, number)
+        self.texts[microbatch] = text_of(self.manifest, number)
+        self[DATA].carrier.handle(Started(microbatch, path, purpose, LIFETIME_S))
+        return microbatch
+
+    def wait(self, seconds: float) -> None:
+        """Lets the clock go on, as far as custody is concerned."""
+        self.clock.now += seconds
+        for member in self.members.values():
+            member.carrier.handle(Tick())
+
+    async def all_clear(self) -> None:
+        await until(lambda: all(member.is_clear for member in self.members.values()))
+
+
+class MemoryTransport:
+    """`protocol.seams.Transport` that hands everything to the other carrier."""
+
+    def __init__(self, own: PeerId, swarm: SmallSwarm) -> None:
+        self._own = own
+        self._swarm = swarm
+
+    async def send(self, peer: PeerId, message: TensorMessage, tensor: TensorSpec, data: memoryview) -> None:
+        await self._reach(peer)
+        await self._at("before", message)
+        there = self._swarm[peer].carrier
+        admitted = there.admit(self._own, message, tensor)
+        if isinstance(admitted, Refusal):
+            self._swarm.refused.append((peer, admitted))
+            self._swarm[self._own].carrier.told(peer, _receipt_of(message, admitted))
+            return
+        try:
+            await self._at("halfway", message)
+        except BaseException:
+            there.broken_off(message, admitted)
+            raise
+        admitted[:] = data
+        there.received(message, admitted)
+
+    async def tell(self, peer: PeerId, message: ControlMessage) -> None:
+        await self._reach(peer)
+        if not self._swarm.lost_messages(self._own, peer, message):
+            self._swarm[peer].carrier.told(self._own, message)
+
+    async def ask(self, peer: PeerId, question: Question, timeout_s: float) -> bytes:
+        raise Unreachable("nobody answers questions here")
+
+    def announce(self, record: bytes) -> None:
+        return
+
+    def figures(self) -> dict[PeerId, LinkFigures]:
+        return {}
+
+    async def _reach(self, peer: PeerId) -> None:
+        await asyncio.sleep(0)
+        if self._swarm.dead & {peer, self._own}:
+            raise Unreachable(f"{peer} is dead")
+
+    async def _at(self, where: str, message: TensorMessage) -> None:
+        gate = self._swarm.gates.get((self._own, where, type(message)))
+        if gate is not None:
+            await gate.pass_through()
+
+
+def _receipt_of(message: TensorMessage, refusal: Refusal) -> Receipt:
+    direction = Direction.FORWARD if isinstance(message, Forward) else Direction.BACKWARD
+    status = ReceiptStatus.BUSY if refusal.busy else ReceiptStatus.REFUSED
+    return Receipt(message.microbatch, direction, message.position, status, refusal.retry_after_s, refusal.detail)
+
+
+@asynccontextmanager
+async def small_swarm(*present: PeerId, **changes: object) -> AsyncIterator[SmallSwarm]:
+    """A running swarm of the data node and these hops. A carrier that fails ends the block with its error."""
+    swarm = SmallSwarm(small_manifest(stages__blocks=[1, 1, 1], **changes), present)
+    async with AsyncExitStack() as stack:
+        for member in swarm.members.values():
+            stack.enter_context(member.compute)
+        tasks = await stack.enter_async_context(task_scope())
+        running = [
+            tasks.create_task(member.carrier.run(MemoryTransport(member.peer, swarm)))
+            for member in swarm.members.values()
+        ]
+        await asyncio.sleep(0)  # carriers take work only when they run
+        try:
+            yield swarm
+        finally:
+            for gate in list(swarm.gates.values()):
+                swarm.open(gate)
+            for task in running:
+                task.cancel()

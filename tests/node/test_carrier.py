@@ -1,0 +1,330 @@
+"""Microbatches between real workers: right gradients, and nothing left behind whatever happens to them on the way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from node.hop_worker import HopWorker
+from node.hosting import host_hop, host_stage_zero
+from node.model.visit import backward, forward
+from node.work import Job, Output
+from protocol.seams import Refusal
+from swarm.custody import PATIENCE_S, RETRY_S
+from swarm.errors import Unreachable
+from swarm.holdings import PeerLost, Phase, Work
+from swarm.messages import (
+    Backward,
+    Close,
+    Direction,
+    Forward,
+    Purpose,
+    Receipt,
+    ReceiptStatus,
+    Stranded,
+    TensorMessage,
+)
+from swarm.vocabulary import MicrobatchId, ModuleId, PeerId
+from tests.node.small_swarm import A2, CPU, DATA, LIFETIME_S, A, B, SmallSwarm, path_by, small_swarm, text_of, until
+
+AB = path_by(A, B)
+STRANGER = PeerId("stranger")
+
+
+def hop(swarm: SmallSwarm, peer: PeerId) -> HopWorker:
+    worker = swarm[peer].worker.inner
+    assert isinstance(worker, HopWorker)
+    return worker
+
+
+def mean_gradients(worker: HopWorker) -> list[torch.Tensor]:
+    worker._accumulator.hand_over_mean()
+    return [parameter.grad for parameter in worker.part.parameters() if parameter.grad is not None]
+
+
+async def test_a_microbatch_goes_out_and_back_with_the_gradients_of_one_process() -> None:
+    async with small_swarm(A, B) as swarm:
+        microbatch = swarm.launch(5, AB)
+        await until(lambda: swarm.ends.done == [microbatch])
+        await swarm.all_clear()
+        manifest, text = swarm.manifest, text_of(swarm.manifest, 5)
+        zero = host_stage_zero(manifest, CPU).stage
+        parts = [host_hop(manifest, ModuleId(stage), CPU, 0).part for stage in (1, 2)]
+        hidden = zero.embedding(text.tokens)
+        for part in parts:
+            hidden = part(hidden)
+        loss = zero.head(hidden, text.labels)
+        loss.backward()
+        assert swarm.ends.losses[microbatch] == pytest.approx(loss.item(), abs=1e-6)
+        for peer, part in zip((A, B), parts, strict=True):
+            for ours, theirs in zip(mean_gradients(hop(swarm, peer)), part.parameters(), strict=True):
+                torch.testing.assert_close(ours, theirs.grad, rtol=1e-5, atol=1e-7)
+        assert [hop(swarm, peer).accumulated for peer in (A, B)] == [1, 1]
+        reports = {(sender, receipt.direction, receipt.position) for sender, receipt in swarm.ends.reports}
+        assert {(A, Direction.FORWARD, 0), (B, Direction.FORWARD, 1), (B, Direction.BACKWARD, 1)} <= reports
+
+
+async def test_many_at_once_take_turns_with_few_slots() -> None:
+    async with small_swarm(A, B) as swarm:
+        started = [swarm.launch(number, AB) for number in range(12)]
+
+        def over() -> bool:
+            swarm.wait(0.1)
+            return len(swarm.ends.done) == len(started)
+
+        await until(over)
+        await swarm.all_clear()
+        assert sorted(swarm.ends.done) == started
+        assert [hop(swarm, peer).accumulated for peer in (A, B)] == [12, 12]
+        stepped = sum(figures.visits[0] for figures in swarm[A].steps)
+        assert stepped + hop(swarm, A)._accumulator.visits == 12
+
+
+async def test_what_is_only_evaluated_leaves_nothing_behind() -> None:
+    async with small_swarm(A, B) as swarm:
+        microbatch = swarm.launch(5, AB, Purpose.EVALUATE)
+        await until(lambda: microbatch in swarm.ends.losses)
+        await swarm.all_clear()
+        assert swarm.ends.done == []
+        assert hop(swarm, A).accumulated == 0
+        assert not any(total.any() for total in hop(swarm, A)._accumulator._sums)
+
+
+@pytest.mark.parametrize(
+    ("phase", "position", "peer", "gate_at"),
+    [
+        (Phase.RECEIVING, 0, A, (DATA, "halfway", Forward)),
+        (Phase.FORWARD, 0, A, (A, Work.FORWARD, None)),
+        (Phase.HANDING_ON, 0, A, (A, "halfway", Forward)),
+        (Phase.GUARDING, 0, A, (B, Work.FORWARD, None)),
+        (Phase.AWAITING, 0, A, (DATA, Work.LOSS, None)),
+        (Phase.BACKWARD, 0, A, (A, Work.BACKWARD, None)),
+        (Phase.HANDING_BACK, 0, A, (A, "halfway", Backward)),
+        (Phase.GUARDING_BACK, 1, B, (A, Work.BACKWARD, None)),
+        (Phase.FORWARD, -1, DATA, (DATA, Work.FORWARD, None)),
+        (Phase.FORWARD, 2, DATA, (DATA, Work.LOSS, None)),
+        (Phase.BACKWARD, -1, DATA, (DATA, Work.BACKWARD, None)),
+    ],
+)
+async def test_nothing_is_left_when_it_is_abandoned_in(
+    phase: Phase, position: int, peer: PeerId, gate_at: tuple[PeerId, str | Work, type[TensorMessage] | None]
+) -> None:
+    async with small_swarm(A, B) as swarm:
+        gate = swarm.close(*gate_at)
+        microbatch = swarm.launch(1, AB)
+        await until(lambda: gate.reached and swarm[peer].phase(microbatch, position) is phase)
+        swarm.ends.lost(microbatch, "the test gives it up")
+        await until(lambda: all(member.carrier.is_empty for member in swarm.members.values()))
+        swarm.open(gate)
+        await swarm.all_clear()
+        after = swarm.launch(2, AB)
+        await until(lambda: swarm.ends.done == [after])
+        await swarm.all_clear()
+
+
+async def test_a_repaired_path_replaces_the_copy_that_came_by_the_first() -> None:
+    async with small_swarm(A, A2, B) as swarm:
+        swarm.lost_messages = lambda sender, to, message: sender == A and isinstance(message, Receipt)
+        gate = swarm.close(B, Work.FORWARD)
+        microbatch = swarm.launch(1, AB)
+        await until(lambda: gate.reached and swarm[A].phase(microbatch, 0) is Phase.GUARDING)
+        swarm.dead.add(A)
+        swarm[DATA].carrier.link_down(A, Unreachable("gone"))
+        by_a2 = path_by(A2, B)
+        await until(lambda: [h.path for h in swarm[B].carrier.custody.holdings()] == [by_a2])
+        swarm.open(gate)
+        await until(lambda: swarm.ends.done == [microbatch])
+        assert [hop(swarm, peer).accumulated for peer in (A, A2, B)] == [0, 1, 1]
+        swarm.wait(LIFETIME_S)
+        await swarm.all_clear()
+
+
+@pytest.mark.parametrize(("sender", "kind"), [(DATA, Forward), (A, Forward), (DATA, Backward), (B, Backward)])
+async def test_a_transfer_that_breaks_is_made_again(sender: PeerId, kind: type[TensorMessage]) -> None:
+    async with small_swarm(A, B) as swarm:
+        gate = swarm.close(sender, "halfway", kind, Unreachable("the link broke"))
+        microbatch = swarm.launch(1, AB)
+        await until(lambda: gate.reached)
+        swarm.open(gate)
+
+        def over() -> bool:
+            swarm.wait(RETRY_S)
+            return swarm.ends.done == [microbatch]
+
+        await until(over)
+        await swarm.all_clear()
+        assert [hop(swarm, peer).accumulated for peer in (A, B)] == [1, 1]
+
+
+async def test_what_can_be_handed_to_nobody_is_given_up_after_a_while() -> None:
+    async with small_swarm(A, B) as swarm:
+        swarm.dead.add(B)
+        microbatch = swarm.launch(1, AB)
+
+        def given_up() -> bool:
+            swarm.wait(PATIENCE_S / 4)
+            return microbatch in swarm.ends.given_up
+
+        await until(given_up)
+        assert "module 2.0 has no peer left" in swarm.ends.given_up[microbatch]
+        await swarm.all_clear()
+
+
+async def test_hidden_states_that_are_not_finite_strand_the_microbatch_and_add_nothing() -> None:
+    async with small_swarm(A, B) as swarm:
+        with torch.no_grad():
+            next(hop(swarm, A).part.parameters()).fill_(torch.nan)
+        microbatch = swarm.launch(1, AB)
+        await until(lambda: swarm.ends.given_up)
+        assert swarm.ends.given_up == {microbatch: "the tensor has elements that are not finite"}
+        await swarm.all_clear()
+        assert [hop(swarm, peer).accumulated for peer in (A, B)] == [0, 0]
+
+
+async def test_without_a_buffer_a_tensor_is_refused_as_busy_and_comes_again() -> None:
+    async with small_swarm(A, B) as swarm:
+        pool = swarm[A].carrier._pool
+        taken = [pool.take() for _ in range(pool.limit)]
+        microbatch = swarm.launch(1, AB)
+        await until(lambda: swarm.refused)
+        [(peer, refusal)] = swarm.refused
+        assert peer == A
+        assert refusal.busy
+        assert "buffers" in refusal.detail
+        for buffer in taken:
+            pool.give_back(buffer)
+        swarm.wait(refusal.retry_after_s)
+        await until(lambda: swarm.ends.done == [microbatch])
+        await swarm.all_clear()
+
+
+async def test_without_a_slot_a_tensor_is_refused_as_busy_and_no_buffer_is_taken() -> None:
+    async with small_swarm(A, B) as swarm:
+        carrier, tensor = swarm[A].carrier, hop(swarm, A).tensor
+        forwards = [Forward(MicrobatchId(DATA, n), AB, 0, Purpose.TRAIN, LIFETIME_S) for n in range(5)]
+        admitted = [carrier.admit(DATA, message, tensor) for message in forwards]
+        refused = [answer for answer in admitted if isinstance(answer, Refusal)]
+        assert refused
+        assert all(refusal.busy and refusal.retry_after_s > 0 for refusal in refused)
+        assert carrier._pool.in_use == carrier.custody.used_slots == 5 - len(refused)
+        for message, answer in zip(forwards, admitted, strict=True):
+            if isinstance(answer, memoryview):
+                carrier.broken_off(message, answer)
+        await swarm.all_clear()
+
+
+async def test_a_gradient_for_a_microbatch_that_is_not_held_is_refused() -> None:
+    async with small_swarm(A, B) as swarm:
+        answer = swarm[A].carrier.admit(B, Backward(MicrobatchId(DATA, 1), AB, 0), hop(swarm, A).tensor)
+        assert isinstance(answer, Refusal)
+        assert not answer.busy
+        assert "held" in answer.detail
+
+
+async def test_hidden_states_for_a_microbatch_that_is_over_are_refused() -> None:
+    async with small_swarm(A, B) as swarm:
+        late = Forward(MicrobatchId(DATA, 1), AB, 2, Purpose.TRAIN, LIFETIME_S)
+        answer = swarm[DATA].carrier.admit(B, late, hop(swarm, A).tensor)
+        assert answer == Refusal(False, "this microbatch is not under way")
+
+
+async def test_a_gradient_for_what_is_only_evaluated_is_refused() -> None:
+    """The first hop could send it before it says that it has accepted the hidden states; nothing was kept to compute it from."""
+    async with small_swarm(A, B) as swarm:
+        gate = swarm.close(DATA, "before", Forward)
+        microbatch = swarm.launch(1, AB, Purpose.EVALUATE)
+        await until(lambda: gate.reached)
+        answer = swarm[DATA].carrier.admit(A, Backward(microbatch, AB, -1), hop(swarm, A).tensor)
+        assert isinstance(answer, Refusal)
+        swarm.open(gate)
+        await until(lambda: microbatch in swarm.ends.losses)
+        await swarm.all_clear()
+
+
+async def test_the_module_of_another_stage_is_refused() -> None:
+    async with small_swarm(A, B) as swarm:
+        elsewhere = replace(AB, hops=(replace(AB.hops[0], module=ModuleId(2)), replace(AB.hops[1], module=ModuleId(1))))
+        forward_ = Forward(MicrobatchId(DATA, 1), elsewhere, 0, Purpose.TRAIN, LIFETIME_S)
+        answer = swarm[A].carrier.admit(DATA, forward_, hop(swarm, A).tensor)
+        assert answer == Refusal(False, "this module is not hosted here")
+
+
+async def test_only_peers_of_the_path_may_strand_or_report() -> None:
+    async with small_swarm(A, B) as swarm:
+        gate = swarm.close(B, Work.FORWARD)
+        microbatch = swarm.launch(1, AB)
+        await until(lambda: gate.reached and A in [sender for sender, _ in swarm.ends.reports])
+        carrier, reports = swarm[DATA].carrier, list(swarm.ends.reports)
+        deadline = next(iter(carrier.custody.holdings())).deadline
+        swarm.clock.now += 1
+        carrier.told(STRANGER, Stranded(microbatch, Direction.FORWARD, 1, "a lie"))
+        carrier.told(STRANGER, Receipt(microbatch, Direction.FORWARD, 1, ReceiptStatus.PASSED_ON))
+        carrier.told(STRANGER, Close(microbatch, "a lie"))
+        swarm[B].carrier.told(A, Close(microbatch, "only the data node may"))
+        assert swarm.ends.given_up == {}
+        assert swarm.ends.reports == reports
+        assert next(iter(carrier.custody.holdings())).deadline == deadline
+        assert swarm[B].phase(microbatch, 1) is Phase.FORWARD
+        carrier.told(B, Stranded(microbatch, Direction.FORWARD, 1, "it cannot be computed"))
+        assert swarm.ends.given_up == {microbatch: "it cannot be computed"}
+        swarm.open(gate)
+        await swarm.all_clear()
+
+
+async def test_receipts_of_somebody_else_move_nothing() -> None:
+    async with small_swarm(A, B) as swarm:
+        gate = swarm.close(DATA, "before", Forward)
+        microbatch = swarm.launch(1, AB)
+        await until(lambda: gate.reached)
+        for status in ReceiptStatus:
+            swarm[DATA].carrier.told(B, Receipt(microbatch, Direction.FORWARD, 0, status))
+        assert swarm[DATA].phase(microbatch, -1) is Phase.HANDING_ON
+        swarm.open(gate)
+        await until(lambda: swarm.ends.done == [microbatch])
+        await swarm.all_clear()
+
+
+async def test_a_step_that_is_asked_for_twice_is_taken_once() -> None:
+    async with small_swarm(A, B) as swarm:
+        worker = swarm[A].worker
+        compute, asked = worker.compute, []
+
+        def always_due(job: Job) -> Output:
+            output = compute(job)
+            if job.work is Work.BACKWARD:
+                asked.append(job.key)
+                return replace(output, step_due=True)
+            return output
+
+        worker.compute = always_due  # type: ignore[method-assign]
+        started = [swarm.launch(number, AB) for number in (1, 2)]
+        await until(lambda: sorted(swarm.ends.done) == started)
+        await swarm.all_clear()
+        assert len(asked) == 2
+        assert [figures.visits for figures in swarm[A].steps] == [(2,)]
+
+
+async def test_a_hop_lets_go_of_a_data_node_that_is_gone() -> None:
+    async with small_swarm(A, B) as swarm:
+        gate = swarm.close(DATA, Work.LOSS)
+        microbatch = swarm.launch(1, AB)
+        await until(lambda: gate.reached and swarm[B].phase(microbatch, 1) is Phase.AWAITING)
+        for peer in (A, B):
+            swarm[peer].carrier.handle(PeerLost(DATA, "gone"))
+        swarm.wait(30)
+        await until(lambda: swarm[A].is_clear and swarm[B].is_clear)
+        swarm.ends.lost(microbatch, "its data node stops")
+        swarm.open(gate)
+        await swarm.all_clear()
+
+
+def test_a_worker_computes_what_the_part_does() -> None:
+    """The yardstick of the first test, once by hand: a visit's gradients are autograd's."""
+    part = torch.nn.Linear(4, 4)
+    source = torch.randn(2, 4)
+    visit = forward(part, source)
+    gradients = backward(part, visit, torch.ones(2, 4))
+    assert gradients.source is not None
+    torch.testing.assert_close(gradients.source, torch.ones(2, 4) @ part.weight)
