@@ -46,6 +46,8 @@ class Admission:
         unknown = [str(hop.module) for hop in path.hops if hop.module not in self._modules]
         if unknown:
             raise ProtocolViolation(f"the path visits module {unknown[0]}, which the manifest does not have")
+        if not -1 <= message.position <= len(path.hops):
+            raise ProtocolViolation(f"position {message.position} is not on a path of {len(path.hops)} hops")
         if path.peer_at(message.position) != self._own:
             raise ProtocolViolation("the message is for another peer on the path")
         self._check_sender(sender, message)

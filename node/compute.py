@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from swarm.errors import ResourceExhausted
+from swarm.errors import ResourceExhausted, StateError
 
 Result = TypeVar("Result")
 
@@ -58,9 +58,11 @@ class ComputeThread:
     ) -> None:
         with self._wake:
             self._stopping = True
-            self._jobs.clear()
             self._wake.notify()
         self._thread.join(timeout=60.0)
+        for _, _, tell_its_caller in self._jobs:
+            tell_its_caller()
+        self._jobs.clear()
 
     async def run(self, priority: Priority, job: Callable[[], Result]) -> Result:
         """Waits for the job's turn and its result; whatever it raises is raised here.
@@ -69,6 +71,7 @@ class ComputeThread:
 
         Raises:
             ResourceExhausted: too many jobs wait already.
+            StateError: the thread has been stopped, before or while the job waited.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Result] = loop.create_future()
@@ -81,6 +84,7 @@ class ComputeThread:
             if future.cancelled():
                 return
             try:
+                self._check_running()
                 result = job()
             except Exception as error:  # handed to whoever waits
                 loop.call_soon_threadsafe(settle, future.set_exception, error)
@@ -88,11 +92,16 @@ class ComputeThread:
                 loop.call_soon_threadsafe(settle, future.set_result, result)
 
         with self._wake:
+            self._check_running()
             if len(self._jobs) >= self._limit:
                 raise ResourceExhausted(f"{self._limit} jobs wait for the compute device")
             heapq.heappush(self._jobs, (priority, next(self._numbers), work))
             self._wake.notify()
         return await future
+
+    def _check_running(self) -> None:
+        if self._stopping:
+            raise StateError("the compute thread has stopped")
 
     def _work(self) -> None:
         self._set_up()

@@ -6,12 +6,12 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
 from node.data.feed import TrainingFeed
 from node.data.packing import Microbatch
-from swarm.errors import SkipstoneError
 from swarm.vocabulary import PeerId
 
 
@@ -30,7 +30,7 @@ class Prefetcher:
         self._feed = feed
         self._data_nodes = data_nodes
         self._arrived = arrived
-        self._packed: queue.Queue[Microbatch | SkipstoneError] = queue.Queue(depth)
+        self._packed: queue.Queue[Microbatch | Exception] = queue.Queue(depth)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._pack, name="data", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -44,33 +44,34 @@ class Prefetcher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stopping.set()
-        self.ready()  # makes room, so that a thread that waits for it sees that it is to stop
+        with suppress(queue.Empty):
+            self._packed.get_nowait()  # makes room, so that a thread that waits for it sees that it is to stop
         self._thread.join(timeout=5.0)
 
     def ready(self) -> Microbatch | None:
         """The next microbatch, or None when it is not packed yet.
 
         Raises:
-            SkipstoneError: the feed has failed.
+            SkipstoneError: the feed has failed; or whatever else ended the thread.
         """
         try:
             packed = self._packed.get_nowait()
         except queue.Empty:
             return None
-        if isinstance(packed, SkipstoneError):
+        if isinstance(packed, Exception):
             raise packed
         return packed
 
     def _pack(self) -> None:
         assert self._loop is not None
         while not self._stopping.is_set():
-            packed: Microbatch | SkipstoneError
+            packed: Microbatch | Exception
             try:
                 packed = self._feed.next(self._data_nodes())
-            except SkipstoneError as error:
+            except Exception as error:  # handed to whoever asks for the next one
                 packed = error
             self._packed.put(packed)
             if not self._stopping.is_set():
                 self._loop.call_soon_threadsafe(self._arrived)
-            if isinstance(packed, SkipstoneError):
+            if isinstance(packed, Exception):
                 return

@@ -180,7 +180,15 @@ async def bare_stream(
     own: Persona, server: Node, *, hello: Hello | None = None, introduced: bool = True
 ) -> AsyncIterator[BareStream]:
     """A stream to a node on which a test says what it likes, after a Hello unless not `introduced`."""
-    contact = server.persona.contact(server.port)
+    async with stream_to(server.persona.contact(server.port), own, hello=hello, introduced=introduced) as stream:
+        yield stream
+
+
+@asynccontextmanager
+async def stream_to(
+    contact: Contact, own: Persona, *, hello: Hello | None = None, introduced: bool = True
+) -> AsyncIterator[BareStream]:
+    """As `bare_stream`, to any peer of whom one knows no more than how to dial it."""
     stream = BareStream(DialledStream(open_channel(contact, contact.addresses[0], own.credentials)))
     try:
         if introduced:

@@ -1,0 +1,111 @@
+"""Receipts that pass become measurements of whoever sent them."""
+
+from __future__ import annotations
+
+import pytest
+
+from swarm.estimates import Estimates
+from swarm.messages import Direction, Receipt, ReceiptStatus
+from swarm.timing import PathTimes
+from swarm.vocabulary import MicrobatchId, PeerId
+from tests.swarm.custody_desk import A2, ABC, BACK, DATA, MICROBATCH, OUT, A, B, C
+
+TOKENS = 100
+
+
+class Travel:
+    """One microbatch on its way by A, B and C. It sets out at 0."""
+
+    def __init__(self, queue: dict[PeerId, int] | None = None) -> None:
+        self.estimates = Estimates()
+        self.times = PathTimes(self.estimates, TOKENS)
+        self.times.launched(MICROBATCH, ABC, queue or {}, 0.0)
+
+    def passed(self, sender: PeerId, direction: Direction, position: int, now: float) -> None:
+        self.times.passed(sender, Receipt(MICROBATCH, direction, position, ReceiptStatus.PASSED_ON), now)
+
+    def out(self) -> None:
+        """To the loss at 10: A takes 1 second, B 2, C 3."""
+        for peer, direction, position, now in ((A, OUT, 0, 1.0), (B, OUT, 1, 3.0), (C, OUT, 2, 6.0)):
+            self.passed(peer, direction, position, now)
+        self.times.turned(MICROBATCH, 10.0)
+
+    def back(self, first: PeerId = A) -> None:
+        """C takes 6 seconds, B 4, A 2."""
+        for peer, position, now in ((C, 2, 16.0), (B, 1, 20.0), (first, 0, 22.0)):
+            self.passed(peer, BACK, position, now)
+
+    def seconds(self, peer: PeerId) -> float | None:
+        known = self.estimates.measured(peer)
+        return None if known is None else known.seconds_per_token * TOKENS
+
+
+def test_each_peer_is_charged_for_its_own_time_out_and_back() -> None:
+    travel = Travel()
+    travel.out()
+    travel.back()
+    assert [travel.seconds(peer) for peer in (A, B, C)] == pytest.approx([3.0, 6.0, 9.0])
+
+
+def test_the_queue_that_it_found_is_taken_out() -> None:
+    travel = Travel({B: 2})
+    travel.out()
+    travel.back()
+    assert travel.seconds(B) == pytest.approx(2.0)
+
+
+def test_who_stood_in_is_measured_instead_of_who_was_planned() -> None:
+    travel = Travel()
+    travel.passed(A2, OUT, 0, 1.0)
+    travel.times.turned(MICROBATCH, 10.0)
+    travel.passed(A2, BACK, 0, 14.0)
+    assert travel.seconds(A2) == pytest.approx(5.0)
+    assert travel.seconds(A) is None
+
+
+def test_a_receipt_that_comes_again_counts_once_and_moves_no_clock() -> None:
+    travel = Travel()
+    travel.out()
+    travel.passed(A, OUT, 0, 11.0)
+    travel.back()
+    travel.passed(C, BACK, 2, 30.0)
+    measured = travel.estimates.measured(C)
+    assert measured is not None
+    assert measured.samples == 1
+    assert travel.seconds(C) == pytest.approx(9.0)
+
+
+@pytest.mark.parametrize("position", [-2, 4, 255])
+def test_a_position_off_the_path_moves_no_clock(position: int) -> None:
+    travel = Travel()
+    travel.out()
+    travel.passed(A, BACK, position, 15.0)
+    travel.back()
+    assert travel.seconds(C) == pytest.approx(9.0)
+
+
+def test_the_ends_are_not_measured_but_their_time_is_nobody_elses() -> None:
+    travel = Travel()
+    travel.passed(DATA, OUT, -1, 0.5)
+    travel.out()
+    travel.passed(DATA, BACK, 3, 12.0)
+    travel.back()
+    assert travel.seconds(DATA) is None
+    assert travel.seconds(A) == pytest.approx(2.5)
+    assert travel.seconds(C) == pytest.approx(7.0)
+
+
+def test_a_way_back_without_a_way_out_is_no_measurement() -> None:
+    travel = Travel()
+    travel.passed(A, BACK, 0, 5.0)
+    assert travel.seconds(A) is None
+
+
+def test_what_is_forgotten_or_was_never_launched_is_ignored() -> None:
+    travel = Travel()
+    travel.out()
+    travel.times.forget(MICROBATCH)
+    travel.times.forget(MicrobatchId(DATA, 99))
+    travel.times.turned(MICROBATCH, 11.0)
+    travel.back()
+    assert travel.seconds(A) is None
