@@ -16,7 +16,7 @@ from swarm.holdings import (
     Work,
 )
 from swarm.messages import Backward, Forward, Purpose, Receipt
-from swarm.vocabulary import MicrobatchId, Path
+from swarm.vocabulary import MicrobatchId, Path, PeerId
 from tests.swarm.custody_desk import (
     A2,
     ABC,
@@ -182,6 +182,19 @@ def test_slots_are_bounded_reserved_at_admission_and_given_back() -> None:
     broken = desk.custody.handle(BrokenOff(Key(MicrobatchId(DATA, 0), 0)), desk.now)
     assert broken == [Forget(Key(MicrobatchId(DATA, 0), 0), "broken off")]
     assert desk.custody.admit_forward(messages[2], desk.now).value
+
+
+def test_one_data_node_cannot_take_all_slots() -> None:
+    desk = Desk(A, slots=8)
+
+    def admitted(data_node: PeerId) -> int:
+        path = Path(data_node, ABC.hops)
+        messages = [Forward(MicrobatchId(data_node, n), path, 0, Purpose.TRAIN, LIFETIME_S) for n in range(10)]
+        return sum(desk.custody.admit_forward(message, desk.now).value for message in messages)
+
+    assert admitted(PeerId("greedy")) == 6
+    assert admitted(DATA) == 2
+    assert desk.custody.used_slots == 8
 
 
 def test_a_data_nodes_own_need_no_slot() -> None:
