@@ -9,7 +9,6 @@ import torch
 
 from node.hop_worker import HopWorker
 from node.hosting import host_hop, host_stage_zero
-from node.model.visit import backward, forward
 from node.work import Job, Output
 from protocol.seams import Refusal
 from swarm.custody import PATIENCE_S, RETRY_S
@@ -318,13 +317,3 @@ async def test_a_hop_lets_go_of_a_data_node_that_is_gone() -> None:
         swarm.ends.lost(microbatch, "its data node stops")
         swarm.open(gate)
         await swarm.all_clear()
-
-
-def test_a_worker_computes_what_the_part_does() -> None:
-    """The yardstick of the first test, once by hand: a visit's gradients are autograd's."""
-    part = torch.nn.Linear(4, 4)
-    source = torch.randn(2, 4)
-    visit = forward(part, source)
-    gradients = backward(part, visit, torch.ones(2, 4))
-    assert gradients.source is not None
-    torch.testing.assert_close(gradients.source, torch.ones(2, 4) @ part.weight)

@@ -92,7 +92,7 @@ async def test_stopping_answers_who_waits_and_who_comes_later() -> None:
         async with queue_behind(compute) as let_go:
             waiting = [asyncio.create_task(compute.run(Priority.FORWARD, lambda: done.append(1))) for _ in range(3)]
             await asyncio.sleep(0)
-            asyncio.get_running_loop().run_in_executor(None, lambda: (compute_stops(compute), let_go()))
+            threading.Thread(target=once_it_stops, args=(compute, let_go)).start()
             compute.__exit__(None, None, None)
     async with asyncio.timeout(PATIENCE_S):
         outcomes = await asyncio.gather(*waiting, return_exceptions=True)
@@ -102,10 +102,11 @@ async def test_stopping_answers_who_waits_and_who_comes_later() -> None:
     assert done == []
 
 
-def compute_stops(compute: ComputeThread) -> None:
-    """Waits, on another thread, until the compute thread has been told to stop."""
+def once_it_stops(compute: ComputeThread, let_go: Callable[[], None]) -> None:
+    """Lets the job that holds the thread end, but only when the thread has been told to stop."""
     while not compute._stopping:
         threading.Event().wait(0.001)
+    let_go()
 
 
 async def test_the_thread_is_set_up_first() -> None:

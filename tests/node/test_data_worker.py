@@ -98,7 +98,7 @@ def test_after_an_inner_step_the_embedding_is_computed_again() -> None:
     assert ends.worker.step() is None
     assert ends.compute(late, Work.BACKWARD, back).step_due is False
     assert ends.worker.recomputed == 1
-    weight = ends.worker.stage.embedding.model["embed_tokens"].weight
+    weight = next(ends.worker.stage.embedding.parameters())
     source = ends.worker.stage.embedding(text_of(MANIFEST, 1).tokens)
     [expected] = torch.autograd.grad(source, [weight], back)
     [gradient, *_] = mean_of(ends.worker.stage.embedding_sum)
