@@ -129,7 +129,8 @@ async def _choose(options: NodeOptions, presence: Presence, manifest: Manifest) 
         return Reasoned(ModuleId(0), "the first node of a run is a data node")
     await asyncio.sleep(LOOK_AROUND_S)
     cost = [max(1, blocks) for blocks in manifest.stages.blocks]
-    return choose_module(presence.own.peer, manifest.modules(), presence.membership.peers(), cost)
+    alive = await presence.neighbourhood.alive(manifest.modules())
+    return choose_module(presence.own.peer, manifest.modules(), alive, cost)
 
 
 def _become(presence: Presence, state: PeerState, module: ModuleId, events: EventSink) -> None:

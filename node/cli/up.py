@@ -14,7 +14,7 @@ import typer
 
 from node.cli.interrupts import Interrupts
 from node.cli.manifests import ManifestChanges, chosen_manifest
-from node.cli.output import announce, event_sink, run_loop
+from node.cli.output import announce, event_sink, run_loop, tell
 from node.events import Event, InnerStep, NodeSummary, PeerChange
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ async def _show(swarm: LocalSwarm, title: str) -> None:
 
 
 def _ask_politely(loop: asyncio.AbstractEventLoop, swarm: LocalSwarm) -> None:
-    typer.echo("stopping in good order; once more to stop at once", err=True)
+    tell("stopping in good order; once more to stop at once")
     loop.call_soon_threadsafe(swarm.request_stop)
 
 
