@@ -36,6 +36,10 @@ def up(
     """Train with a swarm of processes on this machine. Ctrl-C stops them in good order, a second Ctrl-C at once."""
     announce("skipstone up: starting a local swarm", as_json=json)
     chosen = chosen_manifest(manifest, ManifestChanges(seed=seed, source=data))
+    if chosen.data.source.startswith("path:"):
+        from node.data.sources import open_source
+
+        open_source(chosen.data)  # a missing folder is said once, not by every node that was started for nothing
     from node.local_setup import LocalSwarmOptions
 
     options = LocalSwarmOptions(
