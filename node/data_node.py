@@ -16,7 +16,6 @@ from node.evaluation import Evaluator
 from node.events import Abandoned, EventSink, Resumed, Step, Waiting
 from node.rate import Rate
 from protocol.seams import Clock
-from swarm.estimates import Estimates
 from swarm.flights import Flight, Flights
 from swarm.holdings import Started
 from swarm.messages import Forward, Purpose, Receipt
@@ -27,6 +26,7 @@ from swarm.vocabulary import MicrobatchId, ModuleId, Path, PeerId
 log = logging.getLogger(__name__)
 
 SHORTEST_LIFETIME_S = 60.0
+LONGEST_LIFETIME_S = 3600.0
 LIFETIME_IN_PATHS = 20
 """A microbatch of which nothing has been heard for so many expected path times is given up."""
 LOOK_AGAIN_S = 0.5
@@ -52,42 +52,36 @@ class Progress:
     """Completed visits of each stage after 0."""
 
 
+@dataclass(frozen=True, slots=True)
+class DataNodeParts:
+    """What a data node puts to work."""
+
+    flights: Flights
+    planner: Planner
+    times: PathTimes
+    evaluator: Evaluator
+    worker: DataWorker
+    carrier: Carrier
+    texts: Texts
+
+
 class DataNode:
     """`node.work.PathEnds` of a peer that hosts stage 0.
 
     Args:
-        tokens: of one microbatch.
         on_finished: called once when all steps that were asked for are complete.
     """
 
-    def __init__(
-        self,
-        flights: Flights,
-        planner: Planner,
-        estimates: Estimates,
-        evaluator: Evaluator,
-        worker: DataWorker,
-        carrier: Carrier,
-        texts: Texts,
-        clock: Clock,
-        events: EventSink,
-        tokens: int,
-        on_finished: Callable[[], None],
-    ) -> None:
-        self.flights = flights
+    def __init__(self, parts: DataNodeParts, clock: Clock, events: EventSink, on_finished: Callable[[], None]) -> None:
+        self.flights = parts.flights
         self.progress = Progress()
         self.rate = Rate(clock)
         self.stopping = False
-        self._planner = planner
-        self._times = PathTimes(estimates, tokens)
-        self._estimates = estimates
-        self._evaluator = evaluator
-        self._worker = worker
-        self._carrier = carrier
-        self._texts = texts
+        self._planner, self._times, self._evaluator = parts.planner, parts.times, parts.evaluator
+        self._worker, self._carrier, self._texts = parts.worker, parts.carrier, parts.texts
         self._clock = clock
         self._events = events
-        self._tokens = tokens
+        self._tokens = parts.worker.tokens
         self._on_finished = on_finished
         self._again: deque[Microbatch] = deque()
         self._wake = asyncio.Event()
@@ -149,8 +143,8 @@ class DataNode:
                 self._events.emit(Resumed(str(module)))
 
     def _lifetime(self, path: Path) -> float:
-        expected = sum(self._estimates.seconds(hop.peer, self._tokens, 0.0).value for hop in path.hops)
-        return min(3600.0, max(SHORTEST_LIFETIME_S, LIFETIME_IN_PATHS * expected))
+        expected = self._planner.expected_s(path)
+        return min(LONGEST_LIFETIME_S, max(SHORTEST_LIFETIME_S, LIFETIME_IN_PATHS * expected))
 
     # ---- node.work.PathEnds --------------------------------------------------------------------------------------
 

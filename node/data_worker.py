@@ -47,7 +47,7 @@ class DataWorker:
         self.texts: dict[MicrobatchId, Microbatch] = {}
         """Of the microbatches under way. The data node puts them in and takes them out; here they are only read."""
         self._tensor = tensor
-        self._tokens = tokens
+        self.tokens = tokens
         self._device = device
         self._visits: dict[int, tuple[Visit, int]] = {}
 
@@ -117,6 +117,6 @@ class DataWorker:
         return Output(step_due=self.stage.optimizer.due)
 
     def _add(self, total: Accumulator, job: Job, gradients: tuple[Tensor, ...]) -> None:
-        addition = total.add(job.key.microbatch, self._tokens, gradients)
+        addition = total.add(job.key.microbatch, self.tokens, gradients)
         if addition is Addition.NOT_FINITE:
             raise ProtocolViolation(f"microbatch {job.key.microbatch}: {addition.value}")

@@ -7,6 +7,7 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -18,7 +19,7 @@ from node.clock import SystemClock
 from node.compute import ComputeThread, Priority
 from node.data.feed import TrainingFeed, open_documents
 from node.data.prefetch import Prefetcher
-from node.data_node import DataNode
+from node.data_node import DataNode, DataNodeParts
 from node.data_worker import DataWorker
 from node.evaluation import Evaluator
 from node.events import EventSink, InnerStep, Load, MicrobatchCounts
@@ -31,13 +32,14 @@ from node.options import NodeOptions
 from node.presence import Presence
 from node.rate import Rate
 from node.task_scope import task_scope
-from node.work import PathEnds, Worker
+from node.work import Worker
 from protocol.manifest import Manifest
 from protocol.seams import Question, QuestionAbout
 from swarm.custody import ChooseReplica, Custody
 from swarm.estimates import Estimates
 from swarm.flights import FlightRules, Flights
 from swarm.planner import PathRules, Planner
+from swarm.timing import PathTimes
 from swarm.vocabulary import ModuleId, PeerId, Reasoned
 
 DEFAULT_SLOTS = 16
@@ -67,6 +69,21 @@ class Account:
     waiting_for: tuple[str, ...] = ()
     visits: tuple[tuple[int, int], ...] = ()
     """Of a data node: stage and completed visits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What a duty is made from: who and where we are, which module it is to be, and what it runs on."""
+
+    options: NodeOptions
+    presence: Presence
+    manifest: Manifest
+    module: ModuleId
+    device: torch.device
+    compute: ComputeThread
+    events: EventSink
+    finished: Callable[[], None]
+    """To be called when a data node has done the steps it was asked for."""
 
 
 class Duty(Protocol):
@@ -145,17 +162,26 @@ class HopDuty:
 class DataDuty:
     """A data node: stage 0, and the paths that start there."""
 
-    def __init__(self, presence: Presence, worker: DataWorker, carrier: Carrier, data_node: DataNode) -> None:
+    def __init__(
+        self,
+        presence: Presence,
+        worker: DataWorker,
+        carrier: Carrier,
+        data_node: DataNode,
+        text_came: asyncio.Event,
+    ) -> None:
         self.carrier = carrier
         self.answers: dict[QuestionAbout, Answering] = {}
         self._presence = presence
         self._worker = worker
         self._data_node = data_node
+        self._text_came = text_came
 
     async def run(self) -> None:
         async with task_scope() as tasks:
             tasks.create_task(self._data_node.run())
-            tasks.create_task(self._follow_the_view())
+            for news in (self._presence.neighbourhood.changed, self._text_came):
+                tasks.create_task(self._wake_on(news))
 
     async def drain(self, patience_s: float) -> None:
         self._data_node.stopping = True
@@ -191,74 +217,61 @@ class DataDuty:
             visits=tuple(sorted(progress.visits.items())),
         )
 
-    async def _follow_the_view(self) -> None:
-        """A peer that comes may be the one that is waited for."""
-        changed = self._presence.neighbourhood.changed
+    async def _wake_on(self, news: asyncio.Event) -> None:
+        """A peer that comes may be the one that is waited for, and a text too."""
         while True:
-            await changed.wait()
-            changed.clear()
+            await news.wait()
+            news.clear()
             self._data_node.wake()
 
 
 @asynccontextmanager
-async def hop_duty(
-    options: NodeOptions,
-    presence: Presence,
-    manifest: Manifest,
-    module: ModuleId,
-    device: torch.device,
-    compute: ComputeThread,
-    events: EventSink,
-    stop: asyncio.Event,
-) -> AsyncIterator[HopDuty]:
+async def hop_duty(given: Assignment) -> AsyncIterator[HopDuty]:
     """The duty of a stage peer, ready to serve: built, measured, its digest known."""
-    budget = default_graph_budget(device).value if options.memory is None else options.memory
-    worker = await compute.run(Priority.UPKEEP, lambda: host_hop(manifest, module, device, budget))
-    presence.own.digest = await compute.run(Priority.UPKEEP, lambda: digest_of(worker.part))
-    speed = await compute.run(Priority.UPKEEP, lambda: measure_speed(worker.part, manifest, device))
-    presence.own.tokens_per_second = speed
-    carrier = _carrier(options, presence, manifest, module, worker, compute, events, None)
-    yield HopDuty(presence, module, worker, carrier, manifest.microbatch_tokens)
+    manifest, device, own = given.manifest, given.device, given.presence.own
+    budget = default_graph_budget(device).value if given.options.memory is None else given.options.memory
+    prepare = partial(given.compute.run, Priority.UPKEEP)
+    worker = await prepare(lambda: host_hop(manifest, given.module, device, budget))
+    own.digest = await prepare(lambda: digest_of(worker.part))
+    own.tokens_per_second = await prepare(lambda: measure_speed(worker.part, manifest, device))
+    planner = Planner(path_rules(manifest), given.presence.membership, Estimates(), manifest.microbatch_tokens)
+    carrier = _carrier(given, worker, planner)
+    yield HopDuty(given.presence, given.module, worker, carrier, manifest.microbatch_tokens)
 
 
 @asynccontextmanager
-async def data_duty(
-    options: NodeOptions,
-    presence: Presence,
-    manifest: Manifest,
-    module: ModuleId,
-    device: torch.device,
-    compute: ComputeThread,
-    events: EventSink,
-    stop: asyncio.Event,
-) -> AsyncIterator[DataDuty]:
+async def data_duty(given: Assignment) -> AsyncIterator[DataDuty]:
     """The duty of a data node, its text open and the first microbatches being packed."""
-    clock, own, tokens = SystemClock(), presence.own.peer, manifest.microbatch_tokens
-    worker = await compute.run(Priority.UPKEEP, lambda: host_stage_zero(manifest, device))
-    stage = worker.stage
-    presence.own.digest = await compute.run(Priority.UPKEEP, lambda: digest_of(stage.embedding, stage.head))
+    manifest, own, clock = given.manifest, given.presence.own, SystemClock()
+    prepare = partial(given.compute.run, Priority.UPKEEP)
+    worker = await prepare(lambda: host_stage_zero(manifest, given.device))
+    own.digest = await prepare(lambda: digest_of(worker.stage.embedding, worker.stage.head))
     documents = await asyncio.to_thread(open_documents, manifest)
-    estimates = Estimates()
-    planner = Planner(path_rules(manifest), presence.membership, estimates, tokens)
-    carrier = _carrier(options, presence, manifest, module, worker, compute, events, planner)
-    evaluator = Evaluator(own, planner, worker, carrier, clock)
-    flights = Flights(own, _flight_rules(options, manifest), first_number=int(clock.wall()) * NUMBERS_A_SECOND)
-    wake: list[Callable[[], None]] = []
+    estimates, tokens = Estimates(), manifest.microbatch_tokens
+    planner = Planner(path_rules(manifest), given.presence.membership, estimates, tokens)
+    carrier = _carrier(given, worker, planner)
+    rules = _flight_rules(given.options, manifest)
+    text_came = asyncio.Event()
 
     def live_data_nodes() -> tuple[PeerId, ...]:
-        replicas = presence.membership.replicas(ModuleId(0), clock.monotonic())
-        return tuple(sorted({own, *(announcement.peer for announcement in replicas)}))
+        replicas = given.presence.membership.replicas(ModuleId(0), clock.monotonic())
+        return tuple(sorted({own.peer, *(announcement.peer for announcement in replicas)}))
 
-    feed = TrainingFeed(manifest, documents, own)
-    depth = flights.rules.window + 1
-    with Prefetcher(feed, live_data_nodes, lambda: wake[0]() if wake else None, depth) as texts:
-        data_node = DataNode(
-            flights, planner, estimates, evaluator, worker, carrier, texts, clock, events, tokens, stop.set
+    feed = TrainingFeed(manifest, documents, own.peer)
+    with Prefetcher(feed, live_data_nodes, text_came.set, rules.window + 1) as texts:
+        parts = DataNodeParts(
+            flights=Flights(own.peer, rules, first_number=int(clock.wall()) * NUMBERS_A_SECOND),
+            planner=planner,
+            times=PathTimes(estimates, tokens),
+            evaluator=Evaluator(own.peer, planner, worker, carrier, clock),
+            worker=worker,
+            carrier=carrier,
+            texts=texts,
         )
-        wake.append(data_node.wake)
+        data_node = DataNode(parts, clock, given.events, given.finished)
         carrier.ends = data_node
-        duty = DataDuty(presence, worker, carrier, data_node)
-        duty.answers[QuestionAbout.EVALUATE] = HeldOut(manifest, documents, evaluator).answer
+        duty = DataDuty(given.presence, worker, carrier, data_node, text_came)
+        duty.answers[QuestionAbout.EVALUATE] = HeldOut(manifest, documents, parts.evaluator).answer
         yield duty
 
 
@@ -284,32 +297,19 @@ def _flight_rules(options: NodeOptions, manifest: Manifest) -> FlightRules:
     return FlightRules(manifest.microbatches_per_step, manifest.training.staleness, window, options.steps)
 
 
-def _carrier(
-    options: NodeOptions,
-    presence: Presence,
-    manifest: Manifest,
-    module: ModuleId,
-    worker: Worker,
-    compute: ComputeThread,
-    events: EventSink,
-    planner: Planner | None,
-    ends: PathEnds | None = None,
-) -> Carrier:
-    own, clock = presence.own, SystemClock()
-    planner = planner or Planner(path_rules(manifest), presence.membership, Estimates(), manifest.microbatch_tokens)
-    custody = Custody(own.peer, options.slots or DEFAULT_SLOTS, _stand_in(planner, clock))
+def _carrier(given: Assignment, worker: Worker, planner: Planner) -> Carrier:
+    own, clock, module = given.presence.own, SystemClock(), str(given.module)
+    custody = Custody(own.peer, given.options.slots or DEFAULT_SLOTS, _stand_in(planner, clock))
     own.slots, own.used_slots = custody.slots, lambda: custody.used_slots
 
     def stepped(figures: StepFigures) -> None:
         own.steps = figures.step
-        events.emit(
-            InnerStep(
-                own.peer, str(module), figures.step, max(figures.visits), figures.gradient_norm, figures.learning_rate
-            )
-        )
+        visits, norm, rate = max(figures.visits), figures.gradient_norm, figures.learning_rate
+        given.events.emit(InnerStep(own.peer, module, figures.step, visits, norm, rate))
 
-    admission = Admission(manifest, own.peer, module)
-    return Carrier(custody, admission, worker, compute, clock, presence.neighbourhood.link_down, stepped, ends)
+    admission = Admission(given.manifest, own.peer, given.module)
+    on_failure = given.presence.neighbourhood.link_down
+    return Carrier(custody, admission, worker, given.compute, clock, on_failure, stepped)
 
 
 def _stand_in(planner: Planner, clock: SystemClock) -> ChooseReplica:

@@ -14,7 +14,7 @@ from protocol.identity import Identity
 from protocol.records import decode_announced, encode_record
 from protocol.seams import Clock, Directory, Question, QuestionAbout, Transport
 from swarm.announcement import Announcement
-from swarm.errors import PeerError, ProtocolViolation, Unreachable
+from swarm.errors import PeerError, ProtocolViolation, Stalled, Unreachable
 from swarm.membership import Change, Membership
 from swarm.vocabulary import ModuleId, PeerId, PeerState
 
@@ -25,6 +25,8 @@ LOOK_UP_CALM_S = 5.0
 PUSH_S = 2.0
 PUBLISH_RETRY_S = 1.0
 PROBE_TIMEOUT_S = 5.0
+FEW_REPLICAS = 2
+MAX_ASKED = 64
 
 
 class Neighbourhood:
@@ -113,10 +115,24 @@ class Neighbourhood:
         assert self._transport is not None
         try:
             await self._transport.ask(peer, Question(QuestionAbout.STATUS), PROBE_TIMEOUT_S)
-        except PeerError as error:
+        except (Unreachable, Stalled) as error:
             log.debug("%s does not answer: %s", peer, error)
             self.membership.give_up(peer)
             self.changed.set()
+        except PeerError as error:
+            log.debug("%s is there, but has nothing to say: %s", peer, error)
+
+    async def alive(self, modules: Sequence[ModuleId]) -> list[Announcement]:
+        """Everybody's announcements, without the peers that do not answer any more.
+
+        A record outlives a peer that died by up to a minute. Only modules with few peers are asked, where one peer more or less
+        decides whether a newcomer is needed there.
+        """
+        known = [a for a in self.membership.peers() if a.module is not None]
+        few = [m for m in modules if sum(a.module == m for a in known) <= FEW_REPLICAS]
+        asked = [a.peer for a in known if a.module in few and a.addresses][:MAX_ASKED]
+        await asyncio.gather(*(self._probe(peer) for peer in asked))
+        return [a for a in known if not self.membership.is_given_up(a.peer)]
 
     # ---- loops ---------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from node.checkpoint import CheckpointFolder
 from node.clock import SystemClock
 from node.compute import ComputeThread, Priority
 from node.device import choose_device
-from node.duty import Duty, data_duty, hop_duty
+from node.duty import Assignment, Duty, data_duty, hop_duty
 from node.events import EventSink, NodeStatus, Note
 from node.options import NodeOptions
 from node.presence import Presence, Whereabouts, present
@@ -81,7 +81,8 @@ async def _serve(
     _become(presence, PeerState.JOINING, module.value, events)
     with ComputeThread() as compute:
         make = data_duty if module.value.stage == 0 else hop_duty
-        async with make(options, presence, signed.manifest, module.value, device, compute, events, stop) as duty:
+        given = Assignment(options, presence, signed.manifest, module.value, device, compute, events, stop.set)
+        async with make(given) as duty:
             presence.reception.carrier = duty.carrier
             presence.reception.answers |= duty.answers
             presence.reception.answers[QuestionAbout.STATUS] = _status(presence, duty)
@@ -129,7 +130,8 @@ async def _choose(options: NodeOptions, presence: Presence, manifest: Manifest) 
         return Reasoned(ModuleId(0), "the first node of a run is a data node")
     await asyncio.sleep(LOOK_AROUND_S)
     cost = [max(1, blocks) for blocks in manifest.stages.blocks]
-    return choose_module(presence.own.peer, manifest.modules(), presence.membership.peers(), cost)
+    alive = await presence.neighbourhood.alive(manifest.modules())
+    return choose_module(presence.own.peer, manifest.modules(), alive, cost)
 
 
 def _become(presence: Presence, state: PeerState, module: ModuleId, events: EventSink) -> None:

@@ -111,6 +111,11 @@ class Membership:
         member = self._members.get(peer)
         return member is not None and member.suspect_until > now
 
+    def is_given_up(self, peer: PeerId) -> bool:
+        """Whether it is out of reach and has not been heard of since."""
+        member = self._members.get(peer)
+        return member is not None and member.suspect_until == math.inf
+
     def peers(self) -> Iterable[Announcement]:
         """Every known announcement, suspect ones included."""
         return tuple(member.announcement for member in self._members.values())

@@ -83,6 +83,15 @@ class Planner:
             return Reasoned(NoReplica(tuple(missing)), "; ".join(reasons))
         return Reasoned(Path(self._membership.own, tuple(hops)), "; ".join(reasons))
 
+    def expected_s(self, path: Path) -> float:
+        """Seconds that the path's peers together should take, out and back, with empty queues."""
+        return sum(self._service(hop.peer) for hop in path.hops)
+
+    def _service(self, peer: PeerId) -> float:
+        announcement = self._membership.get(peer)
+        speed = 0.0 if announcement is None else announcement.tokens_per_second
+        return self._estimates.seconds(peer, self._tokens, speed).value
+
     def unserved(self, now: float) -> tuple[ModuleId, ...]:
         """The modules that no peer serves any more, whether or not the next path would need them."""
         modules = (ModuleId(stage) for stage in range(1, self.rules.stages))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from node.cli.interrupts import Interrupts, leave_at_once, stop_on_end_of_input
-from node.cli.output import LogLevel, announce, event_sink, run_loop, start_log
+from node.cli.output import LogLevel, announce, event_sink, run_loop, start_log, tell
 from swarm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ async def _join(options: NodeOptions, *, as_json: bool, stop_on_eof: bool) -> in
 
 
 def _ask_politely(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
-    typer.echo("stopping in good order; once more to stop at once", err=True)
+    tell("stopping in good order; once more to stop at once")
     loop.call_soon_threadsafe(stop.set)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 from rich.console import Console, Group, RenderableType
@@ -17,6 +18,7 @@ from node.swarm_progress import PeerProgress, SwarmProgress
 REFRESH_S = 0.25
 _CURVE_WIDTH = 40
 _STATE_STYLES = {"serving": "green", "failed": "red", "finished": "dim", "draining": "yellow"}
+_SHOWN_NOTES = 4
 _NOTE_STYLES = {"info": "dim", "warning": "yellow", "error": "red"}
 
 
@@ -28,11 +30,8 @@ def render(state: SwarmProgress, title: str, elapsed_s: float) -> RenderableType
         bar.add_row(ProgressBar(total=state.target, completed=state.step, width=_CURVE_WIDTH))
         parts.append(bar)
     parts += [_loss_line(state), _peer_table(state)]
-    parts += [
-        Text(f"waiting: stage {harmless(module)} has no peer left ({harmless(reason)})", style="bold yellow")
-        for module, reason in sorted(state.waiting.items())
-    ]
-    parts += [Text(harmless(note.message), style=_NOTE_STYLES[note.level]) for note in state.notes]
+    parts += [Text(harmless(reason), style="bold yellow") for _, reason in sorted(state.waiting.items())]
+    parts += [Text(harmless(note.message), style=_NOTE_STYLES[note.level]) for note in state.notes[-_SHOWN_NOTES:]]
     return Group(*parts)
 
 
@@ -92,8 +91,11 @@ def _peer_row(peer: PeerProgress) -> tuple[RenderableType, ...]:
 
 
 async def draw(console: Console, view: Callable[[], RenderableType]) -> None:
-    """Draws `view()` a few times a second until cancelled, and leaves the last picture standing."""
-    with Live(view(), console=console, auto_refresh=False) as live:
+    """Draws `view()` a few times a second until cancelled, and leaves the last picture standing.
+
+    A terminal that has been closed is nobody's error: the drawing ends, and the hang-up signal ends the rest.
+    """
+    with contextlib.suppress(OSError), Live(view(), console=console, auto_refresh=False) as live:
         try:
             while True:
                 live.update(view(), refresh=True)

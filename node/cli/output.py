@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import json
 import logging
@@ -30,6 +31,12 @@ class LogLevel(enum.Enum):
 def announce(line: str, *, as_json: bool) -> None:
     """The first line, before anything heavy is loaded. Standard output holds nothing but JSON when that was asked for."""
     typer.echo(line, err=as_json)
+
+
+def tell(line: str) -> None:
+    """A line for whoever sits at the terminal, who may have closed it."""
+    with contextlib.suppress(OSError, ValueError):
+        typer.echo(line, err=True)
 
 
 def event_sink(*, as_json: bool, on_closed: Callable[[], None]) -> EventSink:

@@ -52,7 +52,7 @@ def plain_line(event: Event) -> str | None:
         case Load():
             return None
         case Waiting():
-            return f"waiting: no peer serves module {harmless(event.module)}: {harmless(event.reason)}"
+            return f"waiting: {harmless(event.reason)}"
         case Resumed():
             return f"module {harmless(event.module)} is served again"
         case PeerChange():

@@ -57,8 +57,9 @@ def status_headline(answer: Mapping[str, Any]) -> Text:
     """The run in a line or two; `answer` is what `query_status` returns."""
     line = Text(harmless(str(answer["name"])), style="bold")
     line.append(f"  run {harmless(str(answer['run']))[:12]}", style="not bold dim")
-    figures = f"  step {count(answer['steps'])}  loss {loss_text(answer['loss'])}"
-    line.append(f"{figures}  {count(answer['tokens_per_s'])} tokens/s", style="not bold")
+    if answer["step"] is not None:
+        figures = f"  step {count(answer['step'])}  loss {loss_text(answer['loss'])}"
+        line.append(f"{figures}  {count(answer['tokens_per_s'])} tokens/s", style="not bold")
     if answer["waiting_for"]:
         missing = ", ".join(harmless(str(module)) for module in answer["waiting_for"])
         line.append(f"\nwaiting: no peer serves {missing}", style="bold yellow")
@@ -73,11 +74,12 @@ def status_table(answer: Mapping[str, Any]) -> Table:
     for title in ("inner steps", "tokens/s", "slots"):
         table.add_column(title, justify="right")
     table.add_column("address")
-    for stage in answer["stages"]:
-        for peer in stage["peers"]:
-            table.add_row(Text(str(stage["stage"])), *_status_row(peer))
-        if not stage["peers"]:
-            table.add_row(Text(str(stage["stage"]), style="red"), "", Text("none", style="red"))
+    for stage in range(answer["stages"]):
+        peers = [peer for peer in answer["peers"] if str(peer["module"]).split(".")[0] == str(stage)]
+        for peer in peers:
+            table.add_row(Text(str(stage)), *_status_row(peer))
+        if not peers:
+            table.add_row(Text(str(stage), style="red"), "", Text("none", style="red"))
     return table
 
 
@@ -85,7 +87,7 @@ def _status_row(peer: Mapping[str, Any]) -> tuple[Text, ...]:
     return (
         Text(harmless(str(peer["module"] or "-"))),
         Text(peer_name(str(peer["peer"]))),
-        Text(harmless(str(peer["state"]))),
+        Text(harmless(str(peer["state"] if peer["answered"] else "no answer"))),
         Text(count(peer["steps"])),
         Text(count(peer["tokens_per_s"])),
         Text(f"{peer['slots'] - peer['free_slots']}/{peer['slots']}"),

@@ -11,7 +11,7 @@ import typer
 
 from node.cli.interrupts import Interrupts, leave_at_once
 from node.cli.manifests import ManifestChanges, chosen_manifest
-from node.cli.output import announce, event_sink
+from node.cli.output import announce, event_sink, tell
 from node.events import event_from_json
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def solo(
             sink.emit(event)
 
     def ask_politely() -> None:
-        typer.echo("stopping in good order; once more to stop at once", err=True)
+        tell("stopping in good order; once more to stop at once")
         stop.set()
 
     with Interrupts(ask_politely, leave_at_once) as interrupts:

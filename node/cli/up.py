@@ -14,7 +14,7 @@ import typer
 
 from node.cli.interrupts import Interrupts
 from node.cli.manifests import ManifestChanges, chosen_manifest
-from node.cli.output import announce, event_sink, run_loop
+from node.cli.output import announce, event_sink, run_loop, tell
 from node.events import Event, InnerStep, NodeSummary, PeerChange
 
 if TYPE_CHECKING:
@@ -36,6 +36,10 @@ def up(
     """Train with a swarm of processes on this machine. Ctrl-C stops them in good order, a second Ctrl-C at once."""
     announce("skipstone up: starting a local swarm", as_json=json)
     chosen = chosen_manifest(manifest, ManifestChanges(seed=seed, source=data))
+    if chosen.data.source.startswith("path:"):
+        from node.data.sources import open_source
+
+        open_source(chosen.data)  # a missing folder is said once, not by every node that was started for nothing
     from node.local_setup import LocalSwarmOptions
 
     options = LocalSwarmOptions(
@@ -94,7 +98,7 @@ async def _show(swarm: LocalSwarm, title: str) -> None:
 
 
 def _ask_politely(loop: asyncio.AbstractEventLoop, swarm: LocalSwarm) -> None:
-    typer.echo("stopping in good order; once more to stop at once", err=True)
+    tell("stopping in good order; once more to stop at once")
     loop.call_soon_threadsafe(swarm.request_stop)
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import math
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from node.cli.questions import status_headline, status_table
 from node.local_setup import LocalSwarmOptions
 from node.local_swarm import LocalSwarm
 from node.queries import query_evaluation, query_status
@@ -33,6 +36,9 @@ async def test_a_running_swarm_tells_of_itself(tmp_path: Path) -> None:
         assert status["step"] >= 3
         assert 0 < status["loss"] < 7
         assert status["microbatches"]["duplicated"] == 0
+        shown = Console(record=True, width=200, file=io.StringIO())
+        shown.print(status_headline(status), status_table(status))
+        assert all(peer["peer"][-6:] in shown.export_text(clear=False) for peer in status["peers"])
         before = await query_evaluation(swarm.link, 2)
         assert before["microbatches"] == 2
         assert before["tokens"] == 2 * manifest.microbatch_tokens

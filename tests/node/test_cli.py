@@ -285,32 +285,27 @@ class TestUp:
 STATUS = {
     "run": "9f86d081884c7d65",
     "name": "demo",
-    "stages": [
-        {
-            "stage": 0,
-            "peers": [
-                {
-                    "peer": "12D3KooWabcdef",
-                    "module": "0.0",
-                    "state": "serving\x1b[2J",
-                    "addresses": ["127.0.0.1:5000"],
-                    "tokens_per_s": 1500.0,
-                    "slots": 4,
-                    "free_slots": 1,
-                    "steps": 12,
-                    "digest": "",
-                    "answered": None,
-                }
-            ],
-        },
-        {"stage": 1, "peers": []},
-    ],
+    "stages": 2,
+    "step": 12,
     "loss": 3.25,
-    "steps": 12,
     "tokens": 1000,
     "tokens_per_s": 1500.0,
     "microbatches": {"started": 1, "completed": 1, "abandoned": 0, "duplicated": 0},
     "waiting_for": ["1.0"],
+    "peers": [
+        {
+            "peer": "12D3KooWabcdef",
+            "module": "0.0",
+            "state": "serving\x1b[2J",
+            "addresses": ["127.0.0.1:5000"],
+            "tokens_per_s": 1500.0,
+            "slots": 4,
+            "free_slots": 1,
+            "steps": 12,
+            "digest": "",
+            "answered": {"steps": 12},
+        }
+    ],
 }
 
 
