@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from node.admission import Admission
 from node.buffers import BufferPool
@@ -58,6 +57,8 @@ from swarm.messages import (
 from swarm.vocabulary import MicrobatchId, PeerId
 
 log = logging.getLogger(__name__)
+
+UsingTask = TypeVar("UsingTask", Compute, SendOutput)
 
 TICK_S = 0.1
 BUSY_RETRY_S = 0.1
@@ -210,9 +211,9 @@ class Carrier:
         for action in actions:
             match action:
                 case Compute():
-                    self._spawn(self._computation(action, self._load_for(action)))
+                    self._spawn_with(self._load_for(action), self._computation, action)
                 case SendOutput():
-                    self._spawn(self._sending(action, self._loads[action.key]))
+                    self._spawn_with(self._loads[action.key], self._sending, action)
                 case Tell(to, message) if to == self.custody.own:
                     asyncio.get_running_loop().call_soon(self.told, to, message)
                 case Tell(to, message):
@@ -228,6 +229,22 @@ class Carrier:
             work.close()
         else:
             self._tasks.create_task(work)
+
+    def _spawn_with(
+        self, load: _Load, work: Callable[[UsingTask, _Load], Coroutine[Any, Any, None]], action: UsingTask
+    ) -> None:
+        """Starts a task that uses a load. From now on: what is forgotten before the task first runs is not given back under its hands."""
+        load.users += 1
+
+        async def use() -> None:
+            try:
+                await work(action, load)
+            finally:
+                load.users -= 1
+                if load.forgotten and not load.users:
+                    self._release(load)
+
+        self._spawn(use())
 
     def _load_for(self, action: Compute) -> _Load:
         """The holding's tensors, the one that has just arrived among them."""
@@ -246,18 +263,19 @@ class Carrier:
         priority = Priority.EVALUATE if action.purpose is Purpose.EVALUATE else _PRIORITIES[action.work]
         incoming = load.gradient if action.work is Work.BACKWARD else load.input
         job = Job(load.ticket, action.key, action.work, action.purpose, incoming)
-        with self._using(load):
-            try:
-                output = await self._compute.run(priority, lambda: self._worker.compute(job))
-            except SkipstoneError as error:
-                if not load.forgotten:
-                    self.handle(ComputeFailed(action.key, str(error)))
-                return
-            if output.step_due:
-                self._spawn(self._step())
-                await asyncio.sleep(0)  # the step's place in the queue comes before whatever this result brings about
+        if load.forgotten:
+            return
+        try:
+            output = await self._compute.run(priority, lambda: self._worker.compute(job))
+        except SkipstoneError as error:
             if not load.forgotten:
-                self._computed(action, load, output)
+                self.handle(ComputeFailed(action.key, str(error)))
+            return
+        if output.step_due:
+            self._spawn(self._step())
+            await asyncio.sleep(0)  # the step's place in the queue comes before whatever this result brings about
+        if not load.forgotten:
+            self._computed(action, load, output)
 
     def _computed(self, action: Compute, load: _Load, output: Output) -> None:
         load.output = output.data
@@ -275,12 +293,11 @@ class Carrier:
         assert self.transport is not None
         assert load.output is not None
         begun = self._clock.monotonic()
-        with self._using(load):
-            try:
-                await self.transport.send(action.to, action.message, self._worker.tensor, load.output)
-            except PeerError as error:
-                self._on_failure(action.to, error)
-                self.handle(PeerLost(action.to, str(error)))
+        try:
+            await self.transport.send(action.to, action.message, self._worker.tensor, load.output)
+        except PeerError as error:
+            self._on_failure(action.to, error)
+            self.handle(PeerLost(action.to, str(error)))
         self.wire_s += self._clock.monotonic() - begun
 
     async def _telling(self, to: PeerId, message: ControlMessage) -> None:
@@ -292,16 +309,6 @@ class Carrier:
             self._on_failure(to, error)
 
     # ---- tensors ---------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _using(self, load: _Load) -> Iterator[None]:
-        load.users += 1
-        try:
-            yield
-        finally:
-            load.users -= 1
-            if load.forgotten and not load.users:
-                self._release(load)
 
     def _forget(self, key: Key) -> None:
         load = self._loads.pop(key, None)

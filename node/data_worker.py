@@ -11,7 +11,7 @@ from node.data.packing import Microbatch
 from node.model.parts import EmbeddingPart, HeadPart
 from node.model.visit import Visit, backward, forward
 from node.optimization import Accumulator, Addition, InnerOptimizer, StepFigures
-from node.tensors import bytes_of_tensor, tensor_from_bytes
+from node.tensors import bytes_of_tensor, device_errors, tensor_from_bytes
 from node.work import Job, Output
 from protocol.seams import TensorSpec
 from swarm.errors import ProtocolViolation, StateError
@@ -62,6 +62,10 @@ class DataWorker:
             ProtocolViolation: what came back is not finite.
             StateError: the microbatch has been given up meanwhile.
         """
+        with device_errors():
+            return self._compute(job)
+
+    def _compute(self, job: Job) -> Output:
         text = self.texts.get(job.key.microbatch)
         if text is None:
             raise StateError(f"microbatch {job.key.microbatch} is not under way any more")

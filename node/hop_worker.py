@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from node.model.visit import Visit, backward, forward
 from node.optimization import Accumulator, Addition, InnerOptimizer, StepFigures
-from node.tensors import bytes_of_tensor, tensor_from_bytes
+from node.tensors import bytes_of_tensor, device_errors, tensor_from_bytes
 from node.work import Job, Output
 from protocol.seams import TensorSpec
 from swarm.errors import ProtocolViolation, StateError
@@ -70,6 +70,10 @@ class HopWorker:
 
     def compute(self, job: Job) -> Output:
         """See `node.work.Worker`. Raises ProtocolViolation for tensors that are not finite."""
+        with device_errors():
+            return self._compute(job)
+
+    def _compute(self, job: Job) -> Output:
         assert job.incoming is not None
         incoming = tensor_from_bytes(job.incoming, self._tensor, self._device)
         if job.work is Work.BACKWARD:

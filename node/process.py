@@ -31,7 +31,8 @@ from swarm.vocabulary import ModuleId, PeerState, Reasoned, RunId
 
 log = logging.getLogger(__name__)
 
-DRAIN_S = 20.0
+DRAIN_S = 15.0
+"""Less than whoever asked for the stop waits before using force: there is still something to save."""
 LOOK_AROUND_S = 2.0
 REPORT_S = 2.0
 

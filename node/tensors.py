@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from protocol.seams import DType, TensorSpec
-from swarm.errors import ProtocolViolation
+from swarm.errors import ProtocolViolation, ResourceExhausted
 
 ELEMENT_TYPES: Final = {DType.FLOAT32: torch.float32, DType.BFLOAT16: torch.bfloat16, DType.FLOAT16: torch.float16}
+
+
+@contextmanager
+def device_errors() -> Iterator[None]:
+    """Maps the compute device's running out of memory to ResourceExhausted, which costs one microbatch and not the node."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ResourceExhausted(
+            f"the compute device is out of memory: {str(error)[:200]}",
+            hint="Start the node with a smaller --memory or fewer --slots.",
+        ) from None
 
 
 def tensor_from_bytes(data: memoryview, spec: TensorSpec, device: torch.device) -> Tensor:

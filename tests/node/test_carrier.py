@@ -214,6 +214,22 @@ async def test_without_a_slot_a_tensor_is_refused_as_busy_and_no_buffer_is_taken
         await swarm.all_clear()
 
 
+async def test_what_is_closed_before_its_computation_begins_is_given_back_once() -> None:
+    async with small_swarm(A, B) as swarm:
+        carrier, worker = swarm[A].carrier, hop(swarm, A)
+        forward = Forward(MicrobatchId(DATA, 1), AB, 0, Purpose.TRAIN, LIFETIME_S)
+        buffer = carrier.admit(DATA, forward, worker.tensor)
+        assert isinstance(buffer, memoryview)
+        carrier.received(forward, buffer)
+        carrier.told(DATA, Close(forward.microbatch, "over"))  # in the same turn of the loop: no task has run yet
+        microbatch = swarm.launch(2, AB)
+        await until(lambda: swarm.ends.done == [microbatch])
+        await swarm.all_clear()
+        assert carrier._pool.in_use == 0
+        assert len({id(free) for free in carrier._pool._free}) == len(carrier._pool._free)
+        assert worker._kept == {}
+
+
 async def test_a_gradient_for_a_microbatch_that_is_not_held_is_refused() -> None:
     async with small_swarm(A, B) as swarm:
         answer = swarm[A].carrier.admit(B, Backward(MicrobatchId(DATA, 1), AB, 0), hop(swarm, A).tensor)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from node.admission import hidden_tensor
 from node.hop_worker import HopWorker
 from node.optimization import Accumulator, InnerOptimizer
-from node.tensors import bytes_of_tensor, tensor_from_bytes
+from node.tensors import bytes_of_tensor, device_errors, tensor_from_bytes
 from node.work import Job
-from swarm.errors import ProtocolViolation, StateError
+from swarm.errors import ProtocolViolation, ResourceExhausted, StateError
 from swarm.holdings import Key, Work
 from swarm.messages import Purpose
 from swarm.vocabulary import MicrobatchId, PeerId
@@ -166,3 +166,8 @@ def test_what_is_evaluated_is_not_kept() -> None:
     assert stage.worker._kept == {}
     with pytest.raises(StateError, match="forgotten"):
         stage.backward(1)
+
+
+def test_a_device_out_of_memory_costs_the_microbatch_only() -> None:
+    with pytest.raises(ResourceExhausted, match="out of memory"), device_errors():
+        raise torch.OutOfMemoryError("no room for 8 MiB")
