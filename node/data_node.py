@@ -15,6 +15,7 @@ from node.data_worker import DataWorker
 from node.evaluation import Evaluator
 from node.events import Abandoned, EventSink, Resumed, Step, Waiting
 from node.rate import Rate
+from node.task_scope import set_or_after
 from protocol.seams import Clock
 from swarm.flights import Flight, Flights
 from swarm.holdings import Started
@@ -102,15 +103,10 @@ class DataNode:
     async def run(self) -> None:
         """Launches until cancelled."""
         while True:
-            self._wake.clear()
             self._tell_who_is_missing()
             while not self.stopping and self.flights.may_start().value and self._launch():
                 pass
-            try:
-                async with asyncio.timeout(LOOK_AGAIN_S):
-                    await self._wake.wait()
-            except TimeoutError:
-                continue
+            await set_or_after(self._wake, LOOK_AGAIN_S)
 
     def _launch(self) -> bool:
         """Sends the next microbatch off; False when there is no path or no text for it now."""

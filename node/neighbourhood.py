@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from node.address_book import KnownPeers
 from node.events import EventSink, PeerChange
 from node.own_state import RECORD_LIFETIME_S, OwnState
-from node.task_scope import task_scope
+from node.task_scope import set_or_after, task_scope
 from protocol.identity import Identity
 from protocol.records import decode_announced, encode_record
 from protocol.seams import Clock, Directory, Question, QuestionAbout, Transport
@@ -145,7 +145,7 @@ class Neighbourhood:
             gone = self.membership.expire(self._clock.monotonic())
             if gone:
                 self._publish_view()
-            await _wait(self._look_now, LOOK_UP_CALM_S if self._is_complete() else LOOK_UP_EAGER_S)
+            await set_or_after(self._look_now, LOOK_UP_CALM_S if self._is_complete() else LOOK_UP_EAGER_S)
 
     async def _publish_for_ever(self, directory: Directory, transport: Transport) -> None:
         while True:
@@ -156,7 +156,7 @@ class Neighbourhood:
             except Unreachable as error:
                 log.info("directory: %s", error)
                 wait = PUBLISH_RETRY_S
-            await _wait(self._publish_now, wait)
+            await set_or_after(self._publish_now, wait)
 
     async def _push_for_ever(self, transport: Transport) -> None:
         """Load and progress reach those who use us faster than the directory could carry them."""
@@ -182,13 +182,3 @@ class Neighbourhood:
         others = [module for module in self._modules if module != self._own.module]
         joining = self._own.state in (PeerState.VISITING, PeerState.JOINING)
         return not joining and all(self.membership.replicas(module, now) for module in others)
-
-
-async def _wait(event: asyncio.Event, seconds: float) -> None:
-    """Until the event is set, which is taken back, or the time is over."""
-    try:
-        async with asyncio.timeout(seconds):
-            await event.wait()
-    except TimeoutError:
-        return
-    event.clear()

@@ -1,4 +1,4 @@
-"""Task groups whose errors keep their own face."""
+"""What the node's tasks have in common: groups whose errors keep their own face, and waiting for news with a limit."""
 
 from __future__ import annotations
 
@@ -21,6 +21,16 @@ async def task_scope() -> AsyncIterator[asyncio.TaskGroup]:
             yield tasks
     except BaseExceptionGroup as group:
         raise _telling(group) from group
+
+
+async def set_or_after(event: asyncio.Event, seconds: float) -> None:
+    """Until the event is set, which is taken back, or the time is over."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return
+    event.clear()
 
 
 def _telling(group: BaseExceptionGroup[BaseException]) -> BaseException:
