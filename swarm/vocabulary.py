@@ -108,6 +108,22 @@ class Path:
         return Path(self.data_node, (*self.hops[:position], Hop(hop.module, peer), *self.hops[position + 1 :]))
 
 
+@dataclass(frozen=True, slots=True)
+class AnchorVersion:
+    """Which agreed state of a module: what its replicas compare, and what decides which of two states goes on."""
+
+    round: int
+    """Number of the round that made it; 0 for the initial weights. Never goes back on any peer."""
+    steps: int
+    """Inner steps behind it: the mean over the replicas of each round. The learning rate follows from it."""
+    tokens: int
+    """Tokens behind it, over all replicas."""
+    fragment: int
+    """The fragment that the next round averages."""
+    digest: bytes
+    """BLAKE3 (32 bytes) over all of the above and the state's chunk hashes: equal digests mean equal states, bit for bit."""
+
+
 class PeerState(enum.Enum):
     """What a peer says of itself in its announcement."""
 

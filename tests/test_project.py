@@ -17,7 +17,13 @@ from swarm import errors
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("swarm", "protocol", "node")
 GENERATED = ROOT / "protocol" / "generated"
-SHARED_VOCABULARY = {"swarm.vocabulary", "swarm.errors", "swarm.messages", "swarm.announcement"}
+SHARED_VOCABULARY = {
+    "swarm.vocabulary",
+    "swarm.errors",
+    "swarm.messages",
+    "swarm.round_messages",
+    "swarm.announcement",
+}
 NO_IO = {"asyncio", "socket", "ssl", "subprocess", "threading", "multiprocessing", "selectors"}
 SELF_EXPLAINING_LINES = 10
 CODE_AS_DATA = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}

@@ -1,0 +1,227 @@
+"""What the replicas of one module say to each other about a round and about their state, as plain data (DESIGN section 5).
+
+`protocol.frames` turns it into bytes. A message that carries a tensor is sent together with it; the tensor never appears
+here. The story they tell is in `swarm.rounds.machine`.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from swarm.vocabulary import AnchorVersion, ModuleId, PeerId
+
+MAX_ROUND = 2**48 - 1
+MAX_ATTEMPTS = 64
+MAX_MEMBERS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class RoundId:
+    """One attempt at one round of one module, named by who convenes it. A higher attempt replaces a lower one."""
+
+    module: ModuleId
+    number: int
+    """What `AnchorVersion.round` will be when it commits."""
+    attempt: int
+    """From 0."""
+    convener: PeerId
+
+
+# ---- before the exchange ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A replica to those who may convene the next round: the work it has done since its anchor."""
+
+    module: ModuleId
+    base: AnchorVersion
+    steps: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Invitation:
+    """The convener opens a round: "who has worked from this anchor?" """
+
+    round: RoundId
+    base: AnchorVersion
+
+
+@dataclass(frozen=True, slots=True)
+class Accepting:
+    """ "I am here and prepare my entry": sent at once, so that a slow replica is not taken for a dead one."""
+
+    round: RoundId
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A replica is ready: its pseudo-gradient is fixed."""
+
+    round: RoundId
+    steps: int
+    tokens: int
+    norm: float
+    """Euclidean norm of the fragment's pseudo-gradient: finite, and never exceeded by what is sent later."""
+    bandwidth: float
+    """Bytes per second it can send, as measured; 0 when not known."""
+    staged: AnchorVersion | None
+    """The complete result of an earlier attempt at this round that it still has, if any. Such a result is never thrown
+    away: the convener settles on it, because somebody may have committed it."""
+
+
+class DeclineReason(enum.Enum):
+    """Why a replica does not take part."""
+
+    OTHER_ANCHOR = 1
+    """It stands on another anchor, which `Declined.version` names; whichever has to, catches up."""
+    PAST = 2
+    """It has committed this round or a later one already."""
+    OTHER_CONVENER = 3
+    """It follows a higher attempt, or a convener that comes before in hash order."""
+    NOT_READY = 4
+    """It is still joining, leaving, or catching up."""
+    BROKEN = 5
+    """Its own update is not finite; it starts again from the anchor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Declined:
+    round: RoundId
+    reason: DeclineReason
+    version: AnchorVersion
+    """Of the one who declines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One of a roster. It reduces the chunks from `first_chunk` up to, not including, `end_chunk` (maybe none)."""
+
+    peer: PeerId
+    first_chunk: int
+    end_chunk: int
+    coefficient: float
+    """What its pseudo-gradient is multiplied with: its share of the tokens times the factor that clips its norm. 0 when it
+    has nothing to contribute; then it sends no contributions and receives the result."""
+    norm: float
+    """As it declared in its entry. A reducer rejects a member whose pieces together exceed it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Roster:
+    """The convener fixes who takes part and who reduces what. The exchange begins."""
+
+    round: RoundId
+    base: AnchorVersion
+    members: tuple[Member, ...]
+    steps: int
+    """What `AnchorVersion.steps` of the result will be."""
+    tokens: int
+    """Likewise."""
+
+
+# ---- the exchange ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """To the member that reduces these chunks: the sender's encoded pseudo-gradient there. One-dimensional tensor."""
+
+    round: RoundId
+    first_chunk: int
+    end_chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """From the member that reduces these chunks, to every other: the encoded weighted mean, the same bytes to all."""
+
+    round: RoundId
+    first_chunk: int
+    end_chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """Between convener and members, both ways, twice a second and when something changes: "I am alive, and this is how it goes." """
+
+    round: RoundId
+    waiting_for: tuple[PeerId, ...] = ()
+    """Members whose pieces have not come for a while, though nothing else holds them up."""
+    rejected: tuple[PeerId, ...] = ()
+    """Members that sent what is not finite, exceeds the norm they declared, or cannot be decoded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A member to the convener: the whole result is here, and this is the anchor it leads to."""
+
+    round: RoundId
+    version: AnchorVersion
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The convener: a majority of the roster has the same result (or an earlier attempt's has been found). It holds from now on.
+
+    Who has prepared it applies it; who has not gets it from the `holders`.
+    """
+
+    round: RoundId
+    version: AnchorVersion
+    holders: tuple[PeerId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Dissolved:
+    """The convener gives this attempt up; another one may follow."""
+
+    round: RoundId
+    detail: str
+
+
+# ---- catching up ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StateRequest:
+    """Asks for chunks of the state with this digest. Chunk i of the parameters is number i, chunk i of the outer momentum is
+    number (count of chunks) + i. The answer to each is a StateChunk or a StateRefused."""
+
+    module: ModuleId
+    digest: bytes
+    chunks: tuple[int, ...]
+    """1 to 64."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateChunk:
+    """One chunk of a module's state; its float32 elements as they are are the tensor. Checked against the state's hash list."""
+
+    module: ModuleId
+    digest: bytes
+    chunk: int
+
+
+class StateRefusal(enum.Enum):
+    BUSY = 1
+    """Too many are being served; ask again later or elsewhere."""
+    GONE = 2
+    """This state is not kept here (any more)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateRefused:
+    module: ModuleId
+    digest: bytes
+    chunks: tuple[int, ...]
+    reason: StateRefusal
+
+
+RoundControl = Progress | Invitation | Accepting | Entry | Declined | Roster | Pulse | Prepared | Commit | Dissolved
+"""Small messages of a round."""
+RoundPiece = Contribution | Reduced
+"""Messages of a round with a tensor."""
+StateControl = StateRequest | StateRefused
