@@ -1,0 +1,288 @@
+"""A swarm under churn: peers are killed and join at random for minutes, and afterwards everything has to add up.
+
+    python benchmarks/soak.py [--minutes 20] [--peers 8] [--every 20] [--seed 1] [--keep DIR]
+
+A peer is killed with SIGKILL every `--every` seconds on average and another one joins as often; a module's last replica is spared (losing it
+is a scenario of its own). Then the same run is trained undisturbed for as many tokens. Prints one JSON object: the held-out
+losses, the verdict of `skipstone check` on the event logs, the longest time without a step while every module was served, and how memory and
+open files of the longest-lived nodes developed. Progress goes to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from node.default_manifest import default_manifest
+from node.events import CaughtUp, RoundCommitted
+from node.local_setup import LocalSwarmOptions
+from node.local_swarm import LocalSwarm
+from protocol.manifest import Manifest, manifest_from_table
+
+SAMPLE_S = 5.0
+SETTLING_S = 90.0
+"""Of a node's life before its memory is looked at: imports, first buffers, first rounds."""
+LONG_LIFE_S = 180.0
+EVALUATED = 32
+
+
+def soak_run(seed: int) -> Manifest:
+    """The demo model in four stages, with rounds often enough that churn meets many of them."""
+    table = default_manifest(seed, "soak").model_dump(mode="json")
+    table["stages"]["blocks"] = [0, 1, 1, 2]
+    table["training"] |= {"staleness": 1, "inner_steps": 10, "outer": {"learning_rate": 0.7, "momentum": 0.5}}
+    table["training"]["schedule"] |= {"kind": "constant", "total_steps": 1_000_000}
+    return manifest_from_table(_without_nulls(table))
+
+
+def _without_nulls(value: object) -> dict[str, object]:
+    assert isinstance(value, dict)
+    return {
+        key: _without_nulls(item) if isinstance(item, dict) else item for key, item in value.items() if item is not None
+    }
+
+
+@dataclass(slots=True)
+class Life:
+    """What was seen of one node's process, in order of time: seconds, MiB resident, open files."""
+
+    samples: list[tuple[float, float, int]] = field(default_factory=list)
+
+    def sample(self, pid: int, now: float) -> None:
+        with contextlib.suppress(OSError, StopIteration):  # it may end while it is looked at
+            status = Path(f"/proc/{pid}/status").read_text().splitlines()
+            resident = next(line for line in status if line.startswith("VmRSS"))
+            files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+            self.samples.append((now, int(resident.split()[1]) / 1024, files))
+
+    def growth(self) -> tuple[float, float] | None:
+        """Of memory and open files: the last third's median over the first third's, after settling; None for a short life."""
+        if not self.samples:
+            return None
+        settled = [sample for sample in self.samples if sample[0] - self.samples[0][0] > SETTLING_S]
+        if len(settled) < 6 or settled[-1][0] - settled[0][0] < LONG_LIFE_S:
+            return None
+        third = len(settled) // 3
+        first, last = settled[:third], settled[-third:]
+
+        def ratio(column: int) -> float:
+            return statistics.median(s[column] for s in last) / statistics.median(s[column] for s in first)
+
+        return ratio(1), ratio(2)
+
+
+@dataclass(slots=True)
+class Account:
+    """What is counted while a swarm runs."""
+
+    rounds: int = 0
+    caught_up: int = 0
+    killed: int = 0
+    joined: int = 0
+    longest_pause_s: float = 0.0
+    """Without a microbatch completed, while every module had a replica that served."""
+    lives: dict[int, Life] = field(default_factory=dict)
+
+
+class Soak:
+    """One swarm, watched and, if asked, disturbed."""
+
+    def __init__(self, swarm: LocalSwarm, stages: int, randomness: random.Random) -> None:
+        self.account = Account()
+        self._swarm = swarm
+        self._stages = stages
+        self._random = randomness
+
+    async def run(self, *, every_s: float | None, until_s: float = float("inf"), tokens: int | None = None) -> None:
+        """Until the time is over or so many tokens are trained; `every_s` is the mean time between two kills, and two joins."""
+        tasks = [asyncio.create_task(part) for part in (self._watch(), self._sample())]
+        if every_s is not None:
+            tasks += [asyncio.create_task(part) for part in (self._kill(every_s), self._join(every_s))]
+        begun = last_news = time.monotonic()
+        trained = told = 0
+        try:
+            while time.monotonic() - begun < until_s and (tokens is None or trained < tokens):
+                await asyncio.sleep(0.5)
+                now = time.monotonic()
+                if self._swarm.progress.tokens > trained or not all(self._serving().values()):
+                    last_news, trained = now, self._swarm.progress.tokens
+                self.account.longest_pause_s = max(self.account.longest_pause_s, now - last_news)
+                if now - begun - told > 30:
+                    told = int(now - begun)
+                    tell(
+                        f"{told} s: {trained} tokens, loss {self._swarm.progress.loss_last}, {self.account.rounds} commits"
+                    )
+                for task in tasks:
+                    if task.done():
+                        task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        async for event in self._swarm.events():
+            self.account.rounds += isinstance(event, RoundCommitted)
+            self.account.caught_up += isinstance(event, CaughtUp)
+
+    def _serving(self) -> dict[int, list[int]]:
+        """The live, serving nodes of each stage."""
+        found: dict[int, list[int]] = {stage: [] for stage in range(self._stages)}
+        for index, peer in self._swarm.progress.peers.items():
+            if peer.exit_code is None and peer.state == "serving":
+                found[peer.stage].append(index)
+        return found
+
+    async def _kill(self, every_s: float) -> None:
+        while True:
+            await asyncio.sleep(self._random.expovariate(1 / every_s))
+            spare = [index for replicas in self._serving().values() if len(replicas) > 1 for index in replicas]
+            if spare:
+                self._swarm.kill(self._random.choice(spare))
+                self.account.killed += 1
+
+    async def _join(self, every_s: float) -> None:
+        while True:
+            await asyncio.sleep(self._random.expovariate(1 / every_s))
+            live = [peer.stage for peer in self._swarm.progress.peers.values() if peer.exit_code is None]
+            self._swarm.start_peer(
+                min(range(self._stages), key=lambda stage: (live.count(stage), self._random.random()))
+            )
+            self.account.joined += 1
+
+    async def _sample(self) -> None:
+        while True:
+            now = time.monotonic()
+            for index, pid in self._swarm.processes().items():
+                self.account.lives.setdefault(index, Life()).sample(pid, now)
+            await asyncio.sleep(SAMPLE_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    account: Account
+    tokens: int
+    loss: float
+    """Held out, through the swarm as it is at the end."""
+    failures: dict[int, int]
+    """Exit codes that are not 0 of nodes that were not killed."""
+
+
+async def soak(
+    arguments: argparse.Namespace,
+    logs: Path,
+    *,
+    every_s: float | None,
+    until_s: float = float("inf"),
+    tokens: int | None = None,
+) -> Result:
+    """One swarm from start to end, with an event log for each node."""
+    manifest = soak_run(arguments.seed)
+    options = LocalSwarmOptions(peers=arguments.peers, steps=None, threads=1, log_dir=logs)
+    async with LocalSwarm(manifest, options) as swarm:
+        watched = Soak(swarm, manifest.stages.count, random.Random(arguments.seed))
+        await watched.run(every_s=every_s, until_s=until_s, tokens=tokens)
+        loss = await asyncio.to_thread(held_out_loss, str(swarm.link))
+        trained = swarm.progress.tokens
+        await swarm.stop()
+        failures = {index: end.exit_code for index, end in swarm.ends.items() if end.exit_code not in (0, -9)}
+    return Result(watched.account, trained, loss, failures)
+
+
+def held_out_loss(link: str) -> float:
+    """Asked as a person would."""
+    command = [sys.executable, "-m", "node", "eval", link, "--microbatches", str(EVALUATED), "--json"]
+    for _ in range(3):  # the data node asked first may be one that has just been killed
+        asked = subprocess.run(command, capture_output=True, cwd=Path(__file__).parent.parent, timeout=120)
+        if asked.returncode == 0:
+            return float(json.loads(asked.stdout)["loss"])
+    raise RuntimeError(f"eval failed: {asked.stderr.decode()[-2000:]}")
+
+
+def verdict(logs: Path) -> dict[str, object]:
+    """What `skipstone check` says of the logs."""
+    command = [sys.executable, "-m", "node", "check", str(logs), "--json"]
+    checked = subprocess.run(command, capture_output=True, cwd=Path(__file__).parent.parent, timeout=600)
+    return {"exit_code": checked.returncode, "report": json.loads(checked.stdout or "null")}
+
+
+def report(
+    arguments: argparse.Namespace, disturbed: Result, calm: Result, checks: list[dict[str, object]]
+) -> dict[str, object]:
+    account = disturbed.account
+    growths = [growth for life in account.lives.values() if (growth := life.growth()) is not None]
+    return {
+        "benchmark": "soak",
+        "minutes": arguments.minutes,
+        "peers": arguments.peers,
+        "every_s": arguments.every,
+        "killed": account.killed,
+        "joined": account.joined,
+        "commits": account.rounds,
+        "caught_up": account.caught_up,
+        "tokens": {"disturbed": disturbed.tokens, "undisturbed": calm.tokens},
+        "loss": {
+            "disturbed": disturbed.loss,
+            "undisturbed": calm.loss,
+            "ratio": disturbed.loss / calm.loss,
+            "target": 1.03,
+        },
+        "longest_pause_s": account.longest_pause_s,
+        "failures": disturbed.failures | calm.failures,
+        "check": {"disturbed": checks[0], "undisturbed": checks[1]},
+        "long_lives": len(growths),
+        "memory_growth": {
+            "median": median(g[0] for g in growths),
+            "largest": max((g[0] for g in growths), default=None),
+        },
+        "open_files_growth": {
+            "median": median(g[1] for g in growths),
+            "largest": max((g[1] for g in growths), default=None),
+        },
+    }
+
+
+def median(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return statistics.median(found) if found else None
+
+
+def tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--peers", type=int, default=8)
+    parser.add_argument(
+        "--every", type=float, default=20.0, help="mean seconds between two kills, and between two joins"
+    )
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--keep", type=Path, help="folder for the event logs; a temporary one when absent")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="skipstone-soak-") as temporary:
+        folder = arguments.keep or Path(temporary)
+        logs = [folder / "disturbed", folder / "undisturbed"]
+        tell(f"{arguments.peers} peers, a kill and a join every {arguments.every:g} s, {arguments.minutes:g} minutes")
+        disturbed = asyncio.run(soak(arguments, logs[0], every_s=arguments.every, until_s=60 * arguments.minutes))
+        tell(f"undisturbed, for {disturbed.tokens} tokens")
+        calm = asyncio.run(soak(arguments, logs[1], every_s=None, tokens=disturbed.tokens))
+        print(json.dumps(report(arguments, disturbed, calm, [verdict(log) for log in logs])))
+
+
+if __name__ == "__main__":
+    main()
