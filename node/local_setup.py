@@ -87,6 +87,7 @@ class LocalSetup:
         stages = assign_stages(options.peers, manifest.stages.blocks)
         self._options = options
         self._count = 0
+        self._ended: set[int] = set()
         try:
             self._folder = Path(tempfile.mkdtemp(prefix="skipstone-"))
         except OSError as error:
@@ -95,13 +96,22 @@ class LocalSetup:
             ports = iter(_free_ports(2 * len(stages)))
             self.peers = [self._plan(stage, next(ports), next(ports)) for stage in stages]
             self.run: RunId = run_id_of(manifest)
-            self.link = JoinLink(self.run, tuple(peer.address for peer in self.peers[:LINK_PEERS]))
             author = Identity.load(self.peers[0].identity_path)
             self._manifest_path = self._folder / "manifest.toml"
             self._manifest_path.write_bytes(sign_manifest(manifest, author).text)
         except BaseException:
             self.remove()
             raise
+
+    @property
+    def link(self) -> JoinLink:
+        """What a further node joins with: the first peers that have not ended."""
+        living = [peer for peer in self.peers if peer.index not in self._ended] or self.peers
+        return JoinLink(self.run, tuple(peer.address for peer in living[:LINK_PEERS]))
+
+    def ended(self, index: int) -> None:
+        """The peer is gone: nobody can join through it any more."""
+        self._ended.add(index)
 
     def add(self, stage: int) -> PlannedPeer:
         """Plans one more peer."""

@@ -99,6 +99,10 @@ class LocalSwarm:
         """Every node that was started, in order of index."""
         return tuple(self._setup.peers)
 
+    def processes(self) -> dict[int, int]:
+        """The process id of every node that runs, by index."""
+        return {index: child.pid for index, child in self._children.items()}
+
     async def events(self) -> AsyncIterator[Event]:
         """The swarm's events (see `swarm_progress`), until no node is left."""
         while True:
@@ -177,6 +181,7 @@ class LocalSwarm:
 
     def _ended(self, peer: PlannedPeer, end: ChildEnd) -> None:
         self.ends[peer.index] = end
+        self._setup.ended(peer.index)
         self._take(peer_exited(self.progress, peer.index, end.exit_code))
         if end.exit_code:
             self._tell_of_failure(peer, end)
