@@ -83,7 +83,9 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> in
     likely, tokens = torch.sort((scaled - scaled.max()) / sampling.temperature, descending=True, stable=True)
     chances = torch.softmax(likely[: sampling.top_k], dim=0)
     before = chances.cumsum(0) - chances
-    chances = torch.where(before < sampling.top_p, chances, 0.0)  # the likeliest always stays: there is nothing before it
+    chances = torch.where(
+        before < sampling.top_p, chances, 0.0
+    )  # the likeliest always stays: there is nothing before it
     return int(tokens[torch.multinomial(chances, 1, generator=generator)].item())
 
 

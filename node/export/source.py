@@ -93,7 +93,9 @@ def _check(manifest: Manifest, module: ModuleId, parameters: Parameters) -> None
                 f" not {torch.float32} {wanted[name]}"
             )
         if not bool(torch.isfinite(tensor).all()):
-            raise StateError(f"module {module} is of no use: {name} has values that are not finite; its training diverged")
+            raise StateError(
+                f"module {module} is of no use: {name} has values that are not finite; its training diverged"
+            )
 
 
 def _require_memory(manifest: Manifest) -> None:

@@ -33,7 +33,7 @@ class Decoder:
         for part in (self._body, self._head):
             part.load_state_dict({name: parameters[name] for name, _ in part.named_parameters()}, assign=True)
             part.requires_grad_(False).to(device)
-        self._blocks: list[Block] = list(self._body.model["layers"].children())
+        self._blocks = [block for block in self._body.model["layers"].children() if isinstance(block, Block)]
 
     @torch.inference_mode()
     def loss(self, microbatch: Microbatch) -> float:
@@ -70,4 +70,3 @@ def decoder_bytes(manifest: Manifest) -> int:
     Angles, cosines and sines in float64, and the latter two once more in float32.
     """
     return manifest.model.sequence * manifest.model.head_size * (3 * 8 + 2 * 4)
-

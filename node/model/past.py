@@ -27,7 +27,9 @@ class Past:
         if end > self.capacity:
             raise ValueError(f"{end} tokens do not fit into a past of {self.capacity}")
         if self.length and added != 1:
-            raise ValueError(f"{added} tokens were added to a past of {self.length}; after the first read only one at a time")
+            raise ValueError(
+                f"{added} tokens were added to a past of {self.length}; after the first read only one at a time"
+            )
         self._keys = self._written(self._keys, keys, end)
         self._values = self._written(self._values, values, end)
         self.length = end
