@@ -10,19 +10,19 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
 
-from node.checkpoint import CheckpointFolder, load_module, read_manifest, save_module
-from node.data.feed import TrainingFeed, held_out_microbatches, open_documents
+from node.checkpoint import CheckpointFolder, load_module, save_module
+from node.data.feed import TrainingFeed, open_documents
 from node.data.packing import Microbatch
 from node.model import visit
 from node.model.build import build_block_stack, build_embedding, build_head
 from node.model.parts import BlockStack, EmbeddingPart, HeadPart
 from node.optimization import Accumulator, Addition, InnerOptimizer, StepFigures
-from protocol.manifest import Manifest, manifest_from_table, parse_toml
+from protocol.manifest import Manifest
 from swarm.errors import ConfigError, StateError
 from swarm.vocabulary import MicrobatchId, ModuleId, PeerId
 
@@ -72,23 +72,16 @@ def train_solo(
     return summary
 
 
-def evaluate_checkpoint(path: Path, microbatches: int, device: torch.device | None = None) -> Event:
-    """Mean loss of a checkpoint over held-out text: `{"loss": nats per token, "tokens": n, "microbatches": n}`.
+class Measurable(Protocol):
+    """A model whose loss can be measured."""
 
-    Raises:
-        ConfigError: no checkpoint there, or the run's data is not here.
-        ManifestError, CorruptSnapshot, StateError: the checkpoint is damaged or incomplete.
-    """
-    table = parse_toml(read_manifest(path))
-    table.pop("signature", None)  # who signed the run matters to those who join it, not to a loss
-    manifest = manifest_from_table(table)
-    model = WholeModel(manifest, device or torch.device("cpu"))
-    model.load(path)
-    return evaluate(model, held_out_microbatches(manifest, microbatches))
+    def loss(self, microbatch: Microbatch) -> float:
+        """Mean nats per token."""
+        ...
 
 
-def evaluate(model: WholeModel, microbatches: Iterable[Microbatch]) -> Event:
-    """Mean loss over the microbatches, which are all of one size, in the form `evaluate_checkpoint` returns.
+def evaluate(model: Measurable, microbatches: Iterable[Microbatch]) -> Event:
+    """Mean loss over the microbatches, which are all of one size: `{"loss": nats per token, "tokens": n, "microbatches": n}`.
 
     Raises:
         ConfigError: there is no microbatch.

@@ -11,18 +11,20 @@ import contextlib
 import os
 import sys
 import traceback
-from importlib import metadata
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+from node.cli.export import export
+from node.cli.generate import generate
 from node.cli.join import join
 from node.cli.new import new
 from node.cli.questions import evaluate, status
 from node.cli.solo import solo
 from node.cli.text import harmless
 from node.cli.up import up
+from node.version import installed_version
 from swarm.errors import SkipstoneError
 from swarm.vocabulary import PROTOCOL_VERSIONS
 
@@ -71,11 +73,7 @@ def _settings(
 @app.command()
 def version() -> None:
     """Print the versions of Skipstone and of its protocol."""
-    try:
-        number = metadata.version("skipstone")
-    except metadata.PackageNotFoundError:
-        number = "(not installed)"
-    typer.echo(f"skipstone {number}, protocol {PROTOCOL_VERSIONS.lowest} to {PROTOCOL_VERSIONS.highest}")
+    typer.echo(f"skipstone {installed_version()}, protocol {PROTOCOL_VERSIONS.lowest} to {PROTOCOL_VERSIONS.highest}")
 
 
 app.command()(new)
@@ -84,6 +82,8 @@ app.command()(join)
 app.command()(status)
 app.command()(solo)
 app.command("eval")(evaluate)
+app.command()(export)
+app.command()(generate)
 
 
 def main() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,7 +12,6 @@ from rich.text import Text
 
 from node.cli.output import announce, print_json, run_loop
 from node.cli.text import count, harmless, loss_text, peer_name
-from swarm.errors import ConfigError
 
 
 def status(
@@ -37,11 +35,13 @@ def status(
 
 
 def evaluate(
-    target: Annotated[str, typer.Argument(metavar="LINK|CHECKPOINT", help="A join link, or a checkpoint's folder.")],
+    target: Annotated[
+        str, typer.Argument(metavar="LINK|SOURCE", help="A join link, or a checkpoint's or an exported folder.")
+    ],
     microbatches: Annotated[int, typer.Option(min=1, max=256, help="Held-out microbatches to measure.")] = 16,
     json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Measure the loss on held-out text, of a running swarm or of a checkpoint."""
+    """Measure the loss on held-out text, of a running swarm, a checkpoint or an exported folder."""
     announce("skipstone eval: measuring the held-out loss", as_json=json)
     answer = _evaluate_swarm(target, microbatches) if _is_link(target) else _evaluate_folder(target, microbatches)
     if json:
@@ -109,12 +109,6 @@ def _evaluate_swarm(target: str, microbatches: int) -> dict[str, Any]:
 
 
 def _evaluate_folder(target: str, microbatches: int) -> dict[str, Any]:
-    folder = Path(target)
-    if not folder.is_dir():
-        raise ConfigError(
-            f"{target!r} is neither a join link nor a checkpoint's folder",
-            hint="A link begins with `skipstone:`; a checkpoint is written by --save DIR.",
-        )
-    from node.solo import evaluate_checkpoint
+    from node.export.evaluation import evaluate_model
 
-    return evaluate_checkpoint(folder, microbatches)
+    return run_loop(evaluate_model(target, microbatches))

@@ -24,6 +24,14 @@ def harmless(text: str, limit: int = MAX_FOREIGN_CHARACTERS) -> str:
     return clean if len(text) <= limit else clean[: limit - 1] + "…"
 
 
+def harmless_lines(text: str) -> str:
+    """What a model wrote, with its lines: it learnt from strangers' text, so the same is taken out as from a peer's words."""
+    return "".join(
+        " " if character not in "\n\t" and unicodedata.category(character) in ("Cc", "Cf", "Cs") else character
+        for character in text
+    )
+
+
 def peer_name(peer: str) -> str:
     """The short form of a peer id from another machine."""
     return harmless(short(PeerId(peer)))

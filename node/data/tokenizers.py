@@ -9,6 +9,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from node.data.text_stream import ByteTextStream, TextStream, WindowTextStream
 from protocol.manifest import Manifest
 from swarm.errors import ConfigError, ManifestError
 
@@ -28,6 +29,10 @@ class Tokenizer(Protocol):
         """The document's tokens, without an end of document."""
         ...
 
+    def text_stream(self) -> TextStream:
+        """Turns tokens that come one by one into text."""
+        ...
+
 
 class ByteTokenizer:
     """A token is a byte; 256 ends a document. Needs no file, and takes text in any encoding."""
@@ -38,6 +43,9 @@ class ByteTokenizer:
     def encode(self, text: bytes) -> Tokens:
         return np.frombuffer(text, dtype=np.uint8).astype(np.int64)
 
+    def text_stream(self) -> TextStream:
+        return ByteTextStream()
+
 
 class FileTokenizer:
     """A tokenizer file, checked against the manifest's SHA-256 so that all data nodes cut text alike."""
@@ -45,24 +53,28 @@ class FileTokenizer:
     def __init__(self, path: Path, sha256: str) -> None:
         self._tokenizer = _parse(path, _checked_text(path, sha256))
         self.size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        ids = (self._tokenizer.token_to_id(name) for name in END_OF_DOCUMENT_NAMES)
-        end = next((identifier for identifier in ids if identifier is not None), None)
+        found = ((name, self._tokenizer.token_to_id(name)) for name in END_OF_DOCUMENT_NAMES)
+        end = next(((name, identifier) for name, identifier in found if identifier is not None), None)
         if end is None:
             names = ", ".join(END_OF_DOCUMENT_NAMES)
             raise ManifestError(
                 f"data.tokenizer: {path} has no token that ends a document (one of {names})",
                 hint="Add one to the tokenizer file, and put the file's new SHA-256 into the manifest.",
             )
-        self.end_of_document: int = end
+        self.end_of_document_name: str = end[0]
+        self.end_of_document: int = end[1]
 
     def encode(self, text: bytes) -> Tokens:
         """Bytes that are not UTF-8 become U+FFFD."""
         encoding = self._tokenizer.encode(text.decode(errors="replace"), add_special_tokens=False)
         return np.asarray(encoding.ids, dtype=np.int64)
 
+    def text_stream(self) -> TextStream:
+        return WindowTextStream(self._tokenizer.decode)
 
-def open_tokenizer(manifest: Manifest) -> Tokenizer:
-    """The manifest's tokenizer.
+
+def open_tokenizer(manifest: Manifest, file: Path | None = None) -> Tokenizer:
+    """The manifest's tokenizer. `file` is where its file lies, when not where the manifest says.
 
     Raises:
         ConfigError: its file is not on this machine or is another one, or the library is not installed.
@@ -72,13 +84,18 @@ def open_tokenizer(manifest: Manifest) -> Tokenizer:
     if data.tokenizer == "bytes":
         return ByteTokenizer()
     assert data.tokenizer_sha256 is not None, "the manifest's schema asks for it"
-    path = Path(data.tokenizer.removeprefix("file:")).expanduser()
+    path = file or tokenizer_path(manifest)
     tokenizer = FileTokenizer(path, data.tokenizer_sha256)
     if tokenizer.size > manifest.model.vocabulary:
         raise ManifestError(
             f"model.vocabulary ({manifest.model.vocabulary}) is less than the {tokenizer.size} tokens of {path}"
         )
     return tokenizer
+
+
+def tokenizer_path(manifest: Manifest) -> Path:
+    """Where the manifest says that its tokenizer's file lies; it must not be the byte tokenizer."""
+    return Path(manifest.data.tokenizer.removeprefix("file:")).expanduser()
 
 
 def _checked_text(path: Path, sha256: str) -> str:

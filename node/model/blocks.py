@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
 from torch import Tensor, nn
 
+from node.model.past import Past
 from protocol.manifest import ModelSection
 
 
@@ -72,15 +73,15 @@ class Rotary(nn.Module):
         self.register_buffer("cosines", torch.from_numpy(np.cos(angles).astype(np.float32)), persistent=False)
         self.register_buffer("sines", torch.from_numpy(np.sin(angles).astype(np.float32)), persistent=False)
 
-    def forward(self, vectors: Tensor) -> Tensor:
-        """Turns queries or keys [rows, heads, tokens, head_size] by the angles of their positions, which start at 0.
+    def forward(self, vectors: Tensor, first: int = 0) -> Tensor:
+        """Turns queries or keys [rows, heads, tokens, head_size] by the angles of their positions, which start at `first`.
 
         Component i is paired with component i + head_size / 2 ("rotate half"), the convention of Hugging Face's weights.
         """
-        tokens = vectors.shape[-2]
-        first, second = vectors.chunk(2, dim=-1)
-        turned = torch.cat((-second, first), dim=-1)
-        return vectors * self.cosines[:tokens].to(vectors.dtype) + turned * self.sines[:tokens].to(vectors.dtype)
+        here = slice(first, first + vectors.shape[-2])
+        front, back = vectors.chunk(2, dim=-1)
+        turned = torch.cat((-back, front), dim=-1)
+        return vectors * self.cosines[here].to(vectors.dtype) + turned * self.sines[here].to(vectors.dtype)
 
 
 class Attention(nn.Module):
@@ -99,11 +100,21 @@ class Attention(nn.Module):
         self.v_proj = Linear(section.hidden, kv_size)
         self.o_proj = Linear(section.hidden, section.hidden)
 
-    def forward(self, hidden: Tensor, rotary: Rotary) -> Tensor:
-        queries = rotary(self._by_head(self.q_proj(hidden)))
-        keys = rotary(self._by_head(self.k_proj(hidden)))
+    def forward(self, hidden: Tensor, rotary: Rotary, past: Past | None = None) -> Tensor:
+        """[rows, tokens, hidden] to the same. With a past, the tokens follow those in it and are added to it."""
+        first = 0 if past is None else past.length
+        queries = rotary(self._by_head(self.q_proj(hidden)), first)
+        keys = rotary(self._by_head(self.k_proj(hidden)), first)
         values = self._by_head(self.v_proj(hidden))
-        mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=self.shares_heads)
+        if past is not None:
+            keys, values = past.extend(keys, values)
+        mixed = F.scaled_dot_product_attention(
+            queries,
+            keys,
+            values,
+            is_causal=first == 0,  # a single token after others sees them all
+            enable_gqa=self.shares_heads,
+        )
         output: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return output
 
@@ -137,7 +148,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(section.hidden, section.norm_epsilon)
         self.mlp = FeedForward(section)
 
-    def forward(self, hidden: Tensor, rotary: Rotary) -> Tensor:
-        attended: Tensor = hidden + self.self_attn(self.input_layernorm(hidden), rotary)
+    def forward(self, hidden: Tensor, rotary: Rotary, past: Past | None = None) -> Tensor:
+        attended: Tensor = hidden + self.self_attn(self.input_layernorm(hidden), rotary, past)
         output: Tensor = attended + self.mlp(self.post_attention_layernorm(attended))
         return output

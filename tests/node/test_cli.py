@@ -17,10 +17,13 @@ from typer.testing import CliRunner
 
 from node import local_swarm
 from node.cli.app import app
+from node.cli.text import harmless_lines
 from node.events import EventSink, Note, Step
 from node.options import NodeOptions
 from protocol.signed_manifest import read_signed_manifest
 from swarm.errors import IdentityError, SkipstoneError, Unreachable
+from tests.node.saved_model import save_checkpoint
+from tests.node.small_manifest import small_manifest
 
 ROOT = Path(__file__).parent.parent.parent
 STAND_IN = (sys.executable, str(Path(__file__).parent / "stand_in_node.py"))
@@ -338,6 +341,70 @@ class TestQuestions:
 
     def test_version(self) -> None:
         assert "protocol 1 to 1" in run("version").stdout
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return save_checkpoint(tmp_path / "checkpoint", small_manifest())
+
+
+class TestModels:
+    def test_export(self, tmp_path: Path, checkpoint: Path) -> None:
+        result = run("export", str(checkpoint), str(tmp_path / "folder"))
+        assert result.exit_code == 0, result.output
+        assert "bytes of parameters in 1 file" in result.stdout
+        assert run("export", str(checkpoint), str(tmp_path / "folder")).exit_code == 78
+        result = run("export", str(checkpoint), str(tmp_path / "folder"), "--force", "--json")
+        answer = json.loads(result.stdout)
+        assert (answer["files"], answer["path"]) == (1, str(tmp_path / "folder"))
+        assert answer["bytes"] < (tmp_path / "folder" / "model.safetensors").stat().st_size
+
+    def test_generate(self, tmp_path: Path, checkpoint: Path) -> None:
+        assert run("export", str(checkpoint), str(tmp_path / "folder")).exit_code == 0
+        asked = ("the cat", "--tokens", "30", "--seed", "5", "--device", "cpu")
+        answers = [
+            json.loads(run("generate", str(path), *asked, "--json").stdout)
+            for path in (checkpoint, checkpoint, tmp_path / "folder")
+        ]
+        assert answers[0] == answers[1] == answers[2]
+        assert (answers[0]["prompt_tokens"], answers[0]["seed"]) == (7, 5)
+        result = run("generate", str(checkpoint), *asked)
+        assert result.stdout == harmless_lines(answers[0]["text"]) + "\n"
+        assert "seed 5" in result.stderr
+
+    def test_a_prompt_longer_than_what_the_model_sees_is_said(self, checkpoint: Path) -> None:
+        result = run("generate", str(checkpoint), "x" * 40, "--tokens", "2", "--device", "cpu")
+        assert result.exit_code == 0, result.output
+        assert "the prompt has 40 tokens; the model sees the last 16" in result.stderr
+
+    @pytest.mark.parametrize(
+        ("arguments", "code", "message"),
+        [
+            (("generate", "nowhere", "a"), 78, "neither a checkpoint nor an exported folder"),
+            (("export", "nowhere", "folder"), 78, "neither a checkpoint nor an exported folder"),
+            (("eval", "nowhere"), 78, "neither"),
+            (("generate", "nowhere", "a", "--temperature", "-1"), 78, "temperature"),
+            (("generate", "nowhere", "a", "--device", "abacus"), 78, "abacus"),
+            (("generate", "nowhere", "a", "--tokens", "0"), 2, ""),
+        ],
+    )
+    def test_wrong_arguments(self, arguments: tuple[str, ...], code: int, message: str) -> None:
+        result = run(*arguments)
+        assert result.exit_code == code
+        assert message in result.stderr
+        assert "Traceback" not in result.stderr
+
+    @pytest.mark.parametrize("asked", [("generate", "prompt"), ("eval",), ("export", "folder")])
+    def test_a_damaged_checkpoint(self, checkpoint: Path, asked: tuple[str, ...]) -> None:
+        file = checkpoint / "module-1.0.safetensors"
+        file.write_bytes(file.read_bytes()[:-1])
+        result = run(asked[0], str(checkpoint), *asked[1:])
+        assert result.exit_code == 74
+        assert str(file) in result.stderr
+
+
+def test_what_a_model_writes_moves_no_cursor() -> None:
+    assert harmless_lines("a\tb\r\n\x1b[2J\u202ec\x9b") == "a\tb \n [2J c "
 
 
 def test_solo_trains_and_its_checkpoint_can_be_evaluated(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,12 @@ import torch
 from node.checkpoint import CheckpointFolder
 from node.data.feed import TrainingFeed, held_out_microbatches, open_documents
 from node.default_manifest import default_manifest
+from node.export.evaluation import evaluate_model
 from node.model.initial import digest_of
-from node.solo import SOLO, SoloTrainer, WholeModel, evaluate, evaluate_checkpoint, train_solo
+from node.solo import SOLO, SoloTrainer, WholeModel, evaluate, train_solo
+from protocol.identity import Identity
 from protocol.manifest import Manifest
+from protocol.signed_manifest import sign_manifest
 from swarm.errors import ConfigError, StateError
 from swarm.vocabulary import RunId
 from tests.node.small_manifest import small_manifest
@@ -28,14 +31,6 @@ TEXT = b"the quick brown fox jumps over the lazy dog. "
 def manifest(tmp_path: Path) -> Manifest:
     (tmp_path / "text").write_bytes(TEXT * 3000)
     return small_manifest(data__source=f"path:{tmp_path / 'text'}", training__inner={"learning_rate": 0.02})
-
-
-def as_toml(table: dict[str, Any], path: str = "") -> bytes:
-    """JSON writes numbers, strings and lists as TOML does."""
-    own = [f"{key} = {json.dumps(value)}" for key, value in table.items() if not isinstance(value, dict)]
-    inner = [as_toml(value, f"{path}{key}.") for key, value in table.items() if isinstance(value, dict)]
-    head = [f"[{path[:-1]}]"] if path else []
-    return b"\n".join(["\n".join([*head, *own]).encode(), *inner])
 
 
 def train(manifest: Manifest, steps: int, **options: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -128,14 +123,13 @@ def test_no_steps_are_no_losses(manifest: Manifest) -> None:
 
 
 def test_a_checkpoint_gives_the_held_out_loss_of_the_trained_model(manifest: Manifest, tmp_path: Path) -> None:
-    folder = CheckpointFolder(
-        tmp_path / "checkpoint", RunId("ab" * 32), as_toml(manifest.model_dump(exclude_none=True))
-    )
+    signed = sign_manifest(manifest, Identity.generate())
+    folder = CheckpointFolder(tmp_path / "checkpoint", signed.run, signed.text)
     train(manifest, 40, checkpoint=folder)
     trained = WholeModel(manifest, CPU)
     trained.load(folder.path)
     assert digest_of(trained.head) != digest_of(WholeModel(manifest, CPU).head)
-    measured = evaluate_checkpoint(folder.path, 5)
+    measured = asyncio.run(evaluate_model(str(folder.path), 5))
     assert measured == evaluate(trained, held_out_microbatches(manifest, 5))
     assert measured["loss"] < 4
     assert (measured["tokens"], measured["microbatches"]) == (5 * 32, 5)

@@ -1,0 +1,40 @@
+"""`skipstone export`: a run's model as a Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from node.cli.output import announce, print_json, run_loop
+from node.cli.text import count
+
+if TYPE_CHECKING:
+    from node.export.folder import Export
+
+
+def export(
+    source: Annotated[str, typer.Argument(help="A checkpoint's folder, or an exported one.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write: new or empty.")],
+    force: Annotated[bool, typer.Option("--force", help="Replace an older export.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Write the model as a Llama folder that `transformers` loads."""
+    announce("skipstone export: gathering the modules", as_json=json)
+    done = run_loop(_export(source, folder, replace=force))
+    if json:
+        print_json({"path": str(done.path), "run": done.run, "files": done.files, "bytes": done.size_bytes})
+    else:
+        files = "1 file" if done.files == 1 else f"{count(done.files)} files"
+        typer.echo(f"{done.path}: run {done.run[:12]}, {count(done.size_bytes)} bytes of parameters in {files}")
+
+
+async def _export(source: str, folder: Path, *, replace: bool) -> Export:
+    from node.export.folder import export as write
+    from node.export.folder import require_free
+    from node.export.opening import open_model
+
+    require_free(folder, replace=replace)  # said before anything is gathered for nothing
+    async with open_model(source) as opened:
+        return await write(opened.source, folder, tokenizer_file=opened.tokenizer_file, replace=replace)

@@ -1,0 +1,86 @@
+"""`skipstone generate`: text that goes on where a prompt ends."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from node.cli.output import print_json, run_loop, tell
+from node.cli.text import count, harmless_lines
+
+if TYPE_CHECKING:
+    from node.data.tokenizers import Tokenizer
+    from node.generation import Sampling
+    from node.model.decoder import Decoder
+
+
+def generate(
+    source: Annotated[str, typer.Argument(help="A checkpoint's folder, or an exported one.")],
+    prompt: Annotated[str, typer.Argument(help="What the text begins with; empty for the beginning of a document.")],
+    tokens: Annotated[int, typer.Option(min=1, max=1_000_000, help="Most tokens to generate.")] = 200,
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(help="Choose among so many of the likeliest [default: all]")] = None,
+    top_p: Annotated[float, typer.Option(help="Choose among the likeliest that have this probability.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="The same seed, the same text [default: a new one]")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:N, mps or auto.")] = "auto",
+    json: Annotated[bool, typer.Option("--json", help="One JSON object, at the end.")] = False,
+) -> None:
+    """Continue a prompt. Standard output has the text alone, as it comes; it ends with its document or after --tokens.
+
+    The model sees the last `model.sequence` tokens; when they are full, the older half is forgotten.
+    """
+    tell("skipstone generate: reading the model")
+    from node.generation import Sampling
+
+    sampling = Sampling(temperature, top_k, top_p, secrets.randbits(32) if seed is None else seed)
+    decoder, tokenizer = run_loop(_read(source, device))
+    text = os.fsencode(prompt)  # the bytes that were typed, whatever the locale makes of them
+    begin = tokenizer.encode(text).tolist()
+    if len(begin) > decoder.sequence:
+        tell(f"the prompt has {count(len(begin))} tokens; the model sees the last {count(decoder.sequence)}")
+    _write(decoder, tokenizer, begin, tokens, sampling, as_json=json)
+
+
+async def _read(source: str, device: str) -> tuple[Decoder, Tokenizer]:
+    from node.device import choose_device
+    from node.export.opening import open_model
+    from node.export.source import read_decoder
+
+    where = choose_device(device).value
+    async with open_model(source) as opened:
+        tokenizer = opened.tokenizer()  # a small file that may not be there, before the large ones
+        return await read_decoder(opened.source, where), tokenizer
+
+
+def _write(
+    decoder: Decoder, tokenizer: Tokenizer, prompt: list[int], limit: int, sampling: Sampling, *, as_json: bool
+) -> None:
+    from node.generation import generate as continuation
+
+    stream, chosen, pieces = tokenizer.text_stream(), list[int](), list[str]()
+    for token in continuation(decoder, tokenizer, prompt, limit, sampling):
+        chosen.append(token)
+        piece = stream.push(token) if token != tokenizer.end_of_document else ""
+        pieces.append(piece)
+        if piece and not as_json:
+            typer.echo(harmless_lines(piece), nl=False)
+    pieces.append(stream.finish())
+    ended = chosen[-1] == tokenizer.end_of_document
+    if not as_json:
+        typer.echo(harmless_lines(pieces[-1]))
+        tell(
+            f"{count(len(chosen))} tokens, {'to the end of the document' if ended else 'as many as asked for'}; seed {sampling.seed}"
+        )
+        return
+    print_json(
+        {
+            "text": "".join(pieces),
+            "tokens": chosen,
+            "prompt_tokens": len(prompt),
+            "ended": "end_of_document" if ended else "tokens",
+            "seed": sampling.seed,
+        }
+    )

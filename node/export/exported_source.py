@@ -1,0 +1,140 @@
+"""An exported folder as a source of modules: `transformers` is not needed to read one back.
+
+Everything is compared with the signed manifest before memory is spent: `config.json`, and the headers of the parameters' files.
+Names of files are ours, never those that a file in the folder gives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from node.export.hugging_face import llama_config
+from node.export.layout import CONFIG, FORMAT, MANIFEST, ORIGIN, shard_files
+from node.export.source import Parameters
+from node.export.tensor_files import check_header, names_in, read_tensors
+from node.model.initial import digest_of_tensors
+from node.model.shapes import Shape, parameter_shapes
+from protocol.manifest import MAX_MANIFEST_BYTES
+from protocol.signed_manifest import SignedManifest, read_signed_manifest
+from swarm.errors import ConfigError, CorruptSnapshot, StateError
+from swarm.vocabulary import ModuleId, RunId
+
+_MAX_JSON_BYTES: Final = 1 << 20
+_MAX_SHARDS: Final = 99_999
+_LEFT_TO_THE_TOKENIZER: Final = {"bos_token_id", "eos_token_id"}
+
+
+class ExportedSource:
+    """Implements `ModuleSource`.
+
+    Raises:
+        ConfigError: the folder is no export.
+        ManifestError: its manifest is damaged, or the signature is not its author's.
+        StateError: a file is missing, or is not of the manifest's model.
+        CorruptSnapshot: a file is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        origin = _read_json(path / ORIGIN)
+        if origin.get("format") != FORMAT or not isinstance(origin.get("run"), str):
+            raise StateError(
+                f"{path / ORIGIN} is of a format that this version does not know", hint="Export the model again."
+            )
+        self.signed: SignedManifest = read_signed_manifest(
+            _read(path / MANIFEST, MAX_MANIFEST_BYTES), RunId(origin["run"])
+        )
+        _check_config(path / CONFIG, self.signed)
+        self._path = path
+        self._digests = _digests(path, origin)
+        self._files = _files_by_parameter(path, origin)
+        for module in self.signed.manifest.modules():
+            self._check_headers(module)
+
+    async def module(self, module: ModuleId) -> Parameters:
+        return await asyncio.to_thread(self._read_module, module)
+
+    def _check_headers(self, module: ModuleId) -> None:
+        for file, shapes in self._by_file(module).items():
+            check_header(file, shapes)
+
+    def _read_module(self, module: ModuleId) -> Parameters:
+        tensors: dict[str, Any] = {}
+        for file, shapes in self._by_file(module).items():
+            tensors |= read_tensors(file, shapes)
+        if digest_of_tensors(tensors).hex() != self._digests.get(str(module)):
+            files = ", ".join(sorted(file.name for file in self._by_file(module)))
+            raise CorruptSnapshot(
+                f"{self._path}: module {module} is not what was exported; {files} or {ORIGIN} has been changed or damaged",
+                hint="Export the model again, or copy the folder again from where it came.",
+            )
+        return tensors
+
+    def _by_file(self, module: ModuleId) -> dict[Path, dict[str, Shape]]:
+        files: dict[Path, dict[str, Shape]] = {}
+        for name, shape in parameter_shapes(self.signed.manifest, module).items():
+            if name not in self._files:
+                raise StateError(
+                    f"{self._path} is not a whole model: no file has parameter {name} of module {module}",
+                    hint="Export the model again, or copy the missing file.",
+                )
+            files.setdefault(self._files[name], {})[name] = shape
+        return files
+
+
+def is_exported(path: Path) -> bool:
+    """Whether the folder was written by `skipstone export`."""
+    return (path / ORIGIN).is_file()
+
+
+def _files_by_parameter(path: Path, origin: Mapping[str, Any]) -> dict[str, Path]:
+    count = origin.get("shards")
+    if not isinstance(count, int) or not 1 <= count <= _MAX_SHARDS:
+        raise StateError(f"{path / ORIGIN}: shards must be a number from 1 to {_MAX_SHARDS}")
+    return {name: path / file for file in shard_files(count) for name in names_in(path / file)}
+
+
+def _digests(path: Path, origin: Mapping[str, Any]) -> Mapping[str, Any]:
+    digests = origin.get("modules")
+    if not isinstance(digests, dict):
+        raise StateError(f"{path / ORIGIN}: modules must be the digest of each module")
+    return digests
+
+
+def _check_config(file: Path, signed: SignedManifest) -> None:
+    """`transformers` goes by the config and we by the manifest; they must not be two models."""
+    found, wanted = _read_json(file), llama_config(signed.manifest, end_of_document=0)
+    for key in wanted.keys() - _LEFT_TO_THE_TOKENIZER:
+        if found.get(key) != wanted[key]:
+            raise StateError(
+                f"{file}: {key} is {str(found.get(key))[:80]}, the run's manifest has {wanted[key]}",
+                hint="Export the model again; a changed config.json is another model than the run's.",
+            )
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    text = _read(file, _MAX_JSON_BYTES)
+    try:
+        table = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CorruptSnapshot(f"{file} is not JSON: {error}") from None
+    if not isinstance(table, dict):
+        raise CorruptSnapshot(f"{file} is not a JSON object")
+    return table
+
+
+def _read(file: Path, limit: int) -> bytes:
+    try:
+        with file.open("rb") as opened:
+            text = opened.read(limit + 1)
+    except OSError as error:
+        raise ConfigError(
+            f"{file.parent} is not a whole export: {file.name} cannot be read: {error.strerror}",
+            hint="Name a folder that `skipstone export` has written.",
+        ) from None
+    if len(text) > limit:
+        raise CorruptSnapshot(f"{file} is longer than {limit} bytes")
+    return text

@@ -1,0 +1,340 @@
+"""Exports: what is read back is the run's model, or it is refused; nothing else is overwritten, nothing half is left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from node.export import source as source_module
+from node.export.evaluation import evaluate_model
+from node.export.folder import Export, export
+from node.export.layout import SHARD_BYTES, plan_shards
+from node.export.opening import open_model
+from node.export.source import read_decoder
+from node.model.decoder import Decoder
+from node.model.initial import parameters_of
+from node.model.shapes import parameter_shapes
+from node.solo import WholeModel
+from protocol.identity import Identity
+from protocol.manifest import Manifest
+from protocol.signed_manifest import sign_manifest
+from swarm.errors import ConfigError, CorruptSnapshot, ManifestError, ResourceExhausted, SkipstoneError, StateError
+from swarm.vocabulary import ModuleId
+from tests.node.saved_model import CPU, logits_of, noisy_model, save_checkpoint
+from tests.node.small_manifest import small_manifest
+
+TOKENS = torch.randint(257, (2, 16), generator=torch.Generator().manual_seed(1))
+A_FEW_TENSORS = 20_000
+"""Bytes of a file that cuts the small model into several."""
+
+
+def exported(source: Path, target: Path, *, replace: bool = False, shard_bytes: int = SHARD_BYTES) -> Export:
+    async def run() -> Export:
+        async with open_model(str(source)) as opened:
+            return await export(
+                opened.source,
+                target,
+                tokenizer_file=opened.tokenizer_file,
+                replace=replace,
+                shard_bytes=shard_bytes,
+            )
+
+    return asyncio.run(run())
+
+
+def decoder_of(folder: Path) -> Decoder:
+    async def run() -> Decoder:
+        async with open_model(str(folder)) as opened:
+            return await read_decoder(opened.source, CPU)
+
+    return asyncio.run(run())
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return save_checkpoint(tmp_path / "checkpoint", small_manifest())
+
+
+@pytest.fixture
+def folder(tmp_path: Path, checkpoint: Path) -> Path:
+    exported(checkpoint, tmp_path / "folder", shard_bytes=A_FEW_TENSORS)
+    return tmp_path / "folder"
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+@pytest.mark.parametrize("blocks", [(1, 2, 1), (0, 1), (2,)])
+def test_shapes_are_those_of_the_parts(blocks: tuple[int, ...]) -> None:
+    manifest = small_manifest(stages__blocks=list(blocks))
+    for module, parts in WholeModel(manifest, CPU).modules():
+        shapes = {name: tuple(value.shape) for name, value in parameters_of(*parts).items()}
+        assert parameter_shapes(manifest, module) == shapes
+
+
+@pytest.mark.parametrize("shard_bytes", [SHARD_BYTES, A_FEW_TENSORS, 1])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_there_and_back_gives_the_logits_of_the_parts(tmp_path: Path, shard_bytes: int, dtype: str) -> None:
+    manifest = small_manifest(model__dtype=dtype)
+    model = noisy_model(manifest)
+    checkpoint = save_checkpoint(tmp_path / "checkpoint", manifest, model)
+    done = exported(checkpoint, tmp_path / "folder", shard_bytes=shard_bytes)
+    files = list((tmp_path / "folder").glob("*.safetensors"))
+    assert done.files == len(files) == len(plan_shards(manifest, shard_bytes))
+    assert shard_bytes != A_FEW_TENSORS or 1 < len(files) < 20
+    assert done.size_bytes == sum(4 * value.numel() for file in files for value in load_file(file).values())
+    for folder in (checkpoint, tmp_path / "folder"):
+        assert torch.equal(decoder_of(folder).logits(TOKENS), logits_of(model, TOKENS))
+
+
+def test_an_export_of_an_export_is_the_same(tmp_path: Path, folder: Path) -> None:
+    exported(folder, tmp_path / "again", shard_bytes=A_FEW_TENSORS)
+    assert contents(tmp_path / "again") == contents(folder)
+
+
+def test_the_folder_says_where_it_comes_from(tmp_path: Path) -> None:
+    manifest = small_manifest(stages__per_path=1, stages__reordering="adjacent")
+    checkpoint = save_checkpoint(tmp_path / "checkpoint", manifest)
+    done = exported(checkpoint, tmp_path / "folder")
+    origin = json.loads((tmp_path / "folder" / "skipstone.json").read_text())
+    assert origin["run"] == done.run
+    assert origin["stages"] == {
+        "blocks": [1, 2, 1],
+        "visited_per_path": 1,
+        "trained_with_skipping": True,
+        "reordering": "adjacent",
+    }
+    assert (tmp_path / "folder" / "manifest.toml").read_bytes() == (checkpoint / "manifest.toml").read_bytes()
+
+
+def test_an_export_has_the_held_out_loss_of_its_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 3000)
+    checkpoint = save_checkpoint(tmp_path / "checkpoint", small_manifest(data__source=f"path:{tmp_path / 'text'}"))
+    exported(checkpoint, tmp_path / "folder")
+    losses = [asyncio.run(evaluate_model(str(path), 3)) for path in (checkpoint, tmp_path / "folder")]
+    assert losses[0] == losses[1]
+    assert (losses[0]["tokens"], losses[0]["microbatches"]) == (96, 3)
+
+
+class TestTarget:
+    def test_an_empty_folder_is_taken(self, tmp_path: Path, checkpoint: Path) -> None:
+        (tmp_path / "folder").mkdir()
+        exported(checkpoint, tmp_path / "folder")
+        assert decoder_of(tmp_path / "folder").vocabulary == 257
+
+    def test_an_export_gives_way_only_when_asked_for(self, tmp_path: Path, folder: Path) -> None:
+        other = save_checkpoint(tmp_path / "other", small_manifest(seed=9))
+        before = contents(folder)
+        with pytest.raises(ConfigError, match="has an export already"):
+            exported(other, folder)
+        assert contents(folder) == before
+        exported(other, folder, replace=True)
+        assert contents(folder)["manifest.toml"] == (other / "manifest.toml").read_bytes()
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "folder", "other"]
+
+    def test_an_export_may_replace_itself(self, folder: Path) -> None:
+        before = contents(folder)
+        exported(folder, folder, replace=True, shard_bytes=A_FEW_TENSORS)
+        assert contents(folder) == before
+
+    def test_nothing_else_ever_gives_way(self, tmp_path: Path, checkpoint: Path) -> None:
+        (tmp_path / "file").write_text("precious")
+        (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+        for name, message in (("checkpoint", "not empty"), ("file", "not a folder"), ("link", "not a folder")):
+            with pytest.raises(ConfigError, match=message):
+                exported(checkpoint, tmp_path / name, replace=True)
+        assert (tmp_path / "file").read_text() == "precious"
+
+    @pytest.mark.parametrize("replace", [False, True])
+    def test_a_full_disk_leaves_what_was_there(
+        self, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, replace: bool
+    ) -> None:
+        before = contents(folder)
+        target = folder if replace else tmp_path / "new"
+
+        def disk_full(descriptor: int) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("os.fsync", disk_full)
+        with pytest.raises(StateError, match="No space left") as caught:
+            exported(tmp_path / "checkpoint", target, replace=replace)
+        assert "free space" in caught.value.hint
+        assert contents(folder) == before
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "folder"]
+
+    def test_a_damaged_source_leaves_nothing(self, tmp_path: Path, checkpoint: Path) -> None:
+        damage(checkpoint / "module-2.0.safetensors")
+        with pytest.raises(CorruptSnapshot, match=r"module-2\.0"):
+            exported(checkpoint, tmp_path / "folder")
+        assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def damage(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+class TestCheckpointSource:
+    def test_missing_modules_are_named_before_anything_is_read(self, checkpoint: Path) -> None:
+        (checkpoint / "module-1.0.safetensors").unlink()
+        (checkpoint / "module-2.0.safetensors").unlink()
+        with pytest.raises(StateError, match=r"module 1\.0, 2\.0 of 3 has no file"):
+            decoder_of(checkpoint)
+
+    def test_a_changed_manifest_is_said(self, checkpoint: Path) -> None:
+        manifest = checkpoint / "manifest.toml"
+        manifest.write_text(manifest.read_text().replace("seed = 3", "seed = 4"))
+        with pytest.raises(ManifestError, match="changed after signing"):
+            decoder_of(checkpoint)
+
+    def test_another_models_or_runs_file_is_refused(self, tmp_path: Path, checkpoint: Path) -> None:
+        name = "module-1.0.safetensors"
+        wider = save_checkpoint(tmp_path / "wider", small_manifest(model__feed_forward=32))
+        (checkpoint / name).write_bytes((wider / name).read_bytes())
+        with pytest.raises(StateError, match=r"is not of this run's model: .* is F32 \(\d+, \d+\), not F32"):
+            decoder_of(checkpoint)
+        other = save_checkpoint(tmp_path / "other", small_manifest(seed=9))
+        (checkpoint / name).write_bytes((other / name).read_bytes())
+        with pytest.raises(StateError, match="is of run"):
+            decoder_of(checkpoint)
+
+    def test_a_manifest_of_a_huge_model_costs_no_memory(self, checkpoint: Path) -> None:
+        huge = small_manifest(model__hidden=65_536, model__heads=512, model__kv_heads=512, model__vocabulary=1_000_000)
+        (checkpoint / "manifest.toml").write_bytes(sign_manifest(huge, Identity.generate()).text)
+        with pytest.raises(StateError, match="is not of this run's model"):
+            decoder_of(checkpoint)
+
+    def test_a_folder_with_nothing_of_ours(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="not a checkpoint"):
+            decoder_of(tmp_path)
+        with pytest.raises(ConfigError, match="neither a checkpoint nor"):
+            decoder_of(tmp_path / "none")
+
+
+class TestExportedSource:
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [("hidden_size", 2**40), ("num_hidden_layers", 10**9), ("rope_theta", 5.0), ("vocab_size", -1)],
+    )
+    def test_a_config_that_is_not_the_manifests_is_refused(self, folder: Path, key: str, value: float) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {key: value}))
+        with pytest.raises(StateError, match=f"config.json: {key} is {value}") as caught:
+            decoder_of(folder)
+        assert "Export the model again" in caught.value.hint
+
+    def test_every_file_of_parameters_is_guarded(self, folder: Path) -> None:
+        for file in sorted(folder.glob("*.safetensors")):
+            whole = file.read_bytes()
+            damage(file)
+            with pytest.raises(CorruptSnapshot, match=file.name):
+                decoder_of(folder)
+            file.write_bytes(whole[:-1])
+            with pytest.raises(CorruptSnapshot, match=file.name):
+                decoder_of(folder)
+            file.unlink()
+            with pytest.raises(StateError, match=file.name):
+                decoder_of(folder)
+            file.write_bytes(whole)
+
+    def test_a_parameter_that_is_missing_or_of_another_shape_is_named(self, folder: Path) -> None:
+        file = min(folder.glob("*.safetensors"))
+        tensors = load_file(file)
+        name = min(tensors)
+        save_file({**tensors, name: tensors[name].to(torch.float16)}, file)
+        with pytest.raises(StateError, match=f"{name} is F16"):
+            decoder_of(folder)
+        del tensors[name]
+        save_file(tensors or {"other": torch.zeros(1)}, file)
+        with pytest.raises(StateError, match=f"no file has parameter {name}"):
+            decoder_of(folder)
+
+    @pytest.mark.parametrize("name", ["config.json", "manifest.toml"])
+    def test_a_missing_file_is_named(self, folder: Path, name: str) -> None:
+        (folder / name).unlink()
+        with pytest.raises(ConfigError, match=f"{name} cannot be read"):
+            decoder_of(folder)
+
+    @pytest.mark.parametrize(
+        ("text", "error"),
+        [
+            ("", CorruptSnapshot),
+            ("[]", CorruptSnapshot),
+            ("[" * 100_000, CorruptSnapshot),
+            ('{"format": 2, "run": "x"}', StateError),
+            ('{"format": 1, "run": "x"}', ManifestError),
+        ],
+    )
+    def test_an_origin_that_is_none(self, folder: Path, text: str, error: type[SkipstoneError]) -> None:
+        (folder / "skipstone.json").write_text(text)
+        with pytest.raises(error):
+            decoder_of(folder)
+
+    @pytest.mark.parametrize("change", [{"shards": 10**9}, {"shards": "../.."}, {"modules": None}, {"modules": {}}])
+    def test_a_changed_origin(self, folder: Path, change: dict[str, Any]) -> None:
+        origin = json.loads((folder / "skipstone.json").read_text())
+        (folder / "skipstone.json").write_text(json.dumps(origin | change))
+        with pytest.raises(StateError):
+            decoder_of(folder)
+
+
+class OneSource:
+    """Modules that the test gives."""
+
+    def __init__(self, manifest: Manifest, modules: dict[ModuleId, dict[str, torch.Tensor]]) -> None:
+        self.signed = sign_manifest(manifest, Identity.generate())
+        self.modules = modules
+
+    async def module(self, module: ModuleId) -> dict[str, torch.Tensor]:
+        return self.modules[module]
+
+
+class TestAnySource:
+    def modules(self) -> dict[ModuleId, dict[str, torch.Tensor]]:
+        return {module: parameters_of(*parts) for module, parts in WholeModel(small_manifest(), CPU).modules()}
+
+    def read(self, modules: dict[ModuleId, dict[str, torch.Tensor]], manifest: Manifest | None = None) -> Decoder:
+        return asyncio.run(read_decoder(OneSource(manifest or small_manifest(), modules), CPU))
+
+    def test_what_it_gives_is_checked(self, tmp_path: Path) -> None:
+        name = "model.layers.1.mlp.up_proj.weight"
+        wrong = {
+            "is missing": {},
+            "is torch.float16": {name: torch.zeros(24, 16, dtype=torch.float16)},
+            "is torch.float32": {name: torch.zeros(16, 24)},
+            "not finite": {name: torch.full((24, 16), float("nan"))},
+            "is none of its parameters": {name: torch.zeros(24, 16), "zzz": torch.zeros(1)},
+        }
+        for message, replacement in wrong.items():
+            modules = self.modules()
+            del modules[ModuleId(1)][name]
+            modules[ModuleId(1)] |= replacement
+            with pytest.raises(StateError, match=message):
+                self.read(modules)
+            with pytest.raises(StateError, match=message):
+                asyncio.run(export(OneSource(small_manifest(), modules), tmp_path / "folder"))
+        assert list(tmp_path.iterdir()) == []
+
+    def test_several_experts_are_several_models(self, tmp_path: Path) -> None:
+        manifest = small_manifest(stages__experts=2)
+        with pytest.raises(ConfigError, match=r"stages\.experts = 2"):
+            self.read({}, manifest)
+        with pytest.raises(ConfigError, match=r"stages\.experts = 2"):
+            asyncio.run(export(OneSource(manifest, {}), tmp_path / "folder"))
+
+    @pytest.mark.parametrize("change", [{"model__sequence": 1_048_576}, {"model__vocabulary": 1_000_000}])
+    def test_a_model_larger_than_memory_is_refused_before_it_is_read(
+        self, change: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(source_module, "memory_bytes", lambda: 16 * 2**20)
+        rows = {"training__rows": 1, "training__inner_tokens": change.get("model__sequence", 16)}
+        with pytest.raises(ResourceExhausted, match="GiB of memory"):
+            self.read({}, small_manifest(**change, **rows))
