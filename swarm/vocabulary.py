@@ -108,6 +108,22 @@ class Path:
         return Path(self.data_node, (*self.hops[:position], Hop(hop.module, peer), *self.hops[position + 1 :]))
 
 
+@dataclass(frozen=True, slots=True)
+class AnchorVersion:
+    """Which anchor of a module: how far it has come, and which parameters it is."""
+
+    round: int
+    """Rounds that led to it."""
+    steps: int
+    """Inner steps of all replicas that went into it."""
+    tokens: int
+    """Tokens of these steps."""
+    fragment: int
+    """The part of the module that was averaged last; 0 when modules are averaged whole."""
+    digest: bytes
+    """SHA-256 of its parameters, 32 bytes."""
+
+
 class PeerState(enum.Enum):
     """What a peer says of itself in its announcement."""
 

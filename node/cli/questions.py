@@ -113,7 +113,7 @@ def _evaluate_folder(target: str, microbatches: int) -> dict[str, Any]:
     if not folder.is_dir():
         raise ConfigError(
             f"{target!r} is neither a join link nor a checkpoint's folder",
-            hint="A link begins with `skipstone:`; a checkpoint is written by --save DIR.",
+            hint="A link begins with `skipstone:`; a checkpoint is written by --checkpoint-dir DIR.",
         )
     from node.solo import evaluate_checkpoint
 

@@ -345,7 +345,7 @@ def test_solo_trains_and_its_checkpoint_can_be_evaluated(tmp_path: Path) -> None
     for number in range(60):
         (text / f"{number}.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 60)
     arguments = ("--data", f"path:{text}", "--threads", "1", "--device", "cpu")
-    result = run("solo", "--steps", "2", "--save", str(tmp_path / "out"), "--json", *arguments)
+    result = run("solo", "--steps", "2", "--checkpoint-dir", str(tmp_path / "out"), "--json", *arguments)
     assert result.exit_code == 0, result.output
     events = [json.loads(line) for line in result.stdout.splitlines()]
     assert [event["event"] for event in events] == ["step", "step", "summary"]
