@@ -96,7 +96,7 @@ def write_snapshot(folder: CheckpointFolder, peer: PeerId, module: ModuleId, sta
     """As `save_state`, without removing anything."""
     place = folder.of(peer)
     try:
-        _write_manifest(folder)
+        _write_manifest(folder, peer)
         folder.storage.make_folder(place)
         folder.storage.sync(folder.path)
         number = max(_numbers(folder.storage, place), default=0) + 1
@@ -174,8 +174,8 @@ def read_manifest(path: Path) -> SignedManifest:
     return read_signed_manifest(text, None)
 
 
-def _write_manifest(folder: CheckpointFolder) -> None:
-    """Once. Two nodes that come here at once write the same run's, so it does not matter who is last."""
+def _write_manifest(folder: CheckpointFolder, peer: PeerId) -> None:
+    """Once. Peers that come here together each write the same run's, and it does not matter who is last."""
     target = folder.path / MANIFEST_NAME
     folder.storage.make_folder(folder.path)
     try:
@@ -183,7 +183,7 @@ def _write_manifest(folder: CheckpointFolder) -> None:
     except ManifestError as error:
         raise StateError(f"{target} is damaged: {error}", hint="Remove it, and it is written anew.") from None
     if found is None:
-        beside = target.with_name(f".{target.name}.{blake3(folder.manifest).hexdigest()[:8]}.part")
+        beside = target.with_name(f".{target.name}.{peer}.part")
         write_durably(folder.storage, target, beside, [memoryview(folder.manifest)])
     elif found != folder.run:
         raise StateError(f"{folder.path} holds the checkpoint of another run", hint="Name another or an empty folder.")
