@@ -160,6 +160,9 @@ def find_own(folder: CheckpointFolder, peer: PeerId, module: ModuleId | None) ->
     """The peer's newest state, of `module` or (None) of any, and what to tell the person. Reads the disk.
 
     Every damaged file is named. When all are damaged, the node goes on without them.
+
+    Raises:
+        StateError: the folder holds another run's checkpoint.
     """
     try:
         found = load_newest(folder, peer, module)

@@ -13,6 +13,7 @@ from torch import nn
 from node.checkpoint.folder import (
     CheckpointFolder,
     Problem,
+    check_run,
     remove_older,
     whole_snapshots,
     write_snapshot,
@@ -61,8 +62,9 @@ def load_solo(folder: CheckpointFolder, hosted: Sequence[Hosted]) -> tuple[DataS
 
     Raises:
         CorruptSnapshot: something was saved, and no step of it is whole.
-        StateError: see `node.resume.restore_module`.
+        StateError: see `check_run` and `node.resume.restore_module`.
     """
+    check_run(folder)
     problems: list[Problem] = []
     saved = [_by_step(whole_snapshots(folder, solo_peer(module), problems)) for module, _, _ in hosted]
     common = set(saved[0]).intersection(*saved)

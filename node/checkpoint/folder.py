@@ -138,7 +138,9 @@ def load_newest(folder: CheckpointFolder, peer: PeerId, module: ModuleId | None 
 
     Raises:
         CorruptSnapshot: there are snapshots, and all of them are damaged; names each.
+        StateError: see `check_run`.
     """
+    check_run(folder)
     problems: list[Problem] = []
     for header in whole_snapshots(folder, peer, problems):
         if module in (None, header.owner.module):
@@ -174,19 +176,33 @@ def read_manifest(path: Path) -> SignedManifest:
     return read_signed_manifest(text, None)
 
 
+def check_run(folder: CheckpointFolder) -> None:
+    """Returns when the folder is this run's, or nobody's yet.
+
+    Raises:
+        StateError: it holds another run's checkpoint, or its manifest is damaged.
+    """
+    if not (folder.path / MANIFEST_NAME).exists():
+        return
+    try:
+        found = read_manifest(folder.path).run
+    except ManifestError as error:
+        raise StateError(
+            f"{folder.path / MANIFEST_NAME} is damaged: {error}",
+            hint="If the folder is this run's, remove that file: it is written anew.",
+        ) from None
+    if found != folder.run:
+        raise StateError(f"{folder.path} holds the checkpoint of another run", hint="Name another or an empty folder.")
+
+
 def _write_manifest(folder: CheckpointFolder, peer: PeerId) -> None:
     """Once. Peers that come here together each write the same run's, and it does not matter who is last."""
+    check_run(folder)
     target = folder.path / MANIFEST_NAME
-    folder.storage.make_folder(folder.path)
-    try:
-        found = read_manifest(folder.path).run if target.exists() else None
-    except ManifestError as error:
-        raise StateError(f"{target} is damaged: {error}", hint="Remove it, and it is written anew.") from None
-    if found is None:
+    if not target.exists():
+        folder.storage.make_folder(folder.path)
         beside = target.with_name(f".{target.name}.{peer}.part")
         write_durably(folder.storage, target, beside, [memoryview(folder.manifest)])
-    elif found != folder.run:
-        raise StateError(f"{folder.path} holds the checkpoint of another run", hint="Name another or an empty folder.")
 
 
 def _write_pair(storage: Storage, place: Path, owner: Owner, number: int, state: ReplicaState) -> Header:

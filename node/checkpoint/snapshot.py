@@ -128,7 +128,8 @@ def read_tensors(path: Path, group: str) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt") as opened:
             names = [name for name in opened.keys() if name.startswith(prefix)]  # noqa: SIM118 - no mapping
-            return {name.removeprefix(prefix): opened.get_tensor(name) for name in names}
+            # Copies: the library's tensors are windows into the file, and the file will be removed one day.
+            return {name.removeprefix(prefix): opened.get_tensor(name).clone() for name in names}
     except (OSError, SafetensorError) as error:
         raise CorruptSnapshot(f"{path} cannot be read: {error}") from error
 

@@ -182,11 +182,16 @@ def test_a_json_with_the_right_hash_and_the_wrong_contents_is_refused(
         parse_header(written(table | {"blake3": blake3(written(table)).hexdigest()}))
 
 
-def test_a_folder_of_another_run_is_not_written_to(tmp_path: Path) -> None:
+def test_a_folder_of_another_run_is_neither_read_nor_written_to(tmp_path: Path) -> None:
     save_state(folder_at(tmp_path), PEER, ONE, OLD)
     save_state(folder_at(tmp_path), OTHER, ONE, OLD)  # the same run, signed by somebody else
-    with pytest.raises(StateError, match="another run"):
-        save_state(folder_at(tmp_path, manifest=small_manifest(seed=8)), PEER, ONE, OLD)
+    another = folder_at(tmp_path, manifest=small_manifest(seed=8))
+    for use in (lambda: save_state(another, PEER, ONE, OLD), lambda: load_newest(another, PEER)):
+        with pytest.raises(StateError, match="another run"):
+            use()
+    (tmp_path / "manifest.toml").write_bytes(b"protocol = ")
+    with pytest.raises(StateError, match="is damaged"):
+        load_newest(folder_at(tmp_path), PEER)
 
 
 def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path: Path) -> None:
