@@ -11,6 +11,7 @@ from typing import Protocol
 
 from node.carrier import Carrier
 from node.data.packing import Microbatch
+from node.data.position import ReadingPosition
 from node.data_worker import DataWorker
 from node.evaluation import Evaluator
 from node.events import Abandoned, EventSink, Resumed, Step, Waiting
@@ -64,6 +65,8 @@ class DataNodeParts:
     worker: DataWorker
     carrier: Carrier
     texts: Texts
+    progress: Progress
+    reading: ReadingPosition
 
 
 class DataNode:
@@ -75,7 +78,7 @@ class DataNode:
 
     def __init__(self, parts: DataNodeParts, clock: Clock, events: EventSink, on_finished: Callable[[], None]) -> None:
         self.flights = parts.flights
-        self.progress = Progress()
+        self.progress, self.reading = parts.progress, parts.reading
         self.rate = Rate(clock)
         self.stopping = False
         self._planner, self._times, self._evaluator = parts.planner, parts.times, parts.evaluator
@@ -102,6 +105,8 @@ class DataNode:
 
     async def run(self) -> None:
         """Launches until cancelled."""
+        if self.flights.finished:  # it was resumed from behind its last step
+            self._on_finished()
         while True:
             self._tell_who_is_missing()
             while not self.stopping and self.flights.may_start().value and self._launch():
@@ -120,6 +125,7 @@ class DataNode:
             return False
         flight = self.flights.start(plan.value, now)
         self._worker.texts[flight.microbatch] = text
+        self.reading.sent(text, flight.microbatch)
         self._times.launched(flight.microbatch, plan.value, queue, now)
         log.debug("%s: %s", flight.microbatch, plan.reason)
         self._carrier.handle(Started(flight.microbatch, plan.value, Purpose.TRAIN, self._lifetime(plan.value)))
@@ -157,7 +163,9 @@ class DataNode:
             self.flights.returned(microbatch, path, loss)
 
     def finished(self, microbatch: MicrobatchId) -> None:
-        self._forget(microbatch)
+        text = self._forget(microbatch)
+        if text is not None:
+            self.reading.came_back(text)
         flight = self.flights.get(microbatch)
         step = self.flights.complete(microbatch)
         if flight is not None:
@@ -200,8 +208,12 @@ class DataNode:
 
     def _abandoned(self, flight: Flight, text: Microbatch | None, detail: str) -> None:
         self._events.emit(Abandoned(str(flight.microbatch), detail))
-        if flight.loss is None and text is not None:  # no stage has learnt from it yet: its text sets out again
+        if text is None:
+            return
+        if flight.loss is None:  # no stage has learnt from it yet: its text sets out again
             self._again.append(text)
+        else:
+            self.reading.dropped(text)
 
     def _forget(self, microbatch: MicrobatchId) -> Microbatch | None:
         self._times.forget(microbatch)

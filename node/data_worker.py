@@ -42,7 +42,7 @@ class DataWorker:
     def __init__(self, stage: StageZero, tensor: TensorSpec, tokens: int, device: torch.device) -> None:
         self.stage = stage
         self.accumulated = 0
-        """Microbatches whose gradients have been added at both ends, since the start."""
+        """Microbatches whose gradients have been added at both ends, those before the snapshot it was resumed from included."""
         self.recomputed = 0
         self.texts: dict[MicrobatchId, Microbatch] = {}
         """Of the microbatches under way. The data node puts them in and takes them out; here they are only read."""

@@ -14,10 +14,11 @@ import torch
 
 from node.admission import Admission
 from node.carrier import Carrier
-from node.checkpoint import CheckpointFolder, save_module
+from node.checkpoint.state import ReplicaState
 from node.clock import SystemClock
 from node.compute import ComputeThread, Priority
-from node.data.feed import TrainingFeed, open_documents
+from node.data.feed import START, TrainingFeed, open_documents
+from node.data.position import ReadingPosition
 from node.data.prefetch import Prefetcher
 from node.data_node import DataNode, DataNodeParts
 from node.data_worker import DataWorker
@@ -30,6 +31,20 @@ from node.optimization import StepFigures
 from node.options import NodeOptions
 from node.presence import Presence
 from node.rate import Rate
+from node.resume import (
+    AgreedNow,
+    Resumed,
+    capture_hop,
+    capture_stage_zero,
+    counts_of,
+    first_number,
+    nothing_agreed,
+    position_of,
+    progress_of,
+    restore_hop,
+    restore_stage_zero,
+)
+from node.saving import SaveRequests
 from node.task_scope import task_scope
 from node.work import Worker
 from protocol.manifest import Manifest
@@ -83,6 +98,8 @@ class Assignment:
     events: EventSink
     finished: Callable[[], None]
     """To be called when a data node has done the steps it was asked for."""
+    saves: SaveRequests
+    resumed: Resumed
 
 
 class Duty(Protocol):
@@ -90,6 +107,8 @@ class Duty(Protocol):
 
     carrier: Carrier
     answers: dict[QuestionAbout, Answering]
+    agreed_now: AgreedNow
+    """Gives the anchor that is saved with the module; to be replaced by whoever takes part in rounds."""
 
     async def run(self) -> None:
         """Works until cancelled."""
@@ -99,8 +118,8 @@ class Duty(Protocol):
         """Takes nothing new and finishes what is under way, or gives up after `patience_s` seconds."""
         ...
 
-    def save(self, folder: CheckpointFolder) -> None:
-        """Writes the module. Runs on the compute thread."""
+    def capture(self) -> ReplicaState:
+        """A copy of everything the replica needs to go on. Runs on the compute thread."""
         ...
 
     def load(self) -> Load: ...
@@ -114,12 +133,13 @@ class HopDuty:
     def __init__(self, presence: Presence, module: ModuleId, worker: HopWorker, carrier: Carrier, tokens: int) -> None:
         self.carrier = carrier
         self.answers: dict[QuestionAbout, Answering] = {}
+        self.agreed_now: AgreedNow = nothing_agreed
         self._presence = presence
         self._module = module
         self._worker = worker
         self._tokens = tokens
         self._rate = Rate(SystemClock())
-        self._seen = 0
+        self._seen = worker.accumulated
 
     async def run(self) -> None:
         """Keeps the announced speed true."""
@@ -144,9 +164,8 @@ class HopDuty:
         except TimeoutError:
             return
 
-    def save(self, folder: CheckpointFolder) -> None:
-        tokens = self._worker.accumulated * self._tokens
-        save_module(folder, self._module, self._worker.part, steps=self._worker.optimizer.steps, tokens=tokens)
+    def capture(self) -> ReplicaState:
+        return capture_hop(self._worker, self._tokens, self.agreed_now())
 
     def load(self) -> Load:
         own, custody = self._presence.own, self.carrier.custody
@@ -171,6 +190,7 @@ class DataDuty:
     ) -> None:
         self.carrier = carrier
         self.answers: dict[QuestionAbout, Answering] = {}
+        self.agreed_now: AgreedNow = nothing_agreed
         self._presence = presence
         self._worker = worker
         self._data_node = data_node
@@ -191,9 +211,9 @@ class DataDuty:
             for flight in self._data_node.flights.in_flight:
                 self._data_node.lost(flight.microbatch, "its data node stops")
 
-    def save(self, folder: CheckpointFolder) -> None:
-        stage, tokens = self._worker.stage, self._data_node.progress.tokens
-        save_module(folder, ModuleId(0), stage.embedding, stage.head, steps=stage.optimizer.steps, tokens=tokens)
+    def capture(self) -> ReplicaState:
+        node = self._data_node
+        return capture_stage_zero(self._worker, node.flights, node.progress, node.reading, self.agreed_now())
 
     def load(self) -> Load:
         flights = self._data_node.flights
@@ -231,6 +251,9 @@ async def hop_duty(given: Assignment) -> AsyncIterator[HopDuty]:
     budget = default_graph_budget(device).value if given.options.memory is None else given.options.memory
     prepare = partial(given.compute.run, Priority.UPKEEP)
     worker = await prepare(lambda: host_hop(manifest, given.module, device, budget))
+    if given.resumed.state is not None:
+        await prepare(partial(restore_hop, worker, given.resumed.state))
+    own.steps = worker.optimizer.steps
     own.tokens_per_second = await prepare(lambda: measure_speed(worker.part, manifest, device))
     planner = Planner(path_rules(manifest), given.presence.membership, Estimates(), manifest.microbatch_tokens)
     carrier = _carrier(given, worker, planner)
@@ -243,6 +266,10 @@ async def data_duty(given: Assignment) -> AsyncIterator[DataDuty]:
     manifest, own, clock = given.manifest, given.presence.own, SystemClock()
     prepare = partial(given.compute.run, Priority.UPKEEP)
     worker = await prepare(lambda: host_stage_zero(manifest, given.device))
+    if given.resumed.state is not None:
+        await prepare(partial(restore_stage_zero, worker, given.resumed.state))
+    position, progress = position_of(given.resumed), progress_of(given.resumed)
+    own.steps = worker.stage.optimizer.steps
     documents = await asyncio.to_thread(open_documents, manifest)
     estimates, tokens = Estimates(), manifest.microbatch_tokens
     planner = Planner(path_rules(manifest), given.presence.membership, estimates, tokens)
@@ -254,16 +281,20 @@ async def data_duty(given: Assignment) -> AsyncIterator[DataDuty]:
         replicas = given.presence.membership.replicas(ModuleId(0), clock.monotonic())
         return tuple(sorted({own.peer, *(announcement.peer for announcement in replicas)}))
 
-    feed = TrainingFeed(manifest, documents, own.peer)
+    start = START if position is None else position.cursor
+    number = first_number(position, int(clock.wall()) * NUMBERS_A_SECOND)
+    feed = TrainingFeed(manifest, documents, own.peer, start)
     with Prefetcher(feed, live_data_nodes, text_came.set, rules.window + 1) as texts:
         parts = DataNodeParts(
-            flights=Flights(own.peer, rules, first_number=int(clock.wall()) * NUMBERS_A_SECOND),
+            flights=Flights(own.peer, rules, first_number=number, counts=counts_of(position)),
             planner=planner,
             times=PathTimes(estimates, tokens),
             evaluator=Evaluator(own.peer, planner, worker, carrier, clock),
             worker=worker,
             carrier=carrier,
             texts=texts,
+            progress=progress,
+            reading=ReadingPosition(start, rules.per_step * (rules.staleness + 2) + rules.window),
         )
         data_node = DataNode(parts, clock, given.events, given.finished)
         carrier.ends = data_node

@@ -4,7 +4,8 @@ One event is one JSON object on one line; its `event` key names the kind and the
 Keys are never renamed or removed; new kinds and new keys may come, so readers ignore what they do not know.
 Numbers that are not finite travel as null, because JSON has no word for them.
 
-Losses are nats per token, rates tokens per second, durations seconds, `tokens` counts since the node started.
+Losses are nats per token, rates tokens per second, durations seconds, `tokens` and steps count from the
+beginning of the run; a node that was resumed from a checkpoint goes on counting where that was.
 """
 
 from __future__ import annotations

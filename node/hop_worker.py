@@ -51,7 +51,7 @@ class HopWorker:
         self.part = part
         self.optimizer = optimizer
         self.accumulated = 0
-        """Microbatches whose gradient has been added, since the start."""
+        """Microbatches whose gradient has been added, those before the snapshot it was resumed from included."""
         self.recomputed = 0
         """Visits whose forward pass had to be computed again for the backward pass."""
         self.tokens_per_s = 0.0
@@ -63,6 +63,11 @@ class HopWorker:
         self._device = device
         self._graphs = GraphBudget(graph_budget_bytes)
         self._kept: dict[int, _Kept] = {}
+
+    @property
+    def unapplied(self) -> int:
+        """How many of the accumulated microbatches have not gone into an inner step yet."""
+        return self._accumulator.visits
 
     @property
     def tensor(self) -> TensorSpec:

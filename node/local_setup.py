@@ -24,6 +24,10 @@ LINK_PEERS = 2
 """So many of the first peers are named in the link, so that one of them may die."""
 
 
+IDENTITIES = "identities"
+"""Folder in a checkpoint with the keys of a local swarm's nodes."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalSwarmOptions:
     """How many nodes, and what each is told."""
@@ -34,7 +38,8 @@ class LocalSwarmOptions:
     threads: int | None = None
     """CPU threads of each node; None shares this machine's cores among them."""
     checkpoint_dir: Path | None = None
-    """Folder that gets every module's parameters at the end, from the first peer of each stage."""
+    """Folder that every node saves its state to; the nodes' keys are kept there too, so that a second start goes on."""
+    checkpoint_every_s: float = 300.0
     log_level: str = "warning"
 
     @property
@@ -77,7 +82,8 @@ def assign_stages(peers: int, blocks: Sequence[int]) -> list[int]:
 
 
 class LocalSetup:
-    """The folder of a local swarm, mode 0700: one key for each peer, and the manifest, signed by the first.
+    """The folder of a local swarm, mode 0700: one key for each peer (unless there is a checkpoint folder, which then has them), and
+    the manifest, signed by the first.
 
     Call `remove` at the end.
     """
@@ -92,6 +98,8 @@ class LocalSetup:
             self._folder = Path(tempfile.mkdtemp(prefix="skipstone-"))
         except OSError as error:
             raise ResourceExhausted(f"no temporary folder can be made: {error.strerror or error}") from error
+        # Whose snapshots these are follows from the keys, so they last as long.
+        self._keys = self._folder if options.checkpoint_dir is None else options.checkpoint_dir / IDENTITIES
         try:
             ports = iter(_free_ports(2 * len(stages)))
             self.peers = [self._plan(stage, next(ports), next(ports)) for stage in stages]
@@ -136,8 +144,9 @@ class LocalSetup:
         }
         if peer.stage == 0 and self._options.steps is not None:
             settings["--steps"] = self._options.steps
-        if self._options.checkpoint_dir is not None and self._is_first_of_stage(peer):
-            settings["--save"] = self._options.checkpoint_dir
+        if self._options.checkpoint_dir is not None:
+            settings["--checkpoint-dir"] = self._options.checkpoint_dir
+            settings["--checkpoint-every"] = self._options.checkpoint_every_s
         for name, value in settings.items():
             arguments += [name, str(value)]
         return arguments
@@ -149,17 +158,14 @@ class LocalSetup:
         return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(self._options.threads_per_node)}
 
     def remove(self) -> None:
-        """Removes the folder with the keys."""
+        """Removes the folder, with the keys that are in it."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _plan(self, stage: int, port: int, dht_port: int) -> PlannedPeer:
         index = self._count
         self._count += 1
-        path = self._folder / f"peer-{index}.key"
-        return PlannedPeer(index, stage, Identity.create(path).peer, path, port, dht_port)
-
-    def _is_first_of_stage(self, peer: PlannedPeer) -> bool:
-        return peer.index == min(other.index for other in self.peers if other.stage == peer.stage)
+        path = self._keys / f"peer-{index}.key"
+        return PlannedPeer(index, stage, Identity.load_or_create(path).peer, path, port, dht_port)
 
 
 def node_command() -> tuple[str, ...]:

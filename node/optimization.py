@@ -9,16 +9,18 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor, nn
 
+from node.checkpoint.state import InnerState
 from node.schedule import learning_rate
+from node.tensors import copied
 from protocol.manifest import TrainingSection
-from swarm.errors import SkipstoneError
+from swarm.errors import SkipstoneError, StateError
 from swarm.vocabulary import MicrobatchId
 
 REMEMBERED_STEPS: Final = 64
@@ -53,7 +55,11 @@ class Accumulator:
 
     def has(self, microbatch: MicrobatchId) -> bool:
         """Whether the microbatch is in the current sum or went into one of the remembered steps."""
-        return microbatch in self._current or any(microbatch in step for step in self._recent)
+        return microbatch in self._current or self.has_applied(microbatch)
+
+    def has_applied(self, microbatch: MicrobatchId) -> bool:
+        """Whether the microbatch went into one of the remembered steps."""
+        return any(microbatch in step for step in self._recent)
 
     def add(self, microbatch: MicrobatchId, tokens: int, gradients: Sequence[Tensor]) -> Addition:
         """Adds a microbatch's gradients, given in the order of the part's parameters, or says why not.
@@ -148,6 +154,43 @@ class InnerOptimizer:
         for accumulator in self._accumulators:
             accumulator.start_over()
         return StepFigures(self.steps, visits, norm.item(), rate)
+
+    def export_state(self, names: Mapping[str, Tensor]) -> InnerState:
+        """A copy of the state on the CPU, by the names that the module has for its parameters (`parameters_of`)."""
+        moments, variances, steps = dict[str, Tensor](), dict[str, Tensor](), dict[str, int]()
+        for name, parameter in self._named(names).items():
+            state = self._adamw.state.get(parameter)
+            if state:
+                moments[name], variances[name] = copied(state["exp_avg"]), copied(state["exp_avg_sq"])
+                steps[name] = int(state["step"].item())
+        return InnerState(self.steps, moments, variances, steps)
+
+    def import_state(self, names: Mapping[str, Tensor], saved: InnerState) -> None:
+        """Goes on where the optimizer that exported the state was; forgets what this one has done so far.
+
+        Raises:
+            StateError: it is the state of other parameters; nothing has been changed.
+        """
+        named = self._named(names)
+        for moments in (saved.exp_avg, saved.exp_avg_sq):
+            if moments.keys() != saved.adam_steps.keys() or any(
+                name not in named or named[name].shape != tensor.shape for name, tensor in moments.items()
+            ):
+                raise StateError("the saved optimizer is of another model")
+        self.steps = saved.steps
+        self._adamw.state.clear()
+        for name, count in saved.adam_steps.items():
+            parameter = named[name]
+            self._adamw.state[parameter] = {
+                "step": torch.tensor(float(count), device=parameter.device),  # where the fused kernel wants it
+                "exp_avg": saved.exp_avg[name].to(parameter.device, parameter.dtype, copy=True),
+                "exp_avg_sq": saved.exp_avg_sq[name].to(parameter.device, parameter.dtype, copy=True),
+            }
+
+    def _named(self, names: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
+        """The parameters by name. They are told apart by their memory: the named ones are detached."""
+        own = {parameter.data_ptr(): parameter for parameter in self._parameters}
+        return {name: own[tensor.data_ptr()] for name, tensor in names.items()}
 
 
 def are_finite(gradients: Sequence[Tensor]) -> bool:

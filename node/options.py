@@ -49,7 +49,9 @@ class NodeOptions:
     steps: int | None = None
     """A data node stops in good order after this many steps of its own; other nodes ignore it. None: until asked."""
     checkpoint_dir: Path | None = None
-    """Folder that gets the module's parameters when the node stops in good order."""
+    """Folder that the node saves its state to, and goes on from if it finds its own there."""
+    checkpoint_every_s: float = 300.0
+    """Seconds between two saves."""
     patience_s: float = 60.0
     """How long the peers named by the link may be out of reach at the start before the node gives up."""
 
@@ -63,6 +65,8 @@ class NodeOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
+        if not self.checkpoint_every_s > 0:
+            raise ConfigError(f"checkpoint_every_s must be more than 0, not {self.checkpoint_every_s}")
         if self.stage is not None and self.stage < 0:
             raise ConfigError(f"stage must not be negative, but is {self.stage}")
         if self.memory is not None and self.memory < 0:

@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 
 import torch
 
-from node.checkpoint import CheckpointFolder
+from node.checkpoint.folder import CheckpointFolder
+from node.checkpoint.state import ReplicaState
 from node.clock import SystemClock
-from node.compute import ComputeThread, Priority
+from node.compute import ComputeThread
 from node.device import choose_device
 from node.duty import Assignment, Duty, data_duty, hop_duty
 from node.events import EventSink, NodeStatus, Note
 from node.options import NodeOptions
 from node.presence import Presence, Whereabouts, present
 from node.report import node_summary, status_json
+from node.resume import Resumed, find_own
+from node.saving import Saver, SaveRequests
 from node.task_scope import task_scope
 from protocol.directory import DirectorySettings
 from protocol.identity import Identity
@@ -77,27 +80,33 @@ async def _serve(
         )
     presence.neighbourhood.watch(signed.manifest.modules())
     presence.reception.answers[QuestionAbout.MANIFEST] = _always(signed.text)
-    module = await _choose(options, presence, signed.manifest)
+    resumed = await _find_own(options, presence, signed, events)
+    module = await _choose(options, presence, signed.manifest, resumed)
     events.emit(Note("info", f"module {module.value}: {module.reason}"))
     _become(presence, PeerState.JOINING, module.value, events)
     with ComputeThread() as compute:
         make = data_duty if module.value.stage == 0 else hop_duty
-        given = Assignment(options, presence, signed.manifest, module.value, device, compute, events, stop.set)
+        given = Assignment(
+            options, presence, signed.manifest, module.value, device, compute, events, stop.set, SaveRequests(), resumed
+        )
         async with make(given) as duty:
+            resumed.state = None
             presence.reception.carrier = duty.carrier
             presence.reception.answers |= duty.answers
             presence.reception.answers[QuestionAbout.STATUS] = _status(presence, duty)
             _become(presence, PeerState.SERVING, module.value, events)
-            async with _at_work(duty, presence, events):
-                await stop.wait()
-                _become(presence, PeerState.DRAINING, module.value, events)
-                await duty.drain(DRAIN_S)
-            await _save(options, signed, duty, compute)
+            with _saver(given, signed, duty.capture) as saver:
+                async with _at_work(duty, presence, events, saver):
+                    await stop.wait()
+                    _become(presence, PeerState.DRAINING, module.value, events)
+                    await duty.drain(DRAIN_S)
+                if saver is not None:
+                    await saver.save_at_the_end()
             events.emit(node_summary(presence.own, duty, compute))
 
 
 @asynccontextmanager
-async def _at_work(duty: Duty, presence: Presence, events: EventSink) -> AsyncIterator[None]:
+async def _at_work(duty: Duty, presence: Presence, events: EventSink, saver: Saver | None) -> AsyncIterator[None]:
     """The duty's tasks, for as long as the block lasts."""
     async with task_scope() as tasks:
         running = [
@@ -105,6 +114,8 @@ async def _at_work(duty: Duty, presence: Presence, events: EventSink) -> AsyncIt
             tasks.create_task(duty.run()),
             tasks.create_task(_report(duty, events)),
         ]
+        if saver is not None:
+            running.append(tasks.create_task(saver.run()))
         try:
             await asyncio.sleep(0)  # the carrier takes work only when it runs
             yield
@@ -119,14 +130,16 @@ async def _report(duty: Duty, events: EventSink) -> None:
         events.emit(duty.load())
 
 
-async def _choose(options: NodeOptions, presence: Presence, manifest: Manifest) -> Reasoned[ModuleId]:
-    """The module asked for, or the one that needs a peer most after a short look around."""
+async def _choose(options: NodeOptions, presence: Presence, manifest: Manifest, resumed: Resumed) -> Reasoned[ModuleId]:
+    """The module asked for, else the one it had, else the one that needs a peer most after a short look around."""
     if options.stage is not None:
         if options.stage >= manifest.stages.count:
             raise ConfigError(
                 f"stage {options.stage} does not exist: this run has the stages 0 to {manifest.stages.count - 1}"
             )
         return Reasoned(ModuleId(options.stage), "asked for")
+    if resumed.module is not None:
+        return Reasoned(resumed.module, "the one in its checkpoint")
     if options.link is None:
         return Reasoned(ModuleId(0), "the first node of a run is a data node")
     await asyncio.sleep(LOOK_AROUND_S)
@@ -142,10 +155,26 @@ def _become(presence: Presence, state: PeerState, module: ModuleId, events: Even
     events.emit(NodeStatus(presence.own.peer, str(module), state.name.lower(), address, str(presence.link)))
 
 
-async def _save(options: NodeOptions, signed: SignedManifest, duty: Duty, compute: ComputeThread) -> None:
-    if options.checkpoint_dir is not None:
-        folder = CheckpointFolder(options.checkpoint_dir, signed.run, signed.text)
-        await compute.run(Priority.UPKEEP, lambda: duty.save(folder))
+async def _find_own(options: NodeOptions, presence: Presence, signed: SignedManifest, events: EventSink) -> Resumed:
+    if options.checkpoint_dir is None:
+        return Resumed()
+    folder = CheckpointFolder(options.checkpoint_dir, signed.run, signed.text)
+    wanted = None if options.stage is None else ModuleId(options.stage)
+    resumed, notes = await asyncio.to_thread(find_own, folder, presence.own.peer, wanted)
+    for note in notes:
+        events.emit(note)
+    return resumed
+
+
+def _saver(
+    given: Assignment, signed: SignedManifest, capture: Callable[[], ReplicaState]
+) -> AbstractContextManager[Saver | None]:
+    options = given.options
+    if options.checkpoint_dir is None:
+        return nullcontext()
+    folder = CheckpointFolder(options.checkpoint_dir, signed.run, signed.text)
+    every_s, peer = options.checkpoint_every_s, given.presence.own.peer
+    return Saver(folder, peer, given.module, capture, given.compute, given.saves, given.events, every_s)
 
 
 def _read_manifest(options: NodeOptions) -> SignedManifest | None:

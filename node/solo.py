@@ -6,25 +6,31 @@ module, the data in the order in which a single data node reads it. Paths are fu
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
 
-from node.checkpoint import CheckpointFolder, load_module, save_module
+from node.checkpoint.folder import CheckpointFolder, Problem
+from node.checkpoint.gather import Gathered
+from node.data.documents import Documents
 from node.data.feed import TrainingFeed, open_documents
 from node.data.packing import Microbatch
 from node.model import visit
 from node.model.build import build_block_stack, build_embedding, build_head
+from node.model.initial import parameters_of
 from node.model.parts import BlockStack, EmbeddingPart, HeadPart
 from node.optimization import Accumulator, Addition, InnerOptimizer, StepFigures
+from node.solo_state import Hosted, load_solo, save_solo
 from protocol.manifest import Manifest
-from swarm.errors import ConfigError, StateError
+from swarm.errors import ConfigError, ResourceExhausted, StateError
 from swarm.vocabulary import MicrobatchId, ModuleId, PeerId
+
+log = logging.getLogger(__name__)
 
 Event = dict[str, Any]
 """One line of `--json`."""
@@ -43,30 +49,35 @@ def train_solo(
     threads: int | None,
     on_event: Callable[[Event], None],
     checkpoint: CheckpointFolder | None = None,
+    save_every_s: float = math.inf,
     should_stop: Callable[[], bool] = lambda: False,
     monotonic: Callable[[], float] = time.monotonic,
 ) -> Event:
     """Trains for `steps` inner steps, or until `should_stop` says so between two microbatches; returns the summary event.
 
     `on_event` gets a `step` event after every step and the summary at the end. `threads` is the number of CPU threads of
-    torch, its own choice when None. The checkpoint is written at the end.
+    torch, its own choice when None. What is in the checkpoint is gone on from; it is written every `save_every_s` seconds and at the
+    end. `steps` counts those before a resume.
 
     Raises:
         ConfigError: the run has several experts a stage, or its data is not here (see `open_documents`).
-        StateError: the loss or a gradient is not finite, or the checkpoint could not be written.
+        StateError: the loss or a gradient is not finite, or the last checkpoint could not be written.
+        CorruptSnapshot: there is a checkpoint, and no step of it is whole.
     """
     if threads is not None:
         torch.set_num_threads(threads)
     model = WholeModel(manifest, device)
-    trainer = SoloTrainer(manifest, model, TrainingFeed(manifest, open_documents(manifest), SOLO))
-    progress = _Progress(monotonic)
-    while progress.steps < steps:
+    trainer = SoloTrainer(manifest, model, open_documents(manifest))
+    keeper = _Keeper(checkpoint, trainer, on_event, save_every_s, monotonic)
+    keeper.resume()
+    progress = _Progress(trainer, monotonic)
+    while trainer.steps < steps:
         loss = trainer.step(should_stop)
         if loss is None:
             break
         on_event(progress.step_event(loss, trainer))
-    if checkpoint is not None:
-        model.save(checkpoint, steps=progress.steps, tokens=trainer.tokens)
+        keeper.save_if_due()
+    keeper.save()
     summary = progress.summary_event(trainer)
     on_event(summary)
     return summary
@@ -135,39 +146,64 @@ class WholeModel:
             gradients[part] = found.parameters
         return end.result.item(), gradients
 
-    def save(self, folder: CheckpointFolder, *, steps: int, tokens: int) -> None:
-        """Writes every module's file."""
-        for module, parts in self.modules():
-            save_module(folder, module, *parts, steps=steps, tokens=tokens)
-
-    def load(self, path: Path) -> None:
-        """Reads every module's file; they must be of one run.
+    @torch.no_grad()
+    def load(self, gathered: Gathered) -> None:
+        """Takes over every module's parameters.
 
         Raises:
-            CorruptSnapshot, StateError: a file is missing, damaged, or of another run or model than the rest.
+            StateError: they are of another model.
         """
-        runs = {load_module(path, module, *parts).run for module, parts in self.modules()}
-        if len(runs) != 1:
-            raise StateError(f"the files in {path} are of {len(runs)} runs")
+        for module, parts in self.modules():
+            saved, parameters = gathered.modules[module], parameters_of(*parts)
+            if {n: t.shape for n, t in saved.items()} != {n: t.shape for n, t in parameters.items()}:
+                raise StateError(f"the checkpoint's module {module} is not that of the model its manifest describes")
+            for name, parameter in parameters.items():
+                parameter.copy_(saved[name])
 
 
 class SoloTrainer:
     """Whole inner steps of all modules at once."""
 
-    def __init__(self, manifest: Manifest, model: WholeModel, feed: TrainingFeed) -> None:
-        self._microbatches_per_step = manifest.microbatches_per_step
+    def __init__(self, manifest: Manifest, model: WholeModel, documents: Documents) -> None:
+        self._manifest = manifest
         self._model = model
-        self._feed = feed
+        self._documents = documents
+        self._feed = TrainingFeed(manifest, documents, SOLO)
+        self._at = self._feed.cursor
         self._accumulators = {part: Accumulator(part) for _, parts in model.modules() for part in parts}
         self._optimizers = [
             InnerOptimizer(manifest.training, [self._accumulators[part] for part in parts])
             for _, parts in model.modules()
         ]
+        self.steps = 0
         self.microbatches = 0
         """Completed."""
-        self.tokens = 0
         self.figures: list[StepFigures] = []
         """Of the last step, for each module."""
+
+    @property
+    def tokens(self) -> int:
+        """Trained on."""
+        return self.microbatches * self._manifest.microbatch_tokens
+
+    def save(self, folder: CheckpointFolder) -> None:
+        """Saves the model as it was after the last step, and the text's position there. Errors as `save_solo`."""
+        done = self.steps * self._manifest.microbatches_per_step
+        save_solo(folder, self._hosted(), microbatches=done, size=self._manifest.microbatch_tokens, at=self._at)
+
+    def resume(self, folder: CheckpointFolder) -> tuple[Problem, ...]:
+        """Goes on from what is in the folder, if anything is; returns what had to be passed over. Errors as `load_solo`."""
+        position, problems = load_solo(folder, self._hosted())
+        if position is not None:
+            self.microbatches = position.completed
+            self.steps = position.completed // self._manifest.microbatches_per_step
+            self._feed = TrainingFeed(self._manifest, self._documents, SOLO, position.cursor)
+            self._at = position.cursor
+        return problems
+
+    def _hosted(self) -> list[Hosted]:
+        modules = zip(self._model.modules(), self._optimizers, strict=True)
+        return [(module, parts, optimizer) for (module, parts), optimizer in modules]
 
     def step(self, should_stop: Callable[[], bool]) -> float | None:
         """Takes one inner step and returns the mean loss of its microbatches, or None when asked to stop before its end.
@@ -176,11 +212,13 @@ class SoloTrainer:
             StateError: the loss or a gradient is not finite.
         """
         losses = []
-        for _ in range(self._microbatches_per_step):
+        for _ in range(self._manifest.microbatches_per_step):
             if should_stop():
                 return None
             losses.append(self._microbatch(self._feed.next()))
         self.figures = [optimizer.step() for optimizer in self._optimizers]
+        self.steps += 1
+        self._at = self._feed.cursor
         return math.fsum(losses) / len(losses)
 
     def _microbatch(self, microbatch: Microbatch) -> float:
@@ -194,31 +232,72 @@ class SoloTrainer:
                     hint="Make a run with a lower training.inner.learning_rate or a longer warm-up.",
                 )
         self.microbatches += 1
-        self.tokens += microbatch.size
         return loss
+
+
+class _Keeper:
+    """Saves a solo run now and then, and finds what an earlier one has saved. Does nothing without a folder."""
+
+    def __init__(
+        self,
+        folder: CheckpointFolder | None,
+        trainer: SoloTrainer,
+        on_event: Callable[[Event], None],
+        every_s: float,
+        monotonic: Callable[[], float],
+    ) -> None:
+        self._folder = folder
+        self._trainer = trainer
+        self._on_event = on_event
+        self._every_s = every_s
+        self._monotonic = monotonic
+        self._saved_at = monotonic() if folder is not None else 0.0
+
+    def resume(self) -> None:
+        if self._folder is None:
+            return
+        for problem in self._trainer.resume(self._folder):
+            self._note("warning", f"damaged snapshot passed over: {problem}")
+        if self._trainer.steps:
+            self._note("info", f"resumes at step {self._trainer.steps}, {self._trainer.tokens} tokens")
+
+    def save_if_due(self) -> None:
+        """A save that fails on the way is a warning, and training goes on."""
+        if self._folder is None or self._monotonic() - self._saved_at < self._every_s:
+            return
+        self._saved_at = self._monotonic()
+        try:
+            self.save()
+        except (StateError, ResourceExhausted) as error:
+            self._note("warning", f"{error}. {error.hint}")
+
+    def save(self) -> None:
+        if self._folder is not None:
+            self._trainer.save(self._folder)
+
+    def _note(self, level: str, message: str) -> None:
+        self._on_event({"event": "note", "level": level, "message": message})
 
 
 class _Progress:
     """Turns steps into events."""
 
-    def __init__(self, monotonic: Callable[[], float]) -> None:
-        self.steps = 0
+    def __init__(self, trainer: SoloTrainer, monotonic: Callable[[], float]) -> None:
         self._monotonic = monotonic
         self._began = self._last = monotonic()
-        self._tokens = 0
-        self._rate = 0.0
+        self._tokens = self._tokens_before = trainer.tokens
+        self._rate: float | None = None
         self._losses: list[float] = []  # the first and the last
 
     def step_event(self, loss: float, trainer: SoloTrainer) -> Event:
         now = self._monotonic()
         rate = (trainer.tokens - self._tokens) / max(now - self._last, 1e-9)
-        self._rate = rate if self.steps == 0 else _RATE_MEMORY * self._rate + (1 - _RATE_MEMORY) * rate
+        self._rate = rate if self._rate is None else _RATE_MEMORY * self._rate + (1 - _RATE_MEMORY) * rate
         self._last, self._tokens = now, trainer.tokens
-        self.steps += 1
         self._losses = [*self._losses[:1], loss]
         return {
             "event": "step",
-            "step": self.steps,
+            "step": trainer.steps,
             "loss": loss,
             "tokens": trainer.tokens,
             "tokens_per_s": self._rate,
@@ -227,15 +306,15 @@ class _Progress:
         }
 
     def summary_event(self, trainer: SoloTrainer) -> Event:
-        """`tokens_per_s` is the mean over the whole training; losses are None when there was no step."""
+        """`tokens_per_s` is the mean since the start; losses are of the steps since then, None when there was none."""
         completed = trainer.microbatches
         return {
             "event": "summary",
-            "steps": self.steps,
+            "steps": trainer.steps,
             "loss_first": self._losses[0] if self._losses else None,
             "loss_last": self._losses[-1] if self._losses else None,
             "tokens": trainer.tokens,
-            "tokens_per_s": self._tokens / max(self._last - self._began, 1e-9),
+            "tokens_per_s": (self._tokens - self._tokens_before) / max(self._last - self._began, 1e-9),
             "microbatches": {"started": completed, "completed": completed, "abandoned": 0, "duplicated": 0},
             "peers": [],
         }

@@ -44,3 +44,8 @@ def bytes_of_tensor(tensor: Tensor) -> memoryview:
     """The elements in row-major order; on the CPU the memory of the tensor itself, which must not be written any more."""
     plain = tensor.detach().to("cpu").contiguous()
     return plain.view(torch.uint8).numpy().reshape(-1).data
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A float32 copy on the CPU that shares no memory with the tensor, so that another thread may read it meanwhile."""
+    return tensor.detach().to("cpu", torch.float32, copy=True).contiguous()

@@ -13,7 +13,7 @@ from swarm.vocabulary import MicrobatchId, Path, PeerId, Reasoned
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Of microbatches, since the node started. `started` = `completed` + `abandoned` + those in flight, always."""
+    """Of microbatches, since the start of the run as far as the node remembers it. `started` = `completed` + `abandoned` + those in flight, always."""
 
     started: int = 0
     completed: int = 0

@@ -31,7 +31,8 @@ def join(
     window: Annotated[int | None, typer.Option(help="Microbatches a data node has under way.")] = None,
     memory: Annotated[str | None, typer.Option(help="For kept graphs, such as 512MiB; 0 recomputes always.")] = None,
     steps: Annotated[int | None, typer.Option(help="A data node stops after so many steps.")] = None,
-    save: Annotated[Path | None, typer.Option(help="Folder for the module's parameters at the end.")] = None,
+    checkpoint_dir: Annotated[Path | None, typer.Option(help="Folder to save to, and to go on from.")] = None,
+    checkpoint_every: Annotated[float, typer.Option(help="Seconds between two saves.")] = 300.0,
     patience: Annotated[float, typer.Option(help="Seconds to wait for the link's peers at the start.")] = 60.0,
     json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
     stop_on_eof: Annotated[bool, typer.Option("--stop-on-eof", help="Stop when standard input ends.")] = False,
@@ -59,7 +60,8 @@ def join(
         window=window,
         memory=None if memory is None else parse_size(memory),
         steps=steps,
-        checkpoint_dir=save,
+        checkpoint_dir=checkpoint_dir,
+        checkpoint_every_s=checkpoint_every,
         patience_s=patience,
     )
     raise typer.Exit(run_loop(_join(options, as_json=json, stop_on_eof=stop_on_eof)))

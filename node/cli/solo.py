@@ -15,7 +15,7 @@ from node.cli.output import announce, event_sink, tell
 from node.events import event_from_json
 
 if TYPE_CHECKING:
-    from node.checkpoint import CheckpointFolder
+    from node.checkpoint.folder import CheckpointFolder
     from protocol.manifest import Manifest
 
 
@@ -26,7 +26,8 @@ def solo(
     seed: Annotated[int | None, typer.Option(help="Another seed than the manifest's.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:N, mps or auto.")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads for computing.")] = None,
-    save: Annotated[Path | None, typer.Option(help="Folder for all parameters at the end.")] = None,
+    checkpoint_dir: Annotated[Path | None, typer.Option(help="Folder to save to, and to go on from.")] = None,
+    checkpoint_every: Annotated[float, typer.Option(min=0.1, help="Seconds between two saves.")] = 300.0,
     json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
     """Train the same run in one process, without any network."""
@@ -54,7 +55,8 @@ def solo(
             device=choose_device(device).value,
             threads=threads,
             on_event=emit,
-            checkpoint=None if save is None else _checkpoint_folder(save, chosen),
+            checkpoint=None if checkpoint_dir is None else _checkpoint_folder(checkpoint_dir, chosen),
+            save_every_s=checkpoint_every,
             should_stop=stop.is_set,
         )
     raise typer.Exit(interrupts.exit_code)
@@ -62,7 +64,7 @@ def solo(
 
 def _checkpoint_folder(path: Path, manifest: Manifest) -> CheckpointFolder:
     """A folder whose manifest is signed by a passing identity: nobody joins a solo run, and the signature changes no RunId."""
-    from node.checkpoint import CheckpointFolder
+    from node.checkpoint.folder import CheckpointFolder
     from protocol.identity import Identity
     from protocol.signed_manifest import sign_manifest
 

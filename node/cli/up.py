@@ -30,7 +30,8 @@ def up(
     manifest: Annotated[Path | None, typer.Option(help="The run [default: a small demo]")] = None,
     seed: Annotated[int | None, typer.Option(help="Another seed than the manifest's.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
-    save: Annotated[Path | None, typer.Option(help="Folder for all parameters at the end.")] = None,
+    checkpoint_dir: Annotated[Path | None, typer.Option(help="Folder to save to, and to go on from.")] = None,
+    checkpoint_every: Annotated[float, typer.Option(min=0.1, help="Seconds between two saves.")] = 300.0,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of each node.")] = None,
 ) -> None:
     """Train with a swarm of processes on this machine. Ctrl-C stops them in good order, a second Ctrl-C at once."""
@@ -46,7 +47,8 @@ def up(
         peers=chosen.stages.count if peers is None else peers,
         steps=steps or chosen.training.schedule.total_steps,
         threads=threads,
-        checkpoint_dir=save,
+        checkpoint_dir=checkpoint_dir,
+        checkpoint_every_s=checkpoint_every,
     )
     raise typer.Exit(run_loop(_up(chosen, options, as_json=json)))
 
@@ -62,6 +64,8 @@ async def _up(manifest: Manifest, options: LocalSwarmOptions, *, as_json: bool) 
         if not as_json:
             typer.echo(f"run {manifest.name}: {options.peers} nodes, {manifest.stages.count} stages. Join it with\n")
             typer.echo(f"  skipstone join {swarm.link}\n")
+            if options.checkpoint_dir is not None:
+                typer.echo(f"Its state is saved in {options.checkpoint_dir}; the same command goes on from there.\n")
         with Interrupts(lambda: _ask_politely(loop, swarm), lambda _: _kill(loop, swarm)) as interrupts:
             if as_json:
                 await _follow(swarm, sink.emit)

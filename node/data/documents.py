@@ -25,9 +25,9 @@ Selection = Callable[[str], bool]
 """Says of a document's name whether to read it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Place:
-    """A token in the endless stream of documents."""
+    """A token in the endless stream of documents. Later ones are greater."""
 
     epoch: int = 0
     position: int = 0

@@ -27,9 +27,9 @@ BLOCK_TOKENS: Final = 2**20
 """Tokens that are shuffled together, at most; one microbatch when that is more."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Cursor:
-    """Where a packer stands, in a few numbers that a checkpoint can hold."""
+    """Where a packer stands, in a few numbers that a checkpoint can hold. Later ones are greater."""
 
     block: Place = field(default_factory=Place)
     """Where the current block of rows begins."""
@@ -49,6 +49,10 @@ class Microbatch:
     """For each row, the columns at which a document begins."""
     cost_flops: float
     """Estimated floating point operations, forward and backward through the whole model."""
+    start: Cursor = field(default_factory=Cursor)
+    """A packer started here gives this microbatch first."""
+    end: Cursor = field(default_factory=Cursor)
+    """A packer started here gives the one after this first."""
 
     @property
     def size(self) -> int:
@@ -99,7 +103,7 @@ class Packer:
             self._block = self._next_block()
         if self._block is None:
             return None
-        block, taken = self._block, self.cursor.taken
+        block, start, taken = self._block, self.cursor, self.cursor.taken
         chosen = block.order[taken : taken + self._rows]
         self._advance(block, taken + self._rows)
         return Microbatch(
@@ -107,6 +111,8 @@ class Packer:
             torch.from_numpy(block.labels[chosen]),
             tuple(tuple(np.flatnonzero(row).tolist()) for row in block.starts[chosen]),
             self._cost_flops,
+            start,
+            self.cursor,
         )
 
     def _advance(self, block: _Block, taken: int) -> None:

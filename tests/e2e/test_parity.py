@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from node.checkpoint import CheckpointFolder
+from node.checkpoint.folder import CheckpointFolder
+from node.checkpoint.gather import gather_modules
 from node.local_setup import LocalSwarmOptions
 from node.local_swarm import LocalSwarm
 from node.solo import train_solo
@@ -31,9 +31,9 @@ async def test_a_swarm_equals_one_process(tmp_path: Path) -> None:
         await watch.to_the_end(swarm)
     assert watch.losses() == pytest.approx(solo, abs=1e-4)
     assert solo[-1] < solo[0] - 0.5, "nothing was learnt, so that equal losses would show nothing"
+    swarms, solos = gather_modules(tmp_path / "swarm").modules, gather_modules(tmp_path / "solo").modules
     for module in manifest.modules():
-        name = f"module-{module}.safetensors"
-        ours, theirs = load_file(tmp_path / "swarm" / name), load_file(tmp_path / "solo" / name)
+        ours, theirs = swarms[module], solos[module]
         assert ours.keys() == theirs.keys()
         for parameter, value in ours.items():
             torch.testing.assert_close(value, theirs[parameter], rtol=0, atol=1e-5, msg=parameter)

@@ -1,4 +1,4 @@
-"""A model on disk: a checkpoint as `--save` writes one, with weights in which everything matters."""
+"""A model on disk: a checkpoint as `--checkpoint-dir` has one, with weights in which everything matters."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from pathlib import Path
 
 import torch
 
-from node.checkpoint import CheckpointFolder
+from node.checkpoint.folder import CheckpointFolder, save_state
 from node.model.initial import parameters_of
+from node.optimization import Accumulator, InnerOptimizer
+from node.resume import capture_module
 from node.solo import WholeModel
+from node.solo_state import solo_peer
 from protocol.identity import Identity
 from protocol.manifest import Manifest
 from protocol.signed_manifest import sign_manifest
@@ -29,8 +32,17 @@ def noisy_model(manifest: Manifest) -> WholeModel:
 
 def save_checkpoint(path: Path, manifest: Manifest, model: WholeModel | None = None) -> Path:
     signed = sign_manifest(manifest, Identity.generate())
-    (model or noisy_model(manifest)).save(CheckpointFolder(path, signed.run, signed.text), steps=1, tokens=64)
+    folder = CheckpointFolder(path, signed.run, signed.text)
+    for module, parts in (model or noisy_model(manifest)).modules():
+        optimizer = InnerOptimizer(manifest.training, [Accumulator(part) for part in parts])
+        save_state(folder, solo_peer(module), module, capture_module(parts, optimizer, visits=1, tokens=64))
     return path
+
+
+def file_of(checkpoint: Path, module: str) -> Path:
+    """The only snapshot's tensors of a module such as `1.0`."""
+    (file,) = (checkpoint / f"solo-{module}").glob("*.safetensors")
+    return file
 
 
 @torch.no_grad()

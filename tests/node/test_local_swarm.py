@@ -94,7 +94,7 @@ def test_too_few_peers_are_refused_with_the_number_needed() -> None:
 
 
 def test_the_setup_is_what_a_first_node_and_the_others_need(tmp_path: Path) -> None:
-    options = LocalSwarmOptions(peers=4, steps=7, checkpoint_dir=Path("out"))
+    options = LocalSwarmOptions(peers=4, steps=7)
     setup = LocalSetup(manifest(), options)
     first, second, *_, last = setup.peers
     (folder,) = tmp_path.iterdir()
@@ -108,10 +108,23 @@ def test_the_setup_is_what_a_first_node_and_the_others_need(tmp_path: Path) -> N
     assert "--steps" in setup.arguments(first)
     assert "--steps" not in setup.arguments(second)
     assert (second.stage, last.stage) == (1, 1)
-    assert "--save" in setup.arguments(second)
-    assert "--save" not in setup.arguments(last), "two replicas would write one file"
+    assert "--checkpoint-dir" not in setup.arguments(first)
     setup.remove()
     assert not list(tmp_path.iterdir())
+
+
+def test_with_a_checkpoint_folder_the_peers_are_the_same_every_time(tmp_path: Path) -> None:
+    options = LocalSwarmOptions(peers=4, checkpoint_dir=tmp_path / "out", checkpoint_every_s=5.0)
+    setups = [LocalSetup(manifest(), options) for _ in range(2)]
+    for setup in setups:
+        setup.remove()
+        arguments = setup.arguments(setup.peers[-1])
+        assert arguments[arguments.index("--checkpoint-dir") + 1] == str(tmp_path / "out")
+        assert arguments[arguments.index("--checkpoint-every") + 1] == "5.0"
+    first, second = ([peer.peer for peer in setup.peers] for setup in setups)
+    assert first == second
+    keys = [stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "out" / "identities").iterdir()]
+    assert keys == [0o600] * 4
 
 
 async def test_it_runs_to_its_steps_and_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -10,17 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from node.checkpoint import CheckpointFolder
+from node.checkpoint.gather import gather_modules
 from node.data.feed import TrainingFeed, held_out_microbatches, open_documents
 from node.default_manifest import default_manifest
 from node.export.evaluation import evaluate_model
 from node.model.initial import digest_of
 from node.solo import SOLO, SoloTrainer, WholeModel, evaluate, train_solo
-from protocol.identity import Identity
 from protocol.manifest import Manifest
-from protocol.signed_manifest import sign_manifest
-from swarm.errors import ConfigError, StateError
-from swarm.vocabulary import RunId
+from swarm.errors import ConfigError, CorruptSnapshot, StateError
+from tests.node.saved_states import SteppedStorage, folder_at
 from tests.node.small_manifest import small_manifest
 
 CPU = torch.device("cpu")
@@ -80,7 +78,7 @@ def test_a_step_is_that_of_one_model_on_one_large_batch(manifest: Manifest) -> N
     model = WholeModel(manifest, CPU)
     other = copy.deepcopy(model)
     documents = open_documents(manifest)
-    loss = SoloTrainer(manifest, model, TrainingFeed(manifest, documents, SOLO)).step(lambda: False)
+    loss = SoloTrainer(manifest, model, documents).step(lambda: False)
 
     feed = TrainingFeed(manifest, documents, SOLO)
     microbatches = [feed.next() for _ in range(manifest.microbatches_per_step)]
@@ -123,11 +121,10 @@ def test_no_steps_are_no_losses(manifest: Manifest) -> None:
 
 
 def test_a_checkpoint_gives_the_held_out_loss_of_the_trained_model(manifest: Manifest, tmp_path: Path) -> None:
-    signed = sign_manifest(manifest, Identity.generate())
-    folder = CheckpointFolder(tmp_path / "checkpoint", signed.run, signed.text)
+    folder = folder_at(tmp_path / "checkpoint", manifest=manifest)
     train(manifest, 40, checkpoint=folder)
     trained = WholeModel(manifest, CPU)
-    trained.load(folder.path)
+    trained.load(gather_modules(folder.path))
     assert digest_of(trained.head) != digest_of(WholeModel(manifest, CPU).head)
     measured = asyncio.run(evaluate_model(str(folder.path), 5))
     assert measured == evaluate(trained, held_out_microbatches(manifest, 5))
@@ -135,13 +132,59 @@ def test_a_checkpoint_gives_the_held_out_loss_of_the_trained_model(manifest: Man
     assert (measured["tokens"], measured["microbatches"]) == (5 * 32, 5)
 
 
-def test_files_of_two_runs_are_no_checkpoint(manifest: Manifest, tmp_path: Path) -> None:
-    model = WholeModel(manifest, CPU)
-    for letter in "ab":
-        model.save(CheckpointFolder(tmp_path / letter, RunId(letter * 64), b""), steps=1, tokens=1)
-    (tmp_path / "a" / "module-2.0.safetensors").replace(tmp_path / "b" / "module-2.0.safetensors")
-    with pytest.raises(StateError, match="2 runs"):
-        model.load(tmp_path / "b")
+def test_an_interrupted_run_goes_on_as_if_nothing_had_been(manifest: Manifest, tmp_path: Path) -> None:
+    """Interrupted in the middle of a step: its first microbatch is computed again."""
+    whole = [event["loss"] for event in train(manifest, 16)[1] if event["event"] == "step"]
+    folder = folder_at(tmp_path / "checkpoint", manifest=manifest)
+    asked = iter([False] * 13 + [True])
+    summary, events = train(manifest, 16, checkpoint=folder, should_stop=lambda: next(asked))
+    assert summary["steps"] == 6
+    before = [event["loss"] for event in events if event["event"] == "step"]
+    summary, events = train(manifest, 16, checkpoint=folder)
+    steps = [event for event in events if event["event"] == "step"]
+    assert [event["step"] for event in steps] == list(range(7, 17))
+    assert [*before, *(event["loss"] for event in steps)] == pytest.approx(whole, abs=1e-6)
+    assert summary["tokens"] == 16 * 64
+    assert summary["microbatches"]["completed"] == 32
+    assert any(event.get("message") == "resumes at step 6, 384 tokens" for event in events)
+
+
+def test_modules_saved_at_different_steps_are_taken_back_to_the_last_common_one(
+    manifest: Manifest, tmp_path: Path
+) -> None:
+    """A machine that died between two modules' writes."""
+    folder = folder_at(tmp_path / "checkpoint", manifest=manifest)
+    train(manifest, 4, checkpoint=folder)
+    train(manifest, 6, checkpoint=folder)
+    for file in (folder.path / "solo-2.0").glob("state-2.*"):
+        file.unlink()
+    _, again = train(manifest, 5, checkpoint=folder)
+    assert [event["step"] for event in again if event["event"] == "step"] == [5]
+
+
+def test_it_saves_on_the_way_and_a_failure_there_is_only_said(manifest: Manifest, tmp_path: Path) -> None:
+    writes: list[str] = []
+
+    def once(step: str) -> None:
+        writes.append(step)
+        if len(writes) == 1:
+            raise OSError(28, "No space left on device")
+
+    folder = folder_at(tmp_path / "checkpoint", SteppedStorage(once), manifest)
+    summary, events = train(manifest, 6, checkpoint=folder, save_every_s=2.5)
+    assert summary["steps"] == 6
+    (note,) = (event for event in events if event["event"] == "note")
+    assert note["level"] == "warning"
+    assert "No space left" in note["message"]
+    assert len(list((folder.path / "solo-0.0").glob("*.json"))) == 2
+
+
+def test_a_checkpoint_without_a_whole_step_is_refused(manifest: Manifest, tmp_path: Path) -> None:
+    folder = folder_at(tmp_path / "checkpoint", manifest=manifest)
+    train(manifest, 2, checkpoint=folder)
+    (folder.path / "solo-1.0" / "state-1.safetensors").write_bytes(b"")
+    with pytest.raises(CorruptSnapshot, match=r"solo-1\.0"):
+        train(manifest, 4, checkpoint=folder)
 
 
 def test_a_loss_over_nothing_is_refused(manifest: Manifest) -> None:
@@ -155,7 +198,7 @@ def test_diverging_is_said(manifest: Manifest) -> None:
     with torch.no_grad():
         model.head.lm_head.weight.fill_(float("inf"))
     with pytest.raises(StateError, match="diverged"):
-        SoloTrainer(wild, model, TrainingFeed(wild, open_documents(wild), SOLO)).step(lambda: False)
+        SoloTrainer(wild, model, open_documents(wild)).step(lambda: False)
 
 
 def test_several_experts_are_not_for_one_process(manifest: Manifest) -> None:

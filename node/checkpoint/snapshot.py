@@ -1,0 +1,213 @@
+"""A snapshot's two files: tensors in safetensors, and a json that says what they belong to and what their bytes must be.
+
+The safetensors file is written here rather than by its library, so that gigabytes go from memory to the disk once, are hashed on the
+way and are never copied (format: https://github.com/huggingface/safetensors#format). It is read by the library, after the hash.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from blake3 import blake3
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from node.checkpoint.state import AnchorState, Counters, DataState, InnerState, ReplicaState, Tensors
+from node.data.documents import Place
+from node.data.packing import Cursor
+from node.tensors import bytes_of_tensor
+from swarm.errors import CorruptSnapshot, ProtocolViolation
+from swarm.vocabulary import AnchorVersion, ModuleId, PeerId, RunId
+
+FORMAT: Final = 1
+MAX_JSON_BYTES: Final = 16 * 2**20
+_PIECE: Final = 2**20
+_ALIGNMENT: Final = 8
+_HASH_CHARACTERS: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose replica a snapshot is."""
+
+    run: RunId
+    peer: PeerId
+    module: ModuleId
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """A file that belongs to a snapshot, and what it must hold."""
+
+    name: str
+    size: int
+    blake3: str
+    """64 hexadecimal digits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a snapshot's json says: everything but the tensors."""
+
+    owner: Owner
+    number: int
+    steps: int
+    adam_steps: dict[str, int]
+    counters: Counters
+    anchor: AnchorVersion | None
+    data: DataState | None
+    file: FileRecord
+
+
+# ---- tensors --------------------------------------------------------------------------------------------------------------
+
+
+def named_tensors(state: ReplicaState) -> dict[str, Tensor]:
+    """All tensors of a state under one name each: `local/NAME`, `anchor/NAME`, `momentum/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`."""
+    groups: dict[str, Tensors] = {
+        "local": state.local,
+        "exp_avg": state.inner.exp_avg,
+        "exp_avg_sq": state.inner.exp_avg_sq,
+    }
+    if state.anchor is not None:
+        groups["anchor"] = state.anchor.parameters
+        groups["momentum"] = state.anchor.momentum or {}
+    return {f"{group}/{name}": tensor for group, tensors in groups.items() for name, tensor in tensors.items()}
+
+
+def safetensors_pieces(tensors: dict[str, Tensor]) -> Iterator[memoryview]:
+    """The bytes of a safetensors file with these tensors, as float32, in pieces of at most a mebibyte."""
+    table: dict[str, object] = {}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + 4 * tensor.numel()
+        table[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    yield memoryview(struct.pack("<Q", len(text)) + text)
+    for tensor in tensors.values():
+        data = bytes_of_tensor(tensor.to(torch.float32))
+        for begin in range(0, len(data), _PIECE):
+            yield data[begin : begin + _PIECE]
+
+
+def check_file(folder: Path, record: FileRecord) -> None:
+    """Reads the whole file and compares it with the record.
+
+    Raises:
+        CorruptSnapshot: it is missing, cannot be read, or is not what was written.
+    """
+    path, hasher, size = folder / record.name, blake3(), 0
+    try:
+        with path.open("rb") as file:
+            while piece := file.read(_PIECE):
+                size += len(piece)
+                hasher.update(piece)
+    except OSError as error:
+        raise CorruptSnapshot(f"{path} cannot be read: {error.strerror}") from None
+    if size != record.size:
+        raise CorruptSnapshot(f"{path} has {size} bytes, {record.size} were written")
+    if hasher.hexdigest() != record.blake3:
+        raise CorruptSnapshot(f"{path} is not what was written: its BLAKE3 differs from the one noted with it")
+
+
+def read_tensors(path: Path, group: str) -> dict[str, Tensor]:
+    """The tensors of one group by parameter name, from a file that `check_file` has found whole.
+
+    Raises:
+        CorruptSnapshot: it is not a safetensors file.
+    """
+    prefix = f"{group}/"
+    try:
+        with safe_open(path, framework="pt") as opened:
+            names = [name for name in opened.keys() if name.startswith(prefix)]  # noqa: SIM118 - no mapping
+            # Copies: the library's tensors are windows into the file, and the file will be removed one day.
+            return {name.removeprefix(prefix): opened.get_tensor(name).clone() for name in names}
+    except (OSError, SafetensorError) as error:
+        raise CorruptSnapshot(f"{path} cannot be read: {error}") from error
+
+
+def read_state(folder: Path, header: Header) -> ReplicaState:
+    """The state that a header describes, from a file that `check_file` has found whole.
+
+    Raises:
+        CorruptSnapshot: it is not a safetensors file.
+    """
+    path = folder / header.file.name
+    anchor = None
+    if header.anchor is not None:
+        anchor = AnchorState(header.anchor, read_tensors(path, "anchor"), read_tensors(path, "momentum") or None)
+    moments = read_tensors(path, "exp_avg"), read_tensors(path, "exp_avg_sq")
+    inner = InnerState(header.steps, *moments, header.adam_steps)
+    return ReplicaState(read_tensors(path, "local"), inner, header.counters, anchor, header.data)
+
+
+# ---- the json -------------------------------------------------------------------------------------------------------------
+
+
+def header_bytes(header: Header) -> bytes:
+    """The json, with a BLAKE3 over all the rest of it."""
+    table = _table(header)
+    return _canonical(table | {"blake3": blake3(_canonical(table)).hexdigest()})
+
+
+def parse_header(text: bytes) -> Header:
+    """Reads what `header_bytes` wrote.
+
+    Raises:
+        CorruptSnapshot: it is anything else, down to a byte.
+    """
+    try:
+        table = json.loads(text)
+        stated = table.pop("blake3")
+        if stated != blake3(_canonical(table)).hexdigest() or text != _canonical(table | {"blake3": stated}):
+            raise CorruptSnapshot("its own BLAKE3 differs from the one noted in it")
+        if table["format"] != FORMAT:
+            raise CorruptSnapshot(f"format {table['format']} is not the {FORMAT} that this version reads")
+        return _header(table)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, ProtocolViolation) as error:
+        raise CorruptSnapshot(f"it is not the json of a snapshot: {type(error).__name__}: {error}") from None
+
+
+def _table(header: Header) -> dict[str, Any]:
+    table = {"format": FORMAT, **dataclasses.asdict(header)}
+    if header.anchor is not None:
+        table["anchor"]["digest"] = header.anchor.digest.hex()
+    return table
+
+
+def _header(table: dict[str, Any]) -> Header:
+    owner, anchor, data = table["owner"], table["anchor"], table["data"]
+    if anchor is not None:
+        anchor = AnchorVersion(**(anchor | {"digest": bytes.fromhex(anchor["digest"])}))
+    if data is not None:
+        cursor = data["cursor"]
+        data = DataState(**(data | {"cursor": Cursor(Place(**cursor["block"]), cursor["taken"])}))
+    return Header(
+        Owner(RunId(owner["run"]), PeerId(owner["peer"]), ModuleId(**owner["module"])),
+        int(table["number"]),
+        int(table["steps"]),
+        dict(table["adam_steps"]),
+        Counters(**table["counters"]),
+        anchor,
+        data,
+        _file_record(table["file"]),
+    )
+
+
+def _file_record(table: dict[str, Any]) -> FileRecord:
+    record = FileRecord(**table)
+    if Path(record.name).name != record.name or len(record.blake3) != _HASH_CHARACTERS:
+        raise CorruptSnapshot(f"it names a file that cannot be a snapshot's: {record.name!r}")
+    return record
+
+
+def _canonical(table: dict[str, Any]) -> bytes:
+    return json.dumps(table, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
