@@ -151,8 +151,14 @@ async def _write_parameters(
         while to_write and to_write[0].shapes.keys() <= waiting.keys():
             shard = to_write.pop(0)
             tensors = {name: waiting.pop(name).contiguous() for name in shard.shapes}
-            await asyncio.to_thread(save_file, tensors, folder / shard.file, {"format": "pt"})
+            await asyncio.to_thread(_write_shard, folder, shard.file, tensors)
     return digests
+
+
+def _write_shard(folder: Path, name: str, tensors: dict[str, Tensor]) -> None:
+    """safetensors lets nobody but the owner read its files; an export is made to be handed on, like the files beside it."""
+    save_file(tensors, folder / name, metadata={"format": "pt"})
+    (folder / name).chmod((folder / layout.CONFIG).stat().st_mode)
 
 
 def _write_tokenizer(folder: Path, manifest: Manifest, file: Path | None) -> None:

@@ -100,6 +100,10 @@ def test_an_export_of_an_export_is_the_same(tmp_path: Path, folder: Path) -> Non
     assert contents(tmp_path / "again") == contents(folder)
 
 
+def test_whoever_may_read_one_file_may_read_all(folder: Path) -> None:
+    assert len({file.stat().st_mode for file in folder.iterdir()}) == 1
+
+
 def test_the_folder_says_where_it_comes_from(tmp_path: Path) -> None:
     manifest = small_manifest(stages__per_path=1, stages__reordering="adjacent")
     checkpoint = save_checkpoint(tmp_path / "checkpoint", manifest)
