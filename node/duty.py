@@ -7,7 +7,6 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -52,6 +51,7 @@ LARGEST_DEFAULT_GRAPHS = 2 * 2**30
 NO_COUNTS = MicrobatchCounts()
 
 Answering = Callable[[Question], Awaitable[bytes]]
+Hook = Callable[[], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +91,12 @@ class Duty(Protocol):
 
     carrier: Carrier
     answers: dict[QuestionAbout, Answering]
+    before_leaving: list[Hook]
+    """What is still to be done for the others when the module is let go, after `drain`; there is a limit for all together."""
+
+    async def prepare(self) -> None:
+        """Gets the replica ready to serve; the node is JOINING meanwhile. Cancelled when the node is asked to stop."""
+        ...
 
     async def run(self) -> None:
         """Works until cancelled."""
@@ -112,15 +118,25 @@ class Duty(Protocol):
 class HopDuty:
     """A peer of stage 1 or above."""
 
-    def __init__(self, presence: Presence, module: ModuleId, worker: HopWorker, carrier: Carrier, tokens: int) -> None:
+    def __init__(self, given: Assignment, worker: HopWorker, carrier: Carrier) -> None:
         self.carrier = carrier
         self.answers: dict[QuestionAbout, Answering] = {}
-        self._presence = presence
-        self._module = module
+        self.before_leaving: list[Hook] = []
+        self._given = given
+        self._presence = given.presence
+        self._module = given.module
         self._worker = worker
-        self._tokens = tokens
+        self._tokens = given.manifest.microbatch_tokens
         self._rate = Rate(SystemClock())
         self._seen = 0
+
+    async def prepare(self) -> None:
+        """Its digest and its speed, to be announced."""
+        own, part, given = self._presence.own, self._worker.part, self._given
+        own.digest = await given.compute.run(Priority.UPKEEP, lambda: digest_of(part))
+        own.tokens_per_second = await given.compute.run(
+            Priority.UPKEEP, lambda: measure_speed(part, given.manifest, given.device)
+        )
 
     async def run(self) -> None:
         """Keeps the announced speed true."""
@@ -164,7 +180,7 @@ class DataDuty:
 
     def __init__(
         self,
-        presence: Presence,
+        given: Assignment,
         worker: DataWorker,
         carrier: Carrier,
         data_node: DataNode,
@@ -172,10 +188,19 @@ class DataDuty:
     ) -> None:
         self.carrier = carrier
         self.answers: dict[QuestionAbout, Answering] = {}
-        self._presence = presence
+        self.before_leaving: list[Hook] = []
+        self._given = given
+        self._presence = given.presence
         self._worker = worker
         self._data_node = data_node
         self._text_came = text_came
+
+    async def prepare(self) -> None:
+        """Its digest, to be announced."""
+        stage = self._worker.stage
+        self._presence.own.digest = await self._given.compute.run(
+            Priority.UPKEEP, lambda: digest_of(stage.embedding, stage.head)
+        )
 
     async def run(self) -> None:
         async with task_scope() as tasks:
@@ -227,25 +252,20 @@ class DataDuty:
 
 @asynccontextmanager
 async def hop_duty(given: Assignment) -> AsyncIterator[HopDuty]:
-    """The duty of a stage peer, ready to serve: built, measured, its digest known."""
-    manifest, device, own = given.manifest, given.device, given.presence.own
+    """The duty of a stage peer, built but not prepared."""
+    manifest, device = given.manifest, given.device
     budget = default_graph_budget(device).value if given.options.memory is None else given.options.memory
-    prepare = partial(given.compute.run, Priority.UPKEEP)
-    worker = await prepare(lambda: host_hop(manifest, given.module, device, budget))
-    own.digest = await prepare(lambda: digest_of(worker.part))
-    own.tokens_per_second = await prepare(lambda: measure_speed(worker.part, manifest, device))
+    worker = await given.compute.run(Priority.UPKEEP, lambda: host_hop(manifest, given.module, device, budget))
     planner = Planner(path_rules(manifest), given.presence.membership, Estimates(), manifest.microbatch_tokens)
     carrier = _carrier(given, worker, planner)
-    yield HopDuty(given.presence, given.module, worker, carrier, manifest.microbatch_tokens)
+    yield HopDuty(given, worker, carrier)
 
 
 @asynccontextmanager
 async def data_duty(given: Assignment) -> AsyncIterator[DataDuty]:
     """The duty of a data node, its text open and the first microbatches being packed."""
     manifest, own, clock = given.manifest, given.presence.own, SystemClock()
-    prepare = partial(given.compute.run, Priority.UPKEEP)
-    worker = await prepare(lambda: host_stage_zero(manifest, given.device))
-    own.digest = await prepare(lambda: digest_of(worker.stage.embedding, worker.stage.head))
+    worker = await given.compute.run(Priority.UPKEEP, lambda: host_stage_zero(manifest, given.device))
     documents = await asyncio.to_thread(open_documents, manifest)
     estimates, tokens = Estimates(), manifest.microbatch_tokens
     planner = Planner(path_rules(manifest), given.presence.membership, estimates, tokens)
@@ -270,7 +290,7 @@ async def data_duty(given: Assignment) -> AsyncIterator[DataDuty]:
         )
         data_node = DataNode(parts, clock, given.events, given.finished)
         carrier.ends = data_node
-        duty = DataDuty(given.presence, worker, carrier, data_node, text_came)
+        duty = DataDuty(given, worker, carrier, data_node, text_came)
         duty.answers[QuestionAbout.EVALUATE] = HeldOut(manifest, documents, parts.evaluator).answer
         yield duty
 

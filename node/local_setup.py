@@ -35,6 +35,8 @@ class LocalSwarmOptions:
     """CPU threads of each node; None shares this machine's cores among them."""
     checkpoint_dir: Path | None = None
     """Folder that gets every module's parameters at the end, from the first peer of each stage."""
+    moving: bool = False
+    """Whether peers of the stages after 0 may change their stage when the swarm needs it."""
     log_level: str = "warning"
 
     @property
@@ -114,6 +116,8 @@ class LocalSetup:
         """What follows `skipstone` on its command line. The first peer brings the manifest, the others ask for it."""
         target = str(self._manifest_path) if peer.index == 0 else str(self.link)
         arguments = ["join", target, "--json", "--stop-on-eof"]
+        if self._options.moving and peer.stage > 0:
+            arguments.append("--move")
         settings = {
             "--stage": peer.stage,
             "--identity": peer.identity_path,

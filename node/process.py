@@ -1,24 +1,24 @@
-"""A node from start to end: enters a run, takes a module, works until asked to stop, and leaves in good order."""
+"""A node from start to end: enters a run, takes one module after another, works until asked to stop, and leaves in good order."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 
 import torch
 
 from node.checkpoint import CheckpointFolder
 from node.clock import SystemClock
-from node.compute import ComputeThread, Priority
+from node.compute import ComputeThread
 from node.device import choose_device
-from node.duty import Assignment, Duty, data_duty, hop_duty
-from node.events import EventSink, NodeStatus, Note
+from node.duty import Assignment
+from node.events import EventSink, Note
+from node.leave import leave_requests
+from node.moving import MovePeriods, Mover, NextModule, stay_for_ever, workload_of
 from node.options import NodeOptions
 from node.presence import Presence, Whereabouts, present
-from node.report import node_summary, status_json
-from node.task_scope import task_scope
+from node.task_scope import unless
+from node.tenure import Moving, serve_module
 from protocol.directory import DirectorySettings
 from protocol.identity import Identity
 from protocol.manifest import Manifest
@@ -26,19 +26,19 @@ from protocol.memory import keep_freed_memory
 from protocol.seams import Question, QuestionAbout
 from protocol.signed_manifest import SignedManifest, read_signed_manifest
 from swarm.errors import ConfigError
+from swarm.moves import MoveRules
 from swarm.placement import choose_module
-from swarm.vocabulary import ModuleId, PeerState, Reasoned, RunId
+from swarm.vocabulary import ModuleId, Reasoned, RunId
 
-log = logging.getLogger(__name__)
-
-DRAIN_S = 15.0
-"""Less than whoever asked for the stop waits before using force: there is still something to save."""
 LOOK_AROUND_S = 2.0
-REPORT_S = 2.0
+WITHDRAW_S = 2.0
 
 
-async def run_node(options: NodeOptions, events: EventSink, stop: asyncio.Event) -> None:
+async def run_node(options: NodeOptions, events: EventSink, stop: asyncio.Event, moving: Moving | None = None) -> None:
     """Runs one node until `stop` is set, or, for a data node, until its steps are done.
+
+    Args:
+        moving: says for each module that the node takes when it moves on; `readiness_to_move` if not given.
 
     Raises:
         SkipstoneError: it could not start, or something it cannot do without broke.
@@ -53,13 +53,16 @@ async def run_node(options: NodeOptions, events: EventSink, stop: asyncio.Event)
         torch.set_num_threads(options.threads)
     initial = options.link.peers if options.link is not None else ()
     where = Whereabouts(options.listen, options.advertise, options.port, options.dht_port)
-    async with present(identity, run, where, _directory(where, initial, identity, signed), clock, events) as presence:
+    async with (
+        leave_requests(options.identity_path, stop.set),
+        present(identity, run, where, _directory(where, initial, identity, signed), clock, events) as presence,
+    ):
         events.emit(Note("info", f"peer {identity.peer}, device {device.value} ({device.reason})"))
         if signed is None:
-            signed = await _or_stopped(presence.fetch_manifest(options.patience_s), stop)
+            signed = await unless(stop, presence.fetch_manifest(options.patience_s))
             if signed is None:
                 return
-        await _serve(options, presence, signed, device.value, events, stop)
+        await _serve(options, presence, signed, device.value, events, stop, moving or readiness_to_move)
 
 
 async def _serve(
@@ -69,6 +72,7 @@ async def _serve(
     device: torch.device,
     events: EventSink,
     stop: asyncio.Event,
+    moving: Moving,
 ) -> None:
     if signed.manifest.stages.count < 2:
         raise ConfigError(
@@ -77,46 +81,24 @@ async def _serve(
         )
     presence.neighbourhood.watch(signed.manifest.modules())
     presence.reception.answers[QuestionAbout.MANIFEST] = _always(signed.text)
-    module = await _choose(options, presence, signed.manifest)
-    events.emit(Note("info", f"module {module.value}: {module.reason}"))
-    _become(presence, PeerState.JOINING, module.value, events)
+    chosen = await _choose(options, presence, signed.manifest)
+    events.emit(Note("info", f"module {chosen.value}: {chosen.reason}"))
+    folder = None
+    if options.checkpoint_dir is not None:
+        folder = CheckpointFolder(options.checkpoint_dir, signed.run, signed.text)
+    module: ModuleId | None = chosen.value
     with ComputeThread() as compute:
-        make = data_duty if module.value.stage == 0 else hop_duty
-        given = Assignment(options, presence, signed.manifest, module.value, device, compute, events, stop.set)
-        async with make(given) as duty:
-            presence.reception.carrier = duty.carrier
-            presence.reception.answers |= duty.answers
-            presence.reception.answers[QuestionAbout.STATUS] = _status(presence, duty)
-            _become(presence, PeerState.SERVING, module.value, events)
-            async with _at_work(duty, presence, events):
-                await stop.wait()
-                _become(presence, PeerState.DRAINING, module.value, events)
-                await duty.drain(DRAIN_S)
-            await _save(options, signed, duty, compute)
-            events.emit(node_summary(presence.own, duty, compute))
+        while module is not None and not stop.is_set():
+            given = Assignment(options, presence, signed.manifest, module, device, compute, events, stop.set)
+            module = await serve_module(given, moving, folder, stop)
+        await presence.withdraw(WITHDRAW_S)
 
 
-@asynccontextmanager
-async def _at_work(duty: Duty, presence: Presence, events: EventSink) -> AsyncIterator[None]:
-    """The duty's tasks, for as long as the block lasts."""
-    async with task_scope() as tasks:
-        running = [
-            tasks.create_task(duty.carrier.run(presence.transport)),
-            tasks.create_task(duty.run()),
-            tasks.create_task(_report(duty, events)),
-        ]
-        try:
-            await asyncio.sleep(0)  # the carrier takes work only when it runs
-            yield
-        finally:
-            for task in running:
-                task.cancel()
-
-
-async def _report(duty: Duty, events: EventSink) -> None:
-    while True:
-        await asyncio.sleep(REPORT_S)
-        events.emit(duty.load())
+def readiness_to_move(given: Assignment) -> NextModule:
+    """When the node of this assignment moves: by what it sees of the swarm, or never."""
+    if given.module.stage == 0 or not given.options.may_move:
+        return stay_for_ever
+    return Mover(given.presence, given.manifest, given.presence.own.clock, MoveRules(), MovePeriods()).next_module
 
 
 async def _choose(options: NodeOptions, presence: Presence, manifest: Manifest) -> Reasoned[ModuleId]:
@@ -130,22 +112,9 @@ async def _choose(options: NodeOptions, presence: Presence, manifest: Manifest) 
     if options.link is None:
         return Reasoned(ModuleId(0), "the first node of a run is a data node")
     await asyncio.sleep(LOOK_AROUND_S)
-    cost = [max(1, blocks) for blocks in manifest.stages.blocks]
     alive = await presence.neighbourhood.alive(manifest.modules())
-    return choose_module(presence.own.peer, manifest.modules(), alive, cost)
-
-
-def _become(presence: Presence, state: PeerState, module: ModuleId, events: EventSink) -> None:
-    presence.own.state, presence.own.module = state, module
-    presence.neighbourhood.announce()
-    address = presence.own.addresses[0]
-    events.emit(NodeStatus(presence.own.peer, str(module), state.name.lower(), address, str(presence.link)))
-
-
-async def _save(options: NodeOptions, signed: SignedManifest, duty: Duty, compute: ComputeThread) -> None:
-    if options.checkpoint_dir is not None:
-        folder = CheckpointFolder(options.checkpoint_dir, signed.run, signed.text)
-        await compute.run(Priority.UPKEEP, lambda: duty.save(folder))
+    allowed = [module for module in manifest.modules() if module.stage > 0 or options.reads_text]
+    return choose_module(presence.own.peer, allowed, alive, workload_of(manifest))
 
 
 def _read_manifest(options: NodeOptions) -> SignedManifest | None:
@@ -176,31 +145,8 @@ def _directory(
     )
 
 
-async def _or_stopped(wanted: Awaitable[SignedManifest], stop: asyncio.Event) -> SignedManifest | None:
-    """What is wanted, or None when `stop` comes first."""
-    async with task_scope() as tasks:
-        getting, stopping = tasks.create_task(_await(wanted)), tasks.create_task(stop.wait())
-        await asyncio.wait((getting, stopping), return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if not getting.done():
-            getting.cancel()
-            return None
-    return getting.result()
-
-
-async def _await(wanted: Awaitable[SignedManifest]) -> SignedManifest:
-    return await wanted
-
-
 def _always(text: bytes) -> Callable[[Question], Awaitable[bytes]]:
     async def answer(question: Question) -> bytes:
         return text
-
-    return answer
-
-
-def _status(presence: Presence, duty: Duty) -> Callable[[Question], Awaitable[bytes]]:
-    async def answer(question: Question) -> bytes:
-        return status_json(presence.own, duty)
 
     return answer
