@@ -103,6 +103,8 @@ class Carrier:
         self._clock = clock
         self._on_step = on_step
         self.ends: PathEnds = ends or NoPathEnds()
+        self.takes_new_work = True
+        """False while the node leaves the module to its other replicas: what is new is theirs."""
         self.transport: Transport | None = None
         self.wire_s = 0.0
         # Two tensors come to a holding, the input and the gradient; a data node's own are held besides the slots.
@@ -159,7 +161,10 @@ class Carrier:
             return None if expected.value else Refusal(False, expected.reason)
         if message.microbatch.data_node == self.custody.own:
             return None if self.ends.expects(message) else Refusal(False, "this microbatch is not under way")
-        return None if self._admission.hosts(message) else Refusal(False, "this module is not hosted here")
+        if not self._admission.hosts(message):
+            return Refusal(False, "this module is not hosted here")
+        is_held = self.custody.get(Key(message.microbatch, message.position)) is not None
+        return None if self.takes_new_work or is_held else Refusal(False, "this peer is leaving the module")
 
     def received(self, message: MicrobatchTensor, buffer: memoryview) -> None:
         self._arrived = buffer

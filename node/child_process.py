@@ -69,6 +69,11 @@ class ChildProcess:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
 
+    def terminate(self) -> None:
+        """Sends SIGTERM to the child alone. Nothing happens when it is gone."""
+        if not self._gone:
+            self._process.terminate()
+
     def signal_group(self, number: signal.Signals) -> None:
         """Signals the child and everything it has started. Nothing happens when it is gone."""
         if not self._gone:

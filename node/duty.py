@@ -66,6 +66,7 @@ LARGEST_DEFAULT_GRAPHS = 2 * 2**30
 NO_COUNTS = MicrobatchCounts()
 
 Answering = Callable[[Question], Awaitable[bytes]]
+Hook = Callable[[], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,12 @@ class Duty(Protocol):
     answers: dict[QuestionAbout, Answering]
     agreed_now: AgreedNow
     """Gives the anchor that is saved with the module; to be replaced by whoever takes part in rounds."""
+    before_leaving: list[Hook]
+    """What is still to be done for the others when the module is let go, after `drain`; there is a limit for all together."""
+
+    async def prepare(self) -> None:
+        """Gets the replica ready to serve; the node is JOINING meanwhile. Cancelled when the node is asked to stop."""
+        ...
 
     async def run(self) -> None:
         """Works until cancelled."""
@@ -130,16 +137,25 @@ class Duty(Protocol):
 class HopDuty:
     """A peer of stage 1 or above."""
 
-    def __init__(self, presence: Presence, module: ModuleId, worker: HopWorker, carrier: Carrier, tokens: int) -> None:
+    def __init__(self, given: Assignment, worker: HopWorker, carrier: Carrier) -> None:
         self.carrier = carrier
         self.answers: dict[QuestionAbout, Answering] = {}
         self.agreed_now: AgreedNow = nothing_agreed
-        self._presence = presence
-        self._module = module
+        self.before_leaving: list[Hook] = []
+        self._given = given
+        self._presence = given.presence
+        self._module = given.module
         self._worker = worker
-        self._tokens = tokens
+        self._tokens = given.manifest.microbatch_tokens
         self._rate = Rate(SystemClock())
         self._seen = worker.accumulated
+
+    async def prepare(self) -> None:
+        """Its speed, to be announced."""
+        own, part, given = self._presence.own, self._worker.part, self._given
+        own.tokens_per_second = await given.compute.run(
+            Priority.UPKEEP, lambda: measure_speed(part, given.manifest, given.device)
+        )
 
     async def run(self) -> None:
         """Keeps the announced speed true."""
@@ -182,7 +198,7 @@ class DataDuty:
 
     def __init__(
         self,
-        presence: Presence,
+        given: Assignment,
         worker: DataWorker,
         carrier: Carrier,
         data_node: DataNode,
@@ -191,10 +207,15 @@ class DataDuty:
         self.carrier = carrier
         self.answers: dict[QuestionAbout, Answering] = {}
         self.agreed_now: AgreedNow = nothing_agreed
-        self._presence = presence
+        self.before_leaving: list[Hook] = []
+        self._given = given
+        self._presence = given.presence
         self._worker = worker
         self._data_node = data_node
         self._text_came = text_came
+
+    async def prepare(self) -> None:
+        """A data node announces no speed: nobody chooses among them."""
 
     async def run(self) -> None:
         async with task_scope() as tasks:
@@ -246,28 +267,25 @@ class DataDuty:
 
 @asynccontextmanager
 async def hop_duty(given: Assignment) -> AsyncIterator[HopDuty]:
-    """The duty of a stage peer, ready to serve: built and measured."""
-    manifest, device, own = given.manifest, given.device, given.presence.own
+    """The duty of a stage peer, built but not prepared."""
+    manifest, device = given.manifest, given.device
     budget = default_graph_budget(device).value if given.options.memory is None else given.options.memory
-    prepare = partial(given.compute.run, Priority.UPKEEP)
-    worker = await prepare(lambda: host_hop(manifest, given.module, device, budget))
+    worker = await given.compute.run(Priority.UPKEEP, lambda: host_hop(manifest, given.module, device, budget))
     if given.resumed.state is not None:
-        await prepare(partial(restore_hop, worker, given.resumed.state))
-    own.steps = worker.optimizer.steps
-    own.tokens_per_second = await prepare(lambda: measure_speed(worker.part, manifest, device))
+        await given.compute.run(Priority.UPKEEP, partial(restore_hop, worker, given.resumed.state))
+    given.presence.own.steps = worker.optimizer.steps
     planner = Planner(path_rules(manifest), given.presence.membership, Estimates(), manifest.microbatch_tokens)
     carrier = _carrier(given, worker, planner)
-    yield HopDuty(given.presence, given.module, worker, carrier, manifest.microbatch_tokens)
+    yield HopDuty(given, worker, carrier)
 
 
 @asynccontextmanager
 async def data_duty(given: Assignment) -> AsyncIterator[DataDuty]:
     """The duty of a data node, its text open and the first microbatches being packed."""
     manifest, own, clock = given.manifest, given.presence.own, SystemClock()
-    prepare = partial(given.compute.run, Priority.UPKEEP)
-    worker = await prepare(lambda: host_stage_zero(manifest, given.device))
+    worker = await given.compute.run(Priority.UPKEEP, lambda: host_stage_zero(manifest, given.device))
     if given.resumed.state is not None:
-        await prepare(partial(restore_stage_zero, worker, given.resumed.state))
+        await given.compute.run(Priority.UPKEEP, partial(restore_stage_zero, worker, given.resumed.state))
     position, progress = position_of(given.resumed), progress_of(given.resumed)
     own.steps = worker.stage.optimizer.steps
     documents = await asyncio.to_thread(open_documents, manifest)
@@ -298,7 +316,7 @@ async def data_duty(given: Assignment) -> AsyncIterator[DataDuty]:
         )
         data_node = DataNode(parts, clock, given.events, given.finished)
         carrier.ends = data_node
-        duty = DataDuty(given.presence, worker, carrier, data_node, text_came)
+        duty = DataDuty(given, worker, carrier, data_node, text_came)
         duty.answers[QuestionAbout.EVALUATE] = HeldOut(manifest, documents, parts.evaluator).answer
         yield duty
 

@@ -83,6 +83,17 @@ class NodeStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class Move:
+    """The node leaves its module for another that needs it more. Statuses follow: draining, joining, serving."""
+
+    NAME: ClassVar[str] = "move"
+    peer: str
+    module: str
+    target: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class InnerStep:
     """A replica has taken an optimizer step with the mean gradient of `visits` microbatches."""
 
@@ -154,7 +165,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class NodeSummary:
-    """The last event of a node that stopped in good order. Losses are None for a node that is not a data node."""
+    """The account of a module, when its node leaves it for another or, as the last event, stops in good order. Losses are None for a node that is not a data node."""
 
     NAME: ClassVar[str] = "node_summary"
     peer: str
@@ -198,6 +209,7 @@ class Summary:
 Event = (
     Step
     | NodeStatus
+    | Move
     | InnerStep
     | Load
     | Waiting

@@ -40,6 +40,8 @@ class LocalSwarmOptions:
     checkpoint_dir: Path | None = None
     """Folder that every node saves its state to; the nodes' keys are kept there too, so that a second start goes on."""
     checkpoint_every_s: float = 300.0
+    moving: bool = False
+    """Whether peers of the stages after 0 may change their stage when the swarm needs it."""
     log_level: str = "warning"
 
     @property
@@ -132,6 +134,8 @@ class LocalSetup:
         """What follows `skipstone` on its command line. The first peer brings the manifest, the others ask for it."""
         target = str(self._manifest_path) if peer.index == 0 else str(self.link)
         arguments = ["join", target, "--json", "--stop-on-eof"]
+        if self._options.moving and peer.stage > 0:
+            arguments.append("--move")
         settings = {
             "--stage": peer.stage,
             "--identity": peer.identity_path,

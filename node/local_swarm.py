@@ -133,6 +133,11 @@ class LocalSwarm:
         if index in self._children:
             self._children[index].signal_group(number)
 
+    def terminate(self, index: int) -> None:
+        """Sends SIGTERM to a node alone, as a service manager would; what it has started is its own to stop."""
+        if index in self._children:
+            self._children[index].terminate()
+
     def request_stop(self) -> None:
         """Asks every node to stop in good order; those that have not after the limit are killed. Returns at once."""
         self._stopping.set()

@@ -99,8 +99,12 @@ class Neighbourhood:
         self.changed.set()
 
     def link_down(self, peer: PeerId, error: PeerError) -> None:
-        """A link ended, or one could not be made."""
-        if self.membership.get(peer) is None:  # a path led to a peer that we have not heard of yet
+        """A link ended, or one could not be made. A peer that hosts nothing (any more) has gone with its link."""
+        known = self.membership.get(peer)
+        if known is not None and known.state is PeerState.VISITING:
+            self.membership.forget(peer)
+            self._publish_view()
+        elif known is None:  # a path led to a peer that we have not heard of yet
             self._look_now.set()
         elif not self.membership.is_suspect(peer, self._clock.monotonic()) and self._tasks is not None:
             self._tasks.create_task(self._probe(peer))

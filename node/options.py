@@ -28,6 +28,10 @@ class NodeOptions:
     """The node's key file; made when it is not there."""
     stage: int | None = None
     """The stage to host; None to take the one that needs a peer most."""
+    moving: bool | None = None
+    """Whether it may change its module when the swarm needs it elsewhere; None: unless `stage` is given."""
+    reads_text: bool = True
+    """Whether it may choose stage 0, whose peers read the run's text."""
     listen: str = "0.0.0.0"  # noqa: S104 - a node exists to be reached from other machines; TLS decides who may speak
     """The local address that the gRPC server and the DHT bind to."""
     advertise: str | None = None
@@ -54,6 +58,11 @@ class NodeOptions:
     """Seconds between two saves."""
     patience_s: float = 60.0
     """How long the peers named by the link may be out of reach at the start before the node gives up."""
+
+    @property
+    def may_move(self) -> bool:
+        """A node that was told its stage keeps it, if not told otherwise."""
+        return self.stage is None if self.moving is None else self.moving
 
     def __post_init__(self) -> None:
         if self.link is None and self.manifest_path is None:

@@ -30,6 +30,12 @@ class OwnState:
     anchor: AnchorVersion | None = None
     _sequence: int = field(default=0, init=False)
 
+    def take(self, module: ModuleId) -> None:
+        """A module is chosen; what is known of its replica here is still to come."""
+        self.state, self.module = PeerState.JOINING, module
+        self.slots, self.used_slots = 0, lambda: 0
+        self.tokens_per_second, self.steps, self.anchor = 0.0, 0, None
+
     def announcement(self) -> Announcement:
         """A new record of how things are now, with a higher sequence than any before."""
         wall = self.clock.wall()

@@ -74,6 +74,16 @@ class Presence:
         """What others need to join through this node."""
         return JoinLink(self.run, tuple(self.directory.multiaddrs()[:MAX_LINK_PEERS]))
 
+    async def withdraw(self, limit_s: float) -> None:
+        """The last word of a node that leaves: it hosts nothing. Linked peers hear it at once, the directory if it can."""
+        self.own.state, self.own.module = PeerState.VISITING, None
+        self.transport.announce(self.neighbourhood.own_record())
+        try:
+            async with asyncio.timeout(limit_s):
+                await self.directory.publish(self.own.announcement())
+        except (Unreachable, TimeoutError) as error:
+            log.info("the directory learns of our leaving by silence: %s", error)
+
     async def fetch_manifest(self, patience_s: float) -> SignedManifest:
         """Asks the peers that are seen, one after the other, until one gives the run's manifest.
 

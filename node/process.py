@@ -1,27 +1,26 @@
-"""A node from start to end: enters a run, takes a module, works until asked to stop, and leaves in good order."""
+"""A node from start to end: enters a run, takes one module after another, works until asked to stop, and leaves in good order."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from collections.abc import Awaitable, Callable
 
 import torch
 
 from node.checkpoint.folder import CheckpointFolder
-from node.checkpoint.state import ReplicaState
 from node.clock import SystemClock
 from node.compute import ComputeThread
 from node.device import choose_device
-from node.duty import Assignment, Duty, data_duty, hop_duty
-from node.events import EventSink, NodeStatus, Note
+from node.duty import Assignment
+from node.events import EventSink, Note
+from node.leave import leave_requests
+from node.moving import MovePeriods, Mover, NextModule, stay_for_ever, workload_of
 from node.options import NodeOptions
 from node.presence import Presence, Whereabouts, present
-from node.report import node_summary, status_json
 from node.resume import Resumed, find_own
-from node.saving import Saver, SaveRequests
-from node.task_scope import task_scope
+from node.saving import SaveRequests
+from node.task_scope import unless
+from node.tenure import Moving, serve_module
 from protocol.directory import DirectorySettings
 from protocol.identity import Identity
 from protocol.manifest import Manifest
@@ -29,19 +28,19 @@ from protocol.memory import keep_freed_memory
 from protocol.seams import Question, QuestionAbout
 from protocol.signed_manifest import SignedManifest, read_signed_manifest
 from swarm.errors import ConfigError
+from swarm.moves import MoveRules
 from swarm.placement import choose_module
-from swarm.vocabulary import ModuleId, PeerState, Reasoned, RunId
+from swarm.vocabulary import ModuleId, Reasoned, RunId
 
-log = logging.getLogger(__name__)
-
-DRAIN_S = 15.0
-"""Less than whoever asked for the stop waits before using force: there is still something to save."""
 LOOK_AROUND_S = 2.0
-REPORT_S = 2.0
+WITHDRAW_S = 2.0
 
 
-async def run_node(options: NodeOptions, events: EventSink, stop: asyncio.Event) -> None:
+async def run_node(options: NodeOptions, events: EventSink, stop: asyncio.Event, moving: Moving | None = None) -> None:
     """Runs one node until `stop` is set, or, for a data node, until its steps are done.
+
+    Args:
+        moving: says for each module that the node takes when it moves on; `readiness_to_move` if not given.
 
     Raises:
         SkipstoneError: it could not start, or something it cannot do without broke.
@@ -56,13 +55,16 @@ async def run_node(options: NodeOptions, events: EventSink, stop: asyncio.Event)
         torch.set_num_threads(options.threads)
     initial = options.link.peers if options.link is not None else ()
     where = Whereabouts(options.listen, options.advertise, options.port, options.dht_port)
-    async with present(identity, run, where, _directory(where, initial, identity, signed), clock, events) as presence:
+    async with (
+        leave_requests(options.identity_path, stop.set),
+        present(identity, run, where, _directory(where, initial, identity, signed), clock, events) as presence,
+    ):
         events.emit(Note("info", f"peer {identity.peer}, device {device.value} ({device.reason})"))
         if signed is None:
-            signed = await _or_stopped(presence.fetch_manifest(options.patience_s), stop)
+            signed = await unless(stop, presence.fetch_manifest(options.patience_s))
             if signed is None:
                 return
-        await _serve(options, presence, signed, device.value, events, stop)
+        await _serve(options, presence, signed, device.value, events, stop, moving or readiness_to_move)
 
 
 async def _serve(
@@ -72,6 +74,7 @@ async def _serve(
     device: torch.device,
     events: EventSink,
     stop: asyncio.Event,
+    moving: Moving,
 ) -> None:
     if signed.manifest.stages.count < 2:
         raise ConfigError(
@@ -81,53 +84,27 @@ async def _serve(
     presence.neighbourhood.watch(signed.manifest.modules())
     presence.reception.answers[QuestionAbout.MANIFEST] = _always(signed.text)
     resumed = await _find_own(options, presence, signed, events)
-    module = await _choose(options, presence, signed.manifest, resumed)
-    events.emit(Note("info", f"module {module.value}: {module.reason}"))
-    _become(presence, PeerState.JOINING, module.value, events)
+    chosen = await _choose(options, presence, signed.manifest, resumed)
+    events.emit(Note("info", f"module {chosen.value}: {chosen.reason}"))
+    folder = None
+    if options.checkpoint_dir is not None:
+        folder = CheckpointFolder(options.checkpoint_dir, signed.run, signed.text)
+    module: ModuleId | None = chosen.value
     with ComputeThread() as compute:
-        make = data_duty if module.value.stage == 0 else hop_duty
-        given = Assignment(
-            options, presence, signed.manifest, module.value, device, compute, events, stop.set, SaveRequests(), resumed
-        )
-        async with make(given) as duty:
-            resumed.state = None
-            presence.reception.carrier = duty.carrier
-            presence.reception.answers |= duty.answers
-            presence.reception.answers[QuestionAbout.STATUS] = _status(presence, duty)
-            _become(presence, PeerState.SERVING, module.value, events)
-            with _saver(given, signed, duty.capture) as saver:
-                async with _at_work(duty, presence, events, saver):
-                    await stop.wait()
-                    _become(presence, PeerState.DRAINING, module.value, events)
-                    await duty.drain(DRAIN_S)
-                if saver is not None:
-                    await saver.save_at_the_end()
-            events.emit(node_summary(presence.own, duty, compute))
+        while module is not None and not stop.is_set():
+            given = Assignment(
+                options, presence, signed.manifest, module, device, compute, events, stop.set, SaveRequests(), resumed
+            )
+            module = await serve_module(given, moving, folder, stop)
+            resumed = Resumed()
+        await presence.withdraw(WITHDRAW_S)
 
 
-@asynccontextmanager
-async def _at_work(duty: Duty, presence: Presence, events: EventSink, saver: Saver | None) -> AsyncIterator[None]:
-    """The duty's tasks, for as long as the block lasts."""
-    async with task_scope() as tasks:
-        running = [
-            tasks.create_task(duty.carrier.run(presence.transport)),
-            tasks.create_task(duty.run()),
-            tasks.create_task(_report(duty, events)),
-        ]
-        if saver is not None:
-            running.append(tasks.create_task(saver.run()))
-        try:
-            await asyncio.sleep(0)  # the carrier takes work only when it runs
-            yield
-        finally:
-            for task in running:
-                task.cancel()
-
-
-async def _report(duty: Duty, events: EventSink) -> None:
-    while True:
-        await asyncio.sleep(REPORT_S)
-        events.emit(duty.load())
+def readiness_to_move(given: Assignment) -> NextModule:
+    """When the node of this assignment moves: by what it sees of the swarm, or never."""
+    if given.module.stage == 0 or not given.options.may_move:
+        return stay_for_ever
+    return Mover(given.presence, given.manifest, given.presence.own.clock, MoveRules(), MovePeriods()).next_module
 
 
 async def _choose(options: NodeOptions, presence: Presence, manifest: Manifest, resumed: Resumed) -> Reasoned[ModuleId]:
@@ -143,16 +120,9 @@ async def _choose(options: NodeOptions, presence: Presence, manifest: Manifest, 
     if options.link is None:
         return Reasoned(ModuleId(0), "the first node of a run is a data node")
     await asyncio.sleep(LOOK_AROUND_S)
-    cost = [max(1, blocks) for blocks in manifest.stages.blocks]
     alive = await presence.neighbourhood.alive(manifest.modules())
-    return choose_module(presence.own.peer, manifest.modules(), alive, cost)
-
-
-def _become(presence: Presence, state: PeerState, module: ModuleId, events: EventSink) -> None:
-    presence.own.state, presence.own.module = state, module
-    presence.neighbourhood.announce()
-    address = presence.own.addresses[0]
-    events.emit(NodeStatus(presence.own.peer, str(module), state.name.lower(), address, str(presence.link)))
+    allowed = [module for module in manifest.modules() if module.stage > 0 or options.reads_text]
+    return choose_module(presence.own.peer, allowed, alive, workload_of(manifest))
 
 
 async def _find_own(options: NodeOptions, presence: Presence, signed: SignedManifest, events: EventSink) -> Resumed:
@@ -164,17 +134,6 @@ async def _find_own(options: NodeOptions, presence: Presence, signed: SignedMani
     for note in notes:
         events.emit(note)
     return resumed
-
-
-def _saver(
-    given: Assignment, signed: SignedManifest, capture: Callable[[], ReplicaState]
-) -> AbstractContextManager[Saver | None]:
-    options = given.options
-    if options.checkpoint_dir is None:
-        return nullcontext()
-    folder = CheckpointFolder(options.checkpoint_dir, signed.run, signed.text)
-    every_s, peer = options.checkpoint_every_s, given.presence.own.peer
-    return Saver(folder, peer, given.module, capture, given.compute, given.saves, given.events, every_s)
 
 
 def _read_manifest(options: NodeOptions) -> SignedManifest | None:
@@ -205,31 +164,8 @@ def _directory(
     )
 
 
-async def _or_stopped(wanted: Awaitable[SignedManifest], stop: asyncio.Event) -> SignedManifest | None:
-    """What is wanted, or None when `stop` comes first."""
-    async with task_scope() as tasks:
-        getting, stopping = tasks.create_task(_await(wanted)), tasks.create_task(stop.wait())
-        await asyncio.wait((getting, stopping), return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if not getting.done():
-            getting.cancel()
-            return None
-    return getting.result()
-
-
-async def _await(wanted: Awaitable[SignedManifest]) -> SignedManifest:
-    return await wanted
-
-
 def _always(text: bytes) -> Callable[[Question], Awaitable[bytes]]:
     async def answer(question: Question) -> bytes:
         return text
-
-    return answer
-
-
-def _status(presence: Presence, duty: Duty) -> Callable[[Question], Awaitable[bytes]]:
-    async def answer(question: Question) -> bytes:
-        return status_json(presence.own, duty)
 
     return answer

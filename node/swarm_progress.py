@@ -40,7 +40,7 @@ class PeerProgress:
     """One node of the swarm, as its own events and its process tell."""
 
     stage: int
-    """The stage it was started for."""
+    """The stage it hosts, or was started for."""
     peer: str
     module: str | None = None
     state: str = "starting"
@@ -150,7 +150,8 @@ def apply(state: SwarmProgress, index: int, event: Event, now: float) -> Progres
         case Step():
             return _step_reported(state, index, event, now)
         case NodeStatus():
-            peer = replace(peer, peer=event.peer, module=event.module, state=event.state)
+            stage = _stage_of(event.module, otherwise=peer.stage)
+            peer = replace(peer, stage=stage, peer=event.peer, module=event.module, state=event.state)
             return Progressed(_with_peer(state, index, peer), (event,))
         case InnerStep():
             return Progressed(_with_peer(state, index, replace(peer, inner_steps=event.step)), (event,))
@@ -172,6 +173,11 @@ def apply(state: SwarmProgress, index: int, event: Event, now: float) -> Progres
             return noted(state, event)
         case _:
             return Progressed(state, (event,))
+
+
+def _stage_of(module: str | None, otherwise: int) -> int:
+    stage = (module or "").partition(".")[0]
+    return int(stage) if stage.isdecimal() else otherwise
 
 
 def noted(state: SwarmProgress, note: Note) -> Progressed:

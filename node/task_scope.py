@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 from swarm.errors import SkipstoneError
+
+Wanted = TypeVar("Wanted")
 
 
 @asynccontextmanager
@@ -31,6 +34,22 @@ async def set_or_after(event: asyncio.Event, seconds: float) -> None:
     except TimeoutError:
         return
     event.clear()
+
+
+async def unless(stop: asyncio.Event, wanted: Awaitable[Wanted]) -> Wanted | None:
+    """What is wanted, or None when `stop` is set first; then the work on it is cancelled."""
+
+    async def getting() -> Wanted:
+        return await wanted
+
+    async with task_scope() as tasks:
+        work, stopping = tasks.create_task(getting()), tasks.create_task(stop.wait())
+        await asyncio.wait((work, stopping), return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not work.done():
+            work.cancel()
+            return None
+    return work.result()
 
 
 def _telling(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -73,7 +73,7 @@ class Membership:
         return gone
 
     def forget(self, peer: PeerId) -> None:
-        """The peer has said that it leaves."""
+        """The peer hosts nothing and has gone."""
         self._members.pop(peer, None)
 
     def fail(self, peer: PeerId, now: float) -> None:

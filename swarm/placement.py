@@ -1,41 +1,45 @@
-"""Which module a newcomer takes: the one whose replicas together are slowest for their share of the visits, empty ones first."""
+"""Which module a newcomer takes: the one where it helps the swarm most, empty ones first. Moving later is `swarm.moves`."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 
 from swarm.announcement import Announcement
-from swarm.vocabulary import ModuleId, PeerId, PeerState, Reasoned
+from swarm.capacity import ABOUT_EQUAL, Workload, allowed_throughput, draw, hosts_of, usual_power
+from swarm.vocabulary import ModuleId, PeerId, Reasoned
 
 
 def choose_module(
-    own: PeerId, modules: Sequence[ModuleId], announcements: Iterable[Announcement], cost: Sequence[float]
+    own: PeerId,
+    modules: Sequence[ModuleId],
+    announcements: Iterable[Announcement],
+    workload: Workload,
+    power: float = 0.0,
 ) -> Reasoned[ModuleId]:
-    """The module that needs the newcomer most.
+    """The module that brings the swarm the highest throughput when the newcomer takes it.
+
+    Where several are about equally good, the one that is shortest of peers; where these are about equal too, the newcomer's
+    hash decides, so that several newcomers at once spread out.
 
     Args:
-        own: the newcomer. Among modules that need it equally, its hash decides, so that several newcomers at once spread out.
-        modules: those it may take, none of them empty.
+        modules: those it may take, at least one; a peer that cannot read the text leaves stage 0 out.
         announcements: everybody's; peers that are joining count as if they served already.
-        cost: of each stage, the work of one visit (blocks, say).
+        power: of the newcomer, in units of cost per second; 0 when not known, which takes it for an average one.
     """
-    replicas: dict[ModuleId, list[Announcement]] = {module: [] for module in modules}
-    for announcement in announcements:
-        alive = announcement.state in (PeerState.SERVING, PeerState.JOINING)
-        if alive and announcement.module in replicas:
-            replicas[announcement.module].append(announcement)
-    empty = [module for module in modules if not replicas[module]]
-    if empty:
-        chosen = min(empty, key=lambda module: _draw(own, module))
+    hosts = hosts_of(announcements, workload)
+    allowed = allowed_throughput(hosts, workload)
+    power = power or usual_power(host.power for host in hosts)
+
+    def with_us(module: ModuleId) -> float:
+        """The swarm's throughput if the newcomer takes the module."""
+        ours = allowed[module] + power / workload.work(module)
+        return min([ours, *(allowed[other] for other in workload.modules if other != module)])
+
+    best = max(with_us(module) for module in modules)
+    helpful = [module for module in modules if with_us(module) >= best * (1 - ABOUT_EQUAL)]
+    least = min(allowed[module] for module in helpful)
+    shortest = [module for module in helpful if allowed[module] <= least * (1 + ABOUT_EQUAL)]
+    chosen = max(shortest, key=lambda module: draw(own, module))
+    if allowed[chosen] == 0:
         return Reasoned(chosen, f"module {chosen} has no peer")
-
-    def need(module: ModuleId) -> float:
-        return cost[module.stage] / len(replicas[module])
-
-    chosen = max(modules, key=lambda module: (need(module), _draw(own, module)))
-    return Reasoned(chosen, f"module {chosen} has the most work for each of its {len(replicas[chosen])} peers")
-
-
-def _draw(own: PeerId, module: ModuleId) -> bytes:
-    return hashlib.sha256(f"{own}/{module}".encode()).digest()
+    return Reasoned(chosen, f"module {chosen} has the least power for its share of the visits")

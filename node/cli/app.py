@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 from node.cli.export import export
 from node.cli.generate import generate
 from node.cli.join import join
+from node.cli.leave import leave
 from node.cli.new import new
 from node.cli.questions import evaluate, status
 from node.cli.solo import solo
@@ -79,6 +80,7 @@ def version() -> None:
 app.command()(new)
 app.command()(up)
 app.command()(join)
+app.command()(leave)
 app.command()(status)
 app.command()(solo)
 app.command("eval")(evaluate)

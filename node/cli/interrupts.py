@@ -1,9 +1,9 @@
 """Signals and the end of standard input as requests to stop.
 
-The first SIGINT, SIGTERM or SIGHUP asks for a stop in good order; the second ends the process at once. A command that was
-stopped by a signal exits with 128 + its number, however well it stopped: whoever sent the signal knows, and a script can
-tell a run that was cut short from one that reached its end (0). Being asked through the end of standard input is
-different: it is how a parent says "that is enough", and exits 0.
+The first SIGINT, SIGTERM or SIGHUP asks for a stop in good order; the second ends the process at once. A run that was cut short by
+a signal (`up`, `solo`) exits with 128 + its number, however well it stopped, so that a script can tell it from one that reached its
+end (0). A node has no end of its own: one that left in good order exits with 0, whoever asked, by a signal, by `skipstone leave`
+or through the end of standard input.
 """
 
 from __future__ import annotations
@@ -68,6 +68,16 @@ def leave_at_once(number: int) -> None:
     os._exit(128 + number)
 
 
+def end_by(seconds: float) -> None:
+    """Ends this process without any cleaning up when it is still there after so long, its event loop stuck or not."""
+
+    def end() -> None:
+        time.sleep(seconds)
+        leave_at_once(signal.SIGKILL)
+
+    threading.Thread(target=end, name="end-by", daemon=True).start()
+
+
 def stop_on_end_of_input(ask: Callable[[], None]) -> None:
     """Calls `ask` on the event loop when standard input ends, and ends the process if that does not stop it in time.
 
@@ -81,7 +91,6 @@ def stop_on_end_of_input(ask: Callable[[], None]) -> None:
                 pass
         with contextlib.suppress(RuntimeError):  # the loop has closed: the process is ending already
             loop.call_soon_threadsafe(ask)
-        time.sleep(STOP_LIMIT_S + 5)
-        leave_at_once(signal.SIGKILL)
+        end_by(STOP_LIMIT_S + 5)
 
     threading.Thread(target=watch, name="end-of-input", daemon=True).start()

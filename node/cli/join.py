@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from node.cli.interrupts import Interrupts, leave_at_once, stop_on_end_of_input
+from node.cli.interrupts import STOP_LIMIT_S, Interrupts, end_by, leave_at_once, stop_on_end_of_input
 from node.cli.output import LogLevel, announce, event_sink, run_loop, start_log, tell
 from swarm.errors import ConfigError
 
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 def join(
     target: Annotated[str, typer.Argument(metavar="LINK|MANIFEST", help="A join link, or a manifest to begin with.")],
     stage: Annotated[int | None, typer.Option(help="The stage to host [default: the one that needs it most]")] = None,
+    move: Annotated[
+        bool | None, typer.Option("--move/--stay", help="Change stages when needed [default: unless --stage is given]")
+    ] = None,
+    data: Annotated[bool, typer.Option("--data/--no-data", help="May take stage 0, which reads the text.")] = True,
     identity: Annotated[Path | None, typer.Option(help="The node's key file; made when it is not there.")] = None,
     listen: Annotated[str, typer.Option(help="Local address to bind to.")] = "0.0.0.0",  # noqa: S104 - see NodeOptions
     advertise: Annotated[str | None, typer.Option(help="Host that others reach this node at.")] = None,
@@ -38,7 +42,7 @@ def join(
     stop_on_eof: Annotated[bool, typer.Option("--stop-on-eof", help="Stop when standard input ends.")] = False,
     log_level: Annotated[LogLevel, typer.Option(help="Of the log on standard error.")] = LogLevel.WARNING,
 ) -> None:
-    """Run one node of a swarm. Ctrl-C stops it in good order, a second Ctrl-C at once."""
+    """Run one node of a swarm. Ctrl-C or `skipstone leave` stops it in good order, a second Ctrl-C at once."""
     if not json:
         announce("skipstone join: starting a node", as_json=False)
     start_log(log_level)
@@ -50,6 +54,8 @@ def join(
         manifest_path=manifest_path,
         identity_path=identity or default_identity_path(),
         stage=stage,
+        moving=move,
+        reads_text=data,
         listen=listen,
         advertise=advertise,
         port=port,
@@ -68,19 +74,20 @@ def join(
 
 
 async def _join(options: NodeOptions, *, as_json: bool, stop_on_eof: bool) -> int:
-    """Runs the node and returns the exit code."""
+    """Runs the node and returns the exit code: leaving in good order is how a node ends, whoever asked for it."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     if stop_on_eof:
         stop_on_end_of_input(stop.set)
-    with Interrupts(lambda: _ask_politely(loop, stop), leave_at_once) as interrupts:
+    with Interrupts(lambda: _ask_politely(loop, stop), leave_at_once):
         from node.process import run_node
 
         await run_node(options, event_sink(as_json=as_json, on_closed=stop.set), stop)
-        return interrupts.exit_code
+        return 0
 
 
 def _ask_politely(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    end_by(STOP_LIMIT_S)
     tell("stopping in good order; once more to stop at once")
     loop.call_soon_threadsafe(stop.set)
 

@@ -10,6 +10,7 @@ from node.events import (
     Event,
     InnerStep,
     Load,
+    Move,
     NodeStatus,
     NodeSummary,
     Note,
@@ -46,6 +47,9 @@ def plain_line(event: Event) -> str | None:
             return f"step {event.step}  loss {loss_text(event.loss)}  {count(event.tokens_per_s)} tokens/s"
         case NodeStatus():
             return _node_line(event)
+        case Move():
+            goal = f"module {harmless(event.target)}"
+            return f"node {peer_name(event.peer)} leaves module {harmless(event.module)} for {goal}: {harmless(event.reason)}"
         case InnerStep():
             name = f"{harmless(event.module)} {peer_name(event.peer)}"
             return f"{name}  inner step {event.step}  {event.visits} visits  gradient norm {event.gradient_norm:.3g}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from node.model.initial import initialise
 from node.model.parts import BlockStack, EmbeddingPart, HeadPart
-from protocol.manifest import Manifest
+from protocol.manifest import Manifest, ModelSection
 from swarm.vocabulary import ModuleId
 
 
@@ -36,6 +36,12 @@ def build_head(manifest: Manifest) -> HeadPart:
     return part
 
 
+def block_parameters(model: ModelSection) -> int:
+    """Weights of the matrices of one transformer block; its two norms are left out."""
+    kv_size = model.kv_heads * model.head_size
+    return model.hidden * (2 * model.hidden + 2 * kv_size + 3 * model.feed_forward)
+
+
 def training_flops_per_token(manifest: Manifest) -> float:
     """Floating point operations of one token's forward and backward pass through the whole model.
 
@@ -43,7 +49,6 @@ def training_flops_per_token(manifest: Manifest) -> float:
     (Kaplan et al. 2020, arXiv:2001.08361, section 2.1).
     """
     model, blocks = manifest.model, sum(manifest.stages.blocks)
-    kv_size = model.kv_heads * model.head_size
-    weights = model.hidden * (2 * model.hidden + 2 * kv_size + 3 * model.feed_forward)
+    weights = block_parameters(model)
     attention = 6 * model.sequence * model.hidden
     return float(6 * (blocks * weights + model.hidden * model.vocabulary) + blocks * attention)

@@ -333,3 +333,15 @@ async def test_a_hop_lets_go_of_a_data_node_that_is_gone() -> None:
         swarm.ends.lost(microbatch, "its data node stops")
         swarm.open(gate)
         await swarm.all_clear()
+
+
+async def test_a_peer_that_leaves_takes_nothing_new_but_finishes_what_it_holds() -> None:
+    async with small_swarm(A, B) as swarm:
+        carrier, tensor = swarm[A].carrier, hop(swarm, A).tensor
+        held, new = (Forward(MicrobatchId(DATA, n), AB, 0, Purpose.TRAIN, LIFETIME_S) for n in range(2))
+        assert isinstance(carrier.admit(DATA, held, tensor), memoryview)
+        carrier.takes_new_work = False
+        assert carrier.admit(DATA, new, tensor) == Refusal(False, "this peer is leaving the module")
+        again = carrier.admit(DATA, held, tensor)
+        assert isinstance(again, memoryview), "its sender tries again over a new link"
+        carrier.broken_off(held, again)

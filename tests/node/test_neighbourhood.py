@@ -263,3 +263,16 @@ async def test_a_link_that_ends_before_the_node_runs_is_noted_and_not_asked_abou
     there.neighbourhood.link_down(other.peer, GONE)
     assert not there.may_use(other)
     assert there.links.asked == []
+
+
+async def test_a_peer_whose_last_word_is_that_it_hosts_nothing_is_forgotten_with_its_link() -> None:
+    async with place() as there:
+        other = Other(there.clock)
+        there.meets(other)
+        other.state.state = PeerState.VISITING
+        there.neighbourhood.announced(other.peer, other.record())
+        assert not there.may_use(other)
+        there.neighbourhood.link_down(other.peer, GONE)
+        assert there.membership.get(other.peer) is None
+        assert there.book.contact(other.peer) is None
+        assert there.links.asked == [], "nobody asks whether it is still there"

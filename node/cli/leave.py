@@ -1,0 +1,28 @@
+"""`skipstone leave`: asks the node that runs on this machine to leave its swarm in good order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from node.cli.interrupts import STOP_LIMIT_S
+from node.cli.output import announce, print_json, run_loop
+
+
+def leave(
+    identity: Annotated[Path | None, typer.Option(help="The key file that the node was started with.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Ask this machine's node to leave in good order, and wait until it has."""
+    announce("skipstone leave: asking the node to leave", as_json=json)
+    from node.leave import ask_to_leave
+    from node.options import default_identity_path
+
+    path = identity or default_identity_path()
+    run_loop(ask_to_leave(path, STOP_LIMIT_S + 5))
+    if json:
+        print_json({"left": str(path)})
+    else:
+        typer.echo("it has left")
