@@ -5,7 +5,7 @@ from __future__ import annotations
 from protocol.manifest import Manifest
 from protocol.seams import Codec, DType, TensorSpec
 from swarm.errors import ProtocolViolation
-from swarm.messages import Backward, Forward, TensorMessage
+from swarm.messages import Backward, Forward, MicrobatchTensor
 from swarm.vocabulary import ModuleId, PeerId, short
 
 
@@ -30,7 +30,7 @@ class Admission:
         self._modules = frozenset(manifest.modules()) - {ModuleId(0)}
         self._longest = manifest.stages.visited_per_path
 
-    def check(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec) -> None:
+    def check(self, sender: PeerId, message: MicrobatchTensor, tensor: TensorSpec) -> None:
         """Raises ProtocolViolation when an honest peer could not have sent this."""
         if tensor != self._tensor:
             raise ProtocolViolation(
@@ -52,12 +52,12 @@ class Admission:
             raise ProtocolViolation("the message is for another peer on the path")
         self._check_sender(sender, message)
 
-    def hosts(self, message: TensorMessage) -> bool:
+    def hosts(self, message: MicrobatchTensor) -> bool:
         """Whether the hop it names is our module. A sender with an old view may be honestly wrong about that."""
         hops, position = message.path.hops, message.position
         return not 0 <= position < len(hops) or hops[position].module == self._module
 
-    def _check_sender(self, sender: PeerId, message: TensorMessage) -> None:
+    def _check_sender(self, sender: PeerId, message: MicrobatchTensor) -> None:
         """Only the neighbour on the path may hand something over; who that is depends on the direction."""
         match message:
             case Forward(position=position) if position < 0:

@@ -45,14 +45,14 @@ from swarm.holdings import (
 from swarm.messages import (
     Backward,
     Close,
-    ControlMessage,
     Direction,
     Forward,
+    MicrobatchControl,
+    MicrobatchTensor,
     Purpose,
     Receipt,
     ReceiptStatus,
     Stranded,
-    TensorMessage,
 )
 from swarm.vocabulary import MicrobatchId, PeerId
 
@@ -140,7 +140,7 @@ class Carrier:
 
     # ---- what comes in by the links ----------------------------------------------------------------------------------
 
-    def admit(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec) -> memoryview | Refusal:
+    def admit(self, sender: PeerId, message: MicrobatchTensor, tensor: TensorSpec) -> memoryview | Refusal:
         self._admission.check(sender, message, tensor)
         refusal = self._refusal(message)
         if refusal is not None:
@@ -151,7 +151,7 @@ class Carrier:
                 return Refusal(True, place.reason, BUSY_RETRY_S)
         return self._pool.take()
 
-    def _refusal(self, message: TensorMessage) -> Refusal | None:
+    def _refusal(self, message: MicrobatchTensor) -> Refusal | None:
         if self._pool.in_use >= self._pool.limit:
             return Refusal(True, "all receive buffers are in use", BUSY_RETRY_S)
         if isinstance(message, Backward):
@@ -161,19 +161,19 @@ class Carrier:
             return None if self.ends.expects(message) else Refusal(False, "this microbatch is not under way")
         return None if self._admission.hosts(message) else Refusal(False, "this module is not hosted here")
 
-    def received(self, message: TensorMessage, buffer: memoryview) -> None:
+    def received(self, message: MicrobatchTensor, buffer: memoryview) -> None:
         self._arrived = buffer
         self.handle(ForwardArrived(message) if isinstance(message, Forward) else BackwardArrived(message))
         if self._arrived is not None:  # a second copy, or forgotten meanwhile: nothing is computed from it
             self._pool.give_back(self._arrived)
             self._arrived = None
 
-    def broken_off(self, message: TensorMessage, buffer: memoryview) -> None:
+    def broken_off(self, message: MicrobatchTensor, buffer: memoryview) -> None:
         self._pool.give_back(buffer)
         if isinstance(message, Forward):
             self.handle(BrokenOff(Key(message.microbatch, message.position)))
 
-    def told(self, sender: PeerId, message: ControlMessage) -> None:
+    def told(self, sender: PeerId, message: MicrobatchControl) -> None:
         match message:
             case Receipt():
                 if message.status is ReceiptStatus.PASSED_ON and self._may_report(sender, message):
@@ -300,7 +300,7 @@ class Carrier:
             self.handle(PeerLost(action.to, str(error)))
         self.wire_s += self._clock.monotonic() - begun
 
-    async def _telling(self, to: PeerId, message: ControlMessage) -> None:
+    async def _telling(self, to: PeerId, message: MicrobatchControl) -> None:
         assert self.transport is not None
         try:
             await self.transport.tell(to, message)

@@ -3,41 +3,79 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 from node.carrier import Carrier
 from node.neighbourhood import Neighbourhood
 from protocol.seams import Question, QuestionAbout, Refusal, TensorSpec
 from swarm.errors import PeerError, Rejected
-from swarm.messages import ControlMessage, TensorMessage
+from swarm.messages import (
+    Backward,
+    ControlMessage,
+    Forward,
+    MicrobatchControl,
+    TensorMessage,
+)
+from swarm.round_messages import RoundControl, RoundPiece, StateChunk, StateControl
 from swarm.vocabulary import PeerId
 
 Answering = Callable[[Question], Awaitable[bytes]]
+RoundTensor = RoundPiece | StateChunk
+
+
+class RoundReceiver(Protocol):
+    """Who minds rounds and catching up. As `protocol.seams.LinkHandler`, for the messages of `swarm.round_messages`."""
+
+    def admit(self, sender: PeerId, message: RoundTensor, tensor: TensorSpec) -> memoryview | Refusal:
+        """A refusal reaches the sender as no more than "stop sending". Raises ProtocolViolation."""
+        ...
+
+    def received(self, sender: PeerId, message: RoundTensor, tensor: TensorSpec, buffer: memoryview) -> None: ...
+
+    def broken_off(self, sender: PeerId, message: RoundTensor, buffer: memoryview, error: PeerError) -> None: ...
+
+    def told(self, sender: PeerId, message: RoundControl | StateControl) -> None: ...
+
+    def link_down(self, peer: PeerId, error: PeerError) -> None: ...
 
 
 class Reception:
-    """`protocol.seams.LinkHandler`. Before a node hosts a module there is no carrier, and tensors are refused."""
+    """`protocol.seams.LinkHandler`. Before a node hosts a module there is neither carrier nor rounds, and tensors are refused."""
 
     def __init__(self, neighbourhood: Neighbourhood) -> None:
         self._neighbourhood = neighbourhood
         self.carrier: Carrier | None = None
+        self.rounds: RoundReceiver | None = None
         self.answers: dict[QuestionAbout, Answering] = {}
 
     def admit(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec) -> memoryview | Refusal:
-        if self.carrier is None:
-            return Refusal(False, "no module is hosted here")
-        return self.carrier.admit(sender, message, tensor)
+        if isinstance(message, Forward | Backward):
+            if self.carrier is not None:
+                return self.carrier.admit(sender, message, tensor)
+        elif self.rounds is not None:
+            return self.rounds.admit(sender, message, tensor)
+        return Refusal(False, "no module is hosted here")
 
     def received(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec, buffer: memoryview) -> None:
-        if self.carrier is not None:
-            self.carrier.received(message, buffer)
+        if isinstance(message, Forward | Backward):
+            if self.carrier is not None:
+                self.carrier.received(message, buffer)
+        elif self.rounds is not None:
+            self.rounds.received(sender, message, tensor, buffer)
 
     def broken_off(self, sender: PeerId, message: TensorMessage, buffer: memoryview, error: PeerError) -> None:
-        if self.carrier is not None:
-            self.carrier.broken_off(message, buffer)
+        if isinstance(message, Forward | Backward):
+            if self.carrier is not None:
+                self.carrier.broken_off(message, buffer)
+        elif self.rounds is not None:
+            self.rounds.broken_off(sender, message, buffer, error)
 
     def told(self, sender: PeerId, message: ControlMessage) -> None:
-        if self.carrier is not None:
-            self.carrier.told(sender, message)
+        if isinstance(message, MicrobatchControl):
+            if self.carrier is not None:
+                self.carrier.told(sender, message)
+        elif self.rounds is not None:
+            self.rounds.told(sender, message)
 
     def announced(self, sender: PeerId, record: bytes) -> None:
         self._neighbourhood.announced(sender, record)
@@ -55,3 +93,5 @@ class Reception:
         self._neighbourhood.link_down(peer, error)
         if self.carrier is not None:
             self.carrier.link_down(peer, error)
+        if self.rounds is not None:
+            self.rounds.link_down(peer, error)

@@ -17,25 +17,28 @@ from typing import Any, Final
 from google.protobuf.message import DecodeError
 
 from protocol.chunks import CHUNK_TAG, Chunk, decode_chunk
-from protocol.generated import link_pb2 as wire
-from protocol.microbatch_frames import (
+from protocol.frame_parts import (
     DETAIL_CHARACTERS,
     TensorFrame,
     checked_peer,
-    encode_message,
+    read_detail,
+    read_enum,
+    wire_number,
+)
+from protocol.generated import link_pb2 as wire
+from protocol.microbatch_frames import (
+    encode_control,
+    encode_tensor,
     read_arrival_hint,
     read_backward,
     read_close,
-    read_detail,
-    read_enum,
     read_forward,
     read_receipt,
     read_stranded,
-    wire_number,
 )
 from protocol.seams import Question, QuestionAbout
 from swarm.errors import ProtocolViolation
-from swarm.messages import ControlMessage
+from swarm.messages import ArrivalHint, Backward, Close, ControlMessage, Forward, Receipt, Stranded
 from swarm.vocabulary import PeerId, RunId, VersionRange
 
 MAX_SMALL_FRAME_BYTES: Final = 72 * 1024
@@ -167,8 +170,12 @@ def _wire_frame(frame: SmallFrame) -> wire.Frame:
             return wire.Frame(answer=_wire_answer(frame))
         case AnnouncementFrame(record):
             return wire.Frame(announcement=record)
+        case TensorFrame(Forward() | Backward() as message):
+            return encode_tensor(message, frame)
+        case Receipt() | Stranded() | Close() | ArrivalHint():
+            return encode_control(frame)
         case _:
-            return encode_message(frame)
+            raise TypeError(f"{type(frame).__name__} is not a message that travels yet")
 
 
 def _wire_hello(hello: Hello) -> wire.Hello:

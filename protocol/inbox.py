@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import Final
 
 from protocol.chunks import Chunk
+from protocol.frame_parts import TensorFrame
 from protocol.frames import Cancel, SmallFrame
-from protocol.microbatch_frames import TensorFrame
 from protocol.seams import Clock, LinkHandler, Refusal
 from protocol.transfers import Arrival, Assembly
 from swarm.errors import PeerError, ProtocolViolation, SkipstoneError, Stalled, Unreachable
-from swarm.messages import Direction, Forward, Receipt, ReceiptStatus
+from swarm.messages import Backward, Direction, Forward, MicrobatchTensor, Receipt, ReceiptStatus
 from swarm.vocabulary import PeerId, short
 
 MAX_OPEN_TRANSFERS: Final = 64
@@ -63,7 +63,8 @@ class Inbox:
         admitted = self._handler.admit(self._peer, frame.message, frame.tensor)
         if isinstance(admitted, Refusal):
             self._arrivals[number] = Arrival(frame)
-            self._reply(_receipt_of(frame, admitted))
+            if isinstance(frame.message, Forward | Backward):
+                self._reply(_receipt_of(frame.message, admitted))
             self._reply(Cancel(number))
             return
         if admitted.nbytes != frame.tensor.byte_length or admitted.readonly or not admitted.c_contiguous:
@@ -127,8 +128,7 @@ class Inbox:
         self._handler.broken_off(self._peer, arrival.frame.message, arrival.buffer, error)
 
 
-def _receipt_of(frame: TensorFrame, refusal: Refusal) -> Receipt:
-    message = frame.message
+def _receipt_of(message: MicrobatchTensor, refusal: Refusal) -> Receipt:
     return Receipt(
         message.microbatch,
         Direction.FORWARD if isinstance(message, Forward) else Direction.BACKWARD,

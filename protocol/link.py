@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from protocol.budget import ByteBudget
 from protocol.chunks import Chunk
+from protocol.frame_parts import TensorFrame
 from protocol.frames import (
     AnnouncementFrame,
     AnswerFrame,
@@ -30,7 +31,6 @@ from protocol.frames import (
 from protocol.handshake import meaning_of
 from protocol.inbox import Inbox
 from protocol.meter import Meter
-from protocol.microbatch_frames import TensorFrame
 from protocol.outbox import Outbox
 from protocol.questions import Answering, Asking
 from protocol.seams import Clock, LinkFigures, LinkHandler, Question, TensorSpec

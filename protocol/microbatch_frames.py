@@ -5,87 +5,54 @@ Times are seconds here and whole milliseconds on the wire.
 
 from __future__ import annotations
 
-import enum
-import re
-from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Final
 
-from protocol.chunks import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
+from protocol.frame_parts import (
+    DETAIL_CHARACTERS,
+    TensorFrame,
+    checked_peer,
+    read_detail,
+    read_enum,
+    read_header,
+    read_module,
+    wire_header,
+    wire_module,
+    wire_number,
+)
 from protocol.generated import link_pb2 as wire
-from protocol.seams import Codec, DType, TensorSpec
 from swarm.errors import ProtocolViolation
 from swarm.messages import (
     ArrivalHint,
     Backward,
     Close,
-    ControlMessage,
     Direction,
     Forward,
+    MicrobatchControl,
+    MicrobatchTensor,
     Purpose,
     Receipt,
     ReceiptStatus,
     Stranded,
-    TensorMessage,
 )
-from swarm.vocabulary import MAX_HOPS, Hop, MicrobatchId, ModuleId, Path, PeerId
+from swarm.vocabulary import MAX_HOPS, Hop, MicrobatchId, Path
 
-DETAIL_CHARACTERS: Final = 256
 MAX_LIFETIME_MS: Final = 3_600_000
-MAX_DIMENSIONS: Final = 4
 
-_PEER_ID: Final = re.compile(r"12D3Koo[1-9A-HJ-NP-Za-km-z]{45}")
 _LONGEST_MS: Final = 2**32 - 1
 
-EnumT = TypeVar("EnumT", bound=enum.Enum)
 
-
-@dataclass(frozen=True, slots=True)
-class TensorFrame:
-    """A message whose tensor follows in `chunk_count` chunks of the same transfer."""
-
-    message: TensorMessage
-    tensor: TensorSpec
-    transfer: int
-    chunk_count: int
-
-
-def checked_peer(text: str) -> PeerId:
-    """Only the form is checked: a name proves nothing, the certificate does.
-
-    Raises:
-        ProtocolViolation: not the form of an Ed25519 key's libp2p id.
-    """
-    if not _PEER_ID.fullmatch(text):
-        raise ProtocolViolation("a peer id is not of the form 12D3Koo... with 52 characters")
-    return PeerId(text)
-
-
-def read_enum(kind: type[EnumT], number: int, what: str) -> EnumT:
-    """Raises ProtocolViolation for a number that stands for nothing; 0 does only where the enum has it."""
-    try:
-        return kind(number)
-    except ValueError:
-        raise ProtocolViolation(f"{what} {number} is unknown") from None
-
-
-def read_detail(text: str) -> str:
-    """A text for people, without what could drive their terminal.
-
-    Raises:
-        ProtocolViolation: more than 256 characters.
-    """
-    if len(text) > DETAIL_CHARACTERS:
-        raise ProtocolViolation(f"a detail of {len(text)} characters is longer than {DETAIL_CHARACTERS}")
-    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
-
-
-def encode_message(frame: TensorFrame | ControlMessage) -> wire.Frame:
-    """The frame of link.proto for a message about a microbatch."""
-    match frame:
-        case TensorFrame(Forward() as message):
+def encode_tensor(message: MicrobatchTensor, frame: TensorFrame) -> wire.Frame:
+    """The frame of link.proto for a microbatch's tensor."""
+    match message:
+        case Forward():
             return wire.Frame(forward=_wire_forward(message, frame))
-        case TensorFrame(Backward() as message):
-            return wire.Frame(backward=wire.Backward(route=_wire_route(message), tensor=_wire_header(frame)))
+        case Backward():
+            return wire.Frame(backward=wire.Backward(route=_wire_route(message), tensor=wire_header(frame)))
+
+
+def encode_control(frame: MicrobatchControl) -> wire.Frame:
+    """The frame of link.proto for a small message about a microbatch."""
+    match frame:
         case Receipt():
             return wire.Frame(receipt=_wire_receipt(frame))
         case Stranded():
@@ -102,7 +69,6 @@ def encode_message(frame: TensorFrame | ControlMessage) -> wire.Frame:
                     expected_ms=_milliseconds(frame.expected_s),
                 )
             )
-    raise TypeError(f"{type(frame).__name__} is not a message that travels")
 
 
 def read_forward(forward: wire.Forward) -> TensorFrame:
@@ -113,14 +79,14 @@ def read_forward(forward: wire.Forward) -> TensorFrame:
     if forward.lifetime_ms > MAX_LIFETIME_MS:
         raise ProtocolViolation(f"a lifetime of {forward.lifetime_ms} ms is more than {MAX_LIFETIME_MS}")
     message = Forward(microbatch, path, position, purpose, forward.lifetime_ms / 1000)
-    return _read_header(message, forward.tensor)
+    return read_header(message, forward.tensor)
 
 
 def read_backward(backward: wire.Backward) -> TensorFrame:
     path, position, microbatch = _read_route(backward.route)
     if position >= len(path.hops):
         raise ProtocolViolation(f"backward: position {position} is not before the end of {len(path.hops)} hops")
-    return _read_header(Backward(microbatch, path, position), backward.tensor)
+    return read_header(Backward(microbatch, path, position), backward.tensor)
 
 
 def read_receipt(receipt: wire.Receipt) -> Receipt:
@@ -156,43 +122,12 @@ def _wire_forward(message: Forward, frame: TensorFrame) -> wire.Forward:
         route=_wire_route(message),
         purpose=wire_number(message.purpose),
         lifetime_ms=_milliseconds(message.lifetime_s),
-        tensor=_wire_header(frame),
+        tensor=wire_header(frame),
     )
 
 
-def _wire_header(frame: TensorFrame) -> wire.TensorHeader:
-    return wire.TensorHeader(
-        transfer=frame.transfer,
-        dtype=wire_number(frame.tensor.dtype),
-        codec=wire_number(frame.tensor.codec),
-        shape=frame.tensor.shape,
-        byte_length=frame.tensor.byte_length,
-        chunk_count=frame.chunk_count,
-    )
-
-
-def _read_header(message: TensorMessage, header: wire.TensorHeader) -> TensorFrame:
-    dtype = read_enum(DType, header.dtype, "element type")
-    codec = read_enum(Codec, header.codec, "codec")
-    if not 1 <= len(header.shape) <= MAX_DIMENSIONS or 0 in header.shape:
-        raise ProtocolViolation(
-            f"a tensor has {len(header.shape)} dimensions, or one of size 0; 1 to 4 are allowed, none 0"
-        )
-    tensor = TensorSpec(tuple(header.shape), dtype, codec)
-    length = tensor.byte_length
-    if header.byte_length != length:
-        raise ProtocolViolation(f"a tensor of {length} bytes is announced as {header.byte_length} bytes")
-    fewest, most = -(-length // MAX_CHUNK_BYTES), -(-length // MIN_CHUNK_BYTES)
-    if not fewest <= header.chunk_count <= most:
-        raise ProtocolViolation(f"{header.chunk_count} chunks for {length} bytes; {fewest} to {most} are allowed")
-    return TensorFrame(message, tensor, header.transfer, header.chunk_count)
-
-
-def _wire_route(message: TensorMessage) -> wire.Route:
-    hops = [
-        wire.Hop(module=wire.ModuleId(stage=hop.module.stage, expert=hop.module.expert), peer=hop.peer)
-        for hop in message.path.hops
-    ]
+def _wire_route(message: MicrobatchTensor) -> wire.Route:
+    hops = [wire.Hop(module=wire_module(hop.module), peer=hop.peer) for hop in message.path.hops]
     return wire.Route(microbatch=_wire_microbatch(message.microbatch), hops=hops, position=message.position)
 
 
@@ -200,7 +135,7 @@ def _read_route(route: wire.Route) -> tuple[Path, int, MicrobatchId]:
     if len(route.hops) > MAX_HOPS:
         raise ProtocolViolation(f"a path of {len(route.hops)} hops is longer than {MAX_HOPS}")
     microbatch = _read_microbatch(route.microbatch)
-    hops = tuple(Hop(ModuleId(hop.module.stage, hop.module.expert), checked_peer(hop.peer)) for hop in route.hops)
+    hops = tuple(Hop(read_module(hop.module), checked_peer(hop.peer)) for hop in route.hops)
     if not -1 <= route.position <= len(hops):
         raise ProtocolViolation(f"position {route.position} is not on a path of {len(hops)} hops")
     return Path(microbatch.data_node, hops), route.position, microbatch
@@ -242,8 +177,3 @@ def _read_position(position: int) -> int:
 
 def _milliseconds(seconds: float) -> int:
     return min(max(round(seconds * 1000), 0), _LONGEST_MS)
-
-
-def wire_number(value: enum.Enum) -> Any:
-    """An enum's number, as the generated code takes it: the values are link.proto's."""
-    return value.value

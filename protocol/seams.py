@@ -9,7 +9,7 @@ import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from swarm.announcement import Announcement
 from swarm.errors import PeerError
@@ -40,7 +40,15 @@ class DType(enum.Enum):
 
 
 class Codec(enum.Enum):
+    """How elements become bytes. The value is the one in link.proto; `protocol.codecs` does it."""
+
     NONE = 1
+    """As they are, row-major, little-endian."""
+    INT8 = 2
+    """Float32 only: a signed byte each, and a float32 scale for each INT8_BLOCK of them."""
+
+
+INT8_BLOCK: Final = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +61,10 @@ class TensorSpec:
 
     @property
     def byte_length(self) -> int:
-        return math.prod(self.shape) * self.dtype.size_bytes
+        elements = math.prod(self.shape)
+        if self.codec is Codec.INT8:
+            return elements + DType.FLOAT32.size_bytes * -(-elements // INT8_BLOCK)
+        return elements * self.dtype.size_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +115,7 @@ class LinkHandler(Protocol):
         """Called with the header, before any memory is spent on the tensor.
 
         Returns a writable, contiguous buffer of exactly `tensor.byte_length` bytes, or a refusal, which the transport
-        sends back as a Receipt (BUSY or REFUSED).
+        answers with Cancel and, when it belongs to a microbatch, a Receipt (BUSY or REFUSED).
 
         Raises:
             ProtocolViolation: the header contradicts the manifest; the transport ends the link.

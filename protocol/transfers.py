@@ -7,7 +7,7 @@ the handler gave.
 from __future__ import annotations
 
 from protocol.chunks import Chunk, checksum_of, encode_chunk
-from protocol.microbatch_frames import TensorFrame
+from protocol.frame_parts import TensorFrame
 from swarm.errors import ProtocolViolation
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from swarm.messages import Backward, Close, ControlMessage, Forward, Purpose, Receipt
+from swarm.messages import Backward, Close, Forward, MicrobatchControl, Purpose, Receipt
 from swarm.vocabulary import MicrobatchId, Path, PeerId
 
 
@@ -175,7 +175,7 @@ class SendOutput:
 @dataclass(frozen=True, slots=True)
 class Tell:
     to: PeerId
-    message: ControlMessage
+    message: MicrobatchControl
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What peers say to each other about a microbatch, as plain data. `protocol.frames` turns it into bytes.
+"""What peers say to each other about a microbatch, as plain data, and the union of all that travels. `protocol.frames` turns it into bytes.
 
 A message that carries a tensor is sent together with it; the tensor itself never appears here.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from swarm.round_messages import RoundControl, RoundPiece, StateChunk, StateControl
 from swarm.vocabulary import MicrobatchId, Path
 
 
@@ -87,5 +88,10 @@ class ArrivalHint:
     expected_s: float
 
 
-TensorMessage = Forward | Backward
-ControlMessage = Receipt | Stranded | Close | ArrivalHint
+MicrobatchTensor = Forward | Backward
+MicrobatchControl = Receipt | Stranded | Close | ArrivalHint
+
+TensorMessage = MicrobatchTensor | RoundPiece | StateChunk
+"""Every message that a tensor goes with."""
+ControlMessage = MicrobatchControl | RoundControl | StateControl
+"""Every other message that peers exchange about work, rounds and state."""

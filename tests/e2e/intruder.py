@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from node.clock import SystemClock
 from protocol.chunks import MAX_CHUNK_BYTES
 from protocol.directory import DhtDirectory, DirectorySettings
+from protocol.frame_parts import TensorFrame
 from protocol.identity import Identity
 from protocol.join_link import JoinLink
-from protocol.microbatch_frames import TensorFrame
 from protocol.seams import Contact, TensorSpec
 from swarm.errors import Unreachable
 from swarm.messages import Forward, Purpose, TensorMessage

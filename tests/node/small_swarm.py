@@ -26,13 +26,13 @@ from swarm.custody import Custody
 from swarm.errors import PeerError, Unreachable
 from swarm.holdings import Key, Phase, Started, Tick, Work
 from swarm.messages import (
-    ControlMessage,
     Direction,
     Forward,
+    MicrobatchControl,
+    MicrobatchTensor,
     Purpose,
     Receipt,
     ReceiptStatus,
-    TensorMessage,
 )
 from swarm.vocabulary import Hop, MicrobatchId, ModuleId, Path, PeerId, Reasoned
 from tests.node.small_manifest import small_manifest
@@ -98,7 +98,7 @@ class Gate:
             raise self.error
 
 
-Spot = tuple[PeerId, str | Work, type[TensorMessage] | None]
+Spot = tuple[PeerId, str | Work, type[MicrobatchTensor] | None]
 """Where a gate stands: a peer's computation (its work), or its sending (`"before"` or `"halfway"`, and of which message)."""
 
 
@@ -193,7 +193,7 @@ class SmallSwarm:
         self.clock = ManualClock()
         self.gates: dict[Spot, Gate] = {}
         self.dead: set[PeerId] = set()
-        self.lost_messages: Callable[[PeerId, PeerId, ControlMessage], bool] = lambda sender, to, message: False
+        self.lost_messages: Callable[[PeerId, PeerId, MicrobatchControl], bool] = lambda sender, to, message: False
         self.refused: list[tuple[PeerId, Refusal]] = []
         data_worker = host_stage_zero(manifest, CPU)
         self.ends = Ends(data_worker)
@@ -233,7 +233,7 @@ class SmallSwarm:
         self,
         peer: PeerId,
         where: str | Work,
-        message: type[TensorMessage] | None = None,
+        message: type[MicrobatchTensor] | None = None,
         error: PeerError | None = None,
     ) -> Gate:
         """Puts a closed gate somewhere."""
@@ -269,7 +269,7 @@ class MemoryTransport:
         self._own = own
         self._swarm = swarm
 
-    async def send(self, peer: PeerId, message: TensorMessage, tensor: TensorSpec, data: memoryview) -> None:
+    async def send(self, peer: PeerId, message: MicrobatchTensor, tensor: TensorSpec, data: memoryview) -> None:
         await self._reach(peer)
         await self._at("before", message)
         there = self._swarm[peer].carrier
@@ -286,7 +286,7 @@ class MemoryTransport:
         admitted[:] = data
         there.received(message, admitted)
 
-    async def tell(self, peer: PeerId, message: ControlMessage) -> None:
+    async def tell(self, peer: PeerId, message: MicrobatchControl) -> None:
         await self._reach(peer)
         if not self._swarm.lost_messages(self._own, peer, message):
             self._swarm[peer].carrier.told(self._own, message)
@@ -305,13 +305,13 @@ class MemoryTransport:
         if self._swarm.dead & {peer, self._own}:
             raise Unreachable(f"{peer} is dead")
 
-    async def _at(self, where: str, message: TensorMessage) -> None:
+    async def _at(self, where: str, message: MicrobatchTensor) -> None:
         gate = self._swarm.gates.get((self._own, where, type(message)))
         if gate is not None:
             await gate.pass_through()
 
 
-def _receipt_of(message: TensorMessage, refusal: Refusal) -> Receipt:
+def _receipt_of(message: MicrobatchTensor, refusal: Refusal) -> Receipt:
     direction = Direction.FORWARD if isinstance(message, Forward) else Direction.BACKWARD
     status = ReceiptStatus.BUSY if refusal.busy else ReceiptStatus.REFUSED
     return Receipt(message.microbatch, direction, message.position, status, refusal.retry_after_s, refusal.detail)

@@ -9,7 +9,7 @@ import pytest
 from node.admission import Admission, hidden_tensor
 from protocol.seams import DType, TensorSpec
 from swarm.errors import ProtocolViolation
-from swarm.messages import Backward, Forward, Purpose, TensorMessage
+from swarm.messages import Backward, Forward, MicrobatchTensor, Purpose
 from swarm.vocabulary import Hop, MicrobatchId, ModuleId, Path, PeerId
 from tests.node.small_manifest import small_manifest
 
@@ -46,7 +46,9 @@ def path_of(*hops: tuple[int, PeerId], data_node: PeerId = DATA) -> Path:
         (DATA, 0, A, backward(position=-1)),
     ],
 )
-def test_what_an_honest_neighbour_sends_passes(own: PeerId, stage: int, sender: PeerId, message: TensorMessage) -> None:
+def test_what_an_honest_neighbour_sends_passes(
+    own: PeerId, stage: int, sender: PeerId, message: MicrobatchTensor
+) -> None:
     admission(own, stage).check(sender, message, TENSOR)
     assert admission(own, stage).hosts(message)
 
@@ -90,7 +92,7 @@ def test_a_message_for_somebody_else() -> None:
     ("sender", "message"),
     [(B, forward()), (A, forward()), (DATA, backward()), (A, backward()), (PeerId("stranger"), forward())],
 )
-def test_only_the_neighbour_on_the_path_may_send(sender: PeerId, message: TensorMessage) -> None:
+def test_only_the_neighbour_on_the_path_may_send(sender: PeerId, message: MicrobatchTensor) -> None:
     with pytest.raises(ProtocolViolation, match="may send on this path"):
         admission().check(sender, message, TENSOR)
 

@@ -19,11 +19,11 @@ from swarm.messages import (
     Close,
     Direction,
     Forward,
+    MicrobatchTensor,
     Purpose,
     Receipt,
     ReceiptStatus,
     Stranded,
-    TensorMessage,
 )
 from swarm.vocabulary import MicrobatchId, ModuleId, PeerId
 from tests.node.small_swarm import A2, CPU, DATA, LIFETIME_S, A, B, SmallSwarm, path_by, small_swarm, text_of, until
@@ -108,7 +108,7 @@ async def test_what_is_only_evaluated_leaves_nothing_behind() -> None:
     ],
 )
 async def test_nothing_is_left_when_it_is_abandoned_in(
-    phase: Phase, position: int, peer: PeerId, gate_at: tuple[PeerId, str | Work, type[TensorMessage] | None]
+    phase: Phase, position: int, peer: PeerId, gate_at: tuple[PeerId, str | Work, type[MicrobatchTensor] | None]
 ) -> None:
     async with small_swarm(A, B) as swarm:
         gate = swarm.close(*gate_at)
@@ -141,7 +141,7 @@ async def test_a_repaired_path_replaces_the_copy_that_came_by_the_first() -> Non
 
 
 @pytest.mark.parametrize(("sender", "kind"), [(DATA, Forward), (A, Forward), (DATA, Backward), (B, Backward)])
-async def test_a_transfer_that_breaks_is_made_again(sender: PeerId, kind: type[TensorMessage]) -> None:
+async def test_a_transfer_that_breaks_is_made_again(sender: PeerId, kind: type[MicrobatchTensor]) -> None:
     async with small_swarm(A, B) as swarm:
         gate = swarm.close(sender, "halfway", kind, Unreachable("the link broke"))
         microbatch = swarm.launch(1, AB)

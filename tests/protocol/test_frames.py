@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.chunks import MAX_CHUNK_BYTES, Chunk, checksum_of, decode_chunk, encode_chunk
+from protocol.frame_parts import TensorFrame
 from protocol.frames import (
     MAX_SMALL_FRAME_BYTES,
     AnnouncementFrame,
@@ -25,7 +26,7 @@ from protocol.frames import (
 )
 from protocol.generated import link_pb2 as wire
 from protocol.identity import Identity
-from protocol.microbatch_frames import MAX_LIFETIME_MS, TensorFrame
+from protocol.microbatch_frames import MAX_LIFETIME_MS
 from protocol.seams import DType, Question, QuestionAbout, TensorSpec
 from swarm.errors import ProtocolViolation
 from swarm.messages import (

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.chunks import MIN_CHUNK_BYTES, Chunk, decode_chunk
-from protocol.microbatch_frames import TensorFrame
+from protocol.frame_parts import TensorFrame
 from protocol.seams import DType, TensorSpec
 from protocol.transfers import Arrival, Assembly, OutgoingTransfer, chunk_count_of
 from swarm.errors import ProtocolViolation

@@ -13,6 +13,7 @@ import pytest
 
 from protocol.chunks import MAX_CHUNK_BYTES, checksum_of, encode_chunk
 from protocol.door import MAX_STREAMS_PER_PEER
+from protocol.frame_parts import TensorFrame
 from protocol.frames import (
     AnswerFrame,
     Cancel,
@@ -27,7 +28,6 @@ from protocol.frames import (
 )
 from protocol.generated import link_pb2 as wire
 from protocol.inbox import MAX_OPEN_TRANSFERS
-from protocol.microbatch_frames import TensorFrame
 from protocol.outbox import MAX_WAITING_BYTES
 from protocol.seams import DType, Question, QuestionAbout, Refusal, TensorSpec
 from protocol.streams import AcceptedStream, DialledStream, make_server, open_channel, target_of

@@ -35,14 +35,14 @@ from swarm.membership import Membership
 from swarm.messages import (
     Backward,
     Close,
-    ControlMessage,
     Direction,
     Forward,
+    MicrobatchControl,
+    MicrobatchTensor,
     Purpose,
     Receipt,
     ReceiptStatus,
     Stranded,
-    TensorMessage,
 )
 from swarm.planner import NoReplica, Planner, in_flight_by_peer
 from swarm.vocabulary import MicrobatchId, ModuleId, Path, PeerId, PeerState, Reasoned, RunId, VersionRange
@@ -181,7 +181,7 @@ class Peer:
 
     # ---- what comes in -------------------------------------------------------------------------------------------
 
-    def refusal(self, message: TensorMessage) -> Receipt | None:
+    def refusal(self, message: MicrobatchTensor) -> Receipt | None:
         """The answer to a tensor's header when the tensor is not wanted."""
         direction = Direction.FORWARD if isinstance(message, Forward) else Direction.BACKWARD
 
@@ -199,14 +199,14 @@ class Peer:
         place = self.custody.admit_forward(message, self.world.time.now)
         return None if place.value else answer(ReceiptStatus.BUSY, place.reason, BUSY_RETRY_S)
 
-    def received(self, message: TensorMessage) -> None:
+    def received(self, message: MicrobatchTensor) -> None:
         self.handle(ForwardArrived(message) if isinstance(message, Forward) else BackwardArrived(message))
 
-    def broken_off(self, message: TensorMessage) -> None:
+    def broken_off(self, message: MicrobatchTensor) -> None:
         if isinstance(message, Forward):
             self.handle(BrokenOff(Key(message.microbatch, message.position)))
 
-    def told(self, sender: PeerId, message: ControlMessage) -> None:
+    def told(self, sender: PeerId, message: MicrobatchControl) -> None:
         match message:
             case Receipt():
                 if message.status is ReceiptStatus.PASSED_ON and message.microbatch.data_node == self.id:

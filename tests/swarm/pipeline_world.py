@@ -14,7 +14,7 @@ from random import Random
 
 from swarm.flights import FlightRules, Flights
 from swarm.holdings import Key, Phase
-from swarm.messages import ControlMessage, TensorMessage
+from swarm.messages import MicrobatchControl, MicrobatchTensor
 from swarm.planner import PathRules
 from swarm.vocabulary import MicrobatchId, ModuleId, Path, PeerId
 from tests.swarm.pipeline_peer import LIFETIME_S, Peer
@@ -92,18 +92,18 @@ class World:
 
     # ---- the network ---------------------------------------------------------------------------------------------
 
-    def tell(self, sender: Peer, to: PeerId, message: ControlMessage) -> None:
+    def tell(self, sender: Peer, to: PeerId, message: MicrobatchControl) -> None:
         receiver = self.peers[to]
         if to == sender.id:
             sender.told(to, message)
         elif receiver.alive and not receiver.stalled:
             self.links.deliver(sender.id, to, lambda: receiver.do(lambda: self._told(sender.id, receiver, message)))
 
-    def _told(self, sender: PeerId, receiver: Peer, message: ControlMessage) -> None:
+    def _told(self, sender: PeerId, receiver: Peer, message: MicrobatchControl) -> None:
         receiver.membership.recover(sender)
         receiver.told(sender, message)
 
-    def send(self, sender: Peer, to: PeerId, message: TensorMessage) -> None:
+    def send(self, sender: Peer, to: PeerId, message: MicrobatchTensor) -> None:
         receiver = self.peers[to]
         if to == sender.id:
             refusal = sender.refusal(message)
@@ -114,7 +114,7 @@ class World:
         header = partial(self._header_arrived, sender.id, receiver, message, cuts)
         return self.links.deliver(sender.id, to, lambda: receiver.do(header))
 
-    def _header_arrived(self, sender: PeerId, receiver: Peer, message: TensorMessage, cuts: int) -> None:
+    def _header_arrived(self, sender: PeerId, receiver: Peer, message: MicrobatchTensor, cuts: int) -> None:
         refusal = receiver.refusal(message)
         if refusal is not None:
             self.tell(receiver, sender, refusal)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING
 
-from swarm.messages import TensorMessage
+from swarm.messages import MicrobatchTensor
 from swarm.vocabulary import PeerId
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Transfer:
     """A tensor whose header has been admitted and whose body is under way."""
 
     receiver: Peer
-    message: TensorMessage
+    message: MicrobatchTensor
 
 
 class Links:

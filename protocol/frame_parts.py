@@ -1,0 +1,110 @@
+"""What the frames of microbatches and of rounds have in common: peers, modules, numbers of enums, texts, the header of a tensor.
+
+Every `read_...` and `checked_...` raises ProtocolViolation for what may not come, and nothing else.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from protocol.chunks import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
+from protocol.generated import link_pb2 as wire
+from protocol.seams import Codec, DType, TensorSpec
+from swarm.errors import ProtocolViolation
+from swarm.messages import TensorMessage
+from swarm.vocabulary import ModuleId, PeerId
+
+DETAIL_CHARACTERS: Final = 256
+MAX_DIMENSIONS: Final = 4
+
+_PEER_ID: Final = re.compile(r"12D3Koo[1-9A-HJ-NP-Za-km-z]{45}")
+
+EnumT = TypeVar("EnumT", bound=enum.Enum)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFrame:
+    """A message whose tensor follows in `chunk_count` chunks of the same transfer."""
+
+    message: TensorMessage
+    tensor: TensorSpec
+    transfer: int
+    chunk_count: int
+
+
+def checked_peer(text: str) -> PeerId:
+    """Only the form is checked: a name proves nothing, the certificate does.
+
+    Raises:
+        ProtocolViolation: not the form of an Ed25519 key's libp2p id.
+    """
+    if not _PEER_ID.fullmatch(text):
+        raise ProtocolViolation("a peer id is not of the form 12D3Koo... with 52 characters")
+    return PeerId(text)
+
+
+def read_enum(kind: type[EnumT], number: int, what: str) -> EnumT:
+    """Raises ProtocolViolation for a number that stands for nothing; 0 does only where the enum has it."""
+    try:
+        return kind(number)
+    except ValueError:
+        raise ProtocolViolation(f"{what} {number} is unknown") from None
+
+
+def read_detail(text: str) -> str:
+    """A text for people, without what could drive their terminal.
+
+    Raises:
+        ProtocolViolation: more than 256 characters.
+    """
+    if len(text) > DETAIL_CHARACTERS:
+        raise ProtocolViolation(f"a detail of {len(text)} characters is longer than {DETAIL_CHARACTERS}")
+    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
+
+
+def wire_module(module: ModuleId) -> wire.ModuleId:
+    return wire.ModuleId(stage=module.stage, expert=module.expert)
+
+
+def read_module(module: wire.ModuleId) -> ModuleId:
+    return ModuleId(module.stage, module.expert)
+
+
+def wire_header(frame: TensorFrame) -> wire.TensorHeader:
+    """What `read_header` reads back."""
+    return wire.TensorHeader(
+        transfer=frame.transfer,
+        dtype=wire_number(frame.tensor.dtype),
+        codec=wire_number(frame.tensor.codec),
+        shape=frame.tensor.shape,
+        byte_length=frame.tensor.byte_length,
+        chunk_count=frame.chunk_count,
+    )
+
+
+def read_header(message: TensorMessage, header: wire.TensorHeader) -> TensorFrame:
+    """The message with its tensor's header, checked for what can be checked without knowing the run."""
+    dtype = read_enum(DType, header.dtype, "element type")
+    codec = read_enum(Codec, header.codec, "codec")
+    if not 1 <= len(header.shape) <= MAX_DIMENSIONS or 0 in header.shape:
+        raise ProtocolViolation(
+            f"a tensor has {len(header.shape)} dimensions, or one of size 0; 1 to 4 are allowed, none 0"
+        )
+    if codec is Codec.INT8 and dtype is not DType.FLOAT32:
+        raise ProtocolViolation(f"INT8 encodes float32, not {dtype.name}")
+    tensor = TensorSpec(tuple(header.shape), dtype, codec)
+    length = tensor.byte_length
+    if header.byte_length != length:
+        raise ProtocolViolation(f"a tensor of {length} bytes is announced as {header.byte_length} bytes")
+    fewest, most = -(-length // MAX_CHUNK_BYTES), -(-length // MIN_CHUNK_BYTES)
+    if not fewest <= header.chunk_count <= most:
+        raise ProtocolViolation(f"{header.chunk_count} chunks for {length} bytes; {fewest} to {most} are allowed")
+    return TensorFrame(message, tensor, header.transfer, header.chunk_count)
+
+
+def wire_number(value: enum.Enum) -> Any:
+    """An enum's number, as the generated code takes it: the values are link.proto's."""
+    return value.value
