@@ -31,12 +31,17 @@ class Piece:
     reducer: PeerId
     first_chunk: int
     end_chunk: int
-    part: slice
-    """Its elements in the module's vector."""
+    start: int
+    stop: int
+    """Of its elements in the module's vector."""
+
+    @property
+    def part(self) -> slice:
+        return slice(self.start, self.stop)
 
     @property
     def elements(self) -> int:
-        return int(self.part.stop - self.part.start)
+        return self.stop - self.start
 
 
 class Plan:
@@ -115,4 +120,5 @@ def _cut(layout: Layout, member: Member) -> tuple[Piece, ...]:
     elements = max(SMALLEST_PIECE, min(LARGEST_PIECE, wished))
     chunks = max(1, elements // layout.chunk_elements)
     borders = [*range(first, end, chunks), end]
-    return tuple(Piece(member.peer, a, b, layout.range_of(a, b)) for a, b in itertools.pairwise(borders))
+    parts = [(a, b, layout.range_of(a, b)) for a, b in itertools.pairwise(borders) if a < b]
+    return tuple(Piece(member.peer, a, b, part.start, part.stop) for a, b, part in parts)

@@ -83,7 +83,7 @@ class Reduction:
         del self._sums[piece]
         if self._codec is Codec.NONE:
             return total.view(np.uint8).data
-        encoding = memoryview(np.empty(encoded_bytes(self._codec, piece.elements), np.uint8))
+        encoding = np.empty(encoded_bytes(self._codec, piece.elements), np.uint8).data
         encode_into(self._codec, total, encoding)
         return encoding
 
