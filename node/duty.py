@@ -26,7 +26,6 @@ from node.events import EventSink, InnerStep, Load, MicrobatchCounts
 from node.held_out import HeldOut
 from node.hop_worker import HopWorker
 from node.hosting import host_hop, host_stage_zero, measure_speed
-from node.model.initial import digest_of
 from node.optimization import StepFigures
 from node.options import NodeOptions
 from node.presence import Presence
@@ -227,12 +226,11 @@ class DataDuty:
 
 @asynccontextmanager
 async def hop_duty(given: Assignment) -> AsyncIterator[HopDuty]:
-    """The duty of a stage peer, ready to serve: built, measured, its digest known."""
+    """The duty of a stage peer, ready to serve: built and measured."""
     manifest, device, own = given.manifest, given.device, given.presence.own
     budget = default_graph_budget(device).value if given.options.memory is None else given.options.memory
     prepare = partial(given.compute.run, Priority.UPKEEP)
     worker = await prepare(lambda: host_hop(manifest, given.module, device, budget))
-    own.digest = await prepare(lambda: digest_of(worker.part))
     own.tokens_per_second = await prepare(lambda: measure_speed(worker.part, manifest, device))
     planner = Planner(path_rules(manifest), given.presence.membership, Estimates(), manifest.microbatch_tokens)
     carrier = _carrier(given, worker, planner)
@@ -245,7 +243,6 @@ async def data_duty(given: Assignment) -> AsyncIterator[DataDuty]:
     manifest, own, clock = given.manifest, given.presence.own, SystemClock()
     prepare = partial(given.compute.run, Priority.UPKEEP)
     worker = await prepare(lambda: host_stage_zero(manifest, given.device))
-    own.digest = await prepare(lambda: digest_of(worker.stage.embedding, worker.stage.head))
     documents = await asyncio.to_thread(open_documents, manifest)
     estimates, tokens = Estimates(), manifest.microbatch_tokens
     planner = Planner(path_rules(manifest), given.presence.membership, estimates, tokens)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from protocol.seams import Clock
 from swarm.announcement import Announcement
-from swarm.vocabulary import PROTOCOL_VERSIONS, ModuleId, PeerId, PeerState, RunId
+from swarm.vocabulary import PROTOCOL_VERSIONS, AnchorVersion, ModuleId, PeerId, PeerState, RunId
 
 RECORD_LIFETIME_S = 60.0
 
@@ -27,7 +27,7 @@ class OwnState:
     used_slots: Callable[[], int] = lambda: 0
     tokens_per_second: float = 0.0
     steps: int = 0
-    digest: bytes = b""
+    anchor: AnchorVersion | None = None
     _sequence: int = field(default=0, init=False)
 
     def announcement(self) -> Announcement:
@@ -46,8 +46,7 @@ class OwnState:
             slots=self.slots,
             free_slots=max(0, self.slots - self.used_slots()),
             steps=self.steps,
-            round=0,
-            digest=self.digest,
+            anchor=self.anchor,
             sequence=self._sequence,
             expires_at=wall + RECORD_LIFETIME_S,
         )

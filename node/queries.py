@@ -50,7 +50,8 @@ class PeerReport:
             "slots": said.slots,
             "free_slots": said.free_slots,
             "steps": said.steps,
-            "digest": said.digest.hex(),
+            "round": 0 if said.anchor is None else said.anchor.round,
+            "digest": "" if said.anchor is None else said.anchor.digest.hex(),
             "answered": self.answered,
         }
 

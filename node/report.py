@@ -39,7 +39,8 @@ def status_json(own: OwnState, duty: Duty) -> bytes:
         "addresses": list(own.addresses),
         "slots": custody.slots,
         "free_slots": custody.slots - custody.used_slots,
-        "digest": own.digest.hex(),
+        "round": 0 if own.anchor is None else own.anchor.round,
+        "digest": "" if own.anchor is None else own.anchor.digest.hex(),
         **dataclasses.asdict(account),
         "visits": {str(stage): count for stage, count in account.visits},
     }

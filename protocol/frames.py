@@ -3,7 +3,7 @@
 `decode` trusts nothing: every length, number, name and enum is checked here, and whatever is wrong with the bytes, the
 only error is ProtocolViolation. What needs the manifest or the state of the link to be checked is checked by those who
 have them. Chunks have a module of their own (`protocol.chunks`); what a microbatch's life consists of is in
-`protocol.microbatch_frames`.
+`protocol.microbatch_frames`, rounds are in `protocol.round_frames`, catching up in `protocol.state_frames`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from google.protobuf.message import DecodeError
 
+from protocol.anchor_versions import checked_digest
 from protocol.chunks import CHUNK_TAG, Chunk, decode_chunk
 from protocol.frame_parts import (
     DETAIL_CHARACTERS,
@@ -23,6 +24,8 @@ from protocol.frame_parts import (
     checked_peer,
     read_detail,
     read_enum,
+    read_module,
+    wire_module,
     wire_number,
 )
 from protocol.generated import link_pb2 as wire
@@ -36,13 +39,37 @@ from protocol.microbatch_frames import (
     read_receipt,
     read_stranded,
 )
+from protocol.round_frames import (
+    encode_piece,
+    encode_round,
+    read_accepting,
+    read_commit,
+    read_contribution,
+    read_declined,
+    read_dissolved,
+    read_entry,
+    read_invitation,
+    read_prepared,
+    read_progress,
+    read_pulse,
+    read_reduced,
+    read_roster,
+)
 from protocol.seams import Question, QuestionAbout
+from protocol.state_frames import (
+    encode_state,
+    encode_state_chunk,
+    read_state_chunk,
+    read_state_refused,
+    read_state_request,
+)
 from swarm.errors import ProtocolViolation
 from swarm.messages import ArrivalHint, Backward, Close, ControlMessage, Forward, Receipt, Stranded
+from swarm.round_messages import Contribution, Reduced, StateChunk, StateRefused, StateRequest
 from swarm.vocabulary import PeerId, RunId, VersionRange
 
 MAX_SMALL_FRAME_BYTES: Final = 72 * 1024
-"""Of every frame that is not a chunk: a path of 256 hops takes about 20 KiB, an answer 64 KiB."""
+"""Of every frame that is not a chunk: a path of 256 hops takes about 20 KiB, a roster of 256 members about 24 KiB, an answer 64 KiB."""
 MAX_ANSWER_BYTES: Final = 64 * 1024
 MAX_RECORD_BYTES: Final = 2048
 MAX_EVALUATION_MICROBATCHES: Final = 256
@@ -174,8 +201,16 @@ def _wire_frame(frame: SmallFrame) -> wire.Frame:
             return encode_tensor(message, frame)
         case Receipt() | Stranded() | Close() | ArrivalHint():
             return encode_control(frame)
+        case StateRequest() | StateRefused():
+            return encode_state(frame)
+        case TensorFrame(Contribution() | Reduced() as message):
+            return encode_piece(message, frame)
+        case TensorFrame(StateChunk() as message):
+            return encode_state_chunk(message, frame)
+        case TensorFrame():
+            raise TypeError(f"no tensor travels with a {type(frame.message).__name__}")
         case _:
-            raise TypeError(f"{type(frame).__name__} is not a message that travels yet")
+            return encode_round(frame)
 
 
 def _wire_hello(hello: Hello) -> wire.Hello:
@@ -220,26 +255,40 @@ def _wire_question(frame: QuestionFrame) -> wire.Question:
             return wire.Question(id=frame.id, status=wire.StatusQuestion())
         case QuestionAbout.EVALUATE:
             return wire.Question(id=frame.id, evaluate=wire.EvaluateQuestion(microbatches=question.microbatches))
+        case QuestionAbout.STATE:
+            assert question.module is not None
+            state = wire.StateQuestion(module=wire_module(question.module), digest=question.digest)
+            return wire.Question(id=frame.id, state=state)
 
 
 def _read_question(question: wire.Question) -> QuestionFrame:
     kind = question.WhichOneof("about")
     if kind is None:
         raise ProtocolViolation("a question about nothing known")
-    if kind != "evaluate":
-        return QuestionFrame(question.id, Question(QuestionAbout(kind)))
-    microbatches = question.evaluate.microbatches
+    match QuestionAbout(kind):
+        case QuestionAbout.EVALUATE:
+            asked = Question(QuestionAbout.EVALUATE, _read_microbatches(question.evaluate.microbatches))
+        case QuestionAbout.STATE:
+            module, digest = read_module(question.state.module), checked_digest(question.state.digest)
+            asked = Question(QuestionAbout.STATE, module=module, digest=digest)
+        case about:
+            asked = Question(about)
+    return QuestionFrame(question.id, asked)
+
+
+def _read_microbatches(microbatches: int) -> int:
     if not 1 <= microbatches <= MAX_EVALUATION_MICROBATCHES:
         raise ProtocolViolation(
             f"an evaluation of {microbatches} microbatches; 1 to {MAX_EVALUATION_MICROBATCHES} can be asked"
         )
-    return QuestionFrame(question.id, Question(QuestionAbout.EVALUATE, microbatches))
+    return microbatches
 
 
 _ANSWER_FIELDS: Final = {
     QuestionAbout.MANIFEST: "manifest",
     QuestionAbout.STATUS: "status",
     QuestionAbout.EVALUATE: "evaluation",
+    QuestionAbout.STATE: "state",
 }
 _ANSWER_KINDS: Final = {field: about for about, field in _ANSWER_FIELDS.items()}
 
@@ -279,5 +328,20 @@ _READERS: Final[dict[str, Callable[[Any], SmallFrame]]] = {
     "arrival_hint": read_arrival_hint,
     "question": _read_question,
     "answer": _read_answer,
+    "progress": read_progress,
+    "invitation": read_invitation,
+    "accepting": read_accepting,
+    "entry": read_entry,
+    "declined": read_declined,
+    "roster": read_roster,
+    "contribution": read_contribution,
+    "reduced": read_reduced,
+    "pulse": read_pulse,
+    "prepared": read_prepared,
+    "commit": read_commit,
+    "dissolved": read_dissolved,
+    "state_request": read_state_request,
+    "state_chunk": read_state_chunk,
+    "state_refused": read_state_refused,
     "announcement": lambda record: AnnouncementFrame(_read_record(record)),
 }

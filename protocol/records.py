@@ -16,12 +16,13 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
+from protocol.anchor_versions import MAX_COUNT, checked_version
 from protocol.certificates import peer_of_certificate
 from protocol.generated import records_pb2
 from protocol.identity import Identity, peer_id_of, verify
 from swarm.announcement import Announcement
 from swarm.errors import ProtocolViolation
-from swarm.vocabulary import ModuleId, PeerId, PeerState, RunId, VersionRange
+from swarm.vocabulary import AnchorVersion, ModuleId, PeerId, PeerState, RunId, VersionRange
 
 KEY_PREFIX = "skipstone/"
 MAX_RECORD_BYTES = 2048
@@ -34,11 +35,11 @@ MAX_ADDRESS_LENGTH = 64
 MAX_CERTIFICATE_BYTES = 1024
 MAX_VERSION = 65_535
 MAX_SLOTS = 65_536
-MAX_COUNT = 2**48
-DIGEST_BYTES = 32
 
 _DOMAIN = b"skipstone-record:"
 _CACHED_RECORDS = 4096
+_NO_ANCHOR = AnchorVersion(0, 0, 0, 0, b"")
+"""What the fields say of a peer that has none."""
 _RUN = re.compile(r"[0-9a-f]{64}")
 _HOST_NAME = re.compile(r"(?=.{1,253}\Z)(?!-)[A-Za-z0-9-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9-]{1,63}(?<!-))*")
 _PORT = re.compile(r"[1-9][0-9]{0,4}")
@@ -141,7 +142,7 @@ def _parse(message: Parsed, data: bytes, what: str) -> Parsed:
 
 
 def _body_of(announcement: Announcement) -> bytes:
-    module = announcement.module
+    module, anchor = announcement.module, announcement.anchor or _NO_ANCHOR
     encoded: bytes = records_pb2.Announcement(
         run=announcement.run,
         peer=announcement.peer,
@@ -157,10 +158,13 @@ def _body_of(announcement: Announcement) -> bytes:
         slots=announcement.slots,
         free_slots=announcement.free_slots,
         steps=announcement.steps,
-        round=announcement.round,
-        digest=announcement.digest,
+        round=anchor.round,
+        digest=anchor.digest,
         sequence=announcement.sequence,
         expires_at=announcement.expires_at,
+        anchor_steps=anchor.steps,
+        anchor_tokens=anchor.tokens,
+        fragment=anchor.fragment,
     ).SerializeToString(deterministic=True)
     return encoded
 
@@ -172,6 +176,7 @@ def _announcement_of(body: records_pb2.Announcement) -> Announcement:
         raise ProtocolViolation(f"record: unknown state {body.state}") from None
     if not body.has_module and (body.stage or body.expert):
         raise ProtocolViolation("record: names a stage or an expert without a module")
+    anchor = AnchorVersion(body.round, body.anchor_steps, body.anchor_tokens, body.fragment, body.digest)
     return Announcement(
         run=RunId(body.run),
         peer=PeerId(body.peer),
@@ -184,8 +189,7 @@ def _announcement_of(body: records_pb2.Announcement) -> Announcement:
         slots=body.slots,
         free_slots=body.free_slots,
         steps=body.steps,
-        round=body.round,
-        digest=body.digest,
+        anchor=None if anchor == _NO_ANCHOR else anchor,
         sequence=body.sequence,
         expires_at=body.expires_at,
     )
@@ -224,10 +228,10 @@ def _check_figures(announcement: Announcement) -> None:
         raise ProtocolViolation(f"record: {announcement.tokens_per_second} tokens per second make no sense")
     if not 0 <= announcement.free_slots <= announcement.slots <= MAX_SLOTS:
         raise ProtocolViolation(f"record: {announcement.free_slots} free of {announcement.slots} slots make no sense")
-    if not (0 <= announcement.steps <= MAX_COUNT and 0 <= announcement.round <= MAX_COUNT):
-        raise ProtocolViolation(f"record: step {announcement.steps} or round {announcement.round} is out of range")
-    if len(announcement.digest) not in (0, DIGEST_BYTES):
-        raise ProtocolViolation(f"record: a digest has {DIGEST_BYTES} bytes, not {len(announcement.digest)}")
+    if not 0 <= announcement.steps <= MAX_COUNT:
+        raise ProtocolViolation(f"record: step {announcement.steps} is out of range")
+    if announcement.anchor is not None:
+        checked_version(announcement.anchor)
     if not math.isfinite(announcement.expires_at):
         raise ProtocolViolation(f"record: expiry {announcement.expires_at} is no time")
     lifetime_s = announcement.expires_at - announcement.sequence / 1000

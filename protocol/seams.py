@@ -96,16 +96,20 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One of the questions of link.proto. `microbatches` is only for `evaluate`."""
+    """One of the questions of link.proto. `microbatches` is only for `evaluate`, the rest only for `state`."""
 
     about: QuestionAbout
     microbatches: int = 0
+    module: ModuleId | None = None
+    digest: bytes = b""
 
 
 class QuestionAbout(enum.Enum):
     MANIFEST = "manifest"
     STATUS = "status"
     EVALUATE = "evaluate"
+    STATE = "state"
+    """Which hash list belongs to a digest; the answer is `protocol.hash_list`'s."""
 
 
 class LinkHandler(Protocol):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 
-from swarm.vocabulary import ModuleId, PeerId, PeerState, RunId, VersionRange
+from swarm.vocabulary import AnchorVersion, ModuleId, PeerId, PeerState, RunId, VersionRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +30,9 @@ class Announcement:
     free_slots: int
     steps: int
     """Inner steps this replica has taken."""
-    round: int
-    digest: bytes
-    """SHA-256 of the anchor's parameters (32 bytes), or empty when there is none yet."""
+    anchor: AnchorVersion | None
+    """The agreed state of its module that it stands on; None while it has none."""
     sequence: int
     """Unix time in milliseconds at signing, strictly increasing for each peer: an older record never replaces a newer."""
     expires_at: float
     """Unix time in seconds."""
-
-    @property
-    def fingerprint(self) -> bytes:
-        """SHA-256 of the certificate's DER, 32 bytes."""
-        return hashlib.sha256(self.certificate).digest()

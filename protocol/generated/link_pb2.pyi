@@ -18,6 +18,7 @@ class Codec(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     CODEC_UNSPECIFIED: _ClassVar[Codec]
     NONE: _ClassVar[Codec]
+    INT8: _ClassVar[Codec]
 
 class Purpose(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -36,6 +37,7 @@ BFLOAT16: DType
 FLOAT16: DType
 CODEC_UNSPECIFIED: Codec
 NONE: Codec
+INT8: Codec
 PURPOSE_UNSPECIFIED: Purpose
 TRAIN: Purpose
 EVALUATE: Purpose
@@ -44,7 +46,7 @@ FORWARD: Direction
 BACKWARD: Direction
 
 class Frame(_message.Message):
-    __slots__ = ("hello", "chunk", "ping", "pong", "cancel", "farewell", "forward", "backward", "receipt", "stranded", "close", "arrival_hint", "question", "answer", "announcement")
+    __slots__ = ("hello", "chunk", "ping", "pong", "cancel", "farewell", "forward", "backward", "receipt", "stranded", "close", "arrival_hint", "question", "answer", "announcement", "progress", "invitation", "accepting", "entry", "declined", "roster", "contribution", "reduced", "pulse", "prepared", "commit", "dissolved", "state_request", "state_chunk", "state_refused")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +62,21 @@ class Frame(_message.Message):
     QUESTION_FIELD_NUMBER: _ClassVar[int]
     ANSWER_FIELD_NUMBER: _ClassVar[int]
     ANNOUNCEMENT_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    INVITATION_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTING_FIELD_NUMBER: _ClassVar[int]
+    ENTRY_FIELD_NUMBER: _ClassVar[int]
+    DECLINED_FIELD_NUMBER: _ClassVar[int]
+    ROSTER_FIELD_NUMBER: _ClassVar[int]
+    CONTRIBUTION_FIELD_NUMBER: _ClassVar[int]
+    REDUCED_FIELD_NUMBER: _ClassVar[int]
+    PULSE_FIELD_NUMBER: _ClassVar[int]
+    PREPARED_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    DISSOLVED_FIELD_NUMBER: _ClassVar[int]
+    STATE_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    STATE_CHUNK_FIELD_NUMBER: _ClassVar[int]
+    STATE_REFUSED_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     chunk: Chunk
     ping: Ping
@@ -75,7 +92,22 @@ class Frame(_message.Message):
     question: Question
     answer: Answer
     announcement: bytes
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., farewell: _Optional[_Union[Farewell, _Mapping]] = ..., forward: _Optional[_Union[Forward, _Mapping]] = ..., backward: _Optional[_Union[Backward, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., stranded: _Optional[_Union[Stranded, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ..., arrival_hint: _Optional[_Union[ArrivalHint, _Mapping]] = ..., question: _Optional[_Union[Question, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., announcement: _Optional[bytes] = ...) -> None: ...
+    progress: Progress
+    invitation: Invitation
+    accepting: Accepting
+    entry: Entry
+    declined: Declined
+    roster: Roster
+    contribution: Contribution
+    reduced: Reduced
+    pulse: Pulse
+    prepared: Prepared
+    commit: Commit
+    dissolved: Dissolved
+    state_request: StateRequest
+    state_chunk: StateChunk
+    state_refused: StateRefused
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., farewell: _Optional[_Union[Farewell, _Mapping]] = ..., forward: _Optional[_Union[Forward, _Mapping]] = ..., backward: _Optional[_Union[Backward, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., stranded: _Optional[_Union[Stranded, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ..., arrival_hint: _Optional[_Union[ArrivalHint, _Mapping]] = ..., question: _Optional[_Union[Question, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., announcement: _Optional[bytes] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., invitation: _Optional[_Union[Invitation, _Mapping]] = ..., accepting: _Optional[_Union[Accepting, _Mapping]] = ..., entry: _Optional[_Union[Entry, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ..., roster: _Optional[_Union[Roster, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., reduced: _Optional[_Union[Reduced, _Mapping]] = ..., pulse: _Optional[_Union[Pulse, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., dissolved: _Optional[_Union[Dissolved, _Mapping]] = ..., state_request: _Optional[_Union[StateRequest, _Mapping]] = ..., state_chunk: _Optional[_Union[StateChunk, _Mapping]] = ..., state_refused: _Optional[_Union[StateRefused, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("peer", "run", "lowest_version", "highest_version", "announcement")
@@ -275,17 +307,241 @@ class ArrivalHint(_message.Message):
     expected_ms: int
     def __init__(self, microbatch: _Optional[_Union[MicrobatchId, _Mapping]] = ..., position: _Optional[int] = ..., expected_ms: _Optional[int] = ...) -> None: ...
 
+class AnchorVersion(_message.Message):
+    __slots__ = ("round", "steps", "tokens", "fragment", "digest")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    steps: int
+    tokens: int
+    fragment: int
+    digest: bytes
+    def __init__(self, round: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., fragment: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
+
+class RoundId(_message.Message):
+    __slots__ = ("module", "number", "attempt", "convener")
+    MODULE_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    CONVENER_FIELD_NUMBER: _ClassVar[int]
+    module: ModuleId
+    number: int
+    attempt: int
+    convener: str
+    def __init__(self, module: _Optional[_Union[ModuleId, _Mapping]] = ..., number: _Optional[int] = ..., attempt: _Optional[int] = ..., convener: _Optional[str] = ...) -> None: ...
+
+class Progress(_message.Message):
+    __slots__ = ("module", "base", "steps", "tokens")
+    MODULE_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    module: ModuleId
+    base: AnchorVersion
+    steps: int
+    tokens: int
+    def __init__(self, module: _Optional[_Union[ModuleId, _Mapping]] = ..., base: _Optional[_Union[AnchorVersion, _Mapping]] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
+
+class Invitation(_message.Message):
+    __slots__ = ("round", "base")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    round: RoundId
+    base: AnchorVersion
+    def __init__(self, round: _Optional[_Union[RoundId, _Mapping]] = ..., base: _Optional[_Union[AnchorVersion, _Mapping]] = ...) -> None: ...
+
+class Accepting(_message.Message):
+    __slots__ = ("round",)
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    round: RoundId
+    def __init__(self, round: _Optional[_Union[RoundId, _Mapping]] = ...) -> None: ...
+
+class Entry(_message.Message):
+    __slots__ = ("round", "steps", "tokens", "norm", "bandwidth", "staged")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NORM_FIELD_NUMBER: _ClassVar[int]
+    BANDWIDTH_FIELD_NUMBER: _ClassVar[int]
+    STAGED_FIELD_NUMBER: _ClassVar[int]
+    round: RoundId
+    steps: int
+    tokens: int
+    norm: float
+    bandwidth: float
+    staged: AnchorVersion
+    def __init__(self, round: _Optional[_Union[RoundId, _Mapping]] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., norm: _Optional[float] = ..., bandwidth: _Optional[float] = ..., staged: _Optional[_Union[AnchorVersion, _Mapping]] = ...) -> None: ...
+
+class Declined(_message.Message):
+    __slots__ = ("round", "reason", "version")
+    class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        REASON_UNSPECIFIED: _ClassVar[Declined.Reason]
+        OTHER_ANCHOR: _ClassVar[Declined.Reason]
+        PAST: _ClassVar[Declined.Reason]
+        OTHER_CONVENER: _ClassVar[Declined.Reason]
+        NOT_READY: _ClassVar[Declined.Reason]
+        BROKEN: _ClassVar[Declined.Reason]
+    REASON_UNSPECIFIED: Declined.Reason
+    OTHER_ANCHOR: Declined.Reason
+    PAST: Declined.Reason
+    OTHER_CONVENER: Declined.Reason
+    NOT_READY: Declined.Reason
+    BROKEN: Declined.Reason
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    round: RoundId
+    reason: Declined.Reason
+    version: AnchorVersion
+    def __init__(self, round: _Optional[_Union[RoundId, _Mapping]] = ..., reason: _Optional[_Union[Declined.Reason, str]] = ..., version: _Optional[_Union[AnchorVersion, _Mapping]] = ...) -> None: ...
+
+class Member(_message.Message):
+    __slots__ = ("peer", "first_chunk", "end_chunk", "coefficient", "norm")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    FIRST_CHUNK_FIELD_NUMBER: _ClassVar[int]
+    END_CHUNK_FIELD_NUMBER: _ClassVar[int]
+    COEFFICIENT_FIELD_NUMBER: _ClassVar[int]
+    NORM_FIELD_NUMBER: _ClassVar[int]
+    peer: str
+    first_chunk: int
+    end_chunk: int
+    coefficient: float
+    norm: float
+    def __init__(self, peer: _Optional[str] = ..., first_chunk: _Optional[int] = ..., end_chunk: _Optional[int] = ..., coefficient: _Optional[float] = ..., norm: _Optional[float] = ...) -> None: ...
+
+class Roster(_message.Message):
+    __slots__ = ("round", "base", "members", "steps", "tokens")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    round: RoundId
+    base: AnchorVersion
+    members: _containers.RepeatedCompositeFieldContainer[Member]
+    steps: int
+    tokens: int
+    def __init__(self, round: _Optional[_Union[RoundId, _Mapping]] = ..., base: _Optional[_Union[AnchorVersion, _Mapping]] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
+
+class Contribution(_message.Message):
+    __slots__ = ("round", "first_chunk", "end_chunk", "tensor")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    FIRST_CHUNK_FIELD_NUMBER: _ClassVar[int]
+    END_CHUNK_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    round: RoundId
+    first_chunk: int
+    end_chunk: int
+    tensor: TensorHeader
+    def __init__(self, round: _Optional[_Union[RoundId, _Mapping]] = ..., first_chunk: _Optional[int] = ..., end_chunk: _Optional[int] = ..., tensor: _Optional[_Union[TensorHeader, _Mapping]] = ...) -> None: ...
+
+class Reduced(_message.Message):
+    __slots__ = ("round", "first_chunk", "end_chunk", "tensor")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    FIRST_CHUNK_FIELD_NUMBER: _ClassVar[int]
+    END_CHUNK_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    round: RoundId
+    first_chunk: int
+    end_chunk: int
+    tensor: TensorHeader
+    def __init__(self, round: _Optional[_Union[RoundId, _Mapping]] = ..., first_chunk: _Optional[int] = ..., end_chunk: _Optional[int] = ..., tensor: _Optional[_Union[TensorHeader, _Mapping]] = ...) -> None: ...
+
+class Pulse(_message.Message):
+    __slots__ = ("round", "waiting_for", "rejected")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_FIELD_NUMBER: _ClassVar[int]
+    round: RoundId
+    waiting_for: _containers.RepeatedScalarFieldContainer[str]
+    rejected: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, round: _Optional[_Union[RoundId, _Mapping]] = ..., waiting_for: _Optional[_Iterable[str]] = ..., rejected: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Prepared(_message.Message):
+    __slots__ = ("round", "version")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    round: RoundId
+    version: AnchorVersion
+    def __init__(self, round: _Optional[_Union[RoundId, _Mapping]] = ..., version: _Optional[_Union[AnchorVersion, _Mapping]] = ...) -> None: ...
+
+class Commit(_message.Message):
+    __slots__ = ("round", "version", "holders")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    round: RoundId
+    version: AnchorVersion
+    holders: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, round: _Optional[_Union[RoundId, _Mapping]] = ..., version: _Optional[_Union[AnchorVersion, _Mapping]] = ..., holders: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Dissolved(_message.Message):
+    __slots__ = ("round", "detail")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    round: RoundId
+    detail: str
+    def __init__(self, round: _Optional[_Union[RoundId, _Mapping]] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class StateRequest(_message.Message):
+    __slots__ = ("module", "digest", "chunks")
+    MODULE_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    module: ModuleId
+    digest: bytes
+    chunks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, module: _Optional[_Union[ModuleId, _Mapping]] = ..., digest: _Optional[bytes] = ..., chunks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class StateChunk(_message.Message):
+    __slots__ = ("module", "digest", "chunk", "tensor")
+    MODULE_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    module: ModuleId
+    digest: bytes
+    chunk: int
+    tensor: TensorHeader
+    def __init__(self, module: _Optional[_Union[ModuleId, _Mapping]] = ..., digest: _Optional[bytes] = ..., chunk: _Optional[int] = ..., tensor: _Optional[_Union[TensorHeader, _Mapping]] = ...) -> None: ...
+
+class StateRefused(_message.Message):
+    __slots__ = ("module", "digest", "chunks", "reason")
+    class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        STATE_REASON_UNSPECIFIED: _ClassVar[StateRefused.Reason]
+        STATE_BUSY: _ClassVar[StateRefused.Reason]
+        STATE_GONE: _ClassVar[StateRefused.Reason]
+    STATE_REASON_UNSPECIFIED: StateRefused.Reason
+    STATE_BUSY: StateRefused.Reason
+    STATE_GONE: StateRefused.Reason
+    MODULE_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    module: ModuleId
+    digest: bytes
+    chunks: _containers.RepeatedScalarFieldContainer[int]
+    reason: StateRefused.Reason
+    def __init__(self, module: _Optional[_Union[ModuleId, _Mapping]] = ..., digest: _Optional[bytes] = ..., chunks: _Optional[_Iterable[int]] = ..., reason: _Optional[_Union[StateRefused.Reason, str]] = ...) -> None: ...
+
 class Question(_message.Message):
-    __slots__ = ("id", "manifest", "status", "evaluate")
+    __slots__ = ("id", "manifest", "status", "evaluate", "state")
     ID_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     EVALUATE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
     id: int
     manifest: ManifestQuestion
     status: StatusQuestion
     evaluate: EvaluateQuestion
-    def __init__(self, id: _Optional[int] = ..., manifest: _Optional[_Union[ManifestQuestion, _Mapping]] = ..., status: _Optional[_Union[StatusQuestion, _Mapping]] = ..., evaluate: _Optional[_Union[EvaluateQuestion, _Mapping]] = ...) -> None: ...
+    state: StateQuestion
+    def __init__(self, id: _Optional[int] = ..., manifest: _Optional[_Union[ManifestQuestion, _Mapping]] = ..., status: _Optional[_Union[StatusQuestion, _Mapping]] = ..., evaluate: _Optional[_Union[EvaluateQuestion, _Mapping]] = ..., state: _Optional[_Union[StateQuestion, _Mapping]] = ...) -> None: ...
 
 class ManifestQuestion(_message.Message):
     __slots__ = ()
@@ -301,16 +557,44 @@ class EvaluateQuestion(_message.Message):
     microbatches: int
     def __init__(self, microbatches: _Optional[int] = ...) -> None: ...
 
+class StateQuestion(_message.Message):
+    __slots__ = ("module", "digest")
+    MODULE_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    module: ModuleId
+    digest: bytes
+    def __init__(self, module: _Optional[_Union[ModuleId, _Mapping]] = ..., digest: _Optional[bytes] = ...) -> None: ...
+
+class HashList(_message.Message):
+    __slots__ = ("round", "steps", "tokens", "fragment", "elements", "chunk_elements", "hashes")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    ELEMENTS_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_ELEMENTS_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    steps: int
+    tokens: int
+    fragment: int
+    elements: int
+    chunk_elements: int
+    hashes: bytes
+    def __init__(self, round: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., fragment: _Optional[int] = ..., elements: _Optional[int] = ..., chunk_elements: _Optional[int] = ..., hashes: _Optional[bytes] = ...) -> None: ...
+
 class Answer(_message.Message):
-    __slots__ = ("id", "manifest", "status", "evaluation", "refused")
+    __slots__ = ("id", "manifest", "status", "evaluation", "refused", "state")
     ID_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
     id: int
     manifest: bytes
     status: bytes
     evaluation: bytes
     refused: str
-    def __init__(self, id: _Optional[int] = ..., manifest: _Optional[bytes] = ..., status: _Optional[bytes] = ..., evaluation: _Optional[bytes] = ..., refused: _Optional[str] = ...) -> None: ...
+    state: bytes
+    def __init__(self, id: _Optional[int] = ..., manifest: _Optional[bytes] = ..., status: _Optional[bytes] = ..., evaluation: _Optional[bytes] = ..., refused: _Optional[str] = ..., state: _Optional[bytes] = ...) -> None: ...

@@ -302,6 +302,7 @@ STATUS = {
             "slots": 4,
             "free_slots": 1,
             "steps": 12,
+            "round": 0,
             "digest": "",
             "answered": {"steps": 12},
         }

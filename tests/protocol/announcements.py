@@ -35,8 +35,7 @@ def announced(identity: Identity, *, run: RunId = RUN, **changes: object) -> Ann
         slots=2,
         free_slots=1,
         steps=3,
-        round=0,
-        digest=b"",
+        anchor=None,
         sequence=int(now * 1000),
         expires_at=now + 60,
     )

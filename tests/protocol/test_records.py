@@ -16,7 +16,7 @@ from protocol.identity import Identity
 from protocol.records import MAX_RECORD_BYTES, decode_announced, decode_record, directory_key, encode_record
 from swarm.announcement import Announcement
 from swarm.errors import ProtocolViolation
-from swarm.vocabulary import ModuleId, PeerState, RunId, VersionRange
+from swarm.vocabulary import AnchorVersion, ModuleId, PeerState, RunId, VersionRange
 
 NOW = 1_800_000_000.0
 RUN = RunId("ab" * 32)
@@ -37,8 +37,7 @@ HONEST = Announcement(
     slots=4,
     free_slots=3,
     steps=70,
-    round=2,
-    digest=b"d" * 32,
+    anchor=AnchorVersion(2, 60, 4_000_000, 1, b"d" * 32),
     sequence=int(NOW * 1000),
     expires_at=NOW + 90,
 )
@@ -98,7 +97,7 @@ def test_the_largest_honest_record_fits() -> None:
         addresses=tuple(f"{'h' * 56}.x:6553{n % 6}" for n in range(8)),
         module=ModuleId(1023, 1023),
         steps=2**48,
-        round=2**48,
+        anchor=AnchorVersion(2**48 - 1, 2**48, 2**48, 63, b"d" * 32),
     )
     assert len(encode_record(widest, OWNER)) < MAX_RECORD_BYTES
 
@@ -154,7 +153,11 @@ def test_our_own_nonsense_is_not_signed() -> None:
         (fields(free_slots=5), "slots"),
         (fields(slots=100_000), "slots"),
         (fields(steps=2**63), "out of range"),
-        (fields(round=2**63), "out of range"),
+        (fields(round=2**48), "out of range"),
+        (fields(anchor_steps=2**48 + 1), "out of range"),
+        (fields(anchor_tokens=2**63), "out of range"),
+        (fields(fragment=64), "out of range"),
+        (fields(digest=b""), "digest"),
         (fields(digest=b"d"), "digest"),
         (fields(digest=b"d" * 33), "digest"),
         (fields(expires_at=math.nan), "no time"),

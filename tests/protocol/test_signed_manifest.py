@@ -126,9 +126,9 @@ def test_the_run_id_of_a_known_manifest_never_changes() -> None:
         b'"model":{"dtype":"float32","family":"llama","feed_forward":128,"heads":4,"hidden":64,"kv_heads":2,'
         b'"norm_epsilon":1e-05,"rope_theta":10000.0,"sequence":32,"vocabulary":257},"name":"small","protocol":1,"seed":0,'
         b'"stages":{"blocks":[1,1,1],"experts":1,"per_path":null,"reordering":"none"},'
-        b'"training":{"inner":{"beta1":0.9,"beta2":0.95,"clip_norm":1.0,"epsilon":1e-08,"learning_rate":0.001,'
+        b'"training":{"fragments":1,"inner":{"beta1":0.9,"beta2":0.95,"clip_norm":1.0,"epsilon":1e-08,"learning_rate":0.001,'
         b'"name":"adamw","weight_decay":0.1},"inner_steps":50,"inner_tokens":128,'
-        b'"outer":{"learning_rate":0.7,"momentum":0.9,"name":"nesterov"},"rows":4,'
+        b'"outer":{"learning_rate":0.7,"momentum":0.9,"name":"nesterov"},"round_seconds":900.0,"rows":4,'
         b'"schedule":{"final_ratio":0.1,"kind":"cosine","total_steps":1000,"warmup_steps":20},"staleness":0}}'
     )
     assert canonical(small()) == expected

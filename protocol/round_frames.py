@@ -1,0 +1,294 @@
+"""The frames of a round and of catching up: `swarm.round_messages` as link.proto has it.
+
+What one message says by itself is checked here; whether it fits the round, the roster and the module is checked by those who
+know them. Norms and coefficients are doubles on the wire, so that both sides compute with the same numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+from protocol.anchor_versions import checked_count, checked_version
+from protocol.frame_parts import (
+    DETAIL_CHARACTERS,
+    TensorFrame,
+    checked_peer,
+    read_detail,
+    read_enum,
+    read_header,
+    read_module,
+    wire_header,
+    wire_module,
+    wire_number,
+)
+from protocol.generated import link_pb2 as wire
+from protocol.seams import DType
+from swarm.errors import ProtocolViolation
+from swarm.round_messages import (
+    MAX_ATTEMPTS,
+    MAX_MEMBERS,
+    MAX_ROUND,
+    Accepting,
+    Commit,
+    Contribution,
+    Declined,
+    DeclineReason,
+    Dissolved,
+    Entry,
+    Invitation,
+    Member,
+    Prepared,
+    Progress,
+    Pulse,
+    Reduced,
+    Roster,
+    RoundControl,
+    RoundId,
+    RoundPiece,
+)
+from swarm.vocabulary import AnchorVersion, PeerId
+
+MAX_CHUNKS: Final = 2**20
+"""Of a module, and of its state; their numbers are lower."""
+
+
+# ---- writing ------------------------------------------------------------------------------------------------------
+
+
+def encode_piece(message: RoundPiece, frame: TensorFrame) -> wire.Frame:
+    """The frame of link.proto for a message of a round with a tensor."""
+    kind = wire.Contribution if isinstance(message, Contribution) else wire.Reduced
+    piece = kind(
+        round=_wire_round(message.round),
+        first_chunk=message.first_chunk,
+        end_chunk=message.end_chunk,
+        tensor=wire_header(frame),
+    )
+    return wire.Frame(contribution=piece) if isinstance(message, Contribution) else wire.Frame(reduced=piece)
+
+
+def encode_round(message: RoundControl) -> wire.Frame:
+    """The frame of link.proto for a small message of a round."""
+    match message:
+        case Progress():
+            return wire.Frame(progress=_wire_progress(message))
+        case Invitation(number, base):
+            return wire.Frame(invitation=wire.Invitation(round=_wire_round(number), base=_wire_version(base)))
+        case Accepting(number):
+            return wire.Frame(accepting=wire.Accepting(round=_wire_round(number)))
+        case Entry():
+            return wire.Frame(entry=_wire_entry(message))
+        case Declined(number, reason, version):
+            return wire.Frame(
+                declined=wire.Declined(
+                    round=_wire_round(number), reason=wire_number(reason), version=_wire_version(version)
+                )
+            )
+        case Roster():
+            return wire.Frame(roster=_wire_roster(message))
+        case Pulse(number, waiting_for, rejected):
+            return wire.Frame(pulse=wire.Pulse(round=_wire_round(number), waiting_for=waiting_for, rejected=rejected))
+        case Prepared(number, version):
+            return wire.Frame(prepared=wire.Prepared(round=_wire_round(number), version=_wire_version(version)))
+        case Commit(number, version, holders):
+            return wire.Frame(
+                commit=wire.Commit(round=_wire_round(number), version=_wire_version(version), holders=holders)
+            )
+        case Dissolved(number, detail):
+            return wire.Frame(dissolved=wire.Dissolved(round=_wire_round(number), detail=detail[:DETAIL_CHARACTERS]))
+
+
+def _wire_progress(progress: Progress) -> wire.Progress:
+    return wire.Progress(
+        module=wire_module(progress.module),
+        base=_wire_version(progress.base),
+        steps=progress.steps,
+        tokens=progress.tokens,
+    )
+
+
+def _wire_entry(entry: Entry) -> wire.Entry:
+    return wire.Entry(
+        round=_wire_round(entry.round),
+        steps=entry.steps,
+        tokens=entry.tokens,
+        norm=entry.norm,
+        bandwidth=entry.bandwidth,
+        staged=None if entry.staged is None else _wire_version(entry.staged),
+    )
+
+
+def _wire_roster(roster: Roster) -> wire.Roster:
+    members = [
+        wire.Member(
+            peer=member.peer,
+            first_chunk=member.first_chunk,
+            end_chunk=member.end_chunk,
+            coefficient=member.coefficient,
+            norm=member.norm,
+        )
+        for member in roster.members
+    ]
+    return wire.Roster(
+        round=_wire_round(roster.round),
+        base=_wire_version(roster.base),
+        members=members,
+        steps=roster.steps,
+        tokens=roster.tokens,
+    )
+
+
+def _wire_round(round_id: RoundId) -> wire.RoundId:
+    return wire.RoundId(
+        module=wire_module(round_id.module),
+        number=round_id.number,
+        attempt=round_id.attempt,
+        convener=round_id.convener,
+    )
+
+
+def _wire_version(version: AnchorVersion) -> wire.AnchorVersion:
+    return wire.AnchorVersion(
+        round=version.round,
+        steps=version.steps,
+        tokens=version.tokens,
+        fragment=version.fragment,
+        digest=version.digest,
+    )
+
+
+# ---- reading ------------------------------------------------------------------------------------------------------
+
+
+def read_progress(progress: wire.Progress) -> Progress:
+    return Progress(
+        read_module(progress.module),
+        _read_version(progress.base),
+        checked_count(progress.steps, "progress: steps"),
+        checked_count(progress.tokens, "progress: tokens"),
+    )
+
+
+def read_invitation(invitation: wire.Invitation) -> Invitation:
+    return Invitation(_read_round(invitation.round), _read_version(invitation.base))
+
+
+def read_accepting(accepting: wire.Accepting) -> Accepting:
+    return Accepting(_read_round(accepting.round))
+
+
+def read_entry(entry: wire.Entry) -> Entry:
+    return Entry(
+        _read_round(entry.round),
+        checked_count(entry.steps, "entry: steps"),
+        checked_count(entry.tokens, "entry: tokens"),
+        _checked_measure(entry.norm, "entry: a norm"),
+        _checked_measure(entry.bandwidth, "entry: a bandwidth"),
+        _read_version(entry.staged) if entry.HasField("staged") else None,
+    )
+
+
+def read_declined(declined: wire.Declined) -> Declined:
+    reason = read_enum(DeclineReason, declined.reason, "reason to decline")
+    return Declined(_read_round(declined.round), reason, _read_version(declined.version))
+
+
+def read_roster(roster: wire.Roster) -> Roster:
+    if not 1 <= len(roster.members) <= MAX_MEMBERS:
+        raise ProtocolViolation(f"a roster of {len(roster.members)} members; 1 to {MAX_MEMBERS} are allowed")
+    _read_peers([member.peer for member in roster.members])
+    return Roster(
+        _read_round(roster.round),
+        _read_version(roster.base),
+        tuple(_read_member(member) for member in roster.members),
+        checked_count(roster.steps, "roster: steps"),
+        checked_count(roster.tokens, "roster: tokens"),
+    )
+
+
+def read_contribution(piece: wire.Contribution) -> TensorFrame:
+    first, end = _read_chunks_of_piece(piece.first_chunk, piece.end_chunk)
+    return _read_vector(Contribution(_read_round(piece.round), first, end), piece.tensor)
+
+
+def read_reduced(piece: wire.Reduced) -> TensorFrame:
+    first, end = _read_chunks_of_piece(piece.first_chunk, piece.end_chunk)
+    return _read_vector(Reduced(_read_round(piece.round), first, end), piece.tensor)
+
+
+def read_pulse(pulse: wire.Pulse) -> Pulse:
+    return Pulse(_read_round(pulse.round), _read_peers(pulse.waiting_for), _read_peers(pulse.rejected))
+
+
+def read_prepared(prepared: wire.Prepared) -> Prepared:
+    return Prepared(_read_round(prepared.round), _read_version(prepared.version))
+
+
+def read_commit(commit: wire.Commit) -> Commit:
+    return Commit(_read_round(commit.round), _read_version(commit.version), _read_peers(commit.holders))
+
+
+def read_dissolved(dissolved: wire.Dissolved) -> Dissolved:
+    return Dissolved(_read_round(dissolved.round), read_detail(dissolved.detail))
+
+
+def _read_round(round_id: wire.RoundId) -> RoundId:
+    if not 1 <= round_id.number <= MAX_ROUND:
+        raise ProtocolViolation(f"round {round_id.number} is out of range; 1 to {MAX_ROUND} are allowed")
+    if round_id.attempt > MAX_ATTEMPTS:
+        raise ProtocolViolation(f"attempt {round_id.attempt} at a round is beyond {MAX_ATTEMPTS}")
+    return RoundId(read_module(round_id.module), round_id.number, round_id.attempt, checked_peer(round_id.convener))
+
+
+def _read_version(version: wire.AnchorVersion) -> AnchorVersion:
+    return checked_version(
+        AnchorVersion(version.round, version.steps, version.tokens, version.fragment, version.digest)
+    )
+
+
+def _read_member(member: wire.Member) -> Member:
+    if not 0 <= member.coefficient <= 1:  # nor NaN
+        raise ProtocolViolation(f"roster: a coefficient of {member.coefficient} is not from 0 to 1")
+    return Member(
+        checked_peer(member.peer),
+        *_read_chunks(member.first_chunk, member.end_chunk),
+        member.coefficient,
+        _checked_measure(member.norm, "roster: a norm"),
+    )
+
+
+def _read_peers(peers: Sequence[str]) -> tuple[PeerId, ...]:
+    if len(peers) > MAX_MEMBERS:
+        raise ProtocolViolation(f"a list of {len(peers)} peers is longer than {MAX_MEMBERS}")
+    if len(set(peers)) < len(peers):
+        raise ProtocolViolation("a list of peers names one of them twice")
+    return tuple(checked_peer(peer) for peer in peers)
+
+
+def _read_chunks(first: int, end: int) -> tuple[int, int]:
+    if not first <= end <= MAX_CHUNKS:
+        raise ProtocolViolation(f"chunks {first} to {end} are no range below {MAX_CHUNKS}")
+    return first, end
+
+
+def _read_chunks_of_piece(first: int, end: int) -> tuple[int, int]:
+    if first == end:
+        raise ProtocolViolation("a piece of a round without chunks")
+    return _read_chunks(first, end)
+
+
+def _read_vector(message: RoundPiece, header: wire.TensorHeader) -> TensorFrame:
+    frame = read_header(message, header)
+    if len(frame.tensor.shape) != 1 or frame.tensor.dtype is not DType.FLOAT32:
+        raise ProtocolViolation(
+            f"a piece of a round is a float32 vector, not {frame.tensor.dtype.name} {frame.tensor.shape}"
+        )
+    return frame
+
+
+def _checked_measure(value: float, what: str) -> float:
+    if not (math.isfinite(value) and value >= 0):
+        raise ProtocolViolation(f"{what} of {value} makes no sense")
+    return value
