@@ -102,6 +102,11 @@ class Exchange:
         self._complete = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
 
+    @property
+    def is_staged(self) -> bool:
+        """Whether the vectors belong to a complete anchor."""
+        return self._complete.is_set()
+
     async def run(self) -> None:
         """Until the result is staged and everything that others need has been sent."""
         async with task_scope() as tasks:
@@ -205,8 +210,9 @@ class Exchange:
         self._tell_owing()
         if complete:
             roster = self.plan.roster
-            self._staged(await self._on_thread(partial(self._staging.finish, roster.steps, roster.tokens)))
+            anchor = await self._on_thread(partial(self._staging.finish, roster.steps, roster.tokens))
             self._complete.set()
+            self._staged(anchor)
         return True
 
     def _step(self, piece: Piece, data: memoryview) -> str | None:

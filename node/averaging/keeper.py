@@ -7,6 +7,7 @@ One such thing is under way at a time, in the order in which they were asked for
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ from node.averaging.source import Source
 from node.averaging.vectors import squares_of_difference
 from node.compute import ComputeThread, Priority
 from node.optimization import StepFigures
+from swarm.errors import StateError
+
+log = logging.getLogger(__name__)
 
 SLICE: Final = 2**22
 """Elements (16 MiB) that hold the compute thread at a time: a few milliseconds."""
@@ -105,16 +109,19 @@ class ReplicaKeeper:
         return self._done - self._at_anchor
 
     def after_inner_step(self, figures: StepFigures) -> None:
-        """To be called on the compute thread, in the same job as the step.
-
-        Raises:
-            StateError: the replica is alone and its update is not finite.
-        """
+        """To be called on the compute thread, in the same job as the step."""
         self._done += Work(1, max(figures.visits) * self._rule.microbatch_tokens)
         work = self.since_anchor
         if not self.alone or work.steps < self._lone_every:
             return
-        anchor = step_alone(self._replica, self._shelf, self._rule.outer, work.steps, work.tokens)
+        try:
+            anchor = step_alone(self._replica, self._shelf, self._rule.outer, work.steps, work.tokens)
+        except StateError as error:
+            log.warning("%s; it starts again from its anchor", error)
+            anchor = self._shelf.current
+            self._replica.write(slice(0, anchor.layout.elements), anchor.parameters)
+            self._start_anew(anchor)
+            return
         self._at_anchor = self._done
         self._stepped_alone(anchor)
 
@@ -132,9 +139,12 @@ class ReplicaKeeper:
             squares = await self._copy(part, base, self._room)
             return Snapshot(Source(base, self._room), part, math.sqrt(squares), done, since)
 
-    async def carry(self, snapshot: Snapshot, anchor: Anchor) -> None:
-        """Puts the replica on the new anchor, with the work done since the snapshot. The anchor is on the shelf already."""
+    def committed(self, snapshot: Snapshot) -> None:
+        """The anchor that was made with this snapshot holds now: what came after the snapshot is our work since the anchor."""
         self._at_anchor = snapshot.done
+
+    async def carry(self, snapshot: Snapshot, anchor: Anchor) -> None:
+        """Puts the replica on the new anchor, with the work done since the snapshot."""
         async with self._turn:
             before, after = snapshot.source.snapshot, anchor.parameters
             for piece in _slices(snapshot.part):
