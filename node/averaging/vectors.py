@@ -24,14 +24,15 @@ def stretches(length: int) -> Iterator[slice]:
 
 def squares(values: Vector) -> float:
     """The sum of squares, in float64 over stretches of float32. Not finite exactly when an element is not, or is beyond 1e19."""
-    return sum(float(np.dot(values[part], values[part])) for part in stretches(len(values)))
+    with np.errstate(all="ignore"):  # what is not finite shows in the sum
+        return sum(float(np.dot(values[part], values[part])) for part in stretches(len(values)))
 
 
 def squares_of_difference(left: Vector, right: Vector) -> float:
     """`squares` of `left` - `right`."""
     room = np.empty(min(STRETCH, len(left)), np.float32)
     total = 0.0
-    with np.errstate(all="ignore"):  # what is not finite shows in the sum
+    with np.errstate(all="ignore"):
         for part in stretches(len(left)):
             difference = np.subtract(left[part], right[part], out=room[: part.stop - part.start])
             total += float(np.dot(difference, difference))
