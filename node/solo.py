@@ -15,6 +15,9 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from node.averaging.lone import LoneReplica
+from node.averaging.outer import outer_rule
+from node.averaging.replica import LocalReplica
 from node.checkpoint import CheckpointFolder, load_module, read_manifest, save_module
 from node.data.feed import TrainingFeed, held_out_microbatches, open_documents
 from node.data.packing import Microbatch
@@ -159,15 +162,24 @@ class WholeModel:
 
 
 class SoloTrainer:
-    """Whole inner steps of all modules at once."""
+    """Whole inner steps of all modules at once. Each module is alone, and takes its outer step as a lone replica of a swarm does."""
 
     def __init__(self, manifest: Manifest, model: WholeModel, feed: TrainingFeed) -> None:
         self._microbatches_per_step = manifest.microbatches_per_step
+        self._microbatch_tokens = manifest.microbatch_tokens
         self._model = model
         self._feed = feed
         self._accumulators = {part: Accumulator(part) for _, parts in model.modules() for part in parts}
-        self._optimizers = [
-            InnerOptimizer(manifest.training, [self._accumulators[part] for part in parts])
+        self._replicas = [
+            LoneReplica(
+                LocalReplica(
+                    parts,
+                    manifest.training.fragments,
+                    InnerOptimizer(manifest.training, [self._accumulators[part] for part in parts]),
+                ),
+                outer_rule(manifest),
+                manifest.training.inner_steps,
+            )
             for _, parts in model.modules()
         ]
         self.microbatches = 0
@@ -187,8 +199,13 @@ class SoloTrainer:
             if should_stop():
                 return None
             losses.append(self._microbatch(self._feed.next()))
-        self.figures = [optimizer.step() for optimizer in self._optimizers]
+        self.figures = [self._step(replica) for replica in self._replicas]
         return math.fsum(losses) / len(losses)
+
+    def _step(self, replica: LoneReplica) -> StepFigures:
+        figures = replica.local.optimizer.step()
+        replica.after_inner_step(figures.visits[0] * self._microbatch_tokens)
+        return figures
 
     def _microbatch(self, microbatch: Microbatch) -> float:
         loss, gradients = self._model.gradients(microbatch)

@@ -61,3 +61,26 @@ def step_alone(replica: LocalReplica, shelf: Shelf, rule: OuterRule, steps: int,
     replica.write(fragment, anchor.parameters[fragment])
     shelf.put(anchor)
     return anchor
+
+
+class LoneReplica:
+    """A replica that is always alone, with nobody to announce its anchors to: a module of `solo`."""
+
+    def __init__(self, local: LocalReplica, rule: OuterRule, inner_steps: int) -> None:
+        self.local = local
+        self.shelf = Shelf(anchor_of(local))
+        self._rule = rule
+        self._every = steps_between_rounds(inner_steps, len(local.layout.fragments))
+        self._steps = self._tokens = 0
+
+    def after_inner_step(self, tokens: int) -> None:
+        """Takes the outer step when it is due. Raises what `step_alone` raises.
+
+        Args:
+            tokens: that went into the inner step.
+        """
+        self._steps += 1
+        self._tokens += tokens
+        if self._steps >= self._every:
+            step_alone(self.local, self.shelf, self._rule, self._steps, self._tokens)
+            self._steps = self._tokens = 0

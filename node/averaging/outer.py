@@ -17,6 +17,7 @@ import numpy as np
 
 from node.averaging.anchor import Vector
 from node.averaging.vectors import STRETCH, stretches
+from protocol.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,3 +41,9 @@ class OuterRule:
             np.add(update, g, out=update)
             np.multiply(update, rate, out=update)
             np.subtract(parameters[part], update, out=new_parameters[part])
+
+
+def outer_rule(manifest: Manifest) -> OuterRule:
+    """The run's."""
+    outer = manifest.training.outer
+    return OuterRule(outer.learning_rate, outer.momentum)

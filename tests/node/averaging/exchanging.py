@@ -161,6 +161,13 @@ class Room:
             while not condition():
                 await asyncio.sleep(0.002)
 
+    async def stop(self) -> None:
+        """Ends every exchange."""
+        running = [party.task for party in self.parties.values() if party.task is not None]
+        for task in running:
+            task.cancel()
+        await asyncio.wait(running, timeout=LONG_S)
+
     async def exchange(self, roster: Roster) -> list[Anchor]:
         """A whole exchange; the new anchors, in the order of the parties."""
         self.prepare(roster)

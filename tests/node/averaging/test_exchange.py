@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import numpy as np
 import pytest
 
@@ -11,7 +9,7 @@ from node.averaging.anchor import hash_all
 from node.averaging.pieces import Plan
 from protocol.codecs import encoded_bytes
 from protocol.seams import Codec
-from swarm.rounds.words import LinkLost, Owing, PieceCame, PieceRejected
+from swarm.rounds.words import Event, Owing, PieceCame, PieceRejected
 from swarm.vocabulary import PeerId
 from tests.node.averaging.exchanging import (
     base_anchor,
@@ -132,9 +130,7 @@ async def test_a_contribution_that_cannot_be_used_is_named_and_left_out(spoil) -
             assert {e.sender for e in here[name].events if isinstance(e, PieceRejected)} == {"b"}
             assert here[name].anchor is None
         # The next attempt goes on without it.
-        for party in here.parties.values():
-            assert party.task is not None
-            party.task.cancel()
+        await here.stop()
         del here.parties[PeerId("b")]
         anchors = await here.exchange(roster_of(base, equal_weights(list(here.parties.values()))))
         assert anchors[0].version == anchors[1].version
@@ -184,13 +180,17 @@ async def test_the_dead_is_the_one_who_owes() -> None:
         here.tamper = tamper
         here.prepare(roster)
         here.start()
-        await here.until(lambda: all(LinkLost(PeerId("c")) in here[name].events for name in "ab"))
-        await asyncio.sleep(0.2)
-        owed = [event for event in here["a"].events + here["b"].events if isinstance(event, Owing)]
-        assert any(PeerId("c") in event.peers for event in owed)
-        assert all(here[name].anchor is None for name in "ab")
-        came = {event.sender for event in here["a"].events if isinstance(event, PieceCame)}
-        assert came <= {"b", "c"}
+        await here.until(lambda: any(party.task and here.sent >= total // 2 for party in here.parties.values()))
+        for name in "ab":
+            await here.until(lambda name=name: owed_to(here[name].events) == {"c"})
+            assert here[name].anchor is None
+            assert {event.sender for event in here[name].events if isinstance(event, PieceCame)} <= {"a", "b", "c"}
+
+
+def owed_to(events: list[Event]) -> frozenset[PeerId]:
+    """As last said."""
+    said = [event.peers for event in events if isinstance(event, Owing)]
+    return said[-1] if said else frozenset()
 
 
 async def test_ended_halfway_it_leaves_no_trace() -> None:
@@ -201,10 +201,7 @@ async def test_ended_halfway_it_leaves_no_trace() -> None:
         here.prepare(roster)
         here.start()
         await here.until(lambda: here.sent >= 4)
-        for party in here.parties.values():
-            assert party.task is not None
-            party.task.cancel()
-        await here.until(lambda: all(party.task is not None and party.task.done() for party in here.parties.values()))
+        await here.stop()
         anchors = await here.exchange(roster)
         assert anchors[0].version == anchors[1].version
         for party in here.parties.values():
