@@ -170,18 +170,7 @@ class SoloTrainer:
         self._model = model
         self._feed = feed
         self._accumulators = {part: Accumulator(part) for _, parts in model.modules() for part in parts}
-        self._replicas = [
-            LoneReplica(
-                LocalReplica(
-                    parts,
-                    manifest.training.fragments,
-                    InnerOptimizer(manifest.training, [self._accumulators[part] for part in parts]),
-                ),
-                outer_rule(manifest),
-                manifest.training.inner_steps,
-            )
-            for _, parts in model.modules()
-        ]
+        self._replicas = [self._lone_replica(manifest, parts) for _, parts in model.modules()]
         self.microbatches = 0
         """Completed."""
         self.tokens = 0
@@ -199,11 +188,17 @@ class SoloTrainer:
             if should_stop():
                 return None
             losses.append(self._microbatch(self._feed.next()))
-        self.figures = [self._step(replica) for replica in self._replicas]
+        self.figures = [self._step(optimizer, replica) for optimizer, replica in self._replicas]
         return math.fsum(losses) / len(losses)
 
-    def _step(self, replica: LoneReplica) -> StepFigures:
-        figures = replica.local.optimizer.step()
+    def _lone_replica(self, manifest: Manifest, parts: tuple[nn.Module, ...]) -> tuple[InnerOptimizer, LoneReplica]:
+        training = manifest.training
+        optimizer = InnerOptimizer(training, [self._accumulators[part] for part in parts])
+        local = LocalReplica(parts, training.fragments, optimizer)
+        return optimizer, LoneReplica(local, outer_rule(manifest), training.inner_steps)
+
+    def _step(self, optimizer: InnerOptimizer, replica: LoneReplica) -> StepFigures:
+        figures = optimizer.step()
         replica.after_inner_step(figures.visits[0] * self._microbatch_tokens)
         return figures
 

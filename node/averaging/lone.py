@@ -67,8 +67,8 @@ class LoneReplica:
     """A replica that is always alone, with nobody to announce its anchors to: a module of `solo`."""
 
     def __init__(self, local: LocalReplica, rule: OuterRule, inner_steps: int) -> None:
-        self.local = local
         self.shelf = Shelf(anchor_of(local))
+        self._local = local
         self._rule = rule
         self._every = steps_between_rounds(inner_steps, len(local.layout.fragments))
         self._steps = self._tokens = 0
@@ -82,5 +82,5 @@ class LoneReplica:
         self._steps += 1
         self._tokens += tokens
         if self._steps >= self._every:
-            step_alone(self.local, self.shelf, self._rule, self._steps, self._tokens)
+            step_alone(self._local, self.shelf, self._rule, self._steps, self._tokens)
             self._steps = self._tokens = 0

@@ -8,13 +8,24 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from node.averaging.anchor import Vector
 from node.averaging.layout import Layout, layout_of
-from node.optimization import InnerOptimizer
+
+
+class Schedule(Protocol):
+    """What an inner optimizer (`node.optimization.InnerOptimizer`) is to rounds."""
+
+    steps: int
+    """Where it stands in the learning rate's schedule."""
+
+    def start_anew(self, steps: int) -> None:
+        """The parameters have become others."""
+        ...
 
 
 def parameters_of(parts: Iterable[nn.Module]) -> dict[str, Tensor]:
@@ -35,7 +46,7 @@ class LocalReplica:
         self,
         parts: Iterable[nn.Module],
         fragments: int,
-        optimizer: InnerOptimizer,
+        optimizer: Schedule,
         parameters_changed: Callable[[], None] = lambda: None,
     ) -> None:
         parameters = parameters_of(parts)
