@@ -196,6 +196,7 @@ def read_declined(declined: wire.Declined) -> Declined:
 
 
 def read_roster(roster: wire.Roster) -> Roster:
+    """Whether the members' chunks are all of the fragment's, each once, is for those to check who know the fragment."""
     if not 1 <= len(roster.members) <= MAX_MEMBERS:
         raise ProtocolViolation(f"a roster of {len(roster.members)} members; 1 to {MAX_MEMBERS} are allowed")
     _read_peers([member.peer for member in roster.members])

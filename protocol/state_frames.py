@@ -62,6 +62,7 @@ def read_state_refused(refused: wire.StateRefused) -> StateRefused:
 
 
 def read_state_chunk(chunk: wire.StateChunk) -> TensorFrame:
+    """Whether it was asked for, and how long it must be, is for the asker to check."""
     if chunk.chunk >= MAX_CHUNKS:
         raise ProtocolViolation(f"state: chunk {chunk.chunk} is not below {MAX_CHUNKS}")
     message = StateChunk(read_module(chunk.module), checked_digest(chunk.digest), chunk.chunk)

@@ -7,6 +7,8 @@ and release the interpreter; nothing here checks where a vector came from.
 
 from __future__ import annotations
 
+import numpy as np
+
 from protocol.codecs import int8, plain
 from protocol.codecs.memory import Vector
 from protocol.seams import Codec, DType, TensorSpec
@@ -24,12 +26,12 @@ def encode_into(codec: Codec, values: Vector, out: memoryview) -> None:
         StateError: the codec cannot express a value (INT8: not finite, or beyond `int8.LARGEST_VALUE`); `out` is then undefined.
         ValueError: `out` has another length.
     """
-    _check_length(codec, values, out)
+    octets = _octets(codec, values, out)
     match codec:
         case Codec.NONE:
-            plain.encode_into(values, out)
+            plain.encode_into(values, octets)
         case Codec.INT8:
-            int8.encode_into(values, out)
+            int8.encode_into(values, octets)
 
 
 def decode_into(codec: Codec, data: memoryview, out: Vector) -> None:
@@ -39,25 +41,32 @@ def decode_into(codec: Codec, data: memoryview, out: Vector) -> None:
         ProtocolViolation: `data` is no encoding; `out` is untouched.
         ValueError: `data` has another length than an encoding of `out` has.
     """
-    _check_length(codec, out, data)
+    octets = _octets(codec, out, data)
     match codec:
         case Codec.NONE:
-            plain.decode_into(data, out)
+            plain.decode_into(octets, out)
         case Codec.INT8:
-            int8.decode_into(data, out)
+            int8.decode_into(octets, out)
 
 
 def add_decoded(codec: Codec, data: memoryview, coefficient: float, total: Vector) -> None:
-    """Adds `coefficient` times what `data` encodes to `total` [elements], in float32. Errors as `decode_into`."""
-    _check_length(codec, total, data)
+    """Adds `coefficient` times what `data` encodes to `total` [elements], in float32. Errors as `decode_into`.
+
+    How often it rounds on the way is not fixed (the processor may fuse steps): two machines may differ in the last bit.
+    """
+    octets = _octets(codec, total, data)
     match codec:
         case Codec.NONE:
-            plain.add_decoded(data, coefficient, total)
+            plain.add_decoded(octets, coefficient, total)
         case Codec.INT8:
-            int8.add_decoded(data, coefficient, total)
+            int8.add_decoded(octets, coefficient, total)
 
 
-def _check_length(codec: Codec, vector: Vector, encoding: memoryview) -> None:
+def _octets(codec: Codec, vector: Vector, encoding: memoryview) -> memoryview:
+    """The encoding byte by byte. Raises ValueError when it and the vector do not go together, or the latter is none."""
+    if vector.ndim != 1 or vector.dtype != np.float32 or not vector.flags.c_contiguous:
+        raise ValueError(f"codecs take contiguous float32 vectors, not {vector.dtype} {vector.shape}")
     expected = encoded_bytes(codec, len(vector))
     if encoding.nbytes != expected:
         raise ValueError(f"{len(vector)} elements are {expected} bytes as {codec.name}, not {encoding.nbytes}")
+    return encoding.cast("B")
