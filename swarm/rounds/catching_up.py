@@ -202,6 +202,8 @@ class Download:
         donor.owes.pop(chunk, None)
         if not matches:
             self._put_back(chunk)
+            if donor.out:
+                return []
             self._exclude(donor, f"its chunk {chunk} does not match its hash")
             return [Report(peer, donor.out)]
         if owed:
