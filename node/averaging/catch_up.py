@@ -25,9 +25,10 @@ from node.buffers import BufferPool
 from node.task_scope import set_or_after, task_scope
 from protocol.seams import Clock, Codec, DType, Refusal, TensorSpec, Transport
 from swarm.errors import NoQuorum, PeerError, ProtocolViolation, ResourceExhausted, SkipstoneError, Stalled
-from swarm.round_messages import StateChunk, StateRefused, StateRequest
+from swarm.round_messages import StateChunk, StateRefusal, StateRefused, StateRequest
 from swarm.rounds.catching_up import (
     DONORS_AT_ONCE,
+    MOST_OWED,
     Action,
     Ask,
     ChunkCame,
@@ -49,8 +50,10 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 TICK_S: Final = 0.1
-BUFFERS_OF_ONE: Final = 3
-"""Chunks of one donor that may be arriving or being checked at the same time; a donor sends one after the other."""
+FEWEST_BUFFERS: Final = 3
+BUFFER_BYTES: Final = 8 * 1024 * 1024
+"""Chunks of one donor that may be arriving or being checked at the same time: as many as this holds, and at least the above. A donor
+sends one after the other, but small ones come faster than they are checked."""
 
 
 class Space(Protocol):
@@ -167,8 +170,9 @@ class _Fetching:
         self._donors = proven.donors
         self._plan: Download | None = None
         self._state: PartialState | None = None
-        sources = min(len(proven.donors), DONORS_AT_ONCE)
-        self._pool = BufferPool(4 * self._layout.chunk_elements, BUFFERS_OF_ONE * sources)
+        chunk_bytes = 4 * self._layout.chunk_elements
+        self._buffers_of_one = max(FEWEST_BUFFERS, min(MOST_OWED, BUFFER_BYTES // chunk_bytes))
+        self._pool = BufferPool(chunk_bytes, self._buffers_of_one * min(len(proven.donors), DONORS_AT_ONCE))
         self._arriving: dict[tuple[PeerId, int], memoryview] = {}
         """The whole buffer of each chunk that is arriving."""
         self._thread = ThreadPoolExecutor(1, "catching-up")
@@ -212,8 +216,11 @@ class _Fetching:
             raise ProtocolViolation(
                 f"chunk {chunk} of a state as {tensor.shape} {tensor.dtype.name} where {due.shape} is due"
             )
+        if (sender, chunk) in self._arriving:
+            return Refusal(False, "this chunk is on its way already")
         of_sender = sum(peer == sender for peer, _ in self._arriving)
-        if (sender, chunk) in self._arriving or of_sender >= BUFFERS_OF_ONE or self._pool.in_use >= self._pool.limit:
+        if of_sender >= self._buffers_of_one or self._pool.in_use >= self._pool.limit:
+            self.handle(ChunksRefused(sender, (chunk,), StateRefusal.BUSY))  # by us; it will be asked for again
             return Refusal(True, "too many chunks at once")
         buffer = self._arriving[sender, chunk] = self._pool.take()
         return buffer[: due.byte_length]
