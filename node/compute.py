@@ -1,4 +1,4 @@
-"""The one thread that owns the compute device, and the queue before it."""
+"""The one thread that owns the compute device, and the queue before it. (Rounds have such a thread for their arithmetic, too.)"""
 
 from __future__ import annotations
 
@@ -34,16 +34,17 @@ class ComputeThread:
     Args:
         limit: jobs waiting at most; the callers' own bounds keep well below it.
         set_up: called first on the thread (to choose a device, say).
+        name: of the thread, for those who look at the process.
     """
 
-    def __init__(self, limit: int = 4096, set_up: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, limit: int = 4096, set_up: Callable[[], None] = lambda: None, name: str = "compute") -> None:
         self._limit = limit
         self._set_up = set_up
         self._jobs: list[tuple[int, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._wake = threading.Condition()
         self._stopping = False
-        self._thread = threading.Thread(target=self._work, name="compute", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self.busy_s = 0.0
         """Seconds spent in jobs."""
         self.idle_s = 0.0

@@ -26,6 +26,8 @@ from swarm.vocabulary import MicrobatchId
 REMEMBERED_STEPS: Final = 64
 """Inner steps whose microbatch ids are remembered after them. A retry that comes later than this belongs to a microbatch
 whose lifetime is long over, and is not admitted in the first place."""
+RAMP_STEPS: Final = 10
+"""Inner steps over which a fresh optimizer in the middle of a run reaches the schedule's learning rate: Adam's second moment is a mean of few gradients then."""
 
 
 class Addition(enum.Enum):
@@ -114,7 +116,8 @@ class InnerOptimizer:
 
     def __init__(self, training: TrainingSection, accumulators: Sequence[Accumulator]) -> None:
         self.steps = 0
-        """Inner steps taken."""
+        """Inner steps behind the module: where it stands in the learning rate's schedule."""
+        self._ramp = RAMP_STEPS
         self._training = training
         self._accumulators = tuple(accumulators)
         self._parameters = [parameter for accumulator in accumulators for parameter in accumulator.parameters]
@@ -147,7 +150,8 @@ class InnerOptimizer:
             accumulator.hand_over_mean()
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._training.inner.clip_norm)
         self.steps += 1
-        rate = learning_rate(self._training, self.steps)
+        self._ramp = min(RAMP_STEPS, self._ramp + 1)
+        rate = learning_rate(self._training, self.steps) * (self._ramp / RAMP_STEPS)
         for group in self._adamw.param_groups:
             group["lr"] = rate
         self._adamw.step()
@@ -191,6 +195,12 @@ class InnerOptimizer:
         """The parameters by name. They are told apart by their memory: the named ones are detached."""
         own = {parameter.data_ptr(): parameter for parameter in self._parameters}
         return {name: own[tensor.data_ptr()] for name, tensor in names.items()}
+
+    def start_anew(self, steps: int) -> None:
+        """The parameters have become others, with so many steps behind them: forgets the moments, and rises to the schedule's rate over RAMP_STEPS."""
+        self.steps = steps
+        self._ramp = 0
+        self._adamw.state.clear()
 
 
 def are_finite(gradients: Sequence[Tensor]) -> bool:

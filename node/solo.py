@@ -15,6 +15,9 @@ from typing import Any, Final, Protocol
 import torch
 from torch import nn
 
+from node.averaging.lone import LoneReplica
+from node.averaging.outer import outer_rule
+from node.averaging.replica import LocalReplica
 from node.checkpoint.folder import CheckpointFolder, Problem
 from node.checkpoint.gather import Gathered
 from node.data.documents import Documents
@@ -162,7 +165,7 @@ class WholeModel:
 
 
 class SoloTrainer:
-    """Whole inner steps of all modules at once."""
+    """Whole inner steps of all modules at once. Each module is alone, and takes its outer step as a lone replica of a swarm does."""
 
     def __init__(self, manifest: Manifest, model: WholeModel, documents: Documents) -> None:
         self._manifest = manifest
@@ -171,10 +174,7 @@ class SoloTrainer:
         self._feed = TrainingFeed(manifest, documents, SOLO)
         self._at = self._feed.cursor
         self._accumulators = {part: Accumulator(part) for _, parts in model.modules() for part in parts}
-        self._optimizers = [
-            InnerOptimizer(manifest.training, [self._accumulators[part] for part in parts])
-            for _, parts in model.modules()
-        ]
+        self._hosted = [self._host(manifest, module, parts) for module, parts in model.modules()]
         self.steps = 0
         self.microbatches = 0
         """Completed."""
@@ -189,21 +189,17 @@ class SoloTrainer:
     def save(self, folder: CheckpointFolder) -> None:
         """Saves the model as it was after the last step, and the text's position there. Errors as `save_solo`."""
         done = self.steps * self._manifest.microbatches_per_step
-        save_solo(folder, self._hosted(), microbatches=done, size=self._manifest.microbatch_tokens, at=self._at)
+        save_solo(folder, self._hosted, microbatches=done, size=self._manifest.microbatch_tokens, at=self._at)
 
     def resume(self, folder: CheckpointFolder) -> tuple[Problem, ...]:
         """Goes on from what is in the folder, if anything is; returns what had to be passed over. Errors as `load_solo`."""
-        position, problems = load_solo(folder, self._hosted())
+        position, problems = load_solo(folder, self._hosted)
         if position is not None:
             self.microbatches = position.completed
             self.steps = position.completed // self._manifest.microbatches_per_step
             self._feed = TrainingFeed(self._manifest, self._documents, SOLO, position.cursor)
             self._at = position.cursor
         return problems
-
-    def _hosted(self) -> list[Hosted]:
-        modules = zip(self._model.modules(), self._optimizers, strict=True)
-        return [(module, parts, optimizer) for (module, parts), optimizer in modules]
 
     def step(self, should_stop: Callable[[], bool]) -> float | None:
         """Takes one inner step and returns the mean loss of its microbatches, or None when asked to stop before its end.
@@ -216,10 +212,21 @@ class SoloTrainer:
             if should_stop():
                 return None
             losses.append(self._microbatch(self._feed.next()))
-        self.figures = [optimizer.step() for optimizer in self._optimizers]
+        self.figures = [self._step(hosted) for hosted in self._hosted]
         self.steps += 1
         self._at = self._feed.cursor
         return math.fsum(losses) / len(losses)
+
+    def _host(self, manifest: Manifest, module: ModuleId, parts: tuple[nn.Module, ...]) -> Hosted:
+        training = manifest.training
+        optimizer = InnerOptimizer(training, [self._accumulators[part] for part in parts])
+        local = LocalReplica(parts, training.fragments, optimizer)
+        return Hosted(module, parts, optimizer, LoneReplica(local, outer_rule(manifest), training.inner_steps))
+
+    def _step(self, hosted: Hosted) -> StepFigures:
+        figures = hosted.optimizer.step()
+        hosted.replica.after_inner_step(figures.visits[0] * self._manifest.microbatch_tokens)
+        return figures
 
     def _microbatch(self, microbatch: Microbatch) -> float:
         loss, gradients = self._model.gradients(microbatch)

@@ -7,9 +7,11 @@ the latest step that all of them have.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
+from node.averaging.lone import LoneReplica
 from node.checkpoint.folder import (
     CheckpointFolder,
     Problem,
@@ -26,8 +28,15 @@ from node.resume import capture_module, restore_module
 from swarm.errors import CorruptSnapshot
 from swarm.vocabulary import ModuleId, PeerId
 
-Hosted = tuple[ModuleId, tuple[nn.Module, ...], InnerOptimizer]
-"""A module, its parts, and what trains it."""
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Hosted:
+    """A module, its parts, and what trains it."""
+
+    module: ModuleId
+    parts: tuple[nn.Module, ...]
+    optimizer: InnerOptimizer
+    replica: LoneReplica
 
 
 def solo_peer(module: ModuleId) -> PeerId:
@@ -46,13 +55,14 @@ def save_solo(folder: CheckpointFolder, hosted: Sequence[Hosted], *, microbatche
         ResourceExhausted, StateError: see `node.checkpoint.folder.save_state`.
     """
     data = DataState(at, next_number=microbatches, completed=microbatches, abandoned=0, duplicated=0)
-    for module, parts, optimizer in hosted:
-        state = capture_module(parts, optimizer, visits=microbatches, tokens=size)
-        if module == ModuleId(0):
-            state = ReplicaState(state.local, state.inner, state.counters, None, data)
-        write_snapshot(folder, solo_peer(module), module, state)
-    for module, _, _ in hosted:
-        remove_older(folder, solo_peer(module))
+    for each in hosted:
+        agreed = each.replica.agreed()
+        state = capture_module(each.parts, each.optimizer, visits=microbatches, tokens=size, agreed=agreed)
+        if each.module == ModuleId(0):
+            state = ReplicaState(state.local, state.inner, state.counters, state.anchor, data)
+        write_snapshot(folder, solo_peer(each.module), each.module, state)
+    for each in hosted:
+        remove_older(folder, solo_peer(each.module))
 
 
 def load_solo(folder: CheckpointFolder, hosted: Sequence[Hosted]) -> tuple[DataState | None, tuple[Problem, ...]]:
@@ -66,7 +76,9 @@ def load_solo(folder: CheckpointFolder, hosted: Sequence[Hosted]) -> tuple[DataS
     """
     check_run(folder)
     problems: list[Problem] = []
-    saved = [_by_step(whole_snapshots(folder, solo_peer(module), problems)) for module, _, _ in hosted]
+    saved = [
+        _by_step(whole_snapshots(folder, solo_peer(module), problems)) for module in (each.module for each in hosted)
+    ]
     common = set(saved[0]).intersection(*saved)
     if not common:
         if problems or any(saved):
@@ -74,9 +86,10 @@ def load_solo(folder: CheckpointFolder, hosted: Sequence[Hosted]) -> tuple[DataS
             raise CorruptSnapshot(f"{folder.path}: no step of the run is whole: {named}")
         return None, ()
     step, position = max(common), None
-    for (module, parts, optimizer), headers in zip(hosted, saved, strict=True):
-        state = read_state(folder.of(solo_peer(module)), headers[step])
-        restore_module(parts, optimizer, state)
+    for each, headers in zip(hosted, saved, strict=True):
+        state = read_state(folder.of(solo_peer(each.module)), headers[step])
+        restore_module(each.parts, each.optimizer, state)
+        each.replica.restore(state)
         position = state.data or position
     if position is None:
         raise CorruptSnapshot(f"{folder.path}: the snapshot of module {ModuleId(0)} has no position in the text")

@@ -24,6 +24,8 @@ from swarm.round_messages import StateRefusal
 from swarm.vocabulary import PeerId, short
 
 LARGEST_BATCH: Final = 16
+MOST_OWED: Final = LARGEST_BATCH + LARGEST_BATCH // 2
+"""Chunks that one donor is asked for and that have not come."""
 BATCH_S: Final = 1.0
 """How much work, at the measured speed, a donor is asked for at once."""
 DONORS_AT_ONCE: Final = 8
@@ -202,6 +204,8 @@ class Download:
         donor.owes.pop(chunk, None)
         if not matches:
             self._put_back(chunk)
+            if donor.out:
+                return []
             self._exclude(donor, f"its chunk {chunk} does not match its hash")
             return [Report(peer, donor.out)]
         if owed:

@@ -26,6 +26,8 @@ class RoundRules:
     silence_s: float = 2.0
     """A member (or convener) of which nothing is heard for so long during the exchange is taken for silent."""
     pulse_s: float = 0.5
+    chunk_bytes: int = 4 * 2**20
+    """Of one chunk on the wire at most: how long a piece may take follows from it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,333 @@
+"""Carries out what the round machine decides: one replica's part in the rounds of its module.
+
+Decisions are all in `swarm.rounds`; here are the messages, the bench with the snapshot and the exchange, the anchors, and the tasks
+that go with them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from node.averaging.anchor import Anchor
+from node.averaging.bench import RoundBench
+from node.averaging.exchange import ExchangeMeans
+from node.averaging.keeper import AloneRule, ReplicaKeeper, Snapshot
+from node.averaging.outer import OuterRule
+from node.averaging.replica import LocalReplica
+from node.averaging.shelf import Shelf
+from node.compute import ComputeThread
+from node.optimization import StepFigures
+from node.task_scope import task_scope
+from protocol.seams import Clock, Codec, Refusal, TensorSpec, Transport
+from swarm.errors import PeerError, ResourceExhausted, StateError
+from swarm.round_messages import RoundControl, RoundPiece
+from swarm.rounds.words import (
+    Action,
+    Arrived,
+    CatchUp,
+    CatchUpFailed,
+    CaughtUp,
+    CommitStaged,
+    Event,
+    Exchange,
+    Fellow,
+    FellowsChanged,
+    LinkLost,
+    Release,
+    SnapshotBroken,
+    SnapshotTaken,
+    StandAlone,
+    SteppedAlone,
+    TakeSnapshot,
+    Tell,
+    Tick,
+    Worked,
+)
+from swarm.vocabulary import AnchorVersion, ModuleId, PeerId
+
+log = logging.getLogger(__name__)
+
+TICK_S: Final = 0.05
+MAX_WAITING_TELLS: Final = 64
+"""Messages on the way to one peer; who takes in fewer is taken for lost."""
+
+
+class RoundDecider(Protocol):
+    """`swarm.rounds.machine.RoundMachine`."""
+
+    def handle(self, event: Event, now: float) -> list[Action]: ...
+
+
+CatchUpWith = Callable[[AnchorVersion, tuple[PeerId, ...]], Awaitable[Anchor]]
+"""Gets an anchor from donors. Raises PeerError, StateError or ResourceExhausted when it cannot be had."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundSettled:
+    """A round that has been committed here."""
+
+    module: ModuleId
+    version: AnchorVersion
+    members: tuple[PeerId, ...]
+    tokens: int
+    """Of the round, over all members."""
+    attempts: int
+    seconds: float
+    """From our snapshot to the replica's standing on the new anchor."""
+    sent_bytes: int
+    """Of pieces, over all attempts."""
+    received_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class AveragerHooks:
+    """What the rest of the node wants to know, or gives. All are called on the event loop."""
+
+    fellows: Callable[[], tuple[Fellow, ...]]
+    """The live replicas of our module now, ourselves not included."""
+    catch_up: CatchUpWith
+    anchored: Callable[[Anchor], None] = lambda anchor: None
+    """We have another anchor: to announce it, to write a checkpoint. Its arrays hold until the round after the next."""
+    settled: Callable[[RoundSettled], None] = lambda settled: None
+
+
+@dataclass(frozen=True, slots=True)
+class AveragerParts:
+    """What an averager is made of."""
+
+    own: PeerId
+    module: ModuleId
+    machine: RoundDecider
+    shelf: Shelf
+    replica: LocalReplica
+    compute: ComputeThread
+    """Where the replica lives."""
+    averaging: ComputeThread
+    """For arithmetic on anchors; nobody else's."""
+    codec: Codec
+    outer: OuterRule
+    inner_steps: int
+    microbatch_tokens: int
+    clock: Clock
+
+
+class Averager:
+    """`node.reception.RoundReceiver` for messages of rounds. `run` carries it."""
+
+    def __init__(self, parts: AveragerParts, hooks: AveragerHooks) -> None:
+        self._parts = parts
+        self._hooks = hooks
+        self._machine = parts.machine
+        self._shelf = parts.shelf
+        rule = AloneRule(parts.inner_steps, parts.outer, parts.microbatch_tokens)
+        self.keeper = ReplicaKeeper(
+            parts.replica, parts.shelf, parts.compute, parts.averaging, rule, self._stepped_alone
+        )
+        self._events: deque[Event] = deque()
+        self._handling = False
+        self._fellows: tuple[Fellow, ...] | None = None
+        self._telling: Counter[PeerId] = Counter()
+        self._begun: tuple[int, float] = (0, 0.0)
+        """Which round we took a snapshot for last, and when."""
+        self._catching: asyncio.Task[None] | None = None
+        self._bench: RoundBench | None = None
+        self._transport: Transport | None = None
+        self._tasks: asyncio.TaskGroup | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def anchor(self) -> Anchor:
+        return self._shelf.current
+
+    async def run(self, transport: Transport) -> None:
+        """Until cancelled. Before it, what arrives is refused."""
+        parts = self._parts
+        means = ExchangeMeans(parts.codec, parts.outer, parts.averaging, transport)
+        self._transport = transport
+        self._loop = asyncio.get_running_loop()
+        async with task_scope() as tasks:
+            self._tasks = tasks
+            self._bench = RoundBench(parts.own, self._shelf, self.keeper, means, self.handle)
+            try:
+                while True:
+                    self._look_around()
+                    self.handle(Tick())
+                    await asyncio.sleep(TICK_S)
+            finally:
+                self._tasks = self._bench = None
+
+    def handle(self, event: Event) -> None:
+        """Gives the event to the machine and carries out what follows; events that this brings about come after it."""
+        self._events.append(event)
+        if self._handling or self._tasks is None:
+            return
+        self._handling = True
+        try:
+            while self._events:
+                for action in self._machine.handle(self._events.popleft(), self._parts.clock.monotonic()):
+                    self._carry_out(action)
+        finally:
+            self._handling = False
+
+    # ---- what happens ------------------------------------------------------------------------------------------------
+
+    def after_inner_step(self, figures: StepFigures) -> None:
+        """To be called on the compute thread after each inner step, in the same job: a lone replica takes its outer step here."""
+        self.keeper.after_inner_step(figures)
+
+    def stepped(self) -> None:
+        """An inner step has been taken."""
+        work = self.keeper.since_anchor
+        self.handle(Worked(work.steps, work.tokens))
+
+    def admit(self, sender: PeerId, message: RoundPiece, tensor: TensorSpec) -> memoryview | Refusal:
+        if self._bench is None:
+            return Refusal(False, "no rounds are held here")
+        return self._bench.admit(sender, message, tensor)
+
+    def received(self, sender: PeerId, message: RoundPiece, tensor: TensorSpec, buffer: memoryview) -> None:
+        if self._bench is not None:
+            self._bench.received(sender, message, buffer)
+
+    def broken_off(self, sender: PeerId, message: RoundPiece, buffer: memoryview, error: PeerError) -> None:
+        if self._bench is not None:
+            self._bench.broken_off(sender, message, buffer)
+
+    def told(self, sender: PeerId, message: RoundControl) -> None:
+        self.handle(Arrived(sender, message))
+
+    def link_down(self, peer: PeerId, error: PeerError) -> None:
+        self.handle(LinkLost(peer))
+
+    def _look_around(self) -> None:
+        fellows = self._hooks.fellows()
+        if fellows != self._fellows:
+            self._fellows = fellows
+            self.handle(FellowsChanged(fellows))
+
+    def _stepped_alone(self, anchor: Anchor) -> None:
+        """On the compute thread."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._note_lone_step, anchor)
+
+    def _note_lone_step(self, anchor: Anchor) -> None:
+        self._hooks.anchored(anchor)
+        self.handle(SteppedAlone(anchor.version))
+
+    # ---- what is to be done --------------------------------------------------------------------------------------
+
+    def _carry_out(self, action: Action) -> None:
+        assert self._bench is not None
+        assert self._tasks is not None
+        match action:
+            case Tell():
+                self._tell(action)
+            case TakeSnapshot():
+                self._spawn(self._take_snapshot(self._bench, action))
+            case Exchange(roster):
+                self._spawn(self._bench.exchange(roster, self._tasks))
+            case Release(number, why):
+                log.debug("rounds up to %d are over: %s", number, why)
+                self._spawn(self._bench.release(number))
+            case CommitStaged():
+                self._commit(self._bench, action)
+            case CatchUp():
+                self._start_catching_up(action)
+            case StandAlone(alone):
+                self.keeper.alone = alone
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        assert self._tasks is not None
+        return self._tasks.create_task(work)
+
+    def _tell(self, action: Tell) -> None:
+        if action.to == self._parts.own:
+            self._events.append(Arrived(action.to, action.message))
+        elif self._telling[action.to] >= MAX_WAITING_TELLS:
+            self._events.append(LinkLost(action.to))
+        else:
+            self._telling[action.to] += 1
+            self._spawn(self._telling_it(action))
+
+    async def _telling_it(self, action: Tell) -> None:
+        assert self._transport is not None
+        try:
+            await self._transport.tell(action.to, action.message)
+        except PeerError as error:
+            log.debug("%s could not be told: %s", action.to, error)
+            self.handle(LinkLost(action.to))
+        finally:
+            self._telling[action.to] -= 1
+
+    async def _take_snapshot(self, bench: RoundBench, action: TakeSnapshot) -> None:
+        number = action.round.number
+        if self._begun[0] != number:
+            self._begun = (number, self._parts.clock.monotonic())
+        snapshot = await bench.take_snapshot(action.round)
+        if snapshot is None:
+            log.debug("round %d was over before its snapshot", number)
+        elif math.isfinite(snapshot.norm):
+            work = snapshot.since_anchor
+            bandwidth = self._bandwidth()
+            self.handle(SnapshotTaken(action.round, work.steps, work.tokens, snapshot.norm, bandwidth))
+        else:
+            log.warning("this replica's parameters are not finite; it starts again from its anchor")
+            await self.keeper.adopt(self._shelf.current)
+            self.handle(SnapshotBroken(action.round))
+
+    def _commit(self, bench: RoundBench, action: CommitStaged) -> None:
+        before = self._shelf.current
+        anchor, snapshot = bench.take_staged(action.version)
+        self._shelf.put(anchor)
+        self.keeper.committed(snapshot)
+        self._hooks.anchored(anchor)
+        self.stepped()
+        self._spawn(self._settle(bench, action, before, anchor, snapshot))
+
+    async def _settle(
+        self, bench: RoundBench, action: CommitStaged, before: Anchor, anchor: Anchor, snapshot: Snapshot
+    ) -> None:
+        await self.keeper.carry(snapshot, anchor)
+        number, version = action.round.number, anchor.version
+        traffic = bench.traffic(number)
+        self._hooks.settled(
+            RoundSettled(
+                self._parts.module,
+                version,
+                action.members,
+                version.tokens - before.version.tokens,
+                action.attempts,
+                self._parts.clock.monotonic() - self._begun[1],
+                traffic.sent,
+                traffic.received,
+            )
+        )
+
+    def _start_catching_up(self, action: CatchUp) -> None:
+        if self._catching is not None:
+            self._catching.cancel()
+        self._catching = self._spawn(self._catch_up(action))
+
+    async def _catch_up(self, action: CatchUp) -> None:
+        log.info("catching up with round %d: %s", action.version.round, action.why)
+        try:
+            anchor = await self._hooks.catch_up(action.version, action.donors)
+        except (PeerError, StateError, ResourceExhausted) as error:
+            self.handle(CatchUpFailed(action.version, str(error)))
+            return
+        self._shelf.put(anchor)
+        await self.keeper.adopt(anchor)
+        self._hooks.anchored(anchor)
+        self.handle(CaughtUp(anchor.version))
+
+    def _bandwidth(self) -> float:
+        """Bytes per second of our best link, to the nearest power of two: measurements differ more than links do, and shards should not."""
+        assert self._transport is not None
+        best = max((link.goodput_bytes_per_s for link in self._transport.figures().values()), default=0.0)
+        return 2.0 ** round(math.log2(best)) if best >= 1 else 0.0

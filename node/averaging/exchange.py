@@ -1,0 +1,245 @@
+"""One exchange of pseudo-gradients as one of its members carries it out (DESIGN section 5).
+
+Everything overlaps, piece by piece: each member encodes its pseudo-gradient for a piece when the piece's reducer can take it; the reducer adds
+it to its sum when it arrives, and when all are in encodes the sum once and sends the same bytes to all; each member takes the outer step for
+the piece and hashes the result. The arithmetic is done on one thread of its own, the rest on the event loop.
+
+How much can pile up: a member has at most WINDOW pieces on the way to a reducer whose results it has not applied yet, so a
+reducer holds WINDOW pieces of each contributor, and a member WINDOW results of each reducer (without a contribution
+of its own to pace it: as many as there are).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, TypeVar
+
+import numpy as np
+
+from node.averaging.anchor import Anchor, Vector
+from node.averaging.arrivals import Arrivals, piece_spec
+from node.averaging.outer import OuterRule
+from node.averaging.pieces import Piece, Plan
+from node.averaging.progress import ExchangeProgress
+from node.averaging.reduction import NormLimit, Reduction, read_encoding
+from node.averaging.source import Source
+from node.averaging.staging import Staging
+from node.compute import ComputeThread, Priority
+from node.task_scope import task_scope
+from protocol.codecs import encoded_bytes
+from protocol.seams import Codec, Transport
+from swarm.errors import PeerError, ProtocolViolation
+from swarm.round_messages import Contribution, Reduced, RoundPiece
+from swarm.rounds.words import Event, LinkLost, Owing, PieceCame, PieceRejected
+from swarm.vocabulary import PeerId
+
+Result = TypeVar("Result")
+
+WINDOW: Final = 8
+FIRST_WINDOW: Final = 2
+"""Before the first result: no more than this can reach a member that has not seen the roster yet (`arrivals`)."""
+LANES: Final = 2
+"""Pieces of each kind that are being sent to one member: while one goes out, the next is prepared."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeMeans:
+    """What every exchange of a replica works with."""
+
+    codec: Codec
+    rule: OuterRule
+    thread: ComputeThread
+    """For the arithmetic; not the one that computes microbatches."""
+    transport: Transport
+
+
+class Exchange:
+    """Run it once; cancelling `run` leaves no trace.
+
+    Args:
+        source: our pseudo-gradient; its anchor is the base.
+        vectors: parameters and momentum for the next anchor, to be written.
+        arrivals: of this attempt, maybe with early pieces in it.
+        report: told what the round machine wants to know of it.
+        staged: called once, when the next anchor is complete.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        source: Source,
+        vectors: tuple[Vector, Vector],
+        arrivals: Arrivals,
+        means: ExchangeMeans,
+        report: Callable[[Event], None],
+        staged: Callable[[Anchor], None],
+    ) -> None:
+        self.plan = plan
+        self.sent_bytes = 0
+        """Of pieces."""
+        self._source = source
+        self._arrivals = arrivals
+        self._means = means
+        self._report = report
+        self._staged = staged
+        self._reduction = Reduction(plan, means.codec, source)
+        self._staging = Staging(source.anchor, means.rule, *vectors)
+        self._result_limit = NormLimit(plan.largest_norm)
+        self._progress = ExchangeProgress(plan)
+        self._owing: frozenset[PeerId] = frozenset()
+        largest = max(piece.elements for piece in plan.pieces)
+        self._room: Vector = np.empty(largest, np.float32)
+        """For whatever runs on the thread."""
+        self._windows = {peer: asyncio.Semaphore(FIRST_WINDOW) for peer in plan.others}
+        self._widths = dict.fromkeys(plan.others, FIRST_WINDOW)
+        own = len(plan.shards[plan.own])
+        self._results: dict[PeerId, asyncio.Queue[tuple[Piece, memoryview]]] = {
+            peer: asyncio.Queue(own) for peer in plan.others
+        }
+        self._complete = asyncio.Event()
+        self._tasks: asyncio.TaskGroup | None = None
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether the vectors belong to a complete anchor."""
+        return self._complete.is_set()
+
+    async def run(self) -> None:
+        """Until the result is staged and everything that others need has been sent."""
+        async with task_scope() as tasks:
+            self._tasks = tasks
+            try:
+                await self._on_thread(partial(self._staging.keep_others, self.plan.first_chunk, self.plan.end_chunk))
+                self._start_sending(tasks)
+                self._arrivals.open(self.plan, self._take)
+                for piece in self._progress.ready():
+                    tasks.create_task(self._finish(piece))
+                self._tell_owing()
+                await self._complete.wait()
+            finally:
+                self._tasks = None
+
+    def _start_sending(self, tasks: asyncio.TaskGroup) -> None:
+        for peer in self.plan.others:
+            contributions = iter(self.plan.shards[peer] if self.plan.contributes else ())
+            results = iter(range(len(self.plan.shards[self.plan.own])))
+            for _ in range(LANES):
+                tasks.create_task(self._send_contributions(peer, contributions))
+                tasks.create_task(self._send_results(peer, results))
+
+    # ---- what goes out ---------------------------------------------------------------------------------------------
+
+    async def _send_contributions(self, reducer: PeerId, pieces: Iterator[Piece]) -> None:
+        """One lane; the lanes to a reducer share `pieces`."""
+        codec = self._means.codec
+        room = memoryview(bytearray(self._largest_encoding(reducer)))
+        for piece in pieces:
+            await self._windows[reducer].acquire()
+            data = room[: encoded_bytes(codec, piece.elements)]
+            await self._on_thread(partial(self._source.encode, piece.part, codec, data, self._room))
+            if not await self._send(reducer, self.plan.contribution(piece), piece, data):
+                return
+            self._progress.contributed(reducer)
+            self._tell_owing()
+
+    async def _send_results(self, peer: PeerId, numbers: Iterator[int]) -> None:
+        """One lane; the lanes to a member share `numbers`, one for each result."""
+        for _ in numbers:
+            piece, data = await self._results[peer].get()
+            if not await self._send(peer, self.plan.result(piece), piece, data):
+                return
+
+    async def _send(self, peer: PeerId, message: Contribution | Reduced, piece: Piece, data: memoryview) -> bool:
+        try:
+            await self._means.transport.send(peer, message, piece_spec(self._means.codec, piece.elements), data)
+        except PeerError:
+            self._report(LinkLost(peer))
+            return False
+        self.sent_bytes += data.nbytes
+        return True
+
+    def _largest_encoding(self, reducer: PeerId) -> int:
+        elements = max((piece.elements for piece in self.plan.shards[reducer]), default=0)
+        return encoded_bytes(self._means.codec, elements) if elements else 0
+
+    # ---- what comes in ---------------------------------------------------------------------------------------------
+
+    def _take(self, sender: PeerId, message: RoundPiece, piece: Piece, buffer: memoryview) -> None:
+        if self._tasks is None:  # over
+            self._arrivals.give_back(buffer)
+        elif isinstance(message, Contribution):
+            self._tasks.create_task(self._add(sender, piece, buffer))
+        else:
+            self._tasks.create_task(self._receive_result(sender, piece, buffer))
+
+    async def _add(self, sender: PeerId, piece: Piece, buffer: memoryview) -> None:
+        objection = await self._on_thread(partial(self._reduction.add, piece, sender, buffer, self._room))
+        self._arrivals.give_back(buffer)
+        if objection is not None:
+            self._report(PieceRejected(self.plan.roster.round, sender, objection))
+            return
+        self._report(PieceCame(self.plan.roster.round, sender))
+        complete = self._progress.added(sender, piece)
+        self._tell_owing()
+        if complete:
+            await self._finish(piece)
+
+    async def _finish(self, piece: Piece) -> None:
+        """All contributions to a piece of our shard are in: the same bytes go to all, and to ourselves."""
+        data = await self._on_thread(partial(self._reduction.finish, piece))
+        for queue in self._results.values():
+            queue.put_nowait((piece, data))
+        await self._apply(self.plan.own, piece, data)
+
+    async def _receive_result(self, reducer: PeerId, piece: Piece, buffer: memoryview) -> None:
+        applied = await self._apply(reducer, piece, buffer)
+        self._arrivals.give_back(buffer)
+        if applied:
+            self._report(PieceCame(self.plan.roster.round, reducer))
+            self._widen(reducer)
+
+    async def _apply(self, reducer: PeerId, piece: Piece, data: memoryview) -> bool:
+        objection = await self._on_thread(partial(self._step, piece, data))
+        if objection is not None:
+            self._report(PieceRejected(self.plan.roster.round, reducer, objection))
+            return False
+        complete = self._progress.applied(piece)
+        self._tell_owing()
+        if complete:
+            roster = self.plan.roster
+            anchor = await self._on_thread(
+                partial(self._staging.finish, roster.round.number, roster.steps, roster.tokens)
+            )
+            self._complete.set()
+            self._staged(anchor)
+        return True
+
+    def _step(self, piece: Piece, data: memoryview) -> str | None:
+        """On the thread."""
+        try:
+            gradient = read_encoding(self._means.codec, data, self._room[: piece.elements])
+        except ProtocolViolation as error:
+            return str(error)
+        objection = self._result_limit.objection(gradient)
+        if objection is None:
+            self._staging.apply(piece.first_chunk, piece.end_chunk, gradient)
+        return objection
+
+    def _widen(self, reducer: PeerId) -> None:
+        """A result has been applied: one more contribution may go, two while the window has not its full width."""
+        self._windows[reducer].release()
+        if self._widths[reducer] < WINDOW:
+            self._widths[reducer] += 1
+            self._windows[reducer].release()
+
+    def _tell_owing(self) -> None:
+        owing = self._progress.owing()
+        if owing != self._owing:
+            self._owing = owing
+            self._report(Owing(self.plan.roster.round, owing))
+
+    async def _on_thread(self, job: Callable[[], Result]) -> Result:
+        return await self._means.thread.run(Priority.UPKEEP, job)

@@ -1,0 +1,99 @@
+"""Our shard's weighted mean, piece by piece: the numbers of a reducer. Runs on the averaging thread."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import numpy as np
+
+from node.averaging.anchor import Vector
+from node.averaging.pieces import Piece, Plan
+from node.averaging.source import Source
+from node.averaging.vectors import add_scaled, squares
+from protocol.codecs import decode_into, encode_into, encoded_bytes
+from protocol.seams import Codec
+from swarm.errors import ProtocolViolation
+from swarm.vocabulary import PeerId
+
+ROUNDING: Final = 1.01
+"""How much longer a vector may be than its norm was declared: rounding in float32 and by the codec (INT8 adds at most 0.3 %)."""
+
+
+class NormLimit:
+    """Adds up squares and says when there are more than a declared norm allows, or when something was not finite."""
+
+    def __init__(self, norm: float) -> None:
+        self._left = (norm * ROUNDING) ** 2 + float(np.finfo(np.float32).tiny)
+
+    def objection(self, values: Vector) -> str | None:
+        """Why the values cannot be used; None when they can, and then they count."""
+        length = squares(values)
+        if not math.isfinite(length):
+            return "elements that are not finite, or beyond all bounds"
+        if length > self._left:
+            return "more than the norm that was declared"
+        self._left -= length
+        return None
+
+
+def read_encoding(codec: Codec, data: memoryview, room: Vector) -> Vector:
+    """The elements that `data` encodes, as many as `room` has: where they lie with NONE, else decoded into `room`.
+
+    Raises:
+        ProtocolViolation: `data` is no encoding.
+    """
+    if codec is Codec.NONE:
+        return np.frombuffer(data, dtype="<f4")
+    decode_into(codec, data, room)
+    return room
+
+
+class Reduction:
+    """The sums of our shard.
+
+    Args:
+        source: our own pseudo-gradient, which goes into each sum first.
+    """
+
+    def __init__(self, plan: Plan, codec: Codec, source: Source) -> None:
+        self._plan = plan
+        self._codec = codec
+        self._source = source
+        self._limits = {peer: NormLimit(plan.members[peer].norm) for peer in plan.contributors}
+        self._sums: dict[Piece, Vector] = {}
+
+    def add(self, piece: Piece, sender: PeerId, data: memoryview, room: Vector) -> str | None:
+        """Adds what a member sent for a piece. Says why not, if it cannot be used; then nothing has changed.
+
+        `room` is at least as long as the piece.
+        """
+        try:
+            values = read_encoding(self._codec, data, room[: piece.elements])
+        except ProtocolViolation as error:
+            return str(error)
+        objection = self._limits[sender].objection(values)
+        if objection is None:
+            add_scaled(values, self._plan.members[sender].coefficient, self._sum(piece))
+        return objection
+
+    def finish(self, piece: Piece) -> memoryview:
+        """The encoding of a complete sum: what all members get, we too."""
+        total = self._sum(piece)
+        del self._sums[piece]
+        if self._codec is Codec.NONE:
+            return total.view(np.uint8).data
+        encoding = np.empty(encoded_bytes(self._codec, piece.elements), np.uint8).data
+        encode_into(self._codec, total, encoding)
+        return encoding
+
+    def _sum(self, piece: Piece) -> Vector:
+        """Begun with our own part the first time."""
+        total = self._sums.get(piece)
+        if total is None:
+            total = self._sums[piece] = np.empty(piece.elements, np.float32)
+            if self._plan.contributes:
+                self._source.write(piece.part, total, self._plan.members[self._plan.own].coefficient)
+            else:
+                total.fill(0.0)
+        return total

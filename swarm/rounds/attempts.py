@@ -1,0 +1,391 @@
+"""The attempt under way: following a convener or being it, the exchange, the result, its commit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from swarm.round_messages import (
+    MAX_ATTEMPTS,
+    Accepting,
+    Commit,
+    Declined,
+    DeclineReason,
+    Dissolved,
+    Entry,
+    Invitation,
+    Prepared,
+    Pulse,
+    Roster,
+    RoundControl,
+    RoundId,
+)
+from swarm.rounds.ballots import ATTEMPTS_AT_ONCE
+from swarm.rounds.convening import Convening, GivenUp, Settled, TryAgain
+from swarm.rounds.outlook import Outlook
+from swarm.rounds.rosters import leads_to, objection
+from swarm.rounds.rules import convener_order, plausible_round, precedence
+from swarm.rounds.taking_part import Participation, Phase, StagedResult
+from swarm.rounds.words import (
+    Action,
+    CatchUp,
+    CommitStaged,
+    Exchange,
+    Owing,
+    PieceCame,
+    PieceRejected,
+    Release,
+    SnapshotBroken,
+    SnapshotTaken,
+    Staged,
+    TakeSnapshot,
+    Tell,
+)
+from swarm.vocabulary import AnchorVersion, PeerId
+
+Actions = list[Action]
+AttemptEvent = SnapshotTaken | SnapshotBroken | PieceCame | Owing | PieceRejected | Staged
+ToConvener = Accepting | Entry | Declined | Pulse | Prepared
+
+
+class Attempts:
+    """At most one is under way. What the replica tells itself comes back through `arrived`."""
+
+    def __init__(self, outlook: Outlook) -> None:
+        self._outlook = outlook
+        self._convening: Convening | None = None
+        self.part: Participation | None = None
+        self._staged: StagedResult | None = None
+        self.latest = ""
+        """How the last attempt ended, for people."""
+
+    # ---- opening and following ------------------------------------------------------------------------------------
+
+    def open(self, why: str) -> Actions:
+        """Convenes the next attempt."""
+        outlook = self._outlook
+        attempt = outlook.ballots.next_attempt(outlook.module, outlook.own, outlook.next_number())
+        outlook.ballots.follow(attempt)
+        away = outlook.ballots.left_out | outlook.offences.excluded(outlook.now)
+        guests = {outlook.own, *(outlook.fellows.serving - away)}
+        rosters = outlook.ballots.rosters
+        self._convening = Convening(outlook.own, attempt, outlook.version, guests, rosters, outlook.rules, outlook.now)
+        self.latest = f"opened round {attempt.number} attempt {attempt.attempt}: {why}"
+        return [*self._convening.open()]
+
+    def _invited(self, sender: PeerId, invitation: Invitation) -> Actions:
+        outlook, attempt = self._outlook, invitation.round
+        plausible = plausible_round(outlook.version, attempt.number) and 0 <= attempt.attempt < MAX_ATTEMPTS
+        if attempt.convener != sender or not plausible or sender in outlook.offences.excluded(outlook.now):
+            return []
+        if self.part is not None and self.part.round == attempt:
+            return self._tell_convener(self.part)
+        refusal = self._refusal(invitation)
+        if refusal is not None:
+            return [Tell(sender, Declined(attempt, refusal, outlook.version))]
+        return self._follow(attempt)
+
+    def _refusal(self, invitation: Invitation) -> DeclineReason | None:
+        outlook, attempt = self._outlook, invitation.round
+        if attempt.number <= outlook.version.round:
+            return DeclineReason.PAST
+        if invitation.base != outlook.version:
+            return DeclineReason.OTHER_ANCHOR
+        if outlook.lag.catching is not None or attempt == outlook.ballots.ended:
+            return DeclineReason.NOT_READY
+        if (attempt.number, attempt.attempt) < outlook.ballots.highest:
+            return DeclineReason.OTHER_CONVENER
+        if self.part is not None and not self._prefers(self.part, attempt):
+            return DeclineReason.OTHER_CONVENER
+        return None
+
+    def _prefers(self, part: Participation, other: RoundId) -> bool:
+        """Whether an attempt takes precedence over the one we are in."""
+        current = part.round
+        if (other.number, other.attempt) == (current.number, current.attempt):
+            earlier = precedence(other.module, other.number, other.convener) < precedence(
+                current.module, current.number, current.convener
+            )
+            return earlier and part.roster is None
+        if other.convener == current.convener:
+            return True
+        return part.phase is not Phase.FINISHING and not part.loyal(self._outlook.now)
+
+    def _follow(self, attempt: RoundId) -> Actions:
+        outlook = self._outlook
+        actions: Actions = []
+        if self._convening is not None and self._convening.round != attempt:
+            actions += self._convening.dissolve("another convener comes first")
+            self._convening = None
+        elif self.part is not None and self.part.round.convener not in (outlook.own, attempt.convener):
+            declined = Declined(self.part.round, DeclineReason.OTHER_CONVENER, outlook.version)
+            actions.append(Tell(self.part.round.convener, declined))
+        self.part = Participation(attempt, outlook.now, outlook.rules)
+        outlook.ballots.follow(attempt)
+        return [*actions, *self._tell_convener(self.part), TakeSnapshot(attempt, outlook.version.fragment)]
+
+    def _tell_convener(self, part: Participation) -> Actions:
+        part.told = self._outlook.now
+        status = part.status(self._outlook.now)
+        return [] if status is None else [Tell(part.round.convener, status)]
+
+    # ---- leaving ----------------------------------------------------------------------------------------------------
+
+    def leave(self, why: str) -> Actions:
+        """Ends the attempt here. Once an exchange has begun from this anchor, later attempts use the same pseudo-gradient, and a
+        complete result is kept; else the next attempt takes a new one."""
+        part, self.part, self._convening = self.part, None, None
+        if part is None:
+            return []
+        self.latest = f"round {part.round.number} attempt {part.round.attempt} ended: {why}"
+        ballots = self._outlook.ballots
+        ballots.ended, ballots.due_since = part.round, None
+        return [Release(part.round.number - 1 if ballots.rosters else part.round.number, why)]
+
+    def forget(self, why: str) -> Actions:
+        """Ends the attempt, and gives up whatever came of this and earlier ones."""
+        number = self._outlook.ballots.highest[0]
+        self.part = self._convening = self._staged = None
+        return [Release(number, why)] if number else []
+
+    def _decline(self, part: Participation, reason: DeclineReason, why: str) -> Actions:
+        declined = Declined(part.round, reason, self._outlook.version)
+        return [Tell(part.round.convener, declined), *self.leave(why)]
+
+    # ---- messages ---------------------------------------------------------------------------------------------------
+
+    def arrived(self, sender: PeerId, message: RoundControl) -> Actions:
+        """A message about an attempt, from a live replica or from ourselves."""
+        if isinstance(message, Pulse) and message.round.convener == sender:
+            self._hear_convener(sender, message.round)
+        match message:
+            case Invitation():
+                return self._invited(sender, message)
+            case Roster():
+                return self._roster_came(sender, message)
+            case Commit():
+                return self._commit_came(sender, message)
+            case Dissolved(attempt, detail):
+                return self._dissolved(sender, attempt, detail)
+            case Accepting() | Entry() | Declined() | Pulse() | Prepared():
+                return self._for_convener(sender, message)
+            case _:
+                return []
+
+    def _hear_convener(self, sender: PeerId, attempt: RoundId) -> bool:
+        """Whether this comes from the convener that we follow, about the attempt that we are in."""
+        part = self.part
+        if part is None or part.round != attempt or attempt.convener != sender:
+            return False
+        part.hear_convener(self._outlook.now)
+        return True
+
+    def _for_convener(self, sender: PeerId, message: ToConvener) -> Actions:
+        outlook, attempt = self._outlook, message.round
+        if self._convening is not None and self._convening.round == attempt:
+            return [*self._convening.hear(sender, message, outlook.now)]
+        if isinstance(message, Declined):
+            past = message.reason is DeclineReason.PAST
+            return self.leave("it is over") if past and self._hear_convener(sender, attempt) else []
+        if attempt.convener != outlook.own:
+            return []
+        commit = outlook.ballots.commit_of(attempt)
+        if commit is not None:
+            return [Tell(sender, commit)]
+        if attempt.number <= outlook.version.round:
+            return [Tell(sender, Declined(attempt, DeclineReason.PAST, outlook.version))]
+        return [Tell(sender, Dissolved(attempt, "this attempt is over"))]
+
+    def _roster_came(self, sender: PeerId, roster: Roster) -> Actions:
+        outlook, part = self._outlook, self.part
+        if part is None or part.entry is None or not self._hear_convener(sender, roster.round):
+            return []
+        if part.phase is not Phase.ENTERED:
+            return []
+        wrong = objection(outlook.rules, roster, outlook.own, part.entry.norm)
+        if roster.base != outlook.version or wrong is not None:
+            outlook.offences.add(sender, outlook.now)
+            outlook.ballots.left_out.add(sender)
+            return self._decline(part, DeclineReason.NOT_READY, f"the roster is refused: {wrong or 'another anchor'}")
+        part.begin(roster)
+        outlook.ballots.began(roster)
+        return [Exchange(roster)]
+
+    def _dissolved(self, sender: PeerId, attempt: RoundId, detail: str) -> Actions:
+        if not self._hear_convener(sender, attempt) or sender == self._outlook.own:
+            return []
+        self._outlook.ballots.pause(self._outlook.now, 2 * self._outlook.rules.answer_s)
+        return self.leave(detail)
+
+    def _commit_came(self, sender: PeerId, commit: Commit) -> Actions:
+        if self._staged is not None and self._staged.version == commit.version:
+            return self._adopt(self._staged)
+        part = self.part
+        if part is None or not self._hear_convener(sender, commit.round):
+            return []
+        exchanging = part.phase is Phase.EXCHANGING and part.roster is not None
+        if exchanging and part.roster is not None and leads_to(self._outlook.rules, part.roster, commit.version):
+            part.phase, part.version = Phase.FINISHING, commit.version
+            return []
+        return self.leave("it settled on a result that we do not have")
+
+    # ---- events of the attempt --------------------------------------------------------------------------------------
+
+    def befell(self, event: AttemptEvent) -> Actions:
+        """Something about our own part; of another attempt it is ignored."""
+        part, now = self.part, self._outlook.now
+        if part is None or event.round != part.round:
+            return []
+        match event:
+            case SnapshotTaken():
+                return self._snapshot_taken(part, event)
+            case SnapshotBroken():
+                self._outlook.steps = 0
+                return self._decline(part, DeclineReason.BROKEN, "our own update is not finite")
+            case Staged(_, version):
+                return self._staged_came(part, version)
+            case PieceCame(_, sender):
+                part.piece_came(sender, now)
+            case Owing(_, peers):
+                part.owed(peers, now)
+            case PieceRejected(_, sender, why):
+                self.latest = f"a piece of {sender} was rejected: {why}"
+                return self._piece_rejected(part, sender)
+        return []
+
+    def _snapshot_taken(self, part: Participation, taken: SnapshotTaken) -> Actions:
+        if part.phase is not Phase.PREPARING:
+            return []
+        staged = None if self._staged is None else self._staged.version
+        part.entry = Entry(taken.round, taken.steps, taken.tokens, taken.norm, taken.bandwidth, staged)
+        part.phase = Phase.ENTERED
+        return self._tell_convener(part)
+
+    def _piece_rejected(self, part: Participation, sender: PeerId) -> Actions:
+        self._outlook.offences.add(sender, self._outlook.now)
+        part.rejected.add(sender)
+        if sender == part.round.convener:
+            self._outlook.ballots.left_out.add(sender)
+            return self._decline(part, DeclineReason.NOT_READY, "the convener sent what cannot be used")
+        return self._tell_convener(part)
+
+    def _staged_came(self, part: Participation, version: AnchorVersion) -> Actions:
+        roster = part.roster
+        if roster is None or part.phase not in (Phase.EXCHANGING, Phase.FINISHING):
+            return []
+        if not leads_to(self._outlook.rules, roster, version):
+            return self._decline(part, DeclineReason.BROKEN, "our result is not what the roster leads to")
+        result = StagedResult(roster, version)
+        if part.phase is Phase.FINISHING:
+            return (
+                self._adopt(result) if version == part.version else self.leave("our result differs from the committed")
+            )
+        self._staged, part.phase, part.version = result, Phase.PREPARED, version
+        return self._tell_convener(part)
+
+    def link_lost(self, peer: PeerId) -> Actions:
+        """Less patience with that peer; who waits for its pieces says so at once."""
+        if self._convening is not None:
+            self._convening.lost(peer)
+        part = self.part
+        if part is None:
+            return []
+        part.link_lost = part.link_lost or peer == part.round.convener
+        if peer not in part.owing:
+            return []
+        part.broken.add(peer)
+        return self._tell_convener(part)
+
+    # ---- the result -------------------------------------------------------------------------------------------------
+
+    def adopt_if_others_did(self) -> Actions:
+        """A replica that stands on what we have prepared shows that it was committed. So does being the only one left."""
+        staged, outlook = self._staged, self._outlook
+        if staged is None or (outlook.fellows.serving and not outlook.fellows.on(staged.version, outlook.now)):
+            return []
+        return self._adopt(staged)
+
+    def _adopt(self, result: StagedResult) -> Actions:
+        outlook = self._outlook
+        others: Sequence[Action] = () if self._convening is None else self._convening.dissolve("the result is there")
+        self.part = self._convening = self._staged = None
+        attempt = result.roster.round
+        commit = CommitStaged(attempt, result.version, result.members, attempt.attempt + 1)
+        self.latest = f"round {attempt.number} committed by {len(result.members)} at attempt {attempt.attempt}"
+        return [*others, commit, *outlook.stand_on(result.version)]
+
+    # ---- time ---------------------------------------------------------------------------------------------------------
+
+    def advance(self) -> Actions:
+        """What the convener's part of us does by now."""
+        convening, outlook = self._convening, self._outlook
+        if convening is None:
+            return []
+        tells, verdict = convening.advance(outlook.now)
+        if convening.roster is None and verdict is None and not outlook.may_convene():
+            verdict = GivenUp(f"the module has gone on: {outlook.standing().reason}")
+        match verdict:
+            case Settled(version, holders):
+                return [*tells, *self._settle(convening, version, holders)]
+            case TryAgain(without, why):
+                return [*tells, *self._try_again(convening, without, why)]
+            case GivenUp(why):
+                outlook.ballots.failed(outlook.now)
+                return [*tells, *convening.dissolve(why), *self.leave(why)]
+            case None:
+                return [*tells]
+
+    def _settle(self, convening: Convening, version: AnchorVersion, holders: tuple[PeerId, ...]) -> Actions:
+        outlook = self._outlook
+        commit = Commit(convening.round, version, holders)
+        outlook.ballots.announced(commit)
+        self._convening = None
+        actions: Actions = [Tell(peer, commit) for peer in sorted({*convening.guests, *outlook.fellows.serving})]
+        if convening.roster is None and outlook.own not in holders:
+            donors = tuple(peer for peer in holders if peer in outlook.fellows)
+            actions += self.forget("an earlier attempt's result was found")
+            outlook.lag.started(version)
+            actions.append(
+                CatchUp(version, donors, "an earlier attempt's result was found, and somebody may have committed it")
+            )
+        return actions
+
+    def _try_again(self, convening: Convening, without: frozenset[PeerId], why: str) -> Actions:
+        outlook = self._outlook
+        outlook.ballots.left_out |= without
+        left: Actions = [
+            Tell(peer, Dissolved(convening.round, f"left out: {why}"))
+            for peer in sorted(without)
+            if peer != outlook.own
+        ]
+        if convening.round.attempt % ATTEMPTS_AT_ONCE == ATTEMPTS_AT_ONCE - 1:
+            outlook.ballots.failed(outlook.now)
+            return [*left, *convening.dissolve(why), *self.leave(why)]
+        return left + self.open(why)
+
+    def upkeep(self) -> Actions:
+        """What the member's part of us does by now."""
+        part, outlook = self.part, self._outlook
+        if part is None:
+            return []
+        if part.phase is Phase.FINISHING:
+            return self.leave("the committed result does not become complete here") if part.stalled(outlook.now) else []
+        if part.silence(outlook.now) > outlook.rules.silence_s and part.round.convener != outlook.own:
+            return self._succeed(part)
+        if outlook.now - part.told >= outlook.rules.pulse_s:
+            return self._tell_convener(part)
+        return []
+
+    def _succeed(self, part: Participation) -> Actions:
+        """The convener is silent: the next in order opens another attempt without it, the one after that a little later."""
+        outlook = self._outlook
+        if not outlook.may_convene():
+            return self.leave("its convener is silent, and the module has gone on")
+        roster = part.roster
+        peers = outlook.fellows.on(outlook.version, outlook.now)
+        if roster is not None:
+            peers = frozenset(member.peer for member in roster.members)
+        outlook.ballots.left_out.add(part.round.convener)
+        candidates = {outlook.own, *(peers - outlook.ballots.left_out)}
+        rank = convener_order(outlook.module, part.round.number, candidates).index(outlook.own)
+        patience_s = outlook.rules.silence_s + rank * outlook.rules.answer_s
+        return self.open("the convener is silent") if part.silence(outlook.now) > patience_s else []

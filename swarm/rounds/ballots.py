@@ -1,0 +1,77 @@
+"""The attempts from one anchor: which was the highest, who is left out of the next, which rosters they had, how they ended."""
+
+from __future__ import annotations
+
+from swarm.round_messages import MAX_ATTEMPTS, Commit, Roster, RoundId
+from swarm.rounds.words import RoundRules
+from swarm.vocabulary import ModuleId, PeerId
+
+ATTEMPTS_AT_ONCE = 4
+"""So many without a pause; then the convener gives up for a while."""
+ATTEMPTS = 16
+"""For one round number. Then the next number is taken, and everybody is asked again."""
+LONGEST_PAUSE_S = 30.0
+_ROSTERS = 4
+_COMMITS = 8
+
+assert ATTEMPTS <= MAX_ATTEMPTS
+
+
+class Ballots:
+    """Kept from one anchor to the next; the commits we announced are kept longer, for those who ask late."""
+
+    def __init__(self, rules: RoundRules) -> None:
+        self._rules = rules
+        self._commits: dict[RoundId, Commit] = {}
+        self._failures = 0
+        self.highest: tuple[int, int] = (0, 0)
+        """(number, attempt) that we followed from this anchor."""
+        self.left_out: set[PeerId] = set()
+        self.rosters: list[Roster] = []
+        """Of the exchanges we began from this anchor, the latest few."""
+        self.quiet_until = 0.0
+        self.due_since: float | None = None
+        self.ended: RoundId | None = None
+        """The latest attempt that ended without a commit here."""
+
+    def next_attempt(self, module: ModuleId, own: PeerId, number: int) -> RoundId:
+        """Names the next attempt. The number stays the same from attempt to attempt, so that the pseudo-gradients do."""
+        highest, attempt = self.highest
+        if highest == 0:
+            return RoundId(module, number, 0, own)
+        if attempt + 1 < ATTEMPTS:
+            return RoundId(module, highest, attempt + 1, own)
+        self.left_out.clear()
+        return RoundId(module, max(number, highest + 1), 0, own)
+
+    def follow(self, attempt: RoundId) -> None:
+        if attempt.number > self.highest[0]:
+            self.left_out.clear()
+        self.highest = max(self.highest, (attempt.number, attempt.attempt))
+        self.due_since = None
+
+    def began(self, roster: Roster) -> None:
+        self.rosters = [*self.rosters, roster][-_ROSTERS:]
+
+    def failed(self, now: float) -> None:
+        """A convener that gives up makes a longer and longer pause."""
+        self._failures += 1
+        self.pause(now, min(self._rules.answer_s * 2.0 ** min(self._failures - 1, 8), LONGEST_PAUSE_S))
+
+    def pause(self, now: float, seconds: float) -> None:
+        self.quiet_until = max(self.quiet_until, now + seconds)
+        self.due_since = None
+
+    def announced(self, commit: Commit) -> None:
+        self._commits[commit.round] = commit
+        while len(self._commits) > _COMMITS:
+            del self._commits[next(iter(self._commits))]
+
+    def commit_of(self, attempt: RoundId) -> Commit | None:
+        return self._commits.get(attempt)
+
+    def new_anchor(self) -> None:
+        self._failures = 0
+        self.highest, self.quiet_until, self.due_since, self.ended = (0, 0), 0.0, None, None
+        self.left_out.clear()
+        self.rosters = []

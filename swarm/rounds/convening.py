@@ -1,0 +1,347 @@
+"""One attempt at a round as its convener sees it: whom it invited, what they answered, how far each is.
+
+The convener is a guest of its own: what it sends to itself comes back to it like everybody else's messages. `advance` says
+what to send and, when the attempt has come to an end, which (`Verdict`).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from swarm.round_messages import (
+    Accepting,
+    Declined,
+    DeclineReason,
+    Dissolved,
+    Entry,
+    Invitation,
+    Prepared,
+    Pulse,
+    Roster,
+    RoundControl,
+    RoundId,
+)
+from swarm.rounds.rosters import CONVENER_REDUCES_FROM, leads_to, make_roster, may_be_committed, sound_entry
+from swarm.rounds.rules import fragment_chunks, precedence
+from swarm.rounds.words import RoundRules, Tell
+from swarm.vocabulary import AnchorVersion, PeerId
+
+ASSUMED_BANDWIDTH = 2.0**20
+"""Bytes per second of a member that has not measured any."""
+SLACK = 8.0
+"""An exchange may take so many times what it should."""
+GRACE_S = 20.0
+"""And so much more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """This version holds from now on."""
+
+    version: AnchorVersion
+    holders: tuple[PeerId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TryAgain:
+    """The next attempt has to do without these."""
+
+    without: frozenset[PeerId]
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    why: str
+
+
+Verdict = Settled | TryAgain | GivenUp
+
+
+class Answer(enum.Enum):
+    """How a guest has answered."""
+
+    NONE = 1
+    ACCEPTED = 2
+    ENTERED = 3
+    ELSEWHERE = 4
+    """It follows another convener."""
+    REFUSED = 5
+
+
+_WITH_US = (Answer.ACCEPTED, Answer.ENTERED)
+
+
+@dataclass(slots=True)
+class _Guest:
+    heard: float
+    answer: Answer = Answer.NONE
+    lost: bool = False
+    """Its link broke and nothing has come since."""
+    entry: Entry | None = None
+    prepared: AnchorVersion | None = None
+    waiting_for: frozenset[PeerId] = frozenset()
+    rejected: frozenset[PeerId] = frozenset()
+
+    def silent(self, now: float, patience_s: float) -> bool:
+        return now - self.heard > (patience_s / 2 if self.lost else patience_s)
+
+
+class Convening:
+    """See the module.
+
+    Args:
+        guests: whom to invite, the convener included.
+        earlier: rosters of earlier attempts from this anchor that the convener has seen.
+    """
+
+    def __init__(
+        self,
+        own: PeerId,
+        number: RoundId,
+        base: AnchorVersion,
+        guests: Iterable[PeerId],
+        earlier: Sequence[Roster],
+        rules: RoundRules,
+        now: float,
+    ) -> None:
+        self.round = number
+        self.roster: Roster | None = None
+        self._own = own
+        self._base = base
+        self._guests = {peer: _Guest(now) for peer in sorted(guests)}
+        self._earlier = earlier
+        self._rules = rules
+        self._opened = now
+        self._pulsed = now
+        self._deadline = 0.0
+        self._accused_since: float | None = None
+
+    @property
+    def guests(self) -> tuple[PeerId, ...]:
+        return tuple(self._guests)
+
+    @property
+    def offenders(self) -> frozenset[PeerId]:
+        """Whom somebody rejects."""
+        return frozenset(peer for guest in self._guests.values() for peer in guest.rejected)
+
+    def open(self) -> list[Tell]:
+        return [Tell(peer, Invitation(self.round, self._base)) for peer in self._guests]
+
+    def dissolve(self, why: str) -> list[Tell]:
+        """To everybody else that may still count on this attempt."""
+        others = (peer for peer, guest in self._guests.items() if peer != self._own and guest.answer in _WITH_US)
+        return [Tell(peer, Dissolved(self.round, why)) for peer in others]
+
+    # ---- what comes in ------------------------------------------------------------------------------------------------
+
+    def lost(self, peer: PeerId) -> None:
+        guest = self._guests.get(peer)
+        if guest is not None:
+            guest.lost = True
+
+    def hear(self, sender: PeerId, message: RoundControl, now: float) -> list[Tell]:
+        """A guest's message about this attempt."""
+        guest = self._guests.get(sender)
+        if guest is None:
+            return [Tell(sender, Dissolved(self.round, "you are not among those invited"))]
+        guest.heard, guest.lost = now, False
+        match message:
+            case Accepting():
+                guest.answer = guest.answer if guest.answer is Answer.ENTERED else Answer.ACCEPTED
+            case Entry():
+                guest.answer = Answer.ENTERED if sound_entry(message) else Answer.REFUSED
+                guest.entry = message if guest.answer is Answer.ENTERED else None
+                return self._answer_entry(sender)
+            case Declined(_, reason, _):
+                guest.answer = Answer.ELSEWHERE if reason is DeclineReason.OTHER_CONVENER else Answer.REFUSED
+                guest.entry = None
+            case Pulse(_, waiting_for, rejected):
+                guest.waiting_for = frozenset(waiting_for) & self._guests.keys()
+                guest.rejected |= frozenset(rejected) & self._guests.keys()
+            case Prepared(_, version):
+                if self.roster is not None and leads_to(self._rules, self.roster, version):
+                    guest.prepared, guest.waiting_for = version, frozenset()
+            case _:
+                pass
+        return []
+
+    def _answer_entry(self, sender: PeerId) -> list[Tell]:
+        """Who enters after the roster is fixed has missed it, or comes too late for it."""
+        if self._guests[sender].answer is Answer.REFUSED:
+            return [Tell(sender, Dissolved(self.round, "your entry has impossible figures"))]
+        if self.roster is None:
+            return []
+        if any(member.peer == sender for member in self.roster.members):
+            return [Tell(sender, self.roster)]
+        return [Tell(sender, Dissolved(self.round, "the roster was fixed without you"))]
+
+    # ---- time ---------------------------------------------------------------------------------------------------------
+
+    def advance(self, now: float) -> tuple[list[Tell], Verdict | None]:
+        """What is to be sent by now, and the end of this attempt if it has come."""
+        tells = self._pulses(now)
+        if self.roster is not None:
+            return tells, self._judge_exchange(self.roster, now)
+        if self._collecting(now):
+            return tells, None
+        verdict = self._judge_entries()
+        if verdict is None:
+            tells += self._fix(now)
+            verdict = None if self.roster is not None else GivenUp("nobody has worked")
+        return tells, verdict
+
+    def _pulses(self, now: float) -> list[Tell]:
+        if now - self._pulsed < self._rules.pulse_s:
+            return []
+        self._pulsed = now
+        invitation, pulse = Invitation(self.round, self._base), Pulse(self.round)
+        unsure = (Answer.NONE, Answer.ELSEWHERE) if self.roster is None else ()
+        return [
+            Tell(peer, invitation if guest.answer in unsure else pulse)
+            for peer, guest in self._guests.items()
+            if guest.answer in _WITH_US or guest.answer in unsure
+        ]
+
+    # ---- before the exchange ------------------------------------------------------------------------------------------
+
+    def _collecting(self, now: float) -> bool:
+        return any(self._awaited(guest, now) for guest in self._guests.values())
+
+    def _awaited(self, guest: _Guest, now: float) -> bool:
+        waited = now - self._opened
+        if guest.answer is Answer.ACCEPTED:
+            return waited < self._rules.prepare_s and not guest.silent(now, self._rules.silence_s)
+        patience_s = self._rules.answer_s / 2 if guest.lost else self._rules.answer_s
+        return guest.answer in (Answer.NONE, Answer.ELSEWHERE) and waited < patience_s
+
+    def _judge_entries(self) -> Verdict | None:
+        if self._guests[self._own].answer is not Answer.ENTERED:
+            return GivenUp("our own update is not ready")
+        elsewhere = sum(guest.answer is Answer.ELSEWHERE for guest in self._guests.values())
+        with_us = sum(guest.answer in _WITH_US for guest in self._guests.values()) - 1
+        if elsewhere and elsewhere >= with_us:
+            return GivenUp("the others follow another convener")
+        return self._found()
+
+    def _found(self) -> Settled | None:
+        """The complete result of an earlier attempt that a majority may have had, so that somebody may have committed it."""
+        entries = self._entries()
+        holders: defaultdict[AnchorVersion, list[PeerId]] = defaultdict(list)
+        for peer, entry in entries.items():
+            if entry.staged is not None and self._base.round < entry.staged.round <= self.round.number:
+                holders[entry.staged].append(peer)
+        possible = [version for version, peers in holders.items() if self._possible(version, peers, entries)]
+        if not possible:
+            return None
+        version = max(possible, key=lambda version: (len(holders[version]), version.tokens, version.digest))
+        return Settled(version, tuple(holders[version]))
+
+    def _possible(self, version: AnchorVersion, holders: Sequence[PeerId], entries: Iterable[PeerId]) -> bool:
+        """A majority cannot have had it when too many of that roster are here without it: then one liar claims it."""
+        led_there = [roster for roster in self._earlier if leads_to(self._rules, roster, version)]
+        if not led_there:
+            return 2 * len(holders) >= len(list(entries))
+        lacking = set(entries) - set(holders)
+        return any(
+            may_be_committed(roster, sum(member.peer in lacking for member in roster.members)) for roster in led_there
+        )
+
+    def _fix(self, now: float) -> list[Tell]:
+        entries = self._entries()
+        self.roster = make_roster(self._rules, self.round, self._base, entries)
+        if self.roster is None:
+            return []
+        self._deadline = now + GRACE_S + SLACK * self._expected_s(entries)
+        for guest in self._guests.values():
+            guest.heard = max(guest.heard, now) if guest.entry is not None else guest.heard
+        late = [peer for peer, guest in self._guests.items() if guest.answer is Answer.ACCEPTED]
+        for peer in late:
+            self._guests[peer].answer = Answer.REFUSED
+        left_out = [Tell(peer, Dissolved(self.round, "the roster was fixed without you")) for peer in late]
+        return left_out + [Tell(peer, self.roster) for peer in entries]
+
+    def _entries(self) -> dict[PeerId, Entry]:
+        return {peer: guest.entry for peer, guest in self._guests.items() if guest.entry is not None}
+
+    def _expected_s(self, entries: dict[PeerId, Entry]) -> float:
+        """What the exchange should take: everybody sends and receives the fragment about twice; a convener that reduces alone,
+        once for each member."""
+        first, end = fragment_chunks(self._rules, self._base.fragment)
+        slowest = min(entry.bandwidth or ASSUMED_BANDWIDTH for entry in entries.values())
+        times = 2 * len(entries) if self.round.attempt >= CONVENER_REDUCES_FROM else 2
+        return times * (end - first) * self._rules.chunk_bytes / slowest
+
+    # ---- the exchange -------------------------------------------------------------------------------------------------
+
+    def _judge_exchange(self, roster: Roster, now: float) -> Verdict | None:
+        members = {member.peer: self._guests[member.peer] for member in roster.members}
+        prepared = Counter(guest.prepared for guest in members.values() if guest.prepared is not None)
+        for version, count in prepared.items():
+            if 2 * count > len(members):
+                return Settled(version, tuple(peer for peer, guest in members.items() if guest.prepared == version))
+        return (
+            self._gone(members, now)
+            or self._rejected(members)
+            or self._waited_for(members, now)
+            or self._overdue(members, now)
+        )
+
+    def _gone(self, members: dict[PeerId, _Guest], now: float) -> Verdict | None:
+        if members[self._own].answer is not Answer.ENTERED:
+            return GivenUp("our own part has ended")
+        elsewhere = [peer for peer, guest in members.items() if guest.answer is Answer.ELSEWHERE]
+        if elsewhere and 2 * len(elsewhere) >= len(members) - 1:
+            return GivenUp("the others follow another convener")
+        gone = frozenset(
+            peer
+            for peer, guest in members.items()
+            if guest.prepared is None
+            and (guest.answer is not Answer.ENTERED or (peer != self._own and guest.silent(now, self._rules.silence_s)))
+        )
+        return TryAgain(gone, "silent or gone") if gone else None
+
+    def _rejected(self, members: dict[PeerId, _Guest]) -> Verdict | None:
+        rejected = self.offenders - {self._own}
+        if self._own in self.offenders:  # they will not have what we reduce
+            rejected |= {peer for peer, guest in members.items() if self._own in guest.rejected}
+        return TryAgain(rejected, "sent what cannot be used") if rejected else None
+
+    def _waited_for(self, members: dict[PeerId, _Guest], now: float) -> Verdict | None:
+        """Somebody's pieces do not come through, though it lives. That may pass by itself, so it has two pulses' time."""
+        accusers: defaultdict[PeerId, set[PeerId]] = defaultdict(set)
+        for peer, guest in members.items():
+            for accused in guest.waiting_for & members.keys():
+                accusers[accused].add(peer)
+        if not accusers:
+            self._accused_since = None
+            return None
+        if self._accused_since is None:
+            self._accused_since = now
+        if now - self._accused_since < 2 * self._rules.pulse_s:
+            return None
+        worst = max(accusers, key=lambda peer: self._blame(peer, accusers[peer], members))
+        without = accusers[worst] if worst == self._own else {worst}
+        return TryAgain(frozenset(without - {self._own}), "waited for in vain")
+
+    def _blame(
+        self, peer: PeerId, accusers: set[PeerId], members: dict[PeerId, _Guest]
+    ) -> tuple[bool, int, bool, bytes]:
+        """One that itself hears everybody (the others may only pass on what they wait for); most accusers; not the convener;
+        then the order of this round decides."""
+        order = precedence(self.round.module, self.round.number, peer)
+        return not members[peer].waiting_for, len(accusers), peer != self._own, order
+
+    def _overdue(self, members: dict[PeerId, _Guest], now: float) -> Verdict | None:
+        if all(guest.prepared is not None for guest in members.values()):
+            return TryAgain(frozenset(), "the results differ")
+        if now < self._deadline:
+            return None
+        unprepared = {peer for peer, guest in members.items() if guest.prepared is None} - {self._own}
+        return TryAgain(
+            frozenset(unprepared) if len(unprepared) < len(members) - 1 else frozenset(), "it takes too long"
+        )

@@ -1,0 +1,118 @@
+"""One attempt at a round as a member sees it, the convener as a member included."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from swarm.round_messages import Accepting, Entry, Prepared, Pulse, Roster, RoundControl, RoundId
+from swarm.rounds.convening import ASSUMED_BANDWIDTH
+from swarm.rounds.words import RoundRules
+from swarm.vocabulary import AnchorVersion, PeerId
+
+PIECE_SLACK = 4.0
+"""A piece may take so many times what it should before its sender is said to be waited for."""
+
+
+class Phase(enum.Enum):
+    """How far a member is. Until FINISHING it keeps telling the convener, so that no lost message stops a round."""
+
+    PREPARING = "prepares"
+    ENTERED = "waits for the roster"
+    EXCHANGING = "exchanges"
+    PREPARED = "has the result"
+    FINISHING = "still lacks a part of the committed result"
+
+
+@dataclass(frozen=True, slots=True)
+class StagedResult:
+    """The complete result of an exchange, not committed yet."""
+
+    roster: Roster
+    version: AnchorVersion
+
+    @property
+    def members(self) -> tuple[PeerId, ...]:
+        return tuple(member.peer for member in self.roster.members)
+
+
+@dataclass(slots=True)
+class Participation:
+    """Of one replica in one attempt."""
+
+    round: RoundId
+    heard: float
+    """When the convener last said anything."""
+    rules: RoundRules
+    phase: Phase = Phase.PREPARING
+    entry: Entry | None = None
+    roster: Roster | None = None
+    version: AnchorVersion | None = None
+    """What it prepared, or finishes."""
+    told: float = 0.0
+    link_lost: bool = False
+    """To the convener, and nothing has come since."""
+    owing: dict[PeerId, float] = field(default_factory=dict)
+    """Since when each member owes us pieces, or when the last one came."""
+    broken: set[PeerId] = field(default_factory=set)
+    """Members to which the link broke since their last piece."""
+    rejected: set[PeerId] = field(default_factory=set)
+
+    def hear_convener(self, now: float) -> None:
+        self.heard, self.link_lost = now, False
+
+    def silence(self, now: float) -> float:
+        """How long the convener has been silent; a broken link counts for half of the patience."""
+        return now - self.heard + (self.rules.silence_s / 2 if self.link_lost else 0.0)
+
+    def loyal(self, now: float) -> bool:
+        """Whether it stays with its convener when another one calls: the exchange has begun and the convener was heard lately."""
+        return self.roster is not None and self.silence(now) < self.rules.silence_s / 2
+
+    def begin(self, roster: Roster) -> None:
+        self.roster, self.phase = roster, Phase.EXCHANGING
+
+    def owed(self, peers: frozenset[PeerId], now: float) -> None:
+        self.owing = {peer: self.owing.get(peer, now) for peer in peers}
+        self.broken &= peers
+
+    def piece_came(self, sender: PeerId, now: float) -> None:
+        self.broken.discard(sender)
+        if sender in self.owing:
+            self.owing[sender] = now
+
+    def waiting_for(self, now: float) -> tuple[PeerId, ...]:
+        """Those that owe us pieces, and none has come for longer than one should take."""
+        late = {peer for peer, since in self.owing.items() if now - since > self._patience_s()}
+        return tuple(sorted(late | (self.broken & self.owing.keys())))
+
+    def stalled(self, now: float) -> bool:
+        """Whether the result will hardly become complete here any more: nothing has come since the commit for longer than a
+        piece takes. Less patient than `waiting_for`, because the result can be had elsewhere by now."""
+        latest = max(self.owing.values(), default=self.heard)
+        if self.owing and self.owing.keys() <= self.broken:
+            return True
+        return now - max(latest, self.heard) > self.rules.silence_s + self._piece_s() * PIECE_SLACK / 2
+
+    def _patience_s(self) -> float:
+        members = 1 if self.roster is None else len(self.roster.members)
+        return self.rules.silence_s + PIECE_SLACK * members * self._piece_s()
+
+    def _piece_s(self) -> float:
+        bandwidth = (0.0 if self.entry is None else self.entry.bandwidth) or ASSUMED_BANDWIDTH
+        return self.rules.chunk_bytes / bandwidth
+
+    def status(self, now: float) -> RoundControl | None:
+        """What the convener should know, as a message; said again and again."""
+        match self.phase:
+            case Phase.PREPARING:
+                return Accepting(self.round)
+            case Phase.ENTERED:
+                return self.entry
+            case Phase.EXCHANGING:
+                return Pulse(self.round, self.waiting_for(now), tuple(sorted(self.rejected)))
+            case Phase.PREPARED:
+                assert self.version is not None
+                return Prepared(self.round, self.version)
+            case Phase.FINISHING:
+                return None

@@ -1,0 +1,321 @@
+"""Averagers with real round machines in one process, joined by memory or by gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import nn
+
+from node.averaging.anchor import Anchor, Vector
+from node.averaging.averager import Averager, AveragerHooks, AveragerParts, RoundSettled
+from node.averaging.lone import anchor_of
+from node.averaging.outer import OuterRule
+from node.averaging.replica import LocalReplica
+from node.averaging.shelf import Shelf
+from node.clock import SystemClock
+from node.compute import ComputeThread, Priority
+from node.optimization import StepFigures
+from node.task_scope import task_scope
+from protocol.seams import Codec, LinkFigures, Question, Refusal, TensorSpec, Transport
+from protocol.settings import TransportSettings
+from protocol.transport import GrpcTransport
+from swarm.errors import Rejected, StateError, Unreachable
+from swarm.rounds.machine import RoundMachine
+from swarm.rounds.words import Fellow, RoundRules
+from swarm.vocabulary import AnchorVersion, ModuleId, PeerId
+from tests.protocol.link_peers import RUN, Persona
+
+MODULE = ModuleId(1)
+RULE = OuterRule(0.7, 0.9)
+TOKENS = 64
+LONG_S = 40.0
+
+
+class MadeUpOptimizer:
+    """Moves every parameter a little, by numbers that follow from a seed."""
+
+    def __init__(self, part: nn.Module) -> None:
+        self.steps = 0
+        self._parameters = list(part.parameters())
+
+    def start_anew(self, steps: int) -> None:
+        self.steps = steps
+
+    @torch.no_grad()
+    def step(self, seed: int) -> StepFigures:
+        numbers = torch.Generator().manual_seed(seed)
+        for parameter in self._parameters:
+            parameter.sub_(torch.randn(parameter.shape, generator=numbers) * 0.01)
+        self.steps += 1
+        return StepFigures(self.steps, (1,), 1.0, 0.01)
+
+
+class Blocks(nn.Module):
+    """Named as a real module, so that fragments take every other block."""
+
+    def __init__(self, elements: int, blocks: int = 4) -> None:
+        super().__init__()
+        self.model = nn.Module()
+        numbers = torch.Generator().manual_seed(7)
+        self.model.layers = nn.ModuleList(nn.Module() for _ in range(blocks))
+        for layer in self.model.layers:
+            layer.weight = nn.Parameter(torch.randn(elements // blocks, generator=numbers))
+
+
+@dataclass(eq=False)
+class Replica:
+    """One peer's replica and what becomes of it."""
+
+    peer: PeerId
+    averager: Averager
+    optimizer: MadeUpOptimizer
+    local: LocalReplica
+    compute: ComputeThread
+    settled: list[RoundSettled] = field(default_factory=list)
+    history: dict[int, bytes] = field(default_factory=dict)
+    """Digest of each round's anchor here."""
+    caught_up: int = 0
+
+    @property
+    def anchor(self) -> Anchor:
+        return self.averager.anchor
+
+    async def step(self, seed: int) -> None:
+        """An inner step, on the compute thread as in a node."""
+
+        def job() -> None:
+            self.averager.after_inner_step(self.optimizer.step(seed))
+
+        await self.compute.run(Priority.UPKEEP, job)
+        self.averager.stepped()
+
+    def vector(self) -> Vector:
+        out = np.empty(self.local.layout.elements, np.float32)
+        self.local.read(slice(0, len(out)), out)
+        return out
+
+
+class Hall:
+    """All replicas. `visible` says who sees whom; `dead` ones neither send nor receive."""
+
+    def __init__(
+        self, elements: int, codec: Codec, rules: Callable[[LocalReplica], RoundRules], fragments: int
+    ) -> None:
+        self.replicas: dict[PeerId, Replica] = {}
+        self.dead: set[PeerId] = set()
+        self.pieces = 0
+        """That have been sent."""
+        self.on_piece: Callable[[PeerId, PeerId, object, bytearray], None] = lambda sender, to, message, data: None
+        self._elements = elements
+        self._codec = codec
+        self._rules = rules
+        self._fragments = fragments
+
+    def __getitem__(self, number: int) -> Replica:
+        return list(self.replicas.values())[number]
+
+    @property
+    def living(self) -> list[Replica]:
+        return [replica for replica in self.replicas.values() if replica.peer not in self.dead]
+
+    def add(self, peer: PeerId, compute: ComputeThread, averaging: ComputeThread) -> Replica:
+        part = Blocks(self._elements)
+        optimizer = MadeUpOptimizer(part)
+        local = LocalReplica([part], self._fragments, optimizer)
+        shelf = Shelf(anchor_of(local))
+        rules = self._rules(local)
+        machine = RoundMachine(peer, MODULE, rules, shelf.current.version)
+        parts = AveragerParts(
+            peer,
+            MODULE,
+            machine,
+            shelf,
+            local,
+            compute,
+            averaging,
+            self._codec,
+            RULE,
+            rules.inner_steps,
+            TOKENS,
+            SystemClock(),
+        )
+        hooks = AveragerHooks(
+            fellows=lambda: self._fellows_of(peer),
+            catch_up=lambda version, donors: self._catch_up(peer, version, donors),
+            anchored=lambda anchor: self._anchored(peer, anchor),
+            settled=lambda settled: self.replicas[peer].settled.append(settled),
+        )
+        replica = Replica(peer, Averager(parts, hooks), optimizer, local, compute)
+        self.replicas[peer] = replica
+        return replica
+
+    def _fellows_of(self, own: PeerId) -> tuple[Fellow, ...]:
+        return tuple(Fellow(r.peer, r.anchor.version, True) for r in self.living if r.peer != own)
+
+    def _anchored(self, peer: PeerId, anchor: Anchor) -> None:
+        self.replicas[peer].history[anchor.version.round] = anchor.version.digest
+
+    async def _catch_up(self, own: PeerId, version: AnchorVersion, donors: tuple[PeerId, ...]) -> Anchor:
+        """A copy from memory: how states travel is not tested here."""
+        await asyncio.sleep(0)
+        for donor in donors:
+            anchor = self.replicas[donor].anchor
+            if anchor.version == version and donor not in self.dead:
+                self.replicas[own].caught_up += 1
+                return Anchor(anchor.layout, version, anchor.parameters.copy(), anchor.momentum.copy(), anchor.hashes)
+        raise StateError("nobody has it")
+
+    def agree(self) -> bool:
+        """Whether no two replicas have ever had different anchors of one round."""
+        for number in {number for replica in self.replicas.values() for number in replica.history}:
+            digests = {r.history[number] for r in self.replicas.values() if number in r.history}
+            if len(digests) > 1:
+                return False
+        return True
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(LONG_S):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+    async def a_round(self, number: int, inner_steps: int, seed: int = 0) -> None:
+        """Every living replica takes its steps; returns when all stand on the anchor of this round."""
+        for step in range(inner_steps):
+            for index, replica in enumerate(self.replicas.values()):
+                if replica.peer not in self.dead:
+                    await replica.step(seed + 1000 * number + 10 * step + index)
+        await self.until(lambda: all(r.settled and r.settled[-1].version.round >= number for r in self.living))
+
+
+class MemoryWire:
+    """`protocol.seams.Transport` straight to the other averager."""
+
+    def __init__(self, own: PeerId, hall: Hall) -> None:
+        self._own = own
+        self._hall = hall
+
+    async def send(self, peer: PeerId, message: object, tensor: TensorSpec, data: memoryview) -> None:
+        await self._reach(peer)
+        octets = bytearray(data)
+        self._hall.pieces += 1
+        self._hall.on_piece(self._own, peer, message, octets)
+        await self._reach(peer)
+        there = self._hall.replicas[peer].averager
+        admitted = there.admit(self._own, message, tensor)  # type: ignore[arg-type]
+        if not isinstance(admitted, Refusal):
+            admitted[:] = octets
+            there.received(self._own, message, tensor, admitted)  # type: ignore[arg-type]
+
+    async def tell(self, peer: PeerId, message: object) -> None:
+        await self._reach(peer)
+        self._hall.replicas[peer].averager.told(self._own, message)  # type: ignore[arg-type]
+
+    async def ask(self, peer: PeerId, question: Question, timeout_s: float) -> bytes:
+        raise Unreachable("nobody answers questions here")
+
+    def announce(self, record: bytes) -> None:
+        return
+
+    def figures(self) -> dict[PeerId, LinkFigures]:
+        return {}
+
+    async def _reach(self, peer: PeerId) -> None:
+        await asyncio.sleep(0)
+        if {peer, self._own} & self._hall.dead:
+            raise Unreachable(f"{peer} is dead")
+
+
+class LinkEnd:
+    """`protocol.seams.LinkHandler` of a replica."""
+
+    def __init__(self, averager: Averager) -> None:
+        self._averager = averager
+        self.admit = averager.admit
+        self.received = averager.received
+        self.broken_off = averager.broken_off
+        self.told = averager.told
+        self.link_down = averager.link_down
+
+    def announced(self, sender: PeerId, record: bytes) -> None:
+        return
+
+    async def answer(self, sender: PeerId, question: Question) -> bytes:
+        raise Rejected("nothing is answered here")
+
+    def link_up(self, peer: PeerId) -> None:
+        return
+
+
+def rules_for(inner_steps: int, fragments: int) -> Callable[[LocalReplica], RoundRules]:
+    """Patience is short: nobody is slow in a test."""
+    return lambda local: RoundRules(
+        inner_steps, fragments, local.layout.chunks, 1e9, answer_s=1.0, prepare_s=5.0, silence_s=1.0, pulse_s=0.2
+    )
+
+
+@asynccontextmanager
+async def hall(
+    count: int, *, elements: int = 200_000, codec: Codec = Codec.NONE, inner_steps: int = 2, fragments: int = 1
+) -> AsyncIterator[Hall]:
+    """Replicas that reach each other in memory."""
+    async with _threads(count) as threads:
+        here = Hall(elements, codec, rules_for(inner_steps, fragments), fragments)
+        for number, (compute, averaging) in enumerate(threads):
+            here.add(PeerId(f"peer-{number}"), compute, averaging)
+        async with _running(here, {peer: MemoryWire(peer, here) for peer in here.replicas}):
+            yield here
+
+
+@asynccontextmanager
+async def grpc_hall(
+    count: int, *, elements: int = 200_000, codec: Codec = Codec.NONE, inner_steps: int = 2
+) -> AsyncIterator[Hall]:
+    """Replicas with real links between them: gRPC, mutual TLS."""
+    async with _threads(count) as threads, AsyncExitStack() as stack:
+        here = Hall(elements, codec, rules_for(inner_steps, 1), 1)
+        personas = [Persona() for _ in range(count)]
+        transports: dict[PeerId, Transport] = {}
+        for persona, (compute, averaging) in zip(personas, threads, strict=True):
+            replica = here.add(persona.peer, compute, averaging)
+            transport = GrpcTransport(
+                persona.identity,
+                persona.credentials,
+                RUN,
+                persona.book,
+                LinkEnd(replica.averager),
+                SystemClock(),
+                TransportSettings(),
+                own_record=lambda: b"",
+            )
+            await stack.enter_async_context(transport)
+            transports[persona.peer] = transport
+            for other in personas:
+                other.knows(persona, transport.port)
+        async with _running(here, transports):
+            yield here
+
+
+@asynccontextmanager
+async def _threads(count: int) -> AsyncIterator[list[tuple[ComputeThread, ComputeThread]]]:
+    async with AsyncExitStack() as stack:
+        yield [
+            (stack.enter_context(ComputeThread()), stack.enter_context(ComputeThread(name="averaging")))
+            for _ in range(count)
+        ]
+
+
+@asynccontextmanager
+async def _running(here: Hall, transports: Mapping[PeerId, Transport]) -> AsyncIterator[None]:
+    async with task_scope() as tasks:
+        running = [tasks.create_task(here.replicas[peer].averager.run(wire)) for peer, wire in transports.items()]
+        await asyncio.sleep(0)
+        try:
+            yield
+        finally:
+            for task in running:
+                task.cancel()

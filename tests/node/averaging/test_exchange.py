@@ -1,0 +1,220 @@
+"""The exchange among members in one process: what comes out, who is told what, and what a bad member can do."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from node.averaging.anchor import hash_all
+from node.averaging.pieces import Plan
+from protocol.codecs import encoded_bytes
+from protocol.seams import Codec
+from swarm.rounds.words import Event, Owing, PieceCame, PieceRejected
+from swarm.vocabulary import PeerId
+from tests.node.averaging.exchanging import (
+    base_anchor,
+    equal_weights,
+    outer_reference,
+    room,
+    roster_of,
+    small_layout,
+    vector,
+)
+
+NAMES = ("a", "b", "c", "d")
+
+
+def snapshots_of(base, count):  # type: ignore[no-untyped-def]
+    return {name: base.parameters - vector(base.layout.elements, 10 + i, 0.01) for i, name in enumerate(NAMES[:count])}
+
+
+@pytest.mark.parametrize("codec", list(Codec))
+@pytest.mark.parametrize(("count", "shares"), [(1, None), (2, [3, 1]), (4, None), (4, [5, 0, 1, 2])])
+async def test_all_members_make_the_same_anchor(codec: Codec, count: int, shares: list[int] | None) -> None:
+    base = base_anchor(small_layout())
+    async with room(base, snapshots_of(base, count), codec) as here:
+        parties = list(here.parties.values())
+        weights = [0.4, 0.3, 0.2, 0.1][:count]
+        members = [(p.peer, w / sum(weights), p.norm) for p, w in zip(parties, weights, strict=True)]
+        anchors = await here.exchange(roster_of(base, members, shares=shares))
+        assert len({anchor.version.digest for anchor in anchors}) == 1
+        first = anchors[0]
+        for other in anchors[1:]:
+            np.testing.assert_array_equal(first.parameters, other.parameters)
+            np.testing.assert_array_equal(first.momentum, other.momentum)
+        assert first.hashes == hash_all(first.layout, first.parameters, first.momentum)
+        mean = sum(c * p.gradient.astype(np.float64) for p, (_, c, _) in zip(parties, members, strict=True))
+        parameters, momentum = outer_reference(base, mean.astype(np.float32), slice(None))
+        tolerance = 1e-6 if codec is Codec.NONE else 1e-3
+        np.testing.assert_allclose(first.parameters, parameters, rtol=0, atol=tolerance)
+        np.testing.assert_allclose(first.momentum, momentum, rtol=0, atol=tolerance)
+        assert (first.version.round, first.version.steps, first.version.tokens) == (1, 10, 1000)
+
+
+async def test_a_fragment_leaves_the_others_alone() -> None:
+    base = base_anchor(small_layout(fragments=3))
+    async with room(base, snapshots_of(base, 2)) as here:
+        anchors = await here.exchange(roster_of(base, equal_weights(list(here.parties.values()))))
+        first, end = base.layout.fragments[0]
+        part = base.layout.range_of(first, end)
+        assert anchors[0].version.fragment == 1
+        for anchor in anchors:
+            np.testing.assert_array_equal(anchor.parameters[part.stop :], base.parameters[part.stop :])
+            np.testing.assert_array_equal(anchor.momentum[part.stop :], base.momentum[part.stop :])
+            assert not np.array_equal(anchor.parameters[part], base.parameters[part])
+            assert anchor.hashes == hash_all(anchor.layout, anchor.parameters, anchor.momentum)
+
+
+@pytest.mark.parametrize("codec", list(Codec))
+async def test_bytes_are_those_of_the_best_all_reduce(codec: Codec) -> None:
+    base = base_anchor(small_layout())
+    async with room(base, snapshots_of(base, 4), codec) as here:
+        await here.exchange(roster_of(base, equal_weights(list(here.parties.values()))))
+        sent = sum(party.exchange.sent_bytes for party in here.parties.values())
+        assert sent <= 1.05 * 2 * 3 / 4 * encoded_bytes(codec, base.layout.elements) * 4
+
+
+async def test_who_has_nothing_to_contribute_gets_the_result() -> None:
+    base = base_anchor(small_layout())
+    async with room(base, snapshots_of(base, 3)) as here:
+        a, b, c = here.parties.values()
+        anchors = await here.exchange(
+            roster_of(base, [(a.peer, 0.5, a.norm), (b.peer, 0.5, b.norm), (c.peer, 0.0, 0.0)])
+        )
+        assert len({anchor.version.digest for anchor in anchors}) == 1
+        mean = (a.gradient + b.gradient) / 2
+        np.testing.assert_allclose(anchors[2].momentum, mean, rtol=0, atol=1e-6)
+
+
+async def test_pieces_may_come_before_the_roster() -> None:
+    base = base_anchor(small_layout())
+    async with room(base, snapshots_of(base, 3)) as here:
+        roster = roster_of(base, equal_weights(list(here.parties.values())))
+        here.prepare(roster)
+        here.start(PeerId("a"), PeerId("b"))
+        await here.until(lambda: here["c"].arrivals.received_bytes > 0 and here.sent >= 6)
+        assert here["c"].anchor is None
+        here.start(PeerId("c"))
+        await here.until(lambda: all(party.anchor is not None for party in here.parties.values()))
+        assert len({party.anchor.version.digest for party in here.parties.values() if party.anchor}) == 1
+        assert not here["c"].refusals
+
+
+def spoil_with(value: float):  # type: ignore[no-untyped-def]
+    def spoil(data: bytearray) -> None:
+        np.frombuffer(data, np.float32)[:] *= np.float32(value)
+
+    return spoil
+
+
+def set_nan(data: bytearray) -> None:
+    np.frombuffer(data, np.float32)[17] = np.nan
+
+
+@pytest.mark.parametrize("spoil", [set_nan, spoil_with(1e6), spoil_with(1e30), spoil_with(np.inf)])
+async def test_a_contribution_that_cannot_be_used_is_named_and_left_out(spoil) -> None:  # type: ignore[no-untyped-def]
+    base = base_anchor(small_layout())
+    async with room(base, snapshots_of(base, 3)) as here:
+        roster = roster_of(base, equal_weights(list(here.parties.values())))
+
+        def tamper(sender, to, message, data):  # type: ignore[no-untyped-def]
+            if sender == "b" and type(message).__name__ == "Contribution":
+                with np.errstate(all="ignore"):
+                    spoil(data)
+
+        here.tamper = tamper
+        here.prepare(roster)
+        here.start()
+        await here.until(lambda: all(any(isinstance(e, PieceRejected) for e in here[name].events) for name in "ac"))
+        for name in "ac":
+            assert {e.sender for e in here[name].events if isinstance(e, PieceRejected)} == {"b"}
+            assert here[name].anchor is None
+        # The next attempt goes on without it.
+        await here.stop()
+        del here.parties[PeerId("b")]
+        anchors = await here.exchange(roster_of(base, equal_weights(list(here.parties.values()))))
+        assert anchors[0].version == anchors[1].version
+        assert np.isfinite(anchors[0].parameters).all()
+
+
+async def test_a_reducer_cannot_send_more_than_the_members_declared() -> None:
+    base = base_anchor(small_layout())
+    async with room(base, snapshots_of(base, 3)) as here:
+
+        def tamper(sender, to, message, data):  # type: ignore[no-untyped-def]
+            if sender == "c" and type(message).__name__ == "Reduced":
+                spoil_with(100.0)(data)
+
+        here.tamper = tamper
+        here.prepare(roster_of(base, equal_weights(list(here.parties.values()))))
+        here.start()
+        await here.until(lambda: all(any(isinstance(e, PieceRejected) for e in here[name].events) for name in "ab"))
+        assert {e.sender for e in here["a"].events if isinstance(e, PieceRejected)} == {"c"}
+        assert here["a"].anchor is None
+
+
+async def test_garbage_as_int8_is_named() -> None:
+    base = base_anchor(small_layout())
+    async with room(base, snapshots_of(base, 2), Codec.INT8) as here:
+
+        def tamper(sender, to, message, data):  # type: ignore[no-untyped-def]
+            if sender == "b":
+                data[:] = b"\xff" * len(data)
+
+        here.tamper = tamper
+        here.prepare(roster_of(base, equal_weights(list(here.parties.values()))))
+        here.start()
+        await here.until(lambda: any(isinstance(e, PieceRejected) for e in here["a"].events))
+
+
+async def test_the_dead_is_the_one_who_owes() -> None:
+    base = base_anchor(small_layout(2_000_000))
+    async with room(base, snapshots_of(base, 3)) as here:
+        roster = roster_of(base, equal_weights(list(here.parties.values())))
+        total = len(Plan(PeerId("a"), base.layout, roster).pieces) * 4
+
+        def tamper(sender, to, message, data):  # type: ignore[no-untyped-def]
+            if here.sent >= total // 2:
+                here.dead.add(PeerId("c"))
+
+        here.tamper = tamper
+        here.prepare(roster)
+        here.start()
+        await here.until(lambda: any(party.task and here.sent >= total // 2 for party in here.parties.values()))
+        for name in "ab":
+            await here.until(lambda name=name: owed_to(here[name].events) == {"c"})
+            assert here[name].anchor is None
+            assert {event.sender for event in here[name].events if isinstance(event, PieceCame)} <= {"a", "b", "c"}
+
+
+def owed_to(events: list[Event]) -> frozenset[PeerId]:
+    """As last said."""
+    said = [event.peers for event in events if isinstance(event, Owing)]
+    return said[-1] if said else frozenset()
+
+
+async def test_ended_halfway_it_leaves_no_trace() -> None:
+    base = base_anchor(small_layout(2_000_000))
+    before = base.parameters.copy()
+    async with room(base, snapshots_of(base, 2)) as here:
+        roster = roster_of(base, equal_weights(list(here.parties.values())))
+        here.prepare(roster)
+        here.start()
+        await here.until(lambda: here.sent >= 4)
+        await here.stop()
+        anchors = await here.exchange(roster)
+        assert anchors[0].version == anchors[1].version
+        for party in here.parties.values():
+            np.testing.assert_array_equal(party.base.parameters, before)
+
+
+async def test_buffers_are_bounded() -> None:
+    """However slow the arithmetic, a reducer holds no more than the windows of the contributors."""
+    base = base_anchor(small_layout(8_000_000))
+    async with room(base, snapshots_of(base, 2)) as here:
+        await here.exchange(roster_of(base, equal_weights(list(here.parties.values()))))
+        plan = here["a"].exchange.plan
+        largest = max(piece.elements for piece in plan.pieces) * 4
+        for party in here.parties.values():
+            held = sum(len(buffers) * size for size, buffers in party.arrivals._free.items())
+            assert held <= 2 * 8 * largest

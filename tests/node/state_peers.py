@@ -1,0 +1,223 @@
+"""Peers that give and fetch states over real links, with faults that a test can put between a donor and its transport."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+from node.averaging.anchor import Anchor
+from node.averaging.catch_up import CatchingUp, FreshSpace, Space, Surroundings
+from node.averaging.donor import Donor
+from node.averaging.layout import Layout
+from node.averaging.shelf import Shelf
+from node.averaging.state_desk import StateDesk
+from node.task_scope import task_scope
+from protocol.seams import LinkFigures, Question, Refusal, TensorSpec
+from protocol.settings import TransportSettings
+from protocol.transport import GrpcTransport
+from swarm.errors import PeerError, Rejected
+from swarm.messages import ControlMessage, TensorMessage
+from swarm.round_messages import StateChunk, StateRefused, StateRequest
+from swarm.vocabulary import ModuleId, PeerId
+from tests.protocol.link_peers import Persona, SystemClock
+
+MODULE = ModuleId(1)
+LONG_S = 60.0
+"""How long a test waits for what has to come; reached only when it fails."""
+SETTINGS = TransportSettings(chunk_bytes=16 * 1024, ping_period_s=0.1, stall_after_s=2.0)
+
+
+@dataclass(eq=False)
+class Faults:
+    """What goes wrong when a donor sends chunks, and what it has sent."""
+
+    corrupt: bool = False
+    lies_about_hashes: bytes | None = None
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    """Chunks wait here when it is not set."""
+    freeze_after: int | None = None
+    """Closes the gate after so many chunks."""
+    sent: list[int] = field(default_factory=list)
+    refused: list[StateRefused] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+
+    async def before_chunk(self) -> None:
+        if self.freeze_after is not None and len(self.sent) >= self.freeze_after:
+            self.freeze_after = None
+            self.gate.clear()
+        await self.gate.wait()
+
+
+class FaultyTransport:
+    """`protocol.seams.Transport` over the real one."""
+
+    def __init__(self, inner: GrpcTransport, faults: Faults) -> None:
+        self._inner = inner
+        self._faults = faults
+
+    async def send(self, peer: PeerId, message: TensorMessage, tensor: TensorSpec, data: memoryview) -> None:
+        assert isinstance(message, StateChunk)
+        await self._faults.before_chunk()
+        if self._faults.corrupt:
+            spoilt = bytearray(data)
+            spoilt[-1] ^= 1
+            data = memoryview(spoilt)
+        self._faults.sent.append(message.chunk)
+        await self._inner.send(peer, message, tensor, data)
+
+    async def tell(self, peer: PeerId, message: ControlMessage) -> None:
+        if isinstance(message, StateRefused):
+            self._faults.refused.append(message)
+        await self._inner.tell(peer, message)
+
+    async def ask(self, peer: PeerId, question: Question, timeout_s: float) -> bytes:
+        return await self._inner.ask(peer, question, timeout_s)
+
+    def announce(self, record: bytes) -> None:
+        return
+
+    def figures(self) -> dict[PeerId, LinkFigures]:
+        return self._inner.figures()
+
+
+class DeskHandler:
+    """`protocol.seams.LinkHandler` with nothing behind it but a desk."""
+
+    def __init__(self) -> None:
+        self.desk: StateDesk | None = None
+        self.faults: Faults | None = None
+        self.downs: list[PeerError] = []
+
+    def admit(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec) -> memoryview | Refusal:
+        assert isinstance(message, StateChunk)
+        assert self.desk is not None
+        return self.desk.admit(sender, message, tensor)
+
+    def received(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec, buffer: memoryview) -> None:
+        assert isinstance(message, StateChunk)
+        assert self.desk is not None
+        self.desk.received(sender, message, buffer)
+
+    def broken_off(self, sender: PeerId, message: TensorMessage, buffer: memoryview, error: PeerError) -> None:
+        assert isinstance(message, StateChunk)
+        assert self.desk is not None
+        self.desk.broken_off(sender, message, buffer)
+
+    def told(self, sender: PeerId, message: ControlMessage) -> None:
+        assert isinstance(message, StateRequest | StateRefused)
+        assert self.desk is not None
+        self.desk.told(sender, message)
+
+    def announced(self, sender: PeerId, record: bytes) -> None:
+        return
+
+    async def answer(self, sender: PeerId, question: Question) -> bytes:
+        if self.faults is not None and self.faults.lies_about_hashes is not None:
+            return self.faults.lies_about_hashes
+        if self.desk is None or self.desk.donor is None:
+            raise Rejected("there is nothing here")
+        return await self.desk.donor.answer(question)
+
+    def link_up(self, peer: PeerId) -> None:
+        return
+
+    def link_down(self, peer: PeerId, error: PeerError) -> None:
+        self.downs.append(error)
+        if self.desk is not None:
+            self.desk.link_down(peer, error)
+
+
+@dataclass(eq=False)
+class StatePeer:
+    """One peer of the module."""
+
+    persona: Persona
+    transport: GrpcTransport
+    handler: DeskHandler
+    catching_up: CatchingUp
+    faults: Faults
+    shelf: Shelf | None
+    donor: Donor | None
+    progress: list[tuple[int, int]]
+    liars: list[tuple[PeerId, str]]
+    _stack: AsyncExitStack
+
+    @property
+    def peer(self) -> PeerId:
+        return self.persona.peer
+
+    async def vanish(self) -> None:
+        """Closes all its links and stops listening."""
+        await self._stack.aclose()
+
+
+class StateSwarm:
+    """Made by `state_swarm`."""
+
+    def __init__(self, stack: AsyncExitStack, layout: Layout, settings: TransportSettings) -> None:
+        self._stack = stack
+        self._layout = layout
+        self._settings = settings
+        self.peers: list[StatePeer] = []
+
+    async def donor(self, anchor: Anchor, faults: Faults | None = None) -> StatePeer:
+        """A peer that stands on this anchor."""
+        return await self._add(Shelf(anchor), faults or Faults(), None, None)
+
+    async def joiner(self, folder: Path | None = None, space: Space | None = None) -> StatePeer:
+        """A peer without a state."""
+        return await self._add(None, Faults(), folder, space)
+
+    async def _add(self, shelf: Shelf | None, faults: Faults, folder: Path | None, space: Space | None) -> StatePeer:
+        persona, handler, clock = Persona(), DeskHandler(), SystemClock()
+        transport = GrpcTransport(
+            persona.identity,
+            persona.credentials,
+            persona.run,
+            persona.book,
+            handler,
+            clock,
+            self._settings,
+            own_record=lambda: b"",
+        )
+        progress: list[tuple[int, int]] = []
+        liars: list[tuple[PeerId, str]] = []
+        surroundings = Surroundings(
+            MODULE,
+            self._layout,
+            transport,
+            clock,
+            Random(len(self.peers)),
+            space or FreshSpace(self._layout),
+            folder,
+            lambda done, total: progress.append((done, total)),
+            lambda peer, detail: liars.append((peer, detail)),
+        )
+        catching_up = CatchingUp(surroundings)
+        donor = None if shelf is None else Donor(MODULE, shelf, clock)
+        handler.desk, handler.faults = StateDesk(catching_up, donor), faults
+        stack = await self._stack.enter_async_context(AsyncExitStack())
+        await stack.enter_async_context(transport)
+        if donor is not None:
+            tasks = await stack.enter_async_context(task_scope())
+            running = tasks.create_task(donor.run(FaultyTransport(transport, faults)))
+            stack.callback(running.cancel)
+            await asyncio.sleep(0)
+        added = StatePeer(persona, transport, handler, catching_up, faults, shelf, donor, progress, liars, stack)
+        for other in self.peers:
+            other.persona.knows(persona, transport.port)
+            persona.knows(other.persona, other.transport.port)
+        self.peers.append(added)
+        return added
+
+
+@asynccontextmanager
+async def state_swarm(layout: Layout, settings: TransportSettings = SETTINGS) -> AsyncIterator[StateSwarm]:
+    async with asyncio.timeout(LONG_S), AsyncExitStack() as stack:
+        yield StateSwarm(stack, layout, settings)

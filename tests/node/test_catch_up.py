@@ -1,0 +1,270 @@
+"""Catching up over real links: mutual TLS, real donors, faults between a donor and its transport."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from node.averaging.anchor import Anchor, hash_all
+from node.averaging.catch_up import FreshSpace
+from node.averaging.donor import CHUNKS_OF_ONE
+from node.averaging.shelf import Shelf
+from protocol.hash_list import HashList, encode_hash_list
+from protocol.seams import DType, TensorSpec
+from swarm.errors import NoQuorum, PeerError, ResourceExhausted, SkipstoneError, Stalled
+from swarm.round_messages import StateChunk, StateRefusal, StateRequest
+from tests.node.small_states import small_layout, state, written
+from tests.node.small_swarm import until
+from tests.node.state_peers import MODULE, Faults, StatePeer, state_swarm
+
+LAYOUT = small_layout()
+CHUNKS = 2 * LAYOUT.chunks
+ANCHOR = state(3)
+
+
+def same(got: Anchor, wanted: Anchor) -> bool:
+    return (
+        got.version == wanted.version
+        and got.hashes == wanted.hashes == hash_all(LAYOUT, got.parameters, got.momentum)
+        and np.array_equal(got.parameters, wanted.parameters)
+        and np.array_equal(got.momentum, wanted.momentum)
+    )
+
+
+async def fetch(joiner: StatePeer, *donors: StatePeer, known: Anchor | None = None) -> Anchor:
+    return await joiner.catching_up.catch_up(ANCHOR.version, [donor.peer for donor in donors], known)
+
+
+async def test_the_state_comes_from_several_donors_at_once_bit_for_bit():
+    async with state_swarm(LAYOUT) as swarm:
+        donors = [await swarm.donor(ANCHOR) for _ in range(3)]
+        joiner = await swarm.joiner()
+        got = await fetch(joiner, *donors)
+        assert same(got, ANCHOR)
+        sent = [chunk for donor in donors for chunk in donor.faults.sent]
+        assert set(sent) == set(range(CHUNKS))
+        assert all(donor.faults.sent for donor in donors)
+        assert joiner.progress[0] == (0, 8 * LAYOUT.elements)
+        assert joiner.progress[-1] == (8 * LAYOUT.elements, 8 * LAYOUT.elements)
+        assert joiner.progress == sorted(joiner.progress)
+
+
+async def test_a_donor_of_wrong_chunks_is_found_out_and_the_others_do_its_part():
+    async with state_swarm(LAYOUT) as swarm:
+        liar, honest = await swarm.donor(ANCHOR, Faults(corrupt=True)), await swarm.donor(ANCHOR)
+        joiner = await swarm.joiner()
+        assert same(await fetch(joiner, liar, honest), ANCHOR)
+        assert [peer for peer, _ in joiner.liars] == [liar.peer]
+        assert not joiner.handler.downs
+
+
+async def test_when_all_donors_lie_nothing_is_taken():
+    async with state_swarm(LAYOUT) as swarm:
+        liars = [await swarm.donor(ANCHOR, Faults(corrupt=True)) for _ in range(2)]
+        joiner = await swarm.joiner()
+        with pytest.raises(NoQuorum, match="does not match its hash"):
+            await fetch(joiner, *liars)
+        assert {peer for peer, _ in joiner.liars} == {liar.peer for liar in liars}
+
+
+async def test_a_vanishing_donor_costs_nothing_but_its_part():
+    async with state_swarm(LAYOUT) as swarm:
+        vanishing = await swarm.donor(ANCHOR, Faults(freeze_after=3))
+        other = await swarm.donor(ANCHOR)
+        other.faults.gate.clear()
+        joiner = await swarm.joiner()
+        fetching = asyncio.create_task(fetch(joiner, vanishing, other))
+        await until(lambda: len(vanishing.faults.sent) == 3)
+        await vanishing.vanish()
+        other.faults.gate.set()
+        assert same(await fetching, ANCHOR)
+
+
+async def test_a_frozen_donor_does_not_hold_the_download_up():
+    async with state_swarm(LAYOUT) as swarm:
+        frozen, other = await swarm.donor(ANCHOR, Faults(freeze_after=1)), await swarm.donor(ANCHOR)
+        joiner = await swarm.joiner()
+        assert same(await fetch(joiner, frozen, other), ANCHOR)
+        assert len(frozen.faults.sent) == 1
+        assert not frozen.faults.gate.is_set()
+
+
+async def test_a_donor_that_goes_on_to_later_rounds_still_serves_what_was_begun():
+    async with state_swarm(LAYOUT) as swarm:
+        donor = await swarm.donor(written(ANCHOR, *FreshSpace(LAYOUT).spare()), Faults(freeze_after=5))
+        joiner = await swarm.joiner()
+        fetching = asyncio.create_task(fetch(joiner, donor))
+        await until(lambda: not donor.faults.gate.is_set())
+        for number in range(4, 8):
+            assert donor.shelf is not None
+            donor.shelf.put(written(state(number), *donor.shelf.spare()))
+        donor.faults.gate.set()
+        assert same(await fetching, ANCHOR)
+
+
+async def test_a_state_that_is_gone_is_no_quorum():
+    async with state_swarm(LAYOUT) as swarm:
+        donor, joiner = await swarm.donor(state(9)), await swarm.joiner()
+        with pytest.raises(NoQuorum, match="is not kept here"):
+            await fetch(joiner, donor)
+
+
+async def test_donors_that_cannot_be_reached_are_named():
+    async with state_swarm(LAYOUT) as swarm:
+        donor, joiner = await swarm.donor(ANCHOR), await swarm.joiner()
+        await donor.vanish()
+        with pytest.raises(Stalled, match=donor.peer[-6:]):
+            await fetch(joiner, donor)
+
+
+async def test_after_a_restart_only_what_is_missing_is_fetched(tmp_path: Path):
+    async with state_swarm(LAYOUT) as swarm:
+        donor, before = await swarm.donor(ANCHOR, Faults(freeze_after=12)), await swarm.joiner(tmp_path)
+        fetching = asyncio.create_task(fetch(before, donor))
+        await until(lambda: before.progress and before.progress[-1][0] >= 10 * 4 * LAYOUT.chunk_elements)
+        fetching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await fetching
+        (file,) = tmp_path.iterdir()
+        spoil(file)
+        donor.faults.gate.set()
+        await until(lambda: len(donor.faults.sent) >= 12)
+        donor.faults.sent.clear()
+        after = await swarm.joiner(tmp_path)
+        assert same(await fetch(after, donor), ANCHOR)
+        assert len(set(donor.faults.sent)) <= CHUNKS - 8
+        assert after.progress[0][0] >= 8 * 4 * LAYOUT.chunk_elements
+        assert list(tmp_path.iterdir()) == []
+
+
+def spoil(file: Path) -> None:
+    """Changes one byte of the first chunk that is there."""
+    data = bytearray(file.read_bytes())
+    assert len(data) == 8 * LAYOUT.elements
+    place = next(at for at, byte in enumerate(data) if byte)
+    data[place] ^= 1
+    file.write_bytes(data)
+
+
+async def test_the_file_of_another_state_is_removed(tmp_path: Path):
+    (tmp_path / "0123.partial-state").write_bytes(b"old")
+    async with state_swarm(LAYOUT) as swarm:
+        donor, joiner = await swarm.donor(ANCHOR), await swarm.joiner(tmp_path)
+        assert same(await fetch(joiner, donor), ANCHOR)
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_folder_that_cannot_be_written_costs_only_the_resumption(tmp_path: Path):
+    (blocked := tmp_path / "file").write_bytes(b"")
+    async with state_swarm(LAYOUT) as swarm:
+        donor, joiner = await swarm.donor(ANCHOR), await swarm.joiner(blocked)
+        assert same(await fetch(joiner, donor), ANCHOR)
+
+
+async def test_chunks_in_common_with_a_known_anchor_are_not_fetched():
+    known = written(ANCHOR, *FreshSpace(LAYOUT).spare())
+    known.parameters[: LAYOUT.chunk_elements] += 1.0
+    known = replace(known, hashes=hash_all(LAYOUT, known.parameters, known.momentum))
+    async with state_swarm(LAYOUT) as swarm:
+        donor, joiner = await swarm.donor(ANCHOR), await swarm.joiner()
+        assert same(await fetch(joiner, donor, known=known), ANCHOR)
+        assert set(donor.faults.sent) == {0}
+
+
+async def test_four_joiners_at_once_are_spread_over_the_donors():
+    async with state_swarm(LAYOUT) as swarm:
+        donors = [await swarm.donor(ANCHOR) for _ in range(3)]
+        joiners = [await swarm.joiner() for _ in range(4)]
+        for got in await asyncio.gather(*(fetch(joiner, *donors) for joiner in joiners)):
+            assert same(got, ANCHOR)
+        served = [donor.donor.sent_bytes for donor in donors if donor.donor is not None]
+        assert max(served) / (sum(served) / len(served)) <= 2.0
+
+
+async def test_sizes_are_checked_against_our_own_layout_before_memory_is_spent():
+    class NoSpace:
+        def spare(self):
+            raise AssertionError("memory was asked for")
+
+        def give_back(self, parameters, momentum) -> None:
+            return
+
+    giant = encode_hash_list(HashList(ANCHOR.version, 2**40, 2**40, ANCHOR.hashes))
+    async with state_swarm(LAYOUT) as swarm:
+        liar = await swarm.donor(ANCHOR, Faults(lies_about_hashes=giant))
+        joiner = await swarm.joiner(space=NoSpace())
+        with pytest.raises(NoQuorum):
+            await fetch(joiner, liar)
+        assert [peer for peer, _ in joiner.liars] == [liar.peer]
+
+
+async def test_a_hash_list_that_the_digest_does_not_prove_is_refused_and_the_next_one_used():
+    forged = encode_hash_list(HashList(ANCHOR.version, LAYOUT.elements, LAYOUT.chunk_elements, state(4).hashes))
+    async with state_swarm(LAYOUT) as swarm:
+        liar, honest = await swarm.donor(state(4), Faults(lies_about_hashes=forged)), await swarm.donor(ANCHOR)
+        joiner = await swarm.joiner()
+        assert same(await fetch(joiner, liar, honest), ANCHOR)
+
+
+async def test_a_chunk_of_another_size_ends_the_link_and_the_download_goes_on():
+    async with state_swarm(LAYOUT) as swarm:
+        giant, honest = await swarm.donor(ANCHOR), await swarm.donor(ANCHOR)
+        giant.faults.gate.clear()
+        honest.faults.gate.clear()
+        joiner = await swarm.joiner()
+        fetching = asyncio.create_task(fetch(joiner, giant, honest))
+        await until(lambda: giant.donor is not None and giant.donor._askers)
+        assert giant.donor is not None
+        asked = next(c for c in range(CHUNKS) if joiner.catching_up._fetching._plan.expects(giant.peer, c))  # type: ignore[union-attr]
+        message = StateChunk(MODULE, ANCHOR.version.digest, asked)
+        tensor = TensorSpec((2**26,), DType.FLOAT32)
+        with pytest.raises(PeerError):
+            await giant.transport.send(joiner.peer, message, tensor, memoryview(bytearray(tensor.byte_length)))
+        honest.faults.gate.set()
+        assert same(await fetching, ANCHOR)
+
+
+async def test_a_flood_of_requests_is_bounded_and_others_are_served():
+    async with state_swarm(LAYOUT) as swarm:
+        donor, flooder, joiner = await swarm.donor(ANCHOR), await swarm.joiner(), await swarm.joiner()
+        donor.faults.gate.clear()
+        for _ in range(200):
+            chunks = tuple(range(16))
+            await flooder.transport.tell(donor.peer, StateRequest(MODULE, ANCHOR.version.digest, chunks))
+        await until(lambda: donor.faults.refused)
+        assert donor.donor is not None
+        assert all(len(asker.waiting) <= CHUNKS_OF_ONE for asker in donor.donor._askers.values())
+        assert all(refused.reason is StateRefusal.BUSY for refused in donor.faults.refused)
+        donor.faults.gate.set()
+        assert same(await fetch(joiner, donor), ANCHOR)
+
+
+async def test_requests_for_what_is_not_there_are_answered_with_gone():
+    async with state_swarm(LAYOUT) as swarm:
+        donor, asker = await swarm.donor(ANCHOR), await swarm.joiner()
+        await asker.transport.tell(donor.peer, StateRequest(MODULE, ANCHOR.version.digest, (0, CHUNKS)))
+        await asker.transport.tell(donor.peer, StateRequest(MODULE, b"?" * 32, (0,)))
+        await until(lambda: len(donor.faults.refused) == 2)
+        assert {refused.reason for refused in donor.faults.refused} == {StateRefusal.GONE}
+        assert not donor.faults.sent
+
+
+async def test_a_cancelled_download_gives_its_vectors_back():
+    shelf = Shelf(state(1))
+    async with state_swarm(LAYOUT) as swarm:
+        donor, joiner = await swarm.donor(ANCHOR, Faults(freeze_after=4)), await swarm.joiner(space=shelf)
+        fetching = asyncio.create_task(fetch(joiner, donor))
+        await until(lambda: not donor.faults.gate.is_set())
+        with pytest.raises(SkipstoneError):
+            await fetch(joiner, donor)
+        fetching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await fetching
+        lent = [shelf.spare(), shelf.spare()]
+        with pytest.raises(ResourceExhausted):
+            shelf.spare()
+        shelf.give_back(*lent[0])
+        donor.faults.gate.set()
+        assert same(await fetch(joiner, donor), ANCHOR)
