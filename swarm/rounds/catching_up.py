@@ -25,7 +25,7 @@ from swarm.vocabulary import PeerId, short
 
 LARGEST_BATCH: Final = 16
 MOST_OWED: Final = LARGEST_BATCH + LARGEST_BATCH // 2
-"""Chunks that one donor is asked for and that have not come."""
+"""Chunks that one donor is asked for and that have not come; fewer where the receiver has less room."""
 BATCH_S: Final = 1.0
 """How much work, at the measured speed, a donor is asked for at once."""
 DONORS_AT_ONCE: Final = 8
@@ -149,12 +149,20 @@ class Download:
     Args:
         here: chunks that need not be fetched.
         donors: who may have the state; at most `DONORS_AT_ONCE` of them are asked at the same time.
+        most_owed: for how many chunks of one donor there is room.
     """
 
     def __init__(
-        self, chunks: int, chunk_bytes: int, here: Collection[int], donors: Sequence[PeerId], random: Random
+        self,
+        chunks: int,
+        chunk_bytes: int,
+        here: Collection[int],
+        donors: Sequence[PeerId],
+        random: Random,
+        most_owed: int = MOST_OWED,
     ) -> None:
         self._chunk_bytes = chunk_bytes
+        self._largest_batch = max(1, min(LARGEST_BATCH, 2 * most_owed // 3))
         self._random = random
         self._missing = set(range(chunks)) - set(here)
         start = random.randrange(chunks)
@@ -323,7 +331,7 @@ class Download:
     def _batch(self, donor: _Donor, now: float) -> tuple[int, ...]:
         """The next chunks for a donor: none while it has enough to do."""
         chunk_s = self._chunk_s(donor)
-        size = 2 if chunk_s is None else min(LARGEST_BATCH, max(1, math.floor(BATCH_S / chunk_s)))
+        size = 2 if chunk_s is None else min(self._largest_batch, max(1, math.floor(BATCH_S / chunk_s)))
         if len(donor.owes) > size // 2:
             return ()
         # Towards the end smaller ones, so that all donors are done at about the same time.
