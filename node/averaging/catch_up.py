@@ -212,6 +212,7 @@ class _Fetching:
             return Refusal(False, "this chunk is not wanted, or not any more")
         due = TensorSpec((self._elements_of(chunk),), DType.FLOAT32, Codec.NONE)
         if tensor != due:
+            self.handle(ChunkCame(sender, chunk, False))
             raise ProtocolViolation(
                 f"chunk {chunk} of a state as {tensor.shape} {tensor.dtype.name} where {due.shape} is due"
             )

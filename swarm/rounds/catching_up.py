@@ -115,7 +115,7 @@ class FailureKind(enum.Enum):
     NO_DONOR = 1
     """None is left that has the state."""
     STALLED = 2
-    """Those that are left send nothing."""
+    """Those that may have it cannot be reached, or send nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +310,8 @@ class Download:
             return [Complete()]
         alive = [donor for donor in self._donors.values() if not donor.out]
         if not alive:
-            return self._fail(FailureKind.NO_DONOR)
+            silent = any(donor.strikes >= MAX_STRIKES for donor in self._donors.values())
+            return self._fail(FailureKind.STALLED if silent else FailureKind.NO_DONOR)
         assert self._progressed_at is not None
         if now - self._progressed_at > max(PATIENCE_S, 2 * SILENT_CHUNKS * self._chunk_bytes / SLOWEST_BYTES_PER_S):
             return self._fail(FailureKind.STALLED)
