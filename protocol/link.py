@@ -37,8 +37,9 @@ from protocol.seams import Clock, LinkFigures, LinkHandler, Question, TensorSpec
 from protocol.settings import TransportSettings
 from protocol.streams import Stream
 from protocol.transfers import OutgoingTransfer, chunk_count_of
+from protocol.turns import Lane
 from swarm.errors import PeerError, ProtocolViolation, Stalled, Unreachable
-from swarm.messages import ControlMessage, TensorMessage
+from swarm.messages import Backward, ControlMessage, Forward, TensorMessage
 from swarm.vocabulary import PeerId, short
 
 
@@ -71,7 +72,12 @@ class Link:
         self.peer = peer
         self.dialled = dialled
         self.since = surroundings.clock.monotonic()
-        self.outbox = Outbox(ByteBudget(settings.send_budget_bytes, settings.max_open_transfers))
+        self.outbox = Outbox(
+            {
+                Lane.MICROBATCHES: ByteBudget(settings.send_budget_bytes, settings.max_open_transfers),
+                Lane.BULK: ByteBudget(settings.send_budget_bytes, settings.max_bulk_transfers),
+            }
+        )
         self._stream = stream
         self._handler = surroundings.handler
         self._clock = surroundings.clock
@@ -139,7 +145,8 @@ class Link:
             header = TensorFrame(message, tensor, number, chunk_count_of(octets.nbytes, chunk_bytes))
             return OutgoingTransfer(number, encode(header), octets, chunk_bytes)
 
-        if await self.outbox.send(octets.nbytes, make):
+        lane = Lane.MICROBATCHES if isinstance(message, Forward | Backward) else Lane.BULK
+        if await self.outbox.send(lane, octets.nbytes, make):
             self._meter.transferred(octets.nbytes, self._clock.monotonic() - started)
 
     async def tell(self, message: ControlMessage) -> None:

@@ -1,22 +1,23 @@
 """What one link is about to send, and in which order.
 
 Small frames go first, so that a receipt never waits behind a tensor; between them, the transfers under way take turns
-chunk by chunk. Nothing piles up: a tensor's bytes stay in the caller's buffer until their chunk's turn, the sum of the
-tensors under way is bounded by the send budget, and small frames by MAX_WAITING_BYTES. A peer that stops reading makes
-`send` and `put` wait.
+chunk by chunk (`protocol.turns`). Nothing piles up: a tensor's bytes stay in the caller's buffer until their chunk's turn,
+the sum of the tensors under way in each lane is bounded by its budget, and small frames by MAX_WAITING_BYTES. A peer that
+stops reading makes `send` and `put` wait.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from protocol.budget import ByteBudget
 from protocol.frames import Cancel, encode
 from protocol.transfers import OutgoingTransfer
+from protocol.turns import Lane, Turns
 from swarm.errors import PeerError, Stalled
 
 MAX_WAITING_BYTES: Final = 1024 * 1024
@@ -26,18 +27,19 @@ MAX_WAITING_BYTES: Final = 1024 * 1024
 @dataclass(slots=True, eq=False)
 class _Sending:
     transfer: OutgoingTransfer
+    lane: Lane
     done: asyncio.Future[bool]
     """Whether everything was sent."""
 
 
 class Outbox:
-    """Filled by the link's users, emptied by the one task that runs `pump`."""
+    """Filled by the link's users, emptied by the one task that runs `pump`. `budgets` has one for every lane."""
 
-    def __init__(self, budget: ByteBudget) -> None:
-        self._budget = budget
+    def __init__(self, budgets: Mapping[Lane, ByteBudget]) -> None:
+        self._budgets = dict(budgets)
         self._small: deque[bytes] = deque()
         self._small_bytes = 0
-        self._turns: deque[_Sending] = deque()
+        self._turns: Turns[_Sending] = Turns()
         self._open: dict[int, _Sending] = {}
         self._something_to_send = asyncio.Event()
         self._queue_for_room = asyncio.Lock()
@@ -48,7 +50,7 @@ class Outbox:
     @property
     def committed_bytes(self) -> int:
         """Of the tensors under way."""
-        return self._budget.used_bytes
+        return sum(budget.used_bytes for budget in self._budgets.values())
 
     @property
     def waiting_bytes(self) -> int:
@@ -75,8 +77,8 @@ class Outbox:
                 await self._room.wait()
             self.post(frame)
 
-    async def send(self, size_bytes: int, make: Callable[[], OutgoingTransfer]) -> bool:
-        """Sends a tensor: waits for its share of the budget, then until its last chunk is handed to the stream.
+    async def send(self, lane: Lane, size_bytes: int, make: Callable[[], OutgoingTransfer]) -> bool:
+        """Sends a tensor: waits for its share of the lane's budget, then until its last chunk is handed to the stream.
         Says whether all of it was; the receiver may not have wanted the rest.
 
         `make` is called when the transfer's turn has come. Cancelling tells the receiver to expect no more.
@@ -84,12 +86,12 @@ class Outbox:
         Raises:
             PeerError: the outbox was closed before the end.
         """
-        async with self._budget.share(size_bytes):
+        async with self._budgets[lane].share(size_bytes):
             if self._closed is not None:
                 raise self._closed
-            sending = _Sending(make(), asyncio.get_running_loop().create_future())
+            sending = _Sending(make(), lane, asyncio.get_running_loop().create_future())
             self._open[sending.transfer.number] = sending
-            self._turns.append(sending)
+            self._turns.add(lane, sending)
             self._something_to_send.set()
             try:
                 return await sending.done
@@ -118,7 +120,8 @@ class Outbox:
         for sending in self._open.values():
             if not sending.done.done():
                 sending.done.set_exception(error)
-        self._budget.close(error)
+        for budget in self._budgets.values():
+            budget.close(error)
         self._room.set()
         self._something_to_send.set()
 
@@ -136,10 +139,10 @@ class Outbox:
                 await self._something_to_send.wait()
 
     async def _write_turn(self, write: Callable[[bytes], Awaitable[None]]) -> None:
-        sending = self._turns.popleft()
+        sending = self._turns.take()
         frame = sending.transfer.next_frame()
         if not sending.transfer.finished:
-            self._turns.append(sending)
+            self._turns.add(sending.lane, sending)
         # Runs while `write` waits for the stream, which takes about as long as a chunk takes to copy and sum up.
         asyncio.get_running_loop().call_soon(self._prepare_turn)
         await write(frame)
@@ -147,16 +150,16 @@ class Outbox:
             sending.done.set_result(True)
 
     def _prepare_turn(self) -> None:
-        if self._turns:
-            self._turns[0].transfer.prepare()
+        following = self._turns.first()
+        if following is not None:
+            following.transfer.prepare()
 
     def _withdraw(self, sending: _Sending) -> None:
         """Takes a transfer out of the turns. The receiver is told when it knows of it and waits for more."""
-        if sending in self._turns:
-            self._turns.remove(sending)
-            if sending.transfer.begun and self._closed is None:
-                # Not `post`: the number of transfers bounds these, and the receiver has to get them.
-                self._queue(encode(Cancel(sending.transfer.number)))
+        waits = self._turns.remove(sending.lane, sending)
+        if waits and sending.transfer.begun and self._closed is None:
+            # Not `post`: the number of transfers bounds these, and the receiver has to get them.
+            self._queue(encode(Cancel(sending.transfer.number)))
 
     def _queue(self, frame: bytes) -> None:
         self._small.append(frame)

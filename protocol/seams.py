@@ -173,7 +173,8 @@ class LinkFigures:
 
 class Transport(Protocol):
     async def send(self, peer: PeerId, message: TensorMessage, tensor: TensorSpec, data: memoryview) -> None:
-        """Sends a tensor, dialling first when there is no link. Waits while the link's send budget is used up.
+        """Sends a tensor, dialling first when there is no link. Waits while the link's send budget for such tensors is used up;
+        microbatches do not wait for rounds and state, nor those for them.
 
         Returns when the last byte has been handed to the stream, or when the receiver said it does not want the rest.
         `data` must not change until then. That it returns does not mean that it arrived: only a Receipt does.

@@ -28,9 +28,11 @@ class TransportSettings:
     chunk_bytes: int = 512 * 1024
     """Tensor bytes in one frame, 4 KiB to 1 MiB. Fastest at 512 KiB (benchmarks/transport.py)."""
     send_budget_bytes: int = 64 * 1024 * 1024
-    """Sum of the tensors under way on one link; who wants to send more waits. One larger than this goes alone."""
+    """Sum of the tensors under way in one lane of a link; who wants to send more waits. One larger than this goes alone."""
     max_open_transfers: int = 16
-    """Tensors that take turns on one link, 1 to 64."""
+    """Microbatches' tensors that take turns on one link, 1 to 32."""
+    max_bulk_transfers: int = 4
+    """Likewise pieces of rounds and of state. Few: each has to go on within the receiver's `stall_after_s` also on a slow link."""
     max_links: int = 256
     """Peers that we are connected to at once."""
     ping_period_s: float = 2.0
@@ -53,7 +55,8 @@ class TransportSettings:
         _require("chunk_bytes", self.chunk_bytes, MIN_CHUNK_BYTES, MAX_CHUNK_BYTES)
         _require("listen_port", self.listen_port, 0, 65535)
         _require("send_budget_bytes", self.send_budget_bytes, 1, 2**40)
-        _require("max_open_transfers", self.max_open_transfers, 1, MAX_OPEN_TRANSFERS)
+        _require("max_open_transfers", self.max_open_transfers, 1, MAX_OPEN_TRANSFERS // 2)
+        _require("max_bulk_transfers", self.max_bulk_transfers, 1, MAX_OPEN_TRANSFERS // 2)
         _require("max_links", self.max_links, 1, 65536)
         _require("ping_period_s", self.ping_period_s, 0.01, 3600)
         _require("stall_after_s", self.stall_after_s, 2 * self.ping_period_s, 3600)

@@ -10,6 +10,7 @@ from protocol import transfers
 from protocol.budget import ByteBudget
 from protocol.outbox import Outbox
 from protocol.transfers import OutgoingTransfer
+from protocol.turns import Lane
 from swarm.errors import Unreachable
 
 DATA = memoryview(bytes(range(256)) * 100)
@@ -58,10 +59,10 @@ async def test_the_outbox_makes_a_frame_while_the_stream_is_busy(monkeypatch: py
         log.append("write ends")
 
     monkeypatch.setattr(transfers, "encode_chunk", noted)
-    outbox = Outbox(ByteBudget(2**20, 4))
+    outbox = Outbox({Lane.BULK: ByteBudget(2**20, 4)})
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(outbox.pump(slow_write))
-        assert await outbox.send(len(DATA), transfer)
+        assert await outbox.send(Lane.BULK, len(DATA), transfer)
         outbox.finish(None, Unreachable("the test is over"))
     made = [f"made {index}" for index in range(3)]
     assert [entry for entry in log if entry in made] == made

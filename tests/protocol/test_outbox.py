@@ -11,6 +11,7 @@ from protocol.chunks import Chunk
 from protocol.frames import Cancel, decode
 from protocol.outbox import MAX_WAITING_BYTES, Outbox
 from protocol.transfers import OutgoingTransfer
+from protocol.turns import Lane
 from swarm.errors import Stalled, Unreachable
 
 CHUNK = 4096
@@ -53,12 +54,16 @@ def _name(frame: bytes) -> str:
 
 
 def outbox(budget_bytes: int = 10**9, places: int = 10) -> Outbox:
-    return Outbox(ByteBudget(budget_bytes, places))
+    return Outbox({lane: ByteBudget(budget_bytes, places) for lane in Lane})
 
 
-def sending(box: Outbox, number: int, chunks: int) -> asyncio.Task[bool]:
+def sending(box: Outbox, number: int, chunks: int, lane: Lane = Lane.MICROBATCHES) -> asyncio.Task[bool]:
     data = memoryview(bytes(chunks * CHUNK))
-    return asyncio.create_task(box.send(len(data), lambda: OutgoingTransfer(number, b"h%d" % number, data, CHUNK)))
+
+    def make() -> OutgoingTransfer:
+        return OutgoingTransfer(number, b"h%d" % number, data, CHUNK)
+
+    return asyncio.create_task(box.send(lane, len(data), make))
 
 
 async def settled() -> None:
@@ -97,6 +102,34 @@ async def test_the_budget_holds_later_transfers_back_in_order() -> None:
     await wire.let(2)
     await asyncio.gather(*sends)
     pump.cancel()
+
+
+async def test_lanes_take_turns_however_many_transfers_they_have() -> None:
+    box, wire = outbox(), Wire()
+    sends = [sending(box, number, 2, Lane.BULK) for number in (2, 4, 6)] + [sending(box, 1, 4)]
+    await settled()
+    pump = asyncio.create_task(box.pump(wire.write))
+    await wire.let(3 * 3 + 5)
+    assert await asyncio.gather(*sends) == [True] * 4
+    assert wire.story()[:8] == ["h1", "h2", "1.0", "h4", "1.1", "h6", "1.2", "2.0"]
+    assert wire.story()[8:] == ["1.3", "4.0", "6.0", "2.1", "4.1", "6.1"]
+    pump.cancel()
+
+
+async def test_a_lane_that_waits_for_its_budget_holds_the_other_up_for_nothing() -> None:
+    box, wire = outbox(places=1), Wire()
+    bulk = [sending(box, number, 50, Lane.BULK) for number in (2, 4)]
+    await settled()
+    pump = asyncio.create_task(box.pump(wire.write))
+    await wire.let(10)
+    microbatch = sending(box, 1, 1)
+    await settled()
+    await wire.let(5)
+    assert await microbatch
+    assert not any(task.done() for task in bulk)
+    pump.cancel()
+    box.finish(None, ERROR)
+    assert await asyncio.gather(*bulk, return_exceptions=True) == [ERROR, ERROR]
 
 
 async def test_what_is_larger_than_the_budget_goes_alone() -> None:

@@ -84,6 +84,13 @@ def test_a_record_comes_back_as_it_was_announced() -> None:
     assert len(RECORD) < MAX_RECORD_BYTES
 
 
+def test_a_peer_without_an_anchor_says_so() -> None:
+    bare = dataclasses.replace(HONEST, anchor=None)
+    assert decode_record(encode_record(bare, OWNER), key=KEY, now=NOW) == bare
+    initial = dataclasses.replace(HONEST, anchor=AnchorVersion(0, 0, 0, 0, b"i" * 32))
+    assert decode_record(encode_record(initial, OWNER), key=KEY, now=NOW) == initial
+
+
 def test_a_visitor_stands_under_the_visitors_key() -> None:
     visitor = dataclasses.replace(HONEST, state=PeerState.VISITING, module=None)
     record = encode_record(visitor, OWNER)
@@ -108,6 +115,8 @@ def test_another_peers_announcement_is_not_signed() -> None:
 
 
 def test_our_own_nonsense_is_not_signed() -> None:
+    with pytest.raises(ProtocolViolation, match="digest"):
+        encode_record(dataclasses.replace(HONEST, anchor=AnchorVersion(1, 1, 1, 0, b"")), OWNER)
     with pytest.raises(ProtocolViolation, match="tokens per second"):
         encode_record(dataclasses.replace(HONEST, tokens_per_second=math.nan), OWNER)
 
@@ -158,6 +167,7 @@ def test_our_own_nonsense_is_not_signed() -> None:
         (fields(anchor_tokens=2**63), "out of range"),
         (fields(fragment=64), "out of range"),
         (fields(digest=b""), "digest"),
+        (fields(round=0, fragment=0, anchor_tokens=0, digest=b""), "digest"),
         (fields(digest=b"d"), "digest"),
         (fields(digest=b"d" * 33), "digest"),
         (fields(expires_at=math.nan), "no time"),

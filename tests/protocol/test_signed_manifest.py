@@ -69,7 +69,14 @@ def tables(draw: st.DrawFn) -> Table:
         },
         "stages": stages,
         "data": data,
-        "training": {"rows": rows, "inner_tokens": rows * sequence * draw(st.integers(1, 2**40)), "inner": inner},
+        "training": {
+            "rows": rows,
+            "inner_tokens": rows * sequence * draw(st.integers(1, 2**40)),
+            "fragments": draw(st.integers(1, 64)),
+            "round_seconds": draw(positive),
+            "inner": inner,
+        },
+        "codecs": {"pseudo_gradients": draw(st.sampled_from(["none", "int8"]))},
     }
 
 
@@ -199,7 +206,7 @@ def other_values(value: Any) -> list[Any]:
     if isinstance(value, list):
         return [[*value[:-1], value[-1] + 1]]
     if isinstance(value, str):
-        return [value + "x", "path:/tmp", "file:other", "bfloat16", "adjacent", "linear", "0" * 64]
+        return [value + "x", "path:/tmp", "file:other", "bfloat16", "adjacent", "linear", "int8", "0" * 64]
     return [_next_float(value), math.nextafter(value, 2.0)] if isinstance(value, float) else [value + 1, value * 2]
 
 
@@ -222,7 +229,7 @@ def test_each_key_counts() -> None:
             seen += 1
         if not seen:
             unchangeable.add(".".join(keys))
-    codecs = {f"codecs.{kind}" for kind in ("activations", "gradients", "pseudo_gradients", "state")}
+    codecs = {f"codecs.{kind}" for kind in ("activations", "gradients", "state")}
     assert unchangeable <= {"protocol", "model.family", "training.inner.name", "training.outer.name"} | codecs
 
 
@@ -264,6 +271,25 @@ def test_the_text_explains_itself_and_carries_no_comment_of_others() -> None:
     again = read_signed_manifest(b"# Trust me.\n" + signed.text, signed.run)
     assert again.text == signed.text
     assert max(len(line) for line in signed.text.splitlines()) <= 120
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("training", "fragments", 0),
+        ("training", "fragments", 65),
+        ("training", "round_seconds", 0.0),
+        ("training", "round_seconds", -1.0),
+        ("training", "round_seconds", math.inf),
+        ("training", "round_seconds", math.nan),
+        ("codecs", "pseudo_gradients", "int4"),
+        ("codecs", "state", "int8"),
+        ("codecs", "activations", "int8"),
+    ],
+)
+def test_impossible_rounds_are_refused_by_name(section: str, key: str, value: object) -> None:
+    with pytest.raises(ManifestError, match=f"{section}.{key}"):
+        manifest_from_table(SMALL | {section: SMALL.get(section, {}) | {key: value}})
 
 
 def test_unsigned_is_refused() -> None:

@@ -1,0 +1,111 @@
+"""Every message goes to the one who minds it, and to nobody when there is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from node.reception import Reception
+from protocol.seams import DType, Refusal, TensorSpec
+from swarm.errors import Unreachable
+from swarm.messages import Backward, Close, Forward, Purpose, TensorMessage
+from swarm.round_messages import Accepting, Contribution, Progress, Reduced, RoundId, StateChunk, StateRequest
+from swarm.vocabulary import AnchorVersion, Hop, MicrobatchId, ModuleId, Path, PeerId
+
+A, B = PeerId("a"), PeerId("b")
+MODULE = ModuleId(1)
+MICROBATCH = MicrobatchId(A, 1)
+PATH = Path(A, (Hop(MODULE, B),))
+ROUND = RoundId(MODULE, 1, 0, A)
+DIGEST = bytes(32)
+TENSOR = TensorSpec((4,), DType.FLOAT32)
+BUFFER = memoryview(bytearray(16))
+ERROR = Unreachable("gone")
+
+MICROBATCH_TENSORS: list[TensorMessage] = [
+    Forward(MICROBATCH, PATH, 0, Purpose.TRAIN, 1.0),
+    Backward(MICROBATCH, PATH, 0),
+]
+ROUND_TENSORS: list[TensorMessage] = [
+    Contribution(ROUND, 0, 1),
+    Reduced(ROUND, 0, 1),
+    StateChunk(MODULE, DIGEST, 0),
+]
+ROUND_WORDS = [
+    Accepting(ROUND),
+    Progress(MODULE, AnchorVersion(0, 0, 0, 0, DIGEST), 1, 1),
+    StateRequest(MODULE, DIGEST, (0,)),
+]
+
+
+class Noted:
+    """Stands for whoever is told: notes the name and the arguments of every call."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> memoryview:
+            self.calls.append((name, arguments))
+            return BUFFER
+
+        return call
+
+
+def reception() -> tuple[Reception, Noted, Noted]:
+    neighbourhood: Any = Noted()
+    receives = Reception(neighbourhood)
+    carrier, rounds = Noted(), Noted()
+    receives.carrier, receives.rounds = carrier, rounds  # type: ignore[assignment]
+    return receives, carrier, rounds
+
+
+@pytest.mark.parametrize("message", MICROBATCH_TENSORS)
+def test_a_microbatchs_tensor_goes_to_the_carrier(message: TensorMessage) -> None:
+    receives, carrier, rounds = reception()
+    assert receives.admit(A, message, TENSOR) is BUFFER
+    receives.received(A, message, TENSOR, BUFFER)
+    receives.broken_off(A, message, BUFFER, ERROR)
+    assert [name for name, _ in carrier.calls] == ["admit", "received", "broken_off"]
+    assert not rounds.calls
+
+
+@pytest.mark.parametrize("message", ROUND_TENSORS)
+def test_a_rounds_tensor_goes_to_the_rounds(message: TensorMessage) -> None:
+    receives, carrier, rounds = reception()
+    assert receives.admit(A, message, TENSOR) is BUFFER
+    receives.received(A, message, TENSOR, BUFFER)
+    receives.broken_off(A, message, BUFFER, ERROR)
+    assert rounds.calls == [
+        ("admit", (A, message, TENSOR)),
+        ("received", (A, message, TENSOR, BUFFER)),
+        ("broken_off", (A, message, BUFFER, ERROR)),
+    ]
+    assert not carrier.calls
+
+
+def test_small_messages_are_told_to_whom_they_concern() -> None:
+    receives, carrier, rounds = reception()
+    for word in (Close(MICROBATCH, "over"), *ROUND_WORDS):
+        receives.told(A, word)  # type: ignore[arg-type]
+    assert carrier.calls == [("told", (A, Close(MICROBATCH, "over")))]
+    assert rounds.calls == [("told", (A, word)) for word in ROUND_WORDS]
+
+
+def test_both_hear_of_a_lost_link() -> None:
+    receives, carrier, rounds = reception()
+    receives.link_down(A, ERROR)
+    assert carrier.calls == rounds.calls == [("link_down", (A, ERROR))]
+
+
+@pytest.mark.parametrize("message", [*MICROBATCH_TENSORS, *ROUND_TENSORS])
+def test_without_a_module_tensors_are_refused_and_the_rest_is_ignored(message: TensorMessage) -> None:
+    neighbourhood: Any = Noted()
+    receives = Reception(neighbourhood)
+    assert receives.admit(A, message, TENSOR) == Refusal(False, "no module is hosted here")
+    receives.received(A, message, TENSOR, BUFFER)
+    receives.broken_off(A, message, BUFFER, ERROR)
+    receives.told(A, Close(MICROBATCH, "over"))
+    receives.told(A, ROUND_WORDS[0])  # type: ignore[arg-type]
+    receives.link_down(A, ERROR)
