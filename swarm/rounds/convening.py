@@ -69,10 +69,19 @@ class Answer(enum.Enum):
     ENTERED = 3
     ELSEWHERE = 4
     """It follows another convener."""
-    REFUSED = 5
+    NOT_YET = 5
+    """It stands elsewhere or is getting ready. It is given the time that a silent one is given: else one that catches up
+    would come too late for every round where rounds are short."""
+    REFUSED = 6
 
 
 _WITH_US = (Answer.ACCEPTED, Answer.ENTERED)
+_ASKED_AGAIN = (Answer.NONE, Answer.ELSEWHERE, Answer.NOT_YET)
+_DECLINED = {
+    DeclineReason.OTHER_CONVENER: Answer.ELSEWHERE,
+    DeclineReason.OTHER_ANCHOR: Answer.NOT_YET,
+    DeclineReason.NOT_READY: Answer.NOT_YET,
+}
 
 
 @dataclass(slots=True)
@@ -158,7 +167,7 @@ class Convening:
                 guest.entry = message if guest.answer is Answer.ENTERED else None
                 return self._answer_entry(sender)
             case Declined(_, reason, _):
-                guest.answer = Answer.ELSEWHERE if reason is DeclineReason.OTHER_CONVENER else Answer.REFUSED
+                guest.answer = _DECLINED.get(reason, Answer.REFUSED)
                 guest.entry = None
             case Pulse(_, waiting_for, rejected):
                 guest.waiting_for = frozenset(waiting_for) & self._guests.keys()
@@ -200,7 +209,7 @@ class Convening:
             return []
         self._pulsed = now
         invitation, pulse = Invitation(self.round, self._base), Pulse(self.round)
-        unsure = (Answer.NONE, Answer.ELSEWHERE) if self.roster is None else ()
+        unsure = _ASKED_AGAIN if self.roster is None else ()
         return [
             Tell(peer, invitation if guest.answer in unsure else pulse)
             for peer, guest in self._guests.items()
@@ -217,7 +226,7 @@ class Convening:
         if guest.answer is Answer.ACCEPTED:
             return waited < self._rules.prepare_s and not guest.silent(now, self._rules.silence_s)
         patience_s = self._rules.answer_s / 2 if guest.lost else self._rules.answer_s
-        return guest.answer in (Answer.NONE, Answer.ELSEWHERE) and waited < patience_s
+        return guest.answer in _ASKED_AGAIN and waited < patience_s
 
     def _judge_entries(self) -> Verdict | None:
         if self._guests[self._own].answer is not Answer.ENTERED:

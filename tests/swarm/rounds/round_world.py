@@ -9,7 +9,7 @@ from functools import partial
 from random import Random
 
 from swarm.round_messages import MAX_ATTEMPTS, Invitation, Roster
-from swarm.rounds.words import Action, CatchUp, CommitStaged, Exchange, Fellow, RoundRules, Tell
+from swarm.rounds.words import Action, CatchUp, CommitStaged, Exchange, Fellow, LinkLost, RoundRules, Tell
 from swarm.vocabulary import AnchorVersion, PeerId
 from tests.swarm.rounds.virtual_links import VirtualLinks
 from tests.swarm.rounds.virtual_replica import INITIAL, VirtualReplica
@@ -139,6 +139,13 @@ class RoundWorld:
         return len(self.versions()) == 1
 
     # ---- what goes wrong ----------------------------------------------------------------------------------------------
+
+    def cut(self, one: PeerId, other: PeerId) -> None:
+        """The link breaks and stays so; both ends notice."""
+        self.links.cut(one, other)
+        for peer, lost in ((one, other), (other, one)):
+            replica = self.replicas[peer]
+            replica.do(partial(replica.feed, LinkLost(lost)))
 
     def crash(self, peer: PeerId) -> None:
         self.replicas[peer].alive = False

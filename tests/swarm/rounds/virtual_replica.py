@@ -180,7 +180,7 @@ class VirtualReplica:
             case CommitStaged(attempt, version):
                 self._commit(attempt, version)
             case CatchUp(version, donors):
-                seconds = self.world.random.uniform(0.2, 1.5)
+                seconds = self.world.random.uniform(0.1, 1.0)
                 self.world.time.after(seconds, lambda: self.do(lambda: self._caught_up(version, donors)))
             case StandAlone(alone):
                 self.alone = alone
