@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +47,10 @@ class DataWorker:
         self.recomputed = 0
         self.texts: dict[MicrobatchId, Microbatch] = {}
         """Of the microbatches under way. The data node puts them in and takes them out; here they are only read."""
+        self.parameter_version = 0
+        """Grows whenever the parameters change; a graph kept from an earlier version is stale."""
+        self.after_step: Callable[[StepFigures], None] = lambda figures: None
+        """Called after each inner step, in the same job."""
         self._tensor = tensor
         self.tokens = tokens
         self._device = device
@@ -80,8 +85,17 @@ class DataWorker:
     def forget(self, ticket: int) -> None:
         self._visits.pop(ticket, None)
 
+    def parameters_changed(self) -> None:
+        """To be called by whoever changes the parameters otherwise than by an inner step."""
+        self.parameter_version += 1
+
     def step(self) -> StepFigures | None:
-        return self.stage.optimizer.step() if self.stage.optimizer.due else None
+        if not self.stage.optimizer.due:
+            return None
+        self.parameters_changed()
+        figures = self.stage.optimizer.step()
+        self.after_step(figures)
+        return figures
 
     def _embed(self, job: Job, text: Microbatch) -> Output:
         tokens = text.tokens.to(self._device)
@@ -89,7 +103,7 @@ class DataWorker:
             with torch.no_grad():
                 return Output(bytes_of_tensor(self.stage.embedding(tokens)))
         visit = forward(self.stage.embedding, tokens)
-        self._visits[job.ticket] = (visit, self.stage.optimizer.steps)
+        self._visits[job.ticket] = (visit, self.parameter_version)
         return Output(bytes_of_tensor(visit.result))
 
     def _loss(self, job: Job, text: Microbatch) -> Output:
@@ -111,8 +125,8 @@ class DataWorker:
         kept = self._visits.pop(job.ticket, None)
         if kept is None:
             raise StateError(f"of microbatch {job.key.microbatch} nothing was kept to go back from")
-        visit, steps = kept
-        if steps != self.stage.optimizer.steps:
+        visit, version = kept
+        if version != self.parameter_version:
             visit = forward(self.stage.embedding, text.tokens.to(self._device))
             self.recomputed += 1
         gradients = backward(self.stage.embedding, visit, gradient)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -13,38 +13,36 @@ from typing import Protocol
 import torch
 
 from node.admission import Admission
+from node.assignment import Assignment
+from node.averaging.replica import LocalReplica
+from node.averaging.service import ModuleRounds, module_rounds
 from node.carrier import Carrier
 from node.checkpoint.state import ReplicaState
 from node.clock import SystemClock
-from node.compute import ComputeThread, Priority
+from node.compute import Priority
 from node.data.feed import START, TrainingFeed, open_documents
 from node.data.position import ReadingPosition
 from node.data.prefetch import Prefetcher
 from node.data_node import DataNode, DataNodeParts
 from node.data_worker import DataWorker
 from node.evaluation import Evaluator
-from node.events import EventSink, InnerStep, Load, MicrobatchCounts
+from node.events import InnerStep, Load, MicrobatchCounts
 from node.held_out import HeldOut
 from node.hop_worker import HopWorker
 from node.hosting import host_hop, host_stage_zero, measure_speed
 from node.optimization import StepFigures
 from node.options import NodeOptions
-from node.presence import Presence
 from node.rate import Rate
 from node.resume import (
-    AgreedNow,
-    Resumed,
     capture_hop,
     capture_stage_zero,
     counts_of,
     first_number,
-    nothing_agreed,
     position_of,
     progress_of,
     restore_hop,
     restore_stage_zero,
 )
-from node.saving import SaveRequests
 from node.task_scope import task_scope
 from node.work import Worker
 from protocol.manifest import Manifest
@@ -86,30 +84,12 @@ class Account:
     """Of a data node: stage and completed visits."""
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """What a duty is made from: who and where we are, which module it is to be, and what it runs on."""
-
-    options: NodeOptions
-    presence: Presence
-    manifest: Manifest
-    module: ModuleId
-    device: torch.device
-    compute: ComputeThread
-    events: EventSink
-    finished: Callable[[], None]
-    """To be called when a data node has done the steps it was asked for."""
-    saves: SaveRequests
-    resumed: Resumed
-
-
 class Duty(Protocol):
     """What the process needs of a duty, whichever it is."""
 
     carrier: Carrier
     answers: dict[QuestionAbout, Answering]
-    agreed_now: AgreedNow
-    """Gives the anchor that is saved with the module; to be replaced by whoever takes part in rounds."""
+    rounds: ModuleRounds
     before_leaving: list[Hook]
     """What is still to be done for the others when the module is let go, after `drain`; there is a limit for all together."""
 
@@ -137,11 +117,11 @@ class Duty(Protocol):
 class HopDuty:
     """A peer of stage 1 or above."""
 
-    def __init__(self, given: Assignment, worker: HopWorker, carrier: Carrier) -> None:
+    def __init__(self, given: Assignment, worker: HopWorker, carrier: Carrier, rounds: ModuleRounds) -> None:
         self.carrier = carrier
-        self.answers: dict[QuestionAbout, Answering] = {}
-        self.agreed_now: AgreedNow = nothing_agreed
-        self.before_leaving: list[Hook] = []
+        self.rounds = rounds
+        self.answers: dict[QuestionAbout, Answering] = dict(rounds.answers)
+        self.before_leaving: list[Hook] = [rounds.finish_round]
         self._given = given
         self._presence = given.presence
         self._module = given.module
@@ -151,11 +131,12 @@ class HopDuty:
         self._seen = worker.accumulated
 
     async def prepare(self) -> None:
-        """Its speed, to be announced."""
+        """Its speed, to be announced, and the state on which its module stands."""
         own, part, given = self._presence.own, self._worker.part, self._given
         own.tokens_per_second = await given.compute.run(
             Priority.UPKEEP, lambda: measure_speed(part, given.manifest, given.device)
         )
+        await self.rounds.prepare()
 
     async def run(self) -> None:
         """Keeps the announced speed true."""
@@ -181,7 +162,7 @@ class HopDuty:
             return
 
     def capture(self) -> ReplicaState:
-        return capture_hop(self._worker, self._tokens, self.agreed_now())
+        return capture_hop(self._worker, self._tokens, self.rounds.agreed())
 
     def load(self) -> Load:
         own, custody = self._presence.own, self.carrier.custody
@@ -203,11 +184,12 @@ class DataDuty:
         carrier: Carrier,
         data_node: DataNode,
         text_came: asyncio.Event,
+        rounds: ModuleRounds,
     ) -> None:
         self.carrier = carrier
-        self.answers: dict[QuestionAbout, Answering] = {}
-        self.agreed_now: AgreedNow = nothing_agreed
-        self.before_leaving: list[Hook] = []
+        self.rounds = rounds
+        self.answers: dict[QuestionAbout, Answering] = dict(rounds.answers)
+        self.before_leaving: list[Hook] = [rounds.finish_round]
         self._given = given
         self._presence = given.presence
         self._worker = worker
@@ -215,7 +197,8 @@ class DataDuty:
         self._text_came = text_came
 
     async def prepare(self) -> None:
-        """A data node announces no speed: nobody chooses among them."""
+        """The state on which its module stands. A data node announces no speed: nobody chooses among them."""
+        await self.rounds.prepare()
 
     async def run(self) -> None:
         async with task_scope() as tasks:
@@ -234,7 +217,7 @@ class DataDuty:
 
     def capture(self) -> ReplicaState:
         node = self._data_node
-        return capture_stage_zero(self._worker, node.flights, node.progress, node.reading, self.agreed_now())
+        return capture_stage_zero(self._worker, node.flights, node.progress, node.reading, self.rounds.agreed())
 
     def load(self) -> Load:
         flights = self._data_node.flights
@@ -275,8 +258,10 @@ async def hop_duty(given: Assignment) -> AsyncIterator[HopDuty]:
         await given.compute.run(Priority.UPKEEP, partial(restore_hop, worker, given.resumed.state))
     given.presence.own.steps = worker.optimizer.steps
     planner = Planner(path_rules(manifest), given.presence.membership, Estimates(), manifest.microbatch_tokens)
-    carrier = _carrier(given, worker, planner)
-    yield HopDuty(given, worker, carrier)
+    replica = LocalReplica((worker.part,), manifest.training.fragments, worker.optimizer, worker.parameters_changed)
+    async with module_rounds(given, replica) as rounds:
+        worker.after_step = rounds.after_inner_step
+        yield HopDuty(given, worker, _carrier(given, worker, planner, rounds), rounds)
 
 
 @asynccontextmanager
@@ -291,7 +276,6 @@ async def data_duty(given: Assignment) -> AsyncIterator[DataDuty]:
     documents = await asyncio.to_thread(open_documents, manifest)
     estimates, tokens = Estimates(), manifest.microbatch_tokens
     planner = Planner(path_rules(manifest), given.presence.membership, estimates, tokens)
-    carrier = _carrier(given, worker, planner)
     rules = _flight_rules(given.options, manifest)
     text_came = asyncio.Event()
 
@@ -302,7 +286,15 @@ async def data_duty(given: Assignment) -> AsyncIterator[DataDuty]:
     start = START if position is None else position.cursor
     number = first_number(position, int(clock.wall()) * NUMBERS_A_SECOND)
     feed = TrainingFeed(manifest, documents, own.peer, start)
-    with Prefetcher(feed, live_data_nodes, text_came.set, rules.window + 1) as texts:
+    stage = worker.stage
+    replica = LocalReplica(
+        (stage.embedding, stage.head), manifest.training.fragments, stage.optimizer, worker.parameters_changed
+    )
+    prefetcher = Prefetcher(feed, live_data_nodes, text_came.set, rules.window + 1)
+    async with module_rounds(given, replica) as rounds, AsyncExitStack() as stack:
+        worker.after_step = rounds.after_inner_step
+        carrier = _carrier(given, worker, planner, rounds)
+        texts = stack.enter_context(prefetcher)
         parts = DataNodeParts(
             flights=Flights(own.peer, rules, first_number=number, counts=counts_of(position)),
             planner=planner,
@@ -316,7 +308,7 @@ async def data_duty(given: Assignment) -> AsyncIterator[DataDuty]:
         )
         data_node = DataNode(parts, clock, given.events, given.finished)
         carrier.ends = data_node
-        duty = DataDuty(given, worker, carrier, data_node, text_came)
+        duty = DataDuty(given, worker, carrier, data_node, text_came, rounds)
         duty.answers[QuestionAbout.EVALUATE] = HeldOut(manifest, documents, parts.evaluator).answer
         yield duty
 
@@ -343,13 +335,14 @@ def _flight_rules(options: NodeOptions, manifest: Manifest) -> FlightRules:
     return FlightRules(manifest.microbatches_per_step, manifest.training.staleness, window, options.steps)
 
 
-def _carrier(given: Assignment, worker: Worker, planner: Planner) -> Carrier:
+def _carrier(given: Assignment, worker: Worker, planner: Planner, rounds: ModuleRounds) -> Carrier:
     own, clock, module = given.presence.own, SystemClock(), str(given.module)
     custody = Custody(own.peer, given.options.slots or DEFAULT_SLOTS, _stand_in(planner, clock))
     own.slots, own.used_slots = custody.slots, lambda: custody.used_slots
 
     def stepped(figures: StepFigures) -> None:
         own.steps = figures.step
+        rounds.stepped()
         visits, norm, rate = max(figures.visits), figures.gradient_norm, figures.learning_rate
         given.events.emit(InnerStep(own.peer, module, figures.step, visits, norm, rate))
 

@@ -155,6 +155,51 @@ class Abandoned:
 
 
 @dataclass(frozen=True, slots=True)
+class RoundCommitted:
+    """A replica has applied a round: it holds the anchor that the digest names."""
+
+    NAME: ClassVar[str] = "round"
+    peer: str
+    module: str
+    round: int
+    digest: str
+    """Of the new anchor, hexadecimal."""
+    members: tuple[str, ...]
+    """The peers whose pseudo-gradients are in it."""
+    tokens: int
+    """Trained by all members since the last round."""
+    attempts: int
+    seconds: float
+    sent_bytes: int
+    received_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CaughtUp:
+    """A replica has fetched the anchor of a round in which it had no part."""
+
+    NAME: ClassVar[str] = "caught_up"
+    peer: str
+    module: str
+    round: int
+    digest: str
+    bytes: int
+    seconds: float
+    donors: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A replica has loaded an anchor from a checkpoint."""
+
+    NAME: ClassVar[str] = "restored"
+    peer: str
+    module: str
+    round: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
 class Note:
     """A sentence for a person."""
 
@@ -216,6 +261,9 @@ Event = (
     | Resumed
     | PeerChange
     | Abandoned
+    | RoundCommitted
+    | CaughtUp
+    | Restored
     | Note
     | NodeSummary
     | Summary

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +25,7 @@ class _Kept:
 
     source: Tensor
     visit: Visit | None
-    steps: int
+    version: int
 
 
 class HopWorker:
@@ -56,6 +57,10 @@ class HopWorker:
         """Visits whose forward pass had to be computed again for the backward pass."""
         self.tokens_per_s = 0.0
         """Smoothed speed of forward and backward together; 0 until the first microbatch has been through."""
+        self.parameter_version = 0
+        """Grows whenever the parameters change; a graph kept from an earlier version is stale."""
+        self.after_step: Callable[[StepFigures], None] = lambda figures: None
+        """Called after each inner step, in the same job."""
         self._forward_s = 0.0
         self._accumulator = accumulator
         self._tensor = tensor
@@ -93,14 +98,23 @@ class HopWorker:
         if kept is not None and kept.visit is not None:
             self._graphs.release()
 
+    def parameters_changed(self) -> None:
+        """To be called by whoever changes the parameters otherwise than by an inner step."""
+        self.parameter_version += 1
+
     def step(self) -> StepFigures | None:
-        return self.optimizer.step() if self.optimizer.due else None
+        if not self.optimizer.due:
+            return None
+        self.parameters_changed()
+        figures = self.optimizer.step()
+        self.after_step(figures)
+        return figures
 
     def _forward(self, job: Job, source: Tensor) -> Output:
         begun = time.perf_counter()
         visit = self._graphs.measure(self.part, source)
         keep = self._graphs.take()
-        self._kept[job.ticket] = _Kept(source, visit if keep else None, self.optimizer.steps)
+        self._kept[job.ticket] = _Kept(source, visit if keep else None, self.parameter_version)
         output = Output(bytes_of_tensor(visit.result))
         self._forward_s = time.perf_counter() - begun
         return output
@@ -112,7 +126,7 @@ class HopWorker:
         self.forget(job.ticket)
         begun = time.perf_counter()
         visit = kept.visit
-        if visit is None or kept.steps != self.optimizer.steps:
+        if visit is None or kept.version != self.parameter_version:
             visit = forward(self.part, kept.source)
             self.recomputed += 1
         gradients = backward(self.part, visit, gradient)

@@ -44,6 +44,8 @@ class Neighbourhood:
         self.membership = membership
         self.changed = asyncio.Event()
         """Set whenever the view changes; whoever waits for a change clears it first."""
+        self.looked = asyncio.Event()
+        """Set when the directory has been read for the modules that are watched; it may have known nobody."""
         self._identity = identity
         self._own = own
         self._book = book
@@ -59,6 +61,8 @@ class Neighbourhood:
     def watch(self, modules: Sequence[ModuleId]) -> None:
         """Which modules' replicas to look up. Until this is called: those that every run is likely to have."""
         self._modules = tuple(modules)
+        self.looked.clear()
+        self._look_now.set()
 
     def announce(self) -> None:
         """Something about this node has changed that others should know soon."""
@@ -142,8 +146,11 @@ class Neighbourhood:
 
     async def _look_up_for_ever(self, directory: Directory) -> None:
         while True:
+            watched = self._modules
             try:
-                self._observe(await directory.look_up(self._modules))
+                self._observe(await directory.look_up(watched))
+                if watched == self._modules:
+                    self.looked.set()
             except Unreachable as error:
                 log.info("directory: %s", error)
             gone = self.membership.expire(self._clock.monotonic())

@@ -7,11 +7,11 @@ from collections.abc import Awaitable, Callable
 
 import torch
 
+from node.assignment import Assignment
 from node.checkpoint.folder import CheckpointFolder
 from node.clock import SystemClock
 from node.compute import ComputeThread
 from node.device import choose_device
-from node.duty import Assignment
 from node.events import EventSink, Note
 from node.leave import leave_requests
 from node.moving import MovePeriods, Mover, NextModule, stay_for_ever, workload_of

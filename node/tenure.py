@@ -7,8 +7,9 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 
+from node.assignment import Assignment
 from node.checkpoint.folder import CheckpointFolder
-from node.duty import Assignment, Duty, Hook, data_duty, hop_duty
+from node.duty import Duty, Hook, data_duty, hop_duty
 from node.events import EventSink, Move, NodeStatus, Note
 from node.moving import NextModule
 from node.presence import Presence

@@ -25,7 +25,7 @@ from node.compute import ComputeThread
 from node.optimization import StepFigures
 from node.task_scope import task_scope
 from protocol.seams import Clock, Codec, Refusal, TensorSpec, Transport
-from swarm.errors import PeerError, ResourceExhausted, StateError
+from swarm.errors import PeerError, ResourceExhausted, SkipstoneError, StateError
 from swarm.round_messages import RoundControl, RoundPiece
 from swarm.rounds.words import (
     Action,
@@ -211,14 +211,16 @@ class Averager:
             self._fellows = fellows
             self.handle(FellowsChanged(fellows))
 
-    def _stepped_alone(self, anchor: Anchor) -> None:
+    def _stepped_alone(self, anchor: Anchor, before: AnchorVersion) -> None:
         """On the compute thread."""
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._note_lone_step, anchor)
+            self._loop.call_soon_threadsafe(self._note_lone_step, anchor, before)
 
-    def _note_lone_step(self, anchor: Anchor) -> None:
+    def _note_lone_step(self, anchor: Anchor, before: AnchorVersion) -> None:
+        own, tokens = self._parts.own, anchor.version.tokens - before.tokens
         self._hooks.anchored(anchor)
         self.handle(SteppedAlone(anchor.version))
+        self._hooks.settled(RoundSettled(self._parts.module, anchor.version, (own,), tokens, 1, 0.0, 0, 0))
 
     # ---- what is to be done --------------------------------------------------------------------------------------
 
@@ -283,7 +285,13 @@ class Averager:
 
     def _commit(self, bench: RoundBench, action: CommitStaged) -> None:
         before = self._shelf.current
-        anchor, snapshot = bench.take_staged(action.version)
+        try:
+            anchor, snapshot = bench.take_staged(action.version)
+        except SkipstoneError as error:
+            log.warning("%s", error)
+            others = tuple(peer for peer in action.members if peer != self._parts.own)
+            self._start_catching_up(CatchUp(action.version, others, "its result was not kept"))
+            return
         self._shelf.put(anchor)
         self.keeper.committed(snapshot)
         self._hooks.anchored(anchor)

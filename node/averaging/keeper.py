@@ -26,6 +26,7 @@ from node.averaging.vectors import squares_of_difference
 from node.compute import ComputeThread, Priority
 from node.optimization import StepFigures
 from swarm.errors import StateError
+from swarm.vocabulary import AnchorVersion
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class ReplicaKeeper:
         compute: ComputeThread,
         averaging: ComputeThread,
         rule: AloneRule,
-        stepped_alone: Callable[[Anchor], None],
+        stepped_alone: Callable[[Anchor, AnchorVersion], None],
     ) -> None:
         self.alone = False
         """Set from the event loop; read on the compute thread after each inner step."""
@@ -108,12 +109,17 @@ class ReplicaKeeper:
         """Our work since the current anchor."""
         return self._done - self._at_anchor
 
+    def resume(self, since: Work) -> None:
+        """The replica was restored with this much work since its anchor. To be called before it takes a step."""
+        self._done, self._at_anchor = since, Work()
+
     def after_inner_step(self, figures: StepFigures) -> None:
         """To be called on the compute thread, in the same job as the step."""
         self._done += Work(1, max(figures.visits) * self._rule.microbatch_tokens)
         work = self.since_anchor
         if not self.alone or work.steps < self._lone_every:
             return
+        before = self._shelf.current.version
         try:
             anchor = step_alone(self._replica, self._shelf, self._rule.outer, work.steps, work.tokens)
         except StateError as error:
@@ -123,7 +129,7 @@ class ReplicaKeeper:
             self._start_anew(anchor)
             return
         self._at_anchor = self._done
-        self._stepped_alone(anchor)
+        self._stepped_alone(anchor, before)
 
     async def snapshot(self) -> Snapshot:
         """Fixes the pseudo-gradient of the fragment whose turn it is. Its norm is computed on the averaging thread meanwhile.

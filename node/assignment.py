@@ -1,0 +1,34 @@
+"""What a node's work in one module is made from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from node.compute import ComputeThread
+from node.events import EventSink
+from node.options import NodeOptions
+from node.presence import Presence
+from node.resume import Resumed
+from node.saving import SaveRequests
+from protocol.manifest import Manifest
+from swarm.vocabulary import ModuleId
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Who and where we are, which module it is to be, and what it runs on."""
+
+    options: NodeOptions
+    presence: Presence
+    manifest: Manifest
+    module: ModuleId
+    device: torch.device
+    compute: ComputeThread
+    events: EventSink
+    finished: Callable[[], None]
+    """To be called when a data node has done the steps it was asked for."""
+    saves: SaveRequests
+    resumed: Resumed

@@ -1,0 +1,277 @@
+"""One replica's rounds as a part of a node: puts averager, donor and downloads together, and joins them to the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from random import Random
+
+import torch
+
+from node.assignment import Assignment
+from node.averaging.anchor import Anchor
+from node.averaging.averager import Averager, AveragerHooks, AveragerParts, RoundSettled
+from node.averaging.catch_up import CatchingUp, Surroundings
+from node.averaging.donor import Donor
+from node.averaging.keeper import Work
+from node.averaging.layout import Layout
+from node.averaging.lone import anchor_of
+from node.averaging.outer import outer_rule
+from node.averaging.replica import LocalReplica
+from node.averaging.saved import anchor_state, restored_anchor
+from node.averaging.shelf import Shelf
+from node.averaging.state_desk import StateDesk
+from node.checkpoint.state import AnchorState
+from node.compute import ComputeThread, Priority
+from node.events import CaughtUp, Note, Restored, RoundCommitted
+from node.optimization import StepFigures
+from node.reception import RoundTensor
+from node.resume import Agreed
+from node.task_scope import task_scope
+from protocol.manifest import Manifest
+from protocol.seams import Codec, Question, QuestionAbout, Refusal, TensorSpec
+from swarm.errors import CorruptSnapshot, PeerError
+from swarm.round_messages import Progress, RoundControl, StateChunk, StateControl
+from swarm.rounds.machine import RoundMachine
+from swarm.rounds.words import Fellow, RoundRules
+from swarm.vocabulary import AnchorVersion, ModuleId, PeerId, PeerState
+
+CODECS = {"none": Codec.NONE, "int8": Codec.INT8}
+"""Of `codecs.pseudo_gradients`."""
+LOOK_S = 0.05
+WITH_STATE = (PeerState.SERVING, PeerState.DRAINING)
+
+
+class ModuleRounds:
+    """`node.reception.RoundReceiver` of a node's module. Made by `module_rounds`."""
+
+    def __init__(self, given: Assignment, replica: LocalReplica, start: Anchor, averaging: ComputeThread) -> None:
+        manifest, own = given.manifest, given.presence.own
+        self._given = given
+        self._own = own
+        self._shelf = Shelf(start)
+        self._machine = RoundMachine(own.peer, given.module, round_rules(manifest, start.layout), start.version)
+        parts = AveragerParts(
+            own=own.peer,
+            module=given.module,
+            machine=self._machine,
+            shelf=self._shelf,
+            replica=replica,
+            compute=given.compute,
+            averaging=averaging,
+            codec=CODECS[manifest.codecs.pseudo_gradients],
+            outer=outer_rule(manifest),
+            inner_steps=manifest.training.inner_steps,
+            microbatch_tokens=manifest.microbatch_tokens,
+            clock=own.clock,
+        )
+        self._averager = Averager(parts, AveragerHooks(self._fellows, self._catch_up, self._anchored, self._settled))
+        self._donor = Donor(given.module, self._shelf, own.clock)
+        folder = given.options.checkpoint_dir
+        around = Surroundings(
+            given.module,
+            start.layout,
+            given.presence.transport,
+            own.clock,
+            Random(own.peer),  # noqa: S311 - spreads the load over donors; no secret
+            self._shelf,
+            None if folder is None else folder / own.peer / "download",
+        )
+        self._catching_up = CatchingUp(around)
+        self._desk = StateDesk(self._catching_up, self._donor)
+        self._ready = False
+        self.committed = asyncio.Event()
+        """Set whenever a round has been committed here."""
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        transport = self._given.presence.transport
+        async with task_scope() as tasks:
+            tasks.create_task(self._donor.run(transport))
+            tasks.create_task(self._averager.run(transport))
+
+    def resume(self, since: Work) -> None:
+        """The replica was restored with this much work since its anchor."""
+        self._averager.keeper.resume(since)
+        version = self._shelf.current.version
+        if version.round:
+            own, module = self._own.peer, str(self._given.module)
+            self._given.events.emit(Restored(own, module, version.round, version.digest.hex()))
+
+    async def prepare(self) -> None:
+        """Returns when the replica stands where its module stands; before that it has nothing to say in its module.
+
+        With nobody else there it stands on its own state: the initial weights, or what it was resumed with.
+        """
+        await self._given.presence.neighbourhood.looked.wait()
+        while not self._machine.settled:  # noqa: ASYNC110 - likewise
+            await asyncio.sleep(LOOK_S)
+        self._ready = True
+        self._own.anchor = self._shelf.current.version
+
+    @property
+    def answers(self) -> dict[QuestionAbout, Callable[[Question], Awaitable[bytes]]]:
+        return {QuestionAbout.STATE: self._donor.answer}
+
+    def describe(self) -> str:
+        """One line for people."""
+        return self._machine.describe()
+
+    # ---- the replica's side ------------------------------------------------------------------------------------------
+
+    def after_inner_step(self, figures: StepFigures) -> None:
+        """On the compute thread, in the same job as the step."""
+        self._averager.after_inner_step(figures)
+
+    def stepped(self) -> None:
+        """On the event loop, some time after."""
+        self._averager.stepped()
+
+    def agreed(self) -> Agreed:
+        """What a checkpoint needs; on the compute thread."""
+        since = self._averager.keeper.since_anchor
+        return Agreed(anchor_state(self._shelf.current), since.steps, since.tokens)
+
+    async def finish_round(self) -> None:
+        """Before leaving: the round under way, if there is one, is done with us; what we have worked since our anchor is in it."""
+        while self._machine.under_way is not None:  # noqa: ASYNC110 - the machine has no events to wait for
+            await asyncio.sleep(LOOK_S)
+
+    # ---- node.reception.RoundReceiver --------------------------------------------------------------------------------
+
+    def admit(self, sender: PeerId, message: RoundTensor, tensor: TensorSpec) -> memoryview | Refusal:
+        if isinstance(message, StateChunk):
+            return self._desk.admit(sender, message, tensor)
+        return self._averager.admit(sender, message, tensor)
+
+    def received(self, sender: PeerId, message: RoundTensor, tensor: TensorSpec, buffer: memoryview) -> None:
+        if isinstance(message, StateChunk):
+            self._desk.received(sender, message, buffer)
+        else:
+            self._averager.received(sender, message, tensor, buffer)
+
+    def broken_off(self, sender: PeerId, message: RoundTensor, buffer: memoryview, error: PeerError) -> None:
+        if isinstance(message, StateChunk):
+            self._desk.broken_off(sender, message, buffer)
+        else:
+            self._averager.broken_off(sender, message, buffer, error)
+
+    def told(self, sender: PeerId, message: RoundControl | StateControl) -> None:
+        if isinstance(message, StateControl):
+            self._desk.told(sender, message)
+        elif module_of(message) == self._given.module:
+            self._averager.told(sender, message)
+
+    def link_down(self, peer: PeerId, error: PeerError) -> None:
+        self._desk.link_down(peer, error)
+        self._averager.link_down(peer, error)
+
+    # ---- the averager's hooks ----------------------------------------------------------------------------------------
+
+    def _fellows(self) -> tuple[Fellow, ...]:
+        membership = self._given.presence.membership
+        found = (
+            Fellow(known.peer, known.anchor, known.state is PeerState.SERVING)
+            for known in membership.peers()
+            if known.module == self._given.module
+            and known.state in WITH_STATE
+            and known.anchor is not None
+            and not membership.is_given_up(known.peer)
+        )
+        return tuple(sorted(found, key=lambda fellow: fellow.peer))
+
+    async def _catch_up(self, version: AnchorVersion, donors: Sequence[PeerId]) -> Anchor:
+        begun = time.monotonic()
+        known = self._shelf.current
+        anchor = await self._catching_up.catch_up(version, donors, known)
+        fetched = sum(
+            len(anchor.chunk(number)) for number, new in enumerate(anchor.hashes) if new != known.hashes[number]
+        )
+        self._given.events.emit(
+            CaughtUp(
+                self._own.peer,
+                str(self._given.module),
+                version.round,
+                version.digest.hex(),
+                fetched,
+                time.monotonic() - begun,
+                tuple(donors),
+            )
+        )
+        return anchor
+
+    def _anchored(self, anchor: Anchor) -> None:
+        if self._ready:
+            self._own.anchor = anchor.version
+            self._given.presence.neighbourhood.announce()
+
+    def _settled(self, settled: RoundSettled) -> None:
+        version = settled.version
+        self._given.events.emit(
+            RoundCommitted(
+                self._own.peer,
+                str(settled.module),
+                version.round,
+                version.digest.hex(),
+                settled.members,
+                settled.tokens,
+                settled.attempts,
+                settled.seconds,
+                settled.sent_bytes,
+                settled.received_bytes,
+            )
+        )
+        self.committed.set()
+        self._given.saves.request_save(f"round {version.round}")
+
+
+@asynccontextmanager
+async def module_rounds(given: Assignment, replica: LocalReplica) -> AsyncIterator[ModuleRounds]:
+    """The rounds of the module that the node hosts, at work as long as the block lasts."""
+    start = await given.compute.run(Priority.UPKEEP, lambda: anchor_of(replica))
+    saved, since = given.resumed.state, Work()
+    with ComputeThread(set_up=lambda: torch.set_num_threads(1), name="averaging") as averaging:
+        if saved is not None and saved.anchor is not None:
+            restored = await averaging.run(Priority.UPKEEP, partial(_restored, given, replica.layout, saved.anchor))
+            start = restored or start
+            since = Work(saved.counters.steps_since_anchor, saved.counters.tokens_since_anchor)
+        rounds = ModuleRounds(given, replica, start, averaging)
+        rounds.resume(since)
+        given.presence.reception.rounds = rounds
+        try:
+            async with task_scope() as tasks:
+                running = tasks.create_task(rounds.run())
+                try:
+                    yield rounds
+                finally:
+                    running.cancel()
+        finally:
+            given.presence.reception.rounds = None
+
+
+def round_rules(manifest: Manifest, layout: Layout) -> RoundRules:
+    """What the manifest says about rounds."""
+    training = manifest.training
+    return RoundRules(
+        inner_steps=training.inner_steps,
+        fragments=len(layout.fragments),
+        chunks=layout.chunks,
+        longest_s=training.round_seconds,
+    )
+
+
+def module_of(message: RoundControl) -> ModuleId:
+    """Which module's round it is about."""
+    return message.module if isinstance(message, Progress) else message.round.module
+
+
+def _restored(given: Assignment, layout: Layout, saved: AnchorState) -> Anchor | None:
+    """The saved anchor; None, and a word to the person, when it is of no use."""
+    try:
+        return restored_anchor(layout, saved)
+    except CorruptSnapshot as error:
+        given.events.emit(Note("warning", f"{error}; the parameters saved with it are taken for the anchor"))
+        return None
