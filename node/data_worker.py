@@ -46,6 +46,8 @@ class DataWorker:
         self.recomputed = 0
         self.texts: dict[MicrobatchId, Microbatch] = {}
         """Of the microbatches under way. The data node puts them in and takes them out; here they are only read."""
+        self.parameter_version = 0
+        """Grows whenever the parameters change; a graph kept from an earlier version is stale."""
         self._tensor = tensor
         self.tokens = tokens
         self._device = device
@@ -76,12 +78,25 @@ class DataWorker:
                 return self._loss(job, text)
             case Work.BACKWARD:
                 return self._finish(job, text)
+            case Work.REPLAY:
+                raise StateError("nobody stands in for a data node")
+
+    def retract(self, job: Job) -> bool:
+        """A data node's own gradients count when the microbatch completes, and it knows of no other copy."""
+        raise StateError("a data node takes no gradient back")
+
+    def parameters_changed(self) -> None:
+        """To be called by whoever changes the parameters otherwise than by an inner step."""
+        self.parameter_version += 1
 
     def forget(self, ticket: int) -> None:
         self._visits.pop(ticket, None)
 
     def step(self) -> StepFigures | None:
-        return self.stage.optimizer.step() if self.stage.optimizer.due else None
+        if not self.stage.optimizer.due:
+            return None
+        self.parameters_changed()
+        return self.stage.optimizer.step()
 
     def _embed(self, job: Job, text: Microbatch) -> Output:
         tokens = text.tokens.to(self._device)
@@ -89,12 +104,12 @@ class DataWorker:
             with torch.no_grad():
                 return Output(bytes_of_tensor(self.stage.embedding(tokens)))
         visit = forward(self.stage.embedding, tokens)
-        self._visits[job.ticket] = (visit, self.stage.optimizer.steps)
+        self._visits[job.ticket] = (visit, self.parameter_version)
         return Output(bytes_of_tensor(visit.result))
 
     def _loss(self, job: Job, text: Microbatch) -> Output:
-        assert job.incoming is not None
-        hidden = tensor_from_bytes(job.incoming, self._tensor, self._device)
+        assert job.input is not None
+        hidden = tensor_from_bytes(job.input, self._tensor, self._device)
         labels = text.labels.to(self._device)
         if job.purpose is Purpose.EVALUATE:
             with torch.no_grad():
@@ -106,13 +121,13 @@ class DataWorker:
         return Output(bytes_of_tensor(gradients.source), visit.result.item())
 
     def _finish(self, job: Job, text: Microbatch) -> Output:
-        assert job.incoming is not None
-        gradient = tensor_from_bytes(job.incoming, self._tensor, self._device)
+        assert job.gradient is not None
+        gradient = tensor_from_bytes(job.gradient, self._tensor, self._device)
         kept = self._visits.pop(job.ticket, None)
         if kept is None:
             raise StateError(f"of microbatch {job.key.microbatch} nothing was kept to go back from")
-        visit, steps = kept
-        if steps != self.stage.optimizer.steps:
+        visit, version = kept
+        if version != self.parameter_version:
             visit = forward(self.stage.embedding, text.tokens.to(self._device))
             self.recomputed += 1
         gradients = backward(self.stage.embedding, visit, gradient)

@@ -20,11 +20,11 @@ from swarm.messages import Purpose
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kept:
-    """What backward will need. The graph is left out when memory is short, and of no use after an inner step."""
+    """What backward will need. The graph is left out when memory is short, and of no use once the parameters have changed."""
 
     source: Tensor
     visit: Visit | None
-    steps: int
+    version: int
 
 
 class HopWorker:
@@ -56,6 +56,8 @@ class HopWorker:
         """Visits whose forward pass had to be computed again for the backward pass."""
         self.tokens_per_s = 0.0
         """Smoothed speed of forward and backward together; 0 until the first microbatch has been through."""
+        self.parameter_version = 0
+        """Grows whenever the parameters change; a graph kept from an earlier version is stale."""
         self._forward_s = 0.0
         self._accumulator = accumulator
         self._tensor = tensor
@@ -74,14 +76,32 @@ class HopWorker:
             return self._compute(job)
 
     def _compute(self, job: Job) -> Output:
-        assert job.incoming is not None
-        incoming = tensor_from_bytes(job.incoming, self._tensor, self._device)
-        if job.work is Work.BACKWARD:
-            return self._backward(job, incoming)
+        if job.work is Work.REPLAY:
+            self._kept[job.ticket] = _Kept(self._tensor_of(job.input), None, self.parameter_version)
+        if job.work in (Work.BACKWARD, Work.REPLAY):
+            return self._backward(job, self._tensor_of(job.gradient))
+        source = self._tensor_of(job.input)
         if job.purpose is Purpose.EVALUATE:
             with torch.no_grad():
-                return Output(bytes_of_tensor(self.part(incoming)))
-        return self._forward(job, incoming)
+                return Output(bytes_of_tensor(self.part(source)))
+        return self._forward(job, source)
+
+    def _tensor_of(self, data: memoryview | None) -> Tensor:
+        assert data is not None, "custody asks for nothing before its tensors are there"
+        return tensor_from_bytes(data, self._tensor, self._device)
+
+    def retract(self, job: Job) -> bool:
+        """See `node.work.Worker`. What is taken back is computed with the parameters of now: exactly what was added if they have not changed since."""
+        with device_errors():
+            visit = forward(self.part, self._tensor_of(job.input))
+            gradients = backward(self.part, visit, self._tensor_of(job.gradient)).parameters
+        taken_back = self._accumulator.retract(job.key.microbatch, self._tokens, gradients)
+        self.accumulated -= taken_back
+        return taken_back
+
+    def parameters_changed(self) -> None:
+        """To be called by whoever changes the parameters otherwise than by an inner step."""
+        self.parameter_version += 1
 
     def forget(self, ticket: int) -> None:
         kept = self._kept.pop(ticket, None)
@@ -89,13 +109,16 @@ class HopWorker:
             self._graphs.release()
 
     def step(self) -> StepFigures | None:
-        return self.optimizer.step() if self.optimizer.due else None
+        if not self.optimizer.due:
+            return None
+        self.parameters_changed()
+        return self.optimizer.step()
 
     def _forward(self, job: Job, source: Tensor) -> Output:
         begun = time.perf_counter()
         visit = self._graphs.measure(self.part, source)
         keep = self._graphs.take()
-        self._kept[job.ticket] = _Kept(source, visit if keep else None, self.optimizer.steps)
+        self._kept[job.ticket] = _Kept(source, visit if keep else None, self.parameter_version)
         output = Output(bytes_of_tensor(visit.result))
         self._forward_s = time.perf_counter() - begun
         return output
@@ -107,7 +130,7 @@ class HopWorker:
         self.forget(job.ticket)
         begun = time.perf_counter()
         visit = kept.visit
-        if visit is None or kept.steps != self.optimizer.steps:
+        if visit is None or kept.version != self.parameter_version:
             visit = forward(self.part, kept.source)
             self.recomputed += 1
         gradients = backward(self.part, visit, gradient)

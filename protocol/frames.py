@@ -29,8 +29,11 @@ from protocol.microbatch_frames import (
     read_detail,
     read_enum,
     read_forward,
+    read_recall,
     read_receipt,
+    read_settled,
     read_stranded,
+    read_unsettled,
     wire_number,
 )
 from protocol.seams import Question, QuestionAbout
@@ -270,6 +273,9 @@ _READERS: Final[dict[str, Callable[[Any], SmallFrame]]] = {
     "stranded": read_stranded,
     "close": read_close,
     "arrival_hint": read_arrival_hint,
+    "recall": read_recall,
+    "settled": read_settled,
+    "unsettled": read_unsettled,
     "question": _read_question,
     "answer": _read_answer,
     "announcement": lambda record: AnnouncementFrame(_read_record(record)),

@@ -44,7 +44,11 @@ class Stage:
 
     def _compute(self, work: Work, number: int, incoming: Tensor, purpose: Purpose, ticket: int | None) -> Tensor:
         key = Key(MicrobatchId(PeerId("data"), number), 0)
-        job = Job(number if ticket is None else ticket, key, work, purpose, bytes_of_tensor(incoming))
+        data, ticket = bytes_of_tensor(incoming), number if ticket is None else ticket
+        if work is Work.BACKWARD:
+            job = Job(ticket, key, work, purpose, gradient=data)
+        else:
+            job = Job(ticket, key, work, purpose, data)
         output = self.worker.compute(job).data
         assert output is not None
         return tensor_from_bytes(memoryview(bytearray(output)), TENSOR, CPU)
