@@ -7,6 +7,7 @@ compute thread and the tasks that go with them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -116,6 +117,7 @@ class Carrier:
         self._pool = BufferPool(worker.tensor.byte_length, BUFFERS_A_SLOT * custody.slots + 64)
         self._loads = Loads()
         self._untold = 0
+        self._told = asyncio.Event()
         self._arrived: memoryview | None = None
         self._tasks: asyncio.TaskGroup | None = None
 
@@ -140,6 +142,14 @@ class Carrier:
     def abandon(self, microbatch: MicrobatchId, detail: str) -> None:
         """A data node gives up one of its own."""
         self._carry_out(self.custody.abandon(microbatch, detail))
+
+    async def all_told(self, patience_s: float) -> None:
+        """Returns when everything that is to be told has been handed to the links, or after `patience_s` seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                while self._untold:
+                    self._told.clear()
+                    await self._told.wait()
 
     @property
     def is_empty(self) -> bool:
@@ -335,6 +345,7 @@ class Carrier:
             self._on_failure(to, error)
         finally:
             self._untold -= 1
+            self._told.set()
 
     # ---- tensors ---------------------------------------------------------------------------------------------------
 

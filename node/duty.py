@@ -48,6 +48,8 @@ NUMBERS_A_SECOND = 2**14
 """Microbatches are numbered from the time of the start, so that a restarted data node does not use a number twice."""
 QUIET_S = 1.0
 """A draining stage peer that has held nothing for this long has nothing more to expect."""
+LAST_WORDS_S = 2.0
+"""How long a data node that stops may take to tell the hops that their gradients count."""
 LARGEST_DEFAULT_GRAPHS = 2 * 2**30
 
 NO_COUNTS = MicrobatchCounts()
@@ -207,6 +209,7 @@ class DataDuty:
         except TimeoutError:
             for flight in self._data_node.flights.in_flight:
                 self._data_node.lost(flight.microbatch, "its data node stops")
+        await self.carrier.all_told(LAST_WORDS_S)
 
     def save(self, folder: CheckpointFolder) -> None:
         stage, tokens = self._worker.stage, self._data_node.progress.tokens

@@ -242,8 +242,7 @@ class Ended:
 
     NAME: ClassVar[str] = "ended"
     peer: str
-    under_way: int
-    """Of a data node: microbatches that were neither completed nor abandoned."""
+    unix_ms: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,8 @@ class LocalSwarmOptions:
     """CPU threads of each node; None shares this machine's cores among them."""
     checkpoint_dir: Path | None = None
     """Folder that gets every module's parameters at the end, from the first peer of each stage."""
+    log_dir: Path | None = None
+    """Folder that gets every node's event log."""
     log_level: str = "warning"
 
     @property
@@ -128,6 +130,8 @@ class LocalSetup:
             settings["--steps"] = self._options.steps
         if self._options.checkpoint_dir is not None and self._is_first_of_stage(peer):
             settings["--save"] = self._options.checkpoint_dir
+        if self._options.log_dir is not None:
+            settings["--log-dir"] = self._options.log_dir
         for name, value in settings.items():
             arguments += [name, str(value)]
         return arguments

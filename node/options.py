@@ -50,6 +50,8 @@ class NodeOptions:
     """A data node stops in good order after this many steps of its own; other nodes ignore it. None: until asked."""
     checkpoint_dir: Path | None = None
     """Folder that gets the module's parameters when the node stops in good order."""
+    log_dir: Path | None = None
+    """Folder that gets the node's event log; None for no log."""
     patience_s: float = 60.0
     """How long the peers named by the link may be out of reach at the start before the node gives up."""
 

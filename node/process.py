@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 import torch
 
@@ -14,7 +14,8 @@ from node.clock import SystemClock
 from node.compute import ComputeThread, Priority
 from node.device import choose_device
 from node.duty import Assignment, Duty, data_duty, hop_duty
-from node.events import EventSink, NodeStatus, Note
+from node.event_log import Both, Watched, open_event_log
+from node.events import Ended, EventSink, NodeStatus, Note
 from node.options import NodeOptions
 from node.presence import Presence, Whereabouts, present
 from node.report import node_summary, status_json
@@ -27,7 +28,7 @@ from protocol.seams import Question, QuestionAbout
 from protocol.signed_manifest import SignedManifest, read_signed_manifest
 from swarm.errors import ConfigError
 from swarm.placement import choose_module
-from swarm.vocabulary import ModuleId, PeerState, Reasoned, RunId
+from swarm.vocabulary import ModuleId, PeerId, PeerState, Reasoned, RunId
 
 log = logging.getLogger(__name__)
 
@@ -53,13 +54,15 @@ async def run_node(options: NodeOptions, events: EventSink, stop: asyncio.Event)
         torch.set_num_threads(options.threads)
     initial = options.link.peers if options.link is not None else ()
     where = Whereabouts(options.listen, options.advertise, options.port, options.dht_port)
-    async with present(identity, run, where, _directory(where, initial, identity, signed), clock, events) as presence:
-        events.emit(Note("info", f"peer {identity.peer}, device {device.value} ({device.reason})"))
-        if signed is None:
-            signed = await _or_stopped(presence.fetch_manifest(options.patience_s), stop)
+    settings = _directory(where, initial, identity, signed)
+    with _logged(options, identity.peer, events) as events:
+        async with present(identity, run, where, settings, clock, events) as presence:
+            events.emit(Note("info", f"peer {identity.peer}, device {device.value} ({device.reason})"))
             if signed is None:
-                return
-        await _serve(options, presence, signed, device.value, events, stop)
+                signed = await _or_stopped(presence.fetch_manifest(options.patience_s), stop)
+                if signed is None:
+                    return
+            await _serve(options, presence, signed, device.value, events, stop)
 
 
 async def _serve(
@@ -94,6 +97,20 @@ async def _serve(
                 await duty.drain(DRAIN_S)
             await _save(options, signed, duty, compute)
             events.emit(node_summary(presence.own, duty, compute))
+
+
+@contextmanager
+def _logged(options: NodeOptions, peer: PeerId, stream: EventSink) -> Iterator[EventSink]:
+    """Where the node's events go: what is to be watched to the stream, everything to the log if there is one.
+
+    The log ends with Ended, unless something went wrong.
+    """
+    if options.log_dir is None:
+        yield Watched(stream)
+        return
+    with open_event_log(options.log_dir, peer) as event_log:
+        yield Both(Watched(stream), event_log)
+        event_log.emit(Ended(peer, int(SystemClock().wall() * 1000)))
 
 
 @asynccontextmanager

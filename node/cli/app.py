@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from node.cli.check import check
 from node.cli.join import join
 from node.cli.new import new
 from node.cli.questions import evaluate, status
@@ -83,6 +84,7 @@ app.command()(up)
 app.command()(join)
 app.command()(status)
 app.command()(solo)
+app.command()(check)
 app.command("eval")(evaluate)
 
 

@@ -32,6 +32,9 @@ def join(
     memory: Annotated[str | None, typer.Option(help="For kept graphs, such as 512MiB; 0 recomputes always.")] = None,
     steps: Annotated[int | None, typer.Option(help="A data node stops after so many steps.")] = None,
     save: Annotated[Path | None, typer.Option(help="Folder for the module's parameters at the end.")] = None,
+    log_dir: Annotated[
+        Path | None, typer.Option(envvar="SKIPSTONE_LOG_DIR", help="Folder for the event log that `check` reads.")
+    ] = None,
     patience: Annotated[float, typer.Option(help="Seconds to wait for the link's peers at the start.")] = 60.0,
     json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
     stop_on_eof: Annotated[bool, typer.Option("--stop-on-eof", help="Stop when standard input ends.")] = False,
@@ -60,6 +63,7 @@ def join(
         memory=None if memory is None else parse_size(memory),
         steps=steps,
         checkpoint_dir=save,
+        log_dir=log_dir,
         patience_s=patience,
     )
     raise typer.Exit(run_loop(_join(options, as_json=json, stop_on_eof=stop_on_eof)))

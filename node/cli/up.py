@@ -31,6 +31,9 @@ def up(
     seed: Annotated[int | None, typer.Option(help="Another seed than the manifest's.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
     save: Annotated[Path | None, typer.Option(help="Folder for all parameters at the end.")] = None,
+    log_dir: Annotated[
+        Path | None, typer.Option(envvar="SKIPSTONE_LOG_DIR", help="Folder for the nodes' event logs; see `check`.")
+    ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of each node.")] = None,
 ) -> None:
     """Train with a swarm of processes on this machine. Ctrl-C stops them in good order, a second Ctrl-C at once."""
@@ -47,6 +50,7 @@ def up(
         steps=steps or chosen.training.schedule.total_steps,
         threads=threads,
         checkpoint_dir=save,
+        log_dir=log_dir,
     )
     raise typer.Exit(run_loop(_up(chosen, options, as_json=json)))
 

@@ -244,7 +244,7 @@ async def test_a_gradient_that_nobody_asked_for_is_given_back_when_its_input_can
 
 async def test_another_replica_stands_in_for_one_that_dies_on_the_way_back() -> None:
     async with small_swarm(A, A2, B) as swarm:
-        gate = swarm.close(B, "before", Backward)
+        gate = swarm.close(B, "before", Backward, Unreachable("the link broke"))
         microbatch = swarm.launch(5, AB)
         await until(lambda: gate.reached)
         swarm.dead.add(A)
