@@ -35,37 +35,30 @@ def _verdict(folder: Path) -> dict[str, Any]:
     return report
 
 
-async def _under_way_back(watch: Watch, swarm: LocalSwarm, number: signal.Signals, times: int, resume: bool) -> None:
-    """Again and again in the middle of the work, so that gradients on their way back are hit, too."""
-    victim = next(peer.index for peer in swarm.peers if peer.stage == REPLICATED)
-    for _ in range(times):
-        await watch.step(swarm.progress.step + 3)
-        swarm.kill(victim, number)
-        if not resume:
-            return
-        await watch.until(lambda event: isinstance(event, PeerChange) and event.change == "down")
-        await watch.step(swarm.progress.step + 3)
-        swarm.kill(victim, signal.SIGCONT)
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen and back"])
 async def test_gradients_count_exactly_once_when_a_replica_is_lost_under_way(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     manifest = small_run(write_text(tmp_path / "text"))
-    options = LocalSwarmOptions(peers=5, steps=40, threads=1, log_dir=tmp_path / "logs")
+    options = LocalSwarmOptions(peers=5, threads=1, log_dir=tmp_path / "logs")
     async with LocalSwarm(manifest, options) as swarm:
         watch = Watch(swarm)
         await watch.step(5)
-        await _under_way_back(watch, swarm, number, times=2, resume=number is signal.SIGSTOP)
+        victim = next(peer for peer in swarm.peers if peer.stage == REPLICATED)
+        swarm.kill(victim.index, number)
+        await watch.until(lambda event: event == PeerChange(victim.peer, "down", getattr(event, "reason", "")))
+        await watch.step(swarm.progress.step + 3)
+        if number is signal.SIGSTOP:
+            swarm.kill(victim.index, signal.SIGCONT)
+            await watch.until(lambda event: isinstance(event, PeerChange) and event.change == "up")
+            await watch.step(swarm.progress.step + 3)
+        swarm.request_stop()
         await watch.to_the_end(swarm)
     counts, report = _account(watch), _verdict(tmp_path / "logs")
-    assert counts.completed == report["completed"] == 40 * manifest.microbatches_per_step
+    assert counts.completed == report["completed"] > 0
     assert counts.duplicated == 0
-    # Only what one replica's death takes along with another fault at the same moment may be abandoned.
-    assert counts.abandoned <= 2
-    assert report["logs"] == 5
-    assert report["ended_well"] == (4 if number is signal.SIGKILL else 5)
+    assert counts.abandoned == report.get("abandoned", 0) <= 2
+    assert (report["logs"], report["ended_well"]) == (5, 4 if number is signal.SIGKILL else 5)
     # Each of the three stages after 0, and the data node's own, count every completed microbatch.
     lost = report.get("lost with a killed peer", 0)
     assert report["visits"] == 4 * counts.completed - lost
