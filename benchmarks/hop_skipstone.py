@@ -82,12 +82,16 @@ class FixedData:
     def compute(self, job: Job) -> Output:
         if job.work is Work.FORWARD:
             return Output(bytes_of_tensor(self.hidden))
-        assert job.incoming is not None
-        incoming = tensor_from_bytes(job.incoming, self._tensor, CPU)
+        received = job.input if job.work is Work.LOSS else job.gradient
+        assert received is not None
+        incoming = tensor_from_bytes(received, self._tensor, CPU)
         if job.work is Work.LOSS:
             return Output(bytes_of_tensor(incoming), loss=0.0)
         self.returned = incoming
         return Output()
+
+    def retract(self, job: Job) -> bool:
+        raise SkipstoneError("a data node takes no gradient back")
 
     def forget(self, ticket: int) -> None:
         return
@@ -109,7 +113,7 @@ class OneFlight:
     def loss_known(self, microbatch: MicrobatchId, path: Path, purpose: Purpose, loss: float) -> None:
         self.output_at = time.perf_counter()
 
-    def finished(self, microbatch: MicrobatchId) -> None:
+    def finished(self, microbatch: MicrobatchId, path: Path) -> None:
         assert self.landed is not None
         self.landed.set_result(time.perf_counter())
 
@@ -147,7 +151,12 @@ async def peer_of_two(
     )
     torch.set_num_threads(threads_of_each_peer())
     with ComputeThread() as compute:
-        custody = Custody(identity.peer, DEFAULT_SLOTS, lambda *_: Reasoned(None, "the stage has one replica"))
+        custody = Custody(
+            identity.peer,
+            DEFAULT_SLOTS,
+            lambda *_: Reasoned(None, "the stage has one replica"),
+            neighbourhood.membership.hosts,
+        )
         admission = Admission(manifest, identity.peer, module)
         carrier = Carrier(
             custody, admission, worker, compute, clock, neighbourhood.link_down, lambda figures: None, ends

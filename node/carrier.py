@@ -7,18 +7,18 @@ compute thread and the tasks that go with them.
 from __future__ import annotations
 
 import asyncio
-import itertools
+import contextlib
 import logging
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from node.admission import Admission
 from node.buffers import BufferPool
 from node.compute import ComputeThread, Priority
+from node.loads import Load, Loads
 from node.optimization import StepFigures
 from node.task_scope import task_scope
-from node.work import Job, NoPathEnds, Output, PathEnds, Worker
+from node.work import Job, NobodyCounts, NoPathEnds, Output, PathEnds, VisitCounter, Worker
 from protocol.seams import Clock, Refusal, TensorSpec, Transport
 from swarm.custody import Custody
 from swarm.errors import PeerError, SkipstoneError
@@ -30,16 +30,23 @@ from swarm.holdings import (
     Compute,
     Computed,
     ComputeFailed,
+    Confirmed,
     Event,
     Finished,
     Forget,
     ForwardArrived,
+    KeepGradient,
     Key,
     PeerLost,
+    Place,
+    RecallArrived,
     ReceiptArrived,
+    Retract,
     SendOutput,
+    SettledArrived,
     Tell,
     Tick,
+    UnsettledArrived,
     Work,
 )
 from swarm.messages import (
@@ -50,32 +57,31 @@ from swarm.messages import (
     MicrobatchControl,
     MicrobatchTensor,
     Purpose,
+    Recall,
     Receipt,
     ReceiptStatus,
+    Settled,
     Stranded,
+    Unsettled,
 )
 from swarm.vocabulary import MicrobatchId, PeerId
 
 log = logging.getLogger(__name__)
 
-UsingTask = TypeVar("UsingTask", Compute, SendOutput)
+UsingTask = TypeVar("UsingTask", Compute, SendOutput, Retract)
 
 TICK_S = 0.1
 BUSY_RETRY_S = 0.1
 
-_PRIORITIES = {Work.FORWARD: Priority.FORWARD, Work.LOSS: Priority.BACKWARD, Work.BACKWARD: Priority.BACKWARD}
+BUFFERS_A_SLOT = 6
+"""Two tensors come to a holding, the input and the gradient, and of every slot two more holdings may be unsettled."""
 
-
-@dataclass(slots=True, eq=False)
-class _Load:
-    """The tensors of one holding, given back when custody has forgotten it and no task uses them any more."""
-
-    ticket: int
-    input: memoryview | None = None
-    gradient: memoryview | None = None
-    output: memoryview | None = None
-    users: int = 0
-    forgotten: bool = False
+_PRIORITIES = {
+    Work.FORWARD: Priority.FORWARD,
+    Work.LOSS: Priority.BACKWARD,
+    Work.BACKWARD: Priority.BACKWARD,
+    Work.REPLAY: Priority.BACKWARD,
+}
 
 
 class Carrier:
@@ -94,6 +100,7 @@ class Carrier:
         on_failure: Callable[[PeerId, PeerError], None],
         on_step: Callable[[StepFigures], None],
         ends: PathEnds | None = None,
+        visits: VisitCounter | None = None,
     ) -> None:
         self.custody = custody
         self._admission = admission
@@ -105,12 +112,14 @@ class Carrier:
         self.ends: PathEnds = ends or NoPathEnds()
         self.takes_new_work = True
         """False while the node leaves the module to its other replicas: what is new is theirs."""
+        self._visits: VisitCounter = visits or NobodyCounts()
         self.transport: Transport | None = None
         self.wire_s = 0.0
-        # Two tensors come to a holding, the input and the gradient; a data node's own are held besides the slots.
-        self._pool = BufferPool(worker.tensor.byte_length, 4 * custody.slots + 64)
-        self._loads: dict[Key, _Load] = {}
-        self._tickets = itertools.count()
+        # A data node's own are held besides the slots.
+        self._pool = BufferPool(worker.tensor.byte_length, BUFFERS_A_SLOT * custody.slots + 64)
+        self._loads = Loads()
+        self._untold = 0
+        self._told = asyncio.Event()
         self._arrived: memoryview | None = None
         self._tasks: asyncio.TaskGroup | None = None
 
@@ -136,35 +145,42 @@ class Carrier:
         """A data node gives up one of its own."""
         self._carry_out(self.custody.abandon(microbatch, detail))
 
+    async def all_told(self, patience_s: float) -> None:
+        """Returns when everything that is to be told has been handed to the links, or after `patience_s` seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                while self._untold:
+                    self._told.clear()
+                    await self._told.wait()
+
     @property
     def is_empty(self) -> bool:
-        return len(self.custody) == 0
+        """Whether nothing is held, and everything that had to be told has been handed to the links."""
+        return len(self.custody) == 0 and not self._untold
 
     # ---- what comes in by the links ----------------------------------------------------------------------------------
 
     def admit(self, sender: PeerId, message: MicrobatchTensor, tensor: TensorSpec) -> memoryview | Refusal:
         self._admission.check(sender, message, tensor)
         refusal = self._refusal(message)
-        if refusal is not None:
-            return refusal
-        if isinstance(message, Forward):
-            place = self.custody.admit_forward(message, self._clock.monotonic())
-            if not place.value:
-                return Refusal(True, place.reason, BUSY_RETRY_S)
-        return self._pool.take()
+        return self._pool.take() if refusal is None else refusal
 
     def _refusal(self, message: MicrobatchTensor) -> Refusal | None:
+        """Why it is not taken; None when a place for it has been reserved."""
         if self._pool.in_use >= self._pool.limit:
             return Refusal(True, "all receive buffers are in use", BUSY_RETRY_S)
-        if isinstance(message, Backward):
-            expected = self.custody.expects_backward(message)
-            return None if expected.value else Refusal(False, expected.reason)
-        if message.microbatch.data_node == self.custody.own:
-            return None if self.ends.expects(message) else Refusal(False, "this microbatch is not under way")
         if not self._admission.hosts(message):
             return Refusal(False, "this module is not hosted here")
-        is_held = self.custody.get(Key(message.microbatch, message.position)) is not None
-        return None if self.takes_new_work or is_held else Refusal(False, "this peer is leaving the module")
+        if not self.takes_new_work and self.custody.get(Key(message.microbatch, message.position)) is None:
+            return Refusal(False, "this peer is leaving the module")
+        now = self._clock.monotonic()
+        if isinstance(message, Backward):
+            place = self.custody.admit_backward(message, now)
+            return None if place.value is Place.FREE else _refused(place.reason, busy=place.value is Place.BUSY)
+        if message.microbatch.data_node == self.custody.own and not self.ends.expects(message):
+            return Refusal(False, "this microbatch is not under way")
+        free = self.custody.admit_forward(message, now)
+        return None if free.value else _refused(free.reason, busy=True)
 
     def received(self, message: MicrobatchTensor, buffer: memoryview) -> None:
         self._arrived = buffer
@@ -175,8 +191,7 @@ class Carrier:
 
     def broken_off(self, message: MicrobatchTensor, buffer: memoryview) -> None:
         self._pool.give_back(buffer)
-        if isinstance(message, Forward):
-            self.handle(BrokenOff(Key(message.microbatch, message.position)))
+        self.handle(BrokenOff(message))
 
     def told(self, sender: PeerId, message: MicrobatchControl) -> None:
         match message:
@@ -187,6 +202,12 @@ class Carrier:
                 self.handle(ReceiptArrived(sender, message))
             case Close():
                 self.handle(CloseArrived(sender, message))
+            case Recall():
+                self.handle(RecallArrived(sender, message))
+            case Settled():
+                self.handle(SettledArrived(sender, message))
+            case Unsettled():
+                self.handle(UnsettledArrived(sender, message))
             case Stranded() if self._may_report(sender, message):
                 self._stranded(message)
             case _:
@@ -222,12 +243,19 @@ class Carrier:
                 case Tell(to, message) if to == self.custody.own:
                     asyncio.get_running_loop().call_soon(self.told, to, message)
                 case Tell(to, message):
+                    self._untold += 1
                     self._spawn(self._telling(to, message))
+                case KeepGradient(key):
+                    self._loads.of(key).gradient, self._arrived = self._arrived, None
+                case Confirmed(key):
+                    self._visits.visited(key.microbatch)
+                case Retract(key):
+                    self._spawn_with(self._loads[key], self._retraction, action)
                 case Forget(key, reason):
                     log.debug("%s at %d: %s", key.microbatch, key.position, reason)
                     self._forget(key)
-                case Finished(microbatch):
-                    self.ends.finished(microbatch)
+                case Finished(microbatch, path):
+                    self.ends.finished(microbatch, path)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         if self._tasks is None:  # stopping: what is left undone ends with the node
@@ -236,26 +264,24 @@ class Carrier:
             self._tasks.create_task(work)
 
     def _spawn_with(
-        self, load: _Load, work: Callable[[UsingTask, _Load], Coroutine[Any, Any, None]], action: UsingTask
+        self, load: Load, work: Callable[[UsingTask, Load], Coroutine[Any, Any, None]], action: UsingTask
     ) -> None:
         """Starts a task that uses a load. From now on: what is forgotten before the task first runs is not given back under its hands."""
         load.users += 1
 
         async def use() -> None:
             try:
-                await work(action, load)
+                with load.in_use():
+                    await work(action, load)
             finally:
-                load.users -= 1
-                if load.forgotten and not load.users:
+                if load.is_idle:
                     self._release(load)
 
         self._spawn(use())
 
-    def _load_for(self, action: Compute) -> _Load:
+    def _load_for(self, action: Compute) -> Load:
         """The holding's tensors, the one that has just arrived among them."""
-        load = self._loads.get(action.key)
-        if load is None:
-            load = self._loads[action.key] = _Load(next(self._tickets))
+        load = self._loads.of(action.key)
         if self._arrived is not None:
             if action.work is Work.BACKWARD:
                 load.gradient = self._arrived
@@ -264,10 +290,9 @@ class Carrier:
             self._arrived = None
         return load
 
-    async def _computation(self, action: Compute, load: _Load) -> None:
+    async def _computation(self, action: Compute, load: Load) -> None:
         priority = Priority.EVALUATE if action.purpose is Purpose.EVALUATE else _PRIORITIES[action.work]
-        incoming = load.gradient if action.work is Work.BACKWARD else load.input
-        job = Job(load.ticket, action.key, action.work, action.purpose, incoming)
+        job = Job(load.ticket, action.key, action.work, action.purpose, load.input, load.gradient)
         if load.forgotten:
             return
         try:
@@ -282,19 +307,29 @@ class Carrier:
         if not load.forgotten:
             self._computed(action, load, output)
 
-    def _computed(self, action: Compute, load: _Load, output: Output) -> None:
+    def _computed(self, action: Compute, load: Load, output: Output) -> None:
         load.output = output.data
         holding = self.custody.get(action.key)
         if output.loss is not None and holding is not None:
             self.ends.loss_known(action.key.microbatch, holding.path, action.purpose, output.loss)
         self.handle(Computed(action.key))
 
+    async def _retraction(self, action: Retract, load: Load) -> None:
+        job = Job(load.ticket, action.key, Work.BACKWARD, Purpose.TRAIN, load.input, load.gradient)
+        try:
+            taken_back = await self._compute.run(Priority.BACKWARD, lambda: self._worker.retract(job))
+        except SkipstoneError as error:
+            log.warning("the gradient of %s could not be taken back: %s", action.key.microbatch, error)
+            return
+        if taken_back:
+            self._visits.retracted(action.key.microbatch)
+
     async def _step(self) -> None:
         figures = await self._compute.run(Priority.UPKEEP, self._worker.step)
         if figures is not None:
             self._on_step(figures)
 
-    async def _sending(self, action: SendOutput, load: _Load) -> None:
+    async def _sending(self, action: SendOutput, load: Load) -> None:
         assert self.transport is not None
         assert load.output is not None
         begun = self._clock.monotonic()
@@ -312,23 +347,28 @@ class Carrier:
         except PeerError as error:
             log.debug("could not tell %s: %s", to, error)
             self._on_failure(to, error)
+        finally:
+            self._untold -= 1
+            self._told.set()
 
     # ---- tensors ---------------------------------------------------------------------------------------------------
 
     def _forget(self, key: Key) -> None:
-        load = self._loads.pop(key, None)
-        if load is not None:
-            load.forgotten = True
-            if not load.users:
-                self._release(load)
+        load = self._loads.forget(key)
+        if load is not None and load.is_idle:
+            self._release(load)
 
-    def _release(self, load: _Load) -> None:
+    def _release(self, load: Load) -> None:
         self._spawn(self._freeing(load))
 
-    async def _freeing(self, load: _Load) -> None:
+    async def _freeing(self, load: Load) -> None:
         """Only when the compute thread has let go of them may the buffers be written again."""
         await self._compute.run(Priority.UPKEEP, lambda: self._worker.forget(load.ticket))
         load.output = None
         for buffer in (load.input, load.gradient):
             if buffer is not None:
                 self._pool.give_back(buffer)
+
+
+def _refused(reason: str, *, busy: bool) -> Refusal:
+    return Refusal(busy, reason, BUSY_RETRY_S if busy else 0.0)

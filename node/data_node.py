@@ -14,7 +14,7 @@ from node.data.packing import Microbatch
 from node.data.position import ReadingPosition
 from node.data_worker import DataWorker
 from node.evaluation import Evaluator
-from node.events import Abandoned, EventSink, Resumed, Step, Waiting
+from node.events import Abandoned, Completed, EventSink, Resumed, Step, Visit, Waiting
 from node.rate import Rate
 from node.task_scope import set_or_after
 from protocol.seams import Clock
@@ -162,14 +162,17 @@ class DataNode:
             self._times.turned(microbatch, self._clock.monotonic())
             self.flights.returned(microbatch, path, loss)
 
-    def finished(self, microbatch: MicrobatchId) -> None:
+    def finished(self, microbatch: MicrobatchId, path: Path) -> None:
         text = self._forget(microbatch)
         if text is not None:
             self.reading.came_back(text)
         flight = self.flights.get(microbatch)
         step = self.flights.complete(microbatch)
         if flight is not None:
-            for hop in flight.path.hops:
+            self._events.emit(Visit(self.flights.own, str(ModuleId(0)), str(microbatch)))
+            hops = tuple(f"{hop.module}@{hop.peer}" for hop in path.hops)
+            self._events.emit(Completed(self.flights.own, str(microbatch), hops))
+            for hop in path.hops:
                 stage = hop.module.stage
                 self.progress.visits[stage] = self.progress.visits.get(stage, 0) + 1
             self.progress.tokens += self._tokens

@@ -81,13 +81,19 @@ class DataWorker:
                 return self._loss(job, text)
             case Work.BACKWARD:
                 return self._finish(job, text)
+            case Work.REPLAY:
+                raise StateError("nobody stands in for a data node")
 
-    def forget(self, ticket: int) -> None:
-        self._visits.pop(ticket, None)
+    def retract(self, job: Job) -> bool:
+        """A data node's own gradients count when the microbatch completes, and it knows of no other copy."""
+        raise StateError("a data node takes no gradient back")
 
     def parameters_changed(self) -> None:
         """To be called by whoever changes the parameters otherwise than by an inner step."""
         self.parameter_version += 1
+
+    def forget(self, ticket: int) -> None:
+        self._visits.pop(ticket, None)
 
     def step(self) -> StepFigures | None:
         if not self.stage.optimizer.due:
@@ -107,8 +113,8 @@ class DataWorker:
         return Output(bytes_of_tensor(visit.result))
 
     def _loss(self, job: Job, text: Microbatch) -> Output:
-        assert job.incoming is not None
-        hidden = tensor_from_bytes(job.incoming, self._tensor, self._device)
+        assert job.input is not None
+        hidden = tensor_from_bytes(job.input, self._tensor, self._device)
         labels = text.labels.to(self._device)
         if job.purpose is Purpose.EVALUATE:
             with torch.no_grad():
@@ -120,8 +126,8 @@ class DataWorker:
         return Output(bytes_of_tensor(gradients.source), visit.result.item())
 
     def _finish(self, job: Job, text: Microbatch) -> Output:
-        assert job.incoming is not None
-        gradient = tensor_from_bytes(job.incoming, self._tensor, self._device)
+        assert job.gradient is not None
+        gradient = tensor_from_bytes(job.gradient, self._tensor, self._device)
         kept = self._visits.pop(job.ticket, None)
         if kept is None:
             raise StateError(f"of microbatch {job.key.microbatch} nothing was kept to go back from")

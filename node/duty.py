@@ -26,7 +26,7 @@ from node.data.prefetch import Prefetcher
 from node.data_node import DataNode, DataNodeParts
 from node.data_worker import DataWorker
 from node.evaluation import Evaluator
-from node.events import InnerStep, Load, MicrobatchCounts
+from node.events import EventSink, InnerStep, Load, MicrobatchCounts, Retracted, Visit
 from node.held_out import HeldOut
 from node.hop_worker import HopWorker
 from node.hosting import host_hop, host_stage_zero, measure_speed
@@ -47,18 +47,21 @@ from node.task_scope import task_scope
 from node.work import Worker
 from protocol.manifest import Manifest
 from protocol.seams import Question, QuestionAbout
-from swarm.custody import ChooseReplica, Custody
+from swarm.custody import Custody
 from swarm.estimates import Estimates
 from swarm.flights import FlightRules, Flights
 from swarm.planner import PathRules, Planner
+from swarm.shelf import ChooseReplica
 from swarm.timing import PathTimes
-from swarm.vocabulary import ModuleId, PeerId, Reasoned
+from swarm.vocabulary import MicrobatchId, ModuleId, PeerId, Reasoned
 
 DEFAULT_SLOTS = 16
 NUMBERS_A_SECOND = 2**14
 """Microbatches are numbered from the time of the start, so that a restarted data node does not use a number twice."""
 QUIET_S = 1.0
 """A draining stage peer that has held nothing for this long has nothing more to expect."""
+LAST_WORDS_S = 2.0
+"""How long a data node that stops may take to tell the hops that their gradients count."""
 LARGEST_DEFAULT_GRAPHS = 2 * 2**30
 
 NO_COUNTS = MicrobatchCounts()
@@ -112,6 +115,21 @@ class Duty(Protocol):
     def load(self) -> Load: ...
 
     def account(self) -> Account: ...
+
+
+class LoggedVisits:
+    """`node.work.VisitCounter` that reports each visit."""
+
+    def __init__(self, peer: PeerId, module: str, events: EventSink) -> None:
+        self._peer = peer
+        self._module = module
+        self._events = events
+
+    def visited(self, microbatch: MicrobatchId) -> None:
+        self._events.emit(Visit(self._peer, self._module, str(microbatch)))
+
+    def retracted(self, microbatch: MicrobatchId) -> None:
+        self._events.emit(Retracted(self._peer, self._module, str(microbatch)))
 
 
 class HopDuty:
@@ -214,6 +232,7 @@ class DataDuty:
         except TimeoutError:
             for flight in self._data_node.flights.in_flight:
                 self._data_node.lost(flight.microbatch, "its data node stops")
+        await self.carrier.all_told(LAST_WORDS_S)
 
     def capture(self) -> ReplicaState:
         node = self._data_node
@@ -337,7 +356,8 @@ def _flight_rules(options: NodeOptions, manifest: Manifest) -> FlightRules:
 
 def _carrier(given: Assignment, worker: Worker, planner: Planner, rounds: ModuleRounds) -> Carrier:
     own, clock, module = given.presence.own, SystemClock(), str(given.module)
-    custody = Custody(own.peer, given.options.slots or DEFAULT_SLOTS, _stand_in(planner, clock))
+    slots = given.options.slots or DEFAULT_SLOTS
+    custody = Custody(own.peer, slots, _stand_in(planner, clock), given.presence.membership.hosts)
     own.slots, own.used_slots = custody.slots, lambda: custody.used_slots
 
     def stepped(figures: StepFigures) -> None:
@@ -348,7 +368,8 @@ def _carrier(given: Assignment, worker: Worker, planner: Planner, rounds: Module
 
     admission = Admission(given.manifest, own.peer, given.module)
     on_failure = given.presence.neighbourhood.link_down
-    return Carrier(custody, admission, worker, given.compute, clock, on_failure, stepped)
+    visits = LoggedVisits(own.peer, module, given.events)
+    return Carrier(custody, admission, worker, given.compute, clock, on_failure, stepped, visits=visits)
 
 
 def _stand_in(planner: Planner, clock: SystemClock) -> ChooseReplica:

@@ -6,6 +6,10 @@ Numbers that are not finite travel as null, because JSON has no word for them.
 
 Losses are nats per token, rates tokens per second, durations seconds, `tokens` and steps count from the
 beginning of the run; a node that was resumed from a checkpoint goes on counting where that was.
+
+A node writes its events to standard output (with `--json`) and, with `--log-dir`, to a log file of its own. Events about single
+microbatches (`visit`, `retracted`, `completed`) and `started` and `ended` go to the log file only; `skipstone check` reads them there.
+A microbatch is named by the last six characters of its data node's peer id and its number there, as in `abandoned`.
 """
 
 from __future__ import annotations
@@ -155,6 +159,40 @@ class Abandoned:
 
 
 @dataclass(frozen=True, slots=True)
+class Visit:
+    """A replica's gradient of a microbatch counts: the data node has completed it on a path that names this replica.
+
+    A data node's own two ends count together, when the microbatch completes.
+    """
+
+    NAME: ClassVar[str] = "visit"
+    peer: str
+    module: str
+    microbatch: str
+
+
+@dataclass(frozen=True, slots=True)
+class Retracted:
+    """A replica has taken a gradient back that it had added: another replica's counts in its place, or nobody said that it does."""
+
+    NAME: ClassVar[str] = "retracted"
+    peer: str
+    module: str
+    microbatch: str
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """A microbatch has come home to its data node."""
+
+    NAME: ClassVar[str] = "completed"
+    peer: str
+    microbatch: str
+    hops: tuple[str, ...]
+    """The path it really took, repairs included: `module@peer` each, stage 0 left out."""
+
+
+@dataclass(frozen=True, slots=True)
 class RoundCommitted:
     """A replica has applied a round: it holds the anchor that the digest names."""
 
@@ -197,6 +235,26 @@ class Restored:
     module: str
     round: int
     digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The first line of a log file, also after a rotation; the clock is that of this machine."""
+
+    NAME: ClassVar[str] = "started"
+    peer: str
+    unix_ms: int
+    part: int
+    """1 for the first file of a process, one more after each rotation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The last line of the log of a node that stopped in good order."""
+
+    NAME: ClassVar[str] = "ended"
+    peer: str
+    unix_ms: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,9 +319,14 @@ Event = (
     | Resumed
     | PeerChange
     | Abandoned
+    | Visit
+    | Retracted
+    | Completed
     | RoundCommitted
     | CaughtUp
     | Restored
+    | Started
+    | Ended
     | Note
     | NodeSummary
     | Summary

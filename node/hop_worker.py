@@ -21,7 +21,7 @@ from swarm.messages import Purpose
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kept:
-    """What backward will need. The graph is left out when memory is short, and of no use after an inner step."""
+    """What backward will need. The graph is left out when memory is short, and of no use once the parameters have changed."""
 
     source: Tensor
     visit: Visit | None
@@ -84,23 +84,37 @@ class HopWorker:
             return self._compute(job)
 
     def _compute(self, job: Job) -> Output:
-        assert job.incoming is not None
-        incoming = tensor_from_bytes(job.incoming, self._tensor, self._device)
-        if job.work is Work.BACKWARD:
-            return self._backward(job, incoming)
+        if job.work is Work.REPLAY:
+            self._kept[job.ticket] = _Kept(self._tensor_of(job.input), None, self.parameter_version)
+        if job.work in (Work.BACKWARD, Work.REPLAY):
+            return self._backward(job, self._tensor_of(job.gradient))
+        source = self._tensor_of(job.input)
         if job.purpose is Purpose.EVALUATE:
             with torch.no_grad():
-                return Output(bytes_of_tensor(self.part(incoming)))
-        return self._forward(job, incoming)
+                return Output(bytes_of_tensor(self.part(source)))
+        return self._forward(job, source)
+
+    def _tensor_of(self, data: memoryview | None) -> Tensor:
+        assert data is not None, "custody asks for nothing before its tensors are there"
+        return tensor_from_bytes(data, self._tensor, self._device)
+
+    def retract(self, job: Job) -> bool:
+        """See `node.work.Worker`. What is taken back is computed with the parameters of now: exactly what was added if they have not changed since."""
+        with device_errors():
+            visit = forward(self.part, self._tensor_of(job.input))
+            gradients = backward(self.part, visit, self._tensor_of(job.gradient)).parameters
+        taken_back = self._accumulator.retract(job.key.microbatch, self._tokens, gradients)
+        self.accumulated -= taken_back
+        return taken_back
+
+    def parameters_changed(self) -> None:
+        """To be called by whoever changes the parameters otherwise than by an inner step."""
+        self.parameter_version += 1
 
     def forget(self, ticket: int) -> None:
         kept = self._kept.pop(ticket, None)
         if kept is not None and kept.visit is not None:
             self._graphs.release()
-
-    def parameters_changed(self) -> None:
-        """To be called by whoever changes the parameters otherwise than by an inner step."""
-        self.parameter_version += 1
 
     def step(self) -> StepFigures | None:
         if not self.optimizer.due:

@@ -42,6 +42,8 @@ class LocalSwarmOptions:
     checkpoint_every_s: float = 300.0
     moving: bool = False
     """Whether peers of the stages after 0 may change their stage when the swarm needs it."""
+    log_dir: Path | None = None
+    """Folder that gets every node's event log."""
     log_level: str = "warning"
 
     @property
@@ -151,6 +153,8 @@ class LocalSetup:
         if self._options.checkpoint_dir is not None:
             settings["--checkpoint-dir"] = self._options.checkpoint_dir
             settings["--checkpoint-every"] = self._options.checkpoint_every_s
+        if self._options.log_dir is not None:
+            settings["--log-dir"] = self._options.log_dir
         for name, value in settings.items():
             arguments += [name, str(value)]
         return arguments

@@ -48,9 +48,9 @@ class Accumulator:
     def __init__(self, part: nn.Module) -> None:
         self.parameters = tuple(part.parameters())
         self.visits = 0
-        """Microbatches added since the last step."""
+        """Microbatches added since the last step, less those taken back."""
         self.tokens = 0
-        """Tokens of these microbatches."""
+        """Tokens of these microbatches. Below 0 when more has been taken back since the last step than added."""
         self._sums = tuple(torch.zeros_like(parameter, dtype=_sum_type(parameter)) for parameter in self.parameters)
         self._current: set[MicrobatchId] = set()
         self._recent: deque[set[MicrobatchId]] = deque(maxlen=REMEMBERED_STEPS)
@@ -79,10 +79,27 @@ class Accumulator:
         self.tokens += tokens
         return Addition.ADDED
 
+    def retract(self, microbatch: MicrobatchId, tokens: int, gradients: Sequence[Tensor]) -> bool:
+        """Takes a microbatch's gradients back; False, and nothing is changed, when it is not among those remembered.
+
+        If its sum is still open, this undoes `add`, up to the rounding of the sum. If an inner step has been taken in between, that step stays as it
+        is, and the negative goes into the next one: visits, tokens and sum of that are smaller by this microbatch, so that over both
+        steps it has been counted once and taken back once. Afterwards the microbatch may be added again.
+        """
+        added = next((ids for ids in (self._current, *self._recent) if microbatch in ids), None)
+        if added is None or not are_finite(gradients):
+            return False
+        for total, gradient in zip(self._sums, gradients, strict=True):
+            total.sub_(gradient)
+        added.remove(microbatch)
+        self.visits -= 1
+        self.tokens -= tokens
+        return True
+
     def hand_over_mean(self) -> None:
         """Puts the mean over the visits into the parameters' `.grad`; without visits there is none and `.grad` is None."""
         for parameter, total in zip(self.parameters, self._sums, strict=True):
-            parameter.grad = total.div_(self.visits).to(parameter.dtype) if self.visits else None
+            parameter.grad = total.div_(self.visits).to(parameter.dtype) if self.visits > 0 else None
 
     def start_over(self) -> None:
         """Forgets the sum, remembers its microbatches."""

@@ -56,6 +56,8 @@ class NodeOptions:
     """Folder that the node saves its state to, and goes on from if it finds its own there."""
     checkpoint_every_s: float = 300.0
     """Seconds between two saves."""
+    log_dir: Path | None = None
+    """Folder that gets the node's event log; None for no log."""
     patience_s: float = 60.0
     """How long the peers named by the link may be out of reach at the start before the node gives up."""
 

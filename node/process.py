@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -12,7 +13,8 @@ from node.checkpoint.folder import CheckpointFolder
 from node.clock import SystemClock
 from node.compute import ComputeThread
 from node.device import choose_device
-from node.events import EventSink, Note
+from node.event_log import Both, Watched, open_event_log
+from node.events import Ended, EventSink, Note
 from node.leave import leave_requests
 from node.moving import MovePeriods, Mover, NextModule, stay_for_ever, workload_of
 from node.options import NodeOptions
@@ -30,7 +32,7 @@ from protocol.signed_manifest import SignedManifest, read_signed_manifest
 from swarm.errors import ConfigError
 from swarm.moves import MoveRules
 from swarm.placement import choose_module
-from swarm.vocabulary import ModuleId, Reasoned, RunId
+from swarm.vocabulary import ModuleId, PeerId, Reasoned, RunId
 
 LOOK_AROUND_S = 2.0
 WITHDRAW_S = 2.0
@@ -55,16 +57,18 @@ async def run_node(options: NodeOptions, events: EventSink, stop: asyncio.Event,
         torch.set_num_threads(options.threads)
     initial = options.link.peers if options.link is not None else ()
     where = Whereabouts(options.listen, options.advertise, options.port, options.dht_port)
-    async with (
-        leave_requests(options.identity_path, stop.set),
-        present(identity, run, where, _directory(where, initial, identity, signed), clock, events) as presence,
-    ):
-        events.emit(Note("info", f"peer {identity.peer}, device {device.value} ({device.reason})"))
-        if signed is None:
-            signed = await unless(stop, presence.fetch_manifest(options.patience_s))
+    settings = _directory(where, initial, identity, signed)
+    with _logged(options, identity.peer, events) as logged:
+        async with (
+            leave_requests(options.identity_path, stop.set),
+            present(identity, run, where, settings, clock, logged) as presence,
+        ):
+            logged.emit(Note("info", f"peer {identity.peer}, device {device.value} ({device.reason})"))
             if signed is None:
-                return
-        await _serve(options, presence, signed, device.value, events, stop, moving or readiness_to_move)
+                signed = await unless(stop, presence.fetch_manifest(options.patience_s))
+                if signed is None:
+                    return
+            await _serve(options, presence, signed, device.value, logged, stop, moving or readiness_to_move)
 
 
 async def _serve(
@@ -105,6 +109,20 @@ def readiness_to_move(given: Assignment) -> NextModule:
     if given.module.stage == 0 or not given.options.may_move:
         return stay_for_ever
     return Mover(given.presence, given.manifest, given.presence.own.clock, MoveRules(), MovePeriods()).next_module
+
+
+@contextmanager
+def _logged(options: NodeOptions, peer: PeerId, stream: EventSink) -> Iterator[EventSink]:
+    """Where the node's events go: what is to be watched to the stream, everything to the log if there is one.
+
+    The log ends with Ended, unless something went wrong.
+    """
+    if options.log_dir is None:
+        yield Watched(stream)
+        return
+    with open_event_log(options.log_dir, peer) as event_log:
+        yield Both(Watched(stream), event_log)
+        event_log.emit(Ended(peer, int(SystemClock().wall() * 1000)))
 
 
 async def _choose(options: NodeOptions, presence: Presence, manifest: Manifest, resumed: Resumed) -> Reasoned[ModuleId]:

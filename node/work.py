@@ -29,8 +29,10 @@ class Job:
     key: Key
     work: Work
     purpose: Purpose
-    incoming: memoryview | None
-    """The received tensor: hidden states, or a gradient; None at a data node's start."""
+    input: memoryview | None = None
+    """The received hidden states; None at a data node's start."""
+    gradient: memoryview | None = None
+    """The received gradient of the output, once it is there."""
 
 
 class Worker(Protocol):
@@ -42,10 +44,21 @@ class Worker(Protocol):
         ...
 
     def compute(self, job: Job) -> Output:
-        """Does the job. `incoming` stays as it is until `forget(ticket)`; so does `Output.data`, which may be the same memory.
+        """Does the job. Its tensors stay as they are until `forget(ticket)`; so does `Output.data`, which may be the same memory.
 
         Raises:
             SkipstoneError: it could not be done, and nothing was accumulated.
+        """
+        ...
+
+    def retract(self, job: Job) -> bool:
+        """Takes back the gradient that a BACKWARD or REPLAY of this holding has added, from its input and gradient.
+
+        Says whether there was anything to take back. Between the two an inner step may have been taken: then that step was taken with
+        it, and the negative goes into the next sum.
+
+        Raises:
+            SkipstoneError: it could not be computed; the gradient stays.
         """
         ...
 
@@ -67,7 +80,9 @@ class PathEnds(Protocol):
 
     def loss_known(self, microbatch: MicrobatchId, path: Path, purpose: Purpose, loss: float) -> None: ...
 
-    def finished(self, microbatch: MicrobatchId) -> None: ...
+    def finished(self, microbatch: MicrobatchId, path: Path) -> None:
+        """It has come home along `path`, whose gradients are the ones that count."""
+        ...
 
     def lost(self, microbatch: MicrobatchId, detail: str) -> None:
         """It cannot go on."""
@@ -90,7 +105,7 @@ class NoPathEnds:
 
     def loss_known(self, microbatch: MicrobatchId, path: Path, purpose: Purpose, loss: float) -> None: ...
 
-    def finished(self, microbatch: MicrobatchId) -> None: ...
+    def finished(self, microbatch: MicrobatchId, path: Path) -> None: ...
 
     def lost(self, microbatch: MicrobatchId, detail: str) -> None: ...
 
@@ -98,3 +113,23 @@ class NoPathEnds:
         return False
 
     def passed(self, sender: PeerId, receipt: Receipt) -> None: ...
+
+
+class VisitCounter(Protocol):
+    """Somebody who counts whose gradients count."""
+
+    def visited(self, microbatch: MicrobatchId) -> None:
+        """The gradient that was added counts."""
+        ...
+
+    def retracted(self, microbatch: MicrobatchId) -> None:
+        """The gradient that was added did not count, and has been taken back."""
+        ...
+
+
+class NobodyCounts:
+    """Where nobody wants to know."""
+
+    def visited(self, microbatch: MicrobatchId) -> None: ...
+
+    def retracted(self, microbatch: MicrobatchId) -> None: ...

@@ -36,8 +36,11 @@ from protocol.microbatch_frames import (
     read_backward,
     read_close,
     read_forward,
+    read_recall,
     read_receipt,
+    read_settled,
     read_stranded,
+    read_unsettled,
 )
 from protocol.round_frames import (
     encode_piece,
@@ -64,7 +67,18 @@ from protocol.state_frames import (
     read_state_request,
 )
 from swarm.errors import ProtocolViolation
-from swarm.messages import ArrivalHint, Backward, Close, ControlMessage, Forward, Receipt, Stranded
+from swarm.messages import (
+    ArrivalHint,
+    Backward,
+    Close,
+    ControlMessage,
+    Forward,
+    Recall,
+    Receipt,
+    Settled,
+    Stranded,
+    Unsettled,
+)
 from swarm.round_messages import Contribution, Reduced, StateChunk, StateRefused, StateRequest
 from swarm.vocabulary import PeerId, RunId, VersionRange
 
@@ -199,7 +213,7 @@ def _wire_frame(frame: SmallFrame) -> wire.Frame:
             return wire.Frame(announcement=record)
         case TensorFrame(Forward() | Backward() as message):
             return encode_tensor(message, frame)
-        case Receipt() | Stranded() | Close() | ArrivalHint():
+        case Receipt() | Stranded() | Close() | ArrivalHint() | Recall() | Settled() | Unsettled():
             return encode_control(frame)
         case StateRequest() | StateRefused():
             return encode_state(frame)
@@ -326,6 +340,9 @@ _READERS: Final[dict[str, Callable[[Any], SmallFrame]]] = {
     "stranded": read_stranded,
     "close": read_close,
     "arrival_hint": read_arrival_hint,
+    "recall": read_recall,
+    "settled": read_settled,
+    "unsettled": read_unsettled,
     "question": _read_question,
     "answer": _read_answer,
     "progress": read_progress,

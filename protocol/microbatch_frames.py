@@ -5,6 +5,7 @@ Times are seconds here and whole milliseconds on the wire.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from protocol.frame_parts import (
@@ -30,9 +31,12 @@ from swarm.messages import (
     MicrobatchControl,
     MicrobatchTensor,
     Purpose,
+    Recall,
     Receipt,
     ReceiptStatus,
+    Settled,
     Stranded,
+    Unsettled,
 )
 from swarm.vocabulary import MAX_HOPS, Hop, MicrobatchId, Path
 
@@ -61,6 +65,13 @@ def encode_control(frame: MicrobatchControl) -> wire.Frame:
             return wire.Frame(
                 close=wire.Close(microbatch=_wire_microbatch(frame.microbatch), detail=frame.detail[:DETAIL_CHARACTERS])
             )
+        case Recall():
+            return wire.Frame(recall=wire.Recall(route=_wire_route(frame)))
+        case Settled():
+            settled = wire.Settled(microbatch=_wire_microbatch(frame.microbatch), hops=_wire_hops(frame.path))
+            return wire.Frame(settled=settled)
+        case Unsettled():
+            return wire.Frame(unsettled=wire.Unsettled(microbatch=_wire_microbatch(frame.microbatch)))
         case ArrivalHint():
             return wire.Frame(
                 arrival_hint=wire.ArrivalHint(
@@ -113,6 +124,22 @@ def read_close(close: wire.Close) -> Close:
     return Close(_read_microbatch(close.microbatch), read_detail(close.detail))
 
 
+def read_recall(recall: wire.Recall) -> Recall:
+    path, position, microbatch = _read_route(recall.route)
+    if position + 1 >= len(path.hops):
+        raise ProtocolViolation(f"recall: position {position} has no hop after it on a path of {len(path.hops)} hops")
+    return Recall(microbatch, path, position)
+
+
+def read_settled(settled: wire.Settled) -> Settled:
+    microbatch = _read_microbatch(settled.microbatch)
+    return Settled(microbatch, Path(microbatch.data_node, _read_hops(settled.hops)))
+
+
+def read_unsettled(unsettled: wire.Unsettled) -> Unsettled:
+    return Unsettled(_read_microbatch(unsettled.microbatch))
+
+
 def read_arrival_hint(hint: wire.ArrivalHint) -> ArrivalHint:
     return ArrivalHint(_read_microbatch(hint.microbatch), _read_position(hint.position), hint.expected_ms / 1000)
 
@@ -126,16 +153,23 @@ def _wire_forward(message: Forward, frame: TensorFrame) -> wire.Forward:
     )
 
 
-def _wire_route(message: MicrobatchTensor) -> wire.Route:
-    hops = [wire.Hop(module=wire_module(hop.module), peer=hop.peer) for hop in message.path.hops]
-    return wire.Route(microbatch=_wire_microbatch(message.microbatch), hops=hops, position=message.position)
+def _wire_route(message: MicrobatchTensor | Recall) -> wire.Route:
+    microbatch = _wire_microbatch(message.microbatch)
+    return wire.Route(microbatch=microbatch, hops=_wire_hops(message.path), position=message.position)
+
+
+def _wire_hops(path: Path) -> list[wire.Hop]:
+    return [wire.Hop(module=wire_module(hop.module), peer=hop.peer) for hop in path.hops]
+
+
+def _read_hops(hops: Sequence[wire.Hop]) -> tuple[Hop, ...]:
+    if len(hops) > MAX_HOPS:
+        raise ProtocolViolation(f"a path of {len(hops)} hops is longer than {MAX_HOPS}")
+    return tuple(Hop(read_module(hop.module), checked_peer(hop.peer)) for hop in hops)
 
 
 def _read_route(route: wire.Route) -> tuple[Path, int, MicrobatchId]:
-    if len(route.hops) > MAX_HOPS:
-        raise ProtocolViolation(f"a path of {len(route.hops)} hops is longer than {MAX_HOPS}")
-    microbatch = _read_microbatch(route.microbatch)
-    hops = tuple(Hop(read_module(hop.module), checked_peer(hop.peer)) for hop in route.hops)
+    microbatch, hops = _read_microbatch(route.microbatch), _read_hops(route.hops)
     if not -1 <= route.position <= len(hops):
         raise ProtocolViolation(f"position {route.position} is not on a path of {len(hops)} hops")
     return Path(microbatch.data_node, hops), route.position, microbatch

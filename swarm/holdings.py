@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from swarm.messages import Backward, Close, Forward, MicrobatchControl, Purpose, Receipt
+from swarm.messages import Backward, Close, Forward, MicrobatchControl, Purpose, Recall, Receipt, Settled, Unsettled
 from swarm.vocabulary import MicrobatchId, Path, PeerId
 
 
@@ -18,6 +18,27 @@ class Phase(enum.Enum):
     BACKWARD = enum.auto()
     HANDING_BACK = enum.auto()
     GUARDING_BACK = enum.auto()
+    SETTLING = enum.auto()
+    """Done with, but for the data node's word whether its gradient counts; needs no slot."""
+    RECEIVING_GRADIENT = enum.auto()
+    """A stand-in on the way back: the gradient is on its way here."""
+    RECALLING = enum.auto()
+    """A stand-in that holds the gradient and has asked the hop before it for the input."""
+
+
+BEFORE_BACKWARD = frozenset({Phase.RECEIVING, Phase.FORWARD, Phase.HANDING_ON, Phase.GUARDING, Phase.AWAITING})
+ON_THE_WAY_OUT = frozenset({Phase.HANDING_ON, Phase.GUARDING})
+ON_THE_WAY_BACK = frozenset({Phase.HANDING_BACK, Phase.GUARDING_BACK})
+ADDED = ON_THE_WAY_BACK | {Phase.SETTLING}
+"""A hop's gradient is in its sum, and not yet known to count."""
+
+
+class Place(enum.Enum):
+    """The answer to a tensor that is announced."""
+
+    FREE = enum.auto()
+    BUSY = enum.auto()
+    REFUSED = enum.auto()
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -48,7 +69,9 @@ class Holding:
     retry_at: float | None = None
     """When to offer it again to a target that was busy or out of reach."""
     failing_since: float | None = None
-    """Since when the target has been out of reach, with nobody to stand in for it."""
+    """Since when the target has been out of reach, with nobody to stand in for it; or has owed a recalled input."""
+    asked: int = 0
+    """How often the data node has been asked whether the gradient counts."""
 
     @property
     def is_end(self) -> bool:
@@ -86,9 +109,9 @@ class BackwardArrived:
 
 @dataclass(frozen=True, slots=True)
 class BrokenOff:
-    """The tensor of an admitted Forward will not come whole."""
+    """The tensor of an admitted message will not come whole."""
 
-    key: Key
+    message: Forward | Backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +150,24 @@ class CloseArrived:
 
 
 @dataclass(frozen=True, slots=True)
+class RecallArrived:
+    sender: PeerId
+    message: Recall
+
+
+@dataclass(frozen=True, slots=True)
+class SettledArrived:
+    sender: PeerId
+    message: Settled
+
+
+@dataclass(frozen=True, slots=True)
+class UnsettledArrived:
+    sender: PeerId
+    message: Unsettled
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""
 
@@ -141,6 +182,9 @@ Event = (
     | ReceiptArrived
     | PeerLost
     | CloseArrived
+    | RecallArrived
+    | SettledArrived
+    | UnsettledArrived
     | Tick
 )
 
@@ -154,6 +198,8 @@ class Work(enum.Enum):
     """The data node's end: hidden states to loss and its gradient."""
     BACKWARD = enum.auto()
     """Gradient of the output to gradient of the input; the parameter gradient is accumulated."""
+    REPLAY = enum.auto()
+    """A stand-in's FORWARD and BACKWARD in one: input and gradient of the output to gradient of the input."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +225,27 @@ class Tell:
 
 
 @dataclass(frozen=True, slots=True)
+class KeepGradient:
+    """Keep the gradient that has just arrived; its input comes later."""
+
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmed:
+    """The gradient that was added counts."""
+
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class Retract:
+    """The gradient that was added does not count: take it back, from the input and the gradient that are kept."""
+
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
 class Forget:
     """The holding is gone: its slot, buffers and graph are free."""
 
@@ -188,9 +255,10 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Only at the data node's start: the microbatch has completed."""
+    """Only at the data node's start: the microbatch has completed. `path` is the one whose gradients count."""
 
     microbatch: MicrobatchId
+    path: Path
 
 
-Action = Compute | SendOutput | Tell | Forget | Finished
+Action = Compute | SendOutput | Tell | KeepGradient | Confirmed | Retract | Forget | Finished

@@ -107,6 +107,11 @@ class Membership:
         member = self._members.get(peer)
         return None if member is None else member.announcement
 
+    def hosts(self, peer: PeerId, module: ModuleId) -> bool:
+        """Whether the peer says that it hosts the module, whatever state it is in."""
+        announcement = self.get(peer)
+        return announcement is not None and announcement.module == module
+
     def is_suspect(self, peer: PeerId, now: float) -> bool:
         member = self._members.get(peer)
         return member is not None and member.suspect_until > now

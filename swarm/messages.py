@@ -88,8 +88,32 @@ class ArrivalHint:
     expected_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """From a stand-in that holds the gradient of `path.hops[position + 1]` to the peer at `position`: send me its input."""
+
+    microbatch: MicrobatchId
+    path: Path
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """From the data node: the microbatch is complete, and the gradients of exactly these hops count."""
+
+    microbatch: MicrobatchId
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Unsettled:
+    """To the data node: I have added this microbatch's gradient and have not heard whether it counts."""
+
+    microbatch: MicrobatchId
+
+
 MicrobatchTensor = Forward | Backward
-MicrobatchControl = Receipt | Stranded | Close | ArrivalHint
+MicrobatchControl = Receipt | Stranded | Close | ArrivalHint | Recall | Settled | Unsettled
 
 TensorMessage = MicrobatchTensor | RoundPiece | StateChunk
 """Every message that a tensor goes with."""

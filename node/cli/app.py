@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from node.cli.check import check
 from node.cli.export import export
 from node.cli.generate import generate
 from node.cli.join import join
@@ -83,6 +84,7 @@ app.command()(join)
 app.command()(leave)
 app.command()(status)
 app.command()(solo)
+app.command()(check)
 app.command("eval")(evaluate)
 app.command()(export)
 app.command()(generate)

@@ -37,6 +37,9 @@ def join(
     steps: Annotated[int | None, typer.Option(help="A data node stops after so many steps.")] = None,
     checkpoint_dir: Annotated[Path | None, typer.Option(help="Folder to save to, and to go on from.")] = None,
     checkpoint_every: Annotated[float, typer.Option(help="Seconds between two saves.")] = 300.0,
+    log_dir: Annotated[
+        Path | None, typer.Option(envvar="SKIPSTONE_LOG_DIR", help="Folder for the event log that `check` reads.")
+    ] = None,
     patience: Annotated[float, typer.Option(help="Seconds to wait for the link's peers at the start.")] = 60.0,
     json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
     stop_on_eof: Annotated[bool, typer.Option("--stop-on-eof", help="Stop when standard input ends.")] = False,
@@ -68,6 +71,7 @@ def join(
         steps=steps,
         checkpoint_dir=checkpoint_dir,
         checkpoint_every_s=checkpoint_every,
+        log_dir=log_dir,
         patience_s=patience,
     )
     raise typer.Exit(run_loop(_join(options, as_json=json, stop_on_eof=stop_on_eof)))

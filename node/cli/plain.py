@@ -7,6 +7,9 @@ from typing import TextIO
 from node.cli.text import count, duration, harmless, loss_text, peer_name
 from node.events import (
     Abandoned,
+    CaughtUp,
+    Completed,
+    Ended,
     Event,
     InnerStep,
     Load,
@@ -15,9 +18,14 @@ from node.events import (
     NodeSummary,
     Note,
     PeerChange,
+    Restored,
     Resumed,
+    Retracted,
+    RoundCommitted,
+    Started,
     Step,
     Summary,
+    Visit,
     Waiting,
 )
 
@@ -53,8 +61,18 @@ def plain_line(event: Event) -> str | None:
         case InnerStep():
             name = f"{harmless(event.module)} {peer_name(event.peer)}"
             return f"{name}  inner step {event.step}  {event.visits} visits  gradient norm {event.gradient_norm:.3g}"
-        case Load():
+        case Load() | Visit() | Retracted() | Completed() | Started() | Ended():
             return None
+        case RoundCommitted():
+            return (
+                f"{harmless(event.module)} {peer_name(event.peer)}  round {event.round} of {len(event.members)} peers"
+                f"  {count(event.tokens)} tokens  {duration(event.seconds)}"
+            )
+        case CaughtUp():
+            donors = f"{len(event.donors)} peers"
+            return f"{harmless(event.module)} {peer_name(event.peer)}  caught up with round {event.round} from {donors}"
+        case Restored():
+            return f"{harmless(event.module)} {peer_name(event.peer)}  restored at round {event.round}"
         case Waiting():
             return f"waiting: {harmless(event.reason)}"
         case Resumed():

@@ -32,6 +32,9 @@ def up(
     json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
     checkpoint_dir: Annotated[Path | None, typer.Option(help="Folder to save to, and to go on from.")] = None,
     checkpoint_every: Annotated[float, typer.Option(min=0.1, help="Seconds between two saves.")] = 300.0,
+    log_dir: Annotated[
+        Path | None, typer.Option(envvar="SKIPSTONE_LOG_DIR", help="Folder for the nodes' event logs; see `check`.")
+    ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of each node.")] = None,
 ) -> None:
     """Train with a swarm of processes on this machine. Ctrl-C stops them in good order, a second Ctrl-C at once."""
@@ -49,6 +52,7 @@ def up(
         threads=threads,
         checkpoint_dir=checkpoint_dir,
         checkpoint_every_s=checkpoint_every,
+        log_dir=log_dir,
     )
     raise typer.Exit(run_loop(_up(chosen, options, as_json=json)))
 

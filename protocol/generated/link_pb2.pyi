@@ -46,7 +46,7 @@ FORWARD: Direction
 BACKWARD: Direction
 
 class Frame(_message.Message):
-    __slots__ = ("hello", "chunk", "ping", "pong", "cancel", "farewell", "forward", "backward", "receipt", "stranded", "close", "arrival_hint", "question", "answer", "announcement", "progress", "invitation", "accepting", "entry", "declined", "roster", "contribution", "reduced", "pulse", "prepared", "commit", "dissolved", "state_request", "state_chunk", "state_refused")
+    __slots__ = ("hello", "chunk", "ping", "pong", "cancel", "farewell", "forward", "backward", "receipt", "stranded", "close", "arrival_hint", "question", "answer", "announcement", "progress", "invitation", "accepting", "entry", "declined", "roster", "contribution", "reduced", "pulse", "prepared", "commit", "dissolved", "state_request", "state_chunk", "state_refused", "recall", "settled", "unsettled")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
@@ -77,6 +77,9 @@ class Frame(_message.Message):
     STATE_REQUEST_FIELD_NUMBER: _ClassVar[int]
     STATE_CHUNK_FIELD_NUMBER: _ClassVar[int]
     STATE_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    RECALL_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
+    UNSETTLED_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     chunk: Chunk
     ping: Ping
@@ -107,7 +110,10 @@ class Frame(_message.Message):
     state_request: StateRequest
     state_chunk: StateChunk
     state_refused: StateRefused
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., farewell: _Optional[_Union[Farewell, _Mapping]] = ..., forward: _Optional[_Union[Forward, _Mapping]] = ..., backward: _Optional[_Union[Backward, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., stranded: _Optional[_Union[Stranded, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ..., arrival_hint: _Optional[_Union[ArrivalHint, _Mapping]] = ..., question: _Optional[_Union[Question, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., announcement: _Optional[bytes] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., invitation: _Optional[_Union[Invitation, _Mapping]] = ..., accepting: _Optional[_Union[Accepting, _Mapping]] = ..., entry: _Optional[_Union[Entry, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ..., roster: _Optional[_Union[Roster, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., reduced: _Optional[_Union[Reduced, _Mapping]] = ..., pulse: _Optional[_Union[Pulse, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., dissolved: _Optional[_Union[Dissolved, _Mapping]] = ..., state_request: _Optional[_Union[StateRequest, _Mapping]] = ..., state_chunk: _Optional[_Union[StateChunk, _Mapping]] = ..., state_refused: _Optional[_Union[StateRefused, _Mapping]] = ...) -> None: ...
+    recall: Recall
+    settled: Settled
+    unsettled: Unsettled
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., farewell: _Optional[_Union[Farewell, _Mapping]] = ..., forward: _Optional[_Union[Forward, _Mapping]] = ..., backward: _Optional[_Union[Backward, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., stranded: _Optional[_Union[Stranded, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ..., arrival_hint: _Optional[_Union[ArrivalHint, _Mapping]] = ..., question: _Optional[_Union[Question, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., announcement: _Optional[bytes] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., invitation: _Optional[_Union[Invitation, _Mapping]] = ..., accepting: _Optional[_Union[Accepting, _Mapping]] = ..., entry: _Optional[_Union[Entry, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ..., roster: _Optional[_Union[Roster, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., reduced: _Optional[_Union[Reduced, _Mapping]] = ..., pulse: _Optional[_Union[Pulse, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., dissolved: _Optional[_Union[Dissolved, _Mapping]] = ..., state_request: _Optional[_Union[StateRequest, _Mapping]] = ..., state_chunk: _Optional[_Union[StateChunk, _Mapping]] = ..., state_refused: _Optional[_Union[StateRefused, _Mapping]] = ..., recall: _Optional[_Union[Recall, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., unsettled: _Optional[_Union[Unsettled, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("peer", "run", "lowest_version", "highest_version", "announcement")
@@ -296,6 +302,26 @@ class Close(_message.Message):
     microbatch: MicrobatchId
     detail: str
     def __init__(self, microbatch: _Optional[_Union[MicrobatchId, _Mapping]] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class Recall(_message.Message):
+    __slots__ = ("route",)
+    ROUTE_FIELD_NUMBER: _ClassVar[int]
+    route: Route
+    def __init__(self, route: _Optional[_Union[Route, _Mapping]] = ...) -> None: ...
+
+class Settled(_message.Message):
+    __slots__ = ("microbatch", "hops")
+    MICROBATCH_FIELD_NUMBER: _ClassVar[int]
+    HOPS_FIELD_NUMBER: _ClassVar[int]
+    microbatch: MicrobatchId
+    hops: _containers.RepeatedCompositeFieldContainer[Hop]
+    def __init__(self, microbatch: _Optional[_Union[MicrobatchId, _Mapping]] = ..., hops: _Optional[_Iterable[_Union[Hop, _Mapping]]] = ...) -> None: ...
+
+class Unsettled(_message.Message):
+    __slots__ = ("microbatch",)
+    MICROBATCH_FIELD_NUMBER: _ClassVar[int]
+    microbatch: MicrobatchId
+    def __init__(self, microbatch: _Optional[_Union[MicrobatchId, _Mapping]] = ...) -> None: ...
 
 class ArrivalHint(_message.Message):
     __slots__ = ("microbatch", "position", "expected_ms")

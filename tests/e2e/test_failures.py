@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from node.events import MicrobatchCounts, Resumed, Waiting
+from node.cli.app import app
+from node.events import MicrobatchCounts, PeerChange, Resumed, Waiting
 from node.local_setup import LocalSwarmOptions
 from node.local_swarm import LocalSwarm
 from tests.e2e.small_run import Watch, small_run, write_text
@@ -22,6 +26,45 @@ def _account(watch: Watch) -> MicrobatchCounts:
     counts = [summary.microbatches for summary in watch.summaries() if summary.module == "0.0"]
     assert len(counts) == 1
     return counts[0]
+
+
+def _verdict(folder: Path) -> dict[str, Any]:
+    """What `skipstone check` says of the logs: nothing counts twice, and nothing is missing but with a killed peer."""
+    report: dict[str, Any] = json.loads(CliRunner().invoke(app, ["check", str(folder), "--json"]).stdout)
+    assert report["ok"], report["violations"]
+    return report
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen and back"])
+async def test_gradients_count_exactly_once_when_a_replica_is_lost_under_way(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    manifest = small_run(write_text(tmp_path / "text"))
+    options = LocalSwarmOptions(peers=5, threads=1, log_dir=tmp_path / "logs")
+    async with LocalSwarm(manifest, options) as swarm:
+        watch = Watch(swarm)
+        await watch.step(5)
+        victim = next(peer for peer in swarm.peers if peer.stage == REPLICATED)
+        swarm.kill(victim.index, number)
+        await watch.until(lambda event: event == PeerChange(victim.peer, "down", getattr(event, "reason", "")))
+        await watch.step(swarm.progress.step + 3)
+        if number is signal.SIGSTOP:
+            swarm.kill(victim.index, signal.SIGCONT)
+            await watch.until(lambda event: isinstance(event, PeerChange) and event.change == "up")
+            await watch.step(swarm.progress.step + 3)
+        swarm.request_stop()
+        await watch.to_the_end(swarm)
+    counts, report = _account(watch), _verdict(tmp_path / "logs")
+    assert counts.completed == report["completed"] > 0
+    assert counts.duplicated == 0
+    assert counts.abandoned == report.get("abandoned", 0) <= 2
+    assert (report["logs"], report["ended_well"]) == (5, 4 if number is signal.SIGKILL else 5)
+    # Each of the three stages after 0, and the data node's own, count every completed microbatch.
+    lost = report.get("lost with a killed peer", 0)
+    assert report["visits"] == 4 * counts.completed - lost
+    assert number is signal.SIGKILL or lost == 0
+    events = {event.NAME for event in watch.seen}
+    assert not events & {"visit", "completed", "retracted"}, "they are for the log only"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])

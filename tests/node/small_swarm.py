@@ -120,6 +120,9 @@ class GatedWorker:
             gate.wait()
         return self.inner.compute(job)
 
+    def retract(self, job: Job) -> bool:
+        return self.inner.retract(job)
+
     def forget(self, ticket: int) -> None:
         self.inner.forget(ticket)
 
@@ -134,6 +137,7 @@ class Ends:
         self.carrier: Carrier | None = None
         self.losses: dict[MicrobatchId, float] = {}
         self.done: list[MicrobatchId] = []
+        self.paths: dict[MicrobatchId, Path] = {}
         self.given_up: dict[MicrobatchId, str] = {}
         self.reports: list[tuple[PeerId, Receipt]] = []
         self._texts = worker.texts
@@ -146,8 +150,9 @@ class Ends:
         if purpose is Purpose.EVALUATE:
             del self._texts[microbatch]
 
-    def finished(self, microbatch: MicrobatchId) -> None:
+    def finished(self, microbatch: MicrobatchId, path: Path) -> None:
         self.done.append(microbatch)
+        self.paths[microbatch] = path
         del self._texts[microbatch]
 
     def lost(self, microbatch: MicrobatchId, detail: str) -> None:
@@ -164,6 +169,20 @@ class Ends:
 
 
 @dataclass(eq=False)
+class CountedVisits:
+    """Whose gradients count, and whose were taken back."""
+
+    counted: list[MicrobatchId] = field(default_factory=list)
+    taken_back: list[MicrobatchId] = field(default_factory=list)
+
+    def visited(self, microbatch: MicrobatchId) -> None:
+        self.counted.append(microbatch)
+
+    def retracted(self, microbatch: MicrobatchId) -> None:
+        self.taken_back.append(microbatch)
+
+
+@dataclass(eq=False)
 class Member:
     """One peer of the swarm."""
 
@@ -172,6 +191,7 @@ class Member:
     carrier: Carrier
     compute: ComputeThread
     steps: list[StepFigures]
+    visits: CountedVisits
 
     @property
     def is_clear(self) -> bool:
@@ -211,8 +231,9 @@ class SmallSwarm:
         gated = GatedWorker(worker, self.gates, own)
         compute = ComputeThread()
         steps: list[StepFigures] = []
+        visits = CountedVisits()
         carrier = Carrier(
-            Custody(own, 4, self._choose),
+            Custody(own, 4, self._choose, lambda peer, module: MODULES.get(peer) == module),
             Admission(self.manifest, own, MODULES[own]),
             gated,
             compute,
@@ -220,8 +241,9 @@ class SmallSwarm:
             lambda peer, error: None,
             steps.append,
             self.ends if own == DATA else None,
+            visits,
         )
-        return Member(own, gated, carrier, compute, steps)
+        return Member(own, gated, carrier, compute, steps, visits)
 
     def _choose(self, module: ModuleId, without: frozenset[PeerId]) -> Reasoned[PeerId | None]:
         able = [p for p in self.members if MODULES[p] == module and p not in without | self.dead]

@@ -27,7 +27,7 @@ def main() -> int:
     parser.add_argument("--stop-on-eof", action="store_true")
     parser.add_argument("--stage", type=int)
     parser.add_argument("--steps", type=int)
-    for name in ("identity", "listen", "advertise", "port", "dht-port", "threads", "log-level", "save"):
+    for name in ("identity", "listen", "advertise", "port", "dht-port", "threads", "log-level", "save", "log-dir"):
         parser.add_argument(f"--{name}")
     options = parser.parse_args()
     words = os.environ.get("STAND_IN", "").split()

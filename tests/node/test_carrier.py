@@ -11,7 +11,6 @@ from node.hop_worker import HopWorker
 from node.hosting import host_hop, host_stage_zero
 from node.work import Job, Output
 from protocol.seams import Refusal
-from swarm.custody import PATIENCE_S, RETRY_S
 from swarm.errors import Unreachable
 from swarm.holdings import PeerLost, Phase, Work
 from swarm.messages import (
@@ -25,6 +24,8 @@ from swarm.messages import (
     ReceiptStatus,
     Stranded,
 )
+from swarm.settling import ASK_S
+from swarm.shelf import PATIENCE_S, RETRY_S
 from swarm.vocabulary import MicrobatchId, ModuleId, PeerId
 from tests.node.small_swarm import A2, CPU, DATA, LIFETIME_S, A, B, SmallSwarm, path_by, small_swarm, text_of, until
 
@@ -230,12 +231,74 @@ async def test_what_is_closed_before_its_computation_begins_is_given_back_once()
         assert worker._kept == {}
 
 
-async def test_a_gradient_for_a_microbatch_that_is_not_held_is_refused() -> None:
+async def test_a_gradient_that_nobody_asked_for_is_given_back_when_its_input_cannot_be_had() -> None:
     async with small_swarm(A, B) as swarm:
-        answer = swarm[A].carrier.admit(B, Backward(MicrobatchId(DATA, 1), AB, 0), hop(swarm, A).tensor)
-        assert isinstance(answer, Refusal)
-        assert not answer.busy
-        assert "held" in answer.detail
+        carrier, orphan = swarm[A].carrier, Backward(MicrobatchId(DATA, 1), AB, 0)
+        buffer = carrier.admit(B, orphan, hop(swarm, A).tensor)
+        assert isinstance(buffer, memoryview)
+        assert carrier.custody.used_slots == 1
+        carrier.received(orphan, buffer)
+        await swarm.all_clear()
+        assert hop(swarm, A).accumulated == 0
+
+
+async def test_another_replica_stands_in_for_one_that_dies_on_the_way_back() -> None:
+    async with small_swarm(A, A2, B) as swarm:
+        gate = swarm.close(B, "before", Backward, Unreachable("the link broke"))
+        microbatch = swarm.launch(5, AB)
+        await until(lambda: gate.reached)
+        swarm.dead.add(A)
+        swarm.open(gate)
+
+        def over() -> bool:
+            swarm.wait(RETRY_S)
+            return swarm.ends.done == [microbatch]
+
+        await until(over)
+        await until(lambda: swarm[A2].visits.counted == [microbatch])
+        assert swarm.ends.paths[microbatch] == path_by(A2, B)
+        assert [hop(swarm, peer).accumulated for peer in (A, A2, B)] == [0, 1, 1]
+        assert (swarm[A].visits.counted, swarm[B].visits.counted) == ([], [microbatch])
+        alone = await gradients_without_a_fault(5)
+        for ours, theirs in zip(mean_gradients(hop(swarm, A2)), alone, strict=True):
+            torch.testing.assert_close(ours, theirs)
+        await until(lambda: swarm[A2].is_clear and swarm[B].is_clear and swarm[DATA].is_clear)
+
+
+async def gradients_without_a_fault(number: int) -> list[torch.Tensor]:
+    """Of stage 1."""
+    async with small_swarm(A, B) as swarm:
+        microbatch = swarm.launch(number, AB)
+        await until(lambda: swarm.ends.done == [microbatch])
+        return mean_gradients(hop(swarm, A))
+
+
+async def test_one_that_comes_back_too_late_takes_its_gradient_back() -> None:
+    async with small_swarm(A, A2, B) as swarm:
+        gate = swarm.close(A, "before", Backward)
+        microbatch = swarm.launch(5, AB)
+        await until(lambda: gate.reached and swarm[B].phase(microbatch, 1) is Phase.GUARDING_BACK)
+        swarm.dead.add(A)
+
+        def over() -> bool:
+            swarm.wait(RETRY_S)
+            swarm[B].carrier.link_down(A, Unreachable("silent"))
+            return swarm.ends.done == [microbatch]
+
+        await until(over)
+        assert hop(swarm, A).accumulated == 1
+        swarm.dead.clear()
+        swarm.open(gate)
+
+        def settled() -> bool:
+            swarm.wait(ASK_S)
+            return swarm[A].visits.taken_back == [microbatch]
+
+        await until(settled)
+        await swarm.all_clear()
+        assert [hop(swarm, peer).accumulated for peer in (A, A2, B)] == [0, 1, 1]
+        assert not any(total.abs().max() > 1e-12 for total in hop(swarm, A)._accumulator._sums)
+        assert [swarm[peer].visits.counted for peer in (A, A2, B)] == [[], [microbatch], [microbatch]]
 
 
 async def test_hidden_states_for_a_microbatch_that_is_over_are_refused() -> None:

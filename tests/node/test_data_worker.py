@@ -42,7 +42,10 @@ class Ends:
         position = 1 if work is Work.LOSS else -1
         data = None if incoming is None else bytes_of_tensor(incoming)
         ticket = 2 * microbatch.number + (position > 0)
-        return self.worker.compute(Job(ticket, Key(microbatch, position), work, purpose, data))
+        key = Key(microbatch, position)
+        if work is Work.BACKWARD:
+            return self.worker.compute(Job(ticket, key, work, purpose, gradient=data))
+        return self.worker.compute(Job(ticket, key, work, purpose, data))
 
     def embed(self, microbatch: MicrobatchId, purpose: Purpose = Purpose.TRAIN) -> Tensor:
         return self.tensor(self.compute(microbatch, Work.FORWARD, None, purpose))

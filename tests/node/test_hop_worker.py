@@ -44,7 +44,11 @@ class Stage:
 
     def _compute(self, work: Work, number: int, incoming: Tensor, purpose: Purpose, ticket: int | None) -> Tensor:
         key = Key(MicrobatchId(PeerId("data"), number), 0)
-        job = Job(number if ticket is None else ticket, key, work, purpose, bytes_of_tensor(incoming))
+        data, ticket = bytes_of_tensor(incoming), number if ticket is None else ticket
+        if work is Work.BACKWARD:
+            job = Job(ticket, key, work, purpose, gradient=data)
+        else:
+            job = Job(ticket, key, work, purpose, data)
         output = self.worker.compute(job).data
         assert output is not None
         return tensor_from_bytes(memoryview(bytearray(output)), TENSOR, CPU)
@@ -171,3 +175,45 @@ def test_what_is_evaluated_is_not_kept() -> None:
 def test_a_device_out_of_memory_costs_the_microbatch_only() -> None:
     with pytest.raises(ResourceExhausted, match="out of memory"), device_errors():
         raise torch.OutOfMemoryError("no room for 8 MiB")
+
+
+def test_a_stand_in_computes_both_ways_in_one_with_the_same_gradients() -> None:
+    stage = Stage(MANY_GRAPHS)
+    _, of_source, of_parameters = expected(stage.part, 1)
+    tensors = bytes_of_tensor(source_of(1)), bytes_of_tensor(source_of(101))
+    job = Job(1, Key(MicrobatchId(PeerId("data"), 1), 0), Work.REPLAY, Purpose.TRAIN, *tensors)
+    output = stage.worker.compute(job).data
+    assert output is not None
+    torch.testing.assert_close(tensor_from_bytes(memoryview(bytearray(output)), TENSOR, CPU), of_source)
+    torch.testing.assert_close(stage.gradients(), of_parameters)
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_a_gradient_is_taken_back_whether_or_not_a_step_has_come_between(stepped: bool) -> None:
+    stage = Stage(MANY_GRAPHS)
+    numbers = (1, 2) if stepped else (1,)
+    for number in numbers:
+        stage.forward(number)
+        stage.backward(number)
+    if stepped:
+        assert stage.worker.step() is not None
+    expected_now = expected(stage.part, 1)[2]
+    tensors = bytes_of_tensor(source_of(1)), bytes_of_tensor(source_of(101))
+    job = Job(9, Key(MicrobatchId(PeerId("data"), 1), 0), Work.BACKWARD, Purpose.TRAIN, *tensors)
+    assert stage.worker.retract(job)
+    assert not stage.worker.retract(job), "once"
+    assert stage.worker.accumulated == len(numbers) - 1
+    for total, gradient in zip(stage.sums._sums, expected_now, strict=True):
+        torch.testing.assert_close(total.float(), -gradient if stepped else torch.zeros_like(gradient))
+
+
+def test_a_graph_from_before_a_change_of_the_parameters_is_not_used() -> None:
+    stage = Stage(MANY_GRAPHS)
+    stage.forward(1)
+    with torch.no_grad():
+        for parameter in stage.part.parameters():
+            parameter.mul_(0.5)
+    stage.worker.parameters_changed()
+    _, of_source, _ = expected(stage.part, 1)
+    torch.testing.assert_close(stage.backward(1), of_source)
+    assert stage.worker.recomputed == 1

@@ -157,3 +157,28 @@ def test_a_part_without_visits_does_not_move() -> None:
 def test_a_step_without_any_visit_is_a_mistake() -> None:
     with pytest.raises(SkipstoneError):
         optimizer(Accumulator(TwoParameters())).step()
+
+
+def test_what_is_taken_back_before_the_step_leaves_no_trace_and_may_come_again() -> None:
+    accumulator = Accumulator(TwoParameters())
+    accumulator.add(microbatch(0), 32, gradients(2.0))
+    accumulator.add(microbatch(1), 32, gradients(5.0))
+    assert accumulator.retract(microbatch(1), 32, gradients(5.0))
+    assert (accumulator.visits, accumulator.tokens) == (1, 32)
+    assert not accumulator.retract(microbatch(1), 32, gradients(5.0)), "once"
+    assert accumulator.add(microbatch(1), 32, gradients(4.0)) is Addition.ADDED
+    torch.testing.assert_close(mean_of(accumulator)[0], torch.full((2, 2), 3.0))
+
+
+def test_what_is_taken_back_after_the_step_makes_the_next_one_smaller() -> None:
+    accumulator = Accumulator(TwoParameters())
+    inner = optimizer(accumulator)
+    accumulator.add(microbatch(0), 32, gradients(2.0))
+    inner.step()
+    assert accumulator.retract(microbatch(0), 32, gradients(2.0))
+    assert (accumulator.visits, accumulator.tokens) == (-1, -32)
+    assert mean_of(accumulator)[0] is None
+    accumulator.add(microbatch(1), 32, gradients(3.0))
+    accumulator.add(microbatch(2), 32, gradients(7.0))
+    assert (accumulator.visits, accumulator.tokens) == (1, 32)
+    torch.testing.assert_close(mean_of(accumulator)[0], torch.full((2, 2), 8.0))

@@ -36,9 +36,12 @@ from swarm.messages import (
     Direction,
     Forward,
     Purpose,
+    Recall,
     Receipt,
     ReceiptStatus,
+    Settled,
     Stranded,
+    Unsettled,
 )
 from swarm.vocabulary import MAX_HOPS, Hop, MicrobatchId, ModuleId, Path, RunId, VersionRange
 
@@ -75,6 +78,13 @@ def tensor_frames(draw: st.DrawFn) -> TensorFrame:
     return TensorFrame(message, spec, draw(uint32), least)
 
 
+@st.composite
+def recalls(draw: st.DrawFn) -> Recall:
+    path = draw(paths.filter(lambda path: path.hops))
+    microbatch = MicrobatchId(path.data_node, draw(st.integers(0, 2**48 - 1)))
+    return Recall(microbatch, path, draw(st.integers(-1, len(path.hops) - 2)))
+
+
 frames = st.one_of(
     st.builds(Ping, uint64),
     st.builds(Pong, uint64),
@@ -109,6 +119,9 @@ frames = st.one_of(
     st.builds(Stranded, microbatches, st.sampled_from(Direction), positions, details),
     st.builds(Close, microbatches, details),
     st.builds(ArrivalHint, microbatches, positions, times),
+    st.builds(lambda number, path: Settled(MicrobatchId(path.data_node, number), path), st.integers(0, 9), paths),
+    st.builds(Unsettled, microbatches),
+    recalls(),
     tensor_frames(),
 )
 

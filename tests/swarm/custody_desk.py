@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarm.custody import RETRY_S, Custody
+from swarm.custody import Custody
 from swarm.holdings import (
     Action,
     BackwardArrived,
@@ -12,13 +12,17 @@ from swarm.holdings import (
     Key,
     PeerLost,
     Phase,
+    Place,
+    RecallArrived,
     ReceiptArrived,
     SendOutput,
+    SettledArrived,
     Started,
     Tell,
     Tick,
 )
-from swarm.messages import Backward, Direction, Forward, Purpose, Receipt, ReceiptStatus, Stranded
+from swarm.messages import Backward, Direction, Forward, Purpose, Recall, Receipt, ReceiptStatus, Settled, Stranded
+from swarm.shelf import RETRY_S
 from swarm.vocabulary import Hop, MicrobatchId, ModuleId, Path, PeerId, Reasoned
 
 DATA, A, B, C = PeerId("data"), PeerId("a"), PeerId("b"), PeerId("c")
@@ -49,11 +53,14 @@ class Desk:
         self.own = own
         self.now = 100.0
         self.dead: set[PeerId] = set()
-        self.custody = Custody(own, slots, self._choose)
+        self.custody = Custody(own, slots, self._choose, self._hosts)
 
     def _choose(self, module: ModuleId, without: frozenset[PeerId]) -> Reasoned[PeerId | None]:
         left = [peer for peer in REPLICAS[module.stage] if peer not in without | self.dead]
         return Reasoned(left[0], "the first") if left else Reasoned(None, f"module {module} has no peer left")
+
+    def _hosts(self, peer: PeerId, module: ModuleId) -> bool:
+        return peer in REPLICAS.get(module.stage, ())
 
     def held(self, position: int) -> Holding | None:
         return self.custody.get(Key(MICROBATCH, position))
@@ -74,8 +81,9 @@ class Desk:
     def backward(self, position: int, path: Path = ABC) -> list[Action]:
         return self.custody.handle(BackwardArrived(Backward(MICROBATCH, path, position)), self.now)
 
-    def expects(self, position: int, path: Path) -> bool:
-        return self.custody.expects_backward(Backward(MICROBATCH, path, position)).value
+    def admits(self, position: int, path: Path = ABC) -> Place:
+        """The header of a gradient comes in."""
+        return self.custody.admit_backward(Backward(MICROBATCH, path, position), self.now).value
 
     def computed(self, position: int) -> list[Action]:
         return self.custody.handle(Computed(Key(MICROBATCH, position)), self.now)
@@ -101,6 +109,12 @@ class Desk:
     def wait(self, seconds: float) -> list[Action]:
         self.now += seconds
         return self.custody.handle(Tick(), self.now)
+
+    def settled(self, path: Path, sender: PeerId = DATA) -> list[Action]:
+        return self.custody.handle(SettledArrived(sender, Settled(MICROBATCH, path)), self.now)
+
+    def recall(self, sender: PeerId, position: int, path: Path) -> list[Action]:
+        return self.custody.handle(RecallArrived(sender, Recall(MICROBATCH, path, position)), self.now)
 
     # ---- shorthand for longer stretches ----------------------------------------------------------------------------
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from swarm.announcement import Announcement
@@ -18,17 +20,24 @@ from swarm.holdings import (
     Compute,
     Computed,
     ComputeFailed,
+    Confirmed,
     Event,
     Finished,
     Forget,
     ForwardArrived,
+    KeepGradient,
     Key,
     PeerLost,
+    Place,
+    RecallArrived,
     ReceiptArrived,
+    Retract,
     SendOutput,
+    SettledArrived,
     Started,
     Tell,
     Tick,
+    UnsettledArrived,
     Work,
 )
 from swarm.membership import Membership
@@ -40,9 +49,12 @@ from swarm.messages import (
     MicrobatchControl,
     MicrobatchTensor,
     Purpose,
+    Recall,
     Receipt,
     ReceiptStatus,
+    Settled,
     Stranded,
+    Unsettled,
 )
 from swarm.planner import NoReplica, Planner, in_flight_by_peer
 from swarm.vocabulary import MicrobatchId, ModuleId, Path, PeerId, PeerState, Reasoned, RunId, VersionRange
@@ -75,15 +87,21 @@ class Peer:
         self.draining = False
         self.stopping = False
         self.speed_s = world.random.uniform(0.02, 0.3)
-        self.custody = Custody(own, shape.slots, self._stand_in)
         self.membership = Membership(RUN, own)
+        self.custody = Custody(own, shape.slots, self._stand_in, self.membership.hosts)
         self.planner = Planner(shape.path_rules, self.membership, Estimates(), tokens=1000)
         self.flights = (
             Flights(own, shape.rules, first_number=incarnation * NUMBERS_A_LIFE) if module.stage == 0 else None
         )
-        self._incarnation = incarnation
+        self.incarnation = incarnation
+        self.born = world.time.now
+        self.added: set[MicrobatchId] = set()
+        """The microbatches in its sums, those of past steps included."""
+        self.visits: Counter[MicrobatchId] = Counter()
         self._inbox: list[Thunk] = []
         self._tickets: dict[Key, int] = {}
+        self.gradients: set[Key] = set()
+        """Kept for the input that has been recalled."""
         self._next_ticket = itertools.count()
         self._busy_until = 0.0
         self._data = itertools.count()
@@ -127,7 +145,7 @@ class Peer:
         state = PeerState.DRAINING if self.draining else PeerState.SERVING
         return Announcement(
             RUN, self.id, state, self.module, (), b"", VersionRange(1, 1), 1000 / self.speed_s,
-            self.world.shape.slots, free, 0, None, int(now * 1000) + self._incarnation, now + 5.0,
+            self.world.shape.slots, free, 0, None, int(now * 1000) + self.incarnation, now + 5.0,
         )  # fmt: skip
 
     def _stand_in(self, module: ModuleId, without: frozenset[PeerId]) -> Reasoned[PeerId | None]:
@@ -146,6 +164,7 @@ class Peer:
             flight = self.flights.start(plan, now)
             self._cargo[flight.microbatch] = self._again.popleft() if self._again else next(self._data)
             self._planned[flight.microbatch] = plan
+            self.world.ledger.started[flight.microbatch] = now
             self.handle(Started(flight.microbatch, plan, Purpose.TRAIN, LIFETIME_S))
 
     def _stranded(self, message: Stranded) -> None:
@@ -167,16 +186,16 @@ class Peer:
                 self._again.append(data)
         self.launch()
 
-    def _finished(self, microbatch: MicrobatchId) -> None:
+    def _finished(self, microbatch: MicrobatchId, path: Path) -> None:
         assert self.flights is not None
         flight = self.flights.get(microbatch)
         self.flights.complete(microbatch)
         if flight is not None:
             ledger = self.world.ledger
-            ledger.completed[microbatch] = flight.path
-            ledger.repaired_at.update(repaired_positions(self._planned[microbatch], flight.path))
-            ledger.data_completed[self.id, self._incarnation * NUMBERS_A_LIFE + self._cargo.pop(microbatch)] += 1
-            self.world.check_completed(microbatch)
+            ledger.completed[microbatch] = path
+            ledger.repaired_at.update(repaired_positions(self._planned[microbatch], path))
+            ledger.repaired_back.update(repaired_positions(flight.path, path))
+            ledger.data_completed[self.id, self.incarnation * NUMBERS_A_LIFE + self._cargo.pop(microbatch)] += 1
         self.launch()
 
     # ---- what comes in -------------------------------------------------------------------------------------------
@@ -189,8 +208,7 @@ class Peer:
             return Receipt(message.microbatch, direction, message.position, status, retry_after_s, detail)
 
         if isinstance(message, Backward):
-            expected = self.custody.expects_backward(message)
-            return None if expected.value else answer(ReceiptStatus.REFUSED, expected.reason)
+            return self._refusal_of_gradient(message, answer)
         if self.flights is not None:
             if self.flights.get(message.microbatch) is None:
                 return answer(ReceiptStatus.REFUSED, "this microbatch is not under way")
@@ -199,12 +217,22 @@ class Peer:
         place = self.custody.admit_forward(message, self.world.time.now)
         return None if place.value else answer(ReceiptStatus.BUSY, place.reason, BUSY_RETRY_S)
 
+    def _refusal_of_gradient(self, message: Backward, answer: Callable[..., Receipt]) -> Receipt | None:
+        hops, position = message.path.hops, message.position
+        if 0 <= position < len(hops) and hops[position].module != self.module:
+            return answer(ReceiptStatus.REFUSED, "not hosted here")
+        if self.draining and self.custody.get(Key(message.microbatch, position)) is None:
+            return answer(ReceiptStatus.REFUSED, "leaving")
+        place = self.custody.admit_backward(message, self.world.time.now)
+        if place.value is Place.FREE:
+            return None
+        return answer(getattr(ReceiptStatus, place.value.name), place.reason, BUSY_RETRY_S)
+
     def received(self, message: MicrobatchTensor) -> None:
         self.handle(ForwardArrived(message) if isinstance(message, Forward) else BackwardArrived(message))
 
     def broken_off(self, message: MicrobatchTensor) -> None:
-        if isinstance(message, Forward):
-            self.handle(BrokenOff(Key(message.microbatch, message.position)))
+        self.handle(BrokenOff(message))
 
     def told(self, sender: PeerId, message: MicrobatchControl) -> None:
         match message:
@@ -214,6 +242,12 @@ class Peer:
                 self.handle(ReceiptArrived(sender, message))
             case Close():
                 self.handle(CloseArrived(sender, message))
+            case Recall():
+                self.handle(RecallArrived(sender, message))
+            case Settled():
+                self.handle(SettledArrived(sender, message))
+            case Unsettled():
+                self.handle(UnsettledArrived(sender, message))
             case Stranded() if self.flights is not None:
                 self._stranded(message)
 
@@ -228,18 +262,33 @@ class Peer:
                     self.world.send(self, to, message)
                 case Tell(to, message):
                     self.world.tell(self, to, message)
+                case KeepGradient(key):
+                    self.gradients.add(key)
+                case Confirmed(key):
+                    assert key.microbatch in self.added
+                    self.visits[key.microbatch] += 1
+                case Retract(key):
+                    self._later(partial(self.added.discard, key.microbatch))
+                    self.world.ledger.retracted += 1
                 case Forget(key):
                     self._tickets.pop(key, None)
-                case Finished(microbatch):
-                    self._finished(microbatch)
+                    self.gradients.discard(key)
+                case Finished(microbatch, path):
+                    self._finished(microbatch, path)
 
     def _compute(self, action: Compute) -> None:
         """One thing after another. What has been forgotten meanwhile is computed all the same, and then not reported."""
-        time = self.world.time
+        if action.work is Work.REPLAY:
+            assert action.key in self.gradients
         ticket = self._tickets.setdefault(action.key, next(self._next_ticket))
+        self._later(lambda: self._computed(action, ticket))
+
+    def _later(self, what: Thunk) -> None:
+        """On the compute thread, which does one thing after another."""
+        time = self.world.time
         duration = self.speed_s * self.world.random.uniform(0.5, 2.0)
         self._busy_until = max(time.now, self._busy_until) + duration
-        time.after(self._busy_until - time.now, lambda: self.do(lambda: self._computed(action, ticket)))
+        time.after(self._busy_until - time.now, lambda: self.do(what))
 
     def _computed(self, action: Compute, ticket: int) -> None:
         key, known = action.key, self._tickets.get(action.key) == ticket
@@ -247,8 +296,8 @@ class Peer:
             if known:
                 self.handle(ComputeFailed(key, "a non-finite gradient"))
             return
-        if action.work is Work.BACKWARD:
-            self.world.ledger.accumulated[key.microbatch].append((self.module.stage, self.id))
+        if action.work in (Work.BACKWARD, Work.REPLAY):
+            self.added.add(key.microbatch)
         if action.work is Work.LOSS:
             self.world.ledger.losses[key.microbatch] += 1
         if not known:

@@ -7,21 +7,24 @@ import pytest
 from swarm.holdings import (
     BrokenOff,
     Compute,
+    Confirmed,
     Finished,
     Forget,
     ForwardArrived,
     Key,
     Phase,
+    Place,
     Tell,
     Work,
 )
-from swarm.messages import Backward, Forward, Purpose, Receipt
+from swarm.messages import Backward, Forward, Purpose, Receipt, Settled
 from swarm.vocabulary import MicrobatchId, Path, PeerId
 from tests.swarm.custody_desk import (
     A2,
     ABC,
     ACCEPTED,
     BACK,
+    BUSY,
     C2,
     DATA,
     LIFETIME_S,
@@ -79,7 +82,9 @@ def test_the_gradient_goes_back_and_the_hop_is_done_when_it_has_been_passed_on()
     passed = receipt(BACK, 1, PASSED_ON)
     assert desk.receipt(A, BACK, 0, ACCEPTED) == [Tell(C, passed), Tell(DATA, passed)]
     assert desk.phase(1) is Phase.GUARDING_BACK
-    assert desk.receipt(A, BACK, 0, PASSED_ON) == [Forget(key, "gradient passed on")]
+    assert desk.receipt(A, BACK, 0, PASSED_ON) == []
+    assert desk.phase(1) is Phase.SETTLING
+    assert desk.settled(ABC) == [Confirmed(key), Forget(key, "complete")]
     assert len(desk.custody) == 0
 
 
@@ -88,9 +93,9 @@ def test_the_first_hop_is_done_as_soon_as_the_data_node_has_its_gradient() -> No
     desk.awaiting()
     desk.backward(0)
     assert desk.computed(0) == [sent(DATA, Backward(MICROBATCH, ABC, -1), 0)]
-    actions = desk.receipt(DATA, BACK, -1, ACCEPTED)
-    assert Forget(Key(MICROBATCH, 0), "gradient accepted by its data node") in actions
-    assert len(desk.custody) == 0
+    desk.receipt(DATA, BACK, -1, ACCEPTED)
+    assert desk.phase(0) is Phase.SETTLING
+    assert desk.custody.used_slots == 0
 
 
 def test_a_data_node_starts_turns_round_and_finishes() -> None:
@@ -105,7 +110,8 @@ def test_a_data_node_starts_turns_round_and_finishes() -> None:
     desk.receipt(C, BACK, 2, PASSED_ON)
     assert desk.backward(-1)[1:] == [Compute(Key(MICROBATCH, -1), Work.BACKWARD, Purpose.TRAIN)]
     finished = desk.computed(-1)
-    assert finished[0] == Finished(MICROBATCH)
+    assert finished[0] == Finished(MICROBATCH, ABC)
+    assert [Tell(peer, Settled(MICROBATCH, ABC)) for peer in (A, B, C)] == finished[-3:]
     assert len(desk.custody) == 0
 
 
@@ -119,7 +125,7 @@ def test_passed_on_counts_for_accepted_when_that_was_overtaken() -> None:
 def test_a_gradient_that_overtakes_the_receipts_is_taken() -> None:
     desk = Desk(A)
     desk.handing_on()
-    assert desk.expects(0, ABC)
+    assert desk.admits(0) is Place.FREE
     assert desk.backward(0)[1:] == [Compute(Key(MICROBATCH, 0), Work.BACKWARD, Purpose.TRAIN)]
     assert desk.receipt(B, OUT, 1, ACCEPTED) == []
     assert desk.lose(B) == []
@@ -142,7 +148,7 @@ def test_a_path_without_hops_goes_from_the_data_node_to_itself() -> None:
     assert desk.computed(0) == [sent(DATA, Backward(MICROBATCH, path, -1), 0)]
     desk.backward(-1, path)
     desk.receipt(DATA, BACK, -1, ACCEPTED)
-    assert Finished(MICROBATCH) in desk.computed(-1)
+    assert Finished(MICROBATCH, path) in desk.computed(-1)
     assert len(desk.custody) == 0
 
 
@@ -179,7 +185,7 @@ def test_slots_are_bounded_reserved_at_admission_and_given_back() -> None:
     assert desk.custody.used_slots == 2
     assert desk.custody.admit_forward(messages[0], desk.now).value, "the same one needs no second slot"
     assert desk.custody.used_slots == 2
-    broken = desk.custody.handle(BrokenOff(Key(MicrobatchId(DATA, 0), 0)), desk.now)
+    broken = desk.custody.handle(BrokenOff(messages[0]), desk.now)
     assert broken == [Forget(Key(MicrobatchId(DATA, 0), 0), "broken off")]
     assert desk.custody.admit_forward(messages[2], desk.now).value
 
@@ -208,7 +214,8 @@ def test_a_data_nodes_own_need_no_slot() -> None:
 def test_broken_off_means_nothing_once_the_tensor_is_there() -> None:
     desk = Desk(A)
     desk.forward(0)
-    assert desk.custody.handle(BrokenOff(Key(MICROBATCH, 0)), desk.now) == []
+    message = Forward(MICROBATCH, ABC, 0, Purpose.TRAIN, LIFETIME_S)
+    assert desk.custody.handle(BrokenOff(message), desk.now) == []
     assert desk.phase(0) is Phase.FORWARD
 
 
@@ -222,18 +229,18 @@ def test_a_forward_whose_reservation_is_gone_is_refused() -> None:
     assert len(desk.custody) == 0
 
 
-@pytest.mark.parametrize("phase", [None, Phase.RECEIVING, Phase.FORWARD])
-def test_a_gradient_is_refused_where_it_is_not_awaited(phase: Phase | None) -> None:
+@pytest.mark.parametrize("phase", [Phase.RECEIVING, Phase.FORWARD])
+def test_a_gradient_that_comes_before_the_output_has_been_handed_on_is_to_come_again(phase: Phase) -> None:
     desk = Desk(A)
     if phase is Phase.RECEIVING:
         desk.custody.admit_forward(Forward(MICROBATCH, ABC, 0, Purpose.TRAIN, LIFETIME_S), desk.now)
-    if phase is Phase.FORWARD:
+    else:
         desk.forward(0)
-    assert not desk.expects(0, ABC)
+    assert desk.admits(0) is Place.BUSY
     (told,) = desk.backward(0)
     assert isinstance(told, Tell)
     assert isinstance(told.message, Receipt)
-    assert (told.to, told.message.direction, told.message.status) == (B, BACK, REFUSED)
+    assert (told.to, told.message.direction, told.message.status) == (B, BACK, BUSY)
     assert desk.phase(0) is phase
 
 
@@ -248,16 +255,25 @@ def test_a_gradient_is_awaited_along_a_path_that_others_have_repaired_further_on
     desk = Desk(A)
     desk.awaiting()
     repaired = ABC.with_peer(2, C2)
-    assert desk.expects(0, repaired)
+    assert desk.admits(0, repaired) is Place.FREE
     desk.backward(0, repaired)
     assert desk.computed(0) == [sent(DATA, Backward(MICROBATCH, repaired, -1), 0)]
 
 
-def test_a_gradient_is_not_awaited_from_a_peer_that_it_was_not_handed_to() -> None:
+def test_a_gradient_comes_only_from_a_replica_of_the_next_module_on_the_same_stages() -> None:
     desk = Desk(B)
     desk.handing_on(1)
     desk.lose(C)
-    assert desk.expects(1, ABC.with_peer(2, C2))
-    assert not desk.expects(1, ABC)
-    assert not desk.expects(1, ABC.with_peer(2, C2).with_peer(0, A2))
-    assert not desk.expects(1, Path(DATA, ABC.with_peer(2, C2).hops[:2])), "another length"
+    assert desk.admits(1, ABC.with_peer(2, C2)) is Place.FREE
+    assert desk.admits(1, ABC) is Place.FREE, "the one it was handed to first may be the first to have it"
+    assert desk.admits(1, ABC.with_peer(2, A2)) is Place.REFUSED
+    assert desk.admits(1, Path(DATA, ABC.hops[:2])) is Place.REFUSED, "another length"
+
+
+def test_each_side_of_a_hop_knows_the_repairs_of_its_own_side() -> None:
+    desk = Desk(B)
+    desk.forward(1, ABC.with_peer(0, A2))
+    desk.computed(1)
+    desk.backward(1, ABC.with_peer(2, C2))
+    taken = ABC.with_peer(0, A2).with_peer(2, C2)
+    assert desk.computed(1) == [sent(A2, Backward(MICROBATCH, taken, 0), 1)]

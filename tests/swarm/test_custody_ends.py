@@ -18,7 +18,7 @@ from swarm.holdings import (
     Tell,
     Work,
 )
-from swarm.messages import Close, Forward, Purpose, Receipt, Stranded
+from swarm.messages import Backward, Close, Forward, Purpose, Receipt, Stranded
 from swarm.vocabulary import Hop, MicrobatchId, ModuleId, PeerId
 from tests.swarm.custody_desk import (
     A2,
@@ -39,6 +39,7 @@ from tests.swarm.custody_desk import (
     Desk,
     offer,
     receipt,
+    sent,
     stranded,
 )
 
@@ -78,28 +79,30 @@ def test_a_copy_by_a_repaired_path_replaces_one_that_has_no_gradient_yet(progres
     assert desk.custody.used_slots == 1
 
 
-def test_a_copy_by_another_path_is_refused_once_the_gradient_is_there() -> None:
-    desk = Desk(B)
+def test_once_the_gradient_is_there_a_copy_by_another_path_only_changes_the_way_back() -> None:
+    desk, by_a2 = Desk(B), ABC.with_peer(0, A2)
     desk.handing_on(1)
     desk.backward(1)
-    (told,) = desk.forward(1, ABC.with_peer(0, A2))
-    assert isinstance(told, Tell)
-    assert isinstance(told.message, Receipt)
-    assert (told.to, told.message.status) == (A2, REFUSED)
+    receipts = [Tell(A2, receipt(OUT, 1, status)) for status in (ACCEPTED, PASSED_ON)]
+    assert desk.forward(1, by_a2) == receipts
     assert desk.phase(1) is Phase.BACKWARD
+    assert desk.computed(1) == [sent(A2, Backward(MICROBATCH, by_a2, 0), 1)]
+    assert desk.forward(1, ABC) == [
+        *(Tell(A, receipt(OUT, 1, status)) for status in (ACCEPTED, PASSED_ON)),
+        sent(A, Backward(MICROBATCH, ABC, 0), 1),
+    ]
 
 
-@pytest.mark.parametrize("passed_back", [False, True])
-def test_it_turns_round_only_once(passed_back: bool) -> None:
-    desk = Desk(DATA)
+def test_it_turns_round_only_once_whoever_brings_it() -> None:
+    desk, by_c2 = Desk(DATA), ABC.with_peer(2, C2)
     desk.turned()
-    if passed_back:
-        desk.receipt(C, BACK, 2, ACCEPTED)
-        desk.receipt(C, BACK, 2, PASSED_ON)
-    (told,) = desk.forward(3, ABC.with_peer(2, C2))
+    receipts = [Tell(C2, receipt(OUT, 3, status)) for status in (ACCEPTED, PASSED_ON)]
+    assert desk.forward(3, by_c2) == [*receipts, sent(C2, Backward(MICROBATCH, by_c2, 2), 3)], "the same gradient"
+    desk.receipt(C2, BACK, 2, PASSED_ON)
+    (told,) = desk.forward(3, ABC)
     assert isinstance(told, Tell)
     assert isinstance(told.message, Receipt)
-    assert (told.to, told.message.status) == (C2, REFUSED)
+    assert (told.to, told.message.status) == (C, REFUSED)
     desk.backward(-1)
     desk.computed(-1)
     assert len(desk.custody) == 0
@@ -119,7 +122,7 @@ def test_an_end_whose_receipt_is_late_ends_with_its_start() -> None:
     desk.turned()
     desk.receipt(C, BACK, 2, ACCEPTED)
     desk.backward(-1)
-    assert Finished(MICROBATCH) in desk.computed(-1)
+    assert Finished(MICROBATCH, ABC) in desk.computed(-1)
     assert len(desk.custody) == 0
     assert desk.lose(C) == []
 

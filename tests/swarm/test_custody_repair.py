@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from swarm.custody import PATIENCE_S, RETRY_S
 from swarm.holdings import (
     ComputeFailed,
     Forget,
@@ -12,7 +11,11 @@ from swarm.holdings import (
     Phase,
     Tell,
 )
-from swarm.messages import ReceiptStatus, Stranded
+from swarm.messages import Backward, ReceiptStatus, Stranded, Unsettled
+from swarm.settling import ASK_S
+from swarm.shelf import PATIENCE_S, RETRY_S
+from swarm.vocabulary import PeerId
+from swarm.way_back import STAND_IN_AFTER_S
 from tests.swarm.custody_desk import (
     A2,
     ABC,
@@ -30,6 +33,7 @@ from tests.swarm.custody_desk import (
     C,
     Desk,
     offer,
+    sent,
     stranded,
 )
 
@@ -200,24 +204,58 @@ def test_results_for_what_is_not_held_are_ignored() -> None:
 # ---- the way back goes wrong -------------------------------------------------------------------------------------------
 
 
+def handing_back(position: int = 1, own: PeerId = B) -> Desk:
+    desk = Desk(own)
+    desk.handing_on(position)
+    desk.backward(position)
+    desk.computed(position)
+    return desk
+
+
 @pytest.mark.parametrize("guarding", [False, True])
-def test_on_the_way_back_nobody_stands_in(guarding: bool) -> None:
-    desk = Desk(B)
-    desk.handing_on(1)
-    desk.backward(1)
-    desk.computed(1)
+def test_a_lost_predecessor_is_tried_again_and_then_replaced_from_the_gradient_that_is_kept(guarding: bool) -> None:
+    desk = handing_back()
     if guarding:
         desk.receipt(A, BACK, 0, ACCEPTED)
-    gone = Forget(Key(MICROBATCH, 1), "the link broke")
-    assert desk.lose_for_good(A) == [gone, stranded(BACK, 0, "the link broke")]
+    assert desk.lose(A) == []
+    assert desk.wait(STAND_IN_AFTER_S / 2) == [sent(A, Backward(MICROBATCH, ABC, 0), 1)]
+    desk.now += STAND_IN_AFTER_S / 2
+    by_a2 = ABC.with_peer(0, A2)
+    assert desk.lose(A) == [sent(A2, Backward(MICROBATCH, by_a2, 0), 1)]
+    desk.receipt(A2, BACK, 0, ACCEPTED)
+    assert desk.phase(1) is Phase.GUARDING_BACK
 
 
-def test_a_refused_gradient_strands_it() -> None:
-    desk = Desk(B)
-    desk.handing_on(1)
-    desk.backward(1)
-    desk.computed(1)
-    assert desk.receipt(A, BACK, 0, REFUSED)[1] == stranded(BACK, 0, "refused: ")
+@pytest.mark.parametrize("guarding", [False, True])
+def test_with_nobody_to_stand_in_the_data_node_is_told_and_asked_what_counts(guarding: bool) -> None:
+    desk = handing_back()
+    desk.dead = {A2}
+    if guarding:
+        desk.receipt(A, BACK, 0, ACCEPTED)
+    assert desk.lose_for_good(A) == [stranded(BACK, 0, "the link broke")]
+    assert desk.phase(1) is Phase.SETTLING
+    assert desk.wait(ASK_S) == [Tell(DATA, Unsettled(MICROBATCH))]
+
+
+def test_nobody_stands_in_for_a_data_node_on_the_way_back() -> None:
+    desk = handing_back(0, A)
+    assert desk.lose_for_good(DATA) == [stranded(BACK, -1, "the link broke")]
+
+
+def test_a_refused_gradient_goes_to_a_stand_in_at_once_and_strands_without_one() -> None:
+    desk = handing_back()
+    assert desk.receipt(A, BACK, 0, REFUSED) == [sent(A2, Backward(MICROBATCH, ABC.with_peer(0, A2), 0), 1)]
+    assert desk.receipt(A2, BACK, 0, ACCEPTED) != []
+    assert desk.receipt(A2, BACK, 0, REFUSED) == [stranded(BACK, 0, "refused: ")]
+
+
+def test_a_busy_stand_in_is_replaced_by_another_and_the_original_waited_for() -> None:
+    desk = handing_back(2, C)
+    assert desk.receipt(B, BACK, 1, BUSY, 1.0) == [], "it has the input; a stand-in would have to fetch it"
+    desk.receipt(B, BACK, 1, REFUSED)
+    assert desk.receipt(B2, BACK, 1, BUSY, 1.0) == [sent(B3, Backward(MICROBATCH, ABC.with_peer(1, B3), 1), 2)]
+    assert desk.receipt(B3, BACK, 1, BUSY, 1.0) == []
+    assert desk.wait(1.1) == [sent(B3, Backward(MICROBATCH, ABC.with_peer(1, B3), 1), 2)]
 
 
 def test_a_busy_predecessor_is_asked_again() -> None:

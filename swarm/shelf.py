@@ -1,0 +1,123 @@
+"""What one peer holds, how many of it there may be, and the small steps that the ways out and back have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from swarm.holdings import Action, Forget, Holding, Key, Phase, Tell
+from swarm.messages import Backward, Direction, Forward, Recall, Receipt, ReceiptStatus, Stranded
+from swarm.vocabulary import ModuleId, Path, PeerId, Reasoned
+
+PATIENCE_S = 5.0
+"""How long a holder tries again when the only peer it could hand a microbatch to cannot be reached."""
+RETRY_S = 0.3
+KEPT_FOR_OTHERS = 4
+"""One slot in so many is closed to a data node that has all the others: one that never finishes does not shut the rest out."""
+UNSETTLED_PER_SLOT = 2
+"""A hop that has so many microbatches a slot whose data node has not said that they count takes no new ones."""
+
+ChooseReplica = Callable[[ModuleId, frozenset[PeerId]], Reasoned[PeerId | None]]
+"""Names the best replica of a module outside the given set, or None."""
+Hosts = Callable[[PeerId, ModuleId], bool]
+"""Whether a peer says of itself that it hosts the module, as far as this peer knows."""
+
+
+class Shelf:
+    """The holdings of one peer.
+
+    Args:
+        slots: how many microbatches of other peers may be held at once (a data node's own are not counted).
+    """
+
+    def __init__(self, own: PeerId, slots: int) -> None:
+        self.own = own
+        self.slots = slots
+        self._holdings: dict[Key, Holding] = {}
+
+    def __len__(self) -> int:
+        return len(self._holdings)
+
+    def get(self, key: Key) -> Holding | None:
+        return self._holdings.get(key)
+
+    def all(self) -> tuple[Holding, ...]:
+        return tuple(self._holdings.values())
+
+    def put(self, holding: Holding) -> None:
+        self._holdings[holding.key] = holding
+
+    def put_touched(self, holding: Holding, now: float) -> None:
+        """Puts it, its deadline off by its lifetime."""
+        self.put(replace(holding, deadline=now + holding.lifetime_s))
+
+    def drop(self, key: Key, reason: str) -> Forget:
+        del self._holdings[key]
+        return Forget(key, reason)
+
+    @property
+    def used_slots(self) -> int:
+        return sum(h.key.microbatch.data_node != self.own and h.phase is not Phase.SETTLING for h in self.all())
+
+    def place_for(self, data_node: PeerId) -> Reasoned[bool]:
+        """Whether one more microbatch of this data node may be held."""
+        if data_node == self.own:
+            return Reasoned(True, "its own need no slot")
+        others = [h for h in self.all() if h.key.microbatch.data_node != self.own]
+        share = self.slots - self.slots // KEPT_FOR_OTHERS
+        for unsettled, factor, what in (
+            (False, 1, "slots"),
+            (True, UNSETTLED_PER_SLOT, "places of unsettled gradients"),
+        ):
+            held = [h.key.microbatch.data_node for h in others if (h.phase is Phase.SETTLING) is unsettled]
+            if len(held) >= factor * self.slots:
+                return Reasoned(False, f"all {factor * self.slots} {what} are taken")
+            if held.count(data_node) >= factor * share:
+                return Reasoned(False, f"{factor * share} {what} are taken by this data node, the rest is for others")
+        return Reasoned(True, "a slot is free")
+
+    def strand(self, holding: Holding, direction: Direction, position: int, detail: str) -> list[Action]:
+        """Forgets it and tells its data node, which abandons it."""
+        return [self.drop(holding.key, detail), stranded(holding, direction, position, detail)]
+
+
+def stranded(holding: Holding, direction: Direction, position: int, detail: str) -> Tell:
+    """To the data node: nobody takes it from here."""
+    message = Stranded(holding.key.microbatch, direction, position, detail[:256])
+    return Tell(holding.path.data_node, message)
+
+
+def passed_on(holding: Holding, direction: Direction, custodian: int) -> list[Action]:
+    """PASSED_ON, to the peer that had custody and to the data node, which times its peers by it."""
+    receipt = Receipt(holding.key.microbatch, direction, holding.key.position, ReceiptStatus.PASSED_ON)
+    told = []
+    if -1 <= custodian <= len(holding.path.hops):
+        told.append(holding.path.peer_at(custodian))
+    told.append(holding.path.data_node)
+    return [Tell(peer, receipt) for peer in dict.fromkeys(told)]
+
+
+def receipt_for(
+    message: Forward | Backward | Recall, status: ReceiptStatus, detail: str = "", retry_after_s: float = 0.0
+) -> Receipt:
+    """The answer of whoever the message was for. A Recall is answered as what it leads to, a gradient's way back."""
+    direction = Direction.FORWARD if isinstance(message, Forward) else Direction.BACKWARD
+    return Receipt(message.microbatch, direction, message.position, status, retry_after_s, detail[:256])
+
+
+def same_way(one: Path, other: Path, position: int) -> bool:
+    """Whether two paths have the same hops up to and including `position`. What comes after may have been repaired since."""
+    return len(one.hops) == len(other.hops) and one.hops[: position + 1] == other.hops[: position + 1]
+
+
+def same_modules(one: Path, other: Path) -> bool:
+    """Whether two paths differ at most in the replicas: repair changes nothing else."""
+    return [hop.module for hop in one.hops] == [hop.module for hop in other.hops]
+
+
+def joined(before: Path, after: Path, position: int) -> Path:
+    """The hops before `position` from one path, from `position` on from the other.
+
+    Each side of a hop knows the repairs of its own side: what came in knows the way here, what comes back the way after.
+    """
+    return Path(before.data_node, (*before.hops[:position], *after.hops[position:]))

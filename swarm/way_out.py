@@ -1,0 +1,202 @@
+"""A microbatch's way out: RECEIVING -> FORWARD -> HANDING_ON -> GUARDING -> AWAITING.
+
+A lost, busy or refusing peer is replaced by another replica of the same module, from the output that is kept. Where there is
+none, the holder tries the same peer again for PATIENCE_S, and then reports the microbatch Stranded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from swarm.holdings import (
+    BEFORE_BACKWARD,
+    ON_THE_WAY_BACK,
+    Action,
+    Compute,
+    Holding,
+    Key,
+    Phase,
+    SendOutput,
+    Started,
+    Tell,
+    Work,
+)
+from swarm.messages import Direction, Forward, Purpose, Receipt, ReceiptStatus
+from swarm.shelf import (
+    PATIENCE_S,
+    RETRY_S,
+    ChooseReplica,
+    Shelf,
+    joined,
+    passed_on,
+    receipt_for,
+    same_way,
+)
+from swarm.vocabulary import PeerId
+from swarm.way_back import WayBack
+
+
+class WayOut:
+    """What follows from events about hidden states."""
+
+    def __init__(self, shelf: Shelf, way_back: WayBack, choose: ChooseReplica) -> None:
+        self._shelf = shelf
+        self._way_back = way_back
+        self._choose = choose
+
+    def start(self, event: Started, now: float) -> list[Action]:
+        """At the data node: a microbatch sets out."""
+        key = Key(event.microbatch, -1)
+        deadline = now + event.lifetime_s
+        self._shelf.put(Holding(key, event.path, event.purpose, Phase.FORWARD, event.lifetime_s, deadline))
+        return [Compute(key, Work.FORWARD, event.purpose)]
+
+    def arrived(self, known: Holding, message: Forward, now: float) -> list[Action]:
+        """A whole tensor for which there is a place."""
+        sender = message.path.peer_at(message.position - 1)
+        if known.phase in (Phase.RECEIVING, Phase.RECEIVING_GRADIENT):
+            return self._take(message, sender, now)
+        return self._another_copy(known, message, sender, now)
+
+    def computed(self, holding: Holding, now: float) -> list[Action]:
+        """Hands the output on; what is only evaluated ends with its loss."""
+        if not holding.is_end:
+            return self.hand_on(holding, holding.path.peer_at(holding.key.position + 1), now)
+        if holding.purpose is Purpose.EVALUATE:
+            return [self._shelf.drop(holding.key, "evaluated")]
+        return self._way_back.computed(holding, now)
+
+    def hand_on(self, holding: Holding, target: PeerId, now: float) -> list[Action]:
+        """Offers its output to `target` as the next hop."""
+        position = holding.key.position + 1
+        path = holding.path if position == len(holding.path.hops) else holding.path.with_peer(position, target)
+        handed = replace(holding, path=path, phase=Phase.HANDING_ON, target=target, retry_at=None)
+        self._shelf.put_touched(handed, now)
+        return [_sending(handed, target)]
+
+    def receipt(self, holding: Holding, receipt: Receipt, now: float) -> list[Action]:
+        """The target's answer."""
+        match receipt.status:
+            case ReceiptStatus.ACCEPTED:
+                return self._accepted(holding, now)
+            case ReceiptStatus.PASSED_ON:
+                return self._passed_on(holding, now)
+            case ReceiptStatus.BUSY:
+                return self._busy(holding, receipt, now)
+            case ReceiptStatus.REFUSED:  # sending it there again would not help
+                return self._elsewhere(holding, now) or self._strand(holding, f"refused: {receipt.detail}")
+
+    def target_failed(self, holding: Holding, detail: str, now: float) -> list[Action]:
+        """Elsewhere if there is an elsewhere; else the same peer again for a while: links break and come back."""
+        elsewhere = self._elsewhere(holding, now)
+        if elsewhere:
+            return elsewhere
+        since = now if holding.failing_since is None else holding.failing_since
+        if now - since >= PATIENCE_S:
+            return self._strand(holding, detail)
+        self._shelf.put(replace(holding, phase=Phase.HANDING_ON, failing_since=since, retry_at=now + RETRY_S))
+        return []
+
+    def retry(self, holding: Holding, target: PeerId, now: float) -> list[Action]:
+        """Offers it again to the same peer, or to a replica that has come up meanwhile."""
+        if holding.failing_since is not None and (elsewhere := self._elsewhere(holding, now)):
+            return elsewhere
+        retried = replace(holding, retry_at=None)
+        self._shelf.put(retried)
+        return [_sending(retried, target)]
+
+    # ---- steps ---------------------------------------------------------------------------------------------------
+
+    def _take(self, message: Forward, sender: PeerId, now: float) -> list[Action]:
+        holding = replace(received(message, now), phase=Phase.FORWARD)
+        self._shelf.put(holding)
+        work = Work.LOSS if holding.is_end else Work.FORWARD
+        accepted = Tell(sender, receipt_for(message, ReceiptStatus.ACCEPTED))
+        return [accepted, Compute(holding.key, work, message.purpose)]
+
+    def _another_copy(self, known: Holding, message: Forward, sender: PeerId, now: float) -> list[Action]:
+        """The same microbatch again: a sender that lost its link to us, or a repaired path that comes by a second way."""
+        accepted = Tell(sender, receipt_for(message, ReceiptStatus.ACCEPTED))
+        passed = Tell(sender, receipt_for(message, ReceiptStatus.PASSED_ON))
+        if same_way(known.path, message.path, message.position):
+            return [accepted] if known.phase in (Phase.FORWARD, Phase.HANDING_ON) else [accepted, passed]
+        if known.phase in BEFORE_BACKWARD and not known.is_end:
+            return [self._shelf.drop(known.key, "replaced by a repaired path"), *self._take(message, sender, now)]
+        if known.phase is Phase.SETTLING or (known.target is None and known.phase is Phase.GUARDING_BACK):
+            # The gradient has gone further back than the peer that this copy is meant to replace.
+            return [Tell(sender, receipt_for(message, ReceiptStatus.REFUSED, "another copy came first"))]
+        return [accepted, passed, *self._adopt(known, message, sender, now)]
+
+    def _adopt(self, known: Holding, message: Forward, sender: PeerId, now: float) -> list[Action]:
+        """The peer before has been replaced, and what it replaces has not the gradient yet or not for sure: the new one gets it."""
+        path = joined(message.path, known.path, message.position)
+        adopted = replace(known, path=path, tried=frozenset(), busy=frozenset())
+        self._shelf.put_touched(adopted, now)
+        return self._way_back.hand_back(adopted, sender, now) if known.phase in ON_THE_WAY_BACK else []
+
+    def _accepted(self, holding: Holding, now: float) -> list[Action]:
+        if holding.phase is not Phase.HANDING_ON:
+            return []
+        told = passed_on(holding, Direction.FORWARD, holding.key.position - 1)
+        if holding.purpose is Purpose.EVALUATE:
+            return [*told, self._shelf.drop(holding.key, "passed on")]
+        accepted = replace(holding, phase=Phase.GUARDING, retry_at=None, failing_since=None)
+        if holding.key.position + 1 == len(holding.path.hops):  # the data node cannot be replaced
+            accepted = replace(accepted, phase=Phase.AWAITING, target=None)
+        self._shelf.put_touched(accepted, now)
+        return told
+
+    def _passed_on(self, holding: Holding, now: float) -> list[Action]:
+        told = self._accepted(holding, now)  # when the ACCEPTED was overtaken or lost
+        current = self._shelf.get(holding.key)
+        if current is not None and current.phase is Phase.GUARDING:
+            self._shelf.put_touched(replace(current, phase=Phase.AWAITING, target=None), now)
+        return told
+
+    def _busy(self, holding: Holding, receipt: Receipt, now: float) -> list[Action]:
+        """Elsewhere if there is an elsewhere; else the same peer again when it asked to be."""
+        if holding.phase is not Phase.HANDING_ON or holding.target is None:
+            return []
+        if holding.key.position + 1 < len(holding.path.hops):
+            module = holding.path.hops[holding.key.position + 1].module
+            busy = holding.busy | {holding.target}
+            other = self._choose(module, holding.tried | busy).value
+            if other is not None:
+                return self.hand_on(replace(holding, busy=busy), other, now)
+        self._shelf.put(replace(holding, retry_at=now + receipt.retry_after_s, busy=frozenset()))
+        return []
+
+    def _elsewhere(self, holding: Holding, now: float) -> list[Action]:
+        """Hands it to another replica of the next hop's module, if there is one."""
+        position = holding.key.position + 1
+        if holding.target is None or position == len(holding.path.hops):
+            return []
+        tried = holding.tried | {holding.target}
+        module = holding.path.hops[position].module
+        other = self._choose(module, tried | holding.busy)
+        if other.value is None:
+            other = self._choose(module, tried)  # one that was busy is better than none
+        if other.value is None:
+            return []
+        return self.hand_on(replace(holding, tried=tried), other.value, now)
+
+    def _strand(self, holding: Holding, detail: str) -> list[Action]:
+        """Strands it at the hop that it was being handed to."""
+        position = holding.key.position + 1
+        if position < len(holding.path.hops):
+            detail = f"{detail}; module {holding.path.hops[position].module} has no peer left to stand in"
+        return self._shelf.strand(holding, Direction.FORWARD, position, detail)
+
+
+def received(message: Forward, now: float) -> Holding:
+    """A holding for what is about to come."""
+    key = Key(message.microbatch, message.position)
+    return Holding(
+        key, message.path, message.purpose, Phase.RECEIVING, message.lifetime_s, deadline=now + message.lifetime_s
+    )
+
+
+def _sending(holding: Holding, target: PeerId) -> SendOutput:
+    microbatch, position = holding.key.microbatch, holding.key.position
+    message = Forward(microbatch, holding.path, position + 1, holding.purpose, holding.lifetime_s)
+    return SendOutput(holding.key, target, message)
