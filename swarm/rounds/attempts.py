@@ -355,7 +355,7 @@ class Attempts:
 
     def _try_again(self, convening: Convening, without: frozenset[PeerId], why: str) -> Actions:
         outlook = self._outlook
-        outlook.ballots.left_out |= without
+        outlook.ballots.left_out |= without | convening.mute
         left: Actions = [
             Tell(peer, Dissolved(convening.round, f"left out: {why}"))
             for peer in sorted(without)

@@ -72,7 +72,9 @@ class Answer(enum.Enum):
     NOT_YET = 5
     """It stands elsewhere or is getting ready. It is given the time that a silent one is given: else one that catches up
     would come too late for every round where rounds are short."""
-    REFUSED = 6
+    PAST = 6
+    """It has committed this round already."""
+    REFUSED = 7
 
 
 _WITH_US = (Answer.ACCEPTED, Answer.ENTERED)
@@ -81,6 +83,7 @@ _DECLINED = {
     DeclineReason.OTHER_CONVENER: Answer.ELSEWHERE,
     DeclineReason.OTHER_ANCHOR: Answer.NOT_YET,
     DeclineReason.NOT_READY: Answer.NOT_YET,
+    DeclineReason.PAST: Answer.PAST,
 }
 
 
@@ -132,6 +135,11 @@ class Convening:
     @property
     def guests(self) -> tuple[PeerId, ...]:
         return tuple(self._guests)
+
+    @property
+    def mute(self) -> frozenset[PeerId]:
+        """Those that never answered."""
+        return frozenset(peer for peer, guest in self._guests.items() if guest.answer is Answer.NONE)
 
     @property
     def offenders(self) -> frozenset[PeerId]:
@@ -235,6 +243,9 @@ class Convening:
         with_us = sum(guest.answer in _WITH_US for guest in self._guests.values()) - 1
         if elsewhere and elsewhere >= with_us:
             return GivenUp("the others follow another convener")
+        past = any(guest.answer is Answer.PAST for guest in self._guests.values())
+        if past and 2 * (with_us + 1) <= len(self._guests):  # else one alone says so, and may be wrong
+            return GivenUp("this round has been committed without us")
         return self._found()
 
     def _found(self) -> Settled | None:
