@@ -259,6 +259,7 @@ class VirtualReplica:
         result = exchange.result()
         if result is not None and result not in self.staged and result not in self.history:
             self.staged[result] = attempt
+            self.world.staged(self, exchange.roster, result)
             self.feed(Staged(attempt, result))
 
     # ---- the others -------------------------------------------------------------------------------------------------
