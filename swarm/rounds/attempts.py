@@ -67,8 +67,17 @@ class Attempts:
         outlook.ballots.follow(attempt)
         away = outlook.ballots.left_out | outlook.offences.excluded(outlook.now)
         guests = {outlook.own, *(outlook.fellows.serving - away)}
-        rosters = outlook.ballots.rosters
-        self._convening = Convening(outlook.own, attempt, outlook.version, guests, rosters, outlook.rules, outlook.now)
+        ballots = outlook.ballots
+        self._convening = Convening(
+            outlook.own,
+            attempt,
+            outlook.version,
+            guests,
+            ballots.rosters,
+            frozenset(ballots.doubted),
+            outlook.rules,
+            outlook.now,
+        )
         self.latest = f"opened round {attempt.number} attempt {attempt.attempt}: {why}"
         return [*self._convening.open()]
 
@@ -330,7 +339,8 @@ class Attempts:
         match verdict:
             case Settled(version, holders):
                 return [*tells, *self._settle(convening, version, holders)]
-            case TryAgain(without, why):
+            case TryAgain(without, why, accuser):
+                outlook.ballots.doubted |= set() if accuser is None else {accuser}
                 return [*tells, *self._try_again(convening, without, why)]
             case GivenUp(why):
                 outlook.ballots.failed(outlook.now)

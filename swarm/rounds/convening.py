@@ -51,6 +51,8 @@ class TryAgain:
 
     without: frozenset[PeerId]
     why: str
+    accuser: PeerId | None = None
+    """The only one that has something against them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,8 @@ class Convening:
     Args:
         guests: whom to invite, the convener included.
         earlier: rosters of earlier attempts from this anchor that the convener has seen.
+        doubted: who alone accused another member in an earlier attempt. Accusing alone again, it goes itself: else one liar
+            could have everybody left out.
     """
 
     def __init__(
@@ -117,6 +121,7 @@ class Convening:
         base: AnchorVersion,
         guests: Iterable[PeerId],
         earlier: Sequence[Roster],
+        doubted: frozenset[PeerId],
         rules: RoundRules,
         now: float,
     ) -> None:
@@ -126,6 +131,7 @@ class Convening:
         self._base = base
         self._guests = {peer: _Guest(now) for peer in sorted(guests)}
         self._earlier = earlier
+        self._doubted = doubted
         self._rules = rules
         self._opened = now
         self._pulsed = now
@@ -140,11 +146,6 @@ class Convening:
     def mute(self) -> frozenset[PeerId]:
         """Those that never answered."""
         return frozenset(peer for peer, guest in self._guests.items() if guest.answer is Answer.NONE)
-
-    @property
-    def offenders(self) -> frozenset[PeerId]:
-        """Whom somebody rejects."""
-        return frozenset(peer for guest in self._guests.values() for peer in guest.rejected)
 
     def open(self) -> list[Tell]:
         return [Tell(peer, Invitation(self.round, self._base)) for peer in self._guests]
@@ -326,10 +327,15 @@ class Convening:
         return TryAgain(gone, "silent or gone") if gone else None
 
     def _rejected(self, members: dict[PeerId, _Guest]) -> Verdict | None:
-        rejected = self.offenders - {self._own}
-        if self._own in self.offenders:  # they will not have what we reduce
-            rejected |= {peer for peer, guest in members.items() if self._own in guest.rejected}
-        return TryAgain(rejected, "sent what cannot be used") if rejected else None
+        """Somebody sent what cannot be used."""
+        accusers: defaultdict[PeerId, set[PeerId]] = defaultdict(set)
+        for peer, guest in members.items():
+            for accused in guest.rejected & members.keys():
+                accusers[accused].add(peer)
+        if not accusers:
+            return None
+        worst = max(accusers, key=lambda peer: (len(accusers[peer]), peer))
+        return self._convicted(worst, accusers[worst], "sent what cannot be used")
 
     def _waited_for(self, members: dict[PeerId, _Guest], now: float) -> Verdict | None:
         """Somebody's pieces do not come through, though it lives. That may pass by itself, so it has two pulses' time."""
@@ -345,8 +351,14 @@ class Convening:
         if now - self._accused_since < 2 * self._rules.pulse_s:
             return None
         worst = max(accusers, key=lambda peer: self._blame(peer, accusers[peer], members))
-        without = accusers[worst] if worst == self._own else {worst}
-        return TryAgain(frozenset(without - {self._own}), "waited for in vain")
+        return self._convicted(worst, accusers[worst], "waited for in vain")
+
+    def _convicted(self, accused: PeerId, accusers: set[PeerId], why: str) -> TryAgain:
+        """The accused goes; or its accusers, when they accuse the convener (they will not have what it reduces) or are doubted."""
+        if accused == self._own or accusers <= self._doubted:
+            return TryAgain(frozenset(accusers - {self._own}), f"has something against others: {why}")
+        alone = next(iter(accusers)) if len(accusers) == 1 else None
+        return TryAgain(frozenset({accused}), why, alone if alone != self._own else None)
 
     def _blame(
         self, peer: PeerId, accusers: set[PeerId], members: dict[PeerId, _Guest]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
 from swarm.round_messages import Roster
-from swarm.rounds.words import RoundRules
+from swarm.rounds.words import CommitStaged, RoundRules
 from swarm.vocabulary import AnchorVersion, PeerId
 from tests.swarm.rounds.round_world import RoundWorld, Shape
 from tests.swarm.rounds.virtual_replica import INITIAL, VirtualReplica
@@ -127,6 +127,43 @@ def test_three_win_over_one(seed: int) -> None:
     world.run(40.0)
     assert set(world.caught_up) == {d}
     assert world.caught_up[d] <= 2, "twice when a round was under way among the others"
+
+
+def test_three_win_over_one_that_is_many_rounds_ahead() -> None:
+    world = RoundWorld(2)
+    a, b, c, d = world.peers
+    world.replicas[d].step_s = 0.1
+    split(world, [a, b, c], [d], rounds=3)
+    three = world.replicas[a].version.round
+    assert world.replicas[d].version.round > three + 2
+    before = len(world.commits)
+    world.links.heal()
+    assert world.run_until(world.agreed, 60.0), world.explain()
+    assert len([version for version, who in world.commits.items() if a in who]) <= before + 2
+    committed_since = len(world.commits) - before
+    assert committed_since <= 2, "their next round has a number above the lone one's"
+    assert world.caught_up[a] + world.caught_up[b] + world.caught_up[c] == 0
+
+
+@pytest.mark.parametrize("replicas", [3, 4, 5])
+def test_what_a_convener_committed_before_it_died_holds(replicas: int) -> None:
+    world = RoundWorld(9, replace(SLOW, replicas=replicas))
+    first: list[AnchorVersion] = []
+
+    def dies(replica: VirtualReplica, commit: CommitStaged) -> None:
+        if not first:
+            first.append(commit.version)
+            world.links.partition([replica.id], [peer for peer in world.peers if peer != replica.id])
+            world.crash(replica.id)
+
+    world.on_commit = dies
+    assert world.run_until(lambda: bool(first), 60.0)
+    others = {replica.id for replica in world.living}
+    assert not any(replica.version == first[0] for replica in world.living)
+    assert world.run_until(lambda: all(replica.version.round > 0 for replica in world.living), 20.0), world.explain()
+    assert world.commits[first[0]] & others
+    assert not world.forks()
+    assert world.run_until(lambda: all(replica.version.round > 1 for replica in world.living), 60.0), world.explain()
 
 
 def test_a_lone_replica_steps_by_itself_until_another_one_comes() -> None:
