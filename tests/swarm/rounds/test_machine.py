@@ -214,6 +214,16 @@ def test_who_slept_drops_the_attempt_and_keeps_what_it_prepared() -> None:
     assert desk.wait(0.5) == []
 
 
+def test_a_process_that_is_held_up_does_not_take_its_convener_for_silent() -> None:
+    desk = Desk()
+    desk.enter()
+    desk.hear(B, roster())
+    for _ in range(8):
+        desk.now += 1.9
+        desk.feed(Tick())
+    assert desk.machine.under_way == ATTEMPT
+
+
 def test_rejected_pieces_are_told_and_a_repeated_offender_is_heard_no_more() -> None:
     desk = Desk()
     desk.enter()

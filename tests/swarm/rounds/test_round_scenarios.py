@@ -192,6 +192,17 @@ def test_who_sends_rubbish_is_left_out_and_then_not_invited_for_a_while() -> Non
     assert not {peer for peer in world.caught_up if peer != offender}
 
 
+def test_a_slanderer_does_not_keep_the_others_from_each_other() -> None:
+    world = RoundWorld(11, Shape(replicas=5))
+    slanderer, victim, *others = world.peers
+    world.replicas[slanderer].slanders = victim
+    world.run(90.0)
+    theirs = [version for version, who in world.commits.items() if who >= set(others)]
+    assert len(theirs) >= 12
+    assert world.caught_up[victim] < len(theirs)
+    assert any(victim in world.rosters[version] for version in theirs)
+
+
 def test_two_that_cannot_reach_each_other_hold_up_nobody() -> None:
     world = RoundWorld(6)
     a, b, *_ = world.peers
