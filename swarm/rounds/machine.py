@@ -73,8 +73,8 @@ class RoundMachine:
         """Whether there was a view of the others yet."""
         self._alone: bool | None = None
         """What we told last; None when nothing yet."""
-        self._alone_since = 0.0
-        """When another serving replica was there last."""
+        self._alone_since: float | None = None
+        """When another serving replica was there last, or when we began to look."""
 
     # ---- looking -----------------------------------------------------------------------------------------------------
 
@@ -122,7 +122,7 @@ class RoundMachine:
         if outlook.anchored_at is None:
             outlook.anchored_at = outlook.now
         actions: Actions = []
-        if slept >= outlook.rules.silence_s and self._attempts.part is not None:
+        if slept >= outlook.rules.silence_s:
             actions += self._attempts.leave(f"this process did not run for {slept:.1f} s")
             outlook.ballots.pause(outlook.now, outlook.rules.answer_s)
         to_ourselves: deque[RoundControl] = deque()
@@ -209,7 +209,7 @@ class RoundMachine:
     def _notice_company(self) -> Actions:
         """Being alone must last a little: after a long sleep all announcements have run out, and the new ones are under way."""
         outlook, alone = self._outlook, not self._outlook.fellows.serving
-        if not (self._seen and alone):
+        if self._alone_since is None or not alone:
             self._alone_since = outlook.now
         lasts = outlook.now - self._alone_since >= outlook.rules.answer_s
         if not self._seen or alone == self._alone or (alone and not lasts):

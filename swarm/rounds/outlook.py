@@ -52,7 +52,8 @@ class Outlook:
 
     def order(self) -> tuple[PeerId, ...]:
         """Who convenes the next round: the serving replicas on our anchor, we included."""
-        return convener_order(self.module, self.next_number(), {self.own, *self.fellows.on(self.version, self.now)})
+        others = self.fellows.on(self.version, self.now) - self.offences.excluded(self.now)
+        return convener_order(self.module, self.next_number(), {self.own, *others})
 
     def stand_on(self, version: AnchorVersion) -> list[Tell]:
         """We stand on another anchor from now on, and all others learn it from ourselves."""
