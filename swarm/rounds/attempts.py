@@ -186,7 +186,7 @@ class Attempts:
         if isinstance(message, Declined):
             past = message.reason is DeclineReason.PAST
             return self.leave("it is over") if past and self._hear_convener(sender, attempt) else []
-        if attempt.convener != outlook.own:
+        if attempt.convener != outlook.own or (self._convening is not None and sender in self._convening.guests):
             return []
         commit = outlook.ballots.commit_of(attempt)
         if commit is not None:
@@ -222,7 +222,7 @@ class Attempts:
         part = self.part
         if part is None or not self._hear_convener(sender, commit.round):
             return []
-        exchanging = part.phase is Phase.EXCHANGING and part.roster is not None
+        exchanging = part.phase in (Phase.EXCHANGING, Phase.FINISHING) and part.roster is not None
         if exchanging and part.roster is not None and leads_to(self._outlook.rules, part.roster, commit.version):
             part.phase, part.version = Phase.FINISHING, commit.version
             return []
@@ -290,19 +290,23 @@ class Attempts:
         if part is None:
             return []
         part.link_lost = part.link_lost or peer == part.round.convener
-        if peer not in part.owing:
+        if peer not in part.owing or peer in part.broken:
             return []
         part.broken.add(peer)
-        return self._tell_convener(part)
+        return [] if peer == part.round.convener else self._tell_convener(part)
 
     # ---- the result -------------------------------------------------------------------------------------------------
 
     def adopt_if_others_did(self) -> Actions:
-        """A replica that stands on what we have prepared shows that it was committed. So does being the only one left."""
+        """A replica that stands on what we have prepared shows that it was committed."""
         staged, outlook = self._staged, self._outlook
-        if staged is None or (outlook.fellows.serving and not outlook.fellows.on(staged.version, outlook.now)):
+        if staged is None or not outlook.fellows.on(staged.version, outlook.now):
             return []
         return self._adopt(staged)
+
+    def finish_alone(self) -> Actions:
+        """Nobody is left: a complete result holds, because somebody who is gone may have committed it."""
+        return self.forget("nobody else is there") if self._staged is None else self._adopt(self._staged)
 
     def _adopt(self, result: StagedResult) -> Actions:
         outlook = self._outlook
@@ -351,7 +355,7 @@ class Attempts:
 
     def _try_again(self, convening: Convening, without: frozenset[PeerId], why: str) -> Actions:
         outlook = self._outlook
-        outlook.ballots.left_out |= without
+        outlook.ballots.left_out |= without | convening.mute
         left: Actions = [
             Tell(peer, Dissolved(convening.round, f"left out: {why}"))
             for peer in sorted(without)

@@ -35,14 +35,16 @@ class Ballots:
         """The latest attempt that ended without a commit here."""
 
     def next_attempt(self, module: ModuleId, own: PeerId, number: int) -> RoundId:
-        """Names the next attempt. The number stays the same from attempt to attempt, so that the pseudo-gradients do."""
+        """Names the next attempt. The number stays the same from attempt to attempt, so that the pseudo-gradients do, unless a
+        version of that number has turned up meanwhile, or the attempts have been too many."""
         highest, attempt = self.highest
-        if highest == 0:
+        if number > highest:
             return RoundId(module, number, 0, own)
-        if attempt + 1 < ATTEMPTS:
-            return RoundId(module, highest, attempt + 1, own)
-        self.left_out.clear()
-        return RoundId(module, max(number, highest + 1), 0, own)
+        return (
+            RoundId(module, highest, attempt + 1, own)
+            if attempt + 1 < ATTEMPTS
+            else RoundId(module, highest + 1, 0, own)
+        )
 
     def follow(self, attempt: RoundId) -> None:
         if attempt.number > self.highest[0]:

@@ -69,10 +69,22 @@ class Answer(enum.Enum):
     ENTERED = 3
     ELSEWHERE = 4
     """It follows another convener."""
-    REFUSED = 5
+    NOT_YET = 5
+    """It stands elsewhere or is getting ready. It is given the time that a silent one is given: else one that catches up
+    would come too late for every round where rounds are short."""
+    PAST = 6
+    """It has committed this round already."""
+    REFUSED = 7
 
 
 _WITH_US = (Answer.ACCEPTED, Answer.ENTERED)
+_ASKED_AGAIN = (Answer.NONE, Answer.ELSEWHERE, Answer.NOT_YET)
+_DECLINED = {
+    DeclineReason.OTHER_CONVENER: Answer.ELSEWHERE,
+    DeclineReason.OTHER_ANCHOR: Answer.NOT_YET,
+    DeclineReason.NOT_READY: Answer.NOT_YET,
+    DeclineReason.PAST: Answer.PAST,
+}
 
 
 @dataclass(slots=True)
@@ -125,6 +137,11 @@ class Convening:
         return tuple(self._guests)
 
     @property
+    def mute(self) -> frozenset[PeerId]:
+        """Those that never answered."""
+        return frozenset(peer for peer, guest in self._guests.items() if guest.answer is Answer.NONE)
+
+    @property
     def offenders(self) -> frozenset[PeerId]:
         """Whom somebody rejects."""
         return frozenset(peer for guest in self._guests.values() for peer in guest.rejected)
@@ -158,7 +175,7 @@ class Convening:
                 guest.entry = message if guest.answer is Answer.ENTERED else None
                 return self._answer_entry(sender)
             case Declined(_, reason, _):
-                guest.answer = Answer.ELSEWHERE if reason is DeclineReason.OTHER_CONVENER else Answer.REFUSED
+                guest.answer = _DECLINED.get(reason, Answer.REFUSED)
                 guest.entry = None
             case Pulse(_, waiting_for, rejected):
                 guest.waiting_for = frozenset(waiting_for) & self._guests.keys()
@@ -200,7 +217,7 @@ class Convening:
             return []
         self._pulsed = now
         invitation, pulse = Invitation(self.round, self._base), Pulse(self.round)
-        unsure = (Answer.NONE, Answer.ELSEWHERE) if self.roster is None else ()
+        unsure = _ASKED_AGAIN if self.roster is None else ()
         return [
             Tell(peer, invitation if guest.answer in unsure else pulse)
             for peer, guest in self._guests.items()
@@ -217,7 +234,7 @@ class Convening:
         if guest.answer is Answer.ACCEPTED:
             return waited < self._rules.prepare_s and not guest.silent(now, self._rules.silence_s)
         patience_s = self._rules.answer_s / 2 if guest.lost else self._rules.answer_s
-        return guest.answer in (Answer.NONE, Answer.ELSEWHERE) and waited < patience_s
+        return guest.answer in _ASKED_AGAIN and waited < patience_s
 
     def _judge_entries(self) -> Verdict | None:
         if self._guests[self._own].answer is not Answer.ENTERED:
@@ -226,6 +243,9 @@ class Convening:
         with_us = sum(guest.answer in _WITH_US for guest in self._guests.values()) - 1
         if elsewhere and elsewhere >= with_us:
             return GivenUp("the others follow another convener")
+        past = any(guest.answer is Answer.PAST for guest in self._guests.values())
+        if past and 2 * (with_us + 1) <= len(self._guests):  # else one alone says so, and may be wrong
+            return GivenUp("this round has been committed without us")
         return self._found()
 
     def _found(self) -> Settled | None:

@@ -13,6 +13,9 @@ from swarm.vocabulary import AnchorVersion, PeerId
 WORD_HOLDS_S = 30.0
 """What a fellow told us itself is worth more than an announcement for so long: announcements come late and out of order."""
 
+OVERTAKEN_S = 5.0
+"""For so long after a fellow has named a round, lower ones come from messages that were overtaken on the way. Later, it has started anew."""
+
 
 @dataclass(slots=True)
 class _Known:
@@ -47,7 +50,10 @@ class Fellows:
     def said(self, peer: PeerId, version: AnchorVersion, now: float) -> None:
         """A fellow told us where it stands. What strangers say is not kept."""
         known = self._known.get(peer)
-        if known is not None:
+        if known is None:
+            return
+        overtaken = known.said is not None and version.round < known.said.round and now - known.said_at < OVERTAKEN_S
+        if not overtaken:
             known.said, known.said_at = version, now
 
     def worked(self, peer: PeerId, base: AnchorVersion, steps: int) -> None:

@@ -9,6 +9,8 @@ from swarm.rounds.rules import standing
 from swarm.rounds.words import RoundRules
 from swarm.vocabulary import AnchorVersion, PeerId, Reasoned
 
+PATIENCE_PULSES = 2
+"""So long a difference lasts before a replica acts on it: most are a commit's messages under way."""
 RETRY_S = 5.0
 LONGEST_RETRY_S = 60.0
 REMEMBERED = 16
@@ -47,10 +49,13 @@ class Lag:
             return False
         return best == own or (self._since is not None and now - self._since > self._rules.longest_s)
 
-    def target(self, own: AnchorVersion, best: AnchorVersion, now: float, busy: bool) -> AnchorVersion | None:
+    def target(
+        self, own: AnchorVersion, best: AnchorVersion, now: float, certain: bool, busy: bool
+    ) -> AnchorVersion | None:
         """What to get now; None when there is no need, no way, or when it may settle by itself.
 
         Args:
+            certain: more than half of all replicas stand there.
             busy: a round is under way here; it comes first.
         """
         if best == own or self.catching is not None:
@@ -58,7 +63,7 @@ class Lag:
             return None
         if self._since is None:
             self._since = now
-        patient = own.round > 0 and now - self._since < self._rules.answer_s
+        patient = not certain and now - self._since < PATIENCE_PULSES * self._rules.pulse_s
         return None if busy or patient or best.round <= own.round else best
 
     def started(self, version: AnchorVersion) -> None:

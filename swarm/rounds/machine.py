@@ -73,6 +73,8 @@ class RoundMachine:
         """Whether there was a view of the others yet."""
         self._alone: bool | None = None
         """What we told last; None when nothing yet."""
+        self._alone_since: float | None = None
+        """When another serving replica was there last, or when we began to look."""
 
     # ---- looking -----------------------------------------------------------------------------------------------------
 
@@ -120,7 +122,7 @@ class RoundMachine:
         if outlook.anchored_at is None:
             outlook.anchored_at = outlook.now
         actions: Actions = []
-        if slept >= outlook.rules.silence_s and self._attempts.part is not None:
+        if slept >= outlook.rules.silence_s:
             actions += self._attempts.leave(f"this process did not run for {slept:.1f} s")
             outlook.ballots.pause(outlook.now, outlook.rules.answer_s)
         to_ourselves: deque[RoundControl] = deque()
@@ -205,18 +207,24 @@ class RoundMachine:
         return [Tell(peer, report) for peer in outlook.order()[:INFORMED] if peer != outlook.own]
 
     def _notice_company(self) -> Actions:
-        alone = not self._outlook.fellows.serving
-        if not self._seen or alone == self._alone:
+        """Being alone must last a little: after a long sleep all announcements have run out, and the new ones are under way."""
+        outlook, alone = self._outlook, not self._outlook.fellows.serving
+        if self._alone_since is None or not alone:
+            self._alone_since = outlook.now
+        lasts = outlook.now - self._alone_since >= outlook.rules.answer_s
+        if not self._seen or alone == self._alone or (alone and not lasts):
             return []
         self._alone = alone
-        return [*(self._attempts.forget("nobody else is there") if alone else []), StandAlone(alone)]
+        return [*(self._attempts.finish_alone() if alone else []), StandAlone(alone)]
 
     # ---- what time brings -------------------------------------------------------------------------------------------
 
     def _catch_up_if_behind(self) -> Actions:
         outlook = self._outlook
         best = outlook.standing()
-        wanted = outlook.lag.target(outlook.version, best.value, outlook.now, busy=self._attempts.part is not None)
+        certain = 2 * len(outlook.fellows.on(best.value, outlook.now)) > len(outlook.fellows.serving) + 1
+        busy = self._attempts.part is not None
+        wanted = outlook.lag.target(outlook.version, best.value, outlook.now, certain, busy)
         if wanted is None:
             return []
         outlook.lag.started(wanted)
@@ -227,7 +235,7 @@ class RoundMachine:
         """The first in order opens a due round at once, the next one when nothing has come from those before."""
         outlook = self._outlook
         ballots = outlook.ballots
-        if self._alone is not False or self._attempts.part is not None or outlook.now < ballots.quiet_until:
+        if not outlook.fellows.serving or self._attempts.part is not None or outlook.now < ballots.quiet_until:
             return []
         due = outlook.due()
         if not (due.value and outlook.may_convene()):

@@ -25,6 +25,7 @@ class Outlook:
         """Our own since our anchor."""
         self.anchored_at: float | None = None
         """Since when we stand on our anchor; None before the first event."""
+        self._highest = 0
         self.fellows = Fellows()
         self.ballots = Ballots(rules)
         self.offences = Offences()
@@ -44,12 +45,15 @@ class Outlook:
         return due(self.rules, self.steps, self.fellows.steps(self.version, self.now), len(on) + 1, since_s)
 
     def next_number(self) -> int:
-        """Of the next round. It stays the same from attempt to attempt."""
-        return self.ballots.highest[0] or next_number(self.version, self.fellows.versions(self.now).values())
+        """Of the next round: above every version we have ever seen, also of replicas that are gone now, so that no number gets two
+        results only because somebody was away."""
+        self._highest = max(self._highest, next_number(self.version, self.fellows.versions(self.now).values()))
+        return max(self._highest, self.ballots.highest[0])
 
     def order(self) -> tuple[PeerId, ...]:
         """Who convenes the next round: the serving replicas on our anchor, we included."""
-        return convener_order(self.module, self.next_number(), {self.own, *self.fellows.on(self.version, self.now)})
+        others = self.fellows.on(self.version, self.now) - self.offences.excluded(self.now)
+        return convener_order(self.module, self.next_number(), {self.own, *others})
 
     def stand_on(self, version: AnchorVersion) -> list[Tell]:
         """We stand on another anchor from now on, and all others learn it from ourselves."""

@@ -55,13 +55,13 @@ def weigh(entries: Mapping[PeerId, Entry]) -> dict[PeerId, float]:
 def shards(chunks: range, bandwidths: Mapping[PeerId, float]) -> dict[PeerId, tuple[int, int]]:
     """Cuts a run of chunks into one run for each peer (maybe empty), in proportion to bandwidth, in the order of the peers' names.
 
-    Whole chunks by the largest remainder. An unknown bandwidth (0) counts as the median of the others.
+    Bandwidths count up to BANDWIDTH_RATIO times the smallest: a claim of more draws no more to its author. Whole chunks by the largest remainder. An unknown bandwidth (0) counts as the median of the others.
     """
     known = [bandwidth for bandwidth in bandwidths.values() if bandwidth > 0]
     median = lower_median(known) if known else 1.0
-    spread = math.sqrt(BANDWIDTH_RATIO)
+    largest = BANDWIDTH_RATIO * min(known, default=1.0)
     peers = sorted(bandwidths)
-    weights = [min(max(bandwidths[peer] or median, median / spread), median * spread) for peer in peers]
+    weights = [min(bandwidths[peer] or median, largest) for peer in peers]
     exact = [len(chunks) * weight / sum(weights) for weight in weights]
     counts = [int(share) for share in exact]
     by_remainder = sorted(range(len(peers)), key=lambda index: (counts[index] - exact[index], index))

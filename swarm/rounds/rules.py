@@ -91,6 +91,8 @@ def standing(own: AnchorVersion, others: Mapping[PeerId, AnchorVersion]) -> Reas
     Args:
         others: what the other serving replicas stand on.
     """
+    if all(version == own for version in others.values()):
+        return Reasoned(own, f"all {len(others) + 1} replicas stand on our anchor")
     counts = Counter(version for version in others.values() if plausible_round(own, version.round))
     counts[own] += 1
     later = {version: count for version, count in counts.items() if version.round > 0} or dict(counts)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from random import Random
 
-from swarm.round_messages import MAX_ATTEMPTS, Invitation, Roster
-from swarm.rounds.words import Action, CatchUp, CommitStaged, Exchange, Fellow, RoundRules, Tell
+from swarm.round_messages import MAX_ATTEMPTS, Commit, Invitation, Roster, RoundId
+from swarm.rounds.words import Action, CatchUp, CommitStaged, Exchange, Fellow, LinkLost, RoundRules, Tell
 from swarm.vocabulary import AnchorVersion, PeerId
 from tests.swarm.rounds.virtual_links import VirtualLinks
 from tests.swarm.rounds.virtual_replica import INITIAL, VirtualReplica
@@ -50,6 +50,9 @@ class RoundWorld:
         self.conveners: dict[int, PeerId] = {}
         self.attempts: Counter[int] = Counter()
         """Of each round number."""
+        self.prepared: defaultdict[AnchorVersion, set[PeerId]] = defaultdict(set)
+        """Who has ever had the whole result, and below from which exchange."""
+        self.exchanged: dict[AnchorVersion, Roster] = {}
         self.caught_up: Counter[PeerId] = Counter()
         self.exchanges = 0
         self.on_exchange: Callable[[VirtualReplica, Roster], None] = lambda replica, roster: None
@@ -100,6 +103,8 @@ class RoundWorld:
                     self.commits[version].add(replica.id)
                     self.rosters[version] = members
                     self.conveners[version.round] = attempt.convener
+                case Tell(_, Commit(attempt, version)):
+                    self._check_majority(attempt, version)
                 case CatchUp():
                     self.caught_up[replica.id] += 1
                 case Tell(_, Invitation(attempt)):
@@ -111,6 +116,16 @@ class RoundWorld:
                     self.on_exchange(replica, roster)
                 case _:
                     pass
+
+    def staged(self, replica: VirtualReplica, roster: Roster, version: AnchorVersion) -> None:
+        self.prepared[version].add(replica.id)
+        self.exchanged[version] = roster
+
+    def _check_majority(self, attempt: RoundId, version: AnchorVersion) -> None:
+        """Of this exchange's own result; one that was found later may have been a majority's that is gone."""
+        roster = self.exchanged[version]
+        if roster.round == attempt:
+            assert 2 * len(self.prepared[version]) > len(roster.members), "a commit without a majority"
 
     def versions(self) -> set[AnchorVersion]:
         return {replica.version for replica in self.living}
@@ -139,6 +154,13 @@ class RoundWorld:
         return len(self.versions()) == 1
 
     # ---- what goes wrong ----------------------------------------------------------------------------------------------
+
+    def cut(self, one: PeerId, other: PeerId) -> None:
+        """The link breaks and stays so; both ends notice."""
+        self.links.cut(one, other)
+        for peer, lost in ((one, other), (other, one)):
+            replica = self.replicas[peer]
+            replica.do(partial(replica.feed, LinkLost(lost)))
 
     def crash(self, peer: PeerId) -> None:
         self.replicas[peer].alive = False

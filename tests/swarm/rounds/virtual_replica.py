@@ -180,7 +180,7 @@ class VirtualReplica:
             case CommitStaged(attempt, version):
                 self._commit(attempt, version)
             case CatchUp(version, donors):
-                seconds = self.world.random.uniform(0.2, 1.5)
+                seconds = self.world.random.uniform(0.1, 1.0)
                 self.world.time.after(seconds, lambda: self.do(lambda: self._caught_up(version, donors)))
             case StandAlone(alone):
                 self.alone = alone
@@ -259,6 +259,7 @@ class VirtualReplica:
         result = exchange.result()
         if result is not None and result not in self.staged and result not in self.history:
             self.staged[result] = attempt
+            self.world.staged(self, exchange.roster, result)
             self.feed(Staged(attempt, result))
 
     # ---- the others -------------------------------------------------------------------------------------------------

@@ -1,0 +1,251 @@
+"""One machine, told by hand what befalls it: what it refuses, what it keeps, what it says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from swarm.round_messages import (
+    Accepting,
+    Commit,
+    Declined,
+    DeclineReason,
+    Entry,
+    Invitation,
+    Member,
+    Prepared,
+    Progress,
+    Pulse,
+    Roster,
+    RoundControl,
+    RoundId,
+)
+from swarm.rounds.machine import RoundMachine
+from swarm.rounds.words import (
+    Action,
+    Arrived,
+    CatchUp,
+    CatchUpFailed,
+    CommitStaged,
+    Event,
+    Exchange,
+    Fellow,
+    FellowsChanged,
+    PieceRejected,
+    Release,
+    RoundRules,
+    SnapshotBroken,
+    SnapshotTaken,
+    Staged,
+    TakeSnapshot,
+    Tell,
+    Tick,
+)
+from swarm.vocabulary import AnchorVersion, ModuleId, PeerId
+
+MODULE = ModuleId(1)
+RULES = RoundRules(inner_steps=10, fragments=1, chunks=8, longest_s=60.0)
+US, B, C, D, STRANGER = (PeerId(name) for name in ("us", "b", "c", "d", "stranger"))
+BASE = AnchorVersion(4, 40, 4000, 0, b"base")
+RESULT = AnchorVersion(5, 50, 4300, 0, b"result")
+ATTEMPT = RoundId(MODULE, 5, 0, B)
+
+
+class Desk:
+    """A machine with three fellows on its anchor, at a clock that only moves when told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.machine = RoundMachine(US, MODULE, RULES, BASE)
+        self.feed(FellowsChanged(tuple(Fellow(peer, BASE, True) for peer in (B, C, D))))
+
+    def feed(self, event: Event) -> list[Action]:
+        return self.machine.handle(event, self.now)
+
+    def hear(self, sender: PeerId, message: RoundControl) -> list[Action]:
+        return self.feed(Arrived(sender, message))
+
+    def wait(self, seconds: float) -> list[Action]:
+        actions: list[Action] = []
+        for _ in range(round(seconds * 10)):
+            self.now += 0.1
+            actions += self.feed(Tick())
+        return actions
+
+    def enter(self, attempt: RoundId = ATTEMPT) -> list[Action]:
+        self.hear(attempt.convener, Invitation(attempt, BASE))
+        return self.feed(SnapshotTaken(attempt, 10, 100, 1.0, 1e6))
+
+    def prepare(self) -> None:
+        self.enter()
+        self.hear(B, roster())
+        self.feed(Staged(ATTEMPT, RESULT))
+
+
+def roster(attempt: RoundId = ATTEMPT) -> Roster:
+    shares = ((B, 0, 3), (C, 3, 6), (US, 6, 8))
+    return Roster(attempt, BASE, tuple(Member(peer, a, b, 1 / 3, 1.0) for peer, a, b in shares), 50, 4300)
+
+
+def told(actions: list[Action], to: PeerId) -> list[RoundControl]:
+    return [action.message for action in actions if isinstance(action, Tell) and action.to == to]
+
+
+def kinds(actions: list[Action]) -> list[type]:
+    return [type(action) for action in actions]
+
+
+def test_a_round_from_the_members_side() -> None:
+    desk = Desk()
+    actions = desk.hear(B, Invitation(ATTEMPT, BASE))
+    assert actions == [Tell(B, Accepting(ATTEMPT)), TakeSnapshot(ATTEMPT, 0)]
+    entry = Entry(ATTEMPT, 10, 100, 1.0, 1e6, None)
+    assert desk.feed(SnapshotTaken(ATTEMPT, 10, 100, 1.0, 1e6)) == [Tell(B, entry)]
+    assert desk.hear(B, roster()) == [Exchange(roster())]
+    assert desk.feed(Staged(ATTEMPT, RESULT)) == [Tell(B, Prepared(ATTEMPT, RESULT))]
+    actions = desk.hear(B, Commit(ATTEMPT, RESULT, (B, US)))
+    assert actions[0] == CommitStaged(ATTEMPT, RESULT, (B, C, US), 1)
+    assert desk.machine.version == RESULT
+    assert {peer for peer in (B, C, D) if told(actions, peer) == [Progress(MODULE, RESULT, 0, 0)]} == {B, C, D}
+    assert desk.machine.under_way is None
+
+
+@pytest.mark.parametrize(
+    ("sender", "attempt"),
+    [
+        (STRANGER, replace(ATTEMPT, convener=STRANGER)),
+        (C, ATTEMPT),
+        (B, replace(ATTEMPT, number=2**40)),
+        (B, replace(ATTEMPT, attempt=64)),
+        (B, replace(ATTEMPT, module=ModuleId(2))),
+    ],
+)
+def test_invitations_that_cannot_be_meant_are_not_answered(sender: PeerId, attempt: RoundId) -> None:
+    assert Desk().hear(sender, Invitation(attempt, BASE)) == []
+
+
+def test_who_stands_elsewhere_or_is_late_is_told_so() -> None:
+    desk = Desk()
+    other = replace(BASE, digest=b"other")
+    assert told(desk.hear(B, Invitation(ATTEMPT, other)), B) == [Declined(ATTEMPT, DeclineReason.OTHER_ANCHOR, BASE)]
+    old = replace(ATTEMPT, number=4)
+    assert told(desk.hear(C, Invitation(replace(old, convener=C), BASE)), C)[0] == Declined(
+        replace(old, convener=C), DeclineReason.PAST, BASE
+    )
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        roster().members[:2],
+        (*roster().members[:2], replace(roster().members[2], first_chunk=5)),
+        (*roster().members[:2], replace(roster().members[2], coefficient=0.9)),
+    ],
+)
+def test_a_wrong_roster_is_refused(members: tuple[Member, ...]) -> None:
+    desk = Desk()
+    desk.enter()
+    actions = desk.hear(B, replace(roster(), members=members))
+    assert Exchange not in kinds(actions)
+    assert told(actions, B) == [Declined(ATTEMPT, DeclineReason.NOT_READY, BASE)]
+    assert desk.machine.under_way is None
+
+
+def test_what_was_prepared_is_named_in_the_next_attempts_entry() -> None:
+    desk = Desk()
+    desk.prepare()
+    second = replace(ATTEMPT, attempt=1, convener=C)
+    assert told(desk.hear(C, Invitation(second, BASE)), C) == [Declined(second, DeclineReason.OTHER_CONVENER, BASE)], (
+        "the convener was heard a moment ago"
+    )
+    desk.wait(1.2)
+    actions = desk.enter(second)
+    assert told(actions, C) == [Entry(second, 10, 100, 1.0, 1e6, RESULT)]
+    assert kinds(desk.hear(C, Commit(second, RESULT, (US,))))[0] is CommitStaged
+
+
+def test_a_fellow_that_stands_on_what_we_prepared_shows_that_it_holds() -> None:
+    desk = Desk()
+    desk.prepare()
+    assert kinds(desk.hear(C, Progress(MODULE, RESULT, 1, 10)))[0] is CommitStaged
+
+
+def test_a_commit_of_what_we_do_not_have_moves_nobody_before_the_others_stand_there() -> None:
+    desk = Desk()
+    desk.enter()
+    lie = replace(RESULT, digest=b"lie", tokens=2**47)
+    actions = desk.hear(B, Commit(ATTEMPT, lie, (B, C, D)))
+    actions += desk.wait(1.0)
+    assert CatchUp not in kinds(actions)
+    assert desk.machine.version == BASE
+    actions = desk.hear(C, Progress(MODULE, lie, 0, 0)) + desk.hear(D, Progress(MODULE, lie, 0, 0))
+    assert CatchUp in kinds(actions), "three say it of themselves"
+
+
+def test_a_silent_convener_is_replaced_and_not_invited() -> None:
+    desk = Desk()
+    desk.enter()
+    desk.hear(B, roster())
+    actions = desk.wait(7.0)
+    invited = {a.to for a in actions if isinstance(a, Tell) and isinstance(a.message, Invitation)}
+    assert invited == {C, D}
+    assert desk.machine.under_way == RoundId(MODULE, 5, 1, US)
+
+
+def test_a_convener_that_pulses_is_not_replaced() -> None:
+    desk = Desk()
+    desk.enter()
+    desk.hear(B, roster())
+    for _ in range(20):
+        desk.wait(0.5)
+        desk.hear(B, Pulse(ATTEMPT))
+    assert desk.machine.under_way == ATTEMPT
+
+
+def test_who_slept_drops_the_attempt_and_keeps_what_it_prepared() -> None:
+    desk = Desk()
+    desk.enter()
+    desk.hear(B, roster())
+    desk.now += 30.0
+    actions = desk.feed(Tick())
+    assert actions == [Release(4, "this process did not run for 30.0 s")]
+    assert desk.feed(Staged(ATTEMPT, RESULT)) == []
+    assert desk.wait(0.5) == []
+
+
+def test_rejected_pieces_are_told_and_a_repeated_offender_is_heard_no_more() -> None:
+    desk = Desk()
+    desk.enter()
+    desk.hear(B, roster())
+    assert told(desk.feed(PieceRejected(ATTEMPT, C, "not finite")), B) == [Pulse(ATTEMPT, (), (C,))]
+    desk.feed(PieceRejected(ATTEMPT, C, "not finite"))
+    desk.wait(4.0)
+    assert desk.hear(C, Invitation(RoundId(MODULE, 5, 2, C), BASE)) == []
+
+
+def test_a_broken_update_is_declined() -> None:
+    desk = Desk()
+    desk.hear(B, Invitation(ATTEMPT, BASE))
+    actions = desk.feed(SnapshotBroken(ATTEMPT))
+    assert told(actions, B) == [Declined(ATTEMPT, DeclineReason.BROKEN, BASE)]
+    assert kinds(actions) == [Tell, Release]
+
+
+def test_a_version_that_cannot_be_had_is_tried_again_later() -> None:
+    desk = Desk()
+    for peer in (B, C, D):
+        actions = desk.hear(peer, Progress(MODULE, RESULT, 0, 0))
+    assert desk.machine.describe() == "round 4, catching up to round 5"
+    actions = desk.feed(CatchUpFailed(RESULT, "nobody has it"))
+    actions += desk.wait(4.0)
+    assert CatchUp not in kinds(actions)
+    assert CatchUp in kinds(desk.wait(4.0))
+
+
+def test_it_says_where_it_stands() -> None:
+    desk = Desk()
+    assert desk.machine.settled
+    assert "all 4 replicas stand on our anchor" in desk.machine.describe()
+    desk.enter()
+    assert desk.machine.describe() == "round 4; round 5 attempt 0, b convenes: waits for the roster"
