@@ -75,7 +75,7 @@ class TestFormat:
     def test_codes_that_we_would_not_choose_are_decoded_too(self, elements: int, data: st.DataObject) -> None:
         codes = data.draw(st.binary(min_size=elements, max_size=elements))
         blocks = -(-elements // INT8_BLOCK)
-        scales = data.draw(arrays("<f4", blocks, elements=st.floats(0, LARGEST_SCALE, width=32)))
+        scales = data.draw(arrays("<f4", blocks, elements=st.just(0.0) | st.floats(2.0**-126, LARGEST_SCALE, width=32)))
         encoding = codes + scales.tobytes()
         result = decoded(Codec.INT8, encoding, elements)
         assert np.array_equal(result, by_definition(encoding, elements))
@@ -149,7 +149,7 @@ class TestRefusals:
         with pytest.raises(StateError, match="finite"):
             encoded(Codec.INT8, values)
 
-    @pytest.mark.parametrize("scale", [np.nan, np.inf, -np.inf, -1.0, -1e-45, LARGEST_SCALE * 1.001])
+    @pytest.mark.parametrize("scale", [np.nan, np.inf, -np.inf, -1.0, -1e-45, 1e-45, 1.1e-38, LARGEST_SCALE * 1.001])
     def test_impossible_scales_are_refused_and_nothing_is_touched(self, scale: float) -> None:
         data = bytes(130) + struct.pack("<2f", 1.0, np.float32(scale))
         out = np.ones(130, np.float32)
