@@ -51,9 +51,8 @@ Result = TypeVar("Result")
 
 TICK_S: Final = 0.1
 FEWEST_BUFFERS: Final = 3
-BUFFER_BYTES: Final = 8 * 1024 * 1024
-"""Chunks of one donor that may be arriving or being checked at the same time: as many as this holds, and at least the above. A donor
-sends one after the other, but small ones come faster than they are checked."""
+BUFFER_BYTES: Final = 16 * 1024 * 1024
+"""For chunks of one donor that are asked for, arriving or being checked: as many as this holds, and at least the above."""
 
 
 class Space(Protocol):
@@ -213,6 +212,7 @@ class _Fetching:
             return Refusal(False, "this chunk is not wanted, or not any more")
         due = TensorSpec((self._elements_of(chunk),), DType.FLOAT32, Codec.NONE)
         if tensor != due:
+            self.handle(ChunkCame(sender, chunk, False))
             raise ProtocolViolation(
                 f"chunk {chunk} of a state as {tensor.shape} {tensor.dtype.name} where {due.shape} is due"
             )
@@ -259,7 +259,8 @@ class _Fetching:
 
     async def _fetch(self, here: frozenset[int]) -> None:
         chunk_bytes = 4 * self._layout.chunk_elements
-        self._plan = Download(2 * self._layout.chunks, chunk_bytes, here, self._donors, self._with.random)
+        chunks, random = 2 * self._layout.chunks, self._with.random
+        self._plan = Download(chunks, chunk_bytes, here, self._donors, random, self._buffers_of_one)
         async with task_scope() as tasks:
             self._tasks = tasks
             try:

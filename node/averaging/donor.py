@@ -66,13 +66,13 @@ class Donor:
     async def run(self, transport: Transport) -> None:
         """Until cancelled."""
         self._transport = transport
-        try:
-            async with task_scope() as tasks:
-                self._tasks = tasks
+        async with task_scope() as tasks:
+            self._tasks = tasks
+            try:
                 await asyncio.get_running_loop().create_future()
-        finally:
-            self._tasks = None
-            self._askers.clear()
+            finally:  # before the tasks end: what comes while they do is not taken any more
+                self._tasks = None
+                self._askers.clear()
 
     async def answer(self, question: Question) -> bytes:
         """The hash list of a state.
@@ -159,7 +159,7 @@ class Donor:
 
     def _refuse(self, peer: PeerId, request: StateRequest, reason: StateRefusal) -> None:
         if self._tasks is not None and self._refusals < REFUSALS_WAITING:
-            self._refusals += 1
+            self._refusals += 1  # taken back when it has been told, or could not be
             refused = StateRefused(request.module, request.digest, request.chunks, reason)
             self._tasks.create_task(self._tell(peer, refused))
 

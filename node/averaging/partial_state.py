@@ -6,8 +6,8 @@ of what is in it: every chunk is hashed when the file is read again, and only wh
 
 from __future__ import annotations
 
+import io
 import logging
-import os
 from pathlib import Path
 from typing import Final
 
@@ -76,44 +76,49 @@ class KeptChunks:
         """Opens or makes the file for this state, and removes those of other states."""
         self._layout = layout
         self._path = folder / f"{digest.hex()[:32]}{SUFFIX}"
-        self._descriptor = -1
+        self._file: io.FileIO | None = None
+        self._is_new = True
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for other in folder.glob(f"*{SUFFIX}"):
                 if other != self._path:
                     other.unlink(missing_ok=True)
-            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            os.ftruncate(self._descriptor, 8 * layout.elements)
+            self._is_new = not self._path.exists()
+            self._path.touch(0o600)
+            self._file = io.FileIO(self._path, "r+")
+            self._file.truncate(8 * layout.elements)
         except OSError as error:
             self._give_up(error)
 
     def read(self, number: int, target: memoryview) -> bool:
         """Whether the bytes at a chunk's place could be read; they may be anything."""
-        if self._descriptor < 0:
+        if self._file is None or self._is_new:
             return False
         try:
-            return os.preadv(self._descriptor, [target], self._offset(number)) == target.nbytes
+            self._file.seek(self._offset(number))
+            return self._file.readinto(target) == target.nbytes
         except OSError as error:
             self._give_up(error)
             return False
 
     def write(self, number: int, data: memoryview) -> bool:
         """Keeps a chunk. False when the file is of no use any more."""
-        if self._descriptor < 0:
+        if self._file is None:
             return False
         try:
+            self._file.seek(self._offset(number))
             done = 0
             while done < data.nbytes:
-                done += os.pwrite(self._descriptor, data[done:], self._offset(number) + done)
+                done += self._file.write(data[done:])
         except OSError as error:
             self._give_up(error)
             return False
         return True
 
     def close(self, *, remove: bool) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        if self._file is not None:
+            self._file.close()
+            self._file = None
         if remove:
             try:
                 self._path.unlink(missing_ok=True)

@@ -14,26 +14,26 @@ class StateDesk:
     """The part of `node.reception.RoundReceiver` that has to do with state. `donor` is None until there is an anchor to give."""
 
     def __init__(self, catching_up: CatchingUp, donor: Donor | None = None) -> None:
-        self._catching_up = catching_up
+        self.catching_up = catching_up
         self.donor = donor
 
     def admit(self, sender: PeerId, message: StateChunk, tensor: TensorSpec) -> memoryview | Refusal:
         """Raises ProtocolViolation."""
-        return self._catching_up.admit(sender, message, tensor)
+        return self.catching_up.admit(sender, message, tensor)
 
     def received(self, sender: PeerId, message: StateChunk, buffer: memoryview) -> None:
-        self._catching_up.received(sender, message, buffer)
+        self.catching_up.received(sender, message, buffer)
 
     def broken_off(self, sender: PeerId, message: StateChunk, buffer: memoryview) -> None:
-        self._catching_up.broken_off(sender, message, buffer)
+        self.catching_up.broken_off(sender, message, buffer)
 
     def told(self, sender: PeerId, message: StateControl) -> None:
         if not isinstance(message, StateRequest):
-            self._catching_up.told(sender, message)
+            self.catching_up.told(sender, message)
         elif self.donor is not None:
             self.donor.told(sender, message)
 
     def link_down(self, peer: PeerId, error: PeerError) -> None:
-        self._catching_up.link_down(peer)
+        self.catching_up.link_down(peer)
         if self.donor is not None:
             self.donor.link_down(peer)

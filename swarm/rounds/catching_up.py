@@ -25,7 +25,7 @@ from swarm.vocabulary import PeerId, short
 
 LARGEST_BATCH: Final = 16
 MOST_OWED: Final = LARGEST_BATCH + LARGEST_BATCH // 2
-"""Chunks that one donor is asked for and that have not come."""
+"""Chunks that one donor is asked for and that have not come; fewer where the receiver has less room."""
 BATCH_S: Final = 1.0
 """How much work, at the measured speed, a donor is asked for at once."""
 DONORS_AT_ONCE: Final = 8
@@ -115,7 +115,7 @@ class FailureKind(enum.Enum):
     NO_DONOR = 1
     """None is left that has the state."""
     STALLED = 2
-    """Those that are left send nothing."""
+    """Those that may have it cannot be reached, or send nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,12 +149,20 @@ class Download:
     Args:
         here: chunks that need not be fetched.
         donors: who may have the state; at most `DONORS_AT_ONCE` of them are asked at the same time.
+        most_owed: for how many chunks of one donor there is room.
     """
 
     def __init__(
-        self, chunks: int, chunk_bytes: int, here: Collection[int], donors: Sequence[PeerId], random: Random
+        self,
+        chunks: int,
+        chunk_bytes: int,
+        here: Collection[int],
+        donors: Sequence[PeerId],
+        random: Random,
+        most_owed: int = MOST_OWED,
     ) -> None:
         self._chunk_bytes = chunk_bytes
+        self._largest_batch = max(1, min(LARGEST_BATCH, 2 * most_owed // 3))
         self._random = random
         self._missing = set(range(chunks)) - set(here)
         start = random.randrange(chunks)
@@ -302,7 +310,8 @@ class Download:
             return [Complete()]
         alive = [donor for donor in self._donors.values() if not donor.out]
         if not alive:
-            return self._fail(FailureKind.NO_DONOR)
+            silent = any(donor.strikes >= MAX_STRIKES for donor in self._donors.values())
+            return self._fail(FailureKind.STALLED if silent else FailureKind.NO_DONOR)
         assert self._progressed_at is not None
         if now - self._progressed_at > max(PATIENCE_S, 2 * SILENT_CHUNKS * self._chunk_bytes / SLOWEST_BYTES_PER_S):
             return self._fail(FailureKind.STALLED)
@@ -323,7 +332,7 @@ class Download:
     def _batch(self, donor: _Donor, now: float) -> tuple[int, ...]:
         """The next chunks for a donor: none while it has enough to do."""
         chunk_s = self._chunk_s(donor)
-        size = 2 if chunk_s is None else min(LARGEST_BATCH, max(1, math.floor(BATCH_S / chunk_s)))
+        size = 2 if chunk_s is None else min(self._largest_batch, max(1, math.floor(BATCH_S / chunk_s)))
         if len(donor.owes) > size // 2:
             return ()
         # Towards the end smaller ones, so that all donors are done at about the same time.

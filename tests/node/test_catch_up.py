@@ -9,14 +9,15 @@ import pytest
 
 from node.averaging.anchor import Anchor, hash_all
 from node.averaging.catch_up import FreshSpace
-from node.averaging.donor import CHUNKS_OF_ONE
+from node.averaging.donor import CHUNKS_OF_ONE, LEASE_S, LONGEST_LEASE_S, Donor
 from node.averaging.shelf import Shelf
 from protocol.hash_list import HashList, encode_hash_list
-from protocol.seams import DType, TensorSpec
-from swarm.errors import NoQuorum, PeerError, ResourceExhausted, SkipstoneError, Stalled
+from protocol.seams import DType, Question, QuestionAbout, TensorSpec
+from swarm.errors import NoQuorum, PeerError, Rejected, ResourceExhausted, SkipstoneError, Stalled
 from swarm.round_messages import StateChunk, StateRefusal, StateRequest
+from swarm.vocabulary import ModuleId
 from tests.node.small_states import small_layout, state, written
-from tests.node.small_swarm import until
+from tests.node.small_swarm import ManualClock, until
 from tests.node.state_peers import MODULE, Faults, StatePeer, state_swarm
 
 LAYOUT = small_layout()
@@ -224,6 +225,27 @@ async def test_a_chunk_of_another_size_ends_the_link_and_the_download_goes_on():
             await giant.transport.send(joiner.peer, message, tensor, memoryview(bytearray(tensor.byte_length)))
         honest.faults.gate.set()
         assert same(await fetching, ANCHOR)
+        assert [peer for peer, _ in joiner.liars] == [giant.peer]
+
+
+async def test_a_chunk_that_breaks_off_is_fetched_again():
+    async with state_swarm(LAYOUT) as swarm:
+        donor, joiner = await swarm.donor(ANCHOR), await swarm.joiner()
+        donor.faults.gate.clear()
+        fetching = asyncio.create_task(fetch(joiner, donor))
+        await until(lambda: donor.donor is not None and donor.donor._askers)
+        chunk = next(c for c in range(CHUNKS) if joiner.catching_up._fetching._plan.expects(donor.peer, c))  # type: ignore[union-attr]
+        message, desk = StateChunk(MODULE, ANCHOR.version.digest, chunk), joiner.handler.desk
+        data = ANCHOR.chunk(chunk)
+        assert desk is not None
+        buffer = desk.admit(donor.peer, message, TensorSpec((data.nbytes // 4,), DType.FLOAT32))
+        assert isinstance(buffer, memoryview)
+        buffer[:100] = bytes(100)
+        desk.broken_off(donor.peer, message, buffer)
+        desk.received(donor.peer, message, buffer)  # of no transfer that is under way: nothing happens
+        assert joiner.catching_up._fetching._pool.in_use == 0  # type: ignore[union-attr]
+        donor.faults.gate.set()
+        assert same(await fetching, ANCHOR)
 
 
 async def test_a_flood_of_requests_is_bounded_and_others_are_served():
@@ -268,3 +290,27 @@ async def test_a_cancelled_download_gives_its_vectors_back():
         shelf.give_back(*lent[0])
         donor.faults.gate.set()
         assert same(await fetch(joiner, donor), ANCHOR)
+
+
+async def test_a_reader_cannot_keep_a_state_for_ever():
+    clock = ManualClock()
+    shelf = Shelf(state(0), clock.monotonic)
+    donor = Donor(MODULE, shelf, clock)
+    question = Question(QuestionAbout.STATE, module=MODULE, digest=shelf.current.version.digest)
+    kept_s = 0.0
+    for number in range(1, 100):
+        if shelf.get(question.digest) is None:
+            break
+        await donor.answer(question)
+        shelf.put(written(state(number), *shelf.spare()))
+        clock.now += 30.0
+        kept_s += 30.0
+    with pytest.raises(Rejected):
+        await donor.answer(question)
+    assert LONGEST_LEASE_S <= kept_s <= LONGEST_LEASE_S + LEASE_S + 60.0
+
+
+async def test_a_donor_of_another_module_gives_nothing():
+    donor = Donor(ModuleId(7), Shelf(ANCHOR), ManualClock())
+    with pytest.raises(Rejected, match=r"module 1\.0"):
+        await donor.answer(Question(QuestionAbout.STATE, module=MODULE, digest=ANCHOR.version.digest))

@@ -97,6 +97,23 @@ def test_a_donor_whose_link_keeps_breaking_is_given_up():
         now += 10.0
         actions = plan.handle(Tick(), now)
     assert isinstance(failed[0], Failed)
+    assert failed[0].kind is FailureKind.STALLED
+    assert "its link broke" in failed[0].detail
+
+
+@pytest.mark.parametrize("most_owed", [1, 3, 7, 24])
+def test_no_more_is_asked_for_than_there_is_room_for(most_owed: int):
+    plan = Download(500, CHUNK_BYTES, (), [A], Random(0), most_owed)
+    owed, now, actions = 0, 0.0, plan.handle(Tick(), 0.0)
+    order: list[int] = []
+    while not any(isinstance(action, Complete) for action in actions):
+        asked = asks(actions).get(A, ())
+        order += asked
+        owed += len(asked)
+        assert owed <= max(2, most_owed)
+        now += 0.001
+        actions = plan.handle(ChunkCame(A, order.pop(0), True), now)
+        owed -= 1
 
 
 def test_what_a_silent_donor_owes_is_fetched_from_another_that_has_nothing_to_do():
