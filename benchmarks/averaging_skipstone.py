@@ -144,16 +144,16 @@ class RoundPeer:
             parameter.sub_(STEP_SIZE)
         self.averager.after_inner_step(STEP)
 
-    async def a_round(self) -> tuple[float, float, bytes]:
+    async def a_round(self) -> tuple[float, float, AnchorVersion]:
         begun = time.monotonic()
         self.averager.stepped()
         async with asyncio.timeout(60):
             settled = await self.settled.get()
-        return begun, time.monotonic(), settled.version.digest
+        return begun, time.monotonic(), settled.version
 
 
 def round_process(connection: Connection, elements: int, codec_name: str) -> None:
-    """One peer. After the contacts, a round for each message on the connection; says when it began and ended, its digest, and the bytes sent."""
+    """One peer. After the contacts, a round for each message on the connection; says when it began and ended, what it led to, and the bytes sent."""
     torch.set_num_threads(1)
     identity = Identity.generate()
     credentials = make_credentials(identity, RUN)
@@ -180,8 +180,8 @@ def round_process(connection: Connection, elements: int, codec_name: str) -> Non
                     connection.send("prepared")
                     await asyncio.to_thread(connection.recv)
                     before = sent_bytes(transport)
-                    begun, ended, digest = await peer.a_round()
-                    connection.send((begun, ended, digest, sent_bytes(transport) - before))
+                    begun, ended, version = await peer.a_round()
+                    connection.send((begun, ended, version, sent_bytes(transport) - before))
 
     uvloop.run(main())
 

@@ -53,7 +53,7 @@ from swarm.vocabulary import AnchorVersion, ModuleId, PeerId
 
 log = logging.getLogger(__name__)
 
-TICK_S: Final = 0.05
+TICK_S: Final = 0.1
 MAX_WAITING_TELLS: Final = 64
 """Messages on the way to one peer; who takes in fewer is taken for lost."""
 
@@ -148,7 +148,7 @@ class Averager:
     async def run(self, transport: Transport) -> None:
         """Until cancelled. Before it, what arrives is refused."""
         parts = self._parts
-        means = ExchangeMeans(parts.codec, parts.outer, parts.averaging, transport)
+        means = ExchangeMeans(parts.codec, parts.outer, parts.averaging, transport, parts.clock)
         self._transport = transport
         self._loop = asyncio.get_running_loop()
         async with task_scope() as tasks:

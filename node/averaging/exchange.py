@@ -12,6 +12,7 @@ of its own to pace it: as many as there are).
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +31,7 @@ from node.averaging.staging import Staging
 from node.compute import ComputeThread, Priority
 from node.task_scope import task_scope
 from protocol.codecs import encoded_bytes
-from protocol.seams import Codec, Transport
+from protocol.seams import Clock, Codec, Transport
 from swarm.errors import PeerError, ProtocolViolation
 from swarm.round_messages import Contribution, Reduced, RoundPiece
 from swarm.rounds.words import Event, LinkLost, Owing, PieceCame, PieceRejected
@@ -44,6 +45,9 @@ FIRST_WINDOW: Final = 2
 LANES: Final = 2
 """Pieces of each kind that are being sent to one member: while one goes out, the next is prepared."""
 
+TOLD_EVERY_S: Final = 0.1
+"""The round machine hears of a member's pieces this often at most: it wants to know who is alive, not how many there are."""
+
 
 @dataclass(frozen=True, slots=True)
 class ExchangeMeans:
@@ -54,6 +58,7 @@ class ExchangeMeans:
     thread: ComputeThread
     """For the arithmetic; not the one that computes microbatches."""
     transport: Transport
+    clock: Clock
 
 
 class Exchange:
@@ -90,6 +95,7 @@ class Exchange:
         self._result_limit = NormLimit(plan.largest_norm)
         self._progress = ExchangeProgress(plan)
         self._owing: frozenset[PeerId] = frozenset()
+        self._told_of_piece: dict[PeerId, float] = {}
         largest = max(piece.elements for piece in plan.pieces)
         self._room: Vector = np.empty(largest, np.float32)
         """For whatever runs on the thread."""
@@ -135,7 +141,7 @@ class Exchange:
     async def _send_contributions(self, reducer: PeerId, pieces: Iterator[Piece]) -> None:
         """One lane; the lanes to a reducer share `pieces`."""
         codec = self._means.codec
-        room = memoryview(bytearray(self._largest_encoding(reducer)))
+        room = np.empty(self._largest_encoding(reducer), np.uint8).data
         for piece in pieces:
             await self._windows[reducer].acquire()
             data = room[: encoded_bytes(codec, piece.elements)]
@@ -181,7 +187,7 @@ class Exchange:
         if objection is not None:
             self._report(PieceRejected(self.plan.roster.round, sender, objection))
             return
-        self._report(PieceCame(self.plan.roster.round, sender))
+        self._tell_of_piece(sender)
         complete = self._progress.added(sender, piece)
         self._tell_owing()
         if complete:
@@ -198,7 +204,7 @@ class Exchange:
         applied = await self._apply(reducer, piece, buffer)
         self._arrivals.give_back(buffer)
         if applied:
-            self._report(PieceCame(self.plan.roster.round, reducer))
+            self._tell_of_piece(reducer)
             self._widen(reducer)
 
     async def _apply(self, reducer: PeerId, piece: Piece, data: memoryview) -> bool:
@@ -234,6 +240,12 @@ class Exchange:
         if self._widths[reducer] < WINDOW:
             self._widths[reducer] += 1
             self._windows[reducer].release()
+
+    def _tell_of_piece(self, sender: PeerId) -> None:
+        now = self._means.clock.monotonic()
+        if now - self._told_of_piece.get(sender, -math.inf) >= TOLD_EVERY_S:
+            self._told_of_piece[sender] = now
+            self._report(PieceCame(self.plan.roster.round, sender))
 
     def _tell_owing(self) -> None:
         owing = self._progress.owing()

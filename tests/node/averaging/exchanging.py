@@ -16,6 +16,7 @@ from node.averaging.layout import Layout, layout_of
 from node.averaging.outer import OuterRule
 from node.averaging.pieces import Plan
 from node.averaging.source import Source
+from node.clock import SystemClock
 from node.compute import ComputeThread
 from node.task_scope import task_scope
 from protocol.seams import Codec, LinkFigures, Question, Refusal, TensorSpec
@@ -146,7 +147,7 @@ class Room:
                 Source(party.base, party.snapshot),
                 vectors,
                 party.arrivals,
-                ExchangeMeans(self.codec, RULE, party.thread, Wire(party.peer, self)),
+                ExchangeMeans(self.codec, RULE, party.thread, Wire(party.peer, self), SystemClock()),
                 party.events.append,
                 lambda anchor, it=party: setattr(it, "anchor", anchor),  # type: ignore[misc]
             )

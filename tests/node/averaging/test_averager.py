@@ -168,7 +168,7 @@ async def test_who_is_alone_steps_alone_and_rejoins() -> None:
     async with hall(2, inner_steps=INNER) as here:
         await here.a_round(1, INNER)
         here.dead.add(here[1].peer)
-        await asyncio.sleep(0.3)
+        await here.until(lambda: here[0].averager.keeper.alone)
         for step in range(3 * INNER):
             await here[0].step(500 + step)
         await here.until(lambda: here[0].anchor.version.round == 4)
