@@ -41,6 +41,7 @@ from swarm.rounds.words import (
     TakeSnapshot,
     Tell,
     Tick,
+    Worked,
 )
 from swarm.vocabulary import AnchorVersion, ModuleId, PeerId
 
@@ -109,6 +110,31 @@ def test_a_round_from_the_members_side() -> None:
     assert desk.machine.version == RESULT
     assert {peer for peer in (B, C, D) if told(actions, peer) == [Progress(MODULE, RESULT, 0, 0)]} == {B, C, D}
     assert desk.machine.under_way is None
+
+
+def test_a_round_from_the_conveners_side_and_for_those_who_missed_a_message() -> None:
+    desk = Desk()
+    actions = desk.feed(Worked(2 * RULES.inner_steps, 1000))
+    while desk.machine.under_way is None:
+        actions = desk.wait(0.1)
+    invitations = [a for a in actions if isinstance(a, Tell) and isinstance(a.message, Invitation)]
+    attempt = desk.machine.under_way
+    assert attempt == RoundId(MODULE, 5, 0, US)
+    assert {invitation.to for invitation in invitations} == {B, C, D}
+    entry = Entry(attempt, 10, 100, 1.0, 1e6, None)
+    desk.hear(B, Accepting(attempt))
+    actions = desk.feed(SnapshotTaken(attempt, 20, 1000, 1.0, 1e6)) + desk.hear(B, entry) + desk.hear(C, entry)
+    actions += desk.hear(D, Declined(attempt, DeclineReason.BROKEN, BASE))
+    (made,) = [message for message in told(actions, B) if isinstance(message, Roster)]
+    assert {member.peer for member in made.members} == {US, B, C}
+    assert told(desk.hear(B, entry), B) == [made], "it has missed the roster"
+    result = AnchorVersion(5, made.steps, made.tokens, 0, b"result")
+    assert told(desk.feed(Staged(attempt, result)), B) == []
+    actions = desk.hear(C, Prepared(attempt, result))
+    commit = Commit(attempt, result, (C, US))
+    assert [commit in told(actions, peer) for peer in (B, C, D)] == [True, True, True]
+    assert CommitStaged in kinds(actions)
+    assert told(desk.hear(B, Prepared(attempt, result)), B) == [commit], "it has missed the commit"
 
 
 @pytest.mark.parametrize(
