@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from swarm.round_messages import (
-    MAX_ATTEMPTS,
     Accepting,
     Commit,
     Declined,
@@ -20,10 +19,12 @@ from swarm.round_messages import (
     RoundId,
 )
 from swarm.rounds.ballots import ATTEMPTS_AT_ONCE
-from swarm.rounds.convening import Convening, GivenUp, Settled, TryAgain
+from swarm.rounds.convening import Convening
+from swarm.rounds.guests import GivenUp, Settled, TryAgain
+from swarm.rounds.invitations import can_be_meant, refusal_of
 from swarm.rounds.outlook import Outlook
 from swarm.rounds.rosters import leads_to, objection
-from swarm.rounds.rules import convener_order, plausible_round, precedence
+from swarm.rounds.rules import convener_order
 from swarm.rounds.taking_part import Participation, Phase, StagedResult
 from swarm.rounds.words import (
     Action,
@@ -67,48 +68,30 @@ class Attempts:
         outlook.ballots.follow(attempt)
         away = outlook.ballots.left_out | outlook.offences.excluded(outlook.now)
         guests = {outlook.own, *(outlook.fellows.serving - away)}
-        rosters = outlook.ballots.rosters
-        self._convening = Convening(outlook.own, attempt, outlook.version, guests, rosters, outlook.rules, outlook.now)
+        ballots = outlook.ballots
+        self._convening = Convening(
+            outlook.own,
+            attempt,
+            outlook.version,
+            guests,
+            ballots.rosters,
+            frozenset(ballots.doubted),
+            outlook.rules,
+            outlook.now,
+        )
         self.latest = f"opened round {attempt.number} attempt {attempt.attempt}: {why}"
         return [*self._convening.open()]
 
     def _invited(self, sender: PeerId, invitation: Invitation) -> Actions:
         outlook, attempt = self._outlook, invitation.round
-        plausible = plausible_round(outlook.version, attempt.number) and 0 <= attempt.attempt < MAX_ATTEMPTS
-        if attempt.convener != sender or not plausible or sender in outlook.offences.excluded(outlook.now):
+        if not can_be_meant(sender, attempt, outlook):
             return []
         if self.part is not None and self.part.round == attempt:
             return self._tell_convener(self.part)
-        refusal = self._refusal(invitation)
+        refusal = refusal_of(invitation, self.part, outlook)
         if refusal is not None:
             return [Tell(sender, Declined(attempt, refusal, outlook.version))]
         return self._follow(attempt)
-
-    def _refusal(self, invitation: Invitation) -> DeclineReason | None:
-        outlook, attempt = self._outlook, invitation.round
-        if attempt.number <= outlook.version.round:
-            return DeclineReason.PAST
-        if invitation.base != outlook.version:
-            return DeclineReason.OTHER_ANCHOR
-        if outlook.lag.catching is not None or attempt == outlook.ballots.ended:
-            return DeclineReason.NOT_READY
-        if (attempt.number, attempt.attempt) < outlook.ballots.highest:
-            return DeclineReason.OTHER_CONVENER
-        if self.part is not None and not self._prefers(self.part, attempt):
-            return DeclineReason.OTHER_CONVENER
-        return None
-
-    def _prefers(self, part: Participation, other: RoundId) -> bool:
-        """Whether an attempt takes precedence over the one we are in."""
-        current = part.round
-        if (other.number, other.attempt) == (current.number, current.attempt):
-            earlier = precedence(other.module, other.number, other.convener) < precedence(
-                current.module, current.number, current.convener
-            )
-            return earlier and part.roster is None
-        if other.convener == current.convener:
-            return True
-        return part.phase is not Phase.FINISHING and not part.loyal(self._outlook.now)
 
     def _follow(self, attempt: RoundId) -> Actions:
         outlook = self._outlook
@@ -330,7 +313,8 @@ class Attempts:
         match verdict:
             case Settled(version, holders):
                 return [*tells, *self._settle(convening, version, holders)]
-            case TryAgain(without, why):
+            case TryAgain(without, why, accuser):
+                outlook.ballots.doubted |= set() if accuser is None else {accuser}
                 return [*tells, *self._try_again(convening, without, why)]
             case GivenUp(why):
                 outlook.ballots.failed(outlook.now)

@@ -27,6 +27,8 @@ class Ballots:
         self.highest: tuple[int, int] = (0, 0)
         """(number, attempt) that we followed from this anchor."""
         self.left_out: set[PeerId] = set()
+        self.doubted: set[PeerId] = set()
+        """Who alone had something against another member."""
         self.rosters: list[Roster] = []
         """Of the exchanges we began from this anchor, the latest few."""
         self.quiet_until = 0.0
@@ -49,6 +51,7 @@ class Ballots:
     def follow(self, attempt: RoundId) -> None:
         if attempt.number > self.highest[0]:
             self.left_out.clear()
+            self.doubted.clear()
         self.highest = max(self.highest, (attempt.number, attempt.attempt))
         self.due_since = None
 
@@ -76,4 +79,5 @@ class Ballots:
         self._failures = 0
         self.highest, self.quiet_until, self.due_since, self.ended = (0, 0), 0.0, None, None
         self.left_out.clear()
+        self.doubted.clear()
         self.rosters = []

@@ -6,15 +6,12 @@ what to send and, when the attempt has come to an end, which (`Verdict`).
 
 from __future__ import annotations
 
-import enum
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from swarm.round_messages import (
     Accepting,
     Declined,
-    DeclineReason,
     Dissolved,
     Entry,
     Invitation,
@@ -24,6 +21,7 @@ from swarm.round_messages import (
     RoundControl,
     RoundId,
 )
+from swarm.rounds.guests import ASKED_AGAIN, DECLINED, WITH_US, Answer, GivenUp, Guest, Settled, TryAgain, Verdict
 from swarm.rounds.rosters import CONVENER_REDUCES_FROM, leads_to, make_roster, may_be_committed, sound_entry
 from swarm.rounds.rules import fragment_chunks, precedence
 from swarm.rounds.words import RoundRules, Tell
@@ -37,77 +35,14 @@ GRACE_S = 20.0
 """And so much more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """This version holds from now on."""
-
-    version: AnchorVersion
-    holders: tuple[PeerId, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class TryAgain:
-    """The next attempt has to do without these."""
-
-    without: frozenset[PeerId]
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class GivenUp:
-    why: str
-
-
-Verdict = Settled | TryAgain | GivenUp
-
-
-class Answer(enum.Enum):
-    """How a guest has answered."""
-
-    NONE = 1
-    ACCEPTED = 2
-    ENTERED = 3
-    ELSEWHERE = 4
-    """It follows another convener."""
-    NOT_YET = 5
-    """It stands elsewhere or is getting ready. It is given the time that a silent one is given: else one that catches up
-    would come too late for every round where rounds are short."""
-    PAST = 6
-    """It has committed this round already."""
-    REFUSED = 7
-
-
-_WITH_US = (Answer.ACCEPTED, Answer.ENTERED)
-_ASKED_AGAIN = (Answer.NONE, Answer.ELSEWHERE, Answer.NOT_YET)
-_DECLINED = {
-    DeclineReason.OTHER_CONVENER: Answer.ELSEWHERE,
-    DeclineReason.OTHER_ANCHOR: Answer.NOT_YET,
-    DeclineReason.NOT_READY: Answer.NOT_YET,
-    DeclineReason.PAST: Answer.PAST,
-}
-
-
-@dataclass(slots=True)
-class _Guest:
-    heard: float
-    answer: Answer = Answer.NONE
-    lost: bool = False
-    """Its link broke and nothing has come since."""
-    entry: Entry | None = None
-    prepared: AnchorVersion | None = None
-    waiting_for: frozenset[PeerId] = frozenset()
-    rejected: frozenset[PeerId] = frozenset()
-
-    def silent(self, now: float, patience_s: float) -> bool:
-        return now - self.heard > (patience_s / 2 if self.lost else patience_s)
-
-
 class Convening:
     """See the module.
 
     Args:
         guests: whom to invite, the convener included.
         earlier: rosters of earlier attempts from this anchor that the convener has seen.
+        doubted: who alone accused another member in an earlier attempt. Accusing alone again, it goes itself: else one liar
+            could have everybody left out.
     """
 
     def __init__(
@@ -117,6 +52,7 @@ class Convening:
         base: AnchorVersion,
         guests: Iterable[PeerId],
         earlier: Sequence[Roster],
+        doubted: frozenset[PeerId],
         rules: RoundRules,
         now: float,
     ) -> None:
@@ -124,8 +60,9 @@ class Convening:
         self.roster: Roster | None = None
         self._own = own
         self._base = base
-        self._guests = {peer: _Guest(now) for peer in sorted(guests)}
+        self._guests = {peer: Guest(now) for peer in sorted(guests)}
         self._earlier = earlier
+        self._doubted = doubted
         self._rules = rules
         self._opened = now
         self._pulsed = now
@@ -141,17 +78,12 @@ class Convening:
         """Those that never answered."""
         return frozenset(peer for peer, guest in self._guests.items() if guest.answer is Answer.NONE)
 
-    @property
-    def offenders(self) -> frozenset[PeerId]:
-        """Whom somebody rejects."""
-        return frozenset(peer for guest in self._guests.values() for peer in guest.rejected)
-
     def open(self) -> list[Tell]:
         return [Tell(peer, Invitation(self.round, self._base)) for peer in self._guests]
 
     def dissolve(self, why: str) -> list[Tell]:
         """To everybody else that may still count on this attempt."""
-        others = (peer for peer, guest in self._guests.items() if peer != self._own and guest.answer in _WITH_US)
+        others = (peer for peer, guest in self._guests.items() if peer != self._own and guest.answer in WITH_US)
         return [Tell(peer, Dissolved(self.round, why)) for peer in others]
 
     # ---- what comes in ------------------------------------------------------------------------------------------------
@@ -175,7 +107,7 @@ class Convening:
                 guest.entry = message if guest.answer is Answer.ENTERED else None
                 return self._answer_entry(sender)
             case Declined(_, reason, _):
-                guest.answer = _DECLINED.get(reason, Answer.REFUSED)
+                guest.answer = DECLINED.get(reason, Answer.REFUSED)
                 guest.entry = None
             case Pulse(_, waiting_for, rejected):
                 guest.waiting_for = frozenset(waiting_for) & self._guests.keys()
@@ -217,11 +149,11 @@ class Convening:
             return []
         self._pulsed = now
         invitation, pulse = Invitation(self.round, self._base), Pulse(self.round)
-        unsure = _ASKED_AGAIN if self.roster is None else ()
+        unsure = ASKED_AGAIN if self.roster is None else ()
         return [
             Tell(peer, invitation if guest.answer in unsure else pulse)
             for peer, guest in self._guests.items()
-            if guest.answer in _WITH_US or guest.answer in unsure
+            if guest.answer in WITH_US or guest.answer in unsure
         ]
 
     # ---- before the exchange ------------------------------------------------------------------------------------------
@@ -229,18 +161,18 @@ class Convening:
     def _collecting(self, now: float) -> bool:
         return any(self._awaited(guest, now) for guest in self._guests.values())
 
-    def _awaited(self, guest: _Guest, now: float) -> bool:
+    def _awaited(self, guest: Guest, now: float) -> bool:
         waited = now - self._opened
         if guest.answer is Answer.ACCEPTED:
             return waited < self._rules.prepare_s and not guest.silent(now, self._rules.silence_s)
         patience_s = self._rules.answer_s / 2 if guest.lost else self._rules.answer_s
-        return guest.answer in _ASKED_AGAIN and waited < patience_s
+        return guest.answer in ASKED_AGAIN and waited < patience_s
 
     def _judge_entries(self) -> Verdict | None:
         if self._guests[self._own].answer is not Answer.ENTERED:
             return GivenUp("our own update is not ready")
         elsewhere = sum(guest.answer is Answer.ELSEWHERE for guest in self._guests.values())
-        with_us = sum(guest.answer in _WITH_US for guest in self._guests.values()) - 1
+        with_us = sum(guest.answer in WITH_US for guest in self._guests.values()) - 1
         if elsewhere and elsewhere >= with_us:
             return GivenUp("the others follow another convener")
         past = any(guest.answer is Answer.PAST for guest in self._guests.values())
@@ -311,7 +243,7 @@ class Convening:
             or self._overdue(members, now)
         )
 
-    def _gone(self, members: dict[PeerId, _Guest], now: float) -> Verdict | None:
+    def _gone(self, members: dict[PeerId, Guest], now: float) -> Verdict | None:
         if members[self._own].answer is not Answer.ENTERED:
             return GivenUp("our own part has ended")
         elsewhere = [peer for peer, guest in members.items() if guest.answer is Answer.ELSEWHERE]
@@ -325,13 +257,18 @@ class Convening:
         )
         return TryAgain(gone, "silent or gone") if gone else None
 
-    def _rejected(self, members: dict[PeerId, _Guest]) -> Verdict | None:
-        rejected = self.offenders - {self._own}
-        if self._own in self.offenders:  # they will not have what we reduce
-            rejected |= {peer for peer, guest in members.items() if self._own in guest.rejected}
-        return TryAgain(rejected, "sent what cannot be used") if rejected else None
+    def _rejected(self, members: dict[PeerId, Guest]) -> Verdict | None:
+        """Somebody sent what cannot be used."""
+        accusers: defaultdict[PeerId, set[PeerId]] = defaultdict(set)
+        for peer, guest in members.items():
+            for accused in guest.rejected & members.keys():
+                accusers[accused].add(peer)
+        if not accusers:
+            return None
+        worst = max(accusers, key=lambda peer: (len(accusers[peer]), peer))
+        return self._convicted(worst, accusers[worst], "sent what cannot be used")
 
-    def _waited_for(self, members: dict[PeerId, _Guest], now: float) -> Verdict | None:
+    def _waited_for(self, members: dict[PeerId, Guest], now: float) -> Verdict | None:
         """Somebody's pieces do not come through, though it lives. That may pass by itself, so it has two pulses' time."""
         accusers: defaultdict[PeerId, set[PeerId]] = defaultdict(set)
         for peer, guest in members.items():
@@ -345,18 +282,24 @@ class Convening:
         if now - self._accused_since < 2 * self._rules.pulse_s:
             return None
         worst = max(accusers, key=lambda peer: self._blame(peer, accusers[peer], members))
-        without = accusers[worst] if worst == self._own else {worst}
-        return TryAgain(frozenset(without - {self._own}), "waited for in vain")
+        return self._convicted(worst, accusers[worst], "waited for in vain")
+
+    def _convicted(self, accused: PeerId, accusers: set[PeerId], why: str) -> TryAgain:
+        """The accused goes; or its accusers, when they accuse the convener (they will not have what it reduces) or are doubted."""
+        if accused == self._own or accusers <= self._doubted:
+            return TryAgain(frozenset(accusers - {self._own}), f"has something against others: {why}")
+        alone = next(iter(accusers)) if len(accusers) == 1 else None
+        return TryAgain(frozenset({accused}), why, alone if alone != self._own else None)
 
     def _blame(
-        self, peer: PeerId, accusers: set[PeerId], members: dict[PeerId, _Guest]
+        self, peer: PeerId, accusers: set[PeerId], members: dict[PeerId, Guest]
     ) -> tuple[bool, int, bool, bytes]:
         """One that itself hears everybody (the others may only pass on what they wait for); most accusers; not the convener;
         then the order of this round decides."""
         order = precedence(self.round.module, self.round.number, peer)
         return not members[peer].waiting_for, len(accusers), peer != self._own, order
 
-    def _overdue(self, members: dict[PeerId, _Guest], now: float) -> Verdict | None:
+    def _overdue(self, members: dict[PeerId, Guest], now: float) -> Verdict | None:
         if all(guest.prepared is not None for guest in members.values()):
             return TryAgain(frozenset(), "the results differ")
         if now < self._deadline:

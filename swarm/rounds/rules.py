@@ -79,7 +79,7 @@ def plausible_round(own: AnchorVersion, number: int) -> bool:
 
 def next_number(own: AnchorVersion, seen: Iterable[AnchorVersion]) -> int:
     """One more than any live replica has, so that whoever takes over the result moves forward."""
-    return 1 + max([own.round, *(version.round for version in seen if plausible_round(own, version.round))])
+    return 1 + max([own.round, *(version.round for version in seen if version.round <= own.round + PLAUSIBLE_LEAD)])
 
 
 def standing(own: AnchorVersion, others: Mapping[PeerId, AnchorVersion]) -> Reasoned[AnchorVersion]:

@@ -189,14 +189,15 @@ class TakeSnapshot:
 @dataclass(frozen=True, slots=True)
 class Exchange:
     """Begin the exchange with this roster; whatever exchange was under way ends without a trace (its staged result, if it
-    was complete, is kept until `Settled` or a commit of this or a later round)."""
+    was complete, is kept until `Release` of its number or a commit). Pieces of this attempt may have come before it."""
 
     roster: Roster
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """End the exchange and forget the snapshot and everything staged for rounds up to this number."""
+    """End the exchange and forget the snapshots and everything staged for rounds up to this number. A number below that of
+    the attempt under way only ends the exchange: its snapshot and staged results are kept for the next attempt."""
 
     number: int
     why: str
@@ -204,7 +205,8 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class CommitStaged:
-    """Make the staged result of this version the anchor, and carry the work done since the snapshot over to it."""
+    """Make the staged result of this version the anchor, and carry the work done since the snapshot over to it. All snapshots and
+    staged results are forgotten, but pieces that others still need of this exchange go on being sent until the next one begins."""
 
     round: RoundId
     version: AnchorVersion

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from random import Random
 
-from swarm.round_messages import MAX_ATTEMPTS, Commit, Invitation, Roster, RoundId
+from swarm.round_messages import MAX_ATTEMPTS, Commit, Invitation, Prepared, Roster, RoundId
 from swarm.rounds.words import Action, CatchUp, CommitStaged, Exchange, Fellow, LinkLost, RoundRules, Tell
 from swarm.vocabulary import AnchorVersion, PeerId
 from tests.swarm.rounds.virtual_links import VirtualLinks
@@ -52,7 +52,9 @@ class RoundWorld:
         """Of each round number."""
         self.prepared: defaultdict[AnchorVersion, set[PeerId]] = defaultdict(set)
         """Who has ever had the whole result, and below from which exchange."""
+        self.told: defaultdict[AnchorVersion, set[PeerId]] = defaultdict(set)
         self.exchanged: dict[AnchorVersion, Roster] = {}
+        self.on_commit: Callable[[VirtualReplica, CommitStaged], None] = lambda replica, commit: None
         self.caught_up: Counter[PeerId] = Counter()
         self.exchanges = 0
         self.on_exchange: Callable[[VirtualReplica, Roster], None] = lambda replica, roster: None
@@ -100,9 +102,12 @@ class RoundWorld:
         for action in actions:
             match action:
                 case CommitStaged(attempt, version, members):
+                    self.on_commit(replica, action)
                     self.commits[version].add(replica.id)
                     self.rosters[version] = members
                     self.conveners[version.round] = attempt.convener
+                case Tell(_, Prepared(_, version)):
+                    self.told[version].add(replica.id)
                 case Tell(_, Commit(attempt, version)):
                     self._check_majority(attempt, version)
                 case CatchUp():
@@ -113,6 +118,8 @@ class RoundWorld:
                     self.attempts[attempt.number] = max(self.attempts[attempt.number], attempt.attempt + 1)
                 case Exchange(roster):
                     self.exchanges += 1
+                    if roster.round.convener == replica.id:
+                        self._check_nothing_thrown_away(roster)
                     self.on_exchange(replica, roster)
                 case _:
                     pass
@@ -126,6 +133,14 @@ class RoundWorld:
         roster = self.exchanged[version]
         if roster.round == attempt:
             assert 2 * len(self.prepared[version]) > len(roster.members), "a commit without a majority"
+
+    def _check_nothing_thrown_away(self, roster: Roster) -> None:
+        """A result that somebody has committed, and that a member has told of, is not replaced by another one."""
+        for version in self.commits:
+            if version.round > roster.base.round and self.exchanged[version].base == roster.base:
+                holders = {member.peer for member in roster.members} & self.told[version]
+                still = {peer for peer in holders if version in self.replicas[peer].staged}
+                assert not still, f"{still} have the committed round {version.round}, and it is done again"
 
     def versions(self) -> set[AnchorVersion]:
         return {replica.version for replica in self.living}

@@ -41,6 +41,7 @@ from swarm.rounds.words import (
     TakeSnapshot,
     Tell,
     Tick,
+    Worked,
 )
 from swarm.vocabulary import AnchorVersion, ModuleId, PeerId
 
@@ -109,6 +110,31 @@ def test_a_round_from_the_members_side() -> None:
     assert desk.machine.version == RESULT
     assert {peer for peer in (B, C, D) if told(actions, peer) == [Progress(MODULE, RESULT, 0, 0)]} == {B, C, D}
     assert desk.machine.under_way is None
+
+
+def test_a_round_from_the_conveners_side_and_for_those_who_missed_a_message() -> None:
+    desk = Desk()
+    actions = desk.feed(Worked(2 * RULES.inner_steps, 1000))
+    while desk.machine.under_way is None:
+        actions = desk.wait(0.1)
+    invitations = [a for a in actions if isinstance(a, Tell) and isinstance(a.message, Invitation)]
+    attempt = desk.machine.under_way
+    assert attempt == RoundId(MODULE, 5, 0, US)
+    assert {invitation.to for invitation in invitations} == {B, C, D}
+    entry = Entry(attempt, 10, 100, 1.0, 1e6, None)
+    desk.hear(B, Accepting(attempt))
+    actions = desk.feed(SnapshotTaken(attempt, 20, 1000, 1.0, 1e6)) + desk.hear(B, entry) + desk.hear(C, entry)
+    actions += desk.hear(D, Declined(attempt, DeclineReason.BROKEN, BASE))
+    (made,) = [message for message in told(actions, B) if isinstance(message, Roster)]
+    assert {member.peer for member in made.members} == {US, B, C}
+    assert told(desk.hear(B, entry), B) == [made], "it has missed the roster"
+    result = AnchorVersion(5, made.steps, made.tokens, 0, b"result")
+    assert told(desk.feed(Staged(attempt, result)), B) == []
+    actions = desk.hear(C, Prepared(attempt, result))
+    commit = Commit(attempt, result, (C, US))
+    assert [commit in told(actions, peer) for peer in (B, C, D)] == [True, True, True]
+    assert CommitStaged in kinds(actions)
+    assert told(desk.hear(B, Prepared(attempt, result)), B) == [commit], "it has missed the commit"
 
 
 @pytest.mark.parametrize(
@@ -212,6 +238,16 @@ def test_who_slept_drops_the_attempt_and_keeps_what_it_prepared() -> None:
     assert actions == [Release(4, "this process did not run for 30.0 s")]
     assert desk.feed(Staged(ATTEMPT, RESULT)) == []
     assert desk.wait(0.5) == []
+
+
+def test_a_process_that_is_held_up_does_not_take_its_convener_for_silent() -> None:
+    desk = Desk()
+    desk.enter()
+    desk.hear(B, roster())
+    for _ in range(8):
+        desk.now += 1.9
+        desk.feed(Tick())
+    assert desk.machine.under_way == ATTEMPT
 
 
 def test_rejected_pieces_are_told_and_a_repeated_offender_is_heard_no_more() -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
 from swarm.round_messages import Roster
-from swarm.rounds.words import RoundRules
+from swarm.rounds.words import CommitStaged, RoundRules
 from swarm.vocabulary import AnchorVersion, PeerId
 from tests.swarm.rounds.round_world import RoundWorld, Shape
 from tests.swarm.rounds.virtual_replica import INITIAL, VirtualReplica
@@ -129,6 +129,43 @@ def test_three_win_over_one(seed: int) -> None:
     assert world.caught_up[d] <= 2, "twice when a round was under way among the others"
 
 
+def test_three_win_over_one_that_is_many_rounds_ahead() -> None:
+    world = RoundWorld(2)
+    a, b, c, d = world.peers
+    world.replicas[d].step_s = 0.1
+    split(world, [a, b, c], [d], rounds=3)
+    three = world.replicas[a].version.round
+    assert world.replicas[d].version.round > three + 2
+    before = len(world.commits)
+    world.links.heal()
+    assert world.run_until(world.agreed, 60.0), world.explain()
+    assert len([version for version, who in world.commits.items() if a in who]) <= before + 2
+    committed_since = len(world.commits) - before
+    assert committed_since <= 2, "their next round has a number above the lone one's"
+    assert world.caught_up[a] + world.caught_up[b] + world.caught_up[c] == 0
+
+
+@pytest.mark.parametrize("replicas", [3, 4, 5])
+def test_what_a_convener_committed_before_it_died_holds(replicas: int) -> None:
+    world = RoundWorld(9, replace(SLOW, replicas=replicas))
+    first: list[AnchorVersion] = []
+
+    def dies(replica: VirtualReplica, commit: CommitStaged) -> None:
+        if not first:
+            first.append(commit.version)
+            world.links.partition([replica.id], [peer for peer in world.peers if peer != replica.id])
+            world.crash(replica.id)
+
+    world.on_commit = dies
+    assert world.run_until(lambda: bool(first), 60.0)
+    others = {replica.id for replica in world.living}
+    assert not any(replica.version == first[0] for replica in world.living)
+    assert world.run_until(lambda: all(replica.version.round > 0 for replica in world.living), 20.0), world.explain()
+    assert world.commits[first[0]] & others
+    assert not world.forks()
+    assert world.run_until(lambda: all(replica.version.round > 1 for replica in world.living), 60.0), world.explain()
+
+
 def test_a_lone_replica_steps_by_itself_until_another_one_comes() -> None:
     world = RoundWorld(3, Shape(replicas=2))
     a, b = world.peers
@@ -153,6 +190,17 @@ def test_who_sends_rubbish_is_left_out_and_then_not_invited_for_a_while() -> Non
     assert all(set(world.rosters[version]) == others for version in theirs)
     assert sum(attempts - 1 for attempts in world.attempts.values()) <= 4, "later it costs no second attempts any more"
     assert not {peer for peer in world.caught_up if peer != offender}
+
+
+def test_a_slanderer_does_not_keep_the_others_from_each_other() -> None:
+    world = RoundWorld(11, Shape(replicas=5))
+    slanderer, victim, *others = world.peers
+    world.replicas[slanderer].slanders = victim
+    world.run(90.0)
+    theirs = [version for version, who in world.commits.items() if who >= set(others)]
+    assert len(theirs) >= 12
+    assert world.caught_up[victim] < len(theirs)
+    assert any(victim in world.rosters[version] for version in theirs)
 
 
 def test_two_that_cannot_reach_each_other_hold_up_nobody() -> None:

@@ -81,6 +81,7 @@ def test_fragments_are_those_of_the_modules_layout(fragments: int) -> None:
 def test_numbers_go_beyond_all_that_is_seen_but_not_beyond_reason() -> None:
     assert next_number(BASE, [version(7), version(2)]) == 8
     assert next_number(BASE, [version(4 + PLAUSIBLE_LEAD + 1)]) == 5
+    assert next_number(version(0), [version(2**48 - 1)]) == 1
 
 
 # ---- what the module stands on --------------------------------------------------------------------------------------

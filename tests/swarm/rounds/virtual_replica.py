@@ -70,6 +70,8 @@ class VirtualReplica:
         self.alone = False
         self.spoils = False
         """Sends pieces that cannot be used."""
+        self.slanders: PeerId | None = None
+        """Says so of this one, which does not."""
         self.step_s = world.random.uniform(*world.shape.step_s)
         self.bandwidth = world.random.uniform(*world.shape.bandwidth)
         self.tokens_a_step = world.random.randint(50, 200)
@@ -170,6 +172,8 @@ class VirtualReplica:
                 self._owed = frozenset()
                 self.exchange.start()
                 self._exchange_moved(self.exchange)
+                if self.slanders is not None and roster.round.convener != self.id:
+                    self.feed(PieceRejected(roster.round, self.slanders, "slander"))
                 early, self.early = self.early, []
                 for take in early:
                     take()
