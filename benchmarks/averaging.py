@@ -137,7 +137,7 @@ def hivemind(codec: str, elements: int, count: int) -> Iterator[Round]:
         with ExitStack() as processes:
             try:
                 peers = start_hivemind(processes, codec, elements, count)
-            except TimeoutError:
+            except (TimeoutError, EOFError):
                 print(f"hivemind did not start, try {attempt} of {STARTS}", file=sys.stderr)
                 continue
             yield partial(hivemind_round, peers)
@@ -156,9 +156,13 @@ def start_hivemind(processes: ExitStack, codec: str, elements: int, count: int) 
 
 
 def hivemind_round(peers: list[Connection]) -> dict[str, Any] | None:
+    """After a round that hung the peers are not in step any more, and are taken out."""
+    if not peers:
+        return None
     try:
         times = all_in_step(peers)
-    except TimeoutError:
+    except (TimeoutError, EOFError, OSError):
+        peers.clear()
         return None
     return None if None in times else {"seconds": spanned(times)}
 

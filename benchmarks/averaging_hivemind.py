@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 import time
 from multiprocessing.connection import Connection
@@ -9,19 +10,18 @@ from typing import Any
 
 import torch
 
-CODECS = ("NONE", "FLOAT16")
-"""With NumPy 2.4 its 8-bit codecs fail; half precision is the best that works."""
 MATCHMAKING_S = 3.0
 PATIENCE_S = 60.0
 
 
 def averager_process(connection: Connection, count: int, elements: int, codec: str, peers: list[str]) -> None:
-    """One of `count` averagers; says when each all-reduce began and ended, or None when it failed. A round for each message."""
+    """One of `count` averagers, in half precision (with NumPy 2.4 its 8-bit codecs fail) or float32; says when each all-reduce began and ended, or None when it failed. A round for each message."""
     from hivemind.averaging import DecentralizedAverager
     from hivemind.compression import Float16Compression, NoCompression
     from hivemind.dht import DHT
 
     torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # its averager is a process that cannot be started otherwise
     dht = DHT(initial_peers=peers, start=True)
     averager = DecentralizedAverager(
         [torch.randn(elements)],

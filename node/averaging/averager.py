@@ -335,7 +335,7 @@ class Averager:
         self.handle(CaughtUp(anchor.version))
 
     def _bandwidth(self) -> float:
-        """Bytes per second of our best link, to the nearest power of two: measurements differ more than links do, and shards should not."""
+        """Bytes per second of our best link, to the nearest power of four: what is measured varies by a factor of two among equals."""
         assert self._transport is not None
         best = max((link.goodput_bytes_per_s for link in self._transport.figures().values()), default=0.0)
-        return 2.0 ** round(math.log2(best)) if best >= 1 else 0.0
+        return 4.0 ** round(math.log2(best) / 2) if best >= 1 else 0.0

@@ -118,11 +118,14 @@ class Exchange:
         async with task_scope() as tasks:
             self._tasks = tasks
             try:
-                await self._on_thread(partial(self._staging.keep_others, self.plan.first_chunk, self.plan.end_chunk))
+                if len(self.plan.layout.fragments) > 1:
+                    rest = partial(self._staging.keep_others, self.plan.first_chunk, self.plan.end_chunk)
+                    await self._on_thread(rest)
                 self._start_sending(tasks)
                 self._arrivals.open(self.plan, self._take)
-                for piece in self._progress.ready():
-                    tasks.create_task(self._finish(piece))
+                if not set(self.plan.contributors) - {self.plan.own}:
+                    for piece in self.plan.shards[self.plan.own]:
+                        tasks.create_task(self._reduce_alone(piece))
                 self._tell_owing()
                 await self._complete.wait()
             finally:
@@ -182,20 +185,23 @@ class Exchange:
             self._tasks.create_task(self._receive_result(sender, piece, buffer))
 
     async def _add(self, sender: PeerId, piece: Piece, buffer: memoryview) -> None:
-        objection = await self._on_thread(partial(self._reduction.add, piece, sender, buffer, self._room))
+        added = await self._on_thread(partial(self._reduction.add, piece, sender, buffer, self._room))
         self._arrivals.give_back(buffer)
-        if objection is not None:
-            self._report(PieceRejected(self.plan.roster.round, sender, objection))
+        if added.objection is not None:
+            self._report(PieceRejected(self.plan.roster.round, sender, added.objection))
             return
         self._tell_of_piece(sender)
-        complete = self._progress.added(sender, piece)
+        self._progress.added(sender)
         self._tell_owing()
-        if complete:
-            await self._finish(piece)
+        if added.encoding is not None:
+            await self._pass_on(piece, added.encoding)
 
-    async def _finish(self, piece: Piece) -> None:
+    async def _reduce_alone(self, piece: Piece) -> None:
+        """Nobody else has anything to contribute."""
+        await self._pass_on(piece, await self._on_thread(partial(self._reduction.finish, piece)))
+
+    async def _pass_on(self, piece: Piece, data: memoryview) -> None:
         """All contributions to a piece of our shard are in: the same bytes go to all, and to ourselves."""
-        data = await self._on_thread(partial(self._reduction.finish, piece))
         for queue in self._results.values():
             queue.put_nowait((piece, data))
         await self._apply(self.plan.own, piece, data)

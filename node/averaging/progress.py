@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from node.averaging.pieces import Piece, Plan
 from swarm.vocabulary import PeerId
 
@@ -15,26 +13,18 @@ class ExchangeProgress:
         self._plan = plan
         contributors = frozenset(plan.contributors) - {plan.own}
         own = plan.shards[plan.own]
-        self._without = {piece: set(contributors) for piece in own}
-        """Of each piece of our shard that is not complete: whose contribution has not been added yet."""
         self._contributions_due = {peer: len(own) for peer in contributors}
         self._results_due = {peer: len(plan.shards[peer]) for peer in plan.others}
         self._contributed = dict.fromkeys(plan.others, 0)
         self._unapplied = set(plan.pieces)
 
-    def ready(self) -> Iterable[Piece]:
-        """Pieces of our shard to which nobody else contributes."""
-        return [piece for piece, missing in self._without.items() if not missing]
-
     def contributed(self, reducer: PeerId) -> None:
         """We have sent a piece to its reducer."""
         self._contributed[reducer] += 1
 
-    def added(self, sender: PeerId, piece: Piece) -> bool:
-        """A contribution to our shard is in the sum. Whether the piece is complete now."""
-        self._without[piece].discard(sender)
+    def added(self, sender: PeerId) -> None:
+        """A contribution to our shard is in its sum."""
         self._contributions_due[sender] -= 1
-        return not self._without[piece]
 
     def applied(self, piece: Piece) -> bool:
         """A result has been applied. Whether it was the last."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -49,6 +50,16 @@ def read_encoding(codec: Codec, data: memoryview, room: Vector) -> Vector:
     return room
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Added:
+    """What became of a contribution."""
+
+    objection: str | None = None
+    """Why it cannot be used; then nothing has changed."""
+    encoding: memoryview | None = None
+    """Of the whole sum, when it is complete."""
+
+
 class Reduction:
     """The sums of our shard.
 
@@ -62,20 +73,24 @@ class Reduction:
         self._source = source
         self._limits = {peer: NormLimit(plan.members[peer].norm) for peer in plan.contributors}
         self._sums: dict[Piece, Vector] = {}
+        others = len(set(plan.contributors) - {plan.own})
+        self._to_come = dict.fromkeys(plan.shards[plan.own], others)
 
-    def add(self, piece: Piece, sender: PeerId, data: memoryview, room: Vector) -> str | None:
-        """Adds what a member sent for a piece. Says why not, if it cannot be used; then nothing has changed.
+    def add(self, piece: Piece, sender: PeerId, data: memoryview, room: Vector) -> Added:
+        """Adds what a member sent for a piece, and ends its sum when that was the last.
 
         `room` is at least as long as the piece.
         """
         try:
             values = read_encoding(self._codec, data, room[: piece.elements])
         except ProtocolViolation as error:
-            return str(error)
+            return Added(objection=str(error))
         objection = self._limits[sender].objection(values)
-        if objection is None:
-            add_scaled(values, self._plan.members[sender].coefficient, self._sum(piece))
-        return objection
+        if objection is not None:
+            return Added(objection=objection)
+        add_scaled(values, self._plan.members[sender].coefficient, self._sum(piece))
+        self._to_come[piece] -= 1
+        return Added(encoding=None if self._to_come[piece] else self.finish(piece))
 
     def finish(self, piece: Piece) -> memoryview:
         """The encoding of a complete sum: what all members get, we too."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from node.averaging.anchor import Anchor, Vector, chunk_bytes, hash_of, version_of
-from node.averaging.layout import Layout
 from node.averaging.outer import OuterRule
+from node.averaging.vectors import STRETCH
 
 
 class Staging:
@@ -20,10 +20,9 @@ class Staging:
         self._parameters = parameters
         self._momentum = momentum
         self._hashes = list(base.hashes)
-
-    @property
-    def _layout(self) -> Layout:
-        return self._base.layout
+        self._layout = base.layout
+        self._chunks = base.layout.chunks
+        self._at_a_time = max(1, STRETCH // base.layout.chunk_elements)
 
     def keep_others(self, first_chunk: int, end_chunk: int) -> None:
         """Takes everything but these chunks over from the base."""
@@ -33,10 +32,14 @@ class Staging:
             self._momentum[rest] = self._base.momentum[rest]
 
     def apply(self, first_chunk: int, end_chunk: int, gradient: Vector) -> None:
-        """The outer step for these chunks with the averaged pseudo-gradient there, and their hashes."""
-        for chunk in range(first_chunk, end_chunk):
-            part = self._layout.range_of(chunk, chunk + 1)
-            start = first_chunk * self._layout.chunk_elements
+        """The outer step for these chunks with the averaged pseudo-gradient there, and their hashes.
+
+        A few chunks at a time, so that they are hashed while they are still in the cache.
+        """
+        start = self._layout.range_of(first_chunk, end_chunk).start
+        for first in range(first_chunk, end_chunk, self._at_a_time):
+            end = min(first + self._at_a_time, end_chunk)
+            part = self._layout.range_of(first, end)
             self._rule.step(
                 gradient[part.start - start : part.stop - start],
                 self._base.parameters[part],
@@ -44,8 +47,9 @@ class Staging:
                 self._parameters[part],
                 self._momentum[part],
             )
-            for number in (chunk, self._layout.chunks + chunk):
-                self._hashes[number] = hash_of(chunk_bytes(self._layout, self._parameters, self._momentum, number))
+            for chunk in range(first, end):
+                for number in (chunk, self._chunks + chunk):
+                    self._hashes[number] = hash_of(chunk_bytes(self._layout, self._parameters, self._momentum, number))
 
     def finish(self, number: int, steps: int, tokens: int) -> Anchor:
         """The anchor that round `number` makes, when every chunk of the fragment has been applied."""

@@ -167,7 +167,8 @@ class Room:
         running = [party.task for party in self.parties.values() if party.task is not None]
         for task in running:
             task.cancel()
-        await asyncio.wait(running, timeout=LONG_S)
+        if running:
+            await asyncio.wait(running, timeout=LONG_S)
 
     async def exchange(self, roster: Roster) -> list[Anchor]:
         """A whole exchange; the new anchors, in the order of the parties."""
@@ -193,9 +194,7 @@ async def room(base: Anchor, snapshots: dict[str, Vector], codec: Codec = Codec.
         try:
             yield here
         finally:
-            for party in here.parties.values():
-                if party.task is not None:
-                    party.task.cancel()
+            await here.stop()
 
 
 def base_anchor(layout: Layout, seed: int = 0) -> Anchor:

@@ -319,3 +319,4 @@ async def _running(here: Hall, transports: Mapping[PeerId, Transport]) -> AsyncI
         finally:
             for task in running:
                 task.cancel()
+            await asyncio.wait(running, timeout=LONG_S)
