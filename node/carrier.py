@@ -111,7 +111,7 @@ class Carrier:
         self._on_step = on_step
         self.ends: PathEnds = ends or NoPathEnds()
         self.takes_new_work = True
-        """False while the node leaves the module to its other replicas: what is new is theirs."""
+        """False while the node leaves the module to its other replicas: what is new is theirs, and they stand in for lost hops."""
         self._visits: VisitCounter = visits or NobodyCounts()
         self.transport: Transport | None = None
         self.wire_s = 0.0
@@ -171,7 +171,7 @@ class Carrier:
             return Refusal(True, "all receive buffers are in use", BUSY_RETRY_S)
         if not self._admission.hosts(message):
             return Refusal(False, "this module is not hosted here")
-        if not self.takes_new_work and self.custody.get(Key(message.microbatch, message.position)) is None:
+        if not self.takes_new_work and not self._is_ours_to_finish(message):
             return Refusal(False, "this peer is leaving the module")
         now = self._clock.monotonic()
         if isinstance(message, Backward):
@@ -181,6 +181,11 @@ class Carrier:
             return Refusal(False, "this microbatch is not under way")
         free = self.custody.admit_forward(message, now)
         return None if free.value else _refused(free.reason, busy=True)
+
+    def _is_ours_to_finish(self, message: MicrobatchTensor) -> bool:
+        """Held here already; or our own, which nobody else can end. Standing in for a lost hop is new work."""
+        held = self.custody.get(Key(message.microbatch, message.position)) is not None
+        return held or message.microbatch.data_node == self.custody.own
 
     def received(self, message: MicrobatchTensor, buffer: memoryview) -> None:
         self._arrived = buffer

@@ -26,7 +26,7 @@ from node.data.prefetch import Prefetcher
 from node.data_node import DataNode, DataNodeParts
 from node.data_worker import DataWorker
 from node.evaluation import Evaluator
-from node.events import EventSink, InnerStep, Load, MicrobatchCounts, Retracted, Visit
+from node.events import Continued, EventSink, InnerStep, Load, MicrobatchCounts, Retracted, Visit
 from node.held_out import HeldOut
 from node.hop_worker import HopWorker
 from node.hosting import host_hop, host_stage_zero, measure_speed
@@ -49,7 +49,7 @@ from protocol.manifest import Manifest
 from protocol.seams import Question, QuestionAbout
 from swarm.custody import Custody
 from swarm.estimates import Estimates
-from swarm.flights import FlightRules, Flights
+from swarm.flights import Counts, FlightRules, Flights
 from swarm.planner import PathRules, Planner
 from swarm.shelf import ChooseReplica
 from swarm.timing import PathTimes
@@ -252,7 +252,7 @@ class DataDuty:
             recomputed=self._worker.recomputed,
             tokens=progress.tokens,
             tokens_per_s=self._data_node.rate.mean(),
-            counts=MicrobatchCounts(counts.started, counts.completed, counts.abandoned, counts.duplicated),
+            counts=_reported(counts),
             loss_first=progress.loss_first,
             loss_last=progress.loss_last,
             waiting_for=tuple(str(module) for module in progress.waiting_for),
@@ -291,6 +291,8 @@ async def data_duty(given: Assignment) -> AsyncIterator[DataDuty]:
     if given.resumed.state is not None:
         await given.compute.run(Priority.UPKEEP, partial(restore_stage_zero, worker, given.resumed.state))
     position, progress = position_of(given.resumed), progress_of(given.resumed)
+    if position is not None:
+        given.events.emit(Continued(own.peer, _reported(counts_of(position))))
     own.steps = worker.stage.optimizer.steps
     documents = await asyncio.to_thread(open_documents, manifest)
     estimates, tokens = Estimates(), manifest.microbatch_tokens
@@ -346,6 +348,10 @@ def default_graph_budget(device: torch.device) -> Reasoned[int]:
         return Reasoned(LARGEST_DEFAULT_GRAPHS // 2, "this system does not say how much memory it has")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Reasoned(min(LARGEST_DEFAULT_GRAPHS, memory // 8), "an eighth of this machine's memory, 2 GiB at most")
+
+
+def _reported(counts: Counts) -> MicrobatchCounts:
+    return MicrobatchCounts(counts.started, counts.completed, counts.abandoned, counts.duplicated)
 
 
 def _flight_rules(options: NodeOptions, manifest: Manifest) -> FlightRules:

@@ -8,7 +8,7 @@ Losses are nats per token, rates tokens per second, durations seconds, `tokens` 
 beginning of the run; a node that was resumed from a checkpoint goes on counting where that was.
 
 A node writes its events to standard output (with `--json`) and, with `--log-dir`, to a log file of its own. Events about single
-microbatches (`visit`, `retracted`, `completed`) and `started` and `ended` go to the log file only; `skipstone check` reads them there.
+microbatches (`visit`, `retracted`, `completed`) and `started`, `continued` and `ended` go to the log file only; `skipstone check` reads them there.
 A microbatch is named by the last six characters of its data node's peer id and its number there, as in `abandoned`.
 """
 
@@ -249,6 +249,15 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
+class Continued:
+    """A data node that was resumed from a checkpoint goes on counting from here."""
+
+    NAME: ClassVar[str] = "continued"
+    peer: str
+    microbatches: MicrobatchCounts
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
     """The last line of the log of a node that stopped in good order."""
 
@@ -326,6 +335,7 @@ Event = (
     | CaughtUp
     | Restored
     | Started
+    | Continued
     | Ended
     | Note
     | NodeSummary

@@ -6,7 +6,7 @@ The rules, over the events `round`, `caught_up` and `restored`, of which each sa
 * one digest a round: two digests for one (module, round) are a fork, which a partition of the network can bring about. It has
   healed when there is one side that all peers of the other sides have joined: each of them later reports `caught_up` or `restored`
   with a (round, digest) that the first side has held at that round or later. A fork that has not healed is a violation. Peers
-  whose last log has no clean end hold nothing any more, and need not have joined.
+  whose last log has no clean end hold nothing any more, and need not have joined; nor need those that have moved to another module.
 * the same end: of the replicas of a module that stopped in good order, those that did so within END_MS of the last one hold the
   same digest of the newest round; one that is a single round behind is let pass if it holds what the others held then,
   because a node that is asked to stop while a round is being applied may go before it has it. One that is two behind has
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from node.events import CaughtUp, Event, Restored, RoundCommitted
+from node.events import CaughtUp, Event, NodeStatus, Restored, RoundCommitted
 from node.log_check.findings import Findings, Life, Spot
 
 END_MS = 60_000
@@ -51,10 +51,13 @@ class RoundCheck:
         self._histories: defaultdict[str, dict[str, History]] = defaultdict(dict)
         """By module, then by peer."""
         self._last_lives: dict[str, Life] = {}
+        self._last_modules: dict[str, str] = {}
+        """What each peer hosted at the end of its last log, where it says so."""
 
     def begin(self, life: Life) -> None:
         """Another log."""
         self._last_lives[life.peer] = life
+        self._last_modules.pop(life.peer, None)
 
     def take(self, life: Life, spot: Spot, event: Event) -> None:
         """One line of it."""
@@ -65,6 +68,9 @@ class RoundCheck:
             case CaughtUp() | Restored():
                 self._findings.count(event.NAME)
                 fetched = True
+            case NodeStatus(peer, module) if module is not None:
+                self._last_modules[peer] = module
+                return
             case _:
                 return
         history = self._histories[event.module].setdefault(event.peer, [])
@@ -92,7 +98,7 @@ class RoundCheck:
         self._findings.count("rounds")
         if len(sides) == 1:
             return
-        unhealed = [self._not_joined(digest, sides, histories) for digest in sides]
+        unhealed = [self._not_joined(module, digest, sides, histories) for digest in sides]
         fewest = min(unhealed, key=len)
         if not fewest:
             self._findings.count("forks healed")
@@ -104,7 +110,9 @@ class RoundCheck:
         spot = next(held.spot for held in histories[fewest[0]] if held.round == number)
         self._findings.violate("one digest a round", spot, message)
 
-    def _not_joined(self, digest: str, sides: dict[str, dict[str, int]], histories: dict[str, History]) -> list[str]:
+    def _not_joined(
+        self, module: str, digest: str, sides: dict[str, dict[str, int]], histories: dict[str, History]
+    ) -> list[str]:
         """The peers that would still have to join the side of `digest`."""
         lineage = {held.anchor for peer, at in sides[digest].items() for held in histories[peer][at:]}
         apart = []
@@ -113,7 +121,7 @@ class RoundCheck:
                 continue
             for peer, at in peers.items():
                 joined = any(held.fetched and held.anchor in lineage for held in histories[peer][at + 1 :])
-                if not joined and self._last_lives[peer].ended_well:
+                if not joined and self._last_lives[peer].ended_well and self._stayed(peer, module):
                     apart.append(peer)
         return apart
 
@@ -123,7 +131,7 @@ class RoundCheck:
         ends = {}
         for peer, history in histories.items():
             ended_ms = self._last_lives[peer].ended_ms
-            if ended_ms is not None and history[-1].life is self._last_lives[peer]:
+            if ended_ms is not None and history[-1].life is self._last_lives[peer] and self._stayed(peer, module):
                 ends[peer] = (ended_ms, history[-1])
         last_ms = max((ended_ms for ended_ms, _ in ends.values()), default=0)
         together = {peer: held for peer, (ended_ms, held) in ends.items() if last_ms - ended_ms <= END_MS}
@@ -144,3 +152,6 @@ class RoundCheck:
                     f" others at round {newest} ({first.digest[:12]})"
                 )
                 self._findings.violate("the same end", held.spot, message)
+
+    def _stayed(self, peer: str, module: str) -> bool:
+        return self._last_modules.get(peer, module) == module

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from node.events import Abandoned, Completed, Event, MicrobatchCounts, NodeSummary, Retracted, Visit
+from node.events import Abandoned, Completed, Continued, Event, MicrobatchCounts, NodeSummary, Retracted, Visit
 from node.log_check.findings import Findings, Life, Spot
 from swarm.vocabulary import PeerId, short
 
@@ -46,6 +46,8 @@ class VisitCheck:
         self._completed: dict[str, _Done] = {}
         self._abandoned: dict[str, Spot] = {}
         self._tallies: defaultdict[int, MicrobatchCounts] = defaultdict(MicrobatchCounts)
+        self._before: defaultdict[int, MicrobatchCounts] = defaultdict(MicrobatchCounts)
+        """What data nodes that were resumed from a checkpoint began to count from."""
         self._accounts: dict[int, _Account] = {}
 
     def begin(self, life: Life) -> None:
@@ -66,13 +68,15 @@ class VisitCheck:
                 self._abandoned[microbatch] = spot
                 self._tally(life, MicrobatchCounts(abandoned=1))
                 self._findings.count("abandoned")
+            case Continued(_, microbatches):
+                self._before[id(life)] = microbatches
             case NodeSummary() if event.module is not None and _stage(event.module) == "0":
                 self._accounts[id(life)] = _Account(event.microbatches, spot)
 
     def judge(self) -> Findings:
         """What is wrong, and how much there was."""
         for number, account in self._accounts.items():
-            self._judge_account(account, self._tallies[number])
+            self._judge_account(account, self._before[number], self._tallies[number])
         for microbatch, done in self._completed.items():
             self._judge_completed(microbatch, done)
         self._judge_visits_of_others()
@@ -100,12 +104,12 @@ class VisitCheck:
 
     # ---- judging -------------------------------------------------------------------------------------------------
 
-    def _judge_account(self, account: _Account, tally: MicrobatchCounts) -> None:
+    def _judge_account(self, account: _Account, before: MicrobatchCounts, tally: MicrobatchCounts) -> None:
         """Of a data node that stopped in good order: its figures against its own lines."""
         counts = account.counts
         for what, said, logged in (
-            ("completed", counts.completed, tally.completed),
-            ("abandoned", counts.abandoned, tally.abandoned),
+            ("completed", counts.completed - before.completed, tally.completed),
+            ("abandoned", counts.abandoned - before.abandoned, tally.abandoned),
         ):
             if said != logged:
                 message = f"the data node says {said} {what}, its log has {logged}"
@@ -116,7 +120,7 @@ class VisitCheck:
             self._findings.violate("account", account.spot, message)
         if counts.duplicated:
             self._findings.violate("account", account.spot, f"{counts.duplicated} microbatches completed twice")
-        self._findings.count("started", counts.started)
+        self._findings.count("started", counts.started - before.started)
         self._findings.count("under way at the end", max(0, under_way))
 
     def _judge_completed(self, microbatch: str, done: _Done) -> None:

@@ -408,3 +408,24 @@ async def test_a_peer_that_leaves_takes_nothing_new_but_finishes_what_it_holds()
         again = carrier.admit(DATA, held, tensor)
         assert isinstance(again, memoryview), "its sender tries again over a new link"
         carrier.broken_off(held, again)
+
+
+async def test_a_peer_that_leaves_stands_in_for_nobody() -> None:
+    async with small_swarm(A, B) as swarm:
+        carrier = swarm[A].carrier
+        carrier.takes_new_work = False
+        orphan = Backward(MicrobatchId(DATA, 1), AB, 0)
+        assert carrier.admit(B, orphan, hop(swarm, A).tensor) == Refusal(False, "this peer is leaving the module")
+        assert len(carrier.custody) == 0
+
+
+async def test_a_data_node_that_leaves_brings_its_own_home() -> None:
+    async with small_swarm(A, B) as swarm:
+        gate = swarm.close(B, "before", Forward)
+        microbatch = swarm.launch(5, AB)
+        await until(lambda: gate.reached)
+        swarm[DATA].carrier.takes_new_work = False
+        swarm.open(gate)
+        await until(lambda: swarm.ends.done == [microbatch])
+        await swarm.all_clear()
+        assert swarm.refused == []

@@ -16,9 +16,11 @@ from node.events import (
     BusySeconds,
     CaughtUp,
     Completed,
+    Continued,
     Ended,
     Event,
     MicrobatchCounts,
+    NodeStatus,
     NodeSummary,
     Restored,
     Retracted,
@@ -171,6 +173,14 @@ def test_an_account_that_does_not_add_up_is_found(figures: NodeSummary, message:
     assert message in report.violations[0].message
 
 
+def test_a_data_node_that_goes_on_from_a_checkpoint_answers_for_what_came_after() -> None:
+    before = Continued(D, MicrobatchCounts(started=7, completed=5, abandoned=2))
+    report = judged(*good(before, summary(8, 6, 2)))
+    assert report.violations == ()
+    assert report.counts["started"] == 1
+    assert [rule for rule, _ in rules(judged(*good(before, summary(9, 7, 2))))] == ["account"]
+
+
 # ---- rounds ------------------------------------------------------------------------------------------------------------
 
 
@@ -231,6 +241,14 @@ def test_at_the_end_all_hold_the_same_or_what_came_just_before() -> None:
     assert left_early.violations == ()
 
 
+def test_a_peer_that_has_moved_answers_for_its_new_module_only() -> None:
+    ahead = Log(A, [commit(A, 1, OTHER), commit(A, 2), commit(A, 3, NEXT)])
+    hosts, moved = (NodeStatus(A2, module, "serving", "", "") for module in ("1.0", "2.0"))
+    assert judged(ahead, Log(A2, [hosts, commit(A2, 1), moved])).violations == ()
+    back = judged(ahead, Log(A2, [moved, hosts, commit(A2, 1)]))
+    assert [rule for rule, _ in rules(back)] == ["one digest a round", "the same end"]
+
+
 # ---- files -------------------------------------------------------------------------------------------------------------
 
 
@@ -255,10 +273,10 @@ def test_the_command_reads_a_folder_and_says_by_its_exit_code_what_it_found(tmp_
     clean = CliRunner().invoke(app, ["check", str(tmp_path)])
     assert clean.exit_code == 0
     assert "3 logs, 3 with a clean end" in clean.stdout
-    write(tmp_path, [Log(A2, [visit(A2)])])
+    write(tmp_path, [Log(A2, [visit(A2)], began=2)])
     dirty = CliRunner().invoke(app, ["check", str(tmp_path)])
     assert dirty.exit_code == 1
-    assert f"{A2}-1.jsonl:2: exactly once" in dirty.stdout
+    assert f"{A2}-2.jsonl:2: exactly once" in dirty.stdout
     as_json = CliRunner().invoke(app, ["check", str(tmp_path), "--json"])
     report = json.loads(as_json.stdout)
     assert (as_json.exit_code, report["ok"], report["visits"]) == (1, False, 4)
