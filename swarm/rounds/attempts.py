@@ -298,6 +298,7 @@ class Attempts:
         attempt = result.roster.round
         commit = CommitStaged(attempt, result.version, result.members, attempt.attempt + 1)
         self.latest = f"round {attempt.number} committed by {len(result.members)} at attempt {attempt.attempt}"
+        outlook.fellows.presume(result.members, result.version, outlook.now)
         return [*others, commit, *outlook.stand_on(result.version)]
 
     # ---- time ---------------------------------------------------------------------------------------------------------

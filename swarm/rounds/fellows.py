@@ -13,6 +13,9 @@ from swarm.vocabulary import AnchorVersion, PeerId
 WORD_HOLDS_S = 30.0
 """What a fellow told us itself is worth more than an announcement for so long: announcements come late and out of order."""
 
+PRESUMED_S = 5.0
+"""A member of a round that we have committed is taken to stand on its result for so long without having said so: it is about to."""
+
 OVERTAKEN_S = 5.0
 """For so long after a fellow has named a round, lower ones come from messages that were overtaken on the way. Later, it has started anew."""
 
@@ -23,6 +26,8 @@ class _Known:
     announced: AnchorVersion
     said: AnchorVersion | None = None
     said_at: float = 0.0
+    presumed: bool = False
+    """Nobody has said it."""
     base: AnchorVersion | None = None
     """Of the work below."""
     steps: int = 0
@@ -52,9 +57,17 @@ class Fellows:
         known = self._known.get(peer)
         if known is None:
             return
-        overtaken = known.said is not None and version.round < known.said.round and now - known.said_at < OVERTAKEN_S
-        if not overtaken:
-            known.said, known.said_at = version, now
+        recent = known.said is not None and not known.presumed and now - known.said_at < OVERTAKEN_S
+        if not (recent and known.said is not None and version.round < known.said.round):
+            known.said, known.said_at, known.presumed = version, now, False
+
+    def presume(self, members: Iterable[PeerId], version: AnchorVersion, now: float) -> None:
+        """We have committed this version with these members. Whoever commits first would otherwise be alone on it for a moment, and could
+        find the next round due for itself."""
+        for peer in members:
+            known = self._known.get(peer)
+            if known is not None and known.version(now).round < version.round:
+                known.said, known.said_at, known.presumed = version, now - WORD_HOLDS_S + PRESUMED_S, True
 
     def worked(self, peer: PeerId, base: AnchorVersion, steps: int) -> None:
         known = self._known.get(peer)

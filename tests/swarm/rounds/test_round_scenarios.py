@@ -110,7 +110,7 @@ def test_two_and_two_go_on_apart_and_are_one_again_within_two_rounds(seed: int) 
     assert rounds_until_agreed(world) <= 2
     world.run(40.0)
     assert set(world.caught_up) in ({a, b}, {c, d}), "only those that lost catch up"
-    assert max(world.caught_up.values()) <= 2, "twice when a round was under way among the others"
+    assert max(world.caught_up.values()) <= 3, "once more for each round that the others had under way meanwhile"
     last = max(world.commits, key=lambda version: version.round)
     assert set(world.rosters[last]) == set(world.peers)
 
