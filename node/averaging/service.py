@@ -109,6 +109,8 @@ class ModuleRounds:
         await self._given.presence.neighbourhood.looked.wait()
         while not self._machine.settled:  # noqa: ASYNC110 - likewise
             await asyncio.sleep(LOOK_S)
+        if not any(known.module == self._given.module for known in self._given.presence.membership.peers()):
+            self._averager.keeper.alone = True  # the machine waits a little before it says so; then it may be too late for the first round
         self._ready = True
         self._own.anchor = self._shelf.current.version
 

@@ -22,8 +22,9 @@ pytestmark = pytest.mark.e2e
 STEPS = 20
 
 
-async def test_a_swarm_equals_one_process(tmp_path: Path) -> None:
-    manifest = small_run(write_text(tmp_path / "text"))
+@pytest.mark.parametrize("inner_steps", [50, 4], ids=["without a round", "with five rounds"])
+async def test_a_swarm_equals_one_process(tmp_path: Path, inner_steps: int) -> None:
+    manifest = small_run(write_text(tmp_path / "text"), inner_steps=inner_steps)
     solo = _solo_losses(manifest, tmp_path / "solo")
     options = LocalSwarmOptions(peers=4, steps=STEPS, threads=1, checkpoint_dir=tmp_path / "swarm")
     async with LocalSwarm(manifest, options) as swarm:
