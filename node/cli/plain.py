@@ -22,6 +22,7 @@ from node.events import (
     Resumed,
     Retracted,
     RoundCommitted,
+    RoundProgress,
     Started,
     Step,
     Summary,
@@ -61,7 +62,7 @@ def plain_line(event: Event) -> str | None:
         case InnerStep():
             name = f"{harmless(event.module)} {peer_name(event.peer)}"
             return f"{name}  inner step {event.step}  {event.visits} visits  gradient norm {event.gradient_norm:.3g}"
-        case Load() | Visit() | Retracted() | Completed() | Started() | Ended():
+        case Load() | Visit() | Retracted() | Completed() | RoundProgress() | Started() | Ended():
             return None
         case RoundCommitted():
             return (
