@@ -150,9 +150,7 @@ class Averager:
     async def run(self, transport: Transport) -> None:
         """Until cancelled. Before it, what arrives is refused."""
         parts = self._parts
-        means = ExchangeMeans(
-            parts.codec, parts.outer, parts.averaging, transport, parts.clock, self._hooks.exchanging
-        )
+        means = ExchangeMeans(parts.codec, parts.outer, parts.averaging, transport, parts.clock, self._hooks.exchanging)
         self._transport = transport
         self._loop = asyncio.get_running_loop()
         async with task_scope() as tasks:
