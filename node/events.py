@@ -220,7 +220,7 @@ class RoundCommitted:
     digest: str
     """Of the new anchor, hexadecimal."""
     members: tuple[str, ...]
-    """The peers whose pseudo-gradients are in it."""
+    """The peers whose pseudo-gradients are in it; one that had done no work yet is among them with weight 0."""
     tokens: int
     """Trained by all members since the last round."""
     attempts: int
