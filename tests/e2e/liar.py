@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from node.averaging import averager
 from node.averaging.anchor import Vector
 from node.averaging.keeper import ReplicaKeeper, Snapshot
 from node.averaging.source import Source
@@ -51,14 +50,15 @@ class _NotANumber(_Scaled):
 def another_source(kind: type[_Scaled], norm: float) -> Callable[[], None]:
     """The pseudo-gradient is another one; its declared norm is this many times that of the real one."""
 
-    class Keeper(ReplicaKeeper):
-        async def snapshot(self) -> Snapshot:
-            honest = await super().snapshot()
-            source = kind(honest.source.anchor, honest.source.snapshot)
-            return replace(honest, source=source, norm=honest.norm * norm)
+    honestly = ReplicaKeeper.snapshot
+
+    async def snapshot(self: ReplicaKeeper) -> Snapshot:
+        honest = await honestly(self)
+        source = kind(honest.source.anchor, honest.source.snapshot)
+        return replace(honest, source=source, norm=honest.norm * norm)
 
     def install() -> None:
-        averager.ReplicaKeeper = Keeper  # type: ignore[misc]
+        ReplicaKeeper.snapshot = snapshot  # type: ignore[method-assign]
 
     return install
 

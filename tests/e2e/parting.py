@@ -21,7 +21,7 @@ THREE_AND_ONE = "aaabab"
 
 def parted_run(text: Path) -> Manifest:
     """Six peers make two data nodes and four replicas of stage 1."""
-    return small_run(text, blocks=(1, 2), inner_steps=20, staleness=1)
+    return small_run(text, blocks=(1, 2), inner_steps=10, staleness=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ async def part(swarm: LocalSwarm, watch: RoundWatch, network: SplitNetwork) -> P
     cut = time.monotonic()
     network.cut()
     for side in (first, second):
-        await watch.until(lambda side=side: min(map(watch.round_of, side)) >= before + ROUNDS_APART or None)
+        await watch.all_at(side, before + ROUNDS_APART)
     healed, links = time.monotonic(), len(watch.links)
     apart = tuple(min(map(watch.round_of, side)) - before for side in (first, second))
     network.heal()
