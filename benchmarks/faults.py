@@ -98,7 +98,8 @@ async def undisturbed(swarm: LocalSwarm, watch: RoundWatch) -> float:
 async def follow(swarm: LocalSwarm, watch: RoundWatch, blow: Blow, number: signal.Signals) -> dict[str, object]:
     aftermath = await see_it_through(swarm, watch, blow, frozen=number is signal.SIGSTOP)
     if number is signal.SIGKILL:
-        newcomer = swarm.peers[swarm.start_peer(STAGE)].peer
+        index = swarm.start_peer(STAGE)
+        newcomer = swarm.peers[index].peer
         await watch.all_together(aftermath.survivors | {newcomer}, blow.round)
     return {
         "signal": number.name,
