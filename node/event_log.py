@@ -16,13 +16,24 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from node.events import Completed, Continued, Ended, Event, EventSink, Retracted, Started, Visit, event_to_json
+from node.events import (
+    Completed,
+    Continued,
+    Ended,
+    Event,
+    EventSink,
+    Retracted,
+    RoundProgress,
+    Started,
+    Visit,
+    event_to_json,
+)
 from swarm.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 MAX_BYTES = 256 * 2**20
-ONLY_LOGGED = (Visit, Retracted, Completed, Started, Continued, Ended)
+ONLY_LOGGED = (Visit, Retracted, Completed, RoundProgress, Started, Continued, Ended)
 """Too many for a stream that somebody watches, or about the log itself."""
 
 

@@ -8,7 +8,7 @@ Losses are nats per token, rates tokens per second, durations seconds, `tokens` 
 beginning of the run; a node that was resumed from a checkpoint goes on counting where that was.
 
 A node writes its events to standard output (with `--json`) and, with `--log-dir`, to a log file of its own. Events about single
-microbatches (`visit`, `retracted`, `completed`) and `started`, `continued` and `ended` go to the log file only; `skipstone check` reads them there.
+microbatches (`visit`, `retracted`, `completed`), `round_progress`, and `started`, `continued` and `ended` go to the log file only; `skipstone check` reads them there.
 A microbatch is named by the last six characters of its data node's peer id and its number there, as in `abandoned`.
 """
 
@@ -193,6 +193,23 @@ class Completed:
 
 
 @dataclass(frozen=True, slots=True)
+class RoundProgress:
+    """A replica exchanges pseudo-gradients: said at the beginning of an attempt and with each further tenth. That all is in is no commit yet."""
+
+    NAME: ClassVar[str] = "round_progress"
+    peer: str
+    module: str
+    round: int
+    attempt: int
+    """From 0."""
+    convener: str
+    chunks: int
+    """That this replica reduces."""
+    percent: int
+    """Of the pieces that it takes in: contributions to its chunks, and results."""
+
+
+@dataclass(frozen=True, slots=True)
 class RoundCommitted:
     """A replica has applied a round: it holds the anchor that the digest names."""
 
@@ -203,7 +220,7 @@ class RoundCommitted:
     digest: str
     """Of the new anchor, hexadecimal."""
     members: tuple[str, ...]
-    """The peers whose pseudo-gradients are in it."""
+    """The peers whose pseudo-gradients are in it; one that had done no work yet is among them with weight 0."""
     tokens: int
     """Trained by all members since the last round."""
     attempts: int
@@ -331,6 +348,7 @@ Event = (
     | Visit
     | Retracted
     | Completed
+    | RoundProgress
     | RoundCommitted
     | CaughtUp
     | Restored

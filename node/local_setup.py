@@ -7,7 +7,7 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,25 @@ LINK_PEERS = 2
 
 IDENTITIES = "identities"
 """Folder in a checkpoint with the keys of a local swarm's nodes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where and as what a node runs. Tests put some into networks and programs of their own."""
+
+    host: str = HOST
+    """It listens there, and the others reach it there."""
+    command: tuple[str, ...] | None = None
+    """What it is started with, in front of its arguments; None for the same as the others."""
+
+
+Places = Callable[[int], Place]
+"""By the node's index."""
+
+
+def everywhere_here(index: int) -> Place:
+    """All on the loopback of this machine."""
+    return Place()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +80,12 @@ class PlannedPeer:
     identity_path: Path
     port: int
     dht_port: int
+    place: Place
 
     @property
     def address(self) -> str:
         """The multiaddr of its DHT."""
-        return f"/ip4/{HOST}/tcp/{self.dht_port}/p2p/{self.peer}"
+        return f"/ip4/{self.place.host}/tcp/{self.dht_port}/p2p/{self.peer}"
 
 
 def assign_stages(peers: int, blocks: Sequence[int]) -> list[int]:
@@ -92,10 +112,11 @@ class LocalSetup:
     Call `remove` at the end.
     """
 
-    def __init__(self, manifest: Manifest, options: LocalSwarmOptions) -> None:
+    def __init__(self, manifest: Manifest, options: LocalSwarmOptions, places: Places = everywhere_here) -> None:
         """Raises ConfigError for fewer peers than stages, ResourceExhausted when the folder or the ports cannot be had."""
         stages = assign_stages(options.peers, manifest.stages.blocks)
         self._options = options
+        self._places = places
         self._count = 0
         self._ended: set[int] = set()
         try:
@@ -141,8 +162,8 @@ class LocalSetup:
         settings = {
             "--stage": peer.stage,
             "--identity": peer.identity_path,
-            "--listen": HOST,
-            "--advertise": HOST,
+            "--listen": peer.place.host,
+            "--advertise": peer.place.host,
             "--port": peer.port,
             "--dht-port": peer.dht_port,
             "--threads": self._options.threads_per_node,
@@ -173,7 +194,7 @@ class LocalSetup:
         index = self._count
         self._count += 1
         path = self._keys / f"peer-{index}.key"
-        return PlannedPeer(index, stage, Identity.load_or_create(path).peer, path, port, dht_port)
+        return PlannedPeer(index, stage, Identity.load_or_create(path).peer, path, port, dht_port, self._places(index))
 
 
 def node_command() -> tuple[str, ...]:

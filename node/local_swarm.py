@@ -17,7 +17,7 @@ from typing import Self
 
 from node.child_process import ChildEnd, ChildProcess
 from node.events import Event, Note, event_from_json
-from node.local_setup import LocalSetup, LocalSwarmOptions, PlannedPeer, node_command
+from node.local_setup import LocalSetup, LocalSwarmOptions, Places, PlannedPeer, everywhere_here, node_command
 from node.swarm_progress import Progressed, SwarmProgress, apply, noted, peer_exited, peer_started
 from protocol.join_link import JoinLink
 from protocol.manifest import Manifest
@@ -43,6 +43,7 @@ class LocalSwarm:
         options: LocalSwarmOptions,
         *,
         command: Sequence[str] | None = None,
+        places: Places = everywhere_here,
         stop_limit_s: float = STOP_LIMIT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -50,6 +51,7 @@ class LocalSwarm:
         self._manifest = manifest
         self._options = options
         self._command = tuple(command or node_command())
+        self._places = places
         self._stop_limit_s = stop_limit_s
         self._clock = clock
         self._children: dict[int, ChildProcess] = {}
@@ -69,7 +71,7 @@ class LocalSwarm:
             ConfigError: fewer peers than stages.
             ResourceExhausted: no temporary folder or port could be had.
         """
-        self._setup = LocalSetup(self._manifest, self._options)
+        self._setup = LocalSetup(self._manifest, self._options, self._places)
         await self._tasks.__aenter__()
         self._tasks.create_task(self._stop_when_asked())
         for peer in tuple(self._setup.peers):
@@ -170,8 +172,9 @@ class LocalSwarm:
 
     async def _run(self, peer: PlannedPeer) -> None:
         """Starts a node and follows it to its end."""
+        command = peer.place.command or self._command
         try:
-            child = ChildProcess((*self._command, *self._setup.arguments(peer)), self._setup.environment())
+            child = ChildProcess((*command, *self._setup.arguments(peer)), self._setup.environment())
         except ResourceExhausted as error:
             self._ended(peer, ChildEnd(error.exit_code, (str(error),)))
             return

@@ -19,6 +19,7 @@ from node.averaging.bench import RoundBench
 from node.averaging.exchange import ExchangeMeans
 from node.averaging.keeper import AloneRule, ReplicaKeeper, Snapshot
 from node.averaging.outer import OuterRule
+from node.averaging.progress import Watch
 from node.averaging.replica import LocalReplica
 from node.averaging.shelf import Shelf
 from node.compute import ComputeThread
@@ -95,6 +96,7 @@ class AveragerHooks:
     anchored: Callable[[Anchor], None] = lambda anchor: None
     """We have another anchor: to announce it, to write a checkpoint. Its arrays hold until the round after the next."""
     settled: Callable[[RoundSettled], None] = lambda settled: None
+    exchanging: Watch = lambda how_far: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +150,7 @@ class Averager:
     async def run(self, transport: Transport) -> None:
         """Until cancelled. Before it, what arrives is refused."""
         parts = self._parts
-        means = ExchangeMeans(parts.codec, parts.outer, parts.averaging, transport, parts.clock)
+        means = ExchangeMeans(parts.codec, parts.outer, parts.averaging, transport, parts.clock, self._hooks.exchanging)
         self._transport = transport
         self._loop = asyncio.get_running_loop()
         async with task_scope() as tasks:

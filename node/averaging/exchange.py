@@ -24,7 +24,7 @@ from node.averaging.anchor import Anchor, Vector
 from node.averaging.arrivals import Arrivals, piece_spec
 from node.averaging.outer import OuterRule
 from node.averaging.pieces import Piece, Plan
-from node.averaging.progress import ExchangeProgress
+from node.averaging.progress import ExchangeProgress, Watch
 from node.averaging.reduction import NormLimit, Reduction, read_encoding
 from node.averaging.source import Source
 from node.averaging.staging import Staging
@@ -59,6 +59,7 @@ class ExchangeMeans:
     """For the arithmetic; not the one that computes microbatches."""
     transport: Transport
     clock: Clock
+    watch: Watch = lambda how_far: None
 
 
 class Exchange:
@@ -93,7 +94,7 @@ class Exchange:
         self._reduction = Reduction(plan, means.codec, source)
         self._staging = Staging(source.anchor, means.rule, *vectors)
         self._result_limit = NormLimit(plan.largest_norm)
-        self._progress = ExchangeProgress(plan)
+        self._progress = ExchangeProgress(plan, means.watch)
         self._owing: frozenset[PeerId] = frozenset()
         self._told_of_piece: dict[PeerId, float] = {}
         largest = max(piece.elements for piece in plan.pieces)

@@ -2,21 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
 from node.averaging.pieces import Piece, Plan
+from swarm.round_messages import RoundId
 from swarm.vocabulary import PeerId
+
+TOLD_PERCENT: Final = 10
+
+
+@dataclass(frozen=True, slots=True)
+class HowFar:
+    """Of one member in one exchange."""
+
+    round: RoundId
+    reduced_chunks: int
+    """Of its shard."""
+    percent: int
+    """Of the pieces that it takes in: contributions to its shard, and results, its own among them."""
+
+
+Watch = Callable[[HowFar], None]
+"""Told when an exchange begins, and whenever another tenth of it is done."""
 
 
 class ExchangeProgress:
     """Counts pieces; knows nothing of their contents."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, watch: Watch = lambda how_far: None) -> None:
         self._plan = plan
+        self._watch = watch
         contributors = frozenset(plan.contributors) - {plan.own}
         own = plan.shards[plan.own]
         self._contributions_due = {peer: len(own) for peer in contributors}
         self._results_due = {peer: len(plan.shards[peer]) for peer in plan.others}
         self._contributed = dict.fromkeys(plan.others, 0)
         self._unapplied = set(plan.pieces)
+        self._all = len(self._unapplied) + sum(self._contributions_due.values())
+        self._taken_in = 0
+        self._told: int | None = None
+        self._tell()
 
     def contributed(self, reducer: PeerId) -> None:
         """We have sent a piece to its reducer."""
@@ -25,12 +52,14 @@ class ExchangeProgress:
     def added(self, sender: PeerId) -> None:
         """A contribution to our shard is in its sum."""
         self._contributions_due[sender] -= 1
+        self._take_in()
 
     def applied(self, piece: Piece) -> bool:
         """A result has been applied. Whether it was the last."""
         self._unapplied.discard(piece)
         if piece.reducer != self._plan.own:
             self._results_due[piece.reducer] -= 1
+        self._take_in()
         return not self._unapplied
 
     def owing(self) -> frozenset[PeerId]:
@@ -47,3 +76,15 @@ class ExchangeProgress:
         if not self._plan.contributes:
             return due > 0
         return due > len(self._plan.shards[reducer]) - self._contributed[reducer]
+
+    def _take_in(self) -> None:
+        self._taken_in += 1
+        self._tell()
+
+    def _tell(self) -> None:
+        percent = 100 * self._taken_in // self._all
+        percent -= percent % TOLD_PERCENT
+        if percent != self._told:
+            self._told = percent
+            reducing = self._plan.members[self._plan.own]
+            self._watch(HowFar(self._plan.roster.round, reducing.end_chunk - reducing.first_chunk, percent))

@@ -20,13 +20,14 @@ from node.averaging.keeper import Work
 from node.averaging.layout import Layout
 from node.averaging.lone import anchor_of
 from node.averaging.outer import outer_rule
+from node.averaging.progress import HowFar
 from node.averaging.replica import LocalReplica
 from node.averaging.saved import anchor_state, restored_anchor
 from node.averaging.shelf import Shelf
 from node.averaging.state_desk import StateDesk
 from node.checkpoint.state import AnchorState
 from node.compute import ComputeThread, Priority
-from node.events import CaughtUp, Note, Restored, RoundCommitted
+from node.events import CaughtUp, Note, Restored, RoundCommitted, RoundProgress
 from node.optimization import StepFigures
 from node.reception import RoundTensor
 from node.resume import Agreed
@@ -68,7 +69,8 @@ class ModuleRounds:
             microbatch_tokens=manifest.microbatch_tokens,
             clock=own.clock,
         )
-        self._averager = Averager(parts, AveragerHooks(self._fellows, self._catch_up, self._anchored, self._settled))
+        hooks = AveragerHooks(self._fellows, self._catch_up, self._anchored, self._settled, self._exchanging)
+        self._averager = Averager(parts, hooks)
         self._donor = Donor(given.module, self._shelf, own.clock)
         folder = given.options.checkpoint_dir
         around = Surroundings(
@@ -110,7 +112,9 @@ class ModuleRounds:
         while not self._machine.settled:  # noqa: ASYNC110 - likewise
             await asyncio.sleep(LOOK_S)
         if not any(known.module == self._given.module for known in self._given.presence.membership.peers()):
-            self._averager.keeper.alone = True  # the machine waits a little before it says so; then it may be too late for the first round
+            self._averager.keeper.alone = (
+                True  # the machine waits a little before it says so; then it may be too late for the first round
+            )
         self._ready = True
         self._own.anchor = self._shelf.current.version
 
@@ -209,6 +213,20 @@ class ModuleRounds:
         if self._ready:
             self._own.anchor = anchor.version
             self._given.presence.neighbourhood.announce()
+
+    def _exchanging(self, how_far: HowFar) -> None:
+        attempt = how_far.round
+        self._given.events.emit(
+            RoundProgress(
+                self._own.peer,
+                str(attempt.module),
+                attempt.number,
+                attempt.attempt,
+                attempt.convener,
+                how_far.reduced_chunks,
+                how_far.percent,
+            )
+        )
 
     def _settled(self, settled: RoundSettled) -> None:
         version = settled.version

@@ -23,6 +23,7 @@ from node.events import (
     Resumed,
     Retracted,
     RoundCommitted,
+    RoundProgress,
     Started,
     Step,
     Summary,
@@ -62,7 +63,7 @@ def plain_line(event: Event) -> str | None:
         case InnerStep():
             name = f"{harmless(event.module)} {peer_name(event.peer)}"
             return f"{name}  inner step {event.step}  {event.visits} visits  gradient norm {event.gradient_norm:.3g}"
-        case Load() | Visit() | Retracted() | Completed() | Started() | Continued() | Ended():
+        case Load() | Visit() | Retracted() | Completed() | RoundProgress() | Started() | Continued() | Ended():
             return None
         case RoundCommitted():
             return (

@@ -7,6 +7,7 @@ import pytest
 
 from node.averaging.anchor import hash_all
 from node.averaging.pieces import Plan
+from node.averaging.progress import ExchangeProgress, HowFar
 from protocol.codecs import encoded_bytes
 from protocol.seams import Codec
 from swarm.rounds.words import Event, Owing, PieceCame, PieceRejected
@@ -218,3 +219,21 @@ async def test_buffers_are_bounded() -> None:
         for party in here.parties.values():
             held = sum(len(buffers) * size for size, buffers in party.arrivals._free.items())
             assert held <= 2 * 8 * largest
+
+
+def test_another_tenth_of_the_pieces_is_told_once() -> None:
+    base = base_anchor(small_layout(12 * 2**18))
+    roster = roster_of(base, [(PeerId("a"), 0.5, 1.0), (PeerId("b"), 0.5, 1.0)])
+    plan, told = Plan(PeerId("a"), base.layout, roster), list[HowFar]()
+    progress = ExchangeProgress(plan, told.append)
+    own = plan.shards[PeerId("a")]
+    for piece in own:
+        progress.added(PeerId("b"), piece)
+    for piece in plan.pieces:
+        progress.applied(piece)
+    assert [how_far.percent for how_far in told] == sorted({how_far.percent for how_far in told})
+    assert (told[0].percent, told[-1].percent) == (0, 100)
+    assert len(told) > 6
+    assert {(how_far.round, how_far.reduced_chunks) for how_far in told} == {
+        (roster.round, roster.members[0].end_chunk)
+    }

@@ -1,0 +1,237 @@
+"""What rounds do when peers die, freeze or lie in them, and when the network falls apart: real processes, sockets and TLS.
+
+    python benchmarks/faults.py [--parts blows partitions liars] [--replicas 4] [--blocks 3] [--percents 10 50 90] [--rounds 30] [--keep DIR]
+
+* blows: a plain member, the convener and the reducer of most is killed (SIGKILL) or frozen (SIGSTOP) when 10, 50 and 90 % of what it takes in
+  of an exchange is there. How long until all survivors have committed that round, in seconds after the blow, against 5 s plus an
+  undisturbed round of the same run; a frozen one is woken two rounds later and has to take part again.
+* partitions: 2+2 and 3+1 replicas in network namespaces, apart for five rounds. How many rounds after the first link across all have committed one
+  together. Needs root and iproute2.
+* liars: one replica of four contributes something else than its update. The held-out loss after so many rounds over that of
+  the run without it.
+
+Prints one JSON object; for each part also what `skipstone check` says of the event logs. Progress goes to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import itertools
+import json
+import pathlib
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+from node.default_manifest import default_manifest
+from node.local_setup import LocalSwarmOptions
+from node.local_swarm import LocalSwarm
+from protocol.manifest import Manifest, manifest_from_table
+from tests.e2e.lying import keep_company
+from tests.e2e.parting import THREE_AND_ONE, TWO_AND_TWO, part, parted_run
+from tests.e2e.round_watch import ProgressTail, RoundWatch, watching
+from tests.e2e.small_run import write_text
+from tests.e2e.split_network import split_network, why_not
+from tests.e2e.striking import MODULE, STAGE, Blow, Role, Striker, heavy_run, replicas_of, see_it_through
+
+LIMIT_S = 5.0
+ROLES: tuple[Role, ...] = ("member", "convener", "reducer")
+SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
+PARTS = ("blows", "partitions", "liars")
+KINDS = ("nan", "million", "million-declared", "shapes", "round", "garbage")
+EVALUATED = 32
+LOSS_RATIO = 1.01
+
+
+# ---- blows ----------------------------------------------------------------------------------------------------------------
+
+
+async def blows(arguments: argparse.Namespace, folder: pathlib.Path) -> dict[str, object]:
+    """All of them in one swarm, one after the other; who was killed is replaced."""
+    manifest = heavy_run(write_text(folder / "text"), blocks=arguments.blocks)
+    options = LocalSwarmOptions(peers=1 + arguments.replicas, threads=1, log_dir=folder / "logs")
+    found = []
+    async with LocalSwarm(manifest, options) as swarm, watching(swarm, MODULE) as watch:
+        tail = ProgressTail(folder / "logs", MODULE)
+        striker = Striker(swarm, tail)
+        calm = await undisturbed(swarm, watch)
+        for role, percent, number in itertools.product(ROLES, arguments.percents, SIGNALS):
+            blow = await striker.strike(role, percent, number)
+            found.append(await follow(swarm, watch, blow, number) | {"role": role, "asked_percent": percent})
+            tell(f"{role} {percent} % {number.name}: {found[-1]}")
+        tail.close()
+        digests = watch.digests(frozenset(peer.peer for peer in swarm.peers if peer.stage == STAGE))
+        await swarm.stop()
+        ends = {index: end.exit_code for index, end in swarm.ends.items()}
+    limit = LIMIT_S + calm
+    times = [float(row["commit_s"]) for row in found]  # type: ignore[arg-type]
+    return {
+        "replicas": arguments.replicas,
+        "exchanged_mb": 4e-6 * parameters(manifest),
+        "undisturbed_round_s": calm,
+        "limit_s": limit,
+        "commit_s": {"median": median(times), "largest": max(times)},
+        "within_limit": [sum(time <= limit for time in times), len(times)],
+        "by_role": {role: median(row["commit_s"] for row in found if row["role"] == role) for role in ROLES},
+        "rounds_with_several_digests": sum(len(held) > 1 for held in digests.values()),
+        "exits": sum(code not in (0, 128 + signal.SIGKILL) for code in ends.values()),
+        "blows": found,
+        "check": verdict(folder / "logs"),
+    }
+
+
+async def undisturbed(swarm: LocalSwarm, watch: RoundWatch) -> float:
+    """The median of a few rounds of all."""
+    everybody = frozenset(replicas_of(swarm))
+    first = await watch.all_together(everybody, 0)
+    await watch.all_together(everybody, first.round + 3)
+    return median(c.seconds for p in everybody for c in watch.commits_of(p) if c.round > first.round) or 0.0
+
+
+async def follow(swarm: LocalSwarm, watch: RoundWatch, blow: Blow, number: signal.Signals) -> dict[str, object]:
+    aftermath = await see_it_through(swarm, watch, blow, frozen=number is signal.SIGSTOP)
+    if number is signal.SIGKILL:
+        index = swarm.start_peer(STAGE)
+        newcomer = swarm.peers[index].peer
+        await watch.all_together(aftermath.survivors | {newcomer}, blow.round)
+    return {
+        "signal": number.name,
+        "round": blow.round,
+        "percent": blow.percent,
+        "commit_s": max(aftermath.commits_s.values()),
+        "attempts": aftermath.attempts,
+        "back_s": aftermath.back_s,
+        "caught_up": aftermath.caught_up,
+    }
+
+
+def parameters(manifest: Manifest) -> int:
+    """Of a module of stage 1, but for its norms."""
+    model = manifest.model
+    attention = model.hidden * model.hidden * 2 * (1 + model.kv_heads / model.heads)
+    return int(manifest.stages.blocks[STAGE] * (attention + 3 * model.hidden * model.feed_forward))
+
+
+# ---- partitions -----------------------------------------------------------------------------------------------------------
+
+
+async def partitions(folder: pathlib.Path) -> dict[str, object]:
+    reason = why_not()
+    if reason is not None:
+        return {"skipped": reason}
+    return {
+        name: await parted(made(folder / name), sides) for name, sides in (("2+2", TWO_AND_TWO), ("3+1", THREE_AND_ONE))
+    }
+
+
+async def parted(folder: pathlib.Path, sides: str) -> dict[str, object]:
+    manifest = parted_run(write_text(folder / "text"))
+    options = LocalSwarmOptions(peers=len(sides), threads=1, log_dir=folder / "logs")
+    with split_network(sides) as network:
+        async with LocalSwarm(manifest, options, places=network.place) as swarm, watching(swarm, MODULE) as watch:
+            found = await part(swarm, watch, network)
+            await swarm.stop()
+            exits = sum(end.exit_code != 0 for end in swarm.ends.values())
+    table = dataclasses.asdict(found) | {"sides": [len(side) for side in found.sides]}
+    tell(f"{sides}: {table}")
+    return table | {"target_rounds_after": 2, "exits": exits, "check": verdict(folder / "logs")}
+
+
+# ---- liars ----------------------------------------------------------------------------------------------------------------
+
+
+def liars_run() -> Manifest:
+    """The demo model in two stages, on the standard library's source."""
+    table = default_manifest(1, "liars").model_dump(mode="json", exclude_none=True)
+    table["stages"]["blocks"] = [0, 2]
+    table["training"] |= {"staleness": 1, "inner_steps": 5, "outer": {"learning_rate": 0.7, "momentum": 0.5}}
+    table["training"] |= {"inner_tokens": 1024}
+    table["training"]["schedule"] |= {"kind": "constant", "total_steps": 1_000_000}
+    return manifest_from_table(table)
+
+
+async def liars(arguments: argparse.Namespace, folder: pathlib.Path) -> dict[str, object]:
+    rows: dict[str, dict[str, object]] = {}
+    losses: dict[str, float] = {}
+    for kind in ("nobody", "nobody, again", *arguments.kinds):
+        logs = folder / kind
+        lie = kind if kind in KINDS else None
+        company = await keep_company(liars_run(), logs, arguments.rounds, lie, EVALUATED)
+        losses[kind] = company.loss
+        rows[kind] = {
+            "loss": company.loss,
+            "ratio": company.loss / losses["nobody"],
+            "rounds": company.rounds,
+            "with_its_update": company.with_liar,
+            "attempts_a_round": company.attempts,
+            "rounds_with_several_digests": sum(len(held) > 1 for held in company.digests.values()),
+            "exits": sum(code != 0 for code in company.ends.values()),
+            "check": verdict(logs),
+        }
+        tell(f"{kind}: {rows[kind]}")
+    return {"target_ratio": LOSS_RATIO, "kinds": rows}
+
+
+# ---- all ------------------------------------------------------------------------------------------------------------------
+
+
+def verdict(logs: pathlib.Path) -> dict[str, object]:
+    """What `skipstone check` says of the logs."""
+    command = [sys.executable, "-m", "node", "check", str(logs), "--json"]
+    root = pathlib.Path(__file__).resolve().parent.parent
+    checked = subprocess.run(command, capture_output=True, cwd=root, timeout=600)
+    return dict(json.loads(checked.stdout))
+
+
+def median(values: Iterable[object]) -> float | None:
+    found = [value for value in values if isinstance(value, float)]
+    return statistics.median(found) if found else None
+
+
+def made(folder: pathlib.Path) -> pathlib.Path:
+    folder.mkdir(parents=True)
+    return folder
+
+
+def tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+async def measure(arguments: argparse.Namespace, folder: pathlib.Path) -> dict[str, object]:
+    result: dict[str, object] = {"benchmark": "faults"}
+    for part_name in arguments.parts:
+        here = made(folder / part_name)
+        match part_name:
+            case "blows":
+                result["blows"] = await blows(arguments, here)
+            case "partitions":
+                result["partitions"] = await partitions(here)
+            case "liars":
+                result["liars"] = await liars(arguments, here)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--replicas", type=int, default=4)
+    parser.add_argument("--blocks", type=int, default=3, help="of the module that is exchanged: 13 MB each")
+    parser.add_argument("--percents", type=int, nargs="+", default=[10, 50, 90])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--rounds", type=int, default=30, help="of the honest replicas beside a liar")
+    parser.add_argument("--keep", type=pathlib.Path, help="folder for the event logs; a temporary one when absent")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="skipstone-faults-") as temporary:
+        folder = arguments.keep or pathlib.Path(temporary)
+        print(json.dumps(asyncio.run(measure(arguments, folder))))
+
+
+if __name__ == "__main__":
+    main()

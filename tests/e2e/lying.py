@@ -1,0 +1,82 @@
+"""One replica of four lies in every round (`tests/e2e/liar.py`): what the others make of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from node.local_setup import LocalSwarmOptions, Place, Places, everywhere_here
+from node.local_swarm import LocalSwarm
+from protocol.manifest import Manifest
+from tests.e2e.round_watch import watching
+from tests.e2e.striking import MODULE, STAGE
+
+HONEST = 3
+"""Replicas, besides the liar."""
+LIAR = 1 + HONEST
+"""Its index: the last one."""
+EVAL_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Company:
+    """What the honest replicas went through."""
+
+    rounds: int
+    """That were committed after the liar had something to contribute."""
+    with_liar: int
+    """Those with its update in them."""
+    attempts: float
+    """At a round, on average."""
+    digests: dict[int, set[str]]
+    """Of the honest replicas, by round."""
+    loss: float
+    """Held out, after those rounds."""
+    ends: dict[int, int]
+    """Exit codes."""
+
+
+def liar_among(kind: str) -> Places:
+    """The last node contributes a lie of this kind (`tests.e2e.liar.LIES`)."""
+    place = Place(command=(sys.executable, "-P", "-m", "tests.e2e.liar", kind))
+    return lambda index: place if index == LIAR else Place()
+
+
+async def keep_company(manifest: Manifest, logs: Path, rounds: int, kind: str | None, evaluated: int) -> Company:
+    """A data node, honest replicas and, if a kind is given, a liar, until all honest ones have committed so many rounds."""
+    places = everywhere_here if kind is None else liar_among(kind)
+    options = LocalSwarmOptions(peers=1 + HONEST + (kind is not None), threads=1, log_dir=logs)
+    async with LocalSwarm(manifest, options, places=places) as swarm, watching(swarm, MODULE) as watch:
+        honest = frozenset(p.peer for p in swarm.peers if p.stage == STAGE and p.index != LIAR)
+        liar = next((p.peer for p in swarm.peers if p.index == LIAR), None)
+        await watch.all_together(honest, 0)
+        begun = await watch.until(lambda: liar_at_work(swarm) and max(map(watch.round_of, honest)))
+        await watch.until(lambda: min(map(watch.round_of, honest)) >= begun + rounds or None)
+        loss = await held_out_loss(str(swarm.link), evaluated)
+        await swarm.stop()
+        commits = {c.round: c for peer in honest for c in watch.commits_of(peer) if c.round > begun + 1}
+        return Company(
+            len(commits),
+            sum(liar in commit.members for commit in commits.values()),
+            sum(commit.attempts for commit in commits.values()) / len(commits),
+            watch.digests(honest),
+            loss,
+            {index: end.exit_code for index, end in swarm.ends.items()},
+        )
+
+
+def liar_at_work(swarm: LocalSwarm) -> bool | None:
+    """Whether it has something to contribute, or there is none."""
+    return LIAR not in swarm.progress.peers or swarm.progress.peers[LIAR].inner_steps > 0 or None
+
+
+async def held_out_loss(link: str, microbatches: int) -> float:
+    """Asked as a person would."""
+    arguments = ("-m", "node", "eval", link, "--microbatches", str(microbatches), "--json")
+    asked = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=asyncio.subprocess.PIPE)
+    async with asyncio.timeout(EVAL_S):
+        answer, _ = await asked.communicate()
+    return float(json.loads(answer)["loss"])

@@ -1,0 +1,71 @@
+"""Cuts a swarm in two, lets both sides go on for some rounds, and puts it together again."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from node.local_swarm import LocalSwarm
+from protocol.manifest import Manifest
+from tests.e2e.round_watch import RoundWatch
+from tests.e2e.small_run import small_run
+from tests.e2e.split_network import SplitNetwork
+from tests.e2e.striking import replicas_of
+
+ROUNDS_APART = 5
+TWO_AND_TWO = "aaabbb"
+"""Where the six nodes are. The first and the fourth are data nodes, so that each side can go on."""
+THREE_AND_ONE = "aaabab"
+
+
+def parted_run(text: Path) -> Manifest:
+    """Six peers make two data nodes and four replicas of stage 1."""
+    return small_run(text, blocks=(1, 2), inner_steps=10, staleness=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Parted:
+    """What came of it."""
+
+    sides: tuple[frozenset[str], frozenset[str]]
+    before: int
+    """The round of all before the cut."""
+    apart: tuple[int, int]
+    """How many rounds each side made alone."""
+    apart_s: float
+    contact_s: float
+    """From the healing to the first link across."""
+    together_s: float
+    """From the healing to the first round that all have committed together."""
+    rounds_after: int
+    """From the leading side's round at the first link to that round."""
+
+
+async def part(swarm: LocalSwarm, watch: RoundWatch, network: SplitNetwork) -> Parted:
+    """With the cable whole at the beginning and at the end."""
+    replicas = replicas_of(swarm)
+    first, second = (
+        frozenset(peer for peer, index in replicas.items() if index in network.side(side)) for side in ("a", "b")
+    )
+    await watch.all_together(first | second, 0)
+    before = max(map(watch.round_of, replicas))
+    cut = time.monotonic()
+    network.cut()
+    for side in (first, second):
+        await watch.all_at(side, before + ROUNDS_APART)
+    healed, links = time.monotonic(), len(watch.links)
+    apart = tuple(min(map(watch.round_of, side)) - before for side in (first, second))
+    network.heal()
+    contact = await watch.until(lambda: next((at for at, link in watch.links[links:] if link.change == "up"), None))
+    leading = max(map(watch.round_of, replicas))
+    together = await watch.all_together(first | second, leading)
+    return Parted(
+        (first, second),
+        before,
+        (apart[0], apart[1]),
+        healed - cut,
+        contact - healed,
+        time.monotonic() - healed,
+        together.round - leading,
+    )

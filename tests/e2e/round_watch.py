@@ -1,0 +1,159 @@
+"""Watches the rounds of a swarm of real processes: when each replica came to stand where, and how far an exchange is."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from node.events import CaughtUp, Event, PeerChange, Restored, RoundCommitted, RoundProgress, event_from_json
+from node.local_swarm import LocalSwarm
+
+PATIENCE_S = 240.0
+"""A bound for what should take seconds: it ends a run that hangs, and says nothing about speed."""
+_PROGRESS = b'{"event":"round_progress"'
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True, slots=True)
+class Stand:
+    """A replica holds an anchor from now on."""
+
+    at: float
+    """Monotonic seconds, as its word reached us."""
+    event: RoundCommitted | CaughtUp | Restored
+
+    @property
+    def peer(self) -> str:
+        return self.event.peer
+
+    @property
+    def anchor(self) -> tuple[int, str]:
+        return self.event.round, self.event.digest
+
+
+@dataclass(eq=False)
+class RoundWatch:
+    """What a swarm has said so far of the rounds of one module."""
+
+    swarm: LocalSwarm
+    module: str
+    stands: list[Stand] = field(default_factory=list)
+    links: list[tuple[float, PeerChange]] = field(default_factory=list)
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def take(self, event: Event) -> None:
+        match event:
+            case RoundCommitted() | CaughtUp() | Restored() if event.module == self.module:
+                self.stands.append(Stand(time.monotonic(), event))
+            case PeerChange():
+                self.links.append((time.monotonic(), event))
+        self._news.set()
+
+    async def until(self, find: Callable[[], Found | None], patience_s: float = PATIENCE_S) -> Found:
+        """What `find` finds, asked again after each event."""
+        async with asyncio.timeout(patience_s):
+            while (found := find()) is None:
+                self._news.clear()
+                await self._news.wait()
+        return found
+
+    def holding(self) -> dict[str, Stand]:
+        """Where each replica stands now."""
+        return {stand.peer: stand for stand in self.stands}
+
+    def round_of(self, peer: str) -> int:
+        """0 before its first."""
+        stand = self.holding().get(peer)
+        return 0 if stand is None else stand.event.round
+
+    def commits_of(self, peer: str) -> list[RoundCommitted]:
+        return [s.event for s in self.stands if s.peer == peer and isinstance(s.event, RoundCommitted)]
+
+    def first_at(self, peer: str, number: int) -> Stand | None:
+        """When it first stood at this round or a later one."""
+        return next((stand for stand in self.stands if stand.peer == peer and stand.event.round >= number), None)
+
+    async def all_at(self, peers: frozenset[str], number: int) -> dict[str, Stand]:
+        """When each first stood at this round or a later one, once all do."""
+
+        def find() -> dict[str, Stand] | None:
+            found = {peer: stand for peer in peers if (stand := self.first_at(peer, number)) is not None}
+            return found if len(found) == len(peers) else None
+
+        return await self.until(find)
+
+    async def all_together(self, peers: frozenset[str], after: int) -> RoundCommitted:
+        """A round after this one that all of them have committed as its members."""
+
+        def find() -> RoundCommitted | None:
+            common = [
+                {(c.round, c.digest): c for c in self.commits_of(peer) if c.round > after and peers <= set(c.members)}
+                for peer in peers
+            ]
+            keys = set.intersection(*(set(commits) for commits in common))
+            return common[0][min(keys)] if keys else None
+
+        return await self.until(find)
+
+    def digests(self, peers: frozenset[str]) -> dict[int, set[str]]:
+        """The digests that these replicas have held, by round."""
+        found: dict[int, set[str]] = {}
+        for stand in self.stands:
+            if stand.peer in peers:
+                found.setdefault(stand.event.round, set()).add(stand.event.digest)
+        return found
+
+
+@asynccontextmanager
+async def watching(swarm: LocalSwarm, module: str) -> AsyncIterator[RoundWatch]:
+    """Reads the swarm's events as long as the block lasts."""
+    watch = RoundWatch(swarm, module)
+
+    async def read() -> None:
+        async for event in swarm.events():
+            watch.take(event)
+
+    reading = asyncio.create_task(read())
+    try:
+        yield watch
+    finally:
+        reading.cancel()
+        with suppress(asyncio.CancelledError):
+            await reading
+
+
+class ProgressTail:
+    """Follows the event logs in a folder, for what only they tell: how far an exchange is."""
+
+    def __init__(self, folder: Path, module: str) -> None:
+        self._folder = folder
+        self._module = module
+        self._files: dict[Path, tuple[int, bytes]] = {}
+
+    def read(self) -> Iterator[RoundProgress]:
+        """Each once."""
+        for path in self._folder.glob("*.jsonl"):
+            file, rest = self._files.get(path) or (os.open(path, os.O_RDONLY), b"")
+            *lines, rest = (rest + os.read(file, 2**20)).split(b"\n")
+            self._files[path] = file, rest
+            for line in lines:
+                event = event_from_json(line) if line.startswith(_PROGRESS) else None
+                if isinstance(event, RoundProgress) and event.module == self._module:
+                    yield event
+
+    def skip(self) -> None:
+        """What has been written so far is of no interest."""
+        while list(self.read()):
+            pass
+
+    def close(self) -> None:
+        for file, _ in self._files.values():
+            os.close(file)
+        self._files.clear()

@@ -1,0 +1,142 @@
+"""Kills or freezes a replica in the middle of an exchange, and sees what becomes of the round and of the others."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from node.events import CaughtUp, RoundProgress
+from node.local_swarm import LocalSwarm
+from protocol.manifest import Manifest, manifest_from_table
+from tests.e2e.round_watch import PATIENCE_S, ProgressTail, RoundWatch
+
+Role = Literal["member", "convener", "reducer"]
+"""`member` and `reducer` are the replicas that reduce the least and the most, the convener excepted."""
+MODULE = "1.0"
+STAGE = 1
+LOOK_S = 0.001
+
+
+def heavy_run(text: Path, *, blocks: int, feed_forward: int = 4096, inner_steps: int = 4) -> Manifest:
+    """One stage that is much to exchange and little to compute: 3.3 million parameters a block, 16 tokens a microbatch."""
+    return manifest_from_table(
+        {
+            "protocol": 1,
+            "name": "heavy",
+            "seed": 11,
+            "model": {
+                "vocabulary": 257,
+                "hidden": 256,
+                "heads": 4,
+                "kv_heads": 2,
+                "feed_forward": feed_forward,
+                "sequence": 16,
+            },
+            "stages": {"blocks": (0, blocks)},
+            "data": {"source": f"path:{text}", "held_out": 0.1},
+            "training": {
+                "rows": 1,
+                "inner_tokens": 32,
+                "inner_steps": inner_steps,
+                "staleness": 1,
+                "inner": {"learning_rate": 3e-4},
+                "outer": {"learning_rate": 0.7, "momentum": 0.5},
+                "schedule": {"kind": "constant", "warmup_steps": 5, "total_steps": 1000},
+            },
+        }
+    )
+
+
+def replicas_of(swarm: LocalSwarm) -> dict[str, int]:
+    """The live replicas of the stage, with their indices."""
+    return {p.peer: p.index for p in swarm.peers if p.stage == STAGE and p.index not in swarm.ends}
+
+
+@dataclass(frozen=True, slots=True)
+class Blow:
+    """A replica that was struck, in which round, and how far it really was."""
+
+    victim: str
+    index: int
+    round: int
+    percent: int
+    at: float
+    """Monotonic seconds."""
+
+
+class Striker:
+    """Waits for the moment and strikes."""
+
+    def __init__(self, swarm: LocalSwarm, tail: ProgressTail) -> None:
+        self._swarm = swarm
+        self._tail = tail
+        self._chunks: dict[str, int] = {}
+        """That each replica reduced in its last exchange."""
+
+    async def strike(self, role: Role, percent: int, number: signal.Signals) -> Blow:
+        """At the first round from now on in which somebody has this role, when it is so far."""
+        self._tail.skip()
+        begun: set[int] = set()
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                for seen in self._tail.read():
+                    self._chunks[seen.peer] = seen.chunks
+                    if seen.percent == 0:
+                        begun.add(seen.round)  # else its beginning was before our time
+                    if seen.round in begun and seen.percent >= percent and self._is_it(seen, role):
+                        return self._hit(seen, number)
+                await asyncio.sleep(LOOK_S)
+
+    def _is_it(self, seen: RoundProgress, role: Role) -> bool:
+        if role == "convener" or seen.peer == seen.convener:
+            return role == "convener" and seen.peer == seen.convener
+        others = [peer for peer in replicas_of(self._swarm) if peer in self._chunks and peer != seen.convener]
+        if len(others) < len(replicas_of(self._swarm)) - 1:
+            return False
+        best = max if role == "reducer" else min
+        return seen.peer == best(others, key=lambda peer: (self._chunks[peer], peer))
+
+    def _hit(self, seen: RoundProgress, number: signal.Signals) -> Blow:
+        index = replicas_of(self._swarm)[seen.peer]
+        self._swarm.kill(index, number)
+        at = time.monotonic()
+        later = [p.percent for p in self._tail.read() if (p.peer, p.round) == (seen.peer, seen.round)]
+        return Blow(seen.peer, index, seen.round, max([seen.percent, *later]), at)
+
+
+@dataclass(frozen=True, slots=True)
+class Aftermath:
+    """Of one blow."""
+
+    blow: Blow
+    survivors: frozenset[str]
+    commits_s: dict[str, float]
+    """Of each survivor: from the blow to its standing on that round's anchor."""
+    attempts: int
+    """At that round, the most that a survivor knows of."""
+    back_s: float | None
+    """From waking up to a commit together with all others; None for one that was killed."""
+    caught_up: bool
+    """Whether the woken one said that it caught up."""
+
+
+async def see_it_through(swarm: LocalSwarm, watch: RoundWatch, blow: Blow, *, frozen: bool) -> Aftermath:
+    """Until the survivors have committed; a frozen replica is woken two rounds later, and has taken part again."""
+    survivors = frozenset(replicas_of(swarm)) - {blow.victim}
+    stands = await watch.all_at(survivors, blow.round)
+    attempts = max([c.attempts for p in survivors for c in watch.commits_of(p) if c.round == blow.round], default=0)
+    commits_s = {peer: stand.at - blow.at for peer, stand in stands.items()}
+    if not frozen:
+        return Aftermath(blow, survivors, commits_s, attempts, None, caught_up=False)
+    missed = max(stand.event.round for stand in stands.values()) + 1
+    await watch.all_at(survivors, missed)
+    before = len(watch.stands)
+    woken = time.monotonic()
+    swarm.kill(blow.index, signal.SIGCONT)
+    await watch.all_together(survivors | {blow.victim}, missed)
+    fetched = [s for s in watch.stands[before:] if s.peer == blow.victim and isinstance(s.event, CaughtUp)]
+    return Aftermath(blow, survivors, commits_s, attempts, time.monotonic() - woken, caught_up=bool(fetched))

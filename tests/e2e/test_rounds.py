@@ -1,0 +1,84 @@
+"""Rounds among real processes when one of them dies, freezes or lies in the middle, and when the network falls apart.
+
+The whole matrix, with times, is `benchmarks/faults.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from node.cli.app import app
+from node.local_setup import LocalSwarmOptions
+from node.local_swarm import LocalSwarm
+from tests.e2e.lying import keep_company
+from tests.e2e.parting import ROUNDS_APART, TWO_AND_TWO, part, parted_run
+from tests.e2e.round_watch import ProgressTail, watching
+from tests.e2e.small_run import small_run, write_text
+from tests.e2e.split_network import split_network, why_not
+from tests.e2e.striking import MODULE, Striker, heavy_run, replicas_of, see_it_through
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+NO_NAMESPACES = why_not()
+
+
+def verdict(folder: Path) -> dict[str, Any]:
+    """What `skipstone check` says of the logs."""
+    report: dict[str, Any] = json.loads(CliRunner().invoke(app, ["check", str(folder), "--json"]).stdout)
+    assert report["ok"], report["violations"]
+    return report
+
+
+async def test_survivors_commit_alike_when_the_convener_freezes_and_when_a_reducer_is_killed(tmp_path: Path) -> None:
+    manifest = heavy_run(write_text(tmp_path / "text"), blocks=2)
+    options = LocalSwarmOptions(peers=4, threads=1, log_dir=tmp_path / "logs")
+    async with LocalSwarm(manifest, options) as swarm, watching(swarm, MODULE) as watch:
+        everybody = frozenset(replicas_of(swarm))
+        await watch.all_together(everybody, 0)
+        tail = ProgressTail(tmp_path / "logs", MODULE)
+        striker = Striker(swarm, tail)
+        frozen = await striker.strike("convener", 50, signal.SIGSTOP)
+        woken = await see_it_through(swarm, watch, frozen, frozen=True)
+        assert woken.caught_up
+        killed = await striker.strike("reducer", 10, signal.SIGKILL)
+        await see_it_through(swarm, watch, killed, frozen=False)
+        tail.close()
+        await swarm.stop()
+        assert set(map(len, watch.digests(everybody).values())) == {1}
+    assert {index: end.exit_code for index, end in swarm.ends.items() if end.exit_code} == {
+        killed.index: 128 + signal.SIGKILL
+    }
+    verdict(tmp_path / "logs")
+
+
+@pytest.mark.skipif(NO_NAMESPACES is not None, reason=NO_NAMESPACES or "")
+async def test_two_and_two_part_go_on_and_are_one_again(tmp_path: Path) -> None:
+    manifest = parted_run(write_text(tmp_path / "text"))
+    options = LocalSwarmOptions(peers=len(TWO_AND_TWO), threads=1, log_dir=tmp_path / "logs")
+    with split_network(TWO_AND_TWO) as network:
+        async with LocalSwarm(manifest, options, places=network.place) as swarm, watching(swarm, MODULE) as watch:
+            parted = await part(swarm, watch, network)
+            await swarm.stop()
+            assert [len(side) for side in parted.sides] == [2, 2]
+            assert min(parted.apart) >= ROUNDS_APART
+    assert {end.exit_code for end in swarm.ends.values()} == {0}
+    report = verdict(tmp_path / "logs")
+    assert report["forks healed"] >= 1
+
+
+@pytest.mark.parametrize("kind", ["nan", "million-declared"])
+async def test_rounds_go_on_and_stay_finite_with_a_liar(tmp_path: Path, kind: str) -> None:
+    manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 1), inner_steps=5, staleness=1)
+    company = await keep_company(manifest, tmp_path / "logs", 4, kind, evaluated=2)
+    assert set(map(len, company.digests.values())) == {1}
+    assert math.isfinite(company.loss)
+    assert set(company.ends.values()) == {0}
+    assert company.with_liar == (company.rounds if kind == "million-declared" else 0), "clipped, or refused"
+    verdict(tmp_path / "logs")
