@@ -14,6 +14,9 @@ from node.cli.live import download_bar
 from node.cli.output import announce, print_json, run_loop
 from node.cli.text import count, harmless, loss_text, number_in, peer_name, round_text
 
+_ROUND_WIDTH = len("3 peers")
+"""What has to be left of that column on a narrow terminal."""
+
 
 def status(
     link: Annotated[str, typer.Argument(help="The swarm's join link.")],
@@ -74,10 +77,10 @@ def status_table(answer: Mapping[str, Any]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for title in ("stage", "module", "peer", "state"):
         table.add_column(title)
-    for title in ("inner steps", "tokens/s", "slots"):
+    for title in ("steps", "tokens/s", "slots"):
         table.add_column(title, justify="right")
-    table.add_column("round")
-    table.add_column("address")
+    table.add_column("round", min_width=_ROUND_WIDTH)
+    table.add_column("address", no_wrap=True, overflow="fold")
     for stage in range(answer["stages"]):
         peers = [peer for peer in answer["peers"] if str(peer["module"]).split(".")[0] == str(stage)]
         for peer in peers:

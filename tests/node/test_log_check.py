@@ -255,14 +255,14 @@ def test_the_command_reads_a_folder_and_says_by_its_exit_code_what_it_found(tmp_
     clean = CliRunner().invoke(app, ["check", str(tmp_path)])
     assert clean.exit_code == 0
     assert "3 logs, 3 with a clean end" in clean.stdout
-    write(tmp_path, [Log(A2, [visit(A2)])])
+    write(tmp_path, [Log(A2, [visit(A2)], began=2)])
     dirty = CliRunner().invoke(app, ["check", str(tmp_path)])
     assert dirty.exit_code == 1
-    assert f"{A2}-1.jsonl:2: exactly once" in dirty.stdout
+    assert f"{A2}-2.jsonl:2: exactly once" in dirty.stdout
     as_json = CliRunner().invoke(app, ["check", str(tmp_path), "--json"])
     report = json.loads(as_json.stdout)
     assert (as_json.exit_code, report["ok"], report["visits"]) == (1, False, 4)
-    assert report["violations"][0]["at"] == f"{A2}-1.jsonl:2"
+    assert report["violations"][0]["at"] == f"{A2}-2.jsonl:2"
 
 
 def test_the_parts_of_a_log_are_one_and_a_missing_one_is_found(tmp_path: Path) -> None:
