@@ -230,6 +230,19 @@ class RoundCommitted:
 
 
 @dataclass(frozen=True, slots=True)
+class CatchingUp:
+    """A replica is fetching the anchor of a round in which it had no part; sent when it begins, and about once a second."""
+
+    NAME: ClassVar[str] = "catching_up"
+    peer: str
+    module: str
+    round: int
+    bytes: int
+    """That are here."""
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class CaughtUp:
     """A replica has fetched the anchor of a round in which it had no part."""
 
@@ -241,6 +254,8 @@ class CaughtUp:
     bytes: int
     seconds: float
     donors: tuple[str, ...]
+    donor_bytes: tuple[int, ...] = ()
+    """Good chunks from each of `donors`, in the same order. Missing in logs of older versions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +296,17 @@ class Ended:
     NAME: ClassVar[str] = "ended"
     peer: str
     unix_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class LastPeer:
+    """The node stops, and nobody else serves its module."""
+
+    NAME: ClassVar[str] = "last_peer"
+    peer: str
+    module: str
+    saved_in: str | None
+    """The folder that keeps the module's state; None when it is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,11 +376,13 @@ Event = (
     | Completed
     | RoundProgress
     | RoundCommitted
+    | CatchingUp
     | CaughtUp
     | Restored
     | Started
     | Continued
     | Ended
+    | LastPeer
     | Note
     | NodeSummary
     | Summary
@@ -436,6 +464,8 @@ def _read_dataclass(kind: type[Read], table: Any, where: str) -> Read:
     types_by_field = typing.get_type_hints(kind)
     values = {}
     for field in dataclasses.fields(typing.cast(Any, kind)):
+        if field.name not in table and field.default is not dataclasses.MISSING:
+            continue  # came with a later version than the writer's
         if field.name not in table:
             raise ProtocolViolation(f"event: {where}.{field.name} is missing")
         values[field.name] = _read(types_by_field[field.name], table[field.name], f"{where}.{field.name}")

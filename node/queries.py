@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from node.clock import SystemClock
-from node.events import Event
-from node.presence import Presence, Whereabouts, present
-from protocol.directory import DirectorySettings
-from protocol.identity import Identity
+from node.presence import Presence
+from node.visiting import visit
 from protocol.join_link import JoinLink
 from protocol.seams import Question, QuestionAbout
 from swarm.announcement import Announcement
@@ -22,13 +18,6 @@ from swarm.vocabulary import ModuleId, PeerId, PeerState
 LOOK_AROUND_S = 1.5
 STATUS_TIMEOUT_S = 5.0
 EVALUATION_TIMEOUT_S = 600.0
-
-
-class _Silent:
-    """Takes events and keeps none: a query reports its result only."""
-
-    def emit(self, event: Event) -> None:
-        return
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +54,7 @@ async def query_status(link: JoinLink, patience_s: float = 30.0) -> dict[str, An
     Raises:
         Unreachable: no peer of the run answered within `patience_s` seconds.
     """
-    async with _visit(link) as presence:
+    async with visit(link) as presence:
         signed = await presence.fetch_manifest(patience_s)
         presence.neighbourhood.watch(signed.manifest.modules())
         await asyncio.sleep(LOOK_AROUND_S)  # one look-up of every module
@@ -80,7 +69,7 @@ async def query_evaluation(link: JoinLink, microbatches: int, patience_s: float 
     Raises:
         Unreachable: no data node could measure it.
     """
-    async with _visit(link) as presence:
+    async with visit(link) as presence:
 
         async def ask(peer: PeerId) -> dict[str, Any]:
             question = Question(QuestionAbout.EVALUATE, microbatches)
@@ -92,13 +81,6 @@ async def query_evaluation(link: JoinLink, microbatches: int, patience_s: float 
 
         what = "that hosts stage 0 has measured the held-out loss"
         return await presence.first_answer(ask, is_data_node, patience_s, what)
-
-
-def _visit(link: JoinLink) -> AbstractAsyncContextManager[Presence]:
-    """A visitor's presence on this machine: any port, a key of its own, and nothing kept for others in the DHT."""
-    where = Whereabouts(listen="0.0.0.0")  # noqa: S104 - it may be reached by whoever it asks
-    settings = DirectorySettings(where.listen, 0, (), link.peers, client=True)
-    return present(Identity.generate(), link.run, where, settings, SystemClock(), _Silent())
 
 
 async def _ask_all(presence: Presence, announcements: list[Announcement]) -> list[dict[str, Any] | None]:

@@ -41,6 +41,9 @@ def status_json(own: OwnState, duty: Duty) -> bytes:
         "free_slots": custody.slots - custody.used_slots,
         "round": 0 if own.anchor is None else own.anchor.round,
         "digest": "" if own.anchor is None else own.anchor.digest.hex(),
+        "rounds": duty.rounds.describe(),
+        "last_round": duty.rounds.news.last_round(),
+        "catching_up": duty.rounds.news.catching_up(),
         **dataclasses.asdict(account),
         "visits": {str(stage): count for stage, count in account.visits},
     }

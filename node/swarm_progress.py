@@ -12,15 +12,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from node.events import (
+    CatchingUp,
+    CaughtUp,
     Event,
     InnerStep,
+    LastPeer,
     Load,
     MicrobatchCounts,
     NodeStatus,
     NodeSummary,
     Note,
     PeerSummary,
+    Restored,
     Resumed,
+    RoundCommitted,
     Step,
     Summary,
     Waiting,
@@ -52,6 +57,14 @@ class PeerProgress:
     reported_steps: int = 0
     """Of a data node: its last reported step."""
     reported_tokens: int = 0
+    round: int = 0
+    """That made the anchor on which it stands; 0 for the initial weights."""
+    members: int = 0
+    """Of the last round in which it had a part."""
+    round_at: float | None = None
+    """When (monotonic seconds) that was."""
+    catching_up: CatchingUp | None = None
+    """The download under way."""
     exit_code: int | None = None
     summary: NodeSummary | None = None
 
@@ -115,6 +128,8 @@ class SwarmProgress:
     waiting: Mapping[str, str] = field(default_factory=dict)
     """Modules that no peer serves, with the reason."""
     notes: tuple[Note, ...] = ()
+    lost: frozenset[str] = frozenset()
+    """Modules whose last peer has stopped without having saved their state."""
 
     @property
     def is_over(self) -> bool:
@@ -160,6 +175,11 @@ def apply(state: SwarmProgress, index: int, event: Event, now: float) -> Progres
                 peer, slots=event.slots, busy_slots=event.busy_slots, tokens_per_s=_finite(event.tokens_per_s)
             )
             return Progressed(_with_peer(state, index, peer), (event,))
+        case RoundCommitted() | CaughtUp() | CatchingUp() | Restored():
+            return Progressed(_with_peer(state, index, _with_round(peer, event, now)), (event,))
+        case LastPeer():
+            lost = state.lost | {event.module} if event.saved_in is None else state.lost
+            return Progressed(replace(state, lost=lost), (event,))
         case NodeSummary():
             peer = replace(peer, summary=event, module=event.module, inner_steps=event.steps)
             return Progressed(_with_peer(state, index, peer), (event,))
@@ -173,6 +193,18 @@ def apply(state: SwarmProgress, index: int, event: Event, now: float) -> Progres
             return noted(state, event)
         case _:
             return Progressed(state, (event,))
+
+
+def _with_round(
+    peer: PeerProgress, event: RoundCommitted | CaughtUp | CatchingUp | Restored, now: float
+) -> PeerProgress:
+    match event:
+        case RoundCommitted():
+            return replace(peer, round=event.round, members=len(event.members), round_at=now, catching_up=None)
+        case CatchingUp():
+            return replace(peer, catching_up=event)
+        case _:
+            return replace(peer, round=event.round, catching_up=None)
 
 
 def _stage_of(module: str | None, otherwise: int) -> int:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 
 from node.assignment import Assignment
 from node.checkpoint.folder import CheckpointFolder
 from node.duty import Duty, Hook, data_duty, hop_duty
-from node.events import EventSink, Move, NodeStatus, Note
+from node.events import EventSink, LastPeer, Move, NodeStatus, Note
 from node.moving import NextModule
 from node.presence import Presence
 from node.report import node_summary, status_json
@@ -48,16 +48,17 @@ async def serve_module(
     make = data_duty if given.module.stage == 0 else hop_duty
     async with make(given) as duty:
         given.resumed.state = None
-        if await unless(stop, _prepared(duty)) is None:
-            return None
-        with _answering(presence, duty), _saver(given, duty, folder) as saver:
-            async with _at_work(duty, given, saver):
-                goal = await _serve(duty, given, moving(given), stop)
-                await hand_over(duty.before_leaving, HAND_OVER_S)
-            if goal is None and saver is not None:
-                await saver.save_at_the_end()
-            events.emit(node_summary(own, duty, given.compute))
-            return goal
+        with _answering_status(presence, duty):
+            if await unless(stop, _prepared(duty)) is None:
+                return None
+            with _answering(presence, duty), _saver(given, duty, folder) as saver:
+                async with _at_work(duty, given, saver):
+                    goal = await _serve(duty, given, moving(given), stop)
+                    await hand_over(duty.before_leaving, HAND_OVER_S)
+                if goal is None and saver is not None:
+                    await saver.save_at_the_end()
+                events.emit(node_summary(own, duty, given.compute))
+                return goal
 
 
 def tell_state(presence: Presence, events: EventSink) -> None:
@@ -129,9 +130,8 @@ def _tell_if_last(given: Assignment) -> None:
     if _replicas(given):
         return
     folder = given.options.checkpoint_dir
-    kept = "is lost; keep it with --checkpoint-dir FOLDER next time" if folder is None else f"is saved in {folder}"
-    message = f"you are the last peer of module {given.module}; its state {kept}"
-    given.events.emit(Note("info" if folder is not None else "warning", message))
+    saved_in = None if folder is None else str(folder)
+    given.events.emit(LastPeer(given.presence.own.peer, str(given.module), saved_in))
 
 
 def _become(state: PeerState, given: Assignment) -> None:
@@ -140,17 +140,30 @@ def _become(state: PeerState, given: Assignment) -> None:
 
 
 @contextmanager
+def _answering_status(presence: Presence, duty: Duty) -> Iterator[None]:
+    """Within the block, whoever asks learns how far the node is."""
+
+    async def answer(question: Question) -> bytes:
+        return status_json(presence.own, duty)
+
+    presence.reception.answers[QuestionAbout.STATUS] = answer
+    try:
+        yield
+    finally:
+        presence.reception.answers.pop(QuestionAbout.STATUS, None)
+
+
+@contextmanager
 def _answering(presence: Presence, duty: Duty) -> Iterator[None]:
     """Within the block, what arrives for the module goes to the duty."""
     reception = presence.reception
     reception.carrier = duty.carrier
     reception.answers |= duty.answers
-    reception.answers[QuestionAbout.STATUS] = _status(presence, duty)
     try:
         yield
     finally:
         reception.carrier = None
-        for about in (QuestionAbout.STATUS, *duty.answers):
+        for about in duty.answers:
             reception.answers.pop(about, None)
 
 
@@ -184,10 +197,3 @@ def _saver(given: Assignment, duty: Duty, folder: CheckpointFolder | None) -> Ab
         return nullcontext()
     every_s, peer = given.options.checkpoint_every_s, given.presence.own.peer
     return Saver(folder, peer, given.module, duty.capture, given.compute, given.saves, given.events, every_s)
-
-
-def _status(presence: Presence, duty: Duty) -> Callable[[Question], Awaitable[bytes]]:
-    async def answer(question: Question) -> bytes:
-        return status_json(presence.own, duty)
-
-    return answer

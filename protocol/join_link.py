@@ -59,6 +59,11 @@ class JoinLink:
         return f"{_SCHEME}{self.run}@{','.join(self.peers)}"
 
 
+def is_link(text: str) -> bool:
+    """Whether a person means a join link by it; it may still be malformed."""
+    return text.strip().startswith(_SCHEME)
+
+
 def parse_link(text: str) -> JoinLink:
     """Reads a link; white space around it is ignored.
 

@@ -129,6 +129,17 @@ class Membership:
         """The peers that may be given work for a module: serving, unexpired, not suspect, of a version we speak."""
         return [member.announcement for member in self._serving(module, now) if member.suspect_until <= now]
 
+    def with_state(self, module: ModuleId) -> list[Announcement]:
+        """The module's replicas that have told on which agreed state they stand, and have not been given up."""
+        return [
+            member.announcement
+            for peer, member in self._members.items()
+            if member.announcement.module == module
+            and member.announcement.state in (PeerState.SERVING, PeerState.DRAINING)
+            and member.announcement.anchor is not None
+            and not self.is_given_up(peer)
+        ]
+
     def is_served(self, module: ModuleId, now: float) -> bool:
         """Whether a module has a peer that has not been given up, suspect for a moment or not."""
         return any(member.suspect_until < math.inf for member in self._serving(module, now))

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from node.averaging.layout import Layout
 from node.averaging.partial_state import KeptChunks, PartialState
 from node.buffers import BufferPool
 from node.task_scope import set_or_after, task_scope
+from protocol.hash_list import HashList
 from protocol.seams import Clock, Codec, DType, Refusal, TensorSpec, Transport
 from swarm.errors import NoQuorum, PeerError, ProtocolViolation, ResourceExhausted, SkipstoneError, Stalled
 from swarm.round_messages import StateChunk, StateRefusal, StateRefused, StateRequest
@@ -108,6 +110,8 @@ class CatchingUp:
         self._with = surroundings
         self._busy = False
         self._fetching: _Fetching | None = None
+        self.received_bytes: Mapping[PeerId, int] = {}
+        """Of the last download: the bytes of good chunks from each donor."""
 
     async def catch_up(self, wanted: AnchorVersion, donors: Sequence[PeerId], known: Anchor | None = None) -> Anchor:
         """The anchor of `wanted`'s digest, every byte of it checked.
@@ -121,20 +125,36 @@ class CatchingUp:
             Stalled: those that have it send nothing.
             ResourceExhausted: no memory for the state.
         """
+        proven, vectors = await self._fetch(wanted, donors, 2 * self._with.layout.chunks, known)
+        return Anchor(self._with.layout, proven.version, *vectors, proven.hashes)
+
+    async def parameters(self, wanted: AnchorVersion, donors: Sequence[PeerId]) -> Vector:
+        """The parameters of that anchor, [elements], for whoever does not train it on: the momentum is not fetched.
+
+        Raises:
+            As `catch_up`.
+        """
+        _, (parameters, _) = await self._fetch(wanted, donors, self._with.layout.chunks, None)
+        return parameters
+
+    async def _fetch(
+        self, wanted: AnchorVersion, donors: Sequence[PeerId], chunks: int, known: Anchor | None
+    ) -> tuple[HashList, tuple[Vector, Vector]]:
+        """The first `chunks` chunks of the state; what lies elsewhere in the vectors is not defined."""
         if self._busy:
             raise SkipstoneError("this module is catching up already")
         self._busy = True
+        around = self._with
         try:
-            return await self._catch_up(wanted, donors, known)
+            proven = await first_hash_list(
+                around.transport, around.module, around.layout, wanted, donors, around.on_liar
+            )
+            self._fetching = _Fetching(around, proven, chunks)
+            self.received_bytes = self._fetching.received_bytes
+            return proven.hash_list, await self._fetching.run(known)
         finally:
             self._busy = False
             self._fetching = None
-
-    async def _catch_up(self, wanted: AnchorVersion, donors: Sequence[PeerId], known: Anchor | None) -> Anchor:
-        around = self._with
-        proven = await first_hash_list(around.transport, around.module, around.layout, wanted, donors, around.on_liar)
-        fetching = self._fetching = _Fetching(around, proven)
-        return await fetching.run(known)
 
     def admit(self, sender: PeerId, message: StateChunk, tensor: TensorSpec) -> memoryview | Refusal:
         """Raises ProtocolViolation for a chunk that was asked for and has another size than its place."""
@@ -162,8 +182,10 @@ class CatchingUp:
 class _Fetching:
     """One download under way: carries out what its plan says."""
 
-    def __init__(self, around: Surroundings, proven: ProvenList) -> None:
+    def __init__(self, around: Surroundings, proven: ProvenList, chunks: int) -> None:
+        self.received_bytes: Counter[PeerId] = Counter()
         self._with = around
+        self._chunks = chunks
         self._layout = around.layout
         self._list = proven.hash_list
         self._donors = proven.donors
@@ -183,15 +205,15 @@ class _Fetching:
     def is_of(self, message: StateChunk | StateRefused) -> bool:
         return message.module == self._with.module and message.digest == self._list.version.digest
 
-    async def run(self, known: Anchor | None) -> Anchor:
-        """Fetches everything. Errors as `CatchingUp.catch_up`."""
+    async def run(self, known: Anchor | None) -> tuple[Vector, Vector]:
+        """Fetches everything that is due. Errors as `CatchingUp.catch_up`."""
         vectors = self._with.space.spare()
         try:
             here = await self._on_thread(lambda: self._begin(vectors, known))
             await self._fetch(here)
             if isinstance(self._end, Failed):
                 raise self._error(self._end)
-            return Anchor(self._layout, self._list.version, *vectors, self._list.hashes)
+            return vectors
         finally:
             # Comes after whatever the thread still has to do, so that nothing writes into vectors that have been given back.
             finished = self._thread.submit(self._finish, vectors)
@@ -259,8 +281,7 @@ class _Fetching:
 
     async def _fetch(self, here: frozenset[int]) -> None:
         chunk_bytes = 4 * self._layout.chunk_elements
-        chunks, random = 2 * self._layout.chunks, self._with.random
-        self._plan = Download(chunks, chunk_bytes, here, self._donors, random, self._buffers_of_one)
+        self._plan = Download(self._chunks, chunk_bytes, here, self._donors, self._with.random, self._buffers_of_one)
         async with task_scope() as tasks:
             self._tasks = tasks
             try:
@@ -305,12 +326,14 @@ class _Fetching:
             matches = await self._on_thread(lambda: state.place(chunk, data))
         finally:
             self._pool.give_back(self._arriving.pop((sender, chunk)))
+        if matches:
+            self.received_bytes[sender] += data.nbytes
         self.handle(ChunkCame(sender, chunk, matches))
         self._tell_progress()
 
     def _tell_progress(self) -> None:
         assert self._plan is not None
-        total = 8 * self._layout.elements
+        total = sum(4 * self._elements_of(chunk) for chunk in range(self._chunks))
         missing = self._plan.missing * 4 * self._layout.chunk_elements
         self._with.on_progress(max(0, total - missing), total)
 

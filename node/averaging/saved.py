@@ -17,7 +17,7 @@ from swarm.errors import CorruptSnapshot
 def anchor_state(anchor: Anchor) -> AnchorState:
     """What is saved of an anchor. Shares the anchor's memory, which holds until the round after the next."""
     return AnchorState(
-        anchor.version, _by_name(anchor.layout, anchor.parameters), _by_name(anchor.layout, anchor.momentum)
+        anchor.version, tensors_of(anchor.layout, anchor.parameters), tensors_of(anchor.layout, anchor.momentum)
     )
 
 
@@ -38,12 +38,13 @@ def restored_anchor(layout: Layout, saved: AnchorState) -> Anchor:
     return Anchor(layout, version, parameters, momentum, hashes)
 
 
-def _by_name(layout: Layout, vector: Vector) -> dict[str, Tensor]:
+def tensors_of(layout: Layout, vector: Vector) -> dict[str, Tensor]:
+    """The parameters in a vector, by name. They share its memory."""
     return {place.name: torch.from_numpy(vector[place.start : place.stop]).view(place.shape) for place in layout.places}
 
 
 def _vector(layout: Layout, tensors: Mapping[str, Tensor]) -> Vector:
     vector: Vector = np.empty(layout.elements, np.float32)
-    for name, room in _by_name(layout, vector).items():
+    for name, room in tensors_of(layout, vector).items():
         room.copy_(tensors[name])
     return vector

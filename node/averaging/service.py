@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -19,15 +18,15 @@ from node.averaging.donor import Donor
 from node.averaging.keeper import Work
 from node.averaging.layout import Layout
 from node.averaging.lone import anchor_of
+from node.averaging.news import RoundNews
 from node.averaging.outer import outer_rule
-from node.averaging.progress import HowFar
 from node.averaging.replica import LocalReplica
 from node.averaging.saved import anchor_state, restored_anchor
 from node.averaging.shelf import Shelf
 from node.averaging.state_desk import StateDesk
 from node.checkpoint.state import AnchorState
 from node.compute import ComputeThread, Priority
-from node.events import CaughtUp, Note, Restored, RoundCommitted, RoundProgress
+from node.events import Note
 from node.optimization import StepFigures
 from node.reception import RoundTensor
 from node.resume import Agreed
@@ -43,7 +42,6 @@ from swarm.vocabulary import AnchorVersion, ModuleId, PeerId, PeerState
 CODECS = {"none": Codec.NONE, "int8": Codec.INT8}
 """Of `codecs.pseudo_gradients`."""
 LOOK_S = 0.05
-WITH_STATE = (PeerState.SERVING, PeerState.DRAINING)
 
 
 class ModuleRounds:
@@ -69,7 +67,8 @@ class ModuleRounds:
             microbatch_tokens=manifest.microbatch_tokens,
             clock=own.clock,
         )
-        hooks = AveragerHooks(self._fellows, self._catch_up, self._anchored, self._settled, self._exchanging)
+        self.news = RoundNews(own.peer, given.module, own.clock, given.events)
+        hooks = AveragerHooks(self._fellows, self._catch_up, self._anchored, self._settled, self.news.exchanging)
         self._averager = Averager(parts, hooks)
         self._donor = Donor(given.module, self._shelf, own.clock)
         folder = given.options.checkpoint_dir
@@ -81,6 +80,7 @@ class ModuleRounds:
             Random(own.peer),  # noqa: S311 - spreads the load over donors; no secret
             self._shelf,
             None if folder is None else folder / own.peer / "download",
+            self.news.progressed,
         )
         self._catching_up = CatchingUp(around)
         self._desk = StateDesk(self._catching_up, self._donor)
@@ -100,8 +100,7 @@ class ModuleRounds:
         self._averager.keeper.resume(since)
         version = self._shelf.current.version
         if version.round:
-            own, module = self._own.peer, str(self._given.module)
-            self._given.events.emit(Restored(own, module, version.round, version.digest.hex()))
+            self.news.restored(version)
 
     async def prepare(self) -> None:
         """Returns when the replica stands where its module stands; before that it has nothing to say in its module.
@@ -178,35 +177,21 @@ class ModuleRounds:
     # ---- the averager's hooks ----------------------------------------------------------------------------------------
 
     def _fellows(self) -> tuple[Fellow, ...]:
-        membership = self._given.presence.membership
         found = (
             Fellow(known.peer, known.anchor, known.state is PeerState.SERVING)
-            for known in membership.peers()
-            if known.module == self._given.module
-            and known.state in WITH_STATE
-            and known.anchor is not None
-            and not membership.is_given_up(known.peer)
+            for known in self._given.presence.membership.with_state(self._given.module)
+            if known.anchor is not None
         )
         return tuple(sorted(found, key=lambda fellow: fellow.peer))
 
     async def _catch_up(self, version: AnchorVersion, donors: Sequence[PeerId]) -> Anchor:
-        begun = time.monotonic()
         known = self._shelf.current
-        anchor = await self._catching_up.catch_up(version, donors, known)
-        fetched = sum(
-            len(anchor.chunk(number)) for number, new in enumerate(anchor.hashes) if new != known.hashes[number]
-        )
-        self._given.events.emit(
-            CaughtUp(
-                self._own.peer,
-                str(self._given.module),
-                version.round,
-                version.digest.hex(),
-                fetched,
-                time.monotonic() - begun,
-                tuple(donors),
-            )
-        )
+        self.news.fetching(version)
+        try:
+            anchor = await self._catching_up.catch_up(version, donors, known)
+            self.news.caught_up(anchor, known, donors, self._catching_up.received_bytes)
+        finally:
+            self.news.ended()
         return anchor
 
     def _anchored(self, anchor: Anchor) -> None:
@@ -214,38 +199,10 @@ class ModuleRounds:
             self._own.anchor = anchor.version
             self._given.presence.neighbourhood.announce()
 
-    def _exchanging(self, how_far: HowFar) -> None:
-        attempt = how_far.round
-        self._given.events.emit(
-            RoundProgress(
-                self._own.peer,
-                str(attempt.module),
-                attempt.number,
-                attempt.attempt,
-                attempt.convener,
-                how_far.reduced_chunks,
-                how_far.percent,
-            )
-        )
-
     def _settled(self, settled: RoundSettled) -> None:
-        version = settled.version
-        self._given.events.emit(
-            RoundCommitted(
-                self._own.peer,
-                str(settled.module),
-                version.round,
-                version.digest.hex(),
-                settled.members,
-                settled.tokens,
-                settled.attempts,
-                settled.seconds,
-                settled.sent_bytes,
-                settled.received_bytes,
-            )
-        )
+        self.news.committed(settled)
         self.committed.set()
-        self._given.saves.request_save(f"round {version.round}")
+        self._given.saves.request_save(f"round {settled.version.round}")
 
 
 @asynccontextmanager

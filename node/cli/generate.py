@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from node.cli.downloads import download_bar
 from node.cli.output import print_json, run_loop, tell
 from node.cli.text import count, harmless_lines
 
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
 
 
 def generate(
-    source: Annotated[str, typer.Argument(help="A checkpoint's folder, or an exported one.")],
+    source: Annotated[
+        str, typer.Argument(metavar="LINK|SOURCE", help="A swarm's join link, or a checkpoint's or an exported folder.")
+    ],
     prompt: Annotated[str, typer.Argument(help="What the text begins with; empty for the beginning of a document.")],
     tokens: Annotated[int, typer.Option(min=1, max=1_000_000, help="Most tokens to generate.")] = 200,
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.8,
@@ -36,7 +39,7 @@ def generate(
     from node.generation import Sampling
 
     sampling = Sampling(temperature, top_k, top_p, secrets.randbits(32) if seed is None else seed)
-    decoder, tokenizer = run_loop(_read(source, device))
+    decoder, tokenizer = run_loop(_read(source, device, as_json=json))
     text = os.fsencode(prompt)  # the bytes that were typed, whatever the locale makes of them
     begin = tokenizer.encode(text).tolist()
     if len(begin) > decoder.sequence:
@@ -44,15 +47,16 @@ def generate(
     _write(decoder, tokenizer, begin, tokens, sampling, as_json=json)
 
 
-async def _read(source: str, device: str) -> tuple[Decoder, Tokenizer]:
+async def _read(source: str, device: str, *, as_json: bool) -> tuple[Decoder, Tokenizer]:
     from node.device import choose_device
     from node.export.opening import open_model
     from node.export.source import read_decoder
 
     where = choose_device(device).value
-    async with open_model(source) as opened:
-        tokenizer = opened.tokenizer()  # a small file that may not be there, before the large ones
-        return await read_decoder(opened.source, where), tokenizer
+    with download_bar(silent=as_json) as on_progress:
+        async with open_model(source, on_progress) as opened:
+            tokenizer = opened.tokenizer()  # a small file that may not be there, before the large ones
+            return await read_decoder(opened.source, where), tokenizer
 
 
 def _write(

@@ -97,9 +97,9 @@ def _ask_politely(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
 
 
 def _parse_target(target: str) -> tuple[JoinLink | None, Path | None]:
-    from protocol.join_link import parse_link
+    from protocol.join_link import is_link, parse_link
 
-    if target.strip().startswith("skipstone:"):
+    if is_link(target):
         return parse_link(target), None
     path = Path(target)
     if not path.is_file():

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import TextIO
 
-from node.cli.text import count, duration, harmless, loss_text, peer_name
+from node.cli.text import count, duration, harmless, loss_text, megabytes, peer_name
 from node.events import (
     Abandoned,
+    CatchingUp,
     CaughtUp,
     Completed,
     Continued,
     Ended,
     Event,
     InnerStep,
+    LastPeer,
     Load,
     Move,
     NodeStatus,
@@ -70,6 +72,9 @@ def plain_line(event: Event) -> str | None:
                 f"{harmless(event.module)} {peer_name(event.peer)}  round {event.round} of {len(event.members)} peers"
                 f"  {count(event.tokens)} tokens  {duration(event.seconds)}"
             )
+        case CatchingUp():
+            done = f"{megabytes(event.bytes)} of {megabytes(event.total_bytes)}"
+            return f"{harmless(event.module)} {peer_name(event.peer)}  catching up with round {event.round}: {done}"
         case CaughtUp():
             donors = f"{len(event.donors)} peers"
             return f"{harmless(event.module)} {peer_name(event.peer)}  caught up with round {event.round} from {donors}"
@@ -86,6 +91,8 @@ def plain_line(event: Event) -> str | None:
             return f"microbatch {harmless(event.microbatch)} abandoned: {harmless(event.reason)}"
         case Note():
             return harmless(event.message) if event.level == "info" else f"{event.level}: {harmless(event.message)}"
+        case LastPeer():
+            return _last_peer_line(event)
         case NodeSummary():
             return _node_summary_line(event)
         case Summary():
@@ -112,6 +119,13 @@ def _node_line(event: NodeStatus) -> str:
     module = f" module {harmless(event.module)}" if event.module else ""
     address = f" at {harmless(event.address)}" if event.address else ""
     return f"node {peer_name(event.peer)} {harmless(event.state)}{module}{address}"
+
+
+def _last_peer_line(event: LastPeer) -> str:
+    line = f"you are the last peer of module {harmless(event.module)}; its state is"
+    if event.saved_in is not None:
+        return f"{line} saved in {harmless(event.saved_in, 400)}"
+    return f"warning: {line} lost; keep it with --checkpoint-dir FOLDER next time"
 
 
 def _node_summary_line(event: NodeSummary) -> str:

@@ -6,12 +6,16 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from node.cli.live import download_bar
 from node.cli.output import announce, print_json, run_loop
-from node.cli.text import count, harmless, loss_text, peer_name
+from node.cli.text import count, harmless, loss_text, number_in, peer_name, round_text
+
+_ROUND_WIDTH = len("3 peers")
+"""What has to be left of that column on a narrow terminal."""
 
 
 def status(
@@ -43,7 +47,9 @@ def evaluate(
 ) -> None:
     """Measure the loss on held-out text, of a running swarm, a checkpoint or an exported folder."""
     announce("skipstone eval: measuring the held-out loss", as_json=json)
-    answer = _evaluate_swarm(target, microbatches) if _is_link(target) else _evaluate_folder(target, microbatches)
+    from protocol.join_link import is_link
+
+    answer = _evaluate_swarm(target, microbatches) if is_link(target) else _evaluate_folder(target, microbatches)
     if json:
         print_json(answer)
     else:
@@ -71,9 +77,10 @@ def status_table(answer: Mapping[str, Any]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for title in ("stage", "module", "peer", "state"):
         table.add_column(title)
-    for title in ("inner steps", "tokens/s", "slots"):
+    for title in ("steps", "tokens/s", "slots"):
         table.add_column(title, justify="right")
-    table.add_column("address")
+    table.add_column("round", min_width=_ROUND_WIDTH)
+    table.add_column("address", no_wrap=True, overflow="fold")
     for stage in range(answer["stages"]):
         peers = [peer for peer in answer["peers"] if str(peer["module"]).split(".")[0] == str(stage)]
         for peer in peers:
@@ -83,7 +90,7 @@ def status_table(answer: Mapping[str, Any]) -> Table:
     return table
 
 
-def _status_row(peer: Mapping[str, Any]) -> tuple[Text, ...]:
+def _status_row(peer: Mapping[str, Any]) -> tuple[RenderableType, ...]:
     return (
         Text(harmless(str(peer["module"] or "-"))),
         Text(peer_name(str(peer["peer"]))),
@@ -91,12 +98,19 @@ def _status_row(peer: Mapping[str, Any]) -> tuple[Text, ...]:
         Text(count(peer["steps"])),
         Text(count(peer["tokens_per_s"])),
         Text(f"{peer['slots'] - peer['free_slots']}/{peer['slots']}"),
+        _round_cell(peer),
         Text(harmless(", ".join(str(address) for address in peer["addresses"]))),
     )
 
 
-def _is_link(target: str) -> bool:
-    return target.strip().startswith("skipstone:")
+def _round_cell(peer: Mapping[str, Any]) -> RenderableType:
+    """What the peer says of itself may be anything."""
+    said = peer["answered"] or {}
+    if isinstance(download := said.get("catching_up"), dict):
+        return download_bar(number_in(download, "bytes"), number_in(download, "total_bytes"))
+    last = said.get("last_round")
+    since = number_in(last, "seconds_ago") if isinstance(last, dict) else None
+    return Text(round_text(peer["round"], number_in(last, "members"), since))
 
 
 def _evaluate_swarm(target: str, microbatches: int) -> dict[str, Any]:

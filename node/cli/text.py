@@ -6,6 +6,7 @@ import itertools
 import math
 import unicodedata
 from collections.abc import Sequence
+from typing import Any
 
 from swarm.vocabulary import PeerId, short
 
@@ -45,6 +46,25 @@ def count(number: float) -> str:
 def loss_text(loss: float | None) -> str:
     """Four digits after the point, or `-` when there is none."""
     return "-" if loss is None else f"{loss:.4f}"
+
+
+def megabytes(amount: float) -> str:
+    """`12.3 MB`, of 10^6 bytes."""
+    return f"{amount / 1e6:,.1f} MB" if math.isfinite(amount) else "-"
+
+
+def number_in(table: Any, key: str) -> float:
+    """A number that another machine has sent, or 0 where it has sent something else."""
+    value = table.get(key) if isinstance(table, dict) else None
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else 0
+
+
+def round_text(number: float, members: float, seconds_ago: float | None) -> str:
+    """`12  3 peers  4s ago`; members and time are those of the last round in which the peer had a part, if there was one."""
+    if seconds_ago is None:
+        return count(number)
+    company = "alone" if members == 1 else f"{count(members)} peers"
+    return f"{count(number)}  {company}  {duration(seconds_ago)} ago"
 
 
 def duration(seconds: float) -> str:

@@ -15,12 +15,16 @@ import typer
 from node.cli.interrupts import Interrupts
 from node.cli.manifests import ManifestChanges, chosen_manifest
 from node.cli.output import announce, event_sink, run_loop, tell
-from node.events import Event, InnerStep, NodeSummary, PeerChange
+from node.events import Event, InnerStep, LastPeer, NodeSummary, Note, PeerChange
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from node.local_setup import LocalSwarmOptions
     from node.local_swarm import LocalSwarm
     from protocol.manifest import Manifest
+
+STATE_LOST = "the swarm has ended and its state is lost; keep it with --checkpoint-dir FOLDER next time"
 
 
 def up(
@@ -77,6 +81,8 @@ async def _up(manifest: Manifest, options: LocalSwarmOptions, *, as_json: bool) 
                 await _follow(swarm, lambda event: sink.emit(event) if _is_of_the_whole(event) else None)
             else:
                 await _show(swarm, manifest.name)
+    if swarm.progress.lost:
+        sink.emit(Note("warning", STATE_LOST))
     sink.emit(summarize(swarm.progress))
     failures = (end.exit_code for end in swarm.ends.values() if end.exit_code)
     return interrupts.exit_code or next(failures, 0)
@@ -94,15 +100,22 @@ async def _show(swarm: LocalSwarm, title: str) -> None:
     """Draws the live view until no node is left."""
     from rich.console import Console
 
-    from node.cli.live import draw, render
+    from node.cli.live import draw
 
     began = time.monotonic()
     async with asyncio.TaskGroup() as tasks:
         drawing = tasks.create_task(
-            draw(Console(), lambda: render(swarm.progress, title, time.monotonic() - began)),
+            draw(Console(), lambda: _picture(swarm, title, began)),
         )
         await _follow(swarm, lambda event: None)
         drawing.cancel()
+
+
+def _picture(swarm: LocalSwarm, title: str, began: float) -> RenderableType:
+    from node.cli.live import render
+
+    now = time.monotonic()
+    return render(swarm.progress, title, now - began, now)
 
 
 def _ask_politely(loop: asyncio.AbstractEventLoop, swarm: LocalSwarm) -> None:
@@ -117,4 +130,4 @@ def _kill(loop: asyncio.AbstractEventLoop, swarm: LocalSwarm) -> None:
 
 def _is_of_the_whole(event: Event) -> bool:
     """Whether an event is about the swarm; what single nodes tell of themselves is for the JSON."""
-    return not isinstance(event, InnerStep | NodeSummary | PeerChange)
+    return not isinstance(event, InnerStep | LastPeer | NodeSummary | PeerChange)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from node.events import Event, Move, NodeStatus, NodeSummary, Note, Resumed
+from node.events import Event, LastPeer, Move, NodeStatus, NodeSummary, Resumed
 from node.leave import ask_to_leave, door_path
 from node.local_setup import LocalSwarmOptions
 from node.local_swarm import STOP_LIMIT_S, LocalSwarm
@@ -91,9 +91,8 @@ async def test_the_last_peer_of_a_module_is_told_so(tmp_path: Path) -> None:
         watch = Watch(swarm)
         await watch.step(3)
         swarm.terminate(2)
-        said = await watch.until(lambda event: isinstance(event, Note) and "last peer" in event.message)
-        assert isinstance(said, Note)
-        assert f"you are the last peer of module 2.0; its state is saved in {tmp_path / 'saved'}" in said.message
+        said = await watch.until(lambda event: isinstance(event, LastPeer))
+        assert said == LastPeer(swarm.peers[2].peer, "2.0", str(tmp_path / "saved"))
         await watch.until(lambda event: isinstance(event, NodeSummary) and event.module == "2.0")
         assert any((tmp_path / "saved" / swarm.peers[2].peer).glob("state-*.json"))
 

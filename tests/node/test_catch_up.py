@@ -52,6 +52,25 @@ async def test_the_state_comes_from_several_donors_at_once_bit_for_bit():
         assert joiner.progress == sorted(joiner.progress)
 
 
+async def test_parameters_alone_come_without_the_momentum():
+    async with state_swarm(LAYOUT) as swarm:
+        donors = [await swarm.donor(ANCHOR) for _ in range(2)]
+        joiner = await swarm.joiner()
+        got = await joiner.catching_up.parameters(ANCHOR.version, [donor.peer for donor in donors])
+        assert np.array_equal(got, ANCHOR.parameters)
+        assert {chunk for donor in donors for chunk in donor.faults.sent} == set(range(LAYOUT.chunks))
+        assert joiner.progress[0] == (0, 4 * LAYOUT.elements)
+        assert joiner.progress[-1] == (4 * LAYOUT.elements, 4 * LAYOUT.elements)
+
+
+async def test_it_is_known_how_much_came_from_whom():
+    async with state_swarm(LAYOUT) as swarm:
+        honest, liar = await swarm.donor(ANCHOR), await swarm.donor(ANCHOR, Faults(corrupt=True))
+        joiner = await swarm.joiner()
+        await fetch(joiner, honest, liar)
+        assert joiner.catching_up.received_bytes == {honest.peer: 8 * LAYOUT.elements}
+
+
 async def test_a_donor_of_wrong_chunks_is_found_out_and_the_others_do_its_part():
     async with state_swarm(LAYOUT) as swarm:
         liar, honest = await swarm.donor(ANCHOR, Faults(corrupt=True)), await swarm.donor(ANCHOR)

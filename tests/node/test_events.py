@@ -27,6 +27,12 @@ EVENTS = st.one_of(
     st.builds(events.Resumed, texts),
     st.builds(events.PeerChange, texts, st.sampled_from(["up", "down"]), texts),
     st.builds(events.Abandoned, texts, texts),
+    st.builds(
+        events.CaughtUp,
+        *(texts, texts, counts, texts, counts, numbers, st.lists(texts).map(tuple), st.lists(counts).map(tuple)),
+    ),
+    st.builds(events.CatchingUp, texts, texts, counts, counts, counts),
+    st.builds(events.LastPeer, texts, texts, st.none() | texts),
     st.builds(events.Note, st.sampled_from(["info", "warning", "error"]), texts),
     st.builds(
         events.NodeSummary,
@@ -76,6 +82,12 @@ def test_a_loss_that_is_not_finite_travels_as_null() -> None:
     read = event_from_json(line)
     assert isinstance(read, events.Step)
     assert math.isnan(read.loss)
+
+
+def test_a_key_that_an_older_node_did_not_write_has_its_default() -> None:
+    table = json.loads(event_to_json(events.CaughtUp("p", "1.0", 3, "ab", 10, 0.5, ("q",), (10,))))
+    del table["donor_bytes"]
+    assert event_from_json(json.dumps(table)) == events.CaughtUp("p", "1.0", 3, "ab", 10, 0.5, ("q",))
 
 
 def test_what_a_newer_node_adds_is_ignored() -> None:

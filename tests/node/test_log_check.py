@@ -280,7 +280,7 @@ def test_the_command_reads_a_folder_and_says_by_its_exit_code_what_it_found(tmp_
     as_json = CliRunner().invoke(app, ["check", str(tmp_path), "--json"])
     report = json.loads(as_json.stdout)
     assert (as_json.exit_code, report["ok"], report["visits"]) == (1, False, 4)
-    assert report["violations"][0]["at"] == f"{A2}-1.jsonl:2"
+    assert report["violations"][0]["at"] == f"{A2}-2.jsonl:2"
 
 
 def test_the_parts_of_a_log_are_one_and_a_missing_one_is_found(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from dataclasses import replace
 
@@ -13,16 +14,18 @@ from rich.console import Console
 from node import events
 from node.cli.live import remaining_s, render
 from node.cli.plain import plain_line
+from node.cli.questions import status_table
 from node.cli.text import MAX_FOREIGN_CHARACTERS, duration, harmless, sparkline
 from node.swarm_progress import SwarmProgress, apply, noted, peer_exited, peer_started
 
+NOW = 10.0
 HOSTILE = "\x1b[2J\x1b]0;owned\x07[red]bold[/red]\r\n\u202egnp.exe\x9b31m\ud800"
 
 
 def drawn(state: SwarmProgress, title: str = "demo") -> str:
-    console = Console(record=True, width=110, force_terminal=False, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(record=True, width=140, force_terminal=False, file=open("/dev/null", "w"))  # noqa: SIM115
     with console.file:
-        console.print(render(state, title, 75.0))
+        console.print(render(state, title, 75.0, NOW))
         return console.export_text()
 
 
@@ -48,6 +51,44 @@ def test_the_view_shows_the_run() -> None:
     for expected in ("1.0", "serving", "1,234", "3/4"):
         assert expected in row
     assert remaining_s(swarm()) == pytest.approx(16.0)
+
+
+def committed(number: int, members: tuple[str, ...]) -> events.RoundCommitted:
+    return events.RoundCommitted("12D3KooWpeer1abc", "1.0", number, "ab", members, 64, 1, 0.5, 10, 10)
+
+
+def test_the_view_shows_rounds_and_downloads() -> None:
+    state = apply(swarm(), 1, committed(12, ("p", "q", "r")), 6.0).state
+    assert row_of(state).endswith("12  3 peers  4s ago")
+    state = apply(state, 1, events.CatchingUp("12D3KooWpeer1abc", "1.0", 14, 12_300_000, 41_000_000), 7.0).state
+    assert "12.3 MB of 41.0 MB" in drawn(state)
+    caught_up = events.CaughtUp("12D3KooWpeer1abc", "1.0", 14, "ab", 41_000_000, 1.0, ("q",), (41_000_000,))
+    state = apply(state, 1, caught_up, 8.0).state
+    assert row_of(state).endswith("14  3 peers  4s ago")
+    state = apply(state, 1, committed(15, ("p",)), 9.0).state
+    assert row_of(state).endswith("15  alone  1s ago")
+
+
+def row_of(state: SwarmProgress) -> str:
+    return next(line for line in drawn(state).splitlines() if "er1abc" in line).rstrip()
+
+
+def test_status_shows_rounds_and_what_a_peer_says_cannot_break_it() -> None:
+    said = {"last_round": {"members": 2, "seconds_ago": 61}, "catching_up": None}
+    assert "3  2 peers  1m01s ago" in status_of(said)
+    said = {"last_round": None, "catching_up": {"bytes": 5e6, "total_bytes": 2e7}}
+    assert "5.0 MB of 20.0 MB" in status_of(said)
+    for odd in ("\x1b[2J", [1], {"bytes": HOSTILE, "members": [], "seconds_ago": math.inf, "total_bytes": -1}):
+        assert "\x1b" not in status_of({"last_round": odd, "catching_up": odd})
+    assert "no answer" in status_of(None)
+
+
+def status_of(answered: object) -> str:
+    peer = {"peer": "12D3KooWpeer1abc", "module": "1.0", "state": "serving", "addresses": [], "tokens_per_s": 1.0}
+    peer |= {"slots": 4, "free_slots": 1, "steps": 5, "round": 3, "digest": "", "answered": answered}
+    console = Console(record=True, width=140, force_terminal=False, file=io.StringIO())
+    console.print(status_table({"stages": 2, "peers": [peer]}))
+    return console.export_text()
 
 
 def test_the_view_names_the_stage_without_a_peer() -> None:
@@ -87,6 +128,9 @@ def test_peers_cannot_draw_on_the_terminal() -> None:
         events.PeerChange(HOSTILE, "down", HOSTILE),
         events.Abandoned(HOSTILE, HOSTILE),
         events.Note("warning", HOSTILE),
+        events.CatchingUp(HOSTILE, HOSTILE, 1, 1, 2),
+        events.LastPeer(HOSTILE, HOSTILE, HOSTILE),
+        events.LastPeer(HOSTILE, HOSTILE, None),
         events.NodeSummary(
             *(HOSTILE, HOSTILE, 1, None, 2.0, 3, 4.0, events.MicrobatchCounts(), 5),
             events.BusySeconds(math.inf),

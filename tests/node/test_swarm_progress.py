@@ -10,6 +10,7 @@ from node.events import BusySeconds as Busy
 from node.events import (
     Event,
     InnerStep,
+    LastPeer,
     Load,
     MicrobatchCounts,
     NodeStatus,
@@ -195,3 +196,12 @@ def test_the_summary_adds_up() -> None:
 def test_a_swarm_that_never_started_has_a_summary_too() -> None:
     summary = summarize(SwarmProgress(stages=2))
     assert (summary.steps, summary.loss_first, summary.tokens_per_s, summary.peers) == (0, None, 0.0, ())
+
+
+def test_what_is_lost_with_its_last_peers_is_counted_once_a_module() -> None:
+    swarm = Swarm(0, 1, 1)
+    swarm.take(0, LastPeer("peer-0", "0.0", "saved"))
+    swarm.take(1, LastPeer("peer-1", "1.0", None))
+    swarm.take(2, LastPeer("peer-2", "1.0", None))
+    assert swarm.state.lost == {"1.0"}
+    assert not swarm.state.notes

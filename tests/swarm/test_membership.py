@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from swarm import membership as module_under_test
 from swarm.membership import FIRST_PAUSE_S, LONGEST_PAUSE_S, Change, Membership
-from swarm.vocabulary import ModuleId, PeerId, PeerState, RunId, VersionRange
+from swarm.vocabulary import AnchorVersion, ModuleId, PeerId, PeerState, RunId, VersionRange
 from tests.swarm.announcements import RUN, announcement
 
 OWN, A = PeerId("own"), PeerId("a")
@@ -28,6 +30,19 @@ def test_newer_announcements_replace_older_ones_and_replays_change_nothing() -> 
     known = members.get(A)
     assert known is not None
     assert known.tokens_per_second == 6.0
+
+
+def test_replicas_with_a_state_are_those_that_tell_of_one_and_can_be_reached() -> None:
+    members = view()
+    anchor = AnchorVersion(3, 10, 100, 0, bytes(32))
+    states = {"serving": PeerState.SERVING, "draining": PeerState.DRAINING, "joining": PeerState.JOINING}
+    for peer, state in states.items():
+        members.observe(replace(announcement(peer, state=state), anchor=anchor), now=0, wall=0)
+    members.observe(replace(announcement("elsewhere", 2), anchor=anchor), now=0, wall=0)
+    members.observe(announcement("without"), now=0, wall=0)
+    assert [known.peer for known in members.with_state(ModuleId(1))] == ["serving", "draining"]
+    members.give_up(PeerId("serving"))
+    assert [known.peer for known in members.with_state(ModuleId(1))] == ["draining"]
 
 
 def test_what_is_not_for_us_is_ignored() -> None:

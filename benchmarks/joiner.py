@@ -1,0 +1,231 @@
+"""What a newcomer costs the others, and how soon it is of use: one more replica of a stage, then several at once.
+
+    python benchmarks/joiner.py [--replicas 3] [--joiners 4] [--hidden 512] [--blocks 2] [--window 15]
+
+A local swarm of real processes: a data node, and replicas of one stage with a state of some tens of MB. Prints one JSON object.
+
+On one machine a newcomer costs the others more than it would elsewhere: its process starts, builds the module and measures itself on their cores
+(`starting`). What it costs as a newcomer is what is lost while the state is under way, from its first chunk to its last (`transfer`); both
+are stated, as shares of the tokens per second in the window before. A single transfer takes less than a second here, so the figure is
+coarse: `transfer_steps` says how many steps it is made of. Progress goes to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from node.averaging.layout import layout_of
+from node.events import CatchingUp, CaughtUp, Event, NodeStatus, RoundCommitted, Step
+from node.local_setup import LocalSwarmOptions
+from node.local_swarm import LocalSwarm
+from node.model.shapes import parameter_shapes
+from protocol.manifest import Manifest, manifest_from_table
+from swarm.vocabulary import ModuleId
+
+STAGE = 1
+ROUNDS_BEFORE = 3
+PATIENCE_S = 240.0
+SLOWER_AT_MOST = 0.10
+ROUNDS_AT_MOST = 2
+SPREAD_AT_MOST = 2.0
+
+
+def joiner_run(hidden: int, blocks: int) -> Manifest:
+    """Steps of one small microbatch, so that even a short transfer has several."""
+    return manifest_from_table(
+        {
+            "protocol": 1,
+            "name": "joiner",
+            "seed": 3,
+            "model": {
+                "vocabulary": 257,
+                "hidden": hidden,
+                "heads": 8,
+                "kv_heads": 4,
+                "feed_forward": hidden * 11 // 4,
+                "sequence": 64,
+            },
+            "stages": {"blocks": (0, blocks)},
+            "training": {"rows": 1, "inner_tokens": 64, "staleness": 4, "inner_steps": 30},
+        }
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    at: float
+    event: Event
+
+
+@dataclass(slots=True)
+class Watch:
+    """Everything that the swarm has told, with the time at which it was heard."""
+
+    swarm: LocalSwarm
+    seen: list[Seen] = field(default_factory=list)
+    news: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    async def run(self) -> None:
+        async for event in self.swarm.events():
+            async with self.news:
+                self.seen.append(Seen(time.perf_counter(), event))
+                self.news.notify_all()
+
+    async def until(self, what: str, met: Callable[[], bool]) -> None:
+        tell(f"waiting for {what}")
+        async with asyncio.timeout(PATIENCE_S), self.news:
+            await self.news.wait_for(met)
+
+    def steps(self, begin: float, end: float) -> list[float]:
+        """Tokens per second of each step that ended in this time."""
+        found = [(seen.at, seen.event.tokens) for seen in self.seen if isinstance(seen.event, Step)]
+        pairs = itertools.pairwise(found)
+        return [(later[1] - now[1]) / (later[0] - now[0]) for now, later in pairs if begin < later[0] <= end > now[0]]
+
+    def tokens_per_s(self, begin: float, end: float) -> float:
+        """Median over steps."""
+        return statistics.median(self.steps(begin, end) or [0.0])
+
+    def of_peer(self, peer: str, kind: type[Event]) -> list[Seen]:
+        return [seen for seen in self.seen if isinstance(seen.event, kind) and getattr(seen.event, "peer", "") == peer]
+
+    def rounds(self) -> dict[int, tuple[float, frozenset[str]]]:
+        """When each round of the stage was first known to be committed, and its members."""
+        found: dict[int, tuple[float, frozenset[str]]] = {}
+        for seen in self.seen:
+            event = seen.event
+            if isinstance(event, RoundCommitted) and event.module == str(ModuleId(STAGE)):
+                found.setdefault(event.round, (seen.at, frozenset(event.members)))
+        return found
+
+    def contributes(self, peer: str) -> bool:
+        return any(peer in members for _, members in self.rounds().values())
+
+
+def tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def start_one(swarm: LocalSwarm) -> str:
+    """Starts one more replica of the stage and returns its peer id."""
+    index = swarm.start_peer(STAGE)
+    return swarm.peers[index].peer
+
+
+async def join_one(watch: Watch, window_s: float) -> dict[str, Any]:
+    """One newcomer, from the start of its process to some time after its first round."""
+    await asyncio.sleep(window_s)
+    started = time.perf_counter()
+    peer = start_one(watch.swarm)
+    await watch.until("the newcomer's first round", lambda: watch.contributes(peer))
+    in_round = time.perf_counter()
+    await asyncio.sleep(window_s)
+    begun, caught_up = watch.of_peer(peer, CatchingUp)[0].at, watch.of_peer(peer, CaughtUp)[0]
+    joining = watch.of_peer(peer, NodeStatus)[0].at
+    assert isinstance(caught_up.event, CaughtUp)
+    before, transfer = watch.tokens_per_s(started - window_s, started), watch.steps(begun, caught_up.at)
+    during = statistics.median(transfer) if transfer else 0.0
+    starting = watch.tokens_per_s(started, begun)
+    after = [(at, members) for at, members in watch.rounds().values() if at > caught_up.at]
+    waited = sum(peer not in members for _, members in after[: _first(peer, after) + 1])
+    return {
+        "joining_to_caught_up_s": round(caught_up.at - joining, 2),
+        "transfer_s": round(caught_up.event.seconds, 3),
+        "transfer_bytes": sum(caught_up.event.donor_bytes),
+        "donors": len([amount for amount in caught_up.event.donor_bytes if amount]),
+        "caught_up_to_round_s": round(in_round - caught_up.at, 2),
+        "rounds_until_member": waited + 1,
+        "tokens_per_s": {
+            "before": round(before),
+            "starting": round(starting),
+            "transfer": round(during),
+            "whole": round(watch.tokens_per_s(started, in_round)),
+            "after": round(watch.tokens_per_s(in_round, in_round + window_s)),
+        },
+        "transfer_steps": len(transfer),
+        "slower_while_transfer": round(1 - during / before, 3),
+        "slower_while_starting": round(1 - starting / before, 3),
+    }
+
+
+def _first(peer: str, rounds: list[tuple[float, frozenset[str]]]) -> int:
+    return next(number for number, (_, members) in enumerate(rounds) if peer in members)
+
+
+async def join_several(watch: Watch, number: int, donors: list[str]) -> dict[str, Any]:
+    """Several newcomers at once; what each of the replicas that were there gave them."""
+    started = time.perf_counter()
+    peers = [start_one(watch.swarm) for _ in range(number)]
+    await watch.until(f"{number} newcomers to catch up", lambda: all(watch.of_peer(peer, CaughtUp) for peer in peers))
+    caught_up = time.perf_counter()
+    await watch.until("all of them in rounds", lambda: all(watch.contributes(peer) for peer in peers))
+    served: Counter[str] = Counter(dict.fromkeys(donors, 0))
+    seconds = []
+    for peer in peers:
+        event = watch.of_peer(peer, CaughtUp)[0].event
+        assert isinstance(event, CaughtUp)
+        served.update(dict(zip(event.donors, event.donor_bytes, strict=True)))
+        seconds.append(event.seconds)
+    given = [served[donor] for donor in donors]
+    return {
+        "joiners": number,
+        "all_caught_up_s": round(caught_up - started, 2),
+        "transfer_s": [round(each, 3) for each in seconds],
+        "bytes_of_donors": given,
+        "bytes_of_other_joiners": sum(served.values()) - sum(given),
+        "max_over_mean": round(max(given) / statistics.mean(given), 2),
+    }
+
+
+async def measure(chosen: argparse.Namespace) -> dict[str, Any]:
+    manifest = joiner_run(chosen.hidden, chosen.blocks)
+    async with LocalSwarm(manifest, LocalSwarmOptions(peers=1 + chosen.replicas, threads=1)) as swarm:
+        watch = Watch(swarm)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(watch.run())
+            await watch.until(f"{ROUNDS_BEFORE} rounds", lambda: len(watch.rounds()) >= ROUNDS_BEFORE)
+            one = await join_one(watch, chosen.window)
+            donors = [peer.peer for peer in swarm.peers if peer.stage == STAGE]
+            several = await join_several(watch, chosen.joiners, donors)
+            swarm.request_stop()
+    layout = layout_of(parameter_shapes(manifest, ModuleId(STAGE)), manifest.training.fragments)
+    return {
+        "state_mb": round(8 * layout.elements / 1e6, 1),
+        "replicas": chosen.replicas,
+        "cores": os.cpu_count(),
+        "one": one,
+        "several": several,
+        "targets": {
+            "slower_while_transfer": SLOWER_AT_MOST,
+            "rounds_until_member": ROUNDS_AT_MOST,
+            "max_over_mean": SPREAD_AT_MOST,
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--replicas", type=int, default=3)
+    parser.add_argument("--joiners", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--blocks", type=int, default=2)
+    parser.add_argument("--window", type=float, default=15.0, help="seconds to measure before and after")
+    print(json.dumps(asyncio.run(measure(parser.parse_args()))))
+
+
+if __name__ == "__main__":
+    main()

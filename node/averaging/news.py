@@ -1,0 +1,123 @@
+"""What a replica's rounds and downloads come to, told to whoever watches or asks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from node.averaging.anchor import Anchor
+from node.averaging.averager import RoundSettled
+from node.averaging.progress import HowFar
+from node.events import CatchingUp, CaughtUp, EventSink, Restored, RoundCommitted, RoundProgress
+from protocol.seams import Clock
+from swarm.vocabulary import AnchorVersion, ModuleId, PeerId
+
+PROGRESS_S: Final = 1.0
+"""Between two events of one download."""
+
+
+class RoundNews:
+    """One replica's. Times are the clock's monotonic seconds."""
+
+    def __init__(self, peer: PeerId, module: ModuleId, clock: Clock, events: EventSink) -> None:
+        self._peer = peer
+        self._module = str(module)
+        self._clock = clock
+        self._events = events
+        self._last: tuple[int, float] | None = None
+        """Members of the last round in which we had a part, and when it was."""
+        self._download: CatchingUp | None = None
+        self._began = self._told = 0.0
+
+    # ---- what happens ------------------------------------------------------------------------------------------------
+
+    def restored(self, version: AnchorVersion) -> None:
+        """From a checkpoint."""
+        self._events.emit(Restored(self._peer, self._module, version.round, version.digest.hex()))
+
+    def exchanging(self, how_far: HowFar) -> None:
+        """Another tenth of an exchange is done."""
+        attempt = how_far.round
+        self._events.emit(
+            RoundProgress(
+                self._peer,
+                str(attempt.module),
+                attempt.number,
+                attempt.attempt,
+                attempt.convener,
+                how_far.reduced_chunks,
+                how_far.percent,
+            )
+        )
+
+    def committed(self, settled: RoundSettled) -> None:
+        version = settled.version
+        self._last = len(settled.members), self._clock.monotonic()
+        self._events.emit(
+            RoundCommitted(
+                self._peer,
+                self._module,
+                version.round,
+                version.digest.hex(),
+                settled.members,
+                settled.tokens,
+                settled.attempts,
+                settled.seconds,
+                settled.sent_bytes,
+                settled.received_bytes,
+            )
+        )
+
+    def fetching(self, wanted: AnchorVersion) -> None:
+        """A download begins; `progressed` says how far it is, and `ended` that it is over."""
+        self._began = self._clock.monotonic()
+        self._told = self._began - PROGRESS_S
+        self._download = CatchingUp(self._peer, self._module, wanted.round, 0, 0)
+
+    def progressed(self, done: int, total: int) -> None:
+        """Bytes here and bytes in all."""
+        if self._download is None:
+            return
+        self._download = CatchingUp(self._peer, self._module, self._download.round, done, total)
+        now = self._clock.monotonic()
+        if now - self._told >= PROGRESS_S:
+            self._told = now
+            self._events.emit(self._download)
+
+    def ended(self) -> None:
+        """Whether it came to something or not."""
+        self._download = None
+
+    def caught_up(
+        self, anchor: Anchor, known: Anchor, donors: Sequence[PeerId], received: Mapping[PeerId, int]
+    ) -> None:
+        """`known` is where we stood before, `received` what came from each donor."""
+        chunks = (len(anchor.chunk(n)) for n, new in enumerate(anchor.hashes) if new != known.hashes[n])
+        self._events.emit(
+            CaughtUp(
+                self._peer,
+                self._module,
+                anchor.version.round,
+                anchor.version.digest.hex(),
+                sum(chunks),
+                self._clock.monotonic() - self._began,
+                tuple(donors),
+                tuple(received.get(donor, 0) for donor in donors),
+            )
+        )
+
+    # ---- for whoever asks --------------------------------------------------------------------------------------------
+
+    def last_round(self) -> dict[str, Any] | None:
+        """How many had a part in the last round that we had a part in, and how long ago it was."""
+        if self._last is None:
+            return None
+        members, at = self._last
+        return {"members": members, "seconds_ago": round(self._clock.monotonic() - at, 1)}
+
+    def catching_up(self) -> dict[str, int] | None:
+        """The download under way."""
+        download = self._download
+        if download is None:
+            return None
+        return {"round": download.round, "bytes": download.bytes, "total_bytes": download.total_bytes}

@@ -1,0 +1,199 @@
+"""A running swarm as a source of modules: the parameters on which each module's replicas agree, fetched from several of them.
+
+Modules have rounds of their own, so each comes as of its own last round. Only the parameters are fetched, and every chunk of them
+is checked against the digest that the replicas announce.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from random import Random
+from typing import Final
+
+from node.averaging.anchor import Vector
+from node.averaging.catch_up import CatchingUp, FreshSpace, Surroundings
+from node.averaging.layout import layout_of
+from node.averaging.saved import tensors_of
+from node.export.source import Parameters
+from node.model.shapes import parameter_bytes, parameter_shapes
+from node.presence import Presence
+from node.reception import RoundTensor
+from node.visiting import visit
+from protocol.join_link import JoinLink
+from protocol.manifest import Manifest
+from protocol.seams import Refusal, TensorSpec
+from protocol.signed_manifest import SignedManifest
+from swarm.errors import NoQuorum, PeerError, Stalled, Unreachable
+from swarm.round_messages import RoundControl, StateChunk, StateControl, StateRefused
+from swarm.rounds.version_choice import choose_version
+from swarm.vocabulary import AnchorVersion, ModuleId, PeerId
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[ModuleId, int, int], None]
+"""Told which module is being fetched, bytes here of all modules, and bytes in all."""
+
+PATIENCE_S: Final = 30.0
+"""How long to look for the run, and for a state of each module on which its replicas agree."""
+ATTEMPTS: Final = 4
+"""At a module; its replicas may have gone on to later rounds before the download began."""
+PAUSE_S: Final = 0.3
+NEWS_S: Final = 2.5
+"""After a failed attempt: by then the replicas have told again where they stand."""
+
+
+class SwarmSource:
+    """Implements `ModuleSource`. Made by `open_swarm`."""
+
+    def __init__(self, presence: Presence, signed: SignedManifest, on_progress: Progress) -> None:
+        manifest = signed.manifest
+        self.signed = signed
+        self.versions: dict[ModuleId, AnchorVersion] = {}
+        """Of the modules that have been fetched."""
+        self._presence = presence
+        self._on_progress = on_progress
+        self._here = dict.fromkeys(manifest.modules(), 0)
+        self._total = sum(parameter_bytes(parameter_shapes(manifest, module)) for module in manifest.modules())
+        self._downloads = {module: self._download(manifest, module) for module in manifest.modules()}
+        presence.reception.rounds = _Downloads(self._downloads)
+
+    async def module(self, module: ModuleId) -> Parameters:
+        """Raises as `agreed`, and NoQuorum or Stalled when the donors are gone or give nothing."""
+        for attempt in range(1, ATTEMPTS + 1):
+            version, donors = await self.agreed(module)
+            try:
+                vector = await self._downloads[module].parameters(version, donors)
+            except (NoQuorum, Stalled) as error:
+                log.info("module %s, attempt %d of %d: %s", module, attempt, ATTEMPTS, error)
+                if attempt == ATTEMPTS:
+                    raise type(error)(
+                        f"module {module}: {error}", hint="Try again when its replicas are back."
+                    ) from None
+                await asyncio.sleep(NEWS_S)
+            else:
+                return self._fetched(module, version, vector)
+        raise AssertionError("the last attempt returns or raises")
+
+    async def agreed(self, module: ModuleId, patience_s: float = PATIENCE_S) -> tuple[AnchorVersion, list[PeerId]]:
+        """The version to take, and who stands on it.
+
+        Raises:
+            Unreachable: nobody has told of a state of this module within `patience_s` seconds.
+            NoQuorum: its replicas do not agree on one, or have not had a round yet.
+        """
+        clock, membership = self._presence.own.clock, self._presence.membership
+        deadline = clock.monotonic() + patience_s
+        while True:
+            announced = {a.peer: a.anchor for a in membership.with_state(module) if a.anchor is not None}
+            chosen = choose_version(announced)
+            if chosen.value is not None:
+                _require_round(module, chosen.value, self.signed.manifest)
+                return chosen.value, [peer for peer, version in announced.items() if version == chosen.value]
+            if clock.monotonic() >= deadline:
+                raise _not_agreed(module, announced, chosen.reason)
+            await asyncio.sleep(PAUSE_S)
+
+    def _download(self, manifest: Manifest, module: ModuleId) -> CatchingUp:
+        layout = layout_of(parameter_shapes(manifest, module), manifest.training.fragments)
+        own = self._presence.own
+        return CatchingUp(
+            Surroundings(
+                module,
+                layout,
+                self._presence.transport,
+                own.clock,
+                Random(own.peer),  # noqa: S311 - spreads the load over donors; no secret
+                FreshSpace(layout),
+                on_progress=lambda done, total: self._came(module, done),
+            )
+        )
+
+    def _came(self, module: ModuleId, done: int) -> None:
+        self._here[module] = done
+        self._on_progress(module, sum(self._here.values()), self._total)
+
+    def _fetched(self, module: ModuleId, version: AnchorVersion, vector: Vector) -> Parameters:
+        self.versions[module] = version
+        layout = layout_of(parameter_shapes(self.signed.manifest, module), self.signed.manifest.training.fragments)
+        return tensors_of(layout, vector)
+
+
+@asynccontextmanager
+async def open_swarm(
+    link: JoinLink, on_progress: Progress, patience_s: float = PATIENCE_S
+) -> AsyncIterator[SwarmSource]:
+    """Visits the swarm. That every module can be had is known before the first is fetched.
+
+    Raises:
+        Unreachable: no peer has given the manifest; also as `SwarmSource.agreed`.
+        NoQuorum: as `SwarmSource.agreed`.
+    """
+    async with visit(link) as presence:
+        signed = await presence.fetch_manifest(patience_s)
+        modules = signed.manifest.modules()
+        await _look_around(presence, modules, patience_s)
+        source = SwarmSource(presence, signed, on_progress)
+        clock = presence.own.clock
+        deadline = clock.monotonic() + patience_s
+        for module in modules:
+            await source.agreed(module, deadline - clock.monotonic())
+        yield source
+
+
+async def _look_around(presence: Presence, modules: Sequence[ModuleId], patience_s: float) -> None:
+    """Until it is known who announces a module, and which of those who might be missed are not there any more."""
+    presence.neighbourhood.watch(modules)
+    try:
+        async with asyncio.timeout(patience_s):
+            await presence.neighbourhood.looked.wait()
+    except TimeoutError:
+        raise Unreachable(f"the directory could not be read for {patience_s:.0f} s") from None
+    await presence.neighbourhood.alive(modules)
+
+
+class _Downloads:
+    """`node.reception.RoundReceiver` of a visitor: takes the chunks that it has asked for, and has no part in rounds."""
+
+    def __init__(self, downloads: Mapping[ModuleId, CatchingUp]) -> None:
+        self._downloads = downloads
+
+    def admit(self, sender: PeerId, message: RoundTensor, tensor: TensorSpec) -> memoryview | Refusal:
+        if isinstance(message, StateChunk) and message.module in self._downloads:
+            return self._downloads[message.module].admit(sender, message, tensor)
+        return Refusal(False, "a visitor hosts no module")
+
+    def received(self, sender: PeerId, message: RoundTensor, tensor: TensorSpec, buffer: memoryview) -> None:
+        if isinstance(message, StateChunk):
+            self._downloads[message.module].received(sender, message, buffer)
+
+    def broken_off(self, sender: PeerId, message: RoundTensor, buffer: memoryview, error: PeerError) -> None:
+        if isinstance(message, StateChunk):
+            self._downloads[message.module].broken_off(sender, message, buffer)
+
+    def told(self, sender: PeerId, message: RoundControl | StateControl) -> None:
+        if isinstance(message, StateRefused) and message.module in self._downloads:
+            self._downloads[message.module].told(sender, message)
+
+    def link_down(self, peer: PeerId, error: PeerError) -> None:
+        for download in self._downloads.values():
+            download.link_down(peer)
+
+
+def _require_round(module: ModuleId, version: AnchorVersion, manifest: Manifest) -> None:
+    if version.round == 0:
+        raise NoQuorum(
+            f"module {module} has had no round yet: all that its replicas agree on are the initial weights",
+            hint=f"Try again after its first round, which is due after {manifest.training.inner_steps} inner steps;"
+            " `skipstone status` shows how far each peer is.",
+        )
+
+
+def _not_agreed(module: ModuleId, announced: Mapping[PeerId, AnchorVersion], reason: str) -> Unreachable | NoQuorum:
+    if not announced:
+        return Unreachable(
+            f"nobody serves module {module}", hint="Try again when `skipstone status` shows a peer for every stage."
+        )
+    return NoQuorum(f"module {module}: {reason}", hint="Try again after its next round.")

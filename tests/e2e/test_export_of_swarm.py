@@ -1,0 +1,125 @@
+"""A running swarm's model: exported, read back, compared with what the replicas agreed on, and asked for text."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from node.averaging.anchor import Vector, hash_of
+from node.averaging.hash_lists import first_hash_list
+from node.averaging.layout import layout_of
+from node.events import Event, RoundCommitted, event_from_json
+from node.export.folder import export
+from node.export.opening import open_model
+from node.export.source import checked_module
+from node.export.swarm_source import open_swarm
+from node.local_setup import LocalSwarmOptions
+from node.local_swarm import LocalSwarm
+from node.model.shapes import parameter_shapes
+from node.visiting import visit
+from protocol.join_link import JoinLink
+from protocol.manifest import Manifest
+from swarm.errors import NoQuorum, Unreachable
+from swarm.vocabulary import AnchorVersion, ModuleId, PeerId
+from tests.e2e.small_run import PATIENCE_S, Watch, small_run, write_text
+
+pytestmark = pytest.mark.e2e
+
+MODULES = ("0.0", "1.0", "2.0")
+
+
+async def test_a_running_swarm_is_exported_as_its_replicas_agreed(tmp_path: Path) -> None:
+    manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 1, 1), inner_steps=8)
+    options = LocalSwarmOptions(peers=4, threads=1, log_dir=tmp_path / "logs")
+    async with LocalSwarm(manifest, options) as swarm:
+        await _until_rounds(Watch(swarm))
+        told: list[tuple[ModuleId, int, int]] = []
+        async with open_swarm(swarm.link, lambda *progress: told.append(progress)) as source:
+            written = await export(source, tmp_path / "model")
+            versions = source.versions
+        assert [str(module) for module in versions] == list(MODULES)
+        assert told[-1] == (ModuleId(2), written.size_bytes, written.size_bytes)
+        proven = {module: await _hashes(swarm.link, manifest, module, version) for module, version in versions.items()}
+        said = await _run("generate", str(swarm.link), "word1", "--tokens", "5", "--json", "--device", "cpu")
+        assert len(json.loads(said)["tokens"]) in range(1, 6)
+    for module, version in versions.items():
+        assert (str(module), version.round, version.digest.hex()) in _committed(tmp_path / "logs")
+        vector = await _exported(tmp_path / "model", manifest, module)
+        layout = layout_of(parameter_shapes(manifest, module), 1)
+        mine = [hash_of(memoryview(vector[layout.range_of(n, n + 1)].view(np.uint8))) for n in range(layout.chunks)]
+        assert tuple(mine) == proven[module][: layout.chunks]
+
+
+async def test_what_a_swarm_has_not_got_is_named(tmp_path: Path) -> None:
+    manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 1, 1), inner_steps=100_000)
+    async with LocalSwarm(manifest, LocalSwarmOptions(peers=3, threads=1)) as swarm:
+        watch = Watch(swarm)
+        await watch.step(2)
+        with pytest.raises(NoQuorum, match=r"module 0\.0 has had no round yet"):
+            async with open_swarm(swarm.link, lambda *progress: None):
+                pass
+        swarm.kill(0)
+        await watch.until(lambda event: 0 in swarm.ends)
+        with pytest.raises(Unreachable, match=r"nobody serves module 0\.0"):
+            async with open_swarm(JoinLink(swarm.link.run, (swarm.peers[1].address,)), lambda *progress: None, 10.0):
+                pass
+        swarm.kill_all()
+
+
+async def _until_rounds(watch: Watch) -> None:
+    due = {(module, number) for module in MODULES for number in (1, 2)}
+
+    def had(event: Event) -> bool:
+        if isinstance(event, RoundCommitted):
+            due.discard((event.module, event.round))
+        return not due
+
+    await watch.until(had)
+
+
+async def _hashes(link: JoinLink, manifest: Manifest, module: ModuleId, version: AnchorVersion) -> tuple[bytes, ...]:
+    """The hash list that the digest stands for, from whoever still keeps the state."""
+    layout = layout_of(parameter_shapes(manifest, module), 1)
+    async with asyncio.timeout(PATIENCE_S), visit(link) as presence:
+        presence.neighbourhood.watch(manifest.modules())
+        while not (donors := [known.peer for known in presence.membership.with_state(module)]):
+            await presence.neighbourhood.changed.wait()
+            presence.neighbourhood.changed.clear()
+        liars: list[PeerId] = []
+        proven = await first_hash_list(
+            presence.transport, module, layout, version, donors, lambda peer, why: liars.append(peer)
+        )
+        assert not liars
+        return proven.hash_list.hashes
+
+
+async def _exported(folder: Path, manifest: Manifest, module: ModuleId) -> Vector:
+    async with open_model(str(folder)) as opened:
+        parameters = await checked_module(opened.source, module)
+    layout = layout_of(parameter_shapes(manifest, module), 1)
+    vector: Vector = np.concatenate([parameters[place.name].numpy().ravel() for place in layout.places])
+    return vector
+
+
+def _committed(logs: Path) -> set[tuple[str, int, str]]:
+    lines = [line for file in logs.glob("*.jsonl") for line in file.read_text().splitlines()]
+    found = [event for line in lines if isinstance(event := event_from_json(line), RoundCommitted)]
+    return {(event.module, event.round, event.digest) for event in found}
+
+
+async def _run(*arguments: str) -> bytes:
+    """Standard output of the command, which has to succeed."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "node", *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    output, errors = await asyncio.wait_for(process.communicate(), PATIENCE_S)
+    assert process.returncode == 0, errors.decode()
+    return output
