@@ -77,23 +77,16 @@ class SwarmSource:
                 return self._fetched(module, version, vector)
         raise AssertionError("the last attempt returns or raises")
 
-    async def agreed(self, module: ModuleId, patience_s: float = PATIENCE_S) -> tuple[AnchorVersion, list[PeerId]]:
-        """The version to take, and who stands on it.
-
-        Raises:
-            Unreachable: nobody has told of a state of this module within `patience_s` seconds.
-            NoQuorum: its replicas do not agree on one, or have not had a round yet.
-        """
+    async def agreed(
+        self, module: ModuleId, patience_s: float = PATIENCE_S
+    ) -> tuple[AnchorVersion, tuple[PeerId, ...]]:
+        """As `state_to_take`, with the same errors, after up to `patience_s` seconds of waiting for one."""
         clock, membership = self._presence.own.clock, self._presence.membership
         deadline = clock.monotonic() + patience_s
         while True:
             announced = {a.peer: a.anchor for a in membership.with_state(module) if a.anchor is not None}
-            chosen = choose_version(announced)
-            if chosen.value is not None:
-                _require_round(module, chosen.value, self.signed.manifest)
-                return chosen.value, [peer for peer, version in announced.items() if version == chosen.value]
-            if clock.monotonic() >= deadline:
-                raise _not_agreed(module, announced, chosen.reason)
+            if choose_version(announced).value is not None or clock.monotonic() >= deadline:
+                return state_to_take(module, announced, self.signed.manifest.training.inner_steps)
             await asyncio.sleep(PAUSE_S)
 
     def _download(self, manifest: Manifest, module: ModuleId) -> CatchingUp:
@@ -182,18 +175,31 @@ class _Downloads:
             download.link_down(peer)
 
 
-def _require_round(module: ModuleId, version: AnchorVersion, manifest: Manifest) -> None:
+def state_to_take(
+    module: ModuleId, announced: Mapping[PeerId, AnchorVersion], inner_steps: int
+) -> tuple[AnchorVersion, tuple[PeerId, ...]]:
+    """The state of a module that is taken for its model, and who stands on it.
+
+    Args:
+        announced: what each live replica announces.
+        inner_steps: between two rounds.
+
+    Raises:
+        Unreachable: there is no replica.
+        NoQuorum: no half of the replicas stand on the same state, or they have not had a round yet.
+    """
+    if not announced:
+        raise Unreachable(
+            f"nobody serves module {module}", hint="Try again when `skipstone status` shows a peer for every stage."
+        )
+    chosen = choose_version(announced)
+    version = chosen.value
+    if version is None:
+        raise NoQuorum(f"module {module}: {chosen.reason}", hint="Try again after its next round.")
     if version.round == 0:
         raise NoQuorum(
             f"module {module} has had no round yet: all that its replicas agree on are the initial weights",
-            hint=f"Try again after its first round, which is due after {manifest.training.inner_steps} inner steps;"
+            hint=f"Try again after its first round, which is due after {inner_steps} inner steps;"
             " `skipstone status` shows how far each peer is.",
         )
-
-
-def _not_agreed(module: ModuleId, announced: Mapping[PeerId, AnchorVersion], reason: str) -> Unreachable | NoQuorum:
-    if not announced:
-        return Unreachable(
-            f"nobody serves module {module}", hint="Try again when `skipstone status` shows a peer for every stage."
-        )
-    return NoQuorum(f"module {module}: {reason}", hint="Try again after its next round.")
+    return version, tuple(peer for peer, announced_version in announced.items() if announced_version == version)
