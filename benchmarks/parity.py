@@ -63,7 +63,7 @@ RULES: Final = {
 TARGETS: Final = {10: 1.01, 50: 1.02, 100: 1.03}
 """Held-out loss over that of the baseline."""
 DIFFERENCE_ROUNDS: Final = 20
-DIFFERENCE_RULE: Final = Rule(2, 1e-3, 0.7, 0.9)
+DIFFERENCE_RULE: Final = Rule(2, 1e-3, 0.0, 0.7, 0.9)
 """Few steps between rounds: training is chaotic, and what float32 rounds off grows from step to step whoever averages."""
 
 

@@ -43,6 +43,7 @@ class Task:
     """The first of them, which one process takes for everybody: rounds begin after them."""
     warmup_steps: int
     final_ratio: float
+    """Of one process: of its learning rate at the last step."""
     beta2: float
     held_out_microbatches: int
 
@@ -58,6 +59,9 @@ class Rule:
 
     inner_steps: int
     inner_rate: float
+    """At its peak."""
+    final_ratio: float
+    """Of the inner rate at the last step. Averaging takes noise out of the parameters, so replicas need not slow down as much as one process."""
     outer_rate: float
     outer_momentum: float
 
@@ -88,7 +92,7 @@ def manifest_of(task: Task, seed: int, inner_rate: float, replicas: int, rule: R
                     "kind": "cosine",
                     "warmup_steps": task.warmup_steps,
                     "total_steps": task.steps,
-                    "final_ratio": task.final_ratio,
+                    "final_ratio": task.final_ratio if rule is None else rule.final_ratio,
                 },
                 **outer,
             },

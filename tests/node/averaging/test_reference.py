@@ -19,14 +19,14 @@ SEED = 5
 
 @pytest.mark.parametrize(("outer_rate", "outer_momentum"), [(0.7, 0.9), (1.0, 0.0)])
 async def test_twenty_rounds_lead_to_the_parameters_of_the_reference(outer_rate: float, outer_momentum: float) -> None:
-    assert await difference(TINY, SEED, Rule(2, 1e-3, outer_rate, outer_momentum), rounds=20) <= 1e-5
+    assert await difference(TINY, SEED, Rule(2, 1e-3, 0.0, outer_rate, outer_momentum), rounds=20) <= 1e-5
 
 
 async def test_another_outer_rule_leads_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "benchmarks.parity.Reference", lambda learners, rule: Reference(learners, Rule(2, 1e-3, 0.7, 0.8))
+        "benchmarks.parity.Reference", lambda learners, rule: Reference(learners, Rule(2, 1e-3, 0.0, 0.7, 0.8))
     )
-    assert await difference(TINY, SEED, Rule(2, 1e-3, 0.7, 0.9), rounds=3) > 1e-4
+    assert await difference(TINY, SEED, Rule(2, 1e-3, 0.0, 0.7, 0.9), rounds=3) > 1e-4
 
 
 def test_replicas_together_read_what_one_process_reads() -> None:
