@@ -11,6 +11,9 @@ def default_manifest(seed: int, name: str = "stdlib-demo") -> Manifest:
     The sizes were found by trying them with `solo`: the loss falls from 5.6 nats per byte to under 3 in 20 steps, 2.5 in 100 and
     2.0 in 300. A step is 2048 tokens, and one CPU core trains on about 10,000 a second. Staleness is 0, so a swarm
     computes what `solo` does.
+
+    A round takes the plain mean (outer learning rate 1, no momentum): a replica that is alone is then left as it is, and in a run as short
+    as this one momentum overshoots (docs/BENCHMARKS.md). Longer runs with several replicas a stage want the manifest's defaults.
     """
     return manifest_from_table(
         {
@@ -29,6 +32,8 @@ def default_manifest(seed: int, name: str = "stdlib-demo") -> Manifest:
             "training": {
                 "rows": 4,
                 "inner_tokens": 2048,
+                "inner_steps": 10,
+                "outer": {"learning_rate": 1.0, "momentum": 0.0},
                 "inner": {"learning_rate": 3e-3},
                 "schedule": {"kind": "cosine", "warmup_steps": 10, "total_steps": 300},
             },

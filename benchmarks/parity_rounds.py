@@ -1,0 +1,171 @@
+"""Replicas in one process that average as peers do: the real averager, round machine and transport, over loopback with mutual TLS.
+
+They train in lock-step, each on a compute thread of its own, and wait for the commit of each round; nothing overlaps, so
+that what they compute does not depend on how fast the machine is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from benchmarks.averaging_skipstone import Book, Handler, no_catching_up
+from benchmarks.parity_learner import Learner
+from node.averaging.anchor import Anchor, version_of
+from node.averaging.averager import Averager, AveragerHooks, AveragerParts, RoundSettled
+from node.averaging.lone import anchor_of
+from node.averaging.outer import outer_rule
+from node.averaging.shelf import Shelf
+from node.clock import SystemClock
+from node.compute import ComputeThread, Priority
+from node.data.packing import Microbatch
+from node.task_scope import task_scope
+from protocol.certificates import make_credentials
+from protocol.identity import Identity
+from protocol.manifest import Manifest
+from protocol.seams import Codec, Contact, Question, QuestionAbout
+from protocol.settings import TransportSettings
+from protocol.transport import GrpcTransport
+from swarm.errors import StateError
+from swarm.rounds.machine import RoundMachine
+from swarm.rounds.words import Fellow, RoundRules
+from swarm.vocabulary import PeerId, RunId
+
+RUN = RunId("0" * 64)
+PATIENCE_S = 60.0
+"""Nobody fails here, and a busy machine must not change who takes part."""
+
+
+@dataclass(eq=False)
+class Peer:
+    """A replica with all that a round needs."""
+
+    learner: Learner
+    averager: Averager
+    compute: ComputeThread
+    transport: GrpcTransport
+    book: Book
+    contact: Contact
+    settled: asyncio.Queue[RoundSettled]
+
+
+class Hall:
+    """All peers."""
+
+    def __init__(self, peers: Sequence[Peer]) -> None:
+        self._peers = peers
+
+    async def step(self, dealt: Sequence[Sequence[Microbatch]]) -> None:
+        """An inner step of every replica, one after the other. The round machines hear of it in `a_round`."""
+        for peer, microbatches in zip(self._peers, dealt, strict=True):
+            await peer.compute.run(Priority.UPKEEP, partial(_inner_step, peer, microbatches))
+
+    async def a_round(self) -> Anchor:
+        """Says that the steps of a round are done, waits until every replica stands on the next anchor, and returns it.
+
+        Raises:
+            StateError: not all took part, or they do not agree.
+        """
+        for peer in self._peers:
+            peer.averager.stepped()
+        async with asyncio.timeout(PATIENCE_S):
+            settled = [await peer.settled.get() for peer in self._peers]
+        versions = {one.version for one in settled}
+        if len(versions) > 1 or any(len(one.members) != len(self._peers) for one in settled):
+            raise StateError(f"round {settled[0].version.round} was not one of all replicas")
+        return self._peers[0].averager.anchor
+
+
+@asynccontextmanager
+async def hall(learners: Sequence[Learner], manifest: Manifest) -> AsyncIterator[Hall]:
+    """Peers around these learners, which are equal. The rounds' rules are the manifest's."""
+    async with AsyncExitStack() as stack:
+        peers = [_peer(learner, manifest, stack) for learner in learners]
+        for number, peer in enumerate(peers):
+            await stack.enter_async_context(peer.transport)
+            peers[number].contact = replace(peer.contact, addresses=(f"127.0.0.1:{peer.transport.port}",))
+        for peer in peers:
+            peer.book.contacts = {one.contact.peer: one.contact for one in peers if one is not peer}
+        tasks = await stack.enter_async_context(task_scope())
+        running = [tasks.create_task(peer.averager.run(peer.transport)) for peer in peers]
+        try:
+            for peer in peers:
+                for other in peer.book.contacts:
+                    await peer.transport.ask(other, Question(QuestionAbout.STATUS), PATIENCE_S)
+            yield Hall(peers)
+        finally:
+            for task in running:
+                task.cancel()
+
+
+def _inner_step(peer: Peer, microbatches: Sequence[Microbatch]) -> None:
+    peer.averager.after_inner_step(peer.learner.step(microbatches))
+
+
+def _peer(learner: Learner, manifest: Manifest, stack: AsyncExitStack) -> Peer:
+    identity, book, handler = Identity.generate(), Book(), Handler()
+    credentials = make_credentials(identity, RUN)
+    compute = stack.enter_context(ComputeThread(set_up=lambda: torch.set_num_threads(1)))
+    averaging = stack.enter_context(ComputeThread(name="averaging"))
+    transport = GrpcTransport(
+        identity, credentials, RUN, book, handler, SystemClock(), TransportSettings(), own_record=lambda: b""
+    )
+    settled = asyncio.Queue[RoundSettled]()
+    handler.averager = _averager(identity.peer, learner, manifest, book, settled, compute, averaging)
+    contact = Contact(identity.peer, (), credentials.certificate_der)
+    return Peer(learner, handler.averager, compute, transport, book, contact, settled)
+
+
+def _averager(
+    own: PeerId,
+    learner: Learner,
+    manifest: Manifest,
+    book: Book,
+    settled: asyncio.Queue[RoundSettled],
+    compute: ComputeThread,
+    averaging: ComputeThread,
+) -> Averager:
+    shelf = Shelf(_anchor_after(learner))
+    start = shelf.current.version
+    training = manifest.training
+    rules = RoundRules(
+        training.inner_steps,
+        training.fragments,
+        learner.replica.layout.chunks,
+        longest_s=1e9,
+        answer_s=PATIENCE_S,
+        prepare_s=PATIENCE_S,
+        silence_s=PATIENCE_S,
+    )
+    parts = AveragerParts(
+        own,
+        learner.module,
+        RoundMachine(own, learner.module, rules, start),
+        shelf,
+        learner.replica,
+        compute,
+        averaging,
+        Codec[manifest.codecs.pseudo_gradients.upper()],
+        outer_rule(manifest),
+        training.inner_steps,
+        manifest.microbatch_tokens,
+        SystemClock(),
+    )
+    hooks = AveragerHooks(
+        fellows=lambda: tuple(Fellow(peer, start, True) for peer in book.contacts),
+        catch_up=no_catching_up,
+        settled=settled.put_nowait,
+    )
+    return Averager(parts, hooks)
+
+
+def _anchor_after(learner: Learner) -> Anchor:
+    """The anchor before the first round, with the learner's steps behind it, so that the schedule goes on from there."""
+    first = anchor_of(learner.replica)
+    version = version_of(first.layout, first.hashes, 0, learner.optimizer.steps, 0, 0)
+    return replace(first, version=version)
