@@ -227,8 +227,8 @@ def test_another_tenth_of_the_pieces_is_told_once() -> None:
     plan, told = Plan(PeerId("a"), base.layout, roster), list[HowFar]()
     progress = ExchangeProgress(plan, told.append)
     own = plan.shards[PeerId("a")]
-    for piece in own:
-        progress.added(PeerId("b"), piece)
+    for _ in own:
+        progress.added(PeerId("b"))
     for piece in plan.pieces:
         progress.applied(piece)
     assert [how_far.percent for how_far in told] == sorted({how_far.percent for how_far in told})
