@@ -42,6 +42,8 @@ from swarm.vocabulary import AnchorVersion, ModuleId, PeerId, PeerState
 CODECS = {"none": Codec.NONE, "int8": Codec.INT8}
 """Of `codecs.pseudo_gradients`."""
 LOOK_S = 0.05
+BETWEEN_SAVES_S = 30.0
+"""A checkpoint is asked for at rounds, but not more often than this: small modules may have a round every second."""
 
 
 class ModuleRounds:
@@ -85,6 +87,7 @@ class ModuleRounds:
         self._catching_up = CatchingUp(around)
         self._desk = StateDesk(self._catching_up, self._donor)
         self._ready = False
+        self._saved_at = -BETWEEN_SAVES_S
         self.committed = asyncio.Event()
         """Set whenever a round has been committed here."""
 
@@ -202,7 +205,10 @@ class ModuleRounds:
     def _settled(self, settled: RoundSettled) -> None:
         self.news.committed(settled)
         self.committed.set()
-        self._given.saves.request_save(f"round {settled.version.round}")
+        now = self._own.clock.monotonic()
+        if now - self._saved_at >= BETWEEN_SAVES_S:
+            self._saved_at = now
+            self._given.saves.request_save(f"round {settled.version.round}")
 
 
 @asynccontextmanager
