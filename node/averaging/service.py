@@ -180,8 +180,9 @@ class ModuleRounds:
     # ---- the averager's hooks ----------------------------------------------------------------------------------------
 
     def _fellows(self) -> tuple[Fellow, ...]:
+        """To a newcomer one that leaves is as good as one that stays: it may be the last that has the state."""
         found = (
-            Fellow(known.peer, known.anchor, known.state is PeerState.SERVING)
+            Fellow(known.peer, known.anchor, known.state is PeerState.SERVING or not self._ready)
             for known in self._given.presence.membership.with_state(self._given.module)
             if known.anchor is not None
         )
