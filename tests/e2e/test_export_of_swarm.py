@@ -34,7 +34,7 @@ MODULES = ("0.0", "1.0", "2.0")
 
 
 async def test_a_running_swarm_is_exported_as_its_replicas_agreed(tmp_path: Path) -> None:
-    manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 1, 1), inner_steps=8)
+    manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 1, 1), inner_steps=6)
     options = LocalSwarmOptions(peers=4, threads=1, log_dir=tmp_path / "logs")
     async with LocalSwarm(manifest, options) as swarm:
         await _until_rounds(Watch(swarm))
@@ -72,11 +72,12 @@ async def test_what_a_swarm_has_not_got_is_named(tmp_path: Path) -> None:
 
 
 async def _until_rounds(watch: Watch) -> None:
-    due = {(module, number) for module in MODULES for number in (1, 2)}
+    """Every module has had one. (Numbers may leave some out.)"""
+    due = set(MODULES)
 
     def had(event: Event) -> bool:
         if isinstance(event, RoundCommitted):
-            due.discard((event.module, event.round))
+            due.discard(event.module)
         return not due
 
     await watch.until(had)
