@@ -21,6 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,7 +34,8 @@ from benchmarks.parity_learner import REPLICAS, Dealer, Learner, Rule, Task, man
 from benchmarks.parity_reference import OuterReference, Reference
 from benchmarks.parity_rounds import hall
 from node.data.documents import Documents
-from node.data.feed import held_out_microbatches, open_documents
+from node.data.feed import START, held_out_microbatches, open_documents
+from node.data.packing import Cursor
 from node.solo import evaluate
 from protocol.manifest import Manifest
 
@@ -43,22 +45,22 @@ TASK: Final = Task(
     feed_forward=96,
     blocks=1,
     sequence=64,
-    rows=2,
+    rows=4,
     microbatches=1,
-    steps=2000,
-    common_steps=500,
+    steps=3000,
+    common_steps=800,
     warmup_steps=50,
     final_ratio=0.0,
     beta2=0.95,
     held_out_microbatches=256,
 )
-BASELINE_RATES: Final = (4e-3, 8e-3, 16e-3)
+BASELINE_RATES: Final = (6e-3, 12e-3, 24e-3)
 """Learning rates of one process; the best one, seed by seed, is the baseline."""
-COMMON_RATE: Final = 8e-3
+COMMON_RATE: Final = 12e-3
 RULES: Final = {
-    10: Rule(10, 16e-3, 1.0, 0.0),
-    50: Rule(50, 16e-3, 1.0, 0.0),
-    100: Rule(100, 16e-3, 1.0, 0.0),
+    10: Rule(10, 12e-3, 0.0, 1.0, 0.5),
+    50: Rule(50, 12e-3, 0.0, 0.8, 0.5),
+    100: Rule(100, 12e-3, 0.0, 0.8, 0.5),
 }
 TARGETS: Final = {10: 1.01, 50: 1.02, 100: 1.03}
 """Held-out loss over that of the baseline."""
@@ -80,9 +82,9 @@ class Run:
     def manifest(self, inner_rate: float, replicas: int, rule: Rule | None = None) -> Manifest:
         return manifest_of(self._task, self._seed, inner_rate, replicas, rule)
 
-    def dealer(self) -> Dealer:
-        """A new one at the text's beginning."""
-        return Dealer(self.manifest(COMMON_RATE, REPLICAS), self._documents, self._task.microbatches)
+    def dealer(self, start: Cursor = START) -> Dealer:
+        """A new one, which begins there in the text."""
+        return Dealer(self.manifest(COMMON_RATE, REPLICAS), self._documents, self._task.microbatches, start)
 
     def held_out_loss(self, learner: Learner) -> float:
         return float(evaluate(learner.model, self._held_out)["loss"])
@@ -96,9 +98,9 @@ class Run:
 
     async def rounds(self, rule: Rule) -> dict[str, Any]:
         """The loss of replicas that average, and how far the reference's outer steps led away from theirs."""
-        dealer = self.dealer()
+        dealer = self.dealer(self._common_start[1])
         manifest = self.manifest(rule.inner_rate, 1, rule)
-        learners = self._common_start(dealer, manifest)
+        learners = self._replicas(manifest)
         reference = OuterReference(learners[0].vector(), rule)
         after_20, largest, waited = None, 0.0, 0.0
         rounds = (self._task.steps - self._task.common_steps) // rule.inner_steps
@@ -120,14 +122,19 @@ class Run:
             "mean_round_s": round(waited / rounds, 3),
         }
 
-    def _common_start(self, dealer: Dealer, manifest: Manifest) -> list[Learner]:
-        """Replicas that are copies of one process after the common steps."""
-        first = Learner(self.manifest(COMMON_RATE, REPLICAS))
+    @cached_property
+    def _common_start(self) -> tuple[Learner, Cursor]:
+        """One process after the common steps, and where in the text it stands."""
+        learner, dealer = Learner(self.manifest(COMMON_RATE, REPLICAS)), self.dealer()
         for _ in range(self._task.common_steps):
-            first.step(dealer.a_whole_step())
+            learner.step(dealer.a_whole_step())
+        return learner, dealer.cursor
+
+    def _replicas(self, manifest: Manifest) -> list[Learner]:
+        """Copies of the common start."""
         learners = [Learner(manifest) for _ in range(REPLICAS)]
         for learner in learners:
-            learner.follow(first)
+            learner.follow(self._common_start[0])
         return learners
 
 

@@ -11,8 +11,8 @@ from node.averaging.anchor import Vector
 from node.averaging.lone import anchor_of
 from node.averaging.replica import LocalReplica
 from node.data.documents import Documents
-from node.data.feed import TrainingFeed
-from node.data.packing import Microbatch
+from node.data.feed import START, TrainingFeed
+from node.data.packing import Cursor, Microbatch
 from node.model.initial import parameters_of
 from node.optimization import Accumulator, Addition, InnerOptimizer, StepFigures
 from node.solo import WholeModel
@@ -147,9 +147,14 @@ class Learner:
 class Dealer:
     """Deals the microbatches of one feed to the replicas in turn, so that a step of all of them reads what one process reads in its step."""
 
-    def __init__(self, manifest: Manifest, documents: Documents, microbatches: int) -> None:
-        self._feed = TrainingFeed(manifest, documents, READER)
+    def __init__(self, manifest: Manifest, documents: Documents, microbatches: int, start: Cursor = START) -> None:
+        self._feed = TrainingFeed(manifest, documents, READER, start)
         self._microbatches = microbatches
+
+    @property
+    def cursor(self) -> Cursor:
+        """Where in the text the next step begins."""
+        return self._feed.cursor
 
     def a_step(self) -> list[list[Microbatch]]:
         """What each replica gets for its next inner step."""
