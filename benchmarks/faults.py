@@ -31,12 +31,13 @@ from collections.abc import Iterable
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from node.default_manifest import default_manifest
+from node.events import RoundProgress
 from node.local_setup import LocalSwarmOptions
 from node.local_swarm import LocalSwarm
 from protocol.manifest import Manifest, manifest_from_table
 from tests.e2e.lying import keep_company
 from tests.e2e.parting import THREE_AND_ONE, TWO_AND_TWO, part, parted_run
-from tests.e2e.round_watch import ProgressTail, RoundWatch, watching
+from tests.e2e.round_watch import LogTail, RoundWatch, watching
 from tests.e2e.small_run import write_text
 from tests.e2e.split_network import split_network, why_not
 from tests.e2e.striking import MODULE, STAGE, Blow, Role, Striker, heavy_run, replicas_of, see_it_through
@@ -47,6 +48,8 @@ SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 PARTS = ("blows", "partitions", "liars")
 KINDS = ("nan", "million", "million-declared", "shapes", "round", "garbage")
 EVALUATED = 32
+UNHURRIED = 30
+"""Inner steps of a round of two parted groups: it takes seconds, so that what is due after two rounds does not depend on who finds whom first."""
 LOSS_RATIO = 1.01
 
 
@@ -59,7 +62,7 @@ async def blows(arguments: argparse.Namespace, folder: pathlib.Path) -> dict[str
     options = LocalSwarmOptions(peers=1 + arguments.replicas, threads=1, log_dir=folder / "logs")
     found = []
     async with LocalSwarm(manifest, options) as swarm, watching(swarm, MODULE) as watch:
-        tail = ProgressTail(folder / "logs", MODULE)
+        tail = LogTail(folder / "logs", RoundProgress)
         striker = Striker(swarm, tail)
         calm = await undisturbed(swarm, watch)
         for role, percent, number in itertools.product(ROLES, arguments.percents, SIGNALS):
@@ -132,11 +135,11 @@ async def partitions(folder: pathlib.Path) -> dict[str, object]:
 
 
 async def parted(folder: pathlib.Path, sides: str) -> dict[str, object]:
-    manifest = parted_run(write_text(folder / "text"))
+    manifest = parted_run(write_text(folder / "text"), inner_steps=UNHURRIED)
     options = LocalSwarmOptions(peers=len(sides), threads=1, log_dir=folder / "logs")
     with split_network(sides) as network:
         async with LocalSwarm(manifest, options, places=network.place) as swarm, watching(swarm, MODULE) as watch:
-            found = await part(swarm, watch, network)
+            found = await part(swarm, watch, network, folder / "logs")
             await swarm.stop()
             exits = sum(end.exit_code != 0 for end in swarm.ends.values())
     table = dataclasses.asdict(found) | {"sides": [len(side) for side in found.sides]}
