@@ -77,7 +77,7 @@ async def test_two_and_two_part_go_on_and_are_one_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["nan", "million-declared"])
 async def test_rounds_go_on_and_stay_finite_with_a_liar(tmp_path: Path, kind: str) -> None:
     manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 1), inner_steps=5, staleness=1)
-    company = await keep_company(manifest, tmp_path / "logs", 4, kind, evaluated=2)
+    company = await keep_company(manifest, tmp_path / "logs", 3, kind, evaluated=2)
     assert set(map(len, company.digests.values())) == {1}
     assert math.isfinite(company.loss)
     assert set(company.ends.values()) == {0}
