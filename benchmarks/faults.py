@@ -1,6 +1,6 @@
 """What rounds do when peers die, freeze or lie in them, and when the network falls apart: real processes, sockets and TLS.
 
-    python benchmarks/faults.py [--parts blows partitions liars] [--replicas 4] [--blocks 3] [--percents 10 50 90] [--rounds 30] [--keep DIR]
+    python benchmarks/faults.py [--parts blows partitions liars] [--replicas 4] [--blocks 3] [--percents 10 50 90] [--rounds 40] [--keep DIR]
 
 * blows: a plain member, the convener and the reducer of most is killed (SIGKILL) or frozen (SIGSTOP) when 10, 50 and 90 % of what it takes in
   of an exchange is there. How long until all survivors have committed that round, in seconds after the blow, against 5 s plus an
@@ -46,7 +46,8 @@ LIMIT_S = 5.0
 ROLES: tuple[Role, ...] = ("member", "convener", "reducer")
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 PARTS = ("blows", "partitions", "liars")
-KINDS = ("nan", "million", "million-declared", "shapes", "round", "garbage")
+NOBODY_AGAIN = "nobody-again"
+KINDS = (NOBODY_AGAIN, "nan", "million", "million-declared", "shapes", "round", "garbage")
 EVALUATED = 32
 UNHURRIED = 30
 """Inner steps of a round of two parted groups: it takes seconds, so that what is due after two rounds does not depend on who finds whom first."""
@@ -163,9 +164,9 @@ def liars_run() -> Manifest:
 async def liars(arguments: argparse.Namespace, folder: pathlib.Path) -> dict[str, object]:
     rows: dict[str, dict[str, object]] = {}
     losses: dict[str, float] = {}
-    for kind in ("nobody", "nobody, again", *arguments.kinds):
+    for kind in ("nobody", *arguments.kinds):
         logs = folder / kind
-        lie = kind if kind in KINDS else None
+        lie = None if kind in ("nobody", NOBODY_AGAIN) else kind
         company = await keep_company(liars_run(), logs, arguments.rounds, lie, EVALUATED)
         losses[kind] = company.loss
         rows[kind] = {
@@ -228,7 +229,9 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=3, help="of the module that is exchanged: 13 MB each")
     parser.add_argument("--percents", type=int, nargs="+", default=[10, 50, 90])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("--rounds", type=int, default=30, help="of the honest replicas beside a liar")
+    parser.add_argument(
+        "--rounds", type=int, default=40, help="at which the losses with and without a liar are compared"
+    )
     parser.add_argument("--keep", type=pathlib.Path, help="folder for the event logs; a temporary one when absent")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="skipstone-faults-") as temporary:
