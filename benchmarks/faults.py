@@ -1,6 +1,6 @@
 """What rounds do when peers die, freeze or lie in them, and when the network falls apart: real processes, sockets and TLS.
 
-    python benchmarks/faults.py [--parts blows partitions liars] [--replicas 4] [--blocks 3] [--percents 10 50 90] [--rounds 30] [--keep DIR]
+    python benchmarks/faults.py [--parts blows partitions liars] [--replicas 4] [--blocks 3] [--percents 10 50 90] [--rounds 40] [--keep DIR]
 
 * blows: a plain member, the convener and the reducer of most is killed (SIGKILL) or frozen (SIGSTOP) when 10, 50 and 90 % of what it takes in
   of an exchange is there. How long until all survivors have committed that round, in seconds after the blow, against 5 s plus an
@@ -31,12 +31,13 @@ from collections.abc import Iterable
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from node.default_manifest import default_manifest
+from node.events import RoundProgress
 from node.local_setup import LocalSwarmOptions
 from node.local_swarm import LocalSwarm
 from protocol.manifest import Manifest, manifest_from_table
 from tests.e2e.lying import keep_company
 from tests.e2e.parting import THREE_AND_ONE, TWO_AND_TWO, part, parted_run
-from tests.e2e.round_watch import ProgressTail, RoundWatch, watching
+from tests.e2e.round_watch import LogTail, RoundWatch, watching
 from tests.e2e.small_run import write_text
 from tests.e2e.split_network import split_network, why_not
 from tests.e2e.striking import MODULE, STAGE, Blow, Role, Striker, heavy_run, replicas_of, see_it_through
@@ -45,8 +46,11 @@ LIMIT_S = 5.0
 ROLES: tuple[Role, ...] = ("member", "convener", "reducer")
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 PARTS = ("blows", "partitions", "liars")
-KINDS = ("nan", "million", "million-declared", "shapes", "round", "garbage")
+NOBODY_AGAIN = "nobody-again"
+KINDS = (NOBODY_AGAIN, "nan", "million", "million-declared", "shapes", "round", "garbage")
 EVALUATED = 32
+UNHURRIED = 30
+"""Inner steps of a round of two parted groups: it takes seconds, so that what is due after two rounds does not depend on who finds whom first."""
 LOSS_RATIO = 1.01
 
 
@@ -59,7 +63,7 @@ async def blows(arguments: argparse.Namespace, folder: pathlib.Path) -> dict[str
     options = LocalSwarmOptions(peers=1 + arguments.replicas, threads=1, log_dir=folder / "logs")
     found = []
     async with LocalSwarm(manifest, options) as swarm, watching(swarm, MODULE) as watch:
-        tail = ProgressTail(folder / "logs", MODULE)
+        tail = LogTail(folder / "logs", RoundProgress)
         striker = Striker(swarm, tail)
         calm = await undisturbed(swarm, watch)
         for role, percent, number in itertools.product(ROLES, arguments.percents, SIGNALS):
@@ -132,11 +136,11 @@ async def partitions(folder: pathlib.Path) -> dict[str, object]:
 
 
 async def parted(folder: pathlib.Path, sides: str) -> dict[str, object]:
-    manifest = parted_run(write_text(folder / "text"))
+    manifest = parted_run(write_text(folder / "text"), inner_steps=UNHURRIED)
     options = LocalSwarmOptions(peers=len(sides), threads=1, log_dir=folder / "logs")
     with split_network(sides) as network:
         async with LocalSwarm(manifest, options, places=network.place) as swarm, watching(swarm, MODULE) as watch:
-            found = await part(swarm, watch, network)
+            found = await part(swarm, watch, network, folder / "logs")
             await swarm.stop()
             exits = sum(end.exit_code != 0 for end in swarm.ends.values())
     table = dataclasses.asdict(found) | {"sides": [len(side) for side in found.sides]}
@@ -160,9 +164,9 @@ def liars_run() -> Manifest:
 async def liars(arguments: argparse.Namespace, folder: pathlib.Path) -> dict[str, object]:
     rows: dict[str, dict[str, object]] = {}
     losses: dict[str, float] = {}
-    for kind in ("nobody", "nobody, again", *arguments.kinds):
+    for kind in ("nobody", *arguments.kinds):
         logs = folder / kind
-        lie = kind if kind in KINDS else None
+        lie = None if kind in ("nobody", NOBODY_AGAIN) else kind
         company = await keep_company(liars_run(), logs, arguments.rounds, lie, EVALUATED)
         losses[kind] = company.loss
         rows[kind] = {
@@ -225,7 +229,9 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=3, help="of the module that is exchanged: 13 MB each")
     parser.add_argument("--percents", type=int, nargs="+", default=[10, 50, 90])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("--rounds", type=int, default=30, help="of the honest replicas beside a liar")
+    parser.add_argument(
+        "--rounds", type=int, default=40, help="at which the losses with and without a liar are compared"
+    )
     parser.add_argument("--keep", type=pathlib.Path, help="folder for the event logs; a temporary one when absent")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="skipstone-faults-") as temporary:

@@ -6,9 +6,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from node.events import PeerChange
 from node.local_swarm import LocalSwarm
 from protocol.manifest import Manifest
-from tests.e2e.round_watch import RoundWatch
+from tests.e2e.round_watch import LogTail, RoundWatch
 from tests.e2e.small_run import small_run
 from tests.e2e.split_network import SplitNetwork
 from tests.e2e.striking import replicas_of
@@ -19,9 +20,9 @@ TWO_AND_TWO = "aaabbb"
 THREE_AND_ONE = "aaabab"
 
 
-def parted_run(text: Path) -> Manifest:
+def parted_run(text: Path, inner_steps: int = 10) -> Manifest:
     """Six peers make two data nodes and four replicas of stage 1."""
-    return small_run(text, blocks=(1, 2), inner_steps=10, staleness=1)
+    return small_run(text, blocks=(1, 2), inner_steps=inner_steps, staleness=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +36,14 @@ class Parted:
     """How many rounds each side made alone."""
     apart_s: float
     contact_s: float
-    """From the healing to the first link across."""
+    """From the healing to the first link across between two of the replicas."""
     together_s: float
     """From the healing to the first round that all have committed together."""
     rounds_after: int
     """From the leading side's round at the first link to that round."""
 
 
-async def part(swarm: LocalSwarm, watch: RoundWatch, network: SplitNetwork) -> Parted:
+async def part(swarm: LocalSwarm, watch: RoundWatch, network: SplitNetwork, logs: Path) -> Parted:
     """With the cable whole at the beginning and at the end."""
     replicas = replicas_of(swarm)
     first, second = (
@@ -54,10 +55,17 @@ async def part(swarm: LocalSwarm, watch: RoundWatch, network: SplitNetwork) -> P
     network.cut()
     for side in (first, second):
         await watch.all_at(side, before + ROUNDS_APART)
-    healed, links = time.monotonic(), len(watch.links)
+    healed, links = time.monotonic(), LogTail(logs, PeerChange)
+    links.skip()
     apart = tuple(min(map(watch.round_of, side)) - before for side in (first, second))
     network.heal()
-    contact = await watch.until(lambda: next((at for at, link in watch.links[links:] if link.change == "up"), None))
+    await links.until(
+        lambda own, link: (
+            link.change == "up" and {own, link.peer} <= replicas.keys() and ((own in first) != (link.peer in first))
+        )
+    )
+    contact = time.monotonic()
+    links.close()
     leading = max(map(watch.round_of, replicas))
     together = await watch.all_together(first | second, leading)
     return Parted(

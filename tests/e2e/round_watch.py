@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from node.events import CaughtUp, Event, PeerChange, Restored, RoundCommitted, RoundProgress, event_from_json
 from node.local_swarm import LocalSwarm
 
 PATIENCE_S = 240.0
 """A bound for what should take seconds: it ends a run that hangs, and says nothing about speed."""
-_PROGRESS = b'{"event":"round_progress"'
+LOOK_S = 0.001
+"""Between two looks at the logs."""
 
 Found = TypeVar("Found")
+Kind = TypeVar("Kind", RoundProgress, PeerChange)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +47,12 @@ class RoundWatch:
     swarm: LocalSwarm
     module: str
     stands: list[Stand] = field(default_factory=list)
-    links: list[tuple[float, PeerChange]] = field(default_factory=list)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def take(self, event: Event) -> None:
         match event:
             case RoundCommitted() | CaughtUp() | Restored() if event.module == self.module:
                 self.stands.append(Stand(time.monotonic(), event))
-            case PeerChange():
-                self.links.append((time.monotonic(), event))
         self._news.set()
 
     async def until(self, find: Callable[[], Found | None], patience_s: float = PATIENCE_S) -> Found:
@@ -129,28 +128,37 @@ async def watching(swarm: LocalSwarm, module: str) -> AsyncIterator[RoundWatch]:
             await reading
 
 
-class ProgressTail:
-    """Follows the event logs in a folder, for what only they tell: how far an exchange is."""
+class LogTail(Generic[Kind]):
+    """Follows the event logs in a folder, for what only they tell: how far an exchange is, and whose link it is that has come up."""
 
-    def __init__(self, folder: Path, module: str) -> None:
+    def __init__(self, folder: Path, kind: type[Kind]) -> None:
         self._folder = folder
-        self._module = module
+        self._kind: type[Kind] = kind
+        self._beginning = f'{{"event":"{kind.NAME}"'.encode()
         self._files: dict[Path, tuple[int, bytes]] = {}
 
-    def read(self) -> Iterator[RoundProgress]:
-        """Each once."""
+    def read(self) -> list[tuple[str, Kind]]:
+        """Each event of that kind once, with the peer that logged it."""
+        found = []
         for path in self._folder.glob("*.jsonl"):
             file, rest = self._files.get(path) or (os.open(path, os.O_RDONLY), b"")
             *lines, rest = (rest + os.read(file, 2**20)).split(b"\n")
             self._files[path] = file, rest
             for line in lines:
-                event = event_from_json(line) if line.startswith(_PROGRESS) else None
-                if isinstance(event, RoundProgress) and event.module == self._module:
-                    yield event
+                event = event_from_json(line) if line.startswith(self._beginning) else None
+                if isinstance(event, self._kind):
+                    found.append((path.name.partition("-")[0], event))
+        return found
+
+    async def until(self, wanted: Callable[[str, Kind], bool]) -> None:
+        """Something like that is logged."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not any(wanted(peer, event) for peer, event in self.read()):
+                await asyncio.sleep(LOOK_S)
 
     def skip(self) -> None:
         """What has been written so far is of no interest."""
-        while list(self.read()):
+        while self.read():
             pass
 
     def close(self) -> None:

@@ -98,9 +98,7 @@ class SplitNetwork:
 
 @contextmanager
 def split_network(sides: str) -> Iterator[SplitNetwork]:
-    """Args:
-    sides: `a` or `b` for each node in order, such as "aabb".
-    """
+    """Made, and removed at the end. `sides` is `a` or `b` for each node in order, such as "aabb"."""
     network = SplitNetwork(f"skipstone-{os.getpid()}-{next(_counter)}", sides)
     try:
         network.make()

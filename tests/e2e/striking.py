@@ -12,13 +12,12 @@ from typing import Literal
 from node.events import CaughtUp, RoundProgress
 from node.local_swarm import LocalSwarm
 from protocol.manifest import Manifest, manifest_from_table
-from tests.e2e.round_watch import PATIENCE_S, ProgressTail, RoundWatch
+from tests.e2e.round_watch import LOOK_S, PATIENCE_S, LogTail, RoundWatch
 
 Role = Literal["member", "convener", "reducer"]
 """`member` and `reducer` are the replicas that reduce the least and the most, the convener excepted."""
 MODULE = "1.0"
 STAGE = 1
-LOOK_S = 0.001
 
 
 def heavy_run(text: Path, *, blocks: int, feed_forward: int = 4096, inner_steps: int = 4) -> Manifest:
@@ -71,7 +70,7 @@ class Blow:
 class Striker:
     """Waits for the moment and strikes."""
 
-    def __init__(self, swarm: LocalSwarm, tail: ProgressTail) -> None:
+    def __init__(self, swarm: LocalSwarm, tail: LogTail[RoundProgress]) -> None:
         self._swarm = swarm
         self._tail = tail
         self._chunks: dict[str, int] = {}
@@ -83,13 +82,17 @@ class Striker:
         begun: set[int] = set()
         async with asyncio.timeout(PATIENCE_S):
             while True:
-                for seen in self._tail.read():
+                batch = self._of_the_stage()
+                for seen in batch:
                     self._chunks[seen.peer] = seen.chunks
                     if seen.percent == 0:
                         begun.add(seen.round)  # else its beginning was before our time
                     if seen.round in begun and seen.percent >= percent and self._is_it(seen, role):
-                        return self._hit(seen, number)
+                        return self._hit(seen, number, batch)
                 await asyncio.sleep(LOOK_S)
+
+    def _of_the_stage(self) -> list[RoundProgress]:
+        return [seen for _, seen in self._tail.read() if seen.module == MODULE]
 
     def _is_it(self, seen: RoundProgress, role: Role) -> bool:
         if role == "convener" or seen.peer == seen.convener:
@@ -100,11 +103,11 @@ class Striker:
         best = max if role == "reducer" else min
         return seen.peer == best(others, key=lambda peer: (self._chunks[peer], peer))
 
-    def _hit(self, seen: RoundProgress, number: signal.Signals) -> Blow:
+    def _hit(self, seen: RoundProgress, number: signal.Signals, batch: list[RoundProgress]) -> Blow:
         index = replicas_of(self._swarm)[seen.peer]
         self._swarm.kill(index, number)
         at = time.monotonic()
-        later = [p.percent for p in self._tail.read() if (p.peer, p.round) == (seen.peer, seen.round)]
+        later = [p.percent for p in (*batch, *self._of_the_stage()) if (p.peer, p.round) == (seen.peer, seen.round)]
         return Blow(seen.peer, index, seen.round, max([seen.percent, *later]), at)
 
 

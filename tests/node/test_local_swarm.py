@@ -17,7 +17,7 @@ import pytest
 
 from node import local_swarm
 from node.events import Event, InnerStep, Note, Step
-from node.local_setup import LocalSetup, LocalSwarmOptions, assign_stages
+from node.local_setup import LocalSetup, LocalSwarmOptions, Place, assign_stages
 from node.local_swarm import LocalSwarm
 from node.swarm_progress import summarize
 from protocol.join_link import parse_link
@@ -111,6 +111,17 @@ def test_the_setup_is_what_a_first_node_and_the_others_need(tmp_path: Path) -> N
     assert "--checkpoint-dir" not in setup.arguments(first)
     setup.remove()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_node_listens_and_is_found_where_it_is_placed(tmp_path: Path) -> None:
+    setup = LocalSetup(manifest(), LocalSwarmOptions(peers=3), lambda index: Place(host=f"10.0.0.{index}"))
+    arguments = setup.arguments(setup.peers[2])
+    assert (arguments[arguments.index("--listen") + 1], arguments[arguments.index("--advertise") + 1]) == (
+        "10.0.0.2",
+        "10.0.0.2",
+    )
+    assert [address.split("/")[2] for address in setup.link.peers] == ["10.0.0.0", "10.0.0.1"]
+    setup.remove()
 
 
 def test_with_a_checkpoint_folder_the_peers_are_the_same_every_time(tmp_path: Path) -> None:
