@@ -40,25 +40,25 @@ from node.solo import evaluate
 from protocol.manifest import Manifest
 
 TASK: Final = Task(
-    hidden=32,
+    hidden=16,
     heads=2,
-    feed_forward=96,
+    feed_forward=48,
     blocks=1,
     sequence=64,
-    rows=4,
+    rows=8,
     microbatches=1,
     steps=3000,
     common_steps=800,
     warmup_steps=50,
     final_ratio=0.0,
     beta2=0.95,
-    held_out_microbatches=256,
+    held_out_microbatches=128,
 )
 BASELINE_RATES: Final = (6e-3, 12e-3, 24e-3)
 """Learning rates of one process; the best one, seed by seed, is the baseline."""
 COMMON_RATE: Final = 12e-3
 RULES: Final = {
-    10: Rule(10, 12e-3, 0.0, 1.0, 0.5),
+    10: Rule(10, 24e-3, 0.0, 1.0, 0.0),
     50: Rule(50, 12e-3, 0.0, 0.8, 0.5),
     100: Rule(100, 12e-3, 0.0, 0.8, 0.5),
 }
