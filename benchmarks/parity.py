@@ -54,13 +54,13 @@ TASK: Final = Task(
     beta2=0.95,
     held_out_microbatches=128,
 )
-BASELINE_RATES: Final = (6e-3, 12e-3, 24e-3)
+BASELINE_RATES: Final = (12e-3, 24e-3, 48e-3)
 """Learning rates of one process; the best one, seed by seed, is the baseline."""
-COMMON_RATE: Final = 12e-3
+COMMON_RATE: Final = 24e-3
 RULES: Final = {
-    10: Rule(10, 24e-3, 0.0, 1.0, 0.0),
-    50: Rule(50, 12e-3, 0.0, 0.8, 0.5),
-    100: Rule(100, 12e-3, 0.0, 0.8, 0.5),
+    10: Rule(10, 40e-3, 0.0, 1.0, 0.0),
+    50: Rule(50, 24e-3, 0.0, 0.8, 0.5),
+    100: Rule(100, 24e-3, 0.0, 0.8, 0.5),
 }
 TARGETS: Final = {10: 1.01, 50: 1.02, 100: 1.03}
 """Held-out loss over that of the baseline."""

@@ -91,6 +91,18 @@ def test_carrying_over_keeps_what_came_after_the_snapshot() -> None:
     np.testing.assert_array_equal(trained.vector(), new + (local - snapshot))
 
 
+def test_a_plain_mean_leaves_a_lone_replica_as_it_is() -> None:
+    """An outer rate of 1 without momentum: what the demo's manifest says. Only the two subtractions round."""
+    trained, untouched = Trained(), Trained()
+    lone = LoneReplica(trained.local, OuterRule(1.0, 0.0), inner_steps=2)
+    for step in range(1, 9):
+        trained.step(step)
+        untouched.step(step)
+        lone.after_inner_step(32)
+    assert lone.shelf.current.version.round == 4
+    np.testing.assert_allclose(trained.vector(), untouched.vector(), rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("fragments", [1, 3])
 def test_a_lone_replica_does_what_torch_does(fragments: int) -> None:
     """Outer SGD over the real parameters, fragment by fragment, by torch alone."""
