@@ -102,6 +102,7 @@ class Soak:
 
     def __init__(self, swarm: LocalSwarm, stages: int, randomness: random.Random) -> None:
         self.account = Account()
+        self.victims: set[int] = set()
         self._swarm = swarm
         self._stages = stages
         self._random = randomness
@@ -133,6 +134,10 @@ class Soak:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    def failures(self) -> dict[int, int]:
+        """Exit codes of the nodes that ended otherwise than in good order or by our hand."""
+        return {i: end.exit_code for i, end in self._swarm.ends.items() if end.exit_code and i not in self.victims}
+
     async def _watch(self) -> None:
         async for event in self._swarm.events():
             self.account.rounds += isinstance(event, RoundCommitted)
@@ -151,7 +156,9 @@ class Soak:
             await asyncio.sleep(self._random.expovariate(1 / every_s))
             spare = [index for replicas in self._serving().values() if len(replicas) > 1 for index in replicas]
             if spare:
-                self._swarm.kill(self._random.choice(spare))
+                victim = self._random.choice(spare)
+                self.victims.add(victim)
+                self._swarm.kill(victim)
                 self.account.killed += 1
 
     async def _join(self, every_s: float) -> None:
@@ -198,8 +205,7 @@ async def soak(
         loss = await asyncio.to_thread(held_out_loss, str(swarm.link))
         trained = swarm.progress.tokens
         await swarm.stop()
-        failures = {index: end.exit_code for index, end in swarm.ends.items() if end.exit_code not in (0, -9)}
-    return Result(watched.account, trained, loss, failures)
+    return Result(watched.account, trained, loss, watched.failures())
 
 
 def held_out_loss(link: str) -> float:
