@@ -74,7 +74,7 @@ async def test_two_and_two_part_go_on_and_are_one_again(tmp_path: Path) -> None:
     assert report["forks healed"] >= 1
 
 
-@pytest.mark.parametrize("kind", ["nan", "million-declared"])
+@pytest.mark.parametrize("kind", ["nan"])
 async def test_rounds_go_on_and_stay_finite_with_a_liar(tmp_path: Path, kind: str) -> None:
     manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 1), inner_steps=5, staleness=1)
     company = await keep_company(manifest, tmp_path / "logs", 0, kind, evaluated=2)
