@@ -59,14 +59,12 @@ MAX_CHUNKS: Final = 2**20
 
 def encode_piece(message: RoundPiece, frame: TensorFrame) -> wire.Frame:
     """The frame of link.proto for a message of a round with a tensor."""
-    kind = wire.Contribution if isinstance(message, Contribution) else wire.Reduced
-    piece = kind(
-        round=_wire_round(message.round),
-        first_chunk=message.first_chunk,
-        end_chunk=message.end_chunk,
-        tensor=wire_header(frame),
-    )
-    return wire.Frame(contribution=piece) if isinstance(message, Contribution) else wire.Frame(reduced=piece)
+    round_id, tensor = _wire_round(message.round), wire_header(frame)
+    first, end = message.first_chunk, message.end_chunk
+    if isinstance(message, Contribution):
+        piece = wire.Contribution(round=round_id, first_chunk=first, end_chunk=end, tensor=tensor)
+        return wire.Frame(contribution=piece)
+    return wire.Frame(reduced=wire.Reduced(round=round_id, first_chunk=first, end_chunk=end, tensor=tensor))
 
 
 def encode_round(message: RoundControl) -> wire.Frame:
