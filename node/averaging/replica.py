@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from node.averaging.anchor import Vector
 from node.averaging.layout import Layout, layout_of
+from node.model.initial import parameters_of
 
 
 class Schedule(Protocol):
@@ -26,11 +27,6 @@ class Schedule(Protocol):
     def start_anew(self, steps: int) -> None:
         """The parameters have become others."""
         ...
-
-
-def parameters_of(parts: Iterable[nn.Module]) -> dict[str, Tensor]:
-    """A module's parameters by their names in the whole model, without their gradients' graphs but with their memory."""
-    return {name: parameter.detach() for part in parts for name, parameter in part.named_parameters()}
 
 
 class LocalReplica:
@@ -49,7 +45,7 @@ class LocalReplica:
         optimizer: Schedule,
         parameters_changed: Callable[[], None] = lambda: None,
     ) -> None:
-        parameters = parameters_of(parts)
+        parameters = parameters_of(*parts)
         self.layout = layout_of({name: tuple(tensor.shape) for name, tensor in parameters.items()}, fragments)
         self.optimizer = optimizer
         self._changed = parameters_changed

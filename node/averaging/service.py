@@ -88,8 +88,6 @@ class ModuleRounds:
         self._desk = StateDesk(self._catching_up, self._donor)
         self._ready = False
         self._saved_at = -BETWEEN_SAVES_S
-        self.committed = asyncio.Event()
-        """Set whenever a round has been committed here."""
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -205,7 +203,6 @@ class ModuleRounds:
 
     def _settled(self, settled: RoundSettled) -> None:
         self.news.committed(settled)
-        self.committed.set()
         now = self._own.clock.monotonic()
         if now - self._saved_at >= BETWEEN_SAVES_S:
             self._saved_at = now
