@@ -118,8 +118,8 @@ class Carrier:
         # A data node's own are held besides the slots.
         self._pool = BufferPool(worker.tensor.byte_length, BUFFERS_A_SLOT * custody.slots + 64)
         self._loads = Loads()
-        self._untold = 0
-        self._told = asyncio.Event()
+        self._owed = 0
+        self._paid = asyncio.Event()
         self._arrived: memoryview | None = None
         self._tasks: asyncio.TaskGroup | None = None
 
@@ -145,18 +145,19 @@ class Carrier:
         """A data node gives up one of its own."""
         self._carry_out(self.custody.abandon(microbatch, detail))
 
-    async def all_told(self, patience_s: float) -> None:
-        """Returns when everything that is to be told has been handed to the links, or after `patience_s` seconds."""
+    async def nothing_owed(self, patience_s: float) -> None:
+        """Returns when every message to others has been handed to the links and every inner step that is due has been taken, or
+        after `patience_s` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
-                while self._untold:
-                    self._told.clear()
-                    await self._told.wait()
+                while self._owed:
+                    self._paid.clear()
+                    await self._paid.wait()
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is held, and everything that had to be told has been handed to the links."""
-        return len(self.custody) == 0 and not self._untold
+        """Whether nothing is held and nothing is owed (see `nothing_owed`)."""
+        return len(self.custody) == 0 and not self._owed
 
     # ---- what comes in by the links ----------------------------------------------------------------------------------
 
@@ -248,8 +249,7 @@ class Carrier:
                 case Tell(to, message) if to == self.custody.own:
                     asyncio.get_running_loop().call_soon(self.told, to, message)
                 case Tell(to, message):
-                    self._untold += 1
-                    self._spawn(self._telling(to, message))
+                    self._owe(self._telling(to, message))
                 case KeepGradient(key):
                     self._loads.of(key).gradient, self._arrived = self._arrived, None
                 case Confirmed(key):
@@ -267,6 +267,22 @@ class Carrier:
             work.close()
         else:
             self._tasks.create_task(work)
+
+    def _owe(self, work: Coroutine[Any, Any, None]) -> None:
+        """Starts what is to be done before the node lets go of its module. Counted from now on: the task may begin later."""
+        if self._tasks is None:
+            work.close()
+            return
+
+        async def pay() -> None:
+            try:
+                await work
+            finally:
+                self._owed -= 1
+                self._paid.set()
+
+        self._owed += 1
+        self._spawn(pay())
 
     def _spawn_with(
         self, load: Load, work: Callable[[UsingTask, Load], Coroutine[Any, Any, None]], action: UsingTask
@@ -307,7 +323,7 @@ class Carrier:
                 self.handle(ComputeFailed(action.key, str(error)))
             return
         if output.step_due:
-            self._spawn(self._step())
+            self._owe(self._step())
             await asyncio.sleep(0)  # the step's place in the queue comes before whatever this result brings about
         if not load.forgotten:
             self._computed(action, load, output)
@@ -352,9 +368,6 @@ class Carrier:
         except PeerError as error:
             log.debug("could not tell %s: %s", to, error)
             self._on_failure(to, error)
-        finally:
-            self._untold -= 1
-            self._told.set()
 
     # ---- tensors ---------------------------------------------------------------------------------------------------
 

@@ -60,8 +60,8 @@ NUMBERS_A_SECOND = 2**14
 """Microbatches are numbered from the time of the start, so that a restarted data node does not use a number twice."""
 QUIET_S = 1.0
 """A draining stage peer that has held nothing for this long has nothing more to expect."""
-LAST_WORDS_S = 2.0
-"""How long a data node that stops may take to tell the hops that their gradients count."""
+LAST_WORDS_S = 3.0
+"""How long a data node that stops may take for its last inner step, and to tell the hops that their gradients count."""
 LARGEST_DEFAULT_GRAPHS = 2 * 2**30
 
 NO_COUNTS = MicrobatchCounts()
@@ -232,7 +232,7 @@ class DataDuty:
         except TimeoutError:
             for flight in self._data_node.flights.in_flight:
                 self._data_node.lost(flight.microbatch, "its data node stops")
-        await self.carrier.all_told(LAST_WORDS_S)
+        await self.carrier.nothing_owed(LAST_WORDS_S)
 
     def capture(self) -> ReplicaState:
         node = self._data_node

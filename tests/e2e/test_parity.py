@@ -37,7 +37,9 @@ async def test_a_swarm_equals_one_process(tmp_path: Path, inner_steps: int) -> N
         ours, theirs = swarms[module], solos[module]
         assert ours.keys() == theirs.keys()
         for parameter, value in ours.items():
-            torch.testing.assert_close(value, theirs[parameter], rtol=0, atol=1e-5, msg=parameter)
+            torch.testing.assert_close(
+                value, theirs[parameter], rtol=0, atol=1e-5, msg=lambda why, name=parameter: f"{name}: {why}"
+            )
     completed = {summary.accumulated for summary in watch.summaries()}
     assert completed == {STEPS * manifest.microbatches_per_step}
 

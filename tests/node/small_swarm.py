@@ -99,7 +99,8 @@ class Gate:
 
 
 Spot = tuple[PeerId, str | Work, type[MicrobatchTensor] | None]
-"""Where a gate stands: a peer's computation (its work), or its sending (`"before"` or `"halfway"`, and of which message)."""
+"""Where a gate stands: a peer's computation (its work), its inner step (`"step"`), or its sending (`"before"` or `"halfway"`, and of
+which message)."""
 
 
 class GatedWorker:
@@ -127,6 +128,9 @@ class GatedWorker:
         self.inner.forget(ticket)
 
     def step(self) -> StepFigures | None:
+        gate = self._gates.get((self._own, "step", None))
+        if gate is not None:
+            gate.wait()
         return self.inner.step()
 
 

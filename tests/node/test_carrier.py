@@ -27,7 +27,20 @@ from swarm.messages import (
 from swarm.settling import ASK_S
 from swarm.shelf import PATIENCE_S, RETRY_S
 from swarm.vocabulary import MicrobatchId, ModuleId, PeerId
-from tests.node.small_swarm import A2, CPU, DATA, LIFETIME_S, A, B, SmallSwarm, path_by, small_swarm, text_of, until
+from tests.node.small_swarm import (
+    A2,
+    CPU,
+    DATA,
+    LIFETIME_S,
+    LONG_S,
+    A,
+    B,
+    SmallSwarm,
+    path_by,
+    small_swarm,
+    text_of,
+    until,
+)
 
 AB = path_by(A, B)
 STRANGER = PeerId("stranger")
@@ -64,6 +77,21 @@ async def test_a_microbatch_goes_out_and_back_with_the_gradients_of_one_process(
         assert [hop(swarm, peer).accumulated for peer in (A, B)] == [1, 1]
         reports = {(sender, receipt.direction, receipt.position) for sender, receipt in swarm.ends.reports}
         assert {(A, Direction.FORWARD, 0), (B, Direction.FORWARD, 1), (B, Direction.BACKWARD, 1)} <= reports
+
+
+async def test_an_inner_step_that_is_due_is_owed_until_it_is_taken() -> None:
+    async with small_swarm(A, B) as swarm:
+        data = swarm[DATA]
+        gate = swarm.close(DATA, "step")
+        for number in range(swarm.manifest.microbatches_per_step):
+            swarm.launch(number, AB)
+        await until(lambda: gate.reached and len(swarm.ends.done) == swarm.manifest.microbatches_per_step)
+        await data.carrier.nothing_owed(0.01)
+        assert not data.steps
+        assert not data.carrier.is_empty
+        swarm.open(gate)
+        await data.carrier.nothing_owed(LONG_S)
+        assert [figures.step for figures in data.steps] == [1]
 
 
 async def test_many_at_once_take_turns_with_few_slots() -> None:
