@@ -3,8 +3,8 @@
 Skipstone's peers run the real averager, round machine and transport with mutual TLS, and everything from the moment when a round is due until every
 replica stands on the new anchor counts: agreement, snapshot, exchange, outer step, digests, commit. Beside them, in turns so that other
 load on the machine meets all alike: torch.distributed's all-reduce over gloo (no encryption, no agreement), hivemind's
-DecentralizedAverager (its all-reduce only; its matchmaking is done before the clock starts), and a bare one-way
-gRPC stream with mutual TLS, from whose rate follows what the transport alone needs for the bytes of the round.
+DecentralizedAverager (its all-reduce only; its matchmaking is done before the clock starts), a bare one-way gRPC stream with mutual TLS,
+from whose rate follows what the transport alone needs for the bytes of the round, and those bytes on bare streams among as many processes.
 
 Prints one JSON object; what is under way goes to stderr. MB are 10**6 bytes; times are medians, of the slowest peer.
 """
@@ -131,6 +131,24 @@ def gloo(elements: int, count: int) -> Iterator[Round]:
 
 
 @contextmanager
+def bare(codec: str, elements: int, count: int) -> Iterator[Round]:
+    from benchmarks.averaging_bare import bare_process
+    from benchmarks.raw_stream import process
+    from protocol.codecs import encoded_bytes
+    from protocol.seams import Codec
+
+    size = encoded_bytes(Codec[codec], elements)
+    with ExitStack() as processes:
+        peers = [processes.enter_context(process(bare_process, count, size)) for _ in range(count)]
+        contacts = [hear(peer) for peer in peers]
+        for peer in peers:
+            peer.send(contacts)
+        for peer in peers:
+            hear(peer)
+        yield lambda: {"seconds": spanned(all_in_step(peers))}
+
+
+@contextmanager
 def hivemind(codec: str, elements: int, count: int) -> Iterator[Round]:
     """Started again when it hangs at its start, as it does now and then; without one that starts, every round has failed."""
     for attempt in range(1, STARTS + 1):
@@ -175,6 +193,8 @@ def compare(megabytes: int, count: int, rounds: int, with_hivemind: bool) -> dic
         contenders = {
             codec: Contender(codec, stack.enter_context(skipstone(codec, elements, count))) for codec in CODECS
         }
+        for codec in CODECS:
+            contenders[f"bare {codec}"] = Contender(f"bare {codec}", stack.enter_context(bare(codec, elements, count)))
         contenders["gloo"] = Contender("gloo", stack.enter_context(gloo(elements, count)))
         for codec in ("NONE", "FLOAT16") if with_hivemind else ():
             name = f"hivemind {codec}"
@@ -210,6 +230,8 @@ def summary(megabytes: int, count: int, contenders: dict[str, Contender], rate: 
             "sent_over_optimum": round(sent / optimum, 4),
             "transport_ms": round(sent / rate / 1e3, 1),
             "over_transport": round(milliseconds / (sent / rate / 1e3), 3),
+            "bare_ms": (bare_ms := contenders[f"bare {codec}"].median_ms),
+            "over_bare": round(milliseconds / bare_ms, 3) if bare_ms else None,
             "hivemind_ms": rival.median_ms if rival is not None else None,
             "speedup_over_hivemind": round(rival.median_ms / milliseconds, 2) if rival and rival.median_ms else None,
         }

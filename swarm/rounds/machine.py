@@ -202,6 +202,8 @@ class RoundMachine:
 
     def _worked(self, steps: int, tokens: int) -> Actions:
         outlook = self._outlook
+        if steps == outlook.steps:  # as after a commit: that we stand on it has been told with the number
+            return []
         outlook.steps = steps
         report = Progress(outlook.module, outlook.version, steps, tokens)
         return [Tell(peer, report) for peer in outlook.order()[:INFORMED] if peer != outlook.own]
