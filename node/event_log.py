@@ -16,18 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from node.events import (
-    Completed,
-    Continued,
-    Ended,
-    Event,
-    EventSink,
-    Retracted,
-    RoundProgress,
-    Started,
-    Visit,
-    event_to_json,
-)
+from node.event_lines import event_to_json
+from node.events import Completed, Continued, Ended, Event, EventSink, Retracted, RoundProgress, Started, Visit
 from swarm.errors import ConfigError
 
 log = logging.getLogger(__name__)

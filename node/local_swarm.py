@@ -16,7 +16,8 @@ from types import TracebackType
 from typing import Self
 
 from node.child_process import ChildEnd, ChildProcess
-from node.events import Event, Note, event_from_json
+from node.event_lines import event_from_json
+from node.events import Event, Note
 from node.local_setup import LocalSetup, LocalSwarmOptions, Places, PlannedPeer, everywhere_here, node_command
 from node.swarm_progress import Progressed, SwarmProgress, apply, noted, peer_exited, peer_started
 from protocol.join_link import JoinLink

@@ -11,7 +11,7 @@ import typer
 
 from node.cli.output import announce, print_json
 from node.cli.text import harmless
-from node.events import MAX_LINE_BYTES
+from node.event_lines import MAX_LINE_BYTES
 from swarm.errors import ConfigError
 
 if TYPE_CHECKING:

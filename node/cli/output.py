@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 import typer
 
 from node.cli.plain import PlainSink
-from node.events import EventSink, JsonLinesSink
+from node.event_lines import JsonLinesSink
+from node.events import EventSink
 
 Result = TypeVar("Result")
 

@@ -12,7 +12,7 @@ import typer
 from node.cli.interrupts import Interrupts, leave_at_once
 from node.cli.manifests import ManifestChanges, chosen_manifest
 from node.cli.output import announce, event_sink, tell
-from node.events import event_from_json
+from node.event_lines import event_from_json
 
 if TYPE_CHECKING:
     from node.checkpoint.folder import CheckpointFolder

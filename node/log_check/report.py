@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from node.events import Ended, Event, Started, event_from_json
+from node.event_lines import event_from_json
+from node.events import Ended, Event, Started
 from node.log_check.findings import Findings, Life, Spot, Violation
 from node.log_check.rounds import RoundCheck
 from node.log_check.visits import VisitCheck

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from node.events import CaughtUp, Event, PeerChange, Restored, RoundCommitted, RoundProgress, event_from_json
+from node.event_lines import event_from_json
+from node.events import CaughtUp, Event, PeerChange, Restored, RoundCommitted, RoundProgress
 from node.local_swarm import LocalSwarm
 
 PATIENCE_S = 240.0

@@ -13,7 +13,8 @@ import pytest
 from node.averaging.anchor import Vector, hash_of
 from node.averaging.hash_lists import first_hash_list
 from node.averaging.layout import layout_of
-from node.events import Event, RoundCommitted, event_from_json
+from node.event_lines import event_from_json
+from node.events import Event, RoundCommitted
 from node.export.folder import export
 from node.export.opening import open_model
 from node.export.source import checked_module

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from node.event_lines import event_from_json
 from node.event_log import Both, EventLog, Watched, open_event_log
-from node.events import Abandoned, Ended, Event, Note, Started, Visit, event_from_json
+from node.events import Abandoned, Ended, Event, Note, Started, Visit
 from swarm.errors import ConfigError
 from tests.test_project import ROOT
 

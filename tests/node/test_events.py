@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node import events
-from node.events import Event, JsonLinesSink, event_from_json, event_to_json
+from node import event_lines, events
+from node.event_lines import JsonLinesSink, event_from_json, event_to_json
+from node.events import Event
 from swarm.errors import ProtocolViolation
 
 numbers = st.floats(allow_nan=False, allow_infinity=False)
@@ -106,7 +107,7 @@ def test_what_a_newer_node_adds_is_ignored() -> None:
         ('{"event":"resumed","module":1}', "resumed.module must be str"),
         ('{"event":"load","peer":"p","module":"1.0","slots":true,"busy_slots":0,"tokens_per_s":1}', "load.slots"),
         ('{"event":"peer","peer":"p","change":"sideways","reason":""}', "up or down"),
-        ("x" * (events.MAX_LINE_BYTES + 1), "more than"),
+        ("x" * (event_lines.MAX_LINE_BYTES + 1), "more than"),
     ],
 )
 def test_what_is_not_an_event_is_refused(line: str, complaint: str) -> None:

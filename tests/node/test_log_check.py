@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from node.cli.app import app
+from node.event_lines import event_to_json
 from node.events import (
     Abandoned,
     BusySeconds,
@@ -27,7 +28,6 @@ from node.events import (
     RoundCommitted,
     Started,
     Visit,
-    event_to_json,
 )
 from node.log_check.findings import Spot
 from node.log_check.report import Line, Report, check_logs
