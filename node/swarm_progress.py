@@ -55,7 +55,9 @@ class PeerProgress:
     slots: int | None = None
     busy_slots: int | None = None
     reported_steps: int = 0
-    """Of a data node: its last reported step."""
+    """Of a data node: the last step of the swarm that it has reported."""
+    came_after: int = 0
+    """Steps of the swarm that were done without it: what its own count of steps lacks."""
     reported_tokens: int = 0
     round: int = 0
     """That made the anchor on which it stands; 0 for the initial weights."""
@@ -239,21 +241,33 @@ def _peer_summary(peer: PeerProgress) -> PeerSummary:
 def _step_reported(state: SwarmProgress, index: int, event: Step, now: float) -> Progressed:
     peer = state.peers[index]
     tokens = max(0, event.tokens - peer.reported_tokens)
+    came_after = _came_after(state, index, event.step)
+    step = event.step + came_after
     share = Share(peer.peer, event.loss, tokens, event.tokens_per_s)
     state = _with_peer(
         state,
         index,
         replace(
             peer,
-            reported_steps=max(peer.reported_steps, event.step),
+            reported_steps=max(peer.reported_steps, step),
+            came_after=came_after,
             reported_tokens=max(peer.reported_tokens, event.tokens),
             tokens_per_s=_finite(event.tokens_per_s),
         ),
     )
-    if event.step <= state.step:
+    if step <= state.step:
         return Progressed(replace(state, tokens=state.tokens + tokens), ())
-    pending = {**state.pending, event.step: (*state.pending.get(event.step, ()), share)}
+    pending = {**state.pending, step: (*state.pending.get(step, ()), share)}
     return _settle(replace(state, pending=pending), now)
+
+
+def _came_after(state: SwarmProgress, index: int, step: int) -> int:
+    """What to add to a data node's own count of steps. It takes over the swarm's when those that were ahead of it are gone."""
+    before = state.peers[index].came_after
+    others = (peer for other, peer in state.peers.items() if other != index and peer.is_live_data_node)
+    if step + before > state.step or any(peer.reported_steps >= state.step for peer in others):
+        return before
+    return state.step + 1 - step
 
 
 def _settle(state: SwarmProgress, now: float) -> Progressed:

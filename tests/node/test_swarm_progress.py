@@ -115,6 +115,19 @@ def test_a_data_node_that_comes_late_holds_nobody_up() -> None:
     assert [step.step for step in swarm.steps] == [1, 2]
 
 
+def test_who_came_late_goes_on_counting_when_those_before_it_are_gone() -> None:
+    swarm = Swarm(0, 0)
+    for step in range(1, 31):
+        swarm.step(0, step, 5.0, 10 * step)
+    swarm.step(1, 1, 4.0, 10)
+    assert swarm.state.step == 30
+    swarm.exits(0, -9)
+    swarm.step(1, 2, 3.0, 20)
+    swarm.step(1, 3, 2.0, 30)
+    assert [(step.step, step.loss) for step in swarm.steps[-2:]] == [(31, 3.0), (32, 2.0)]
+    assert swarm.state.tokens == 330
+
+
 def test_the_run_is_over_at_its_target_or_without_data_nodes() -> None:
     swarm = Swarm(0, 1, target=1)
     assert not swarm.state.is_over
