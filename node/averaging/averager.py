@@ -117,6 +117,8 @@ class AveragerParts:
     inner_steps: int
     microbatch_tokens: int
     clock: Clock
+    longest_s: float = math.inf
+    """Between two outer steps of a replica that is alone; for several the machine knows it."""
 
 
 class Averager:
@@ -127,7 +129,7 @@ class Averager:
         self._hooks = hooks
         self._machine = parts.machine
         self._shelf = parts.shelf
-        rule = AloneRule(parts.inner_steps, parts.outer, parts.microbatch_tokens)
+        rule = AloneRule(parts.inner_steps, parts.outer, parts.microbatch_tokens, parts.clock, parts.longest_s)
         self.keeper = ReplicaKeeper(
             parts.replica, parts.shelf, parts.compute, parts.averaging, rule, self._stepped_alone
         )

@@ -25,6 +25,7 @@ from node.averaging.source import Source
 from node.averaging.vectors import squares_of_difference
 from node.compute import ComputeThread, Priority
 from node.optimization import StepFigures
+from protocol.seams import Clock
 from swarm.errors import StateError
 from swarm.vocabulary import AnchorVersion
 
@@ -69,6 +70,9 @@ class AloneRule:
     inner_steps: int
     outer: OuterRule
     microbatch_tokens: int
+    clock: Clock
+    longest_s: float = math.inf
+    """After so many seconds since the last outer step, the next inner step brings another."""
 
 
 class ReplicaKeeper:
@@ -101,6 +105,7 @@ class ReplicaKeeper:
         self._lone_every = steps_between_rounds(rule.inner_steps, len(replica.layout.fragments))
         self._done = Work()
         self._at_anchor = Work()
+        self._anchored_at = rule.clock.monotonic()
         self._turn = asyncio.Lock()
         self._room: Vector | None = None
 
@@ -116,8 +121,8 @@ class ReplicaKeeper:
     def after_inner_step(self, figures: StepFigures) -> None:
         """To be called on the compute thread, in the same job as the step."""
         self._done += Work(1, max(figures.visits) * self._rule.microbatch_tokens)
-        work = self.since_anchor
-        if not self.alone or work.steps < self._lone_every:
+        work, waited_s = self.since_anchor, self._rule.clock.monotonic() - self._anchored_at
+        if not self.alone or (work.steps < self._lone_every and waited_s < self._rule.longest_s):
             return
         before = self._shelf.current.version
         try:
@@ -128,7 +133,7 @@ class ReplicaKeeper:
             self._replica.write(slice(0, anchor.layout.elements), anchor.parameters)
             self._start_anew(anchor)
             return
-        self._at_anchor = self._done
+        self._stand(self._done)
         self._stepped_alone(anchor, before)
 
     async def snapshot(self) -> Snapshot:
@@ -147,7 +152,7 @@ class ReplicaKeeper:
 
     def committed(self, snapshot: Snapshot) -> None:
         """The anchor that was made with this snapshot holds now: what came after the snapshot is our work since the anchor."""
-        self._at_anchor = snapshot.done
+        self._stand(snapshot.done)
 
     async def carry(self, snapshot: Snapshot, anchor: Anchor) -> None:
         """Puts the replica on the new anchor, with the work done since the snapshot."""
@@ -187,8 +192,12 @@ class ReplicaKeeper:
     def _start_anew(self, anchor: Anchor) -> None:
         """What inner steps came between two slices is gone, too."""
         self.lost += self.since_anchor
-        self._at_anchor = self._done
+        self._stand(self._done)
         self._replica.optimizer.start_anew(anchor.version.steps)
+
+    def _stand(self, done: Work) -> None:
+        """On a new anchor, which has this much of our work in it."""
+        self._at_anchor, self._anchored_at = done, self._rule.clock.monotonic()
 
 
 def _slices(part: slice) -> list[slice]:

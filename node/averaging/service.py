@@ -68,6 +68,7 @@ class ModuleRounds:
             inner_steps=manifest.training.inner_steps,
             microbatch_tokens=manifest.microbatch_tokens,
             clock=own.clock,
+            longest_s=manifest.training.round_seconds,
         )
         self.news = RoundNews(own.peer, given.module, own.clock, given.events)
         hooks = AveragerHooks(self._fellows, self._catch_up, self._anchored, self._settled, self.news.exchanging)

@@ -176,7 +176,7 @@ async def test_who_is_alone_steps_alone_and_rejoins() -> None:
         here.dead.clear()
         await here.until(lambda: here[1].anchor.version == here[0].anchor.version)
         assert here[1].caught_up == 1
-        np.testing.assert_array_equal(here[1].vector(), here[0].anchor.parameters)
+        await here.until(lambda: np.array_equal(here[1].vector(), here[0].anchor.parameters))
         await here.a_round(5, INNER)
         assert here.agree()
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from node.averaging.anchor import hash_all
+from node.averaging.anchor import Anchor, hash_all
 from node.averaging.keeper import AloneRule, ReplicaKeeper, Work
 from node.averaging.lone import LoneReplica, anchor_of
 from node.averaging.outer import OuterRule
@@ -16,9 +16,10 @@ from node.averaging.shelf import Shelf
 from node.compute import ComputeThread
 from node.model.build import build_block_stack
 from node.optimization import RAMP_STEPS, Accumulator, InnerOptimizer, StepFigures
-from swarm.vocabulary import MicrobatchId, ModuleId, PeerId
+from swarm.vocabulary import AnchorVersion, MicrobatchId, ModuleId, PeerId
 from tests.node.averaging.exchanging import vector
 from tests.node.small_manifest import small_manifest
+from tests.node.small_swarm import ManualClock
 
 RULE = OuterRule(0.7, 0.9)
 MANIFEST = small_manifest(model__hidden=64, model__feed_forward=128, stages__blocks=[0, 4])
@@ -133,9 +134,29 @@ def test_a_lone_replica_does_what_torch_does(fragments: int) -> None:
     assert current.hashes == hash_all(current.layout, current.parameters, current.momentum)
 
 
-def keeper_of(trained: Trained, compute: ComputeThread, averaging: ComputeThread) -> ReplicaKeeper:
+def keeper_of(
+    trained: Trained, compute: ComputeThread, averaging: ComputeThread, clock: ManualClock | None = None
+) -> ReplicaKeeper:
     shelf = Shelf(anchor_of(trained.local))
-    return ReplicaKeeper(trained.local, shelf, compute, averaging, AloneRule(4, RULE, 32), lambda anchor: None)
+    rule = AloneRule(4, RULE, 32, clock or ManualClock(), longest_s=10.0)
+
+    def stepped_alone(anchor: Anchor, before: AnchorVersion) -> None:
+        assert anchor.version.round == before.round + 1
+
+    return ReplicaKeeper(trained.local, shelf, compute, averaging, rule, stepped_alone)
+
+
+async def test_a_lone_replica_takes_its_outer_step_after_enough_work_or_time() -> None:
+    trained, clock = Trained(), ManualClock()
+    with ComputeThread() as compute, ComputeThread(name="averaging") as averaging:
+        keeper = keeper_of(trained, compute, averaging, clock)
+        keeper.alone = True
+        left = []
+        for seconds in (1, 1, 1, 1, 1, 9, 1, 10):
+            clock.now += seconds
+            keeper.after_inner_step(trained.step(seconds))
+            left.append(keeper.since_anchor.steps)
+    assert left == [1, 2, 3, 0, 1, 0, 1, 0]
 
 
 async def test_a_snapshot_knows_its_work_and_norm() -> None:
