@@ -1,13 +1,13 @@
 """What rounds do when peers die, freeze or lie in them, and when the network falls apart: real processes, sockets and TLS.
 
-    python benchmarks/faults.py [--parts blows partitions liars] [--replicas 4] [--blocks 3] [--percents 10 50 90] [--rounds 40] [--keep DIR]
+    python benchmarks/faults.py [--parts blows partitions liars] [--replicas 4] [--blocks 3] [--percents 10 50 90] [--kilotokens 800] [--keep DIR]
 
 * blows: a plain member, the convener and the reducer of most is killed (SIGKILL) or frozen (SIGSTOP) when 10, 50 and 90 % of what it takes in
   of an exchange is there. How long until all survivors have committed that round, in seconds after the blow, against 5 s plus an
   undisturbed round of the same run; a frozen one is woken two rounds later and has to take part again.
 * partitions: 2+2 and 3+1 replicas in network namespaces, apart for five rounds. How many rounds after the first link across all have committed one
   together. Needs root and iproute2.
-* liars: one replica of four contributes something else than its update. The held-out loss after so many rounds over that of
+* liars: one replica of four contributes something else than its update. The held-out loss after so many tokens over that of
   the run without it.
 
 Prints one JSON object; for each part also what `skipstone check` says of the event logs. Progress goes to stderr.
@@ -167,7 +167,7 @@ async def liars(arguments: argparse.Namespace, folder: pathlib.Path) -> dict[str
     for kind in ("nobody", *arguments.kinds):
         logs = folder / kind
         lie = None if kind in ("nobody", NOBODY_AGAIN) else kind
-        company = await keep_company(liars_run(), logs, arguments.rounds, lie, EVALUATED)
+        company = await keep_company(liars_run(), logs, 1000 * arguments.kilotokens, lie, EVALUATED)
         losses[kind] = company.loss
         rows[kind] = {
             "loss": company.loss,
@@ -230,7 +230,7 @@ def main() -> None:
     parser.add_argument("--percents", type=int, nargs="+", default=[10, 50, 90])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument(
-        "--rounds", type=int, default=40, help="at which the losses with and without a liar are compared"
+        "--kilotokens", type=int, default=800, help="after which the losses with and without a liar are compared"
     )
     parser.add_argument("--keep", type=pathlib.Path, help="folder for the event logs; a temporary one when absent")
     arguments = parser.parse_args()

@@ -202,8 +202,8 @@ async def soak(
     async with LocalSwarm(manifest, options) as swarm:
         watched = Soak(swarm, manifest.stages.count, random.Random(arguments.seed))
         await watched.run(every_s=every_s, until_s=until_s, tokens=tokens)
+        trained = swarm.progress.tokens  # goes on while the loss is measured, in both runs
         loss = await asyncio.to_thread(held_out_loss, str(swarm.link))
-        trained = swarm.progress.tokens
         await swarm.stop()
     return Result(watched.account, trained, loss, watched.failures())
 
@@ -229,7 +229,6 @@ def report(
     arguments: argparse.Namespace, disturbed: Result, calm: Result, checks: list[dict[str, object]]
 ) -> dict[str, object]:
     account = disturbed.account
-    growths = [growth for life in account.lives.values() if (growth := life.growth()) is not None]
     return {
         "benchmark": "soak",
         "minutes": arguments.minutes,
@@ -249,16 +248,17 @@ def report(
         "longest_pause_s": account.longest_pause_s,
         "failures": disturbed.failures | calm.failures,
         "check": {"disturbed": checks[0], "undisturbed": checks[1]},
-        "long_lives": len(growths),
-        "memory_growth": {
-            "median": median(g[0] for g in growths),
-            "largest": max((g[0] for g in growths), default=None),
-        },
-        "open_files_growth": {
-            "median": median(g[1] for g in growths),
-            "largest": max((g[1] for g in growths), default=None),
-        },
+        "growth": {"disturbed": growth(disturbed), "undisturbed": growth(calm)},
     }
+
+
+def growth(result: Result) -> dict[str, object]:
+    """Of the nodes that lived long: their memory and open files, late over early."""
+    lives = [ratios for life in result.account.lives.values() if (ratios := life.growth()) is not None]
+    table: dict[str, object] = {"long_lives": len(lives)}
+    for name, ratios in (("memory", [life[0] for life in lives]), ("open_files", [life[1] for life in lives])):
+        table[name] = {"median": median(ratios), "largest": max(ratios, default=None)}
+    return table
 
 
 def median(values: Iterable[float]) -> float | None:

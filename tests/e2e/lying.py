@@ -19,6 +19,7 @@ HONEST = 3
 LIAR = 1 + HONEST
 """Its index: the last one."""
 EVAL_S = 120.0
+TRAINING_S = 900.0
 FEWEST = 3
 """Rounds with a liar that is at work."""
 
@@ -36,7 +37,7 @@ class Company:
     digests: dict[int, set[str]]
     """Of the honest replicas, by round."""
     loss: float
-    """Held out, after those rounds."""
+    """Held out, after the tokens that were asked for."""
     ends: dict[int, int]
     """Exit codes."""
 
@@ -47,8 +48,8 @@ def liar_among(kind: str) -> Places:
     return lambda index: place if index == LIAR else Place()
 
 
-async def keep_company(manifest: Manifest, logs: Path, last: int, kind: str | None, evaluated: int) -> Company:
-    """A data node, honest replicas and, if a kind is given, a liar, until the honest ones stand at this round or a later one."""
+async def keep_company(manifest: Manifest, logs: Path, tokens: int, kind: str | None, evaluated: int) -> Company:
+    """A data node, honest replicas and, if a kind is given, a liar, until so many tokens have been trained and some rounds held."""
     places = everywhere_here if kind is None else liar_among(kind)
     options = LocalSwarmOptions(peers=1 + HONEST + (kind is not None), threads=1, log_dir=logs)
     async with LocalSwarm(manifest, options, places=places) as swarm, watching(swarm, MODULE) as watch:
@@ -56,7 +57,8 @@ async def keep_company(manifest: Manifest, logs: Path, last: int, kind: str | No
         liar = next((p.peer for p in swarm.peers if p.index == LIAR), None)
         await watch.all_together(honest, 0)
         begun = await watch.until(lambda: liar_at_work(swarm) and max(map(watch.round_of, honest)))
-        await watch.all_at(honest, max(last, begun + FEWEST))
+        await watch.all_at(honest, begun + FEWEST)
+        await watch.until(lambda: swarm.progress.tokens >= tokens or None, TRAINING_S)
         loss = await held_out_loss(str(swarm.link), evaluated)
         await swarm.stop()
         commits = {c.round: c for peer in honest for c in watch.commits_of(peer) if c.round > begun + 1}
