@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from swarm.paths.costs import Costs, Route
 from swarm.paths.forecast import Task, Unit
@@ -30,9 +31,8 @@ class Booking:
     route: Route
 
 
-@dataclass(frozen=True, slots=True)
-class _Ahead:
-    """The forward half of a route."""
+class _Ahead(NamedTuple):
+    """The forward half of a route; a tuple because hundreds are made for one microbatch."""
 
     imposed: float
     time: float

@@ -2,6 +2,8 @@
 
 A peer is a single server that takes tasks in the order of their arrival; a forward also needs a slot, held until that microbatch's backward is done. So a visit
 waits for those that arrive before it, and makes those wait that arrive while it is served: the second is what a data node must not forget about the others.
+
+Entries are tuples: a timetable is asked hundreds of times for one microbatch.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from bisect import bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import NamedTuple
 
 from swarm.paths.forecast import Task, Unit
 
@@ -17,8 +20,7 @@ MAX_TASKS = 4096
 """Of one timetable. A peer that is announced more refuses: it could not work it off in time anyway."""
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(NamedTuple):
     """When a task would start, and the others' delay it causes: seconds times the urgency of whom it hits."""
 
     start: float
@@ -32,8 +34,7 @@ class Collision:
     earliest: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
+class _Entry(NamedTuple):
     arrival: float
     start: float
     end: float
@@ -41,8 +42,7 @@ class _Entry:
     unit: Unit
 
 
-@dataclass(frozen=True, slots=True)
-class _Hold:
+class _Hold(NamedTuple):
     start: float
     end: float
     urgency: float
