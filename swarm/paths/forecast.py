@@ -113,14 +113,15 @@ class _Play:
         if not self._idle[peer]:
             return
         queue = self._queues[peer]
+        free = self._free[peer] > 0
         waiting = self._unlaunched.get(peer)
-        if waiting and self._free[peer] > 0 and all(position for _, _, position in queue):
+        if waiting and free and all(position for _, _, position in queue):
             queue.append((now, waiting.pop(), 0))
         for k, (arrival, unit, position) in enumerate(queue):
             head = len(self._stops[unit]) // 2
             cost = self._forward[peer]
             if position < head:
-                if self._free[peer] <= 0:
+                if not free:
                     continue
                 self._free[peer] -= 1
             else:

@@ -59,7 +59,7 @@ class Revision:
     """The announced plans of all data nodes, and their turns.
 
     Args:
-        plan: each data node's routes in launch order.
+        plan: each data node's routes in launch order. If by the forecast they block each other (`expected` is infinite), no turns can be taken.
     """
 
     def __init__(self, costs: Costs, rules: PathRules, plan: Mapping[PeerId, Sequence[Route]]) -> None:
@@ -75,9 +75,10 @@ class Revision:
         self.plan = {data_node: list(routes) for data_node, routes in plan.items()}
         self.expected = forecast(costs, self.plan)
         self._worth = _worth(self.expected)
-        self._doubts = [_doubted(costs, random.Random(seed)) for seed in range(DOUBTS)]  # noqa: S311 - the same doubts for all, not a secret
-        self._doubted_worth = self._worth_in_doubt()
-        self._announce()
+        self._doubts: list[Costs] = []
+        self._doubted_worth = math.nan
+        if math.isfinite(self._worth):
+            self._announce()
 
     def run(self, turns: int) -> int:
         """Gives `turns` turns; returns how many changes were made."""
@@ -155,17 +156,29 @@ class Revision:
         self._write(change.routes)
         expected = forecast(self._costs, self.plan)
         worth = _worth(expected)
-        in_doubt = self._worth_in_doubt() if worth < self._worth - NOTICEABLE_S else math.inf
-        if in_doubt >= self._doubted_worth:
+        if worth >= self._worth - NOTICEABLE_S:
             self._write(before)
             return False
+        in_doubt = self._worth_in_doubt()
+        self._write(before)
+        if not in_doubt < self._known_doubt():
+            return False
+        self._write(change.routes)
         self.expected, self._worth, self._doubted_worth = expected, worth, in_doubt
         for unit in change.routes:
             self._withdraw(unit)
         self._announce()
         return True
 
+    def _known_doubt(self) -> float:
+        """The doubted worth of the plan as announced, looked at only once somebody wants to change it."""
+        if math.isnan(self._doubted_worth):
+            self._doubted_worth = self._worth_in_doubt()
+        return self._doubted_worth
+
     def _worth_in_doubt(self) -> float:
+        if not self._doubts:  # the same for all data nodes, and no secret
+            self._doubts = [_doubted(self._costs, random.Random(seed)) for seed in range(DOUBTS)]  # noqa: S311
         return sum(_worth(forecast(costs, self.plan)) for costs in self._doubts)
 
     def _write(self, routes: Mapping[Unit, Route]) -> None:

@@ -59,29 +59,28 @@ def agreed_plan(instance: Instance) -> tuple[Plan, Talk]:
 
     If the forecast says that microbatches would block each other for good, which takes routes that step back, the data nodes fall back to lanes that do not.
     """
-    plan, talk = _negotiated(instance, instance.rules)
-    if instance.rules.max_back_stops and not blocks_nobody(instance.costs, plan):
-        plan, talk = _negotiated(instance, replace(instance.rules, max_back_stops=0))
+    plan, talk, all_home = _negotiated(instance, instance.rules)
+    if instance.rules.max_back_stops and not all_home:
+        plan, talk, _ = _negotiated(instance, replace(instance.rules, max_back_stops=0))
     return plan, talk
 
 
-def _negotiated(instance: Instance, rules: PathRules) -> tuple[Plan, Talk]:
+def _negotiated(instance: Instance, rules: PathRules) -> tuple[Plan, Talk, bool]:
+    """A plan, how it came about, and whether all microbatches come home: whether none waits for a slot that only its own end would free."""
     costs, count = instance.costs, len(instance.costs.data_nodes)
     market = LaneMarket(costs, rules, lanes_for(rules, count, instance.microbatches))
     market.open()
     trades = market.settle(LANE_TURNS_EACH * count)
     plan: Plan = {peer: _launches(market.of(peer), instance.microbatches) for peer in costs.data_nodes}
-    turns, changes = 0, 0
-    if instance.total <= MOST_REVISED and blocks_nobody(costs, plan):
-        revision, turns = Revision(costs, rules, plan), REVISION_TURNS_EACH * count
-        changes = revision.run(turns)
-        plan = {peer: tuple(routes) for peer, routes in revision.plan.items()}
-    return plan, Talk(trades, changes, count + trades + 1 + turns)
-
-
-def blocks_nobody(costs: Costs, plan: Plan) -> bool:
-    """Whether all microbatches come home: none waits for a slot that only its own end would free."""
-    return math.isfinite(forecast(costs, plan).makespan_s)
+    talked = count + trades + 1
+    if instance.total > MOST_REVISED:
+        return plan, Talk(trades, 0, talked), math.isfinite(forecast(costs, plan).makespan_s)
+    revision, turns = Revision(costs, rules, plan), REVISION_TURNS_EACH * count
+    if not math.isfinite(revision.expected.makespan_s):
+        return plan, Talk(trades, 0, talked), False
+    changes = revision.run(turns)
+    plan = {peer: tuple(routes) for peer, routes in revision.plan.items()}
+    return plan, Talk(trades, changes, talked + turns), True
 
 
 def cold_plan(instance: Instance) -> Plan:
