@@ -104,7 +104,9 @@ class Bookings:
         links = self._costs.message_s[peer]
         least, chosen = math.inf, front[0]
         for way in front:
-            cost = way.imposed + urgency * (way.time + way.back_s + 2 * links[way.route[-1] if way.route else data_node])
+            cost = way.imposed + urgency * (
+                way.time + way.back_s + 2 * links[way.route[-1] if way.route else data_node]
+            )
             if cost < least:
                 least, chosen = cost, way
         return self._visited(chosen, chosen.route[-1] if chosen.route else data_node, peer)
@@ -135,7 +137,9 @@ class Bookings:
             turn = table.turn(time + message[last][peer], backward[peer])
             time, last = turn.start + backward[peer], peer
             imposed += turn.imposed + table.holding(began, time)
-        turn = self._tables[data_node].turn(time + (message[last][data_node] if ahead.route else 0.0), backward[data_node])
+        turn = self._tables[data_node].turn(
+            time + (message[last][data_node] if ahead.route else 0.0), backward[data_node]
+        )
         finish = turn.start + backward[data_node]
         return Booking(imposed + turn.imposed + urgency * finish, finish, ahead.route)
 

@@ -5,6 +5,7 @@ Figures are its own measurements where it has some and announcements elsewhere; 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -55,7 +56,7 @@ class Costs:
     def round_trip_s(self, data_node: PeerId, route: Sequence[PeerId]) -> float:
         """From the start of the first forward to the end of the last backward when nobody waits."""
         stops = (data_node, *route, data_node)
-        ways = sum(self.message_s[here][there] for here, there in zip(stops, stops[1:], strict=False))
+        ways = sum(self.message_s[here][there] for here, there in itertools.pairwise(stops))
         compute = sum(self.forward_s[peer] for peer in route) * (1 + self.backward_factor)
         return 2 * ways + compute + self.own_work_s(data_node)
 

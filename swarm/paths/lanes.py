@@ -113,6 +113,30 @@ class LaneMarket:
             bag -= Counter([stages])
             self._enter(lane, priced[stages].route)
 
+    def resume(self, lanes: Mapping[LaneId, frozenset[int]], routes: Mapping[LaneId, Route]) -> int:
+        """Takes over lanes agreed earlier; those with a peer that is gone get another route for the same stages, so that visits stay equal.
+
+        Args:
+            lanes: the stages of each lane.
+            routes: their routes as they were.
+
+        Returns:
+            How many lanes were broken.
+
+        Raises:
+            ValueError: no live peers serve a lane's stages any more.
+        """
+        broken = [lane for lane, route in routes.items() if any(peer not in self._stage_of for peer in route)]
+        for lane in routes:
+            if lane not in broken:
+                self._enter(lane, routes[lane])
+        for lane in sorted(broken):
+            priced = self._priced(lane[0], Counter([lanes[lane]]))
+            if lanes[lane] not in priced:
+                raise ValueError(f"nobody is left for the stages {sorted(lanes[lane])}")
+            self._enter(lane, priced[lanes[lane]].route)
+        return len(broken)
+
     def _priced(self, data_node: PeerId, bag: Counter[frozenset[int]]) -> dict[frozenset[int], Priced]:
         prices, found = self._prices(), {}
         for stages in bag:
@@ -146,7 +170,9 @@ class LaneMarket:
             found = [trade for asked in partners for trade in self._trades(asking, asked, times)]
             best = max(found, key=lambda trade: trade.gain, default=None)
             if best is not None:
-                return Reasoned(best, f"{asking[0]} has the longest round trip, {times[asking]:.2f} s, and may shorten it")
+                return Reasoned(
+                    best, f"{asking[0]} has the longest round trip, {times[asking]:.2f} s, and may shorten it"
+                )
         return Reasoned(None, "no trade of the worst placed data nodes makes the long round trips shorter")
 
     def _trades(self, asking: LaneId, asked: LaneId, times: Mapping[LaneId, float]) -> list[Trade]:

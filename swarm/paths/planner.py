@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from swarm.paths.booking import Booking, Bookings
 from swarm.paths.costs import Costs, Route
-from swarm.paths.routing import candidates, cheapest_by_set
-from swarm.paths.rules import OrderTree, PathRules, order_tree
+from swarm.paths.routing import candidates
+from swarm.paths.rules import PathRules, order_tree
 from swarm.paths.timetable import Timetable
 from swarm.vocabulary import PeerId, Reasoned
 
@@ -69,7 +69,7 @@ class MicrobatchPlanner:
         """
         usual = self._usual(launch)
         found = self._bookings.by_set(
-            launch.data_node, launch.at, launch.urgency, self._tree(stages), self._peers(launch.data_node)
+            launch.data_node, launch.at, launch.urgency, order_tree(self._rules, stages), self._peers(launch.data_node)
         )
         best = found.get(stages)
         if best is None:
@@ -79,55 +79,39 @@ class MicrobatchPlanner:
             return Reasoned(best, "a peer of the lane is gone: the cheapest of the others")
         worth = WORTH_LEAVING * launch.urgency * (usual.finish - launch.at)
         if best.cost < usual.cost - worth:
-            return Reasoned(best, f"off the lane: back {usual.finish - best.finish:.2f} s earlier than on it, others' waiting counted")
+            return Reasoned(
+                best,
+                f"off the lane: back {usual.finish - best.finish:.2f} s earlier than on it, others' waiting counted",
+            )
         return Reasoned(usual, "the lane, as agreed")
 
-    def repair(self, data_node: PeerId, route: Route, position: int) -> Reasoned[Route | NoRoute]:
-        """The rest of a route anew, from the hop at `position` on; what lies before has been visited and stays.
+    def repair(self, data_node: PeerId, kept: Route, stages: Sequence[int]) -> Reasoned[Route | NoRoute]:
+        """A broken route made whole: who was visited stays, and others visit the stages that are left, in their order.
 
-        The same stages in the same order, by the peers that are live in `costs`; a stage that nobody serves any more makes it impossible.
+        Args:
+            kept: the peers already visited.
+            stages: what is left to visit. Dead and busy peers must not be in `costs`.
         """
-        kept, lost = route[:position], route[position:]
-        stages = [self._stage_of.get(peer) for peer in lost]
-        if any(stage is None for stage in stages):
-            raise ValueError("a route is repaired by its stages: name them with `repair_stages`")
-        return self.repair_stages(data_node, kept, tuple(stage for stage in stages if stage is not None))
-
-    def repair_stages(self, data_node: PeerId, kept: Route, stages: Sequence[int]) -> Reasoned[Route | NoRoute]:
-        """Peers for the given stages in that order, after those already visited."""
-        here = kept[-1] if kept else data_node
-        chosen: list[PeerId] = []
-        for k, stage in enumerate(stages):
+        here, chosen = kept[-1] if kept else data_node, list(kept)
+        for stage in stages:
             live = self._costs.stages[stage]
             if not live:
                 return Reasoned(NoRoute(frozenset({stage})), f"stage {stage} has no peer left")
-            ahead = data_node if k + 1 == len(stages) else None
-            here = min(live, key=lambda peer, at=here, to=ahead: (self._detour(at, peer, to or data_node), peer))
+            _, here = min((self._detour(here, peer, data_node), peer) for peer in live)
             chosen.append(here)
-        return Reasoned((*kept, *chosen), f"stages {list(stages)} by others")
+        return Reasoned(tuple(chosen), f"stages {list(stages)} by the nearest peers that are left")
 
     def _detour(self, here: PeerId, peer: PeerId, ahead: PeerId) -> float:
         message = self._costs.message_s
         return 2 * (message[here][peer] + message[peer][ahead]) + self._bare[peer]
 
     def _usual(self, launch: Launch) -> Booking | None:
-        live = all(peer in self._costs.stages[self._stage_of[peer]] for peer in launch.lane if peer in self._stage_of)
-        if not live or any(peer not in self._stage_of for peer in launch.lane):
+        if any(peer not in self._stage_of for peer in launch.lane):
             return None
         return self._bookings.of_route(launch.data_node, launch.at, launch.urgency, launch.lane)
-
-    def _tree(self, stages: frozenset[int]) -> OrderTree:
-        return order_tree(self._rules, stages)
 
     def _peers(self, data_node: PeerId) -> tuple[Sequence[PeerId], ...]:
         """The replicas nearest to a data node."""
         if data_node not in self._near:
             self._near[data_node] = candidates(self._costs, data_node, self._bare)
         return self._near[data_node]
-
-
-def replacement_lane(costs: Costs, rules: PathRules, data_node: PeerId, stages: frozenset[int]) -> Route | None:
-    """A lane for these stages when nothing is known of others' lanes."""
-    bare = {peer: (1 + costs.backward_factor) * seconds for peer, seconds in costs.forward_s.items()}
-    found = cheapest_by_set(costs, data_node, bare, order_tree(rules, stages))
-    return found[stages].route if stages in found else None

@@ -208,5 +208,7 @@ def _doubted(costs: Costs, rng: random.Random) -> Costs:
         return seconds * rng.uniform(1 - DOUBT, 1 + DOUBT)
 
     forward = {peer: off(seconds) for peer, seconds in costs.forward_s.items()}
-    message = {here: {there: off(seconds) for there, seconds in links.items()} for here, links in costs.message_s.items()}
+    message = {
+        here: {there: off(seconds) for there, seconds in links.items()} for here, links in costs.message_s.items()
+    }
     return replace(costs, forward_s=forward, message_s=message)

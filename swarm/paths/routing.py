@@ -78,7 +78,8 @@ class _Walk:
     def _step(self, stage: int, front: _Front) -> _Front:
         reached: _Front = []
         for peer in self._peers[stage]:
-            ways, least, way = self._message[peer], math.inf, ()
+            way: Route = ()
+            ways, least = self._message[peer], math.inf
             for cost, last, route in front:
                 total = cost + 2 * ways[last]
                 if total < least:

@@ -92,9 +92,7 @@ def order_tree(rules: PathRules, required: frozenset[int], optional: frozenset[i
     return _grown(rules, _Step(0, 0, 0), required, optional - required, rules.per_path)
 
 
-def _grown(
-    rules: PathRules, step: _Step, required: frozenset[int], optional: frozenset[int], left: int
-) -> OrderTree:
+def _grown(rules: PathRules, step: _Step, required: frozenset[int], optional: frozenset[int], left: int) -> OrderTree:
     branches = []
     for stage in sorted(required | optional):
         following = _after(rules, step, stage)

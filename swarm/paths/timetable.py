@@ -104,7 +104,9 @@ class Timetable:
         for hold in self._holds:
             if not start < hold.start < end:
                 continue
-            leaving = [other.end for other in self._holds if other.start <= hold.start < other.end and other is not hold]
+            leaving = [
+                other.end for other in self._holds if other.start <= hold.start < other.end and other is not hold
+            ]
             if len(leaving) >= self._slots - 1:
                 leaving.append(end)
                 leaving.sort()

@@ -110,7 +110,9 @@ def jittered(costs: Costs, sigma: float, rng: random.Random) -> Costs:
     return replace(
         costs,
         forward_s={peer: off(seconds) for peer, seconds in costs.forward_s.items()},
-        message_s={here: {there: off(seconds) for there, seconds in row.items()} for here, row in costs.message_s.items()},
+        message_s={
+            here: {there: off(seconds) for there, seconds in row.items()} for here, row in costs.message_s.items()
+        },
     )
 
 
@@ -135,4 +137,6 @@ def _readers(shape: Shape) -> int:
         return readers * shape.microbatches * shape.per_path % max(1, shape.stages - 1) == 0
 
     wanted = max(1, min(most, round(shape.peers * DATA_NODE_SHARE)))
-    return min((count for count in range(1, most + 1) if equal(count)), key=lambda count: abs(count - wanted), default=wanted)
+    return min(
+        (count for count in range(1, most + 1) if equal(count)), key=lambda count: abs(count - wanted), default=wanted
+    )

@@ -74,9 +74,7 @@ def _read(data: Mapping[str, Any]) -> Instance:
     costs = Costs(
         stages=tuple(tuple(peers[index] for index in stage) for stage in data["stages"]),
         forward_s=dict(zip(peers, map(float, data["forward_seconds"]), strict=True)),
-        message_s={
-            peer: dict(zip(peers, map(float, row), strict=True)) for peer, row in zip(peers, rows, strict=True)
-        },
+        message_s={peer: dict(zip(peers, map(float, row), strict=True)) for peer, row in zip(peers, rows, strict=True)},
         slots=dict(zip(peers, map(int, data["slots"]), strict=True)),
         backward_factor=float(data["backward_factor"]),
         head_factor=float(data["head_factor"]),
