@@ -7,6 +7,7 @@ from pathlib import Path
 from swarm.errors import ConfigError
 from swarm.simulation.instances import Instance
 from swarm.simulation.iteration import Iteration
+from swarm.vocabulary import PeerId
 
 MAX_ROWS = 200
 _ROW_INCHES = 0.22
@@ -47,7 +48,7 @@ def draw(instance: Instance, iteration: Iteration, path: Path) -> None:
 
 
 def _bars(
-    iteration: Iteration, data_node: str, row_of: dict[str, int]
+    iteration: Iteration, data_node: PeerId, row_of: dict[PeerId, int]
 ) -> dict[float, dict[int, list[tuple[float, float]]]]:
     """Start and length of each task of a data node's microbatches, by kind and row."""
     bars: dict[float, dict[int, list[tuple[float, float]]]] = {}

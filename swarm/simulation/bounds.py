@@ -10,7 +10,8 @@ from swarm.simulation.instances import Instance
 from swarm.vocabulary import PeerId
 
 MAX_STAGES_SEARCHED = 12
-"""With more skippable stages the shortest round trip is not searched for, and the bound is that of the work alone."""
+MAX_REPLICAS_SEARCHED = 40
+"""With more skippable stages, or replicas of a stage, the shortest round trip is not searched for: the bound is that of the work alone."""
 
 
 def lower_bound_s(instance: Instance) -> float:
@@ -25,13 +26,13 @@ def lower_bound_s(instance: Instance) -> float:
 
 
 def shortest_round_trip_s(instance: Instance, data_node: PeerId) -> float:
-    """Over all legal routes; 0 when there are too many stages to search."""
+    """Over all legal routes; 0 when there are too many to search."""
     costs, rules = instance.costs, instance.rules
-    if rules.skippable > MAX_STAGES_SEARCHED:
+    replicas = max(len(peers) for peers in costs.stages[1:]) if rules.skippable else 1
+    if rules.skippable > MAX_STAGES_SEARCHED or replicas > MAX_REPLICAS_SEARCHED:
         return 0.0
     price = {peer: (1 + costs.backward_factor) * seconds for peer, seconds in costs.forward_s.items()}
     tree = order_tree(rules, frozenset(), frozenset(range(1, rules.stages)))
-    replicas = max(len(peers) for peers in costs.stages)
     found = cheapest_by_set(costs, data_node, price, tree, nearest=replicas)
     return min((way.price for way in found.values()), default=0.0) + costs.own_work_s(data_node)
 

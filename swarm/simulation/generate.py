@@ -15,7 +15,6 @@ from swarm.vocabulary import PeerId
 
 HANDLING_S = 0.35
 """Copies between host and device, and framing, of one message (SkipPipe's profile: 0.13 + 0.2 + 0.02 s)."""
-DATA_NODE_SHARE = 0.25
 GIB = 2.0**30
 
 
@@ -121,7 +120,7 @@ def _message_s(regions: Regions, shape: Shape, here: int, there: int) -> float:
 
 
 def _stages(peers: Sequence[PeerId], shape: Shape, rng: random.Random) -> tuple[tuple[PeerId, ...], ...]:
-    """About a quarter of the peers read data; the others are dealt out evenly."""
+    """As many data nodes as the other peers can serve, one peer for each visit of a path; those others are dealt out evenly."""
     mixed = rng.sample(list(peers), len(peers))
     readers = _readers(shape)
     rest = mixed[readers:]
@@ -130,13 +129,13 @@ def _stages(peers: Sequence[PeerId], shape: Shape, rng: random.Random) -> tuple[
 
 
 def _readers(shape: Shape) -> int:
-    """How many data nodes: the number nearest to their share with which every stage can be visited equally often in one iteration."""
+    """How many data nodes: the number nearest to what the others can serve with which every stage can be visited equally often in one iteration."""
     most = shape.peers - shape.stages + 1
 
     def equal(readers: int) -> bool:
         return readers * shape.microbatches * shape.per_path % max(1, shape.stages - 1) == 0
 
-    wanted = max(1, min(most, round(shape.peers * DATA_NODE_SHARE)))
+    wanted = max(1, min(most, round(shape.peers / (shape.per_path + 1))))
     return min(
         (count for count in range(1, most + 1) if equal(count)), key=lambda count: abs(count - wanted), default=wanted
     )
