@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from swarm.errors import ConfigError
+from swarm.errors import ConfigError, ManifestError
 from swarm.paths.costs import Costs
 from swarm.paths.rules import PathRules
 from swarm.vocabulary import PeerId
@@ -56,7 +56,7 @@ def from_json(data: Mapping[str, Any]) -> Instance:
         instance = _read(data)
     except KeyError as error:
         raise ConfigError(f"the instance has no key {error}", hint="See the table of keys in docs/PATHS.md.") from error
-    except (TypeError, ValueError, IndexError) as error:
+    except (TypeError, ValueError, IndexError, ManifestError) as error:
         raise ConfigError(f"the instance has a value that cannot be: {error}") from error
     fault = _fault(instance)
     if fault is not None:
