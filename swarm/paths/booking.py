@@ -18,7 +18,7 @@ from swarm.paths.rules import OrderTree
 from swarm.paths.timetable import Timetable
 from swarm.vocabulary import PeerId
 
-FOLLOWED = 4
+FOLLOWED = 3
 """Routes of each set of stages that are followed exactly."""
 
 

@@ -59,14 +59,11 @@ class LaneMarket:
         self._service = {peer: costs.service_s(peer) for peer in self._stage_of}
         self._weight = {peer: costs.slots[peer] / lanes for peer in costs.data_nodes}
         self._load: dict[PeerId, float] = dict.fromkeys(self._stage_of, 0.0)
-        self._base = {peer: (1 + costs.backward_factor) * costs.forward_s[peer] for peer in self._stage_of}
+        self._price = {peer: (1 + costs.backward_factor) * costs.forward_s[peer] for peer in self._stage_of}
+        """Of a visit to each peer: its compute time, and the waiting for the lanes that are on it."""
         self.routes: dict[LaneId, Route] = {}
 
     # ---- what things cost ----------------------------------------------------------------------------------------
-
-    def _prices(self) -> dict[PeerId, float]:
-        service, load = self._service, self._load
-        return {peer: base + COLLISION_SHARE * load[peer] * service[peer] for peer, base in self._base.items()}
 
     def round_trip_s(self, lane: LaneId) -> float:
         """Expected round trip of a lane, waiting for other lanes included."""
@@ -81,13 +78,11 @@ class LaneMarket:
 
     def _enter(self, lane: LaneId, route: Route) -> None:
         self.routes[lane] = route
-        for peer in route:
-            self._load[peer] += self._weight[lane[0]]
+        self._burden(route, self._weight[lane[0]])
 
     def _leave(self, lane: LaneId) -> Route:
         route = self.routes.pop(lane)
-        for peer in route:
-            self._load[peer] -= self._weight[lane[0]]
+        self._burden(route, -self._weight[lane[0]])
         return route
 
     def _stages(self, route: Route) -> frozenset[int]:
@@ -138,10 +133,8 @@ class LaneMarket:
         return len(broken)
 
     def _priced(self, data_node: PeerId, bag: Counter[frozenset[int]]) -> dict[frozenset[int], Priced]:
-        prices, found = self._prices(), {}
-        for stages in bag:
-            found.update(cheapest_by_set(self._costs, data_node, prices, order_tree(self._rules, stages)))
-        return found
+        trees = [order_tree(self._rules, stages) for stages in bag]
+        return cheapest_by_set(self._costs, data_node, self._price, *trees)
 
     # ---- turns ---------------------------------------------------------------------------------------------------
 
@@ -206,20 +199,21 @@ class LaneMarket:
         work = self._costs.own_work_s(asking)
         divisions = []
         asking_tree = order_tree(self._rules, common, single)
-        for stages, priced in cheapest_by_set(self._costs, asking, self._prices(), asking_tree).items():
+        for stages, priced in cheapest_by_set(self._costs, asking, self._price, asking_tree).items():
             if priced.price + work >= longest_s:
                 continue
             rest = second if not single else common | (single - stages)
-            self._load_route(priced.route, self._weight[asking])
-            answer = cheapest_by_set(self._costs, asked, self._prices(), order_tree(self._rules, rest))
-            self._load_route(priced.route, -self._weight[asking])
+            self._burden(priced.route, self._weight[asking])
+            answer = cheapest_by_set(self._costs, asked, self._price, order_tree(self._rules, rest))
+            self._burden(priced.route, -self._weight[asking])
             if rest in answer:
                 divisions.append((priced.route, answer[rest].route))
         return divisions
 
-    def _load_route(self, route: Route, weight: float) -> None:
+    def _burden(self, route: Route, weight: float) -> None:
         for peer in route:
             self._load[peer] += weight
+            self._price[peer] += COLLISION_SHARE * weight * self._service[peer]
 
     def _sharing(self, lanes: Sequence[LaneId]) -> frozenset[LaneId]:
         """The lanes that meet one of these on some peer, themselves included."""

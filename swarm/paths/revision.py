@@ -31,7 +31,7 @@ ATTEMPTS = 2
 ASKED = 3
 """Offers for the same exchange that are weighed."""
 NOTICEABLE_S = 1e-6
-DOUBTS = 3
+DOUBTS = 2
 """Other worlds, with costs a little off, in which a change must help on the average as well: what only works when time is known exactly is worth less."""
 DOUBT = 0.05
 """How far off costs are in them, at most."""

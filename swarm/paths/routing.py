@@ -45,15 +45,16 @@ def candidates(
 
 
 def cheapest_by_set(
-    costs: Costs, data_node: PeerId, price: Mapping[PeerId, float], tree: OrderTree, nearest: int = NEAREST
+    costs: Costs, data_node: PeerId, price: Mapping[PeerId, float], *trees: OrderTree, nearest: int = NEAREST
 ) -> dict[frozenset[int], Priced]:
-    """The cheapest route for every set of stages in the tree; sets that no live replica serves are missing.
+    """The cheapest route for every set of stages in the trees; sets that no live replica serves are missing.
 
     Args:
         price: seconds for a visit to each peer, waiting and what it costs others included; links come on top, twice.
     """
     walk = _Walk(costs, price, candidates(costs, data_node, price, nearest), data_node)
-    walk.down(tree, frozenset(), [(0.0, data_node, ())])
+    for tree in trees:
+        walk.down(tree, frozenset(), [(0.0, data_node, ())])
     return walk.best
 
 

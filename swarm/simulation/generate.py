@@ -83,14 +83,15 @@ def generate(shape: Shape, regions: Regions, seed: int) -> Instance:
     rng = random.Random(seed)  # noqa: S311 - a repeatable world, not a secret
     peers = [peer_of(index) for index in range(shape.peers)]
     home = {peer: rng.randrange(len(regions.names)) for peer in peers}
-    rows = [
-        [_message_s(regions, shape, here, there) for there in range(len(regions.names))]
-        for here in range(len(regions.names))
-    ]
+    every = range(len(regions.names))
+    between = [[_message_s(regions, shape, here, there) for there in every] for here in every]
+    rows = [{peer: between[here][home[peer]] for peer in peers} for here in every]
     costs = Costs(
         stages=_stages(peers, shape, rng),
         forward_s={peer: shape.forward_s * rng.uniform(1, shape.spread) for peer in peers},
-        message_s={here: {there: rows[home[here]][home[there]] for there in peers} for here in peers},
+        message_s={
+            peer: rows[home[peer]] for peer in peers
+        },  # one row for all of a region: 10,000 peers need no matrix
         slots=dict.fromkeys(peers, shape.slots),
         task_overhead_s=0.13,
     )
