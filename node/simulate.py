@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from swarm.errors import ConfigError
+from swarm.simulation.churn import run_churn, share_of_ideal
 from swarm.simulation.generate import Shape, generate, jittered, regions_from_json
 from swarm.simulation.instances import Instance, from_json, index_of
 from swarm.simulation.iteration import Iteration, run_iteration
@@ -83,6 +84,13 @@ def simulate(instance: Instance, world: World) -> Simulated:
         return Simulated(instance, run_iteration(instance, time.process_time, costs, world.cold))
     except ValueError as error:
         raise ConfigError(f"{instance.name} cannot be planned: {error}") from error
+
+
+def simulate_churn(instance: Instance, share_a_minute: float, minutes: float, seed: int) -> dict[str, Any]:
+    """What is completed while peers come and go, beside the same time without churn."""
+    calm = run_churn(instance, 60 * minutes, 0.0, seed)
+    churned = run_churn(instance, 60 * minutes, share_a_minute, seed)
+    return {"share_of_ideal": share_of_ideal(churned, calm), "calm_completed": calm.completed, **asdict(churned)}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

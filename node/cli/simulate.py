@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,14 +25,18 @@ def simulate(
     jitter: Annotated[float, typer.Option(min=0, max=2, help="Lognormal spread of all costs, unknown to all.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of everything made up.")] = 0,
     cold: Annotated[bool, typer.Option("--cold", help="Nobody has heard of anybody's plans yet.")] = False,
+    churn: Annotated[
+        float, typer.Option(min=0, max=5, help="Share of the peers that die each minute, and return.")
+    ] = 0.0,
+    minutes: Annotated[float, typer.Option(min=0.1, max=1440, help="How long to train under churn.")] = 10.0,
     plot: Annotated[Path | None, typer.Option(help="Draw the timetable into this picture.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Times and paths as one JSON object.")] = False,
 ) -> None:
-    """Plan and play one iteration of a swarm in virtual time."""
-    announce("skipstone simulate: planning one iteration", as_json=json)
+    """Plan and play one iteration of a swarm in virtual time, or minutes of training under churn."""
+    announce("skipstone simulate: virtual time", as_json=json)
     if (instance is None) == (regions is None):
         raise ConfigError("simulate needs exactly one of --instance and --regions", hint="Name one file.")
-    from node.simulate import World, make_instance, read_instance
+    from node.simulate import World, make_instance, read_instance, simulate_churn
     from node.simulate import simulate as run
     from swarm.simulation.generate import Shape
 
@@ -41,6 +45,9 @@ def simulate(
     else:
         assert regions is not None
         problem = make_instance(regions, Shape(peers=peers, stages=stages, per_path=per_path, spread=spread), seed)
+    if churn > 0:
+        _print_churn(simulate_churn(problem, churn, minutes, seed), as_json=json)
+        return
     simulated = run(problem, World(jitter, seed, cold))
     if plot is not None:
         from node.timetable_picture import draw
@@ -50,6 +57,18 @@ def simulate(
         print_json(simulated.as_json())
     else:
         _show(simulated)
+
+
+def _print_churn(report: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print_json(report)
+        return
+    for what, value in report.items():
+        typer.echo(
+            f"{what.replace('_', ' ')}: {value:.3f}"
+            if isinstance(value, float)
+            else f"{what.replace('_', ' ')}: {value}"
+        )
 
 
 def _show(simulated: Simulated) -> None:
