@@ -23,6 +23,7 @@ from node.cli.join import join
 from node.cli.leave import leave
 from node.cli.new import new
 from node.cli.questions import evaluate, status
+from node.cli.simulate import simulate
 from node.cli.solo import solo
 from node.cli.text import harmless
 from node.cli.up import up
@@ -84,6 +85,7 @@ app.command()(join)
 app.command()(leave)
 app.command()(status)
 app.command()(solo)
+app.command()(simulate)
 app.command()(check)
 app.command("eval")(evaluate)
 app.command()(export)

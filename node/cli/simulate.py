@@ -1,0 +1,90 @@
+"""`skipstone simulate`: how long would an iteration take on such a swarm, and which paths would its data nodes choose?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from node.cli.output import announce, print_json
+from node.cli.text import harmless
+from swarm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from node.simulate import Simulated
+
+
+def simulate(
+    instance: Annotated[Path | None, typer.Option(help="A problem: fixed peers, stages and costs, as JSON.")] = None,
+    regions: Annotated[Path | None, typer.Option(help="Make up a swarm over the regions in this JSON table.")] = None,
+    peers: Annotated[int, typer.Option(min=2, help="Of a made-up swarm.")] = 20,
+    stages: Annotated[int, typer.Option(min=2, help="Of a made-up swarm, stage 0 included.")] = 6,
+    per_path: Annotated[int, typer.Option("--per-path", min=1, help="Stages besides stage 0 that a path visits.")] = 3,
+    spread: Annotated[float, typer.Option(min=1, help="Slowest compute time over fastest, of a made-up swarm.")] = 3.0,
+    jitter: Annotated[float, typer.Option(min=0, max=2, help="Lognormal spread of all costs, unknown to all.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of everything made up.")] = 0,
+    cold: Annotated[bool, typer.Option("--cold", help="Nobody has heard of anybody's plans yet.")] = False,
+    churn: Annotated[
+        float, typer.Option(min=0, max=5, help="Share of the peers that die each minute, and return.")
+    ] = 0.0,
+    minutes: Annotated[float, typer.Option(min=0.1, max=1440, help="How long to train under churn.")] = 10.0,
+    plot: Annotated[Path | None, typer.Option(help="Draw the timetable into this picture.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Times and paths as one JSON object.")] = False,
+) -> None:
+    """Plan and play one iteration of a swarm in virtual time, or minutes of training under churn."""
+    announce("skipstone simulate: virtual time", as_json=json)
+    if (instance is None) == (regions is None):
+        raise ConfigError("simulate needs exactly one of --instance and --regions", hint="Name one file.")
+    from node.simulate import World, make_instance, read_instance, simulate_churn
+    from node.simulate import simulate as run
+    from swarm.simulation.generate import Shape
+
+    if instance is not None:
+        problem = read_instance(instance)
+    else:
+        assert regions is not None
+        problem = make_instance(regions, Shape(peers=peers, stages=stages, per_path=per_path, spread=spread), seed)
+    if churn > 0:
+        _print_churn(simulate_churn(problem, churn, minutes, seed), as_json=json)
+        return
+    simulated = run(problem, World(jitter, seed, cold))
+    if plot is not None:
+        from node.timetable_picture import draw
+
+        draw(simulated.instance, simulated.iteration, plot)
+    if json:
+        print_json(simulated.as_json())
+    else:
+        _show(simulated)
+
+
+def _print_churn(report: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print_json(report)
+        return
+    for what, value in report.items():
+        typer.echo(
+            f"{what.replace('_', ' ')}: {value:.3f}"
+            if isinstance(value, float)
+            else f"{what.replace('_', ' ')}: {value}"
+        )
+
+
+def _show(simulated: Simulated) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    instance, iteration = simulated.instance, simulated.iteration
+    played, talk = iteration.played, iteration.talk
+    table = Table("what", "seconds or number")
+    table.add_row("makespan", f"{played.makespan_s:.2f} s")
+    table.add_row("lower bound", f"{iteration.bound_s:.2f} s")
+    table.add_row("waiting per microbatch", f"{played.waiting_s() / instance.total:.2f} s")
+    table.add_row("planning, all data nodes together", f"{iteration.planning_cpu_s * 1e3:.1f} ms CPU")
+    table.add_row("turns, trades of lanes, revisions", f"{talk.turns}, {talk.trades}, {talk.changes}")
+    visits = ", ".join(f"{stage}: {count}" for stage, count in sorted(iteration.visits.items()))
+    table.add_row("visits per stage", visits)
+    console = Console(highlight=False, markup=False)
+    console.print(harmless(instance.name))
+    console.print(table)

@@ -1,0 +1,66 @@
+"""Equal visits without talking: which stages each data node's lanes visit, by convention.
+
+Every stage's gradient is a mean over its visits; the stages learn at the same pace only if they are visited equally often (SkipPipe's quota). The skipped
+stages move on like a ring over the lanes of all data nodes, in the order of their rank among the live ones: over any `skippable` lanes in a row every stage
+is visited equally often. From there two data nodes may trade stages, one for one, which changes nothing of the sum; so equality holds at all times, whoever
+dies in the middle of a trade, and needs no central party.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from swarm.paths.rules import PathRules, order_tree
+
+MAX_LANES = 64
+
+
+def ring_set(rules: PathRules, turn: int) -> frozenset[int]:
+    """The stages visited at place `turn` of the ring."""
+    skippable, skips = rules.skippable, rules.skippable - rules.per_path
+    skipped = {(turn * skips + k) % skippable for k in range(skips)} if skips else set()
+    return frozenset(stage for stage in range(1, rules.stages) if stage - 1 not in skipped)
+
+
+def lanes_for(rules: PathRules, data_nodes: int, microbatches: int) -> int:
+    """The fewest lanes per data node with which `microbatches` each visit every stage equally often.
+
+    When no number of lanes does it within the iteration, every microbatch is a lane of its own: then visits differ by at most one in an iteration and are
+    equal over the ring's period.
+    """
+    for lanes in range(1, min(microbatches, MAX_LANES) + 1):
+        if microbatches % lanes == 0 and data_nodes * lanes * rules.per_path % max(1, rules.skippable) == 0:
+            return lanes
+    return min(microbatches, MAX_LANES)
+
+
+def fair_sets(rules: PathRules, count: int, first: int = 0) -> list[frozenset[int]]:
+    """The ring's sets for `count` lanes, each one possible to visit in a legal order.
+
+    A set that no order may visit (a ring gap wider than the forward jump) trades one stage with another lane of the list, so that the sum stays.
+
+    Raises:
+        ValueError: no trade helps; the rules allow too few orders for equal visits.
+    """
+    sets = [ring_set(rules, first + k) for k in range(count)]
+    for k, stages in enumerate(sets):
+        if not order_tree(rules, stages):
+            other, mine, theirs = _legal_trade(rules, sets, k)
+            sets[k], sets[other] = mine, theirs
+    return sets
+
+
+def _legal_trade(rules: PathRules, sets: list[frozenset[int]], k: int) -> tuple[int, frozenset[int], frozenset[int]]:
+    for other, theirs in enumerate(sets):
+        for given in sorted(sets[k] - theirs):
+            for taken in sorted(theirs - sets[k]):
+                mine, yours = sets[k] - {given} | {taken}, theirs - {taken} | {given}
+                if order_tree(rules, mine) and order_tree(rules, yours):
+                    return other, mine, yours
+    raise ValueError(f"no legal order visits the stages {sorted(sets[k])}, and no trade helps")
+
+
+def visits(orders: Iterable[Iterable[int]]) -> Counter[int]:
+    """How often each stage is visited."""
+    return Counter(stage for order in orders for stage in order)

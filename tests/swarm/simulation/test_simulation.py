@@ -1,0 +1,118 @@
+"""Instances, generated swarms, bounds, and whole iterations in virtual time."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarm.errors import ConfigError
+from swarm.simulation.bounds import lower_bound_s
+from swarm.simulation.generate import Shape, generate, regions_from_json
+from swarm.simulation.instances import Instance, from_json
+from swarm.simulation.iteration import Iteration, run_iteration
+from tests.swarm.paths.small_swarms import makespan_by_clockwork
+
+HERE = Path(__file__).parent
+REGIONS = regions_from_json(json.loads((HERE / "four_regions.json").read_text()))
+
+
+def no_clock() -> float:
+    return 0.0
+
+
+def twenty_peers() -> dict[str, Any]:
+    data = json.loads((HERE / "twenty_peers.json").read_text())
+    assert isinstance(data, dict)
+    return data
+
+
+def assert_valid(instance: Instance, iteration: Iteration) -> None:
+    stage_of = instance.costs.stage_of()
+    for routes in iteration.plan.values():
+        assert len(routes) == instance.microbatches
+        assert all(instance.rules.fault([stage_of[peer] for peer in route]) is None for route in routes)
+    assert len({iteration.visits[stage] for stage in range(1, instance.rules.stages)}) == 1
+
+
+@pytest.mark.parametrize("cold", [False, True])
+def test_an_iteration_keeps_the_rules_and_takes_as_long_as_the_clockwork_says(cold: bool) -> None:
+    instance = from_json(twenty_peers())
+    iteration = run_iteration(instance, no_clock, cold=cold)
+    assert_valid(instance, iteration)
+    assert iteration.played.makespan_s == pytest.approx(makespan_by_clockwork(instance.costs, iteration.plan))
+    assert iteration.bound_s <= iteration.played.makespan_s < math.inf
+
+
+def test_talking_to_each_other_pays() -> None:
+    instance = from_json(twenty_peers())
+    agreed, alone = run_iteration(instance, no_clock), run_iteration(instance, no_clock, cold=True)
+    assert agreed.played.makespan_s < 0.9 * alone.played.makespan_s
+    assert agreed.played.waiting_s() < 0.5 * alone.played.waiting_s()
+
+
+SHAPES = {
+    "as SkipPipe's 20 nodes": Shape(),
+    "equal compute": Shape(spread=1.0),
+    "42 nodes": Shape(peers=42, stages=8, per_path=5, forward_s=0.165),
+    "18 nodes": Shape(peers=18, stages=4, per_path=2, forward_s=2.28),
+    "no skipping": Shape(peers=12, stages=4, per_path=3, max_back_stops=0),
+    "one slot": Shape(peers=20, slots=1),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
+@pytest.mark.parametrize("seed", range(3))
+def test_swarms_of_all_shapes_come_home_and_visit_equally(shape: Shape, seed: int) -> None:
+    instance = generate(shape, REGIONS, seed)
+    for cold in (False, True):
+        iteration = run_iteration(instance, no_clock, cold=cold)
+        assert_valid(instance, iteration)
+        assert iteration.bound_s <= iteration.played.makespan_s < math.inf
+
+
+def test_the_same_seed_makes_the_same_swarm_and_the_same_plan() -> None:
+    first, second = (generate(Shape(), REGIONS, 5) for _ in range(2))
+    assert first == second != generate(Shape(), REGIONS, 6)
+    assert run_iteration(first, no_clock) == run_iteration(second, no_clock)
+
+
+def test_the_bound_of_a_lone_path_is_its_round_trip() -> None:
+    data = {
+        "nodes": 2,
+        "stages": [[0], [1]],
+        "forward_seconds": [1.0, 2.0],
+        "backward_factor": 1.5,
+        "head_factor": 0.25,
+        "task_overhead_seconds": 0.0,
+        "message_seconds": [[0.0, 3.0], [3.0, 0.0]],
+        "slots": [1, 1],
+        "stages_per_path": 1,
+        "microbatches_per_data_node": 2,
+        "order": {"max_forward_jump": 1, "max_back_stops": 0, "max_back_distance": 0},
+    }
+    instance = from_json(data)
+    trip = 2.75 * 1.0 + 2.5 * 2.0 + 4 * 3.0
+    assert lower_bound_s(instance) == pytest.approx(2 * trip)
+    assert run_iteration(instance, no_clock).played.makespan_s == pytest.approx(2 * trip)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("slots", [0] * 20),
+        ("stages", [[0], []]),
+        ("stages", [[0, 1], [1]]),
+        ("forward_seconds", [1.0]),
+        ("nodes", 10**9),
+        ("message_seconds", [[-1.0] * 20] * 20),
+        ("order", {}),
+        ("stages_per_path", 9),
+    ],
+)
+def test_an_instance_that_cannot_be_is_refused(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match="the instance"):
+        from_json({**twenty_peers(), key: value})
