@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from node.model.initial import parameters_of
 from node.model.parts import BlockStack, EmbeddingPart, HeadPart
 from node.optimization import Accumulator, Addition, InnerOptimizer, StepFigures
 from node.path_rules import path_rules
+from node.solo_progress import Event, SoloProgress
 from node.solo_state import Hosted, load_solo, save_solo
 from protocol.manifest import Manifest
 from swarm.errors import ConfigError, ResourceExhausted, StateError
@@ -39,13 +40,8 @@ from swarm.vocabulary import MicrobatchId, ModuleId, PeerId
 
 log = logging.getLogger(__name__)
 
-Event = dict[str, Any]
-"""One line of `--json`."""
-
 SOLO: Final = PeerId("solo")
 """Stands for the data node in microbatch ids."""
-_RATE_MEMORY: Final = 0.9
-"""Share of the old value in the smoothed tokens per second: about the last ten steps count."""
 
 
 def train_solo(
@@ -77,7 +73,7 @@ def train_solo(
     trainer = SoloTrainer(manifest, model, open_documents(manifest))
     keeper = _Keeper(checkpoint, trainer, on_event, save_every_s, monotonic)
     keeper.resume()
-    progress = _Progress(trainer, monotonic)
+    progress = SoloProgress(trainer, monotonic)
     while trainer.steps < steps:
         loss = trainer.step(should_stop)
         if loss is None:
@@ -319,44 +315,3 @@ class _Keeper:
 
     def _note(self, level: str, message: str) -> None:
         self._on_event({"event": "note", "level": level, "message": message})
-
-
-class _Progress:
-    """Turns steps into events."""
-
-    def __init__(self, trainer: SoloTrainer, monotonic: Callable[[], float]) -> None:
-        self._monotonic = monotonic
-        self._began = self._last = monotonic()
-        self._tokens = self._tokens_before = trainer.tokens
-        self._rate: float | None = None
-        self._losses: list[float] = []  # the first and the last
-
-    def step_event(self, loss: float, trainer: SoloTrainer) -> Event:
-        now = self._monotonic()
-        rate = (trainer.tokens - self._tokens) / max(now - self._last, 1e-9)
-        self._rate = rate if self._rate is None else _RATE_MEMORY * self._rate + (1 - _RATE_MEMORY) * rate
-        self._last, self._tokens = now, trainer.tokens
-        self._losses = [*self._losses[:1], loss]
-        return {
-            "event": "step",
-            "step": trainer.steps,
-            "loss": loss,
-            "tokens": trainer.tokens,
-            "tokens_per_s": self._rate,
-            "learning_rate": trainer.figures[ModuleId(0)].learning_rate,
-            "gradient_norm": math.hypot(*(figures.gradient_norm for figures in trainer.figures.values())),
-        }
-
-    def summary_event(self, trainer: SoloTrainer) -> Event:
-        """`tokens_per_s` is the mean since the start; losses are of the steps since then, None when there was none."""
-        completed = trainer.microbatches
-        return {
-            "event": "summary",
-            "steps": trainer.steps,
-            "loss_first": self._losses[0] if self._losses else None,
-            "loss_last": self._losses[-1] if self._losses else None,
-            "tokens": trainer.tokens,
-            "tokens_per_s": (self._tokens - self._tokens_before) / max(self._last - self._began, 1e-9),
-            "microbatches": {"started": completed, "completed": completed, "abandoned": 0, "duplicated": 0},
-            "peers": [],
-        }
