@@ -32,6 +32,7 @@ from node.hop_worker import HopWorker
 from node.hosting import host_hop, host_stage_zero, measure_speed
 from node.optimization import StepFigures
 from node.options import NodeOptions
+from node.path_rules import path_rules
 from node.rate import Rate
 from node.resume import (
     capture_hop,
@@ -50,7 +51,7 @@ from protocol.seams import Question, QuestionAbout
 from swarm.custody import Custody
 from swarm.estimates import Estimates
 from swarm.flights import Counts, FlightRules, Flights
-from swarm.planner import PathRules, Planner
+from swarm.planner import Planner
 from swarm.shelf import ChooseReplica
 from swarm.timing import PathTimes
 from swarm.vocabulary import MicrobatchId, ModuleId, PeerId, Reasoned
@@ -332,11 +333,6 @@ async def data_duty(given: Assignment) -> AsyncIterator[DataDuty]:
         duty = DataDuty(given, worker, carrier, data_node, text_came, rounds)
         duty.answers[QuestionAbout.EVALUATE] = HeldOut(manifest, documents, parts.evaluator).answer
         yield duty
-
-
-def path_rules(manifest: Manifest) -> PathRules:
-    """What the planner needs of the manifest."""
-    return PathRules(manifest.stages.count, manifest.stages.visited_per_path)
 
 
 def default_graph_budget(device: torch.device) -> Reasoned[int]:

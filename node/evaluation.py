@@ -52,29 +52,29 @@ class Evaluator:
         if arrival is not None and not arrival.done():
             arrival.set_exception(StrandedOnPathError(detail))
 
-    async def evaluate(self, texts: Sequence[Microbatch]) -> list[float]:
-        """The loss of each text in nats per token; nothing is learnt from it.
+    async def evaluate(self, texts: Sequence[Microbatch], stages: Sequence[int]) -> list[float]:
+        """The loss of each text in nats per token, on paths through these stages; nothing is learnt from it.
 
         Raises:
             Unreachable: a microbatch found no way through, several times.
         """
-        return [await self._evaluate(text) for text in texts]
+        return [await self._evaluate(text, stages) for text in texts]
 
-    async def _evaluate(self, text: Microbatch) -> float:
+    async def _evaluate(self, text: Microbatch, stages: Sequence[int]) -> float:
         reason = ""
         for attempt in range(TRIES):
             if attempt:
                 await asyncio.sleep(PAUSE_S)
             try:
-                return await self._send(text)
+                return await self._send(text, stages)
             except (StrandedOnPathError, TimeoutError) as error:
                 reason = str(error) or f"nothing came back for {LIFETIME_S:.0f} s"
         raise Unreachable(f"the held-out text found no way through the swarm: {reason}")
 
-    async def _send(self, text: Microbatch) -> float:
+    async def _send(self, text: Microbatch, stages: Sequence[int]) -> float:
         microbatch = MicrobatchId(self._own, self._next)
         self._next += 1
-        plan = self._planner.plan(microbatch.number, {}, self._clock.monotonic())
+        plan = self._planner.plan_through(stages, {}, self._clock.monotonic())
         if isinstance(plan.value, NoReplica):
             raise StrandedOnPathError(plan.reason)
         arrival: asyncio.Future[float] = asyncio.get_running_loop().create_future()

@@ -12,6 +12,7 @@ from node.evaluation import Evaluator
 from protocol.manifest import Manifest
 from protocol.seams import Question
 from swarm.errors import ConfigError, Rejected
+from swarm.subsets import all_stages
 
 MAX_MICROBATCHES = 256
 
@@ -26,7 +27,7 @@ class HeldOut:
         self._turn = asyncio.Lock()
 
     async def answer(self, question: Question) -> bytes:
-        """JSON: loss in nats per token, tokens and microbatches.
+        """JSON: loss in nats per token, tokens, microbatches and the stages that were visited after stage 0.
 
         Raises:
             Rejected: the question asks for too much, or there is no held-out text.
@@ -35,6 +36,10 @@ class HeldOut:
         count = question.microbatches
         if not 1 <= count <= MAX_MICROBATCHES:
             raise Rejected(f"{count} microbatches were asked for; 1 to {MAX_MICROBATCHES} are allowed")
+        every = all_stages(self._manifest.stages.count)
+        stages = question.stages or every
+        if not set(stages) <= set(every):
+            raise Rejected(f"stage {max(stages)} was asked for; this run's last is {len(every)}")
         async with self._turn:
             try:
                 texts = await asyncio.to_thread(
@@ -42,7 +47,12 @@ class HeldOut:
                 )
             except ConfigError as error:
                 raise Rejected(str(error)) from None
-            losses = await self._evaluator.evaluate(texts)
+            losses = await self._evaluator.evaluate(texts, stages)
         tokens = sum(text.size for text in texts)
-        report = {"loss": math.fsum(losses) / len(losses), "tokens": tokens, "microbatches": len(losses)}
+        report = {
+            "loss": math.fsum(losses) / len(losses),
+            "tokens": tokens,
+            "microbatches": len(losses),
+            "stages": stages,
+        }
         return json.dumps(report).encode()

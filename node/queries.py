@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from node.loss_report import WHOLE_MODEL, AskedPaths, loss_in, loss_report
 from node.presence import Presence
 from node.visiting import visit
 from protocol.join_link import JoinLink
@@ -63,17 +64,26 @@ async def query_status(link: JoinLink, patience_s: float = 30.0) -> dict[str, An
     return _summary(link, signed.manifest.name, signed.manifest.stages.count, reports)
 
 
-async def query_evaluation(link: JoinLink, microbatches: int, patience_s: float = 30.0) -> dict[str, Any]:
-    """Held-out loss through the running swarm: `{"loss": nats per token, "tokens": n, "microbatches": n}`.
+async def query_evaluation(
+    link: JoinLink, microbatches: int, paths: AskedPaths = WHOLE_MODEL, patience_s: float = 30.0
+) -> dict[str, Any]:
+    """Held-out loss through the running swarm, as one of its data nodes measures it: see `node.loss_report.loss_report`.
 
     Raises:
+        ConfigError: the run has not so many stages.
         Unreachable: no data node could measure it.
     """
     async with visit(link) as presence:
+        signed = await presence.fetch_manifest(patience_s)
+        subsets = paths.of(signed.manifest)
 
         async def ask(peer: PeerId) -> dict[str, Any]:
-            question = Question(QuestionAbout.EVALUATE, microbatches)
-            return _parse(await presence.transport.ask(peer, question, EVALUATION_TIMEOUT_S))
+            measured = []
+            for stages in subsets:
+                question = Question(QuestionAbout.EVALUATE, microbatches, stages=stages)
+                answer = await presence.transport.ask(peer, question, EVALUATION_TIMEOUT_S)
+                measured.append((stages, loss_in(_parse(answer))))
+            return loss_report(measured)
 
         def is_data_node(peer: PeerId) -> bool:
             announcement = presence.membership.get(peer)

@@ -1,7 +1,9 @@
 """A run in one process without any network: the baseline, and what a swarm of one replica a stage must reproduce.
 
 It has the swarm's own parts: modules cut by stage, a visit for each, an accumulator for each part, an optimizer for each
-module, the data in the order in which a single data node reads it. Paths are full: every stage, in order.
+module, the data in the order in which a single data node reads it, and the stages that the planner gives a data node's first,
+second, ... microbatch. A stage that is skipped takes its inner step when it has seen `inner_tokens` tokens of its own, as in a
+swarm, so it takes fewer steps than stage 0, and a microbatch's next one already meets the new parameters.
 """
 
 from __future__ import annotations
@@ -9,8 +11,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, Protocol
 
 import torch
 from torch import nn
@@ -28,20 +30,18 @@ from node.model.build import build_block_stack, build_embedding, build_head
 from node.model.initial import parameters_of
 from node.model.parts import BlockStack, EmbeddingPart, HeadPart
 from node.optimization import Accumulator, Addition, InnerOptimizer, StepFigures
+from node.path_rules import path_rules
+from node.solo_progress import Event, SoloProgress
 from node.solo_state import Hosted, load_solo, save_solo
 from protocol.manifest import Manifest
 from swarm.errors import ConfigError, ResourceExhausted, StateError
+from swarm.planner import visited_stages
 from swarm.vocabulary import MicrobatchId, ModuleId, PeerId
 
 log = logging.getLogger(__name__)
 
-Event = dict[str, Any]
-"""One line of `--json`."""
-
 SOLO: Final = PeerId("solo")
 """Stands for the data node in microbatch ids."""
-_RATE_MEMORY: Final = 0.9
-"""Share of the old value in the smoothed tokens per second: about the last ten steps count."""
 
 
 def train_solo(
@@ -73,7 +73,7 @@ def train_solo(
     trainer = SoloTrainer(manifest, model, open_documents(manifest))
     keeper = _Keeper(checkpoint, trainer, on_event, save_every_s, monotonic)
     keeper.resume()
-    progress = _Progress(trainer, monotonic)
+    progress = SoloProgress(trainer, monotonic)
     while trainer.steps < steps:
         loss = trainer.step(should_stop)
         if loss is None:
@@ -128,23 +128,32 @@ class WholeModel:
         stacks = [(ModuleId(stage), (stack,)) for stage, stack in enumerate(self.stacks, start=1)]
         return [(ModuleId(0), (self.embedding, self.head)), *stacks]
 
+    @property
+    def all_stages(self) -> range:
+        """Those after stage 0, in order: a full path."""
+        return range(1, len(self.stacks) + 1)
+
     @torch.no_grad()
-    def loss(self, microbatch: Microbatch) -> float:
-        """Mean nats per token, without a graph."""
+    def loss(self, microbatch: Microbatch, stages: Sequence[int] | None = None) -> float:
+        """Mean nats per token, without a graph, of a path through these stages (None for all)."""
         hidden = self.embedding(microbatch.tokens.to(self.device))
-        for stack in self.stacks:
-            hidden = stack(hidden)
+        for stage in self.all_stages if stages is None else stages:
+            hidden = self.stacks[stage - 1](hidden)
         return float(self.head(hidden, microbatch.labels.to(self.device)).item())
 
-    def gradients(self, microbatch: Microbatch) -> tuple[float, dict[nn.Module, tuple[torch.Tensor, ...]]]:
-        """The loss, and each part's gradients of it. Each stage's graph is freed as soon as it has been used."""
+    def gradients(
+        self, microbatch: Microbatch, stages: Sequence[int] | None = None
+    ) -> tuple[float, dict[nn.Module, tuple[torch.Tensor, ...]]]:
+        """The loss of a path through these stages (None for all), and the gradients of each part on it. Each stage's graph is
+        freed as soon as it has been used."""
+        stacks = [self.stacks[stage - 1] for stage in (self.all_stages if stages is None else stages)]
         visits = [visit.forward(self.embedding, microbatch.tokens.to(self.device))]
-        for stack in self.stacks:
+        for stack in stacks:
             visits.append(visit.forward(stack, visits[-1].result))
         end = visit.forward(self.head, visits[-1].result, microbatch.labels.to(self.device))
         found = visit.backward(self.head, end)
         gradients: dict[nn.Module, tuple[torch.Tensor, ...]] = {self.head: found.parameters}
-        for part in [*reversed(self.stacks), self.embedding]:
+        for part in [*reversed(stacks), self.embedding]:
             found = visit.backward(part, visits.pop(), found.source)
             gradients[part] = found.parameters
         return end.result.item(), gradients
@@ -164,11 +173,28 @@ class WholeModel:
                 parameter.copy_(saved[name])
 
 
-class SoloTrainer:
-    """Whole inner steps of all modules at once. Each module is alone, and takes its outer step as a lone replica of a swarm does."""
+ChooseStages = Callable[[int], Sequence[int]]
+"""The stages that a microbatch visits, in their order, by its number."""
 
-    def __init__(self, manifest: Manifest, model: WholeModel, documents: Documents) -> None:
+
+def planned_stages(manifest: Manifest) -> ChooseStages:
+    """As the planner of a data node chooses them."""
+    rules = path_rules(manifest)
+    return lambda number: visited_stages(rules, number)
+
+
+class SoloTrainer:
+    """Inner steps of all modules, each as soon as it is due. Each module is alone, and takes its outer step as a lone replica of a swarm does.
+
+    Args:
+        choose: None for what the manifest says.
+    """
+
+    def __init__(
+        self, manifest: Manifest, model: WholeModel, documents: Documents, choose: ChooseStages | None = None
+    ) -> None:
         self._manifest = manifest
+        self._choose = choose or planned_stages(manifest)
         self._model = model
         self._documents = documents
         self._feed = TrainingFeed(manifest, documents, SOLO)
@@ -178,8 +204,8 @@ class SoloTrainer:
         self.steps = 0
         self.microbatches = 0
         """Completed."""
-        self.figures: list[StepFigures] = []
-        """Of the last step, for each module."""
+        self.figures: dict[ModuleId, StepFigures] = {}
+        """Of each module's last step."""
 
     @property
     def tokens(self) -> int:
@@ -187,9 +213,12 @@ class SoloTrainer:
         return self.microbatches * self._manifest.microbatch_tokens
 
     def save(self, folder: CheckpointFolder) -> None:
-        """Saves the model as it was after the last step, and the text's position there. Errors as `save_solo`."""
-        done = self.steps * self._manifest.microbatches_per_step
-        save_solo(folder, self._hosted, microbatches=done, size=self._manifest.microbatch_tokens, at=self._at)
+        """Saves the model as it was after stage 0's last step, and the text's position there. Errors as `save_solo`.
+
+        What a stage has accumulated towards a step that is not due yet is not saved, as in a swarm.
+        """
+        per_step, size = self._manifest.microbatches_per_step, self._manifest.microbatch_tokens
+        save_solo(folder, self._hosted, microbatches=self.steps * per_step, per_step=per_step, size=size, at=self._at)
 
     def resume(self, folder: CheckpointFolder) -> tuple[Problem, ...]:
         """Goes on from what is in the folder, if anything is; returns what had to be passed over. Errors as `load_solo`."""
@@ -202,7 +231,7 @@ class SoloTrainer:
         return problems
 
     def step(self, should_stop: Callable[[], bool]) -> float | None:
-        """Takes one inner step and returns the mean loss of its microbatches, or None when asked to stop before its end.
+        """Goes on until stage 0 has taken an inner step; returns the mean loss of its microbatches, or None when asked to stop before.
 
         Raises:
             StateError: the loss or a gradient is not finite.
@@ -212,7 +241,9 @@ class SoloTrainer:
             if should_stop():
                 return None
             losses.append(self._microbatch(self._feed.next()))
-        self.figures = [self._step(hosted) for hosted in self._hosted]
+            for hosted in self._hosted:
+                if hosted.optimizer.due:
+                    self.figures[hosted.module] = self._step(hosted)
         self.steps += 1
         self._at = self._feed.cursor
         return math.fsum(losses) / len(losses)
@@ -229,10 +260,10 @@ class SoloTrainer:
         return figures
 
     def _microbatch(self, microbatch: Microbatch) -> float:
-        loss, gradients = self._model.gradients(microbatch)
+        loss, gradients = self._model.gradients(microbatch, self._choose(self.microbatches))
         name = MicrobatchId(SOLO, self.microbatches)
-        for part, accumulator in self._accumulators.items():
-            addition = accumulator.add(name, microbatch.size, gradients[part])
+        for part, of_part in gradients.items():
+            addition = self._accumulators[part].add(name, microbatch.size, of_part)
             if addition is not Addition.ADDED:
                 raise StateError(
                     f"training has diverged: microbatch {name} has loss {loss}, and {addition.value}",
@@ -284,44 +315,3 @@ class _Keeper:
 
     def _note(self, level: str, message: str) -> None:
         self._on_event({"event": "note", "level": level, "message": message})
-
-
-class _Progress:
-    """Turns steps into events."""
-
-    def __init__(self, trainer: SoloTrainer, monotonic: Callable[[], float]) -> None:
-        self._monotonic = monotonic
-        self._began = self._last = monotonic()
-        self._tokens = self._tokens_before = trainer.tokens
-        self._rate: float | None = None
-        self._losses: list[float] = []  # the first and the last
-
-    def step_event(self, loss: float, trainer: SoloTrainer) -> Event:
-        now = self._monotonic()
-        rate = (trainer.tokens - self._tokens) / max(now - self._last, 1e-9)
-        self._rate = rate if self._rate is None else _RATE_MEMORY * self._rate + (1 - _RATE_MEMORY) * rate
-        self._last, self._tokens = now, trainer.tokens
-        self._losses = [*self._losses[:1], loss]
-        return {
-            "event": "step",
-            "step": trainer.steps,
-            "loss": loss,
-            "tokens": trainer.tokens,
-            "tokens_per_s": self._rate,
-            "learning_rate": trainer.figures[0].learning_rate,
-            "gradient_norm": math.hypot(*(figures.gradient_norm for figures in trainer.figures)),
-        }
-
-    def summary_event(self, trainer: SoloTrainer) -> Event:
-        """`tokens_per_s` is the mean since the start; losses are of the steps since then, None when there was none."""
-        completed = trainer.microbatches
-        return {
-            "event": "summary",
-            "steps": trainer.steps,
-            "loss_first": self._losses[0] if self._losses else None,
-            "loss_last": self._losses[-1] if self._losses else None,
-            "tokens": trainer.tokens,
-            "tokens_per_s": (self._tokens - self._tokens_before) / max(self._last - self._began, 1e-9),
-            "microbatches": {"started": completed, "completed": completed, "abandoned": 0, "duplicated": 0},
-            "peers": [],
-        }

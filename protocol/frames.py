@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final
 
 from google.protobuf.message import DecodeError
@@ -80,7 +81,7 @@ from swarm.messages import (
     Unsettled,
 )
 from swarm.round_messages import Contribution, Reduced, StateChunk, StateRefused, StateRequest
-from swarm.vocabulary import PeerId, RunId, VersionRange
+from swarm.vocabulary import MAX_STAGES, PeerId, RunId, VersionRange
 
 MAX_SMALL_FRAME_BYTES: Final = 72 * 1024
 """Of every frame that is not a chunk: a path of 256 hops takes about 20 KiB, a roster of 256 members about 24 KiB, an answer 64 KiB."""
@@ -268,7 +269,8 @@ def _wire_question(frame: QuestionFrame) -> wire.Question:
         case QuestionAbout.STATUS:
             return wire.Question(id=frame.id, status=wire.StatusQuestion())
         case QuestionAbout.EVALUATE:
-            return wire.Question(id=frame.id, evaluate=wire.EvaluateQuestion(microbatches=question.microbatches))
+            evaluate = wire.EvaluateQuestion(microbatches=question.microbatches, stages=question.stages)
+            return wire.Question(id=frame.id, evaluate=evaluate)
         case QuestionAbout.STATE:
             assert question.module is not None
             state = wire.StateQuestion(module=wire_module(question.module), digest=question.digest)
@@ -281,7 +283,8 @@ def _read_question(question: wire.Question) -> QuestionFrame:
         raise ProtocolViolation("a question about nothing known")
     match QuestionAbout(kind):
         case QuestionAbout.EVALUATE:
-            asked = Question(QuestionAbout.EVALUATE, _read_microbatches(question.evaluate.microbatches))
+            microbatches = _read_microbatches(question.evaluate.microbatches)
+            asked = Question(QuestionAbout.EVALUATE, microbatches, stages=_read_stages(question.evaluate.stages))
         case QuestionAbout.STATE:
             module, digest = read_module(question.state.module), checked_digest(question.state.digest)
             asked = Question(QuestionAbout.STATE, module=module, digest=digest)
@@ -296,6 +299,14 @@ def _read_microbatches(microbatches: int) -> int:
             f"an evaluation of {microbatches} microbatches; 1 to {MAX_EVALUATION_MICROBATCHES} can be asked"
         )
     return microbatches
+
+
+def _read_stages(stages: Sequence[int]) -> tuple[int, ...]:
+    """In rising order, so that none comes twice."""
+    read = tuple(stages)
+    if any(later <= earlier for earlier, later in pairwise((0, *read, MAX_STAGES))):
+        raise ProtocolViolation(f"an evaluation's stages do not rise from at least 1 to at most {MAX_STAGES - 1}")
+    return read
 
 
 _ANSWER_FIELDS: Final = {

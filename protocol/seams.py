@@ -96,12 +96,14 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One of the questions of link.proto. `microbatches` is only for `evaluate`, the rest only for `state`."""
+    """One of the questions of link.proto. `microbatches` and `stages` are only for `evaluate`, the rest only for `state`."""
 
     about: QuestionAbout
     microbatches: int = 0
     module: ModuleId | None = None
     digest: bytes = b""
+    stages: tuple[int, ...] = ()
+    """Visited after stage 0, in rising order; none: all of them."""
 
 
 class QuestionAbout(enum.Enum):

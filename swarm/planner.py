@@ -68,10 +68,16 @@ class Planner:
         Args:
             in_flight: for each peer, how many of our microbatches are on a path through it.
         """
+        return self.plan_through(visited_stages(self.rules, number), in_flight, now)
+
+    def plan_through(
+        self, stages: Sequence[int], in_flight: Mapping[PeerId, int], now: float
+    ) -> Reasoned[Path | NoReplica]:
+        """As `plan`, through these stages in this order."""
         hops: list[Hop] = []
         missing: list[ModuleId] = []
         reasons: list[str] = []
-        for stage in visited_stages(self.rules, number):
+        for stage in stages:
             module = ModuleId(stage)
             chosen = self.replica(module, frozenset(), in_flight, now)
             if chosen.value is None:

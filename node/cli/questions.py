@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console, RenderableType
@@ -11,8 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from node.cli.live import download_bar
+from node.cli.options import StagesPerPath
 from node.cli.output import announce, print_json, run_loop
-from node.cli.text import count, harmless, loss_text, number_in, peer_name, round_text
+from node.cli.text import count, harmless, loss_text, number_in, path_text, peer_name, round_text
+
+if TYPE_CHECKING:
+    from node.loss_report import AskedPaths
 
 _ROUND_WIDTH = len("3 peers")
 """What has to be left of that column on a narrow terminal."""
@@ -43,20 +47,30 @@ def evaluate(
         str, typer.Argument(metavar="LINK|SOURCE", help="A join link, or a checkpoint's or an exported folder.")
     ],
     microbatches: Annotated[int, typer.Option(min=1, max=256, help="Held-out microbatches to measure.")] = 16,
+    stages_per_path: Annotated[int | None, StagesPerPath] = None,
+    every_subset: Annotated[
+        bool, typer.Option("--every-subset", help="With --stages-per-path: the mean over the ring of such choices.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Measure the loss on held-out text, of a running swarm, a checkpoint or an exported folder."""
     announce("skipstone eval: measuring the held-out loss", as_json=json)
+    if every_subset and stages_per_path is None:
+        raise typer.BadParameter("needs --stages-per-path", param_hint="--every-subset")
+    from node.loss_report import AskedPaths
     from protocol.join_link import is_link
 
-    answer = _evaluate_swarm(target, microbatches) if is_link(target) else _evaluate_folder(target, microbatches)
+    paths = AskedPaths(stages_per_path, every_subset)
+    measure = _evaluate_swarm if is_link(target) else _evaluate_folder
+    answer = measure(target, microbatches, paths)
     if json:
         print_json(answer)
-    else:
-        tokens, number = count(answer["tokens"]), answer["microbatches"]
-        typer.echo(
-            f"held-out loss {loss_text(answer['loss'])} nats per token  ({tokens} tokens, {number} microbatches)"
-        )
+        return
+    tokens, number = count(answer["tokens"]), answer["microbatches"]
+    typer.echo(f"held-out loss {loss_text(answer['loss'])} nats per token  ({tokens} tokens, {number} microbatches)")
+    if stages_per_path is not None:
+        for subset in answer["subsets"]:
+            typer.echo(f"  {loss_text(subset['loss'])}  {path_text(subset['stages'])}")
 
 
 def status_headline(answer: Mapping[str, Any]) -> Text:
@@ -113,16 +127,16 @@ def _round_cell(peer: Mapping[str, Any]) -> RenderableType:
     return Text(round_text(peer["round"], number_in(last, "members"), since))
 
 
-def _evaluate_swarm(target: str, microbatches: int) -> dict[str, Any]:
+def _evaluate_swarm(target: str, microbatches: int, paths: AskedPaths) -> dict[str, Any]:
     from protocol.join_link import parse_link
 
     link = parse_link(target)
     from node.queries import query_evaluation
 
-    return run_loop(query_evaluation(link, microbatches))
+    return run_loop(query_evaluation(link, microbatches, paths))
 
 
-def _evaluate_folder(target: str, microbatches: int) -> dict[str, Any]:
+def _evaluate_folder(target: str, microbatches: int, paths: AskedPaths) -> dict[str, Any]:
     from node.export.evaluation import evaluate_model
 
-    return run_loop(evaluate_model(target, microbatches))
+    return run_loop(evaluate_model(target, microbatches, paths=paths))

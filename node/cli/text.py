@@ -43,6 +43,12 @@ def count(number: float) -> str:
     return f"{number:,.0f}" if math.isfinite(number) else "-"
 
 
+def path_text(stages: Sequence[int]) -> str:
+    """`through stages 0, 2 and 4`; `stages` are those after stage 0."""
+    *others, last = (0, *stages)
+    return f"through stages {', '.join(map(str, others))} and {last}" if others else "through stage 0"
+
+
 def loss_text(loss: float | None) -> str:
     """Four digits after the point, or `-` when there is none."""
     return "-" if loss is None else f"{loss:.4f}"

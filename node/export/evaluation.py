@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import torch
 
@@ -11,25 +12,30 @@ from node.data.feed import held_out_microbatches
 from node.data.sources import open_source
 from node.export.opening import OpenedModel, open_model
 from node.export.source import read_decoder
+from node.loss_report import WHOLE_MODEL, AskedPaths, Measured, loss_report
 from node.model.decoder import Decoder
-from node.solo import Event, evaluate
+from node.solo import evaluate
 
 CPU = torch.device("cpu")
 
 
-async def evaluate_model(target: str, microbatches: int, device: torch.device = CPU) -> Event:
-    """Mean loss over held-out text: `{"loss": nats per token, "tokens": n, "microbatches": n}`.
+async def evaluate_model(
+    target: str, microbatches: int, device: torch.device = CPU, paths: AskedPaths = WHOLE_MODEL
+) -> dict[str, Any]:
+    """Mean loss over held-out text: see `node.loss_report.loss_report`.
 
     Raises:
-        ConfigError: `target` names no model, or the run's data is not here.
+        ConfigError: `target` names no model, the run's data is not here, or it has not so many stages.
         ManifestError, CorruptSnapshot, StateError: the model is damaged or incomplete.
     """
     async with open_model(target) as opened:
         decoder = await read_decoder(opened.source, device)
-        return await asyncio.to_thread(_evaluate, opened, decoder, microbatches)
+        return await asyncio.to_thread(_evaluate, opened, decoder, microbatches, paths)
 
 
-def _evaluate(opened: OpenedModel, decoder: Decoder, microbatches: int) -> Event:
+def _evaluate(opened: OpenedModel, decoder: Decoder, microbatches: int, paths: AskedPaths) -> dict[str, Any]:
     manifest = opened.source.signed.manifest
+    subsets = paths.of(manifest)
     documents = Documents(open_source(manifest.data), opened.tokenizer(), manifest.seed)
-    return evaluate(decoder, held_out_microbatches(manifest, microbatches, documents))
+    texts = list(held_out_microbatches(manifest, microbatches, documents))
+    return loss_report([(stages, Measured(**evaluate(decoder.through(stages), texts))) for stages in subsets])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ from protocol.manifest import Manifest
 
 
 class Decoder:
-    """All blocks in order of depth between embedding and head: a full path, no stage skipped.
+    """The blocks in order of depth between embedding and head: all of them, or those of some stages (`through`).
 
     Args:
         manifest: whose model and stages it has.
@@ -33,18 +35,30 @@ class Decoder:
         for part in (self._body, self._head):
             part.load_state_dict({name: parameters[name] for name, _ in part.named_parameters()}, assign=True)
             part.requires_grad_(False).to(device)
-        self._blocks = [block for block in self._body.model["layers"].children() if isinstance(block, Block)]
+        self._every_block = [block for block in self._body.model["layers"].children() if isinstance(block, Block)]
+        self._ends = list(accumulate(manifest.stages.blocks))
+        self._blocks = self._every_block
+        self.stages = tuple(range(1, len(self._ends)))
+        """On its path, stage 0 not counted."""
+
+    def through(self, stages: Sequence[int]) -> Decoder:
+        """The same weights with only these of the stages after stage 0 on the path."""
+        other = copy.copy(self)
+        of_stages = [range(self._ends[stage - 1], self._ends[stage]) for stage in stages]
+        kept = chain(range(self._ends[0]), *of_stages)
+        other.stages = tuple(stages)
+        other._blocks = [self._every_block[index] for index in kept]
+        return other
 
     @torch.inference_mode()
     def loss(self, microbatch: Microbatch) -> float:
         """Mean nats per token."""
-        hidden = self._body(microbatch.tokens.to(self.device))
-        return float(self._head(hidden, microbatch.labels.to(self.device)).item())
+        return float(self._head(self._hidden(microbatch.tokens), microbatch.labels.to(self.device)).item())
 
     @torch.inference_mode()
     def logits(self, tokens: Tensor) -> Tensor:
         """Of every position: tokens [rows, tokens] int64 to float32 [rows, tokens, vocabulary]."""
-        return self._head.logits(self._body(tokens.to(self.device)))
+        return self._head.logits(self._hidden(tokens))
 
     def no_past(self, capacity: int) -> list[Past]:
         """A past for each block, with room for `capacity` tokens."""
@@ -57,11 +71,16 @@ class Decoder:
         Raises:
             ValueError: they do not fit, or are several after others (`node.model.past`).
         """
-        row = torch.tensor([list(tokens)], dtype=torch.int64, device=self.device)
-        hidden = self._body.model["embed_tokens"](row).to(self._body.hidden_type)
-        for block, own in zip(self._blocks, past, strict=True):
-            hidden = block(hidden, self._body.rotary, own)
+        hidden = self._hidden(torch.tensor([list(tokens)], dtype=torch.int64), past)
         return self._head.logits(hidden[0, -1]).cpu()
+
+    def _hidden(self, tokens: Tensor, past: Sequence[Past] | None = None) -> Tensor:
+        """What the head reads, [rows, tokens, hidden]."""
+        hidden: Tensor = self._body.model["embed_tokens"](tokens.to(self.device)).to(self._body.hidden_type)
+        pasts: Sequence[Past | None] = [None] * len(self._blocks) if past is None else past
+        for block, own in zip(self._blocks, pasts, strict=True):
+            hidden = block(hidden, self._body.rotary, own)
+        return hidden
 
 
 def decoder_bytes(manifest: Manifest) -> int:

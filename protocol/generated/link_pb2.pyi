@@ -578,10 +578,12 @@ class StatusQuestion(_message.Message):
     def __init__(self) -> None: ...
 
 class EvaluateQuestion(_message.Message):
-    __slots__ = ("microbatches",)
+    __slots__ = ("microbatches", "stages")
     MICROBATCHES_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
     microbatches: int
-    def __init__(self, microbatches: _Optional[int] = ...) -> None: ...
+    stages: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, microbatches: _Optional[int] = ..., stages: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StateQuestion(_message.Message):
     __slots__ = ("module", "digest")

@@ -14,7 +14,9 @@ PATIENCE_S = 90.0
 """A bound for what should take seconds: it ends a test that hangs, and says nothing about speed."""
 
 
-def small_run(text: Path, *, blocks: tuple[int, ...] = (0, 1, 1, 1), **training: object) -> Manifest:
+def small_run(
+    text: Path, *, blocks: tuple[int, ...] = (0, 1, 1, 1), per_path: int | None = None, **training: object
+) -> Manifest:
     """A byte-level model of `text` with a step of four microbatches."""
     return manifest_from_table(
         {
@@ -29,7 +31,7 @@ def small_run(text: Path, *, blocks: tuple[int, ...] = (0, 1, 1, 1), **training:
                 "feed_forward": 64,
                 "sequence": 32,
             },
-            "stages": {"blocks": blocks},
+            "stages": {"blocks": blocks, "per_path": per_path},
             "data": {"source": f"path:{text}", "held_out": 0.1},
             "training": {
                 "rows": 2,

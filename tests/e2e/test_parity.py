@@ -11,10 +11,12 @@ from node.checkpoint.folder import CheckpointFolder
 from node.checkpoint.gather import gather_modules
 from node.local_setup import LocalSwarmOptions
 from node.local_swarm import LocalSwarm
+from node.path_rules import path_rules
 from node.solo import train_solo
 from protocol.identity import Identity
 from protocol.manifest import Manifest
 from protocol.signed_manifest import sign_manifest
+from swarm.planner import visited_stages
 from tests.e2e.small_run import Watch, small_run, write_text
 
 pytestmark = pytest.mark.e2e
@@ -24,9 +26,25 @@ STEPS = 20
 
 @pytest.mark.parametrize("inner_steps", [50, 4], ids=["without a round", "with five rounds"])
 async def test_a_swarm_equals_one_process(tmp_path: Path, inner_steps: int) -> None:
-    manifest = small_run(write_text(tmp_path / "text"), inner_steps=inner_steps)
+    await _compare(small_run(write_text(tmp_path / "text"), inner_steps=inner_steps), tmp_path)
+
+
+async def test_a_swarm_that_skips_equals_one_process(tmp_path: Path) -> None:
+    """Each of four stages sees every second microbatch. With four in a step of stage 0, every second such step ends one of all the others, and
+    none of them steps while others of its microbatches are under way: what they see does not depend on who is faster.
+
+    A data node's numbers begin at a multiple of a power of two, solo's at 0: with four stages their choices are the same.
+    """
+    manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 1, 1, 1, 1), per_path=2, inner_steps=4)
+    visited = [visited_stages(path_rules(manifest), number) for number in range(manifest.microbatches_per_step)]
+    assert all(sum(stage in stages for stages in visited) == 2 for stage in range(1, 5))
+    await _compare(manifest, tmp_path)
+
+
+async def _compare(manifest: Manifest, tmp_path: Path) -> None:
     solo = _solo_losses(manifest, tmp_path / "solo")
-    options = LocalSwarmOptions(peers=4, steps=STEPS, threads=1, checkpoint_dir=tmp_path / "swarm")
+    peers = manifest.stages.count
+    options = LocalSwarmOptions(peers=peers, steps=STEPS, threads=1, checkpoint_dir=tmp_path / "swarm")
     async with LocalSwarm(manifest, options) as swarm:
         watch = Watch(swarm)
         await watch.to_the_end(swarm)
@@ -40,8 +58,9 @@ async def test_a_swarm_equals_one_process(tmp_path: Path, inner_steps: int) -> N
             torch.testing.assert_close(
                 value, theirs[parameter], rtol=0, atol=1e-5, msg=lambda why, name=parameter: f"{name}: {why}"
             )
-    completed = {summary.accumulated for summary in watch.summaries()}
-    assert completed == {STEPS * manifest.microbatches_per_step}
+    completed = STEPS * manifest.microbatches_per_step
+    visits = completed * manifest.stages.visited_per_path // (peers - 1)
+    assert sorted(summary.accumulated for summary in watch.summaries()) == sorted([completed, *[visits] * (peers - 1)])
 
 
 def _solo_losses(manifest: Manifest, folder: Path) -> list[float]:

@@ -14,11 +14,12 @@ from rich.console import Console
 from node.cli.questions import status_headline, status_table
 from node.local_setup import LocalSwarmOptions
 from node.local_swarm import LocalSwarm
+from node.loss_report import WHOLE_MODEL, AskedPaths
 from node.queries import query_evaluation, query_status
 from protocol.identity import Identity
 from protocol.join_link import JoinLink
 from protocol.signed_manifest import sign_manifest
-from swarm.errors import ManifestError, Unreachable
+from swarm.errors import ConfigError, ManifestError, Unreachable
 from tests.e2e.small_run import Watch, small_run, write_text
 
 pytestmark = pytest.mark.e2e
@@ -43,8 +44,24 @@ async def test_a_running_swarm_tells_of_itself(tmp_path: Path) -> None:
         assert before["microbatches"] == 2
         assert before["tokens"] == 2 * manifest.microbatch_tokens
         assert math.isfinite(before["loss"])
+        assert [subset["stages"] for subset in before["subsets"]] == [[1, 2]]
         with pytest.raises(Unreachable, match="within 1 s"):
             await query_status(JoinLink(_another_run(tmp_path), swarm.link.peers), patience_s=1.0)
+
+
+async def test_any_part_of_a_running_swarm_can_be_measured(tmp_path: Path) -> None:
+    """Of a run whose own paths skip a stage: the whole model, more than a path of training, and parts of it."""
+    manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 1, 1), per_path=1)
+    options = LocalSwarmOptions(peers=3, threads=1)
+    async with LocalSwarm(manifest, options) as swarm:
+        watch = Watch(swarm)
+        await watch.step(3)
+        for paths, stages in ((WHOLE_MODEL, [[1, 2]]), (AskedPaths(1), [[1]]), (AskedPaths(1, True), [[1], [2]])):
+            answer = await query_evaluation(swarm.link, 1, paths)
+            assert [subset["stages"] for subset in answer["subsets"]] == stages
+            assert all(0 < subset["loss"] < 7 for subset in answer["subsets"])
+        with pytest.raises(ConfigError, match="2 after stage 0"):
+            await query_evaluation(swarm.link, 1, AskedPaths(3))
 
 
 async def test_a_manifest_of_another_run_is_refused_at_once(tmp_path: Path) -> None:

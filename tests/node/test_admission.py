@@ -123,3 +123,14 @@ def test_a_module_that_was_hosted_once_is_no_violation_but_not_hosted() -> None:
 def test_the_tensor_of_a_bfloat16_run() -> None:
     tensor = hidden_tensor(small_manifest(model__dtype="bfloat16"))
     assert tensor == TensorSpec((2, 16, 16), DType.BFLOAT16)
+
+
+def test_the_rule_for_paths_is_about_training() -> None:
+    """The whole model may be measured, each stage once."""
+    manifest = small_manifest(stages__per_path=1)
+    rules = Admission(manifest, A, ModuleId(1))
+    measured = replace(forward(), purpose=Purpose.EVALUATE)
+    rules.check(DATA, measured, TENSOR)
+    for message in (forward(), backward(), replace(measured, path=path_of((1, A), (2, B), (2, B)))):
+        with pytest.raises(ProtocolViolation, match="the path visits the stages"):
+            rules.check(B if isinstance(message, Backward) else DATA, message, TENSOR)

@@ -19,9 +19,10 @@ from node import local_swarm
 from node.cli.app import app
 from node.cli.text import harmless_lines
 from node.events import EventSink, Note, Step
+from node.loss_report import AskedPaths
 from node.options import NodeOptions
 from protocol.signed_manifest import read_signed_manifest
-from swarm.errors import IdentityError, SkipstoneError, Unreachable
+from swarm.errors import ConfigError, IdentityError, SkipstoneError, Unreachable
 from tests.node.saved_model import file_of, save_checkpoint
 from tests.node.small_manifest import small_manifest
 
@@ -330,10 +331,18 @@ class TestQuestions:
         assert json.loads(result.stdout) == STATUS
 
     def test_evaluation_of_a_swarm(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        async def query_evaluation(link: object, microbatches: int) -> dict[str, Any]:
-            return {"loss": 2.5, "tokens": 512 * microbatches, "microbatches": microbatches}
+        async def query_evaluation(link: object, microbatches: int, paths: AskedPaths) -> dict[str, Any]:
+            subsets = [{"stages": list(stages), "loss": 2.5} for stages in paths.of(small_manifest())]
+            return {"loss": 2.5, "tokens": 512 * microbatches, "microbatches": microbatches, "subsets": subsets}
 
         pretend(monkeypatch, query_evaluation=query_evaluation)
+        assert "through" not in run("eval", LINK).stdout
+        part = run("eval", LINK, "--stages-per-path", "1").stdout.splitlines()[1:]
+        assert part[1:] == ["  2.5000  through stages 0 and 1"]
+        parts = run("eval", LINK, "--stages-per-path", "1", "--every-subset").stdout.splitlines()[1:]
+        assert parts[1:] == ["  2.5000  through stages 0 and 1", "  2.5000  through stages 0 and 2"]
+        assert run("eval", LINK, "--stages-per-path", "3").exit_code == ConfigError.exit_code
+        assert run("eval", LINK, "--every-subset").exit_code == 2
         assert "held-out loss 2.5000" in run("eval", LINK, "--microbatches", "4").stdout
         assert json.loads(run("eval", LINK, "--microbatches", "4", "--json").stdout)["tokens"] == 2048
         assert run("eval", LINK, "--microbatches", "0").exit_code == 2
@@ -371,6 +380,18 @@ class TestModels:
         result = run("generate", str(checkpoint), *asked)
         assert result.stdout == harmless_lines(answers[0]["text"]) + "\n"
         assert "seed 5" in result.stderr
+
+    def test_generate_with_some_of_the_stages(self, checkpoint: Path) -> None:
+        asked = ("generate", str(checkpoint), "the cat", "--tokens", "30", "--seed", "5", "--device", "cpu", "--json")
+        whole, every, part = (
+            json.loads(run(*asked, *more).stdout)
+            for more in ((), ("--stages-per-path", "2"), ("--stages-per-path", "1"))
+        )
+        assert whole == every
+        assert (whole["stages"], part["stages"]) == ([1, 2], [1])
+        assert whole["tokens"] != part["tokens"]
+        assert "through stages 0 and 1" in run(*asked, "--stages-per-path", "1").stderr
+        assert run(*asked, "--stages-per-path", "3").exit_code == ConfigError.exit_code
 
     def test_a_prompt_longer_than_what_the_model_sees_is_said(self, checkpoint: Path) -> None:
         result = run("generate", str(checkpoint), "x" * 40, "--tokens", "2", "--device", "cpu")

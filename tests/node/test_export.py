@@ -12,12 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from node.data.feed import held_out_microbatches
 from node.export import source as source_module
 from node.export.evaluation import evaluate_model
 from node.export.folder import Export, export
 from node.export.layout import SHARD_BYTES, plan_shards
 from node.export.opening import open_model
 from node.export.source import read_decoder
+from node.loss_report import AskedPaths
 from node.model.decoder import Decoder
 from node.model.initial import parameters_of
 from node.model.shapes import parameter_shapes
@@ -126,6 +128,23 @@ def test_an_export_has_the_held_out_loss_of_its_checkpoint(tmp_path: Path) -> No
     losses = [asyncio.run(evaluate_model(str(path), 3)) for path in (checkpoint, tmp_path / "folder")]
     assert losses[0] == losses[1]
     assert (losses[0]["tokens"], losses[0]["microbatches"]) == (96, 3)
+    assert losses[0]["subsets"] == [{"stages": [1, 2], "loss": losses[0]["loss"]}]
+
+
+def test_parts_of_a_model_are_measured_on_the_same_text(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 3000)
+    manifest = small_manifest(data__source=f"path:{tmp_path / 'text'}")
+    model = noisy_model(manifest)
+    checkpoint = save_checkpoint(tmp_path / "checkpoint", manifest, model)
+    measured = asyncio.run(evaluate_model(str(checkpoint), 3, paths=AskedPaths(1, every_subset=True)))
+    texts = list(held_out_microbatches(manifest, 3))
+    expected = [sum(model.loss(text, (stage,)) for text in texts) / 3 for stage in (1, 2)]
+    assert [subset["stages"] for subset in measured["subsets"]] == [[1], [2]]
+    assert [subset["loss"] for subset in measured["subsets"]] == pytest.approx(expected, abs=1e-5)
+    assert measured["loss"] == pytest.approx(sum(expected) / 2, abs=1e-5)
+    assert expected[0] != pytest.approx(expected[1], abs=1e-3)
+    first = asyncio.run(evaluate_model(str(checkpoint), 3, paths=AskedPaths(1)))
+    assert first["subsets"] == measured["subsets"][:1]
 
 
 class TestTarget:

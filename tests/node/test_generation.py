@@ -56,12 +56,27 @@ def test_the_past_changes_nothing(decoder: Decoder, prompt: bytes) -> None:
     assert len(set(found)) > 1
 
 
-def test_logits_with_a_past_are_those_without(decoder: Decoder) -> None:
+@pytest.mark.parametrize("stages", [(1, 2), (1,), (2,), ()])
+def test_logits_with_a_past_are_those_without(decoder: Decoder, stages: tuple[int, ...]) -> None:
+    decoder = decoder.through(stages)
     tokens = [5, 200, 31, 7, 99, 256, 12]
     past = decoder.no_past(len(tokens))
     stepped = [decoder.next_logits(tokens[:3], past), *(decoder.next_logits([token], past) for token in tokens[3:])]
     whole = decoder.logits(torch.tensor([tokens]))[0, 2:]
     torch.testing.assert_close(torch.stack(stepped), whole, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_part_of_the_model_skips_the_other_stages(decoder: Decoder) -> None:
+    model, tokens = noisy_model(small_manifest()), torch.tensor([[5, 200, 31]])
+    for stages in ((1, 2), (1,), (2,), ()):
+        hidden = model.embedding(tokens)
+        for stage in stages:
+            hidden = model.stacks[stage - 1](hidden)
+        part = decoder.through(stages)
+        torch.testing.assert_close(part.logits(tokens), model.head.logits(hidden))
+        assert part.stages == stages
+    assert decoder.stages == (1, 2)
 
 
 def test_bfloat16_models_generate() -> None:

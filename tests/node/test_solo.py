@@ -10,14 +10,17 @@ from typing import Any
 import pytest
 import torch
 
+from node.checkpoint.folder import CheckpointFolder, load_newest
 from node.checkpoint.gather import gather_modules
 from node.data.feed import TrainingFeed, held_out_microbatches, open_documents
 from node.default_manifest import default_manifest
 from node.export.evaluation import evaluate_model
 from node.model.initial import digest_of
 from node.solo import SOLO, SoloTrainer, WholeModel, evaluate, train_solo
+from node.solo_state import solo_peer
 from protocol.manifest import Manifest
 from swarm.errors import ConfigError, CorruptSnapshot, StateError
+from swarm.vocabulary import ModuleId
 from tests.node.saved_states import SteppedStorage, folder_at
 from tests.node.small_manifest import small_manifest
 
@@ -38,7 +41,7 @@ def train(manifest: Manifest, steps: int, **options: Any) -> tuple[dict[str, Any
         manifest,
         steps=steps,
         device=CPU,
-        threads=None,
+        threads=1,
         on_event=events.append,
         monotonic=lambda: float(next(ticks)),
         **options,
@@ -127,7 +130,8 @@ def test_a_checkpoint_gives_the_held_out_loss_of_the_trained_model(manifest: Man
     trained.load(gather_modules(folder.path))
     assert digest_of(trained.head) != digest_of(WholeModel(manifest, CPU).head)
     measured = asyncio.run(evaluate_model(str(folder.path), 5))
-    assert measured == evaluate(trained, held_out_microbatches(manifest, 5))
+    expected = evaluate(trained, held_out_microbatches(manifest, 5))
+    assert measured == {**expected, "subsets": [{"stages": [1, 2], "loss": expected["loss"]}]}
     assert measured["loss"] < 4
     assert (measured["tokens"], measured["microbatches"]) == (5 * 32, 5)
 
@@ -147,6 +151,49 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(manifest: Manifest, t
     assert summary["tokens"] == 16 * 64
     assert summary["microbatches"]["completed"] == 32
     assert any(event.get("message") == "resumes at step 6, 384 tokens" for event in events)
+
+
+def steps_of(folder: CheckpointFolder) -> list[int]:
+    """Inner steps of each module, as they were saved last."""
+    found = (load_newest(folder, solo_peer(ModuleId(stage))) for stage in range(3))
+    return [loaded.header.steps for loaded in found if loaded is not None]
+
+
+def test_a_skipped_stage_steps_when_it_has_seen_its_tokens(manifest: Manifest, tmp_path: Path) -> None:
+    """Of two microbatches in each step of stage 0, each of the two other stages sees one: a step of its own every second time."""
+    skipping = small_manifest(data__source=manifest.data.source, stages__per_path=1)
+    folder = folder_at(tmp_path / "checkpoint", manifest=skipping)
+    summary, events = train(skipping, 7, checkpoint=folder)
+    assert summary["microbatches"]["completed"] == 14
+    assert steps_of(folder) == [7, 3, 3]
+    saved = load_newest(folder, solo_peer(ModuleId(1)))
+    assert saved is not None
+    assert (saved.header.counters.visits, saved.header.counters.tokens) == (6, 6 * 32)
+    losses = [event["loss"] for event in events if event["event"] == "step"]
+    full = [event["loss"] for event in train(manifest, 7)[1] if event["event"] == "step"]
+    assert losses != pytest.approx(full, abs=1e-3)
+
+
+def test_what_skips_goes_on_where_no_sum_is_open_as_if_nothing_had_been(manifest: Manifest, tmp_path: Path) -> None:
+    skipping = small_manifest(
+        data__source=manifest.data.source, training__inner={"learning_rate": 0.02}, stages__per_path=1
+    )
+    whole = [event["loss"] for event in train(skipping, 12)[1] if event["event"] == "step"]
+    folder = folder_at(tmp_path / "checkpoint", manifest=skipping)
+    train(skipping, 4, checkpoint=folder)
+    resumed = [event["loss"] for event in train(skipping, 12, checkpoint=folder)[1] if event["event"] == "step"]
+    assert resumed == pytest.approx(whole[4:], abs=1e-6)
+    assert steps_of(folder) == [12, 6, 6]
+
+
+def test_a_path_may_go_through_its_stages_in_any_order(manifest: Manifest) -> None:
+    model = WholeModel(manifest, CPU)
+    (text,) = held_out_microbatches(manifest, 1)
+    loss, gradients = model.gradients(text, (2, 1))
+    assert loss == pytest.approx(model.loss(text, (2, 1)), abs=1e-6)
+    assert loss != pytest.approx(model.loss(text, (1, 2)), abs=1e-6)
+    assert set(gradients) == {model.embedding, model.head, *model.stacks}
+    assert set(model.gradients(text, (2,))[1]) == {model.embedding, model.head, model.stacks[1]}
 
 
 def test_modules_saved_at_different_steps_are_taken_back_to_the_last_common_one(

@@ -102,7 +102,13 @@ frames = st.one_of(
         QuestionFrame,
         uint32,
         st.sampled_from(
-            [Question(QuestionAbout.MANIFEST), Question(QuestionAbout.STATUS), Question(QuestionAbout.EVALUATE, 256)]
+            [
+                Question(QuestionAbout.MANIFEST),
+                Question(QuestionAbout.STATUS),
+                Question(QuestionAbout.EVALUATE, 256),
+                Question(QuestionAbout.EVALUATE, 1, stages=(1, 3, 1023)),
+                Question(QuestionAbout.EVALUATE, 1, stages=tuple(range(1, 1024))),
+            ]
         ),
     ),
     st.builds(AnswerFrame, uint32, st.sampled_from(QuestionAbout), st.binary(max_size=65536)),
@@ -263,6 +269,12 @@ def test_a_lying_tensor_header_is_refused(lie: dict[str, object]) -> None:
         wire.Frame(farewell=wire.Farewell(detail="x" * 257)).SerializeToString(),
         wire.Frame(question=wire.Question(id=1)).SerializeToString(),
         wire.Frame(question=wire.Question(evaluate=wire.EvaluateQuestion(microbatches=257))).SerializeToString(),
+        *(
+            wire.Frame(
+                question=wire.Question(evaluate=wire.EvaluateQuestion(microbatches=1, stages=stages))
+            ).SerializeToString()
+            for stages in ((0,), (1024,), (2, 2), (3, 1))
+        ),
         wire.Frame(answer=wire.Answer(id=1)).SerializeToString(),
         wire.Frame(answer=wire.Answer(id=1, status=bytes(65537))).SerializeToString(),
         wire.Frame(receipt=wire.Receipt()).SerializeToString(),

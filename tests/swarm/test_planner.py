@@ -49,6 +49,13 @@ def test_a_path_goes_through_its_stages_in_order() -> None:
     assert path == Path(OWN, tuple(Hop(ModuleId(stage), PeerId(f"p{stage}")) for stage in (1, 2, 3)))
 
 
+def test_a_path_can_be_had_through_any_stages() -> None:
+    planner, _ = planner_with(*(announcement(f"p{stage}", stage) for stage in (1, 2, 3)), rules=PathRules(5, 2))
+    full = planner.plan_through((1, 2, 3), {}, 0.0).value
+    assert full == Path(OWN, tuple(Hop(ModuleId(stage), PeerId(f"p{stage}")) for stage in (1, 2, 3)))
+    assert planner.plan_through((2, 4), {}, 0.0).value == NoReplica((ModuleId(4),))
+
+
 def test_a_path_may_visit_nobody() -> None:
     planner, _ = planner_with(rules=PathRules(1, 0))
     assert planner.plan(0, {}, 0.0).value == Path(OWN, ())

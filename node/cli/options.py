@@ -1,0 +1,11 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import typer
+
+StagesPerPath: Final[Any] = typer.Option(
+    min=1, help="Run only so many of the stages after stage 0, evenly spread over the depth [default: all]"
+)
