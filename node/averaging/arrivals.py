@@ -19,6 +19,8 @@ from swarm.vocabulary import PeerId
 
 EARLY_PIECES: Final = 32
 """Kept before the roster is here, of all members together: at most 128 MiB."""
+FEWEST_EARLY: Final = 2
+"""That each member may send so early, however many they are."""
 
 Deliver = Callable[[PeerId, RoundPiece, Piece, memoryview], None]
 """Takes a whole piece; gives its buffer back with `Arrivals.give_back`."""
@@ -27,6 +29,11 @@ Deliver = Callable[[PeerId, RoundPiece, Piece, memoryview], None]
 def piece_spec(codec: Codec, elements: int) -> TensorSpec:
     """How so many elements travel."""
     return TensorSpec((elements,), DType.FLOAT32, codec)
+
+
+def early_pieces(others: int) -> int:
+    """How many pieces a member may send to another before it has seen a result of it, so that those of all others together are kept."""
+    return max(FEWEST_EARLY, EARLY_PIECES // max(1, others))
 
 
 class Arrivals:

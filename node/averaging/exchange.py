@@ -21,7 +21,7 @@ from typing import Final, TypeVar
 import numpy as np
 
 from node.averaging.anchor import Anchor, Vector
-from node.averaging.arrivals import Arrivals, piece_spec
+from node.averaging.arrivals import Arrivals, early_pieces, piece_spec
 from node.averaging.outer import OuterRule
 from node.averaging.pieces import Piece, Plan
 from node.averaging.progress import ExchangeProgress, Watch
@@ -40,8 +40,6 @@ from swarm.vocabulary import PeerId
 Result = TypeVar("Result")
 
 WINDOW: Final = 8
-FIRST_WINDOW: Final = 2
-"""Before the first result: no more than this can reach a member that has not seen the roster yet (`arrivals`)."""
 LANES: Final = 2
 """Pieces of each kind that are being sent to one member: while one goes out, the next is prepared."""
 
@@ -100,8 +98,9 @@ class Exchange:
         largest = max(piece.elements for piece in plan.pieces)
         self._room: Vector = np.empty(largest, np.float32)
         """For whatever runs on the thread."""
-        self._windows = {peer: asyncio.Semaphore(FIRST_WINDOW) for peer in plan.others}
-        self._widths = dict.fromkeys(plan.others, FIRST_WINDOW)
+        width = min(WINDOW, early_pieces(len(plan.others)))
+        self._windows = {peer: asyncio.Semaphore(width) for peer in plan.others}
+        self._widths = dict.fromkeys(plan.others, width)
         own = len(plan.shards[plan.own])
         self._results: dict[PeerId, asyncio.Queue[tuple[Piece, memoryview]]] = {
             peer: asyncio.Queue(own) for peer in plan.others
