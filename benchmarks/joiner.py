@@ -4,10 +4,11 @@
 
 A local swarm of real processes: a data node, and replicas of one stage with a state of some tens of MB. Prints one JSON object.
 
-On one machine a newcomer costs the others more than it would elsewhere: its process starts, builds the module and measures itself on their cores
-(`starting`). What it costs as a newcomer is what is lost while the state is under way, from its first chunk to its last (`transfer`); both
-are stated, as shares of the tokens per second in the window before. A single transfer takes less than a second here, so the figure is
-coarse: `transfer_steps` says how many steps it is made of. Progress goes to stderr.
+The swarm has the first half of the machine's cores and newcomers have the rest, for a newcomer brings its own: it starts, builds the
+module, measures itself and takes the state in there (with one core, or without `taskset`, on the others' cores). What it costs the others is what they lose while the
+state is under way, from its first chunk to its last (`transfer`), and before, while it starts (`starting`); both as shares of the tokens per
+second in the window before. A single transfer takes less than a second here, so the figure is coarse: `transfer_steps` says how
+many steps it is made of. Progress goes to stderr.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import asyncio
 import itertools
 import json
 import os
+import shutil
 import statistics
 import sys
 import time
@@ -30,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from node.averaging.layout import layout_of
 from node.events import CatchingUp, CaughtUp, Event, NodeStatus, RoundCommitted, Step
-from node.local_setup import LocalSwarmOptions
+from node.local_setup import LocalSwarmOptions, Place, Places, everywhere_here
 from node.local_swarm import LocalSwarm
 from node.model.shapes import parameter_shapes
 from protocol.manifest import Manifest, manifest_from_table
@@ -191,9 +193,22 @@ async def join_several(watch: Watch, number: int, donors: list[str]) -> dict[str
     }
 
 
+def part_cores(swarm: int) -> Places:
+    """Binds this process, and with it the swarm's first nodes, to half of the cores, and later nodes to the others."""
+    taskset = shutil.which("taskset")
+    cores = sorted(os.sched_getaffinity(0)) if taskset is not None else []
+    if len(cores) < 2:
+        return everywhere_here
+    os.sched_setaffinity(0, cores[: len(cores) // 2])
+    others = ",".join(map(str, cores[len(cores) // 2 :]))
+    newcomer = Place(command=(str(taskset), "-c", others, sys.executable, "-P", "-m", "node"))
+    return lambda index: Place() if index < swarm else newcomer
+
+
 async def measure(chosen: argparse.Namespace) -> dict[str, Any]:
     manifest = joiner_run(chosen.hidden, chosen.blocks)
-    async with LocalSwarm(manifest, LocalSwarmOptions(peers=1 + chosen.replicas, threads=1)) as swarm:
+    options = LocalSwarmOptions(peers=1 + chosen.replicas, threads=1)
+    async with LocalSwarm(manifest, options, places=part_cores(options.peers)) as swarm:
         watch = Watch(swarm)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(watch.run())
