@@ -1,6 +1,7 @@
 """Paths planned by the data nodes: what each part of the plan is worth, what planning costs, and what churn leaves of it. Pure simulation, on one core.
 
-    python benchmarks/paths.py [--instances FILE...] [--regions FILE] [--seeds 3] [--sizes 100 1000] [--minutes 5]
+    python benchmarks/paths.py [--instances FILE...] [--regions FILE] [--seeds 3] [--sizes 100 1000]
+        [--attempts 1000] [--minutes 5]
 
 `arms`: each instance, and one like it whose peers compute up to three times slower, by every contender of `benchmarks.paths_arms`: makespan, and the median
 over 20 worlds with every cost off by up to 5 %. `planning`: CPU time of this process. `deaths`: each peer but the data nodes dies in turn. `churn`: that share
@@ -89,6 +90,7 @@ def main() -> None:
     parser.add_argument("--regions", type=Path, default=SMALL_DATA / "four_regions.json")
     parser.add_argument("--seeds", type=int, default=3, help="how many seeds medians are over")
     parser.add_argument("--sizes", type=int, nargs="+", default=[100, 1000])
+    parser.add_argument("--attempts", type=int, default=1000, help="changes that the central search tries")
     parser.add_argument("--minutes", type=float, default=5.0, help="virtual minutes of churn")
     options = parser.parse_args()
     instances = [read_instance(path) for path in options.instances]
@@ -96,7 +98,7 @@ def main() -> None:
     seeds = range(1, options.seeds + 1)
     everyone = [*instances, *(uneven(instance, UNEVEN_SEED) for instance in instances)]
     result = {
-        "arms": [decompose(instance, report) for instance in everyone],
+        "arms": [decompose(instance, options.attempts, report) for instance in everyone],
         "planning": planning(instances, regions, options.sizes, seeds),
         "deaths": [after_each_death(instance) for instance in everyone],
         "churn": [churn(instance, options.minutes, seeds) for instance in everyone],

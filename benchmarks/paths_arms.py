@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from benchmarks.paths_central import improved
 from benchmarks.paths_online import EarliestReturn, SmallestVirtualTime, one_by_one
 from swarm.paths.balance import fair_sets, visits
 from swarm.paths.costs import Costs, Route
@@ -41,28 +42,32 @@ class Arm:
     plans: Sequence[Plan]
 
 
-def arms(instance: Instance) -> dict[str, Arm]:
-    """All arms, in the order of the table."""
+def arms(instance: Instance, attempts: int) -> dict[str, Arm]:
+    """All arms, in the order of the table.
+
+    Args:
+        attempts: of the two arms that a central search makes better; they are no decentralized plans.
+    """
     rules = instance.rules
     straight = replace(rules, per_path=rules.skippable, max_back_stops=0)
     full = replace(rules, per_path=rules.skippable)
-    forward = replace(rules, max_back_stops=0)
-
-    def searched(kept: PathRules) -> Arm:
-        return Arm(kept, [agreed_plan(replace(instance, rules=kept))[0]])
-
+    found = {kept: agreed_plan(replace(instance, rules=kept))[0] for kept in (straight, full, rules)}
+    in_order = replace(rules, max_back_stops=0)
+    best_full = min((straight, full), key=lambda kept: forecast(instance.costs, found[kept]).makespan_s)
     return {
         "full, fixed pairs, one data node a chain": Arm(straight, [fixed_pairs(instance)]),
         "full, fixed pairs, all data nodes": Arm(straight, [fixed_pairs_of_all(instance)]),
         "full, SWARM's rule": Arm(straight, one_by_one(replace(instance, rules=straight), SmallestVirtualTime)),
-        "full, searched routes": searched(straight),
-        "full, searched routes, steps back": searched(full),
+        "full, searched routes": Arm(straight, [found[straight]]),
+        "full, searched routes, steps back": Arm(full, [found[full]]),
+        "full, the better one improved centrally": Arm(full, [improved(instance, found[best_full], attempts)]),
         "skipping, cost-blind": Arm(rules, [cost_blind(instance, seed) for seed in range(DRAWS)]),
         "skipping, SWARM's rule": Arm(rules, one_by_one(instance, SmallestVirtualTime)),
         "skipping, earliest return": Arm(rules, one_by_one(instance, EarliestReturn)),
         "ours, cold": Arm(rules, [cold_plan(instance)]),
-        "ours, no steps back": searched(forward),
-        "ours": searched(rules),
+        "ours, no steps back": Arm(in_order, [agreed_plan(replace(instance, rules=in_order))[0]]),
+        "ours": Arm(rules, [found[rules]]),
+        "ours, improved centrally": Arm(rules, [improved(instance, found[rules], attempts)]),
     }
 
 
@@ -171,10 +176,10 @@ def measure(instance: Instance, arm: Arm) -> dict[str, Any]:
     }
 
 
-def decompose(instance: Instance, report: Callable[[str], None]) -> Mapping[str, Any]:
+def decompose(instance: Instance, attempts: int, report: Callable[[str], None]) -> Mapping[str, Any]:
     """Every arm on one instance."""
     table = {}
-    for name, arm in arms(instance).items():
+    for name, arm in arms(instance, attempts).items():
         table[name] = measure(instance, arm)
         report(f"{instance.name}: {name}: {table[name]['makespan_s']} s")
     return {"instance": instance.name, "lower_bound_s": _rounded(lower_bound_s(instance)), "arms": table}

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.paths import churn, uneven
-from benchmarks.paths_arms import Arm, arms, fault, fixed_pairs, measure
+from benchmarks.paths_arms import Arm, arms, cost_blind, fault, fixed_pairs, measure
+from benchmarks.paths_central import improved
 from benchmarks.paths_online import EarliestReturn, Moment, SmallestVirtualTime, one_by_one
 from benchmarks.paths_planning import after_each_death
 from swarm.paths.costs import Route
@@ -37,7 +38,7 @@ def eight_peers() -> Instance:
 @pytest.mark.parametrize("instance", [eight_peers(), twenty_peers(), uneven(twenty_peers(), 2)], ids=lambda i: i.name)
 def test_all_arms_do_the_same_work_by_the_rules(instance: Instance) -> None:
     stage_of = instance.costs.stage_of()
-    for name, arm in arms(instance).items():
+    for name, arm in arms(instance, attempts=30).items():
         assert arm.plans, name
         for plan in arm.plans:
             walked = [[stage_of[peer] for peer in route] for routes in plan.values() for route in routes]
@@ -84,6 +85,14 @@ def test_swarms_rule_leaves_a_slow_replica_most_of_the_time() -> None:
     plans = one_by_one(replace(instance, costs=replace(instance.costs, forward_s=slowed)), SmallestVirtualTime)
     used = Counter(peer for plan in plans for routes in plan.values() for route in routes for peer in route)
     assert 0 < used[slow] < used[fast] / 3
+
+
+def test_central_search_never_makes_a_plan_longer_and_keeps_the_visits() -> None:
+    instance = eight_peers()
+    plan = cost_blind(instance, seed=1)
+    better = improved(instance, plan, attempts=100)
+    assert forecast(instance.costs, better).makespan_s < forecast(instance.costs, plan).makespan_s
+    assert fault(instance, Arm(instance.rules, [better])) is None
 
 
 def test_deaths_and_churn_are_reported() -> None:
