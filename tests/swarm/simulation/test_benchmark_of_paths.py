@@ -32,7 +32,8 @@ def eight_peers() -> Instance:
     regions = regions_from_json(json.loads((HERE / "four_regions.json").read_text()))
     made = generate(Shape(peers=8, stages=4, per_path=2, microbatches=3), regions, seed=1)
     peers = [peer for stage in made.costs.stages for peer in stage]
-    return replace(made, costs=replace(made.costs, stages=(tuple(peers[:2]), *(peers[k : k + 2] for k in (2, 4, 6)))))
+    stages = tuple(tuple(peers[first : first + 2]) for first in (0, 2, 4, 6))
+    return replace(made, costs=replace(made.costs, stages=stages))
 
 
 @pytest.mark.parametrize("instance", [eight_peers(), twenty_peers(), uneven(twenty_peers(), 2)], ids=lambda i: i.name)
