@@ -36,7 +36,8 @@ keep_freed_memory()
 
 ROUNDS = 5
 WARM_UP_ROUNDS = 2
-CODECS = ("NONE", "INT8")
+RIVALS = {"NONE": "NONE", "INT8": "FLOAT16"}
+"""Our codecs, and the one of hivemind's that each is held against: the best that works in its averager."""
 STREAM_MESSAGE_BYTES = 512 * 1024
 STREAM_BATCH_BYTES = 128 * 1024 * 1024
 PATIENCE_S = 120.0
@@ -186,63 +187,79 @@ def hivemind_round(peers: list[Connection]) -> dict[str, Any] | None:
 
 
 def compare(megabytes: int, count: int, rounds: int, with_hivemind: bool) -> dict[str, Any]:
-    """All contenders in turns."""
-    elements = megabytes * 1_000_000 // 4
-    rates: list[float] = []
-    with ExitStack() as stack:
-        contenders = {
-            codec: Contender(codec, stack.enter_context(skipstone(codec, elements, count))) for codec in CODECS
+    """All contenders with float32, and then with 8 bits: not at once, or the largest size would need more than 24 GB."""
+    races = {codec: race(codec, megabytes, count, rounds, with_hivemind) for codec in RIVALS}
+    return {
+        "mb": megabytes,
+        "peers": count,
+        "transport_mb_per_s": round(statistics.median(rate for race in races.values() for rate in race.rates), 1),
+        "gloo_ms": races["NONE"].gloo.median_ms,
+        "skipstone": {codec.lower(): race.summary(codec, megabytes, count) for codec, race in races.items()},
+        "hivemind_failed": [race.hivemind.failed for race in races.values() if race.hivemind is not None],
+    }
+
+
+@dataclass
+class Race:
+    """Those that were compared in turns, and the rates (MB/s) of the stream between them."""
+
+    ours: Contender
+    bare: Contender
+    gloo: Contender
+    hivemind: Contender | None
+    rates: list[float] = field(default_factory=list)
+
+    @property
+    def contenders(self) -> list[Contender]:
+        rival = [] if self.hivemind is None else [self.hivemind]
+        return [self.ours, self.bare, self.gloo, *rival]
+
+    def summary(self, codec: str, megabytes: int, count: int) -> dict[str, Any]:
+        from protocol.codecs import encoded_bytes
+        from protocol.seams import Codec
+
+        optimum = 2 * (count - 1) * encoded_bytes(Codec[codec], megabytes * 1_000_000 // 4)
+        sent, milliseconds = statistics.median(self.ours.sent_bytes), self.ours.median_ms or 0.0
+        transport_ms = sent / statistics.median(self.rates) / 1e3
+        bare_ms, rival_ms = self.bare.median_ms, None if self.hivemind is None else self.hivemind.median_ms
+        return {
+            "ms": milliseconds,
+            "sent_bytes": sent,
+            "sent_over_optimum": round(sent / optimum, 4),
+            "transport_ms": round(transport_ms, 1),
+            "over_transport": round(milliseconds / transport_ms, 3),
+            "bare_ms": bare_ms,
+            "over_bare": round(milliseconds / bare_ms, 3) if bare_ms else None,
+            "hivemind_ms": rival_ms,
+            "speedup_over_hivemind": round(rival_ms / milliseconds, 2) if rival_ms else None,
         }
-        for codec in CODECS:
-            contenders[f"bare {codec}"] = Contender(f"bare {codec}", stack.enter_context(bare(codec, elements, count)))
-        contenders["gloo"] = Contender("gloo", stack.enter_context(gloo(elements, count)))
-        for codec in ("NONE", "FLOAT16") if with_hivemind else ():
-            name = f"hivemind {codec}"
-            contenders[name] = Contender(name, stack.enter_context(hivemind(codec, elements, count)))
+
+
+def race(codec: str, megabytes: int, count: int, rounds: int, with_hivemind: bool) -> Race:
+    elements, rival = megabytes * 1_000_000 // 4, f"hivemind {RIVALS[codec]}"
+    with ExitStack() as stack:
+        found = Race(
+            Contender(codec, stack.enter_context(skipstone(codec, elements, count))),
+            Contender("bare", stack.enter_context(bare(codec, elements, count))),
+            Contender("gloo", stack.enter_context(gloo(elements, count))),
+            Contender(rival, stack.enter_context(hivemind(RIVALS[codec], elements, count))) if with_hivemind else None,
+        )
         for number in range(-WARM_UP_ROUNDS, rounds):
-            for contender in contenders.values():
+            for contender in found.contenders:
                 contender.take_turn(number >= 0)
-            rates.append(stream_rate())
-            figures = {contender.name: contender.median_ms for contender in contenders.values()}
-            print(f"{megabytes} MB, {count} peers: medians {figures} ms, stream {rates[-1]:.0f} MB/s", file=sys.stderr)
-    return summary(megabytes, count, contenders, statistics.median(rates))
+            found.rates.append(stream_rate())
+            figures = {contender.name: contender.median_ms for contender in found.contenders}
+            print(
+                f"{megabytes} MB, {count} peers: medians {figures} ms, stream {found.rates[-1]:.0f} MB/s",
+                file=sys.stderr,
+            )
+    return found
 
 
 def stream_rate() -> float:
     from benchmarks.raw_stream import raw_mb_per_s
 
     return raw_mb_per_s(STREAM_MESSAGE_BYTES, batch_bytes=STREAM_BATCH_BYTES, repeats=1)
-
-
-def summary(megabytes: int, count: int, contenders: dict[str, Contender], rate: float) -> dict[str, Any]:
-    from protocol.codecs import encoded_bytes
-    from protocol.seams import Codec
-
-    hivemind_none, hivemind_best = (contenders.get(f"hivemind {codec}") for codec in ("NONE", "FLOAT16"))
-    ours = {}
-    for codec, rival in zip(CODECS, (hivemind_none, hivemind_best), strict=True):
-        contender = contenders[codec]
-        optimum = 2 * (count - 1) * encoded_bytes(Codec[codec], megabytes * 1_000_000 // 4)
-        sent, milliseconds = statistics.median(contender.sent_bytes), contender.median_ms or 0.0
-        ours[codec.lower()] = {
-            "ms": milliseconds,
-            "sent_bytes": sent,
-            "sent_over_optimum": round(sent / optimum, 4),
-            "transport_ms": round(sent / rate / 1e3, 1),
-            "over_transport": round(milliseconds / (sent / rate / 1e3), 3),
-            "bare_ms": (bare_ms := contenders[f"bare {codec}"].median_ms),
-            "over_bare": round(milliseconds / bare_ms, 3) if bare_ms else None,
-            "hivemind_ms": rival.median_ms if rival is not None else None,
-            "speedup_over_hivemind": round(rival.median_ms / milliseconds, 2) if rival and rival.median_ms else None,
-        }
-    return {
-        "mb": megabytes,
-        "peers": count,
-        "transport_mb_per_s": round(rate, 1),
-        "gloo_ms": contenders["gloo"].median_ms,
-        "skipstone": ours,
-        "hivemind_failed": [rival.failed for rival in (hivemind_none, hivemind_best) if rival is not None],
-    }
 
 
 def main() -> None:
