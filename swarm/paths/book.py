@@ -153,9 +153,7 @@ class LaneBook:
             self._burden(asking[0], route, -1)
         return found.get(stages)
 
-    def gain(
-        self, asking: LaneId, asked: LaneId, routes: tuple[Route, Route], times: Mapping[LaneId, float]
-    ) -> float:
+    def gain(self, asking: LaneId, asked: LaneId, routes: tuple[Route, Route], times: Mapping[LaneId, float]) -> float:
         """By how much the power mean of round trips falls (its sum, in units of the longest one) when both lanes change."""
         worst = max(times.values())
         touched = self._sharing((asking, asked))

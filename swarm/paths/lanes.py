@@ -11,9 +11,9 @@ from collections.abc import Mapping
 
 from swarm.paths.balance import fair_sets
 from swarm.paths.book import LaneBook, LaneId, Trade
-from swarm.paths.costs import Costs, Route
+from swarm.paths.costs import Route
 from swarm.paths.routing import Priced, cheapest_by_set
-from swarm.paths.rules import PathRules, order_tree
+from swarm.paths.rules import order_tree
 from swarm.vocabulary import PeerId, Reasoned
 
 PARTNERS = 8

@@ -26,7 +26,7 @@ def run(*arguments: str) -> str:
 
 def test_the_json_has_the_paths_in_launch_order_and_their_makespan() -> None:
     report = json.loads(run("--instance", TWENTY, "--json"))
-    assert list(report) == ["makespan_seconds", "planning_cpu_seconds", "lower_bound_seconds", "paths"]
+    assert list(report)[:4] == ["makespan_seconds", "planning_cpu_seconds", "lower_bound_seconds", "paths"]
     assert report["lower_bound_seconds"] <= report["makespan_seconds"]
     instance = from_json(json.loads(Path(TWENTY).read_text()))
     launched = Counter(path["data_node"] for path in report["paths"])

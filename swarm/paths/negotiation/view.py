@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -15,6 +16,8 @@ from swarm.vocabulary import PeerId
 
 GROUP = 32
 """Data nodes that talk with each other. Of more, neighbours by rank make a group, and know nothing of the lanes of other groups."""
+WORTH_TELLING = 0.05
+"""Share of a lane's round trip by which it must have changed before the others are told."""
 WORTH_MOVING = 0.05
 """Share of the round trip that another route for the same stages must save before a lane moves there by itself."""
 
@@ -29,7 +32,9 @@ class View:
         ValueError: the rules allow no lanes with equal visits.
     """
 
-    def __init__(self, own: PeerId, members: frozenset[Member], costs: Costs, rules: PathRules, talk: TalkRules) -> None:
+    def __init__(
+        self, own: PeerId, members: frozenset[Member], costs: Costs, rules: PathRules, talk: TalkRules
+    ) -> None:
         ranked = sorted(members, key=lambda member: member.peer)
         rank = next(place for place, member in enumerate(ranked) if member.peer == own)
         first = rank - rank % GROUP
@@ -40,14 +45,14 @@ class View:
         self.fellows = tuple(member.peer for member in group if member.peer != own)
         self.versions: dict[PeerId, int] = {own: 0}
         sets = fair_sets(rules, len(group) * self.lanes, first * self.lanes)
-        self._sets = [sets[k * len(group) + rank - first] for k in range(self.lanes)]
-        self._ahead = replace(rules, max_back_stops=0)
+        self.stages: dict[LaneId, frozenset[int]] = {}
+        """What the lanes have to visit. One for which some stage has nobody has an empty route."""
         self.costs = costs
         self.book = LaneBook(costs, rules, self.lanes)
-        for k, stages in enumerate(self._sets):
-            route = self._nearest(stages)
-            if route is not None:
-                self.book.enter((own, k), route)
+        ahead = replace(rules, max_back_stops=0)
+        for k in range(self.lanes):
+            self.stages[own, k] = stages = sets[k * len(group) + rank - first]
+            self.book.enter((own, k), self.book.cheapest(own, order_tree(ahead, stages)).get(stages, ()))
 
     @property
     def version(self) -> int:
@@ -61,30 +66,39 @@ class View:
 
     def standing_of(self, peer: PeerId) -> Standing:
         """How a data node stands, as far as we know."""
-        held = ((peer, k) for k in range(self.lanes))
-        lanes = tuple(Lane(self.book.routes[lane], self.book.alone_s(lane)) for lane in held if lane in self.book.routes)
+        held = [(peer, k) for k in range(self.lanes)]
+        lanes = tuple(Lane(self.book.routes[lane], self.stages[lane], self.book.alone_s(lane)) for lane in held)
         return Standing(peer, self.versions[peer], lanes)
 
     def take_in(self, standing: Standing) -> bool:
         """Enters news of a fellow; False when they are none."""
         peer = standing.peer
-        if peer == self.own or peer not in self.fellows or standing.version <= self.versions.get(peer, -1):
+        if peer not in self.fellows or standing.version <= self.versions.get(peer, -1):
             return False
-        if len(standing.lanes) > self.lanes:
+        if len(standing.lanes) != self.lanes:
             return False
         self.versions[peer] = standing.version
-        for k in range(self.lanes):
+        for k, lane in enumerate(standing.lanes):
             if (peer, k) in self.book.routes:
                 self.book.leave((peer, k))
-        for k, lane in enumerate(standing.lanes):
+            self.stages[peer, k] = lane.stages
             self.book.enter((peer, k), lane.route, lane.alone_s)
         return True
 
-    def move(self, lane: int, route: Route) -> None:
-        """We change a lane of ours."""
+    def move(self, lane: int, route: Route, stages: frozenset[int]) -> None:
+        """A lane of ours changes. Whoever calls this counts the version."""
         self.book.leave((self.own, lane))
+        self.stages[self.own, lane] = stages
         self.book.enter((self.own, lane), route)
+
+    def advance(self) -> None:
+        """The next version of how we stand."""
         self.versions[self.own] += 1
+
+    def tradable(self, lane: LaneId) -> bool:
+        """Whether all peers of a lane are alive, and serve the stages that its data node says."""
+        route = self.book.routes[lane]
+        return self.book.whole(route) and self.book.stages(route) == self.stages[lane]
 
     # ---- costs ---------------------------------------------------------------------------------------------------
 
@@ -92,44 +106,43 @@ class View:
         """New figures: lanes of ours with a peer that is gone, or with a clearly better one, get another route for the same stages.
 
         Returns:
-            Whether a lane of ours changed.
+            Whether a lane of ours changed, or its round trip by more than WORTH_TELLING.
         """
         before = self.book
         self.book, self.costs = LaneBook(costs, self.rules, self.lanes), costs
         for lane, route in before.routes.items():
-            self.book.enter(lane, route, None if lane[0] == self.own and self.book.whole(route) else before.alone_s(lane))
-        changed = False
-        for k, stages in enumerate(self._stages_of_own(before)):
-            changed |= self._reroute(k, stages)
-        if changed:
-            self.versions[self.own] += 1
-        return changed
+            self.book.enter(lane, route, before.alone_s(lane))
+        own = [(self.own, k) for k in range(self.lanes)]
+        changed = [self._reckoned(lane) or self._reroute(lane) for lane in own]
+        if any(changed):
+            self.advance()
+        return any(changed)
 
-    def _stages_of_own(self, book: LaneBook) -> list[frozenset[int]]:
-        lanes = [(self.own, k) for k in range(self.lanes)]
-        return [
-            book.stages(book.routes[lane]) if lane in book.routes else stages
-            for lane, stages in zip(lanes, self._sets, strict=True)
-        ]
-
-    def _reroute(self, k: int, stages: frozenset[int]) -> bool:
-        lane = (self.own, k)
-        route = self.book.routes.get(lane)
-        trip = self.book.round_trip_s(lane) if route is not None and self.book.whole(route) else None
-        if route is not None:
-            alone = self.book.alone_s(lane)
-            self.book.leave(lane)
-        other = self.book.cheapest(self.own, order_tree(self.rules, stages)).get(stages)
-        if other is None:
-            if route is not None:
-                self.book.enter(lane, route, alone)
+    def _reckoned(self, lane: LaneId) -> bool:
+        """Whether a lane of ours takes so much more or less time than we have told that we should tell it."""
+        told, route = self.book.alone_s(lane), self.book.routes[lane]
+        if not self.tradable(lane):
             return False
-        self.book.enter(lane, other)
-        if trip is None or self.book.round_trip_s(lane) < (1 - WORTH_MOVING) * trip:
-            return True
-        assert route is not None
+        takes = self.costs.round_trip_s(self.own, route)
+        if abs(takes - told) <= WORTH_TELLING * told:
+            return False
         self.book.leave(lane)
-        self.book.enter(lane, route, alone)
+        self.book.enter(lane, route, takes)
+        self._reroute(lane)
+        return True
+
+    def _reroute(self, lane: LaneId) -> bool:
+        """Another route for the same stages, if the lane needs it or is much better off."""
+        book, stages = self.book, self.stages[lane]
+        trip = book.round_trip_s(lane) if self.tradable(lane) else math.inf
+        alone_s, route = book.alone_s(lane), book.leave(lane)
+        other = book.cheapest(self.own, order_tree(self.rules, stages)).get(stages)
+        if other is not None:
+            book.enter(lane, other)
+            if book.round_trip_s(lane) < (1 - WORTH_MOVING) * trip:
+                return True
+            book.leave(lane)
+        book.enter(lane, route, alone_s)
         return False
 
     # ---- launching -----------------------------------------------------------------------------------------------
@@ -141,16 +154,13 @@ class View:
         order of its stages: whoever waits for a slot then holds only slots of lower stages, and nobody waits in a circle.
         """
         heard = len(self.versions) > len(self.fellows)
-        own = (route for route in self.book.of(self.own) if self.book.whole(route))
+        own = (route for route in self.book.of(self.own) if route and self.book.whole(route))
         return tuple(route if heard and not self.book.crowded(route) else self._in_order(route) for route in own)
 
     def _in_order(self, route: Route) -> Route:
         """The same peers without a step back. Legal whenever some order of these stages is: sorted, no jump is wider than before."""
         stage_of = self.book.stage_of
         return tuple(sorted(route, key=lambda peer: stage_of[peer]))
-
-    def _nearest(self, stages: frozenset[int]) -> Route | None:
-        return self.book.cheapest(self.own, order_tree(self._ahead, stages)).get(stages)
 
     # ---- need ----------------------------------------------------------------------------------------------------
 

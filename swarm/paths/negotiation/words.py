@@ -42,9 +42,10 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """A standing route, and its round trip when nobody waits, by its data node's own measurements."""
+    """A standing route, the stages it visits, and its round trip when nobody waits, by its data node's own measurements."""
 
     route: Route
+    stages: frozenset[int]
     alone_s: float
 
 
