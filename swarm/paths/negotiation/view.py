@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,12 +9,11 @@ from dataclasses import replace
 from swarm.paths.balance import fair_sets, lanes_for
 from swarm.paths.book import LaneBook, LaneId
 from swarm.paths.costs import Costs, Route
+from swarm.paths.negotiation.groups import group_of, share_of
 from swarm.paths.negotiation.words import Lane, Member, Standing, TalkRules
 from swarm.paths.rules import PathRules, order_tree
 from swarm.vocabulary import PeerId
 
-GROUP = 32
-"""Data nodes that talk with each other. Of more, neighbours by rank make a group, and know nothing of the lanes of other groups."""
 WORTH_TELLING = 0.05
 """Share of a lane's round trip by which it must have changed before the others are told."""
 WORTH_MOVING = 0.05
@@ -35,23 +33,21 @@ class View:
     def __init__(
         self, own: PeerId, members: frozenset[Member], costs: Costs, rules: PathRules, talk: TalkRules
     ) -> None:
-        ranked = sorted(members, key=lambda member: member.peer)
-        rank = next(place for place, member in enumerate(ranked) if member.peer == own)
-        first = rank - rank % GROUP
-        group = ranked[first : first + GROUP]
         self.own, self.members, self.rules = own, members, rules
-        self.epoch = _epoch(group, first, len(ranked))
-        self.lanes = lanes_for(rules, len(ranked), talk.microbatches)
-        self.fellows = tuple(member.peer for member in group if member.peer != own)
+        self._group = group = group_of(own, members)
+        self.epoch = group.epoch
+        self.lanes = lanes_for(rules, group.total, talk.microbatches)
+        self.fellows = tuple(member.peer for member in group.members if member.peer != own)
         self.versions: dict[PeerId, int] = {own: 0}
-        sets = fair_sets(rules, len(group) * self.lanes, first * self.lanes)
+        count = len(group.members)
+        sets = fair_sets(rules, count * self.lanes, group.first * self.lanes)
         self.stages: dict[LaneId, frozenset[int]] = {}
         """What the lanes have to visit. One for which some stage has nobody has an empty route."""
-        self.costs = costs
-        self.book = LaneBook(costs, rules, self.lanes)
+        self.costs, self._exclusive = share_of(costs, group)
+        self.book = LaneBook(self.costs, rules, self.lanes)
         ahead = replace(rules, max_back_stops=0)
         for k in range(self.lanes):
-            self.stages[own, k] = stages = sets[k * len(group) + rank - first]
+            self.stages[own, k] = stages = sets[k * count + group.rank(own)]
             self.book.enter((own, k), self.book.cheapest(own, order_tree(ahead, stages)).get(stages, ()))
 
     @property
@@ -109,7 +105,8 @@ class View:
             Whether a lane of ours changed, or its round trip by more than WORTH_TELLING.
         """
         before = self.book
-        self.book, self.costs = LaneBook(costs, self.rules, self.lanes), costs
+        self.costs, self._exclusive = share_of(costs, self._group)
+        self.book = LaneBook(self.costs, self.rules, self.lanes)
         for lane, route in before.routes.items():
             self.book.enter(lane, route, before.alone_s(lane))
         own = [(self.own, k) for k in range(self.lanes)]
@@ -150,12 +147,12 @@ class View:
     def launches(self) -> tuple[Route, ...]:
         """The routes that our microbatches take in turn: those of our lanes with all peers alive.
 
-        Where lanes can bring more microbatches to a peer than it has slots for, or while somebody has not told us yet, a lane is walked in the
+        Where lanes can bring more microbatches to a peer than it has slots for, or while somebody uses them of whose lanes we have not heard, a lane is walked in the
         order of its stages: whoever waits for a slot then holds only slots of lower stages, and nobody waits in a circle.
         """
-        heard = len(self.versions) > len(self.fellows)
+        known = self._exclusive and len(self.versions) > len(self.fellows)
         own = (route for route in self.book.of(self.own) if route and self.book.whole(route))
-        return tuple(route if heard and not self.book.crowded(route) else self._in_order(route) for route in own)
+        return tuple(route if known and not self.book.crowded(route) else self._in_order(route) for route in own)
 
     def _in_order(self, route: Route) -> Route:
         """The same peers without a step back. Legal whenever some order of these stages is: sorted, no jump is wider than before."""
@@ -180,9 +177,3 @@ def place_of(own: PeerId, times: Mapping[LaneId, float], worst: int) -> tuple[in
         elif not lanes:
             before.add(lane[0])
     return len(before), lanes
-
-
-def _epoch(group: list[Member], first: int, count: int) -> bytes:
-    """A name for this group of data nodes at this place among so many."""
-    text = "\n".join([f"{first} {count}", *(f"{member.peer} {member.incarnation}" for member in group)])
-    return hashlib.blake2b(text.encode(), digest_size=8).digest()

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from swarm.paths.costs import Costs
+from swarm.paths.negotiation.groups import group_of, share_of
 from swarm.paths.negotiation.machine import Negotiator
 from swarm.paths.negotiation.words import (
     Abandon,
@@ -325,12 +326,70 @@ def test_an_offer_whose_stages_do_not_add_up_is_declined() -> None:
     assert not decline.busy
 
 
-def test_lanes_that_crowd_a_peer_are_walked_in_the_order_of_their_stages() -> None:
-    one_slot = dataclasses.replace(swarm([3, 1, 1]), slots=dict.fromkeys(swarm([3, 1, 1]).slots, 1))
-    rules = PathRules(stages=3, per_path=2, max_forward_jump=2, max_back_stops=1, max_back_distance=1)
-    talkers = Party(one_slot, rules, 1, CALM, 0)
+def test_an_exchange_that_is_none_is_declined_although_it_would_help_the_one_asked() -> None:
+    two = Two()
+    asking, offer = two.offer()
+    wrong = dataclasses.replace(offer, route=offer.sender.lanes[0].route)
+    (decline,) = two.say(asking, wrong)
+    assert isinstance(decline, Decline)
+
+
+def test_nothing_of_another_epoch_counts() -> None:
+    two, asking, offer, _, told = decided()
+    stood = two.machines[two.other(asking)].stages
+    for message in (offer, told, Heard(told.epoch, 1), Abandon(offer.epoch, offer.number)):
+        assert two.say(asking, dataclasses.replace(message, epoch=b"another.")) == []
+    assert two.machines[two.other(asking)].stages == stood
+
+
+# ---- launching ----------------------------------------------------------------------------------------------------
+
+
+def around_the_corner(data_nodes: int, slots: int) -> Costs:
+    """Stage 2 is on the way to stage 1: the shortest way steps back."""
+    costs = swarm([data_nodes, 1, 1, 1], slots=slots)
+    place = {**dict.fromkeys(costs.data_nodes, 0), **dict(zip(names("2.0", "1.0", "3.0"), (1, 2, 3), strict=True))}
+    links = {here: {there: 0.1 + abs(place[here] - place[there]) for there in place} for here in place}
+    for here, there in (names("3.0", data_node) for data_node in costs.data_nodes):
+        links[here][there] = links[there][here] = 1.1
+    return dataclasses.replace(costs, message_s=links)
+
+
+@pytest.mark.parametrize(("data_nodes", "walked"), [(1, names("2.0", "1.0", "3.0")), (2, names("1.0", "2.0", "3.0"))])
+def test_lanes_that_crowd_a_peer_are_walked_in_the_order_of_their_stages(
+    data_nodes: int, walked: tuple[PeerId, ...]
+) -> None:
+    rules = PathRules(stages=4, per_path=3, max_forward_jump=2, max_back_stops=1, max_back_distance=1)
+    talkers = Party(around_the_corner(data_nodes, slots=2), rules, 1, CALM, 0)
+    stuck = dataclasses.replace(talkers.costs, forward_s=dict.fromkeys(talkers.costs.forward_s, 1.1))
+    talkers.announce_members(costs=stuck)
     talkers.run(LONG)
-    assert {machine.launches for machine in talkers.machines.values()} == {(names("1.0", "2.0"),)}
+    assert {machine.launches for machine in talkers.machines.values()} == {(walked,)}
+
+
+# ---- large swarms -------------------------------------------------------------------------------------------------
+
+
+def test_large_swarms_talk_in_groups_that_share_no_peer() -> None:
+    talkers = Party(swarm([70, 40, 40, 40]), PathRules(stages=4, per_path=2, max_forward_jump=3), 1, CALM, 0)
+    talkers.run(20.0)
+    talkers.assert_equal_visits()
+    groups = [group_of(peer, talkers.members()) for peer in sorted(talkers.machines)]
+    assert [len(group.members) for group in dict.fromkeys(groups)] == [24, 23, 23]
+    users: dict[PeerId, set[int]] = {}
+    for peer, machine in talkers.machines.items():
+        for route in machine.launches:
+            for visited in route:
+                users.setdefault(visited, set()).add(group_of(peer, talkers.members()).number)
+    assert all(len(numbers) == 1 for numbers in users.values())
+
+
+def test_a_stage_with_fewer_peers_than_groups_belongs_to_all() -> None:
+    costs = swarm([70, 40, 2])
+    members = frozenset(Member(peer) for peer in costs.data_nodes)
+    shares = [share_of(costs, group_of(peer, members)) for peer in costs.data_nodes]
+    assert all(share.stages[2] == costs.stages[2] and not exclusive for share, exclusive in shares)
+    assert {peer for share, _ in shares for peer in share.stages[1]} == set(costs.stages[1])
 
 
 @pytest.mark.parametrize("seed", range(5))
