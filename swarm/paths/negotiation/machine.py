@@ -158,10 +158,18 @@ class Negotiator:
             actions.append(Tell(bound.asking, bound.accept))
         if self._asking is None and self._bound is None:
             actions += self._reckon(view, search, now)
-            wish = search.wish(now)
-            if wish is not None:
-                actions += self._ask(view, search, wish, now)
+            if now >= search.wakes_at:
+                actions += self._take_turn(view, search, now)
         return actions
+
+    def _take_turn(self, view: View, search: Search, now: float) -> Actions:
+        wish = search.wish(now)
+        if wish is not None:
+            return self._ask(view, search, wish, now)
+        if math.isfinite(search.wakes_at) or not search.may_straighten or not view.straighten():
+            return []
+        search.straightened(now)
+        return [*self._told(view, now), *self._launching(view, "straightened, for too many share a peer")]
 
     def _reckon(self, view: View, search: Search, now: float) -> Actions:
         costs, self._costs = self._costs, None

@@ -45,10 +45,10 @@ class View:
         """What the lanes have to visit. One for which some stage has nobody has an empty route."""
         self.costs, self._exclusive = share_of(costs, group)
         self.book = LaneBook(self.costs, rules, self.lanes)
-        ahead = replace(rules, max_back_stops=0)
+        self._ahead = replace(rules, max_back_stops=0)
         for k in range(self.lanes):
             self.stages[own, k] = stages = sets[k * count + group.rank(own)]
-            self.book.enter((own, k), self.book.cheapest(own, order_tree(ahead, stages)).get(stages, ()))
+            self.book.enter((own, k), self.book.cheapest(own, order_tree(self._ahead, stages)).get(stages, ()))
 
     @property
     def version(self) -> int:
@@ -110,7 +110,7 @@ class View:
         for lane, route in before.routes.items():
             self.book.enter(lane, route, before.alone_s(lane))
         own = [(self.own, k) for k in range(self.lanes)]
-        changed = [self._reckoned(lane) or self._reroute(lane) for lane in own]
+        changed = [self._reckoned(lane) or self._reroute(lane, self.rules) for lane in own]
         if any(changed):
             self.advance()
         return any(changed)
@@ -125,15 +125,15 @@ class View:
             return False
         self.book.leave(lane)
         self.book.enter(lane, route, takes)
-        self._reroute(lane)
+        self._reroute(lane, self.rules)
         return True
 
-    def _reroute(self, lane: LaneId) -> bool:
+    def _reroute(self, lane: LaneId, rules: PathRules) -> bool:
         """Another route for the same stages, if the lane needs it or is much better off."""
         book, stages = self.book, self.stages[lane]
         trip = book.round_trip_s(lane) if self.tradable(lane) else math.inf
         alone_s, route = book.alone_s(lane), book.leave(lane)
-        other = book.cheapest(self.own, order_tree(self.rules, stages)).get(stages)
+        other = book.cheapest(self.own, order_tree(rules, stages)).get(stages)
         if other is not None:
             book.enter(lane, other)
             if book.round_trip_s(lane) < (1 - WORTH_MOVING) * trip:
@@ -141,6 +141,29 @@ class View:
             book.leave(lane)
         book.enter(lane, route, alone_s)
         return False
+
+    def straighten(self) -> bool:
+        """Lanes of ours that will be walked in the order of their stages (see `launches`) and would then be slower than any now are, move to other peers.
+
+        Returns:
+            Whether a lane of ours changed.
+        """
+        longest_s = max(self.times().values())
+        moved = [self._straightened((self.own, k), longest_s) for k in range(self.lanes)]
+        if any(moved):
+            self.advance()
+        return any(moved)
+
+    def _straightened(self, lane: LaneId, longest_s: float) -> bool:
+        route = self.book.routes[lane]
+        if not self.tradable(lane) or not self._circles(route):
+            return False
+        walked = self._in_order(route)
+        if walked == route or self.costs.round_trip_s(self.own, walked) <= longest_s:
+            return False
+        self.move(lane[1], walked, self.stages[lane])
+        self._reroute(lane, self._ahead)
+        return True
 
     # ---- launching -----------------------------------------------------------------------------------------------
 
@@ -150,9 +173,13 @@ class View:
         Where lanes can bring more microbatches to a peer than it has slots for, or while somebody uses them of whose lanes we have not heard, a lane is walked in the
         order of its stages: whoever waits for a slot then holds only slots of lower stages, and nobody waits in a circle.
         """
-        known = self._exclusive and len(self.versions) > len(self.fellows)
         own = (route for route in self.book.of(self.own) if route and self.book.whole(route))
-        return tuple(route if known and not self.book.crowded(route) else self._in_order(route) for route in own)
+        return tuple(self._in_order(route) if self._circles(route) else route for route in own)
+
+    def _circles(self, route: Route) -> bool:
+        """Whether microbatches on this route could wait in a circle if it steps back."""
+        known = self._exclusive and len(self.versions) > len(self.fellows)
+        return not known or self.book.crowded(route)
 
     def _in_order(self, route: Route) -> Route:
         """The same peers without a step back. Legal whenever some order of these stages is: sorted, no jump is wider than before."""
