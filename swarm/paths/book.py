@@ -83,9 +83,9 @@ class LaneBook:
         """Whether all its peers are there."""
         return all(peer in self.stage_of for peer in route)
 
-    def crowded(self, route: Route) -> bool:
-        """Whether lanes can bring more microbatches at once to one of its peers than that has slots for."""
-        return any(self._most[peer] > self._costs.slots[peer] for peer in route if peer in self._most)
+    def crowded(self, peer: PeerId) -> bool:
+        """Whether lanes can bring more microbatches at once to a peer than it has slots for."""
+        return self._most[peer] > self._costs.slots[peer]
 
     def cheapest(self, data_node: PeerId, *trees: OrderTree) -> dict[frozenset[int], Route]:
         """The best route for each set of stages in the trees, at the prices that the lanes in the book make."""

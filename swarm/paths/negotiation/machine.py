@@ -166,9 +166,9 @@ class Negotiator:
         wish = search.wish(now)
         if wish is not None:
             return self._ask(view, search, wish, now)
-        if math.isfinite(search.wakes_at) or not search.may_straighten or not view.straighten():
+        if math.isfinite(search.wakes_at) or not view.straighten():
             return []
-        search.straightened(now)
+        search.noticed(now)
         return [*self._told(view, now), *self._launching(view, "straightened, for too many share a peer")]
 
     def _reckon(self, view: View, search: Search, now: float) -> Actions:

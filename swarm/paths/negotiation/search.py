@@ -39,8 +39,7 @@ class Search:
 
     def renew(self) -> None:
         """The swarm has changed: as many trades again."""
-        self._left = self._talk.trades_each * self._view.lanes
-        self._straightenings = self._left
+        self._left = self._talk.trades_each + 2 * self._view.lanes
         self._offers_left = (BUSY_TRIES + 1) * self._left
         self._refused.clear()
 
@@ -72,16 +71,6 @@ class Search:
     def agreed(self) -> None:
         """A trade that we asked for was made."""
         self._left -= 1
-
-    @property
-    def may_straighten(self) -> bool:
-        """Whether we may change lanes alone once more: as seldom as trade."""
-        return self._straightenings > 0
-
-    def straightened(self, now: float) -> None:
-        """We have."""
-        self._straightenings -= 1
-        self.noticed(now)
 
     # ---- our turn ------------------------------------------------------------------------------------------------
 

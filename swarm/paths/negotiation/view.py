@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from swarm.paths.balance import fair_sets, lanes_for
 from swarm.paths.book import LaneBook, LaneId
+from swarm.paths.circles import closes_a_circle, in_order
 from swarm.paths.costs import Costs, Route
 from swarm.paths.negotiation.groups import group_of, share_of
 from swarm.paths.negotiation.words import Lane, Member, Standing, TalkRules
@@ -110,7 +111,7 @@ class View:
         for lane, route in before.routes.items():
             self.book.enter(lane, route, before.alone_s(lane))
         own = [(self.own, k) for k in range(self.lanes)]
-        changed = [self._reckoned(lane) or self._reroute(lane, self.rules) for lane in own]
+        changed = [self._reckoned(lane) or self._reroute(lane) for lane in own]
         if any(changed):
             self.advance()
         return any(changed)
@@ -125,15 +126,15 @@ class View:
             return False
         self.book.leave(lane)
         self.book.enter(lane, route, takes)
-        self._reroute(lane, self.rules)
+        self._reroute(lane)
         return True
 
-    def _reroute(self, lane: LaneId, rules: PathRules) -> bool:
+    def _reroute(self, lane: LaneId) -> bool:
         """Another route for the same stages, if the lane needs it or is much better off."""
         book, stages = self.book, self.stages[lane]
         trip = book.round_trip_s(lane) if self.tradable(lane) else math.inf
         alone_s, route = book.alone_s(lane), book.leave(lane)
-        other = book.cheapest(self.own, order_tree(rules, stages)).get(stages)
+        other = book.cheapest(self.own, order_tree(self.rules, stages)).get(stages)
         if other is not None:
             book.enter(lane, other)
             if book.round_trip_s(lane) < (1 - WORTH_MOVING) * trip:
@@ -143,48 +144,47 @@ class View:
         return False
 
     def straighten(self) -> bool:
-        """Lanes of ours that will be walked in the order of their stages (see `launches`) and would then be slower than any now are, move to other peers.
+        """Lanes of ours that are walked by other peers than the others know of (see `launches`) move there.
 
         Returns:
             Whether a lane of ours changed.
         """
-        longest_s = max(self.times().values())
-        moved = [self._straightened((self.own, k), longest_s) for k in range(self.lanes)]
-        if any(moved):
+        walked = {lane: self._walked(lane) for lane in self._whole()}
+        moved = {lane: route for lane, route in walked.items() if set(route) != set(self.book.routes[lane])}
+        for lane, route in moved.items():
+            self.move(lane[1], route, self.stages[lane])
+        if moved:
             self.advance()
-        return any(moved)
-
-    def _straightened(self, lane: LaneId, longest_s: float) -> bool:
-        route = self.book.routes[lane]
-        if not self.tradable(lane) or not self._circles(route):
-            return False
-        walked = self._in_order(route)
-        if walked == route or self.costs.round_trip_s(self.own, walked) <= longest_s:
-            return False
-        self.move(lane[1], walked, self.stages[lane])
-        self._reroute(lane, self._ahead)
-        return True
+        return bool(moved)
 
     # ---- launching -----------------------------------------------------------------------------------------------
 
     def launches(self) -> tuple[Route, ...]:
         """The routes that our microbatches take in turn: those of our lanes with all peers alive.
 
-        Where lanes can bring more microbatches to a peer than it has slots for, or while somebody uses them of whose lanes we have not heard, a lane is walked in the
-        order of its stages: whoever waits for a slot then holds only slots of lower stages, and nobody waits in a circle.
+        A lane that steps back where microbatches could then wait for each other in a circle (`swarm.paths.circles`), or while somebody uses the peers of
+        whose lanes we have not heard, is walked in the order of its stages; by other peers if that would be slower than any lane is now.
         """
-        own = (route for route in self.book.of(self.own) if route and self.book.whole(route))
-        return tuple(self._in_order(route) if self._circles(route) else route for route in own)
+        return tuple(self._walked(lane) for lane in self._whole())
 
-    def _circles(self, route: Route) -> bool:
-        """Whether microbatches on this route could wait in a circle if it steps back."""
+    def _whole(self) -> list[LaneId]:
+        """Our lanes that can be walked."""
+        own = ((self.own, k) for k in range(self.lanes))
+        return [lane for lane in own if self.book.routes[lane] and self.book.whole(self.book.routes[lane])]
+
+    def _walked(self, lane: LaneId) -> Route:
+        route, stage_of = self.book.routes[lane], self.book.stage_of
+        ordered = in_order(route, stage_of)
+        if ordered == route:
+            return route
         known = self._exclusive and len(self.versions) > len(self.fellows)
-        return not known or self.book.crowded(route)
-
-    def _in_order(self, route: Route) -> Route:
-        """The same peers without a step back. Legal whenever some order of these stages is: sorted, no jump is wider than before."""
-        stage_of = self.book.stage_of
-        return tuple(sorted(route, key=lambda peer: stage_of[peer]))
+        others = (other for number, other in self.book.routes.items() if number != lane)
+        if known and not closes_a_circle(route, others, stage_of, self.book.crowded):
+            return route
+        if self.costs.round_trip_s(self.own, ordered) <= max(map(self.book.round_trip_s, self.book.routes)):
+            return ordered
+        stages = self.book.stages(route)
+        return self.book.cheapest(self.own, order_tree(self._ahead, stages)).get(stages, ordered)
 
     # ---- need ----------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ class TalkRules:
     """News that was not acknowledged are told again after so long, then after twice that, up to `longest_repeat_s`."""
     longest_repeat_s: float = 12.0
     trades_each: int = 8
-    """Trades that a data node asks for, for each of its lanes, between two changes of the swarm: nobody talks for ever."""
+    """Trades that a data node asks for between two changes of the swarm, and two for each of its lanes: nobody talks for ever."""
 
 
 @dataclass(frozen=True, slots=True)
