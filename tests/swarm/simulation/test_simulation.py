@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import pytest
@@ -81,9 +82,12 @@ def test_lost_messages_cost_time_and_nothing_else() -> None:
 
 
 def test_talk_comes_near_to_one_planner_that_knows_everything() -> None:
-    instance = from_json(twenty_peers())
-    central = run_iteration(instance, Knowledge.CENTRAL)
-    assert run_iteration(instance).played.makespan_s < 1.05 * central.played.makespan_s
+    instances = [from_json(twenty_peers()), *(generate(Shape(), REGIONS, seed) for seed in range(5))]
+    shares = [
+        run_iteration(instance).played.makespan_s / run_iteration(instance, Knowledge.CENTRAL).played.makespan_s
+        for instance in instances
+    ]
+    assert geometric_mean(shares) < 1.08
 
 
 SHAPES = {
