@@ -12,8 +12,9 @@ from typing import Any
 
 from swarm.errors import ConfigError
 from swarm.simulation.churn import run_churn, share_of_ideal
+from swarm.simulation.deaths import after_death
 from swarm.simulation.generate import Shape, generate, jittered, regions_from_json
-from swarm.simulation.instances import Instance, from_json, index_of
+from swarm.simulation.instances import Instance, from_json, index_of, peer_of
 from swarm.simulation.iteration import Conduct, Iteration, run_iterations
 
 MAX_FILE_BYTES = 2**31
@@ -98,6 +99,22 @@ def simulate_churn(instance: Instance, share_a_minute: float, minutes: float, se
     calm = run_churn(instance, 60 * minutes, 0.0, seed)
     churned = run_churn(instance, 60 * minutes, share_a_minute, seed)
     return {"share_of_ideal": share_of_ideal(churned, calm), "calm_completed": calm.completed, **asdict(churned)}
+
+
+def simulate_death(instance: Instance, gone: int, conduct: Conduct, seed: int) -> dict[str, float]:
+    """What is left of a settled plan when a peer dies, beside a new plan; seconds.
+
+    Raises:
+        ConfigError: there is no such peer, or nobody else serves its stage.
+    """
+    peer = peer_of(gone)
+    if peer not in instance.costs.stage_of():
+        raise ConfigError(f"{instance.name} has no peer {gone}", hint="Peers are numbered from 0.")
+    try:
+        costs = after_death(instance, peer, conduct.network, time.process_time, seed)
+    except ValueError as error:
+        raise ConfigError(f"{instance.name} cannot go on without peer {gone}: {error}") from error
+    return {f"{what}_seconds": seconds for what, seconds in asdict(costs).items()}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -38,6 +38,9 @@ def simulate(
         float, typer.Option(min=0, max=5, help="Share of the peers that die each minute, and return.")
     ] = 0.0,
     minutes: Annotated[float, typer.Option(min=0.1, max=1440, help="How long to train under churn.")] = 10.0,
+    dies: Annotated[
+        int | None, typer.Option(min=0, help="This peer dies when the talk has settled: what is lost?")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the timetable into this picture.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Times and paths as one JSON object.")] = False,
 ) -> None:
@@ -47,7 +50,7 @@ def simulate(
         raise ConfigError("simulate cannot be --cold and --central at once", hint="Name one of them, or none.")
     if (instance is None) == (regions is None):
         raise ConfigError("simulate needs exactly one of --instance and --regions", hint="Name one file.")
-    from node.simulate import World, make_instance, read_instance, simulate_churn
+    from node.simulate import World, make_instance, read_instance, simulate_churn, simulate_death
     from node.simulate import simulate as run
     from swarm.simulation.generate import Shape
     from swarm.simulation.iteration import Conduct, Knowledge
@@ -59,11 +62,15 @@ def simulate(
         assert regions is not None
         problem = make_instance(regions, Shape(peers=peers, stages=stages, per_path=per_path, spread=spread), seed)
     if churn > 0:
-        _print_churn(simulate_churn(problem, churn, minutes, seed), as_json=json)
+        _print_report(simulate_churn(problem, churn, minutes, seed), as_json=json)
         return
     knowledge = Knowledge.COLD if cold else Knowledge.CENTRAL if central else Knowledge.TALK
     network = Network(message_seconds, message_seconds / 2, lost)
-    simulated = run(problem, Conduct(knowledge, talk_seconds, iterations, network), World(jitter, seed))
+    conduct = Conduct(knowledge, talk_seconds, iterations, network)
+    if dies is not None:
+        _print_report(simulate_death(problem, dies, conduct, seed), as_json=json)
+        return
+    simulated = run(problem, conduct, World(jitter, seed))
     if plot is not None:
         from node.timetable_picture import draw
 
@@ -74,7 +81,7 @@ def simulate(
         _show(simulated)
 
 
-def _print_churn(report: dict[str, Any], *, as_json: bool) -> None:
+def _print_report(report: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         print_json(report)
         return

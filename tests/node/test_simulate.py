@@ -58,6 +58,14 @@ def test_what_was_said_is_reported_and_iterations_follow_each_other() -> None:
     assert "makespans of all iterations" in run("--instance", TWENTY, "--iterations", "2", "--lost", "0.1")
 
 
+@pytest.mark.parametrize("dies", [15, 18])
+def test_a_death_is_weighed_against_a_new_plan(dies: int) -> None:
+    report = json.loads(run("--instance", TWENTY, "--dies", str(dies), "--json"))
+    assert list(report) == ["at_once_seconds", "settled_seconds", "anew_seconds", "replanning_cpu_seconds"]
+    assert all(seconds > 0 for seconds in report.values())
+    assert report["settled_seconds"] < 1.3 * report["anew_seconds"]
+
+
 @pytest.mark.parametrize("option", ["--cold", "--central"])
 def test_for_comparison_nobody_talks(option: str) -> None:
     report = json.loads(run("--instance", TWENTY, option, "--json"))
@@ -76,6 +84,7 @@ def test_the_timetable_is_drawn(tmp_path: Path) -> None:
     "arguments",
     [
         ["--instance", TWENTY, "--cold", "--central"],
+        ["--instance", TWENTY, "--dies", "20"],
         [],
         ["--instance", TWENTY, "--regions", REGIONS],
         ["--instance", "nowhere.json"],
