@@ -135,7 +135,8 @@ class Talking:
 
     def lanes_at(self, peer: PeerId, now: float) -> tuple[Route, ...]:
         """What a data node launched its microbatches on at that time, up to now."""
-        return self._launches[peer][bisect_right(self._times[peer], now) - 1]
+        place = bisect_right(self._times[peer], now)
+        return self._launches[peer][place - 1] if place else ()
 
     def so_far(self) -> TalkSoFar:
         """How much was said."""

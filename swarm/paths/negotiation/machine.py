@@ -10,7 +10,8 @@ What is kept whatever happens:
   stage set for another with the same sum, between two data nodes that stood where the offer says; the asked one checks the sum. Only the asking one decides.
 * Whoever is bound stays so until it hears the decision, or the epoch ends. If the asking one dies, the membership view says so, and the ring deals anew: then
   nobody needs to know how it ended.
-* Nothing of one epoch counts in another. While views differ, those that do not agree on who is alive do not trade.
+* Nothing of one epoch counts in another. While views differ, those that do not agree on who is alive do not trade. Whoever comes back to an epoch
+  (somebody was taken for dead, and was not) stands where it stood when it left.
 * News are told until heard. So talk ends: when nobody finds a trade, and everyone has heard, nobody says a word.
 
 Nothing here does IO, draws random numbers or knows another negotiator.
@@ -19,9 +20,11 @@ Nothing here does IO, draws random numbers or knows another negotiator.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from swarm.paths.costs import Costs, Route
 from swarm.paths.negotiation.bargains import Asking, Bound, answer_to, decision, helps, offer_for
+from swarm.paths.negotiation.groups import group_of
 from swarm.paths.negotiation.news import News
 from swarm.paths.negotiation.search import Search, Wish
 from swarm.paths.negotiation.view import View
@@ -48,6 +51,20 @@ from swarm.vocabulary import PeerId, short
 Actions = list[Action]
 
 
+MOST_LEFT = 32
+"""Epochs that are remembered in case they come back."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Epoch:
+    """An epoch that our view has left. If it comes back (a data node was taken for dead, and was not) we stand where we stood."""
+
+    view: View
+    search: Search
+    asking: Asking | None
+    bound: Bound | None
+
+
 class Negotiator:
     """See the module.
 
@@ -62,6 +79,7 @@ class Negotiator:
         self._search: Search | None = None
         self._asking: Asking | None = None
         self._bound: Bound | None = None
+        self._left: dict[bytes, _Epoch] = {}
         self._costs: Costs | None = None
         """New costs that wait for the end of a bargain."""
         self._number = 0
@@ -135,14 +153,27 @@ class Negotiator:
     def _swarm_changed(self, members: frozenset[Member], costs: Costs, now: float) -> Actions:
         if all(member.peer != self._own for member in members):
             return []
-        if self._view is not None and members == self._view.members:
+        group = group_of(self._own, members)
+        if self._view is not None and self._view.epoch == group.epoch:
             self._costs = costs
             return []
-        self._view = View(self._own, members, costs, self._rules, self._talk)
-        self._search = Search(self._view, self._talk)
+        self._leave()
+        back = self._left.pop(group.epoch, None)
+        if back is None:
+            view = View(self._own, group, costs, self._rules, self._talk)
+            back, self._costs = _Epoch(view, Search(view, self._talk), None, None), None
+        else:
+            self._costs = costs
+        self._view, self._search, self._asking, self._bound = back.view, back.search, back.asking, back.bound
         self._search.noticed(now)
-        self._asking = self._bound = self._costs = None
-        return [*self._told(self._view, now), *self._launching(self._view, "dealt by the ring")]
+        return [*self._told(self._view, now), *self._launching(self._view, "other data nodes are alive")]
+
+    def _leave(self) -> None:
+        """Keeps what was agreed in this epoch, for the others may never leave it."""
+        if self._view is not None and self._search is not None:
+            self._left[self._view.epoch] = _Epoch(self._view, self._search, self._asking, self._bound)
+        while len(self._left) > MOST_LEFT:
+            del self._left[next(iter(self._left))]
 
     def _go_on(self, view: View, search: Search, now: float) -> Actions:
         """What time brings."""

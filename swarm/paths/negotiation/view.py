@@ -10,8 +10,8 @@ from swarm.paths.balance import fair_sets, lanes_for
 from swarm.paths.book import LaneBook, LaneId
 from swarm.paths.circles import closes_a_circle, in_order
 from swarm.paths.costs import Costs, Route
-from swarm.paths.negotiation.groups import group_of, share_of
-from swarm.paths.negotiation.words import Lane, Member, Standing, TalkRules
+from swarm.paths.negotiation.groups import Group, share_of
+from swarm.paths.negotiation.words import Lane, Standing, TalkRules
 from swarm.paths.rules import PathRules, order_tree
 from swarm.vocabulary import PeerId
 
@@ -25,17 +25,15 @@ class View:
     """One epoch: the time in which the same data nodes are alive. All that was agreed ends with it.
 
     Args:
-        own: this data node, one of the members.
+        own: this data node, one of the group.
 
     Raises:
         ValueError: the rules allow no lanes with equal visits.
     """
 
-    def __init__(
-        self, own: PeerId, members: frozenset[Member], costs: Costs, rules: PathRules, talk: TalkRules
-    ) -> None:
-        self.own, self.members, self.rules = own, members, rules
-        self._group = group = group_of(own, members)
+    def __init__(self, own: PeerId, group: Group, costs: Costs, rules: PathRules, talk: TalkRules) -> None:
+        self.own, self.rules = own, rules
+        self._group = group
         self.epoch = group.epoch
         self.lanes = lanes_for(rules, group.total, talk.microbatches)
         self.fellows = tuple(member.peer for member in group.members if member.peer != own)

@@ -89,6 +89,22 @@ def test_a_data_node_may_come_back_with_nothing_in_mind(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
+def test_who_takes_another_for_dead_for_a_while_stands_afterwards_where_it_stood(seed: int) -> None:
+    talkers = party(STORM, seed)
+    for _ in range(talkers.rng.randrange(100, 800)):
+        talkers.step()
+    mistaken, taken_for_dead = talkers.rng.sample(list(talkers.machines), 2)
+    fewer = frozenset(member for member in talkers.members() if member.peer != taken_for_dead)
+    talkers.push(talkers.now, mistaken, SwarmChanged(fewer, copy.deepcopy(talkers.costs)))
+    talkers.run(talkers.rng.uniform(0, 20))
+    talkers.push(talkers.now, mistaken, SwarmChanged(talkers.members(), copy.deepcopy(talkers.costs)))
+    talkers.run(LONG)
+    talkers.assert_settled()
+    talkers.assert_equal_visits()
+    talkers.assert_trades_keep_the_sum()
+
+
+@pytest.mark.parametrize("seed", range(12))
 def test_another_peer_may_die_at_any_step_and_stages_stay_as_agreed(seed: int) -> None:
     talkers = party(STORM, seed)
     for _ in range(talkers.rng.randrange(5, 250)):
@@ -203,7 +219,7 @@ class Two:
 
     @staticmethod
     def costs() -> Costs:
-        costs = swarm([2, 1, 1])
+        costs = swarm([2, 1, 1], slots=1)
         far = [(PeerId("0.0"), PeerId("2.0")), (PeerId("0.1"), PeerId("1.0"))]
         links = {here: dict(row) for here, row in costs.message_s.items()}
         for data_node, peer in far:
@@ -352,18 +368,26 @@ def around_the_corner(data_nodes: int, slots: int) -> Costs:
     links = {here: {there: 0.1 + abs(place[here] - place[there]) for there in place} for here in place}
     for here, there in (names("3.0", data_node) for data_node in costs.data_nodes):
         links[here][there] = links[there][here] = 1.1
-    return dataclasses.replace(costs, message_s=links)
+    held = {**costs.slots, **dict.fromkeys(costs.data_nodes, 2)}
+    return dataclasses.replace(costs, message_s=links, slots=held)
 
 
-@pytest.mark.parametrize(("data_nodes", "walked"), [(1, names("2.0", "1.0", "3.0")), (2, names("1.0", "2.0", "3.0"))])
-def test_lanes_that_crowd_a_peer_are_walked_in_the_order_of_their_stages(
-    data_nodes: int, walked: tuple[PeerId, ...]
+@pytest.mark.parametrize(
+    ("data_nodes", "slots", "walked"),
+    [
+        pytest.param(1, 2, names("2.0", "1.0", "3.0"), id="nobody else"),
+        pytest.param(2, 2, names("1.0", "2.0", "3.0"), id="too few slots for both"),
+        pytest.param(34, 1000, names("1.0", "2.0", "3.0"), id="another group of which we know nothing"),
+    ],
+)
+def test_lanes_are_walked_in_the_order_of_their_stages_where_a_step_back_could_block(
+    data_nodes: int, slots: int, walked: tuple[PeerId, ...]
 ) -> None:
     rules = PathRules(stages=4, per_path=3, max_forward_jump=2, max_back_stops=1, max_back_distance=1)
-    talkers = Party(around_the_corner(data_nodes, slots=2), rules, 1, CALM, 0)
+    talkers = Party(around_the_corner(data_nodes, slots), rules, 1, CALM, 0)
     stuck = dataclasses.replace(talkers.costs, forward_s=dict.fromkeys(talkers.costs.forward_s, 1.1))
     talkers.announce_members(costs=stuck)
-    talkers.run(LONG)
+    talkers.run(10.0)
     assert {machine.launches for machine in talkers.machines.values()} == {(walked,)}
 
 
