@@ -1,125 +1,122 @@
-"""One iteration of training in virtual time: the data nodes agree on lanes, revise their announced plans, and launch.
+"""Iterations of training in virtual time: the data nodes talk about lanes, and launch their microbatches along those they have.
 
-What is known when: before the iteration starts - while the one before it runs - every data node has heard the announcements of all peers (speeds, slots, links)
-and, message by message, the lanes and plans of the other data nodes. Turns are taken one after another; a data node whose turn it is has heard of all earlier
-ones, because whoever ends a turn tells everyone at once. None knows what another will do later, nor how costs will turn out. A turn takes three
-one-way messages (asking, the answer, telling everyone), so some tens of turns fit into the seconds that an iteration over the internet lasts. The world then plays
-the plans with its own costs.
+What is known when: every data node has its own negotiator and its own book of lanes. It starts with what is announced of peers and links; of the other data nodes'
+lanes it knows what they have told it, one message delay ago or more. Talk and work go on side by side. At the start of an iteration each data node takes its lanes
+as they are then for all its microbatches; what is traded meanwhile holds from the next one on. The world then plays the plans with its own costs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
 
-from swarm.paths.balance import lanes_for, ring_set, visits
-from swarm.paths.costs import Costs, Route
+from swarm.paths.balance import visits
+from swarm.paths.costs import Costs
 from swarm.paths.forecast import Forecast, forecast
-from swarm.paths.lanes import LaneMarket
-from swarm.paths.revision import Revision
-from swarm.paths.routing import cheapest_by_set
-from swarm.paths.rules import PathRules, order_tree
+from swarm.paths.negotiation.words import TalkRules
 from swarm.simulation.bounds import lower_bound_s
+from swarm.simulation.central import central_plan
 from swarm.simulation.instances import Instance
-from swarm.vocabulary import PeerId
+from swarm.simulation.plans import Plan, launched
+from swarm.simulation.talking import Network, Talking, TalkSoFar
 
-Plan = Mapping[PeerId, tuple[Route, ...]]
+TALK_S = 30.0
+"""How long the data nodes have talked when the first iteration begins: about the length of an iteration over the internet."""
+USUAL = Network()
+SILENCE = TalkSoFar(0, 0, 0, 0.0)
 
-LANE_TURNS_EACH = 3
-REVISION_TURNS_EACH = 2
-"""Turns for each data node, in the mean."""
-MOST_REVISED = 128
-"""Microbatches in a plan up to which it is revised as a whole; a larger swarm's data nodes leave it at their lanes."""
+
+class Knowledge(Enum):
+    """What data nodes plan with."""
+
+    TALK = "talk"
+    """What the others have told them."""
+    COLD = "cold"
+    """Nothing of each other: the ring's stages and the nearest peers."""
+    CENTRAL = "central"
+    """Everything at once, by one planner: for comparison."""
 
 
 @dataclass(frozen=True, slots=True)
-class Talk:
-    """How the plan came about."""
+class Conduct:
+    """How the data nodes go about it.
 
-    trades: int
-    changes: int
-    turns: int
+    Args:
+        talk_s: how long they have talked before the first iteration; 0 for a start in the middle of nothing.
+        iterations: one after another; the talk goes on.
+    """
+
+    knowledge: Knowledge = Knowledge.TALK
+    talk_s: float = TALK_S
+    iterations: int = 1
+    network: Network = USUAL
 
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """What happened."""
+    """What happened, and the talk and the planning up to its start."""
 
     plan: Plan
     played: Forecast
     planning_cpu_s: float
     bound_s: float
-    talk: Talk
+    talk: TalkSoFar
     visits: Mapping[int, int]
 
 
-def agreed_plan(instance: Instance) -> tuple[Plan, Talk]:
-    """The plan that the data nodes arrive at, each planning only its own microbatches.
-
-    If the forecast says that microbatches would block each other for good, which takes routes that step back, the data nodes fall back to lanes that do not.
-    """
-    plan, talk, all_home = _negotiated(instance, instance.rules)
-    if instance.rules.max_back_stops and not all_home:
-        plan, talk, _ = _negotiated(instance, replace(instance.rules, max_back_stops=0))
-    return plan, talk
-
-
-def _negotiated(instance: Instance, rules: PathRules) -> tuple[Plan, Talk, bool]:
-    """A plan, how it came about, and whether all microbatches come home: whether none waits for a slot that only its own end would free."""
-    costs, count = instance.costs, len(instance.costs.data_nodes)
-    market = LaneMarket(costs, rules, lanes_for(rules, count, instance.microbatches))
-    market.open()
-    trades = market.settle(LANE_TURNS_EACH * count)
-    plan: Plan = {peer: _launches(market.of(peer), instance.microbatches) for peer in costs.data_nodes}
-    talked = count + trades + 1
-    if instance.total > MOST_REVISED:
-        return plan, Talk(trades, 0, talked), math.isfinite(forecast(costs, plan).makespan_s)
-    revision, turns = Revision(costs, rules, plan), REVISION_TURNS_EACH * count
-    if not math.isfinite(revision.expected.makespan_s):
-        return plan, Talk(trades, 0, talked), False
-    changes = revision.run(turns)
-    plan = {peer: tuple(routes) for peer, routes in revision.plan.items()}
-    return plan, Talk(trades, changes, talked + turns), True
-
-
-def cold_plan(instance: Instance) -> Plan:
-    """The plan of data nodes that have heard of nobody's plans: the ring's stages, and the nearest peers for them.
-
-    Without a step back where the rules leave a choice: then microbatches only ever wait for slots of higher stages, and nobody blocks for good.
-    """
-    costs, rules = instance.costs, instance.rules
-    ahead = replace(rules, max_back_stops=0)
-    bare = {peer: (1 + costs.backward_factor) * seconds for peer, seconds in costs.forward_s.items()}
-    count, plan = len(costs.data_nodes), {}
-    for rank, peer in enumerate(costs.data_nodes):
-        routes = []
-        for number in range(instance.microbatches):
-            stages = ring_set(rules, number * count + rank)
-            tree = order_tree(ahead, stages) or order_tree(rules, stages)
-            routes.append(cheapest_by_set(costs, peer, bare, tree)[stages].route)
-        plan[peer] = tuple(routes)
-    return plan
-
-
-def run_iteration(
-    instance: Instance, cpu_clock: Callable[[], float], world: Costs | None = None, cold: bool = False
-) -> Iteration:
-    """Plans and plays one iteration.
+def run_iterations(
+    instance: Instance, conduct: Conduct, cpu_clock: Callable[[], float], world: Costs | None = None, seed: int = 0
+) -> Sequence[Iteration]:
+    """Plans and plays iterations; the next begins when the last microbatch of the one before is home.
 
     Args:
         cpu_clock: seconds of CPU time; all planning of all data nodes is measured with it.
         world: what costs turn out to be; what was believed when not given.
-        cold: nobody has heard of anybody's plans.
+        seed: of the delays of messages.
+
+    Raises:
+        ValueError: a stage cannot be visited.
     """
+    if conduct.knowledge is Knowledge.CENTRAL:
+        return [_centrally(instance, cpu_clock, world)] * conduct.iterations
+    costs = instance.costs
+    talking = Talking(
+        instance.rules,
+        TalkRules(instance.microbatches),
+        dict.fromkeys(costs.data_nodes, costs),
+        conduct.network,
+        random.Random(seed),  # noqa: S311 - a repeatable world, not a secret
+        cpu_clock,
+        -conduct.talk_s,
+    )
+    bound_s, begins, done = lower_bound_s(instance), 0.0, []
+    for _ in range(conduct.iterations):
+        if conduct.knowledge is Knowledge.TALK:
+            talking.run(begins)
+        plan = {
+            peer: launched(talking.lanes_at(peer, begins), instance.microbatches) for peer in instance.costs.data_nodes
+        }
+        so_far = talking.so_far() if conduct.knowledge is Knowledge.TALK else SILENCE
+        done.append(_played(instance, plan, world, talking.cpu_s, bound_s, so_far))
+        if math.isinf(done[-1].played.makespan_s):
+            break
+        begins += done[-1].played.makespan_s
+    return done
+
+
+def _centrally(instance: Instance, cpu_clock: Callable[[], float], world: Costs | None) -> Iteration:
     began = cpu_clock()
-    plan, talk = (cold_plan(instance), Talk(0, 0, 0)) if cold else agreed_plan(instance)
-    spent = cpu_clock() - began
+    plan = central_plan(instance)
+    return _played(instance, plan, world, cpu_clock() - began, lower_bound_s(instance), SILENCE)
+
+
+def _played(
+    instance: Instance, plan: Plan, world: Costs | None, cpu_s: float, bound_s: float, talk: TalkSoFar
+) -> Iteration:
     played = forecast(instance.costs if world is None else world, plan)
     stage_of = instance.costs.stage_of()
     counted = visits((stage_of[peer] for peer in route) for routes in plan.values() for route in routes)
-    return Iteration(plan, played, spent, lower_bound_s(instance), talk, counted)
-
-
-def _launches(lanes: tuple[Route, ...], microbatches: int) -> tuple[Route, ...]:
-    return tuple(lanes[number % len(lanes)] for number in range(microbatches))
+    return Iteration(plan, played, cpu_s, bound_s, talk, counted)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from swarm.errors import ConfigError
 from swarm.simulation.bounds import lower_bound_s
 from swarm.simulation.generate import Shape, generate, regions_from_json
 from swarm.simulation.instances import Instance, from_json
-from swarm.simulation.iteration import Iteration, run_iteration
+from swarm.simulation.iteration import Conduct, Iteration, Knowledge, run_iterations
+from swarm.simulation.talking import Network
 from tests.swarm.paths.small_swarms import makespan_by_clockwork
 
 HERE = Path(__file__).parent
@@ -22,6 +24,10 @@ REGIONS = regions_from_json(json.loads((HERE / "four_regions.json").read_text())
 
 def no_clock() -> float:
     return 0.0
+
+
+def run_iteration(instance: Instance, knowledge: Knowledge = Knowledge.TALK) -> Iteration:
+    return run_iterations(instance, Conduct(knowledge, talk_s=60.0), no_clock)[-1]
 
 
 def twenty_peers() -> dict[str, Any]:
@@ -38,10 +44,10 @@ def assert_valid(instance: Instance, iteration: Iteration) -> None:
     assert len({iteration.visits[stage] for stage in range(1, instance.rules.stages)}) == 1
 
 
-@pytest.mark.parametrize("cold", [False, True])
-def test_an_iteration_keeps_the_rules_and_takes_as_long_as_the_clockwork_says(cold: bool) -> None:
+@pytest.mark.parametrize("knowledge", Knowledge)
+def test_an_iteration_keeps_the_rules_and_takes_as_long_as_the_clockwork_says(knowledge: Knowledge) -> None:
     instance = from_json(twenty_peers())
-    iteration = run_iteration(instance, no_clock, cold=cold)
+    iteration = run_iteration(instance, knowledge)
     assert_valid(instance, iteration)
     assert iteration.played.makespan_s == pytest.approx(makespan_by_clockwork(instance.costs, iteration.plan))
     assert iteration.bound_s <= iteration.played.makespan_s < math.inf
@@ -49,9 +55,39 @@ def test_an_iteration_keeps_the_rules_and_takes_as_long_as_the_clockwork_says(co
 
 def test_talking_to_each_other_pays() -> None:
     instance = from_json(twenty_peers())
-    agreed, alone = run_iteration(instance, no_clock), run_iteration(instance, no_clock, cold=True)
+    agreed, alone = run_iteration(instance), run_iteration(instance, Knowledge.COLD)
     assert agreed.played.makespan_s < 0.9 * alone.played.makespan_s
     assert agreed.played.waiting_s() < 0.5 * alone.played.waiting_s()
+
+
+def test_after_a_cold_start_the_talk_goes_on_while_work_does() -> None:
+    instance = from_json(twenty_peers())
+    cold = run_iteration(instance, Knowledge.COLD)
+    settled = run_iteration(instance)
+    done = run_iterations(instance, Conduct(talk_s=0.0, iterations=3), no_clock)
+    assert done[0].plan == cold.plan
+    assert done[-1].played.makespan_s == pytest.approx(settled.played.makespan_s, rel=0.05)
+    assert done[0].talk.messages < done[1].talk.messages == done[2].talk.messages
+    for iteration in done:
+        assert_valid(instance, iteration)
+
+
+def test_lost_messages_cost_time_and_nothing_else() -> None:
+    instance = from_json(twenty_peers())
+    rough = Conduct(talk_s=600.0, network=Network(lost=0.3, doubled=0.3))
+    done = run_iterations(instance, rough, no_clock)[-1]
+    assert_valid(instance, done)
+    assert done.played.makespan_s < 1.1 * run_iteration(instance).played.makespan_s
+    assert done.talk.settled_s > run_iterations(instance, Conduct(), no_clock)[-1].talk.settled_s
+
+
+def test_talk_comes_near_to_one_planner_that_knows_everything() -> None:
+    instances = [from_json(twenty_peers()), *(generate(Shape(), REGIONS, seed) for seed in range(5))]
+    shares = [
+        run_iteration(instance).played.makespan_s / run_iteration(instance, Knowledge.CENTRAL).played.makespan_s
+        for instance in instances
+    ]
+    assert geometric_mean(shares) < 1.08
 
 
 SHAPES = {
@@ -68,8 +104,8 @@ SHAPES = {
 @pytest.mark.parametrize("seed", range(3))
 def test_swarms_of_all_shapes_come_home_and_visit_equally(shape: Shape, seed: int) -> None:
     instance = generate(shape, REGIONS, seed)
-    for cold in (False, True):
-        iteration = run_iteration(instance, no_clock, cold=cold)
+    for knowledge in Knowledge:
+        iteration = run_iteration(instance, knowledge)
         assert_valid(instance, iteration)
         assert iteration.bound_s <= iteration.played.makespan_s < math.inf
 
@@ -77,7 +113,7 @@ def test_swarms_of_all_shapes_come_home_and_visit_equally(shape: Shape, seed: in
 def test_the_same_seed_makes_the_same_swarm_and_the_same_plan() -> None:
     first, second = (generate(Shape(), REGIONS, 5) for _ in range(2))
     assert first == second != generate(Shape(), REGIONS, 6)
-    assert run_iteration(first, no_clock) == run_iteration(second, no_clock)
+    assert run_iteration(first) == run_iteration(second)
 
 
 def test_the_bound_of_a_lone_path_is_its_round_trip() -> None:
@@ -97,7 +133,7 @@ def test_the_bound_of_a_lone_path_is_its_round_trip() -> None:
     instance = from_json(data)
     trip = 2.75 * 1.0 + 2.5 * 2.0 + 4 * 3.0
     assert lower_bound_s(instance) == pytest.approx(2 * trip)
-    assert run_iteration(instance, no_clock).played.makespan_s == pytest.approx(2 * trip)
+    assert run_iteration(instance).played.makespan_s == pytest.approx(2 * trip)
 
 
 @pytest.mark.parametrize(
