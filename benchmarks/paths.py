@@ -100,7 +100,7 @@ def main() -> None:
     result = {
         "arms": [decompose(instance, options.attempts, report) for instance in everyone],
         "planning": planning(instances, regions, options.sizes, seeds),
-        "deaths": [after_each_death(instance) for instance in everyone],
+        "deaths": [after_each_death(instance, seeds) for instance in everyone],
         "churn": [churn(instance, options.minutes, seeds) for instance in everyone],
     }
     print(json.dumps(result))

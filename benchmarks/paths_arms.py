@@ -13,13 +13,14 @@ from typing import Any, Final
 
 from benchmarks.paths_central import improved
 from benchmarks.paths_online import EarliestReturn, SmallestVirtualTime, one_by_one
+from benchmarks.paths_ours import central_plan, cold_plan, talked_plan
 from swarm.paths.balance import fair_sets, visits
 from swarm.paths.costs import Costs, Route
 from swarm.paths.forecast import forecast
 from swarm.paths.rules import PathRules, order_tree, orders
 from swarm.simulation.bounds import lower_bound_s
 from swarm.simulation.instances import Instance
-from swarm.simulation.iteration import Plan, agreed_plan, cold_plan
+from swarm.simulation.plans import Plan
 from swarm.vocabulary import PeerId
 
 DRAWS: Final = 20
@@ -51,7 +52,7 @@ def arms(instance: Instance, attempts: int) -> dict[str, Arm]:
     rules = instance.rules
     straight = replace(rules, per_path=rules.skippable, max_back_stops=0)
     full = replace(rules, per_path=rules.skippable)
-    found = {kept: agreed_plan(replace(instance, rules=kept))[0] for kept in (straight, full, rules)}
+    found = {kept: talked_plan(instance, kept) for kept in (straight, full, rules)}
     in_order = replace(rules, max_back_stops=0)
     best_full = min((straight, full), key=lambda kept: forecast(instance.costs, found[kept]).makespan_s)
     return {
@@ -65,8 +66,9 @@ def arms(instance: Instance, attempts: int) -> dict[str, Arm]:
         "skipping, SWARM's rule": Arm(rules, one_by_one(instance, SmallestVirtualTime)),
         "skipping, earliest return": Arm(rules, one_by_one(instance, EarliestReturn)),
         "ours, cold": Arm(rules, [cold_plan(instance)]),
-        "ours, no steps back": Arm(in_order, [agreed_plan(replace(instance, rules=in_order))[0]]),
+        "ours, no steps back": Arm(in_order, [talked_plan(instance, in_order)]),
         "ours": Arm(rules, [found[rules]]),
+        "ours, one planner that knows everything": Arm(rules, [central_plan(instance)]),
         "ours, improved centrally": Arm(rules, [improved(instance, found[rules], attempts)]),
     }
 

@@ -11,7 +11,7 @@ from typing import Final
 from swarm.paths.costs import Route
 from swarm.paths.forecast import Unit, forecast
 from swarm.simulation.instances import Instance
-from swarm.simulation.iteration import Plan
+from swarm.simulation.plans import Plan
 from swarm.vocabulary import PeerId
 
 MEAN_SHARE: Final = 0.03

@@ -19,7 +19,7 @@ from swarm.paths.forecast import Forecast, Task, Unit, forecast
 from swarm.paths.rules import order_tree
 from swarm.paths.timetable import Timetable
 from swarm.simulation.instances import Instance
-from swarm.simulation.iteration import Plan
+from swarm.simulation.plans import Plan
 from swarm.vocabulary import PeerId
 
 NEW_SAMPLE_WEIGHT: Final = 0.1

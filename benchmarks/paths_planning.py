@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from swarm.paths.balance import lanes_for
-from swarm.paths.costs import Route
-from swarm.paths.forecast import forecast
-from swarm.paths.lanes import LaneId, LaneMarket
+from benchmarks.paths_ours import talked
 from swarm.paths.planner import Launch, MicrobatchPlanner
-from swarm.paths.revision import Revision
+from swarm.simulation.deaths import after_death
 from swarm.simulation.generate import Regions, Shape, generate
 from swarm.simulation.instances import Instance
-from swarm.simulation.iteration import LANE_TURNS_EACH, Plan, agreed_plan
+from swarm.simulation.plans import Plan
+from swarm.simulation.talking import Network
 
 SMALL: Final = {
     "20 peers, 6 stages": Shape(),
@@ -29,8 +27,6 @@ REPLICAS: Final = (10, 40, 160)
 DATA_NODES: Final = 8
 """Of the swarms that differ only in the replicas of a stage."""
 LAUNCHES: Final = 40
-TRADES_AFTER_DEATH: Final = 6
-REVISION_TURNS_AFTER_DEATH: Final = 2
 
 
 @dataclass(slots=True)
@@ -53,8 +49,7 @@ def whole_plans(instances: Iterable[Instance]) -> dict[str, Any]:
     """CPU of one iteration's plan, all data nodes together, over instances of one size."""
     watch = Stopwatch()
     for instance in instances:
-        with watch.sample():
-            agreed_plan(instance)
+        watch.ms.append(1e3 * talked(instance).planning_cpu_s)
     return watch.summary()
 
 
@@ -68,9 +63,9 @@ def swarm_of_size(peers: int, regions: Regions, seeds: Iterable[int]) -> dict[st
     whole, set_up, launch = Stopwatch(), Stopwatch(), Stopwatch()
     for seed in seeds:
         instance = generate(replace(LARGE, peers=peers), regions, seed)
-        with whole.sample():
-            plan, _ = agreed_plan(instance)
-        _time_launches(instance, plan, set_up, launch)
+        iteration = talked(instance)
+        whole.ms.append(1e3 * iteration.planning_cpu_s)
+        _time_launches(instance, iteration.plan, set_up, launch)
     microbatches = instance.total
     return {
         "peers": peers,
@@ -95,18 +90,15 @@ def _time_launches(instance: Instance, plan: Plan, set_up: Stopwatch, launch: St
 
 
 def growth_in_replicas(regions: Regions, seeds: Iterable[int]) -> list[dict[str, Any]]:
-    """The same few data nodes, before stages with more and more replicas: the lanes alone, and the whole plan with its revision."""
+    """The same few data nodes, before stages with more and more replicas."""
     rows = []
     for replicas in REPLICAS:
-        lanes, whole = Stopwatch(), Stopwatch()
+        watch = Stopwatch()
         for seed in seeds:
             instance = _with_replicas(replicas, regions, seed)
-            with lanes.sample():
-                _settled_lanes(instance)
-            with whole.sample():
-                agreed_plan(instance)
+            watch.ms.append(1e3 * talked(instance).planning_cpu_s)
         row = {"replicas_of_a_stage": replicas, "peers": len(instance.costs.stage_of()), "microbatches": instance.total}
-        rows.append({**row, "lanes": lanes.summary(), "whole_plan": whole.summary()})
+        rows.append({**row, **watch.summary()})
     return rows
 
 
@@ -123,77 +115,24 @@ def _with_replicas(replicas: int, regions: Regions, seed: int) -> Instance:
 # ---- after a death ---------------------------------------------------------------------------------------------------
 
 
-def after_each_death(instance: Instance) -> dict[str, Any]:
-    """For each peer that is no data node: what going on without it costs, and the makespan against a plan made from scratch without it."""
-    standing = _settled_lanes(instance)
-    resumed, revised = _Replanned(), _Replanned()
+def after_each_death(instance: Instance, seeds: Iterable[int]) -> dict[str, Any]:
+    """Each peer that is no data node dies in turn, after the talk: CPU of the talk that follows, and makespans against a plan made anew."""
+    watch = Stopwatch()
+    at_once, settled = [], []
     for peers in instance.costs.stages[1:]:
         for peer in peers if len(peers) > 1 else ():
-            left = replace(instance, costs=instance.costs.without(frozenset({peer})))
-            from_scratch = forecast(left.costs, agreed_plan(left)[0]).makespan_s
-            resumed.add(left, standing, from_scratch, turns=0)
-            revised.add(left, standing, from_scratch, turns=REVISION_TURNS_AFTER_DEATH)
+            for seed in seeds:
+                after = after_death(instance, peer, Network(), time.process_time, seed)
+                watch.ms.append(1e3 * after.replanning_cpu)
+                at_once.append(after.at_once / after.anew - 1)
+                settled.append(after.settled / after.anew - 1)
+    lost = {"at_once": _lost(at_once), "settled": _lost(settled)}
+    return {"instance": instance.name, "deaths": len(settled), **watch.summary(), "makespan_lost": lost}
+
+
+def _lost(shares: list[float]) -> dict[str, float]:
     return {
-        "instance": instance.name,
-        "deaths": len(resumed.losses),
-        "lanes": resumed.summary(),
-        "lanes_and_revision": revised.summary(),
+        "median": round(statistics.median(shares), 3),
+        "largest": round(max(shares), 3),
+        "within_10_percent": sum(share < 0.1 for share in shares),
     }
-
-
-@dataclass(frozen=True, slots=True)
-class _Lanes:
-    """Lanes as they stand before anybody dies."""
-
-    number: int
-    routes: Mapping[LaneId, Route]
-    stages: Mapping[LaneId, frozenset[int]]
-
-
-def _settled_lanes(instance: Instance) -> _Lanes:
-    data_nodes = len(instance.costs.data_nodes)
-    number = lanes_for(instance.rules, data_nodes, instance.microbatches)
-    market = LaneMarket(instance.costs, instance.rules, number)
-    market.open()
-    market.settle(LANE_TURNS_EACH * data_nodes)
-    stage_of = instance.costs.stage_of()
-    stages = {lane: frozenset(stage_of[peer] for peer in route) for lane, route in market.routes.items()}
-    return _Lanes(number, dict(market.routes), stages)
-
-
-@dataclass(slots=True)
-class _Replanned:
-    """One way of going on, death by death."""
-
-    watch: Stopwatch = field(default_factory=Stopwatch)
-    losses: list[float] = field(default_factory=list)
-
-    def add(self, left: Instance, standing: _Lanes, from_scratch_s: float, turns: int) -> None:
-        with self.watch.sample():
-            plan = resumed_plan(left, standing, turns)
-        self.losses.append(forecast(left.costs, plan).makespan_s / from_scratch_s - 1)
-
-    def summary(self) -> dict[str, Any]:
-        return {
-            **self.watch.summary(),
-            "makespan_lost_median": round(statistics.median(self.losses), 3),
-            "makespan_lost_largest": round(max(self.losses), 3),
-            "within_10_percent": sum(loss < 0.1 for loss in self.losses),
-        }
-
-
-def resumed_plan(left: Instance, standing: _Lanes, turns: int) -> Plan:
-    """The standing lanes without the peers that are gone: those broken get others, then some trades, and some turns of revision."""
-    market = LaneMarket(left.costs, left.rules, standing.number)
-    market.resume(standing.stages, standing.routes)
-    market.settle(TRADES_AFTER_DEATH)
-    plan = {peer: _launches(market.of(peer), left.microbatches) for peer in left.costs.data_nodes}
-    if not turns:
-        return plan
-    revision = Revision(left.costs, left.rules, plan)
-    revision.run(turns)
-    return {peer: tuple(routes) for peer, routes in revision.plan.items()}
-
-
-def _launches(lanes: tuple[Route, ...], microbatches: int) -> tuple[Route, ...]:
-    return tuple(lanes[number % len(lanes)] for number in range(microbatches))

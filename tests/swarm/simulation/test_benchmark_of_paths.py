@@ -98,9 +98,9 @@ def test_central_search_never_makes_a_plan_longer_and_keeps_the_visits() -> None
 
 def test_deaths_and_churn_are_reported() -> None:
     instance = eight_peers()
-    deaths = after_each_death(instance)
-    assert deaths["deaths"] == 6
-    assert all(math.isfinite(deaths[way]["makespan_lost_largest"]) for way in ("lanes", "lanes_and_revision"))
+    deaths = after_each_death(instance, [1, 2])
+    assert deaths["deaths"] == 12
+    assert all(math.isfinite(lost["largest"]) for lost in deaths["makespan_lost"].values())
     rows = churn(instance, 5.0, [1, 2])["rows"]
     assert [row["duplicated"] for row in rows.values()] == [0, 0, 0]
     assert rows["50% a minute"]["repaired"] > 0

@@ -1,0 +1,30 @@
+"""Our plans in `benchmarks.paths`: what data nodes arrive at by talking, what they do before they have heard of each other, and what one planner that
+knows everything would do."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from swarm.paths.rules import PathRules
+from swarm.simulation.central import central_plan
+from swarm.simulation.instances import Instance
+from swarm.simulation.iteration import Conduct, Iteration, Knowledge, run_iterations
+from swarm.simulation.plans import Plan
+
+__all__ = ["central_plan", "cold_plan", "talked", "talked_plan"]
+
+
+def talked(instance: Instance) -> Iteration:
+    """The first iteration after the usual talk, with the CPU time that it took all data nodes."""
+    return run_iterations(instance, Conduct(), time.process_time)[0]
+
+
+def talked_plan(instance: Instance, rules: PathRules) -> Plan:
+    """The plan by other rules than the instance's."""
+    return talked(replace(instance, rules=rules)).plan
+
+
+def cold_plan(instance: Instance) -> Plan:
+    """Without a word between the data nodes."""
+    return run_iterations(instance, Conduct(Knowledge.COLD), time.process_time)[0].plan
