@@ -7,6 +7,7 @@ that it touches: a power mean with a high exponent, so that a data node with sla
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -161,10 +162,10 @@ class LaneBook:
             self.enter(asking, routes[0])
             self.enter(asked, routes[1])
             touched |= self._sharing((asking, asked))
-            after = sum((self.round_trip_s(lane) / worst) ** URGENCY_POWER for lane in touched)
+            after = math.fsum((self.round_trip_s(lane) / worst) ** URGENCY_POWER for lane in touched)
             self.leave(asking)
             self.leave(asked)
-        return sum((times[lane] / worst) ** URGENCY_POWER for lane in touched) - after
+        return math.fsum((times[lane] / worst) ** URGENCY_POWER for lane in touched) - after
 
     def _divisions(self, asking: LaneId, asked: LaneId, longest_s: float) -> list[tuple[Route, Route]]:
         """The ways in which the two could share out their stages, each with the best routes for it."""

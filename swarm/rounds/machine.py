@@ -126,17 +126,14 @@ class RoundMachine:
             actions += self._attempts.leave(f"this process did not run for {slept:.1f} s")
             outlook.ballots.pause(outlook.now, outlook.rules.answer_s)
         to_ourselves: deque[RoundControl] = deque()
-        produced = self._react(event) or self._follow_up()
-        while produced or to_ourselves:
+        produced = self._react(event)
+        while produced or to_ourselves or (produced := self._follow_up()):
             for action in produced:
                 if isinstance(action, Tell) and action.to == outlook.own:
                     to_ourselves.append(action.message)
                 else:
                     actions.append(action)
-            if to_ourselves:
-                produced = self._attempts.arrived(outlook.own, to_ourselves.popleft())
-            else:
-                produced = self._follow_up()
+            produced = self._attempts.arrived(outlook.own, to_ourselves.popleft()) if to_ourselves else []
         return actions
 
     def _react(self, event: Event) -> Actions:

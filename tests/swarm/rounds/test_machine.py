@@ -137,6 +137,24 @@ def test_a_round_from_the_conveners_side_and_for_those_who_missed_a_message() ->
     assert told(desk.hear(B, Prepared(attempt, result)), B) == [commit], "it has missed the commit"
 
 
+def test_a_convener_for_which_all_have_waited_goes_on_at_once() -> None:
+    desk = Desk()
+    desk.feed(Worked(2 * RULES.inner_steps, 1000))
+    while desk.machine.under_way is None:
+        desk.wait(0.1)
+    attempt = desk.machine.under_way
+    entry = Entry(attempt, 10, 100, 1.0, 1e6, None)
+    for peer in (B, C, D):
+        assert desk.hear(peer, entry) == []
+    actions = desk.feed(SnapshotTaken(attempt, 20, 1000, 1.0, 1e6))
+    (made,) = [message for message in told(actions, B) if isinstance(message, Roster)]
+    assert Exchange(made) in actions
+    result = AnchorVersion(5, made.steps, made.tokens, 0, b"result")
+    for peer in (B, C):
+        assert desk.hear(peer, Prepared(attempt, result)) == []
+    assert CommitStaged in kinds(desk.feed(Staged(attempt, result)))
+
+
 @pytest.mark.parametrize(
     ("sender", "attempt"),
     [
