@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Protocol
 
+from node.optimization import StepFigures
 from swarm.vocabulary import ModuleId
-
-if TYPE_CHECKING:
-    from node.solo import SoloTrainer
 
 Event = dict[str, Any]
 """One line of `--json`."""
@@ -18,17 +16,35 @@ _RATE_MEMORY: Final = 0.9
 """Share of the old value in the smoothed tokens per second: about the last ten steps count."""
 
 
+class Trained(Protocol):
+    """How far a solo run is (`node.solo.SoloTrainer`)."""
+
+    @property
+    def figures(self) -> Mapping[ModuleId, StepFigures]:
+        """Of each module's last inner step."""
+        ...
+
+    @property
+    def steps(self) -> int: ...
+
+    @property
+    def microbatches(self) -> int: ...
+
+    @property
+    def tokens(self) -> int: ...
+
+
 class SoloProgress:
     """Turns steps into events."""
 
-    def __init__(self, trainer: SoloTrainer, monotonic: Callable[[], float]) -> None:
+    def __init__(self, trainer: Trained, monotonic: Callable[[], float]) -> None:
         self._monotonic = monotonic
         self._began = self._last = monotonic()
         self._tokens = self._tokens_before = trainer.tokens
         self._rate: float | None = None
         self._losses: list[float] = []  # the first and the last
 
-    def step_event(self, loss: float, trainer: SoloTrainer) -> Event:
+    def step_event(self, loss: float, trainer: Trained) -> Event:
         now = self._monotonic()
         rate = (trainer.tokens - self._tokens) / max(now - self._last, 1e-9)
         self._rate = rate if self._rate is None else _RATE_MEMORY * self._rate + (1 - _RATE_MEMORY) * rate
@@ -44,7 +60,7 @@ class SoloProgress:
             "gradient_norm": math.hypot(*(figures.gradient_norm for figures in trainer.figures.values())),
         }
 
-    def summary_event(self, trainer: SoloTrainer) -> Event:
+    def summary_event(self, trainer: Trained) -> Event:
         """`tokens_per_s` is the mean since the start; losses are of the steps since then, None when there was none."""
         completed = trainer.microbatches
         return {
