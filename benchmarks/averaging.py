@@ -93,6 +93,15 @@ def all_in_step(peers: list[Connection]) -> list[Any]:
     return heard
 
 
+def introduce(peers: list[Connection]) -> None:
+    """Each says how it is reached, and is told of all; returns when all are ready."""
+    contacts = [hear(peer) for peer in peers]
+    for peer in peers:
+        peer.send(contacts)
+    for peer in peers:
+        hear(peer)
+
+
 @contextmanager
 def skipstone(codec: str, elements: int, count: int) -> Iterator[Round]:
     from benchmarks.averaging_skipstone import round_process
@@ -100,11 +109,7 @@ def skipstone(codec: str, elements: int, count: int) -> Iterator[Round]:
 
     with ExitStack() as processes:
         peers = [processes.enter_context(process(round_process, elements, codec)) for _ in range(count)]
-        contacts = [hear(peer) for peer in peers]
-        for peer in peers:
-            peer.send(contacts)
-        for peer in peers:
-            hear(peer)
+        introduce(peers)
 
         def hold() -> dict[str, Any]:
             results = all_in_step(peers)
@@ -141,11 +146,7 @@ def bare(codec: str, elements: int, count: int) -> Iterator[Round]:
     size = encoded_bytes(Codec[codec], elements)
     with ExitStack() as processes:
         peers = [processes.enter_context(process(bare_process, count, size)) for _ in range(count)]
-        contacts = [hear(peer) for peer in peers]
-        for peer in peers:
-            peer.send(contacts)
-        for peer in peers:
-            hear(peer)
+        introduce(peers)
         yield lambda: {"seconds": spanned(all_in_step(peers))}
 
 

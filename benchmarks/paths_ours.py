@@ -1,5 +1,4 @@
-"""Our plans in `benchmarks.paths`: what data nodes arrive at by talking, what they do before they have heard of each other, and what one planner that
-knows everything would do."""
+"""Our plans in `benchmarks.paths`: what data nodes arrive at by talking, and what they do before they have heard of each other."""
 
 from __future__ import annotations
 
@@ -7,12 +6,9 @@ import time
 from dataclasses import replace
 
 from swarm.paths.rules import PathRules
-from swarm.simulation.central import central_plan
 from swarm.simulation.instances import Instance
 from swarm.simulation.iteration import Conduct, Iteration, Knowledge, run_iterations
 from swarm.simulation.plans import Plan
-
-__all__ = ["central_plan", "cold_plan", "talked", "talked_plan"]
 
 
 def talked(instance: Instance) -> Iteration:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from swarm.announcement import Announcement
 from swarm.estimates import Estimates
 from swarm.membership import Membership
+from swarm.paths.balance import ring_stages
 from swarm.vocabulary import Hop, ModuleId, Path, PeerId, Reasoned, short
 
 
@@ -41,12 +42,7 @@ def visited_stages(rules: PathRules, number: int) -> tuple[int, ...]:
     The skipped ones move on like a ring, so that over any stages - 1 microbatches in a row every stage is visited equally often: then every stage's
     gradient is a mean over equally many microbatches (SkipPipe's balance rule, held without a search).
     """
-    skippable = rules.stages - 1
-    skips = skippable - rules.per_path
-    if skips <= 0:
-        return tuple(range(1, rules.stages))
-    skipped = {(number * skips + k) % skippable for k in range(skips)}
-    return tuple(stage for stage in range(1, rules.stages) if stage - 1 not in skipped)
+    return ring_stages(rules.stages, rules.per_path, number)
 
 
 class Planner:

@@ -166,7 +166,7 @@ class ReplicaKeeper:
     async def adopt(self, anchor: Anchor) -> None:
         """Puts the replica on an anchor and forgets its own work and its inner optimizer's state. The anchor is on the shelf already."""
         self.lost += self.since_anchor
-        self._at_anchor = self._done
+        self._stand(self._done)
         async with self._turn:
             for piece in _slices(slice(0, anchor.layout.elements)):
                 await self._compute.run(Priority.UPKEEP, partial(self._replica.write, piece, anchor.parameters[piece]))

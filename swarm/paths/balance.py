@@ -16,11 +16,16 @@ from swarm.paths.rules import PathRules, order_tree
 MAX_LANES = 64
 
 
+def ring_stages(stages: int, per_path: int, turn: int) -> tuple[int, ...]:
+    """The stages visited at place `turn` of the ring, in order, by paths through `per_path` of those after stage 0."""
+    skippable, skips = stages - 1, stages - 1 - per_path
+    skipped = {(turn * skips + k) % skippable for k in range(skips)}
+    return tuple(stage for stage in range(1, stages) if stage - 1 not in skipped)
+
+
 def ring_set(rules: PathRules, turn: int) -> frozenset[int]:
-    """The stages visited at place `turn` of the ring."""
-    skippable, skips = rules.skippable, rules.skippable - rules.per_path
-    skipped = {(turn * skips + k) % skippable for k in range(skips)} if skips else set()
-    return frozenset(stage for stage in range(1, rules.stages) if stage - 1 not in skipped)
+    """Likewise, in no order."""
+    return frozenset(ring_stages(rules.stages, rules.per_path, turn))
 
 
 def lanes_for(rules: PathRules, data_nodes: int, microbatches: int) -> int:
