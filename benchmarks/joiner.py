@@ -106,12 +106,12 @@ class Watch:
         return [seen for seen in self.seen if isinstance(seen.event, kind) and getattr(seen.event, "peer", "") == peer]
 
     def rounds(self) -> dict[int, tuple[float, frozenset[str]]]:
-        """When each round of the stage was first known to be committed, and its members."""
+        """When each round of the stage was first known to be committed, and who contributed to it."""
         found: dict[int, tuple[float, frozenset[str]]] = {}
         for seen in self.seen:
             event = seen.event
             if isinstance(event, RoundCommitted) and event.module == str(ModuleId(STAGE)):
-                found.setdefault(event.round, (seen.at, frozenset(event.members)))
+                found.setdefault(event.round, (seen.at, frozenset(event.contributors)))
         return found
 
     def contributes(self, peer: str) -> bool:

@@ -209,7 +209,9 @@ class RoundCommitted:
     digest: str
     """Of the new anchor, hexadecimal."""
     members: tuple[str, ...]
-    """The peers whose pseudo-gradients are in it; one that had done no work yet is among them with weight 0."""
+    """The peers that agreed on it."""
+    contributors: tuple[str, ...]
+    """Those of them whose pseudo-gradients are in it: the others had done no work yet."""
     tokens: int
     """Trained by all members since the last round."""
     attempts: int

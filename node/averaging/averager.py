@@ -28,6 +28,7 @@ from node.task_scope import task_scope
 from protocol.seams import Clock, Codec, Refusal, TensorSpec, Transport
 from swarm.errors import PeerError, ResourceExhausted, SkipstoneError, StateError
 from swarm.round_messages import RoundControl, RoundPiece
+from swarm.rounds.rosters import contributors
 from swarm.rounds.words import (
     Action,
     Arrived,
@@ -76,6 +77,7 @@ class RoundSettled:
     module: ModuleId
     version: AnchorVersion
     members: tuple[PeerId, ...]
+    contributors: tuple[PeerId, ...]
     tokens: int
     """Of the round, over all members."""
     attempts: int
@@ -224,7 +226,7 @@ class Averager:
         own, tokens = self._parts.own, anchor.version.tokens - before.tokens
         self._hooks.anchored(anchor)
         self.handle(SteppedAlone(anchor.version))
-        self._hooks.settled(RoundSettled(self._parts.module, anchor.version, (own,), tokens, 1, 0.0, 0, 0))
+        self._hooks.settled(RoundSettled(self._parts.module, anchor.version, (own,), (own,), tokens, 1, 0.0, 0, 0))
 
     # ---- what is to be done --------------------------------------------------------------------------------------
 
@@ -293,7 +295,7 @@ class Averager:
             anchor, snapshot = bench.take_staged(action.version)
         except SkipstoneError as error:
             log.warning("%s", error)
-            others = tuple(peer for peer in action.members if peer != self._parts.own)
+            others = tuple(member.peer for member in action.roster.members if member.peer != self._parts.own)
             self._start_catching_up(CatchUp(action.version, others, "its result was not kept"))
             return
         self._shelf.put(anchor)
@@ -306,15 +308,16 @@ class Averager:
         self, bench: RoundBench, action: CommitStaged, before: Anchor, anchor: Anchor, snapshot: Snapshot
     ) -> None:
         await self.keeper.carry(snapshot, anchor)
-        number, version = action.round.number, anchor.version
-        traffic = bench.traffic(number)
+        version, roster = anchor.version, action.roster
+        traffic = bench.traffic(roster.round.number)
         self._hooks.settled(
             RoundSettled(
                 self._parts.module,
                 version,
-                action.members,
+                tuple(member.peer for member in roster.members),
+                contributors(roster),
                 version.tokens - before.version.tokens,
-                action.attempts,
+                roster.round.attempt + 1,
                 self._parts.clock.monotonic() - self._begun[1],
                 traffic.sent,
                 traffic.received,

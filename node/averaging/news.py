@@ -60,6 +60,7 @@ class RoundNews:
                 version.round,
                 version.digest.hex(),
                 settled.members,
+                settled.contributors,
                 settled.tokens,
                 settled.attempts,
                 settled.seconds,

@@ -296,7 +296,7 @@ class Attempts:
         others: Sequence[Action] = () if self._convening is None else self._convening.dissolve("the result is there")
         self.part = self._convening = self._staged = None
         attempt = result.roster.round
-        commit = CommitStaged(attempt, result.version, result.members, attempt.attempt + 1)
+        commit = CommitStaged(result.roster, result.version)
         self.latest = f"round {attempt.number} committed by {len(result.members)} at attempt {attempt.attempt}"
         outlook.fellows.presume(result.members, result.version, outlook.now)
         return [*others, commit, *outlook.stand_on(result.version)]

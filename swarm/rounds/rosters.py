@@ -117,6 +117,11 @@ def objection(rules: RoundRules, roster: Roster, own: PeerId, norm: float) -> st
     return None
 
 
+def contributors(roster: Roster) -> tuple[PeerId, ...]:
+    """Whose pseudo-gradients are in its result: a member that has done no work is there with weight 0."""
+    return tuple(member.peer for member in roster.members if member.coefficient > 0)
+
+
 def leads_to(rules: RoundRules, roster: Roster, version: AnchorVersion) -> bool:
     """Whether a version can be the result of this roster's exchange; only the digest is not known beforehand."""
     after = (roster.base.fragment + 1) % fragments_of(rules)

@@ -208,10 +208,8 @@ class CommitStaged:
     """Make the staged result of this version the anchor, and carry the work done since the snapshot over to it. All snapshots and
     staged results are forgotten, but pieces that others still need of this exchange go on being sent until the next one begins."""
 
-    round: RoundId
+    roster: Roster
     version: AnchorVersion
-    members: tuple[PeerId, ...]
-    attempts: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ async def keep_company(manifest: Manifest, logs: Path, tokens: int, kind: str | 
         commits = {c.round: c for peer in honest for c in watch.commits_of(peer) if c.round > begun + 1}
         return Company(
             len(commits),
-            sum(liar in commit.members for commit in commits.values()),
+            sum(liar in commit.contributors for commit in commits.values()),
             sum(commit.attempts for commit in commits.values()) / len(commits),
             watch.digests(honest),
             loss,

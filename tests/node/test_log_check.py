@@ -185,7 +185,7 @@ def test_a_data_node_that_goes_on_from_a_checkpoint_answers_for_what_came_after(
 
 
 def commit(peer: str, number: int, digest: str = ANCHOR) -> RoundCommitted:
-    return RoundCommitted(peer, "1.0", number, digest, (A, A2), 100, 1, 0.1, 1, 1)
+    return RoundCommitted(peer, "1.0", number, digest, (A, A2), (A, A2), 100, 1, 0.1, 1, 1)
 
 
 def caught_up(peer: str, number: int, digest: str = ANCHOR) -> CaughtUp:

@@ -54,7 +54,7 @@ def test_the_view_shows_the_run() -> None:
 
 
 def committed(number: int, members: tuple[str, ...]) -> events.RoundCommitted:
-    return events.RoundCommitted("12D3KooWpeer1abc", "1.0", number, "ab", members, 64, 1, 0.5, 10, 10)
+    return events.RoundCommitted("12D3KooWpeer1abc", "1.0", number, "ab", members, members, 64, 1, 0.5, 10, 10)
 
 
 def test_the_view_shows_rounds_and_downloads() -> None:

@@ -101,11 +101,11 @@ class RoundWorld:
             assert after.round > before.round, f"{replica.id} went from round {before.round} to {after.round}"
         for action in actions:
             match action:
-                case CommitStaged(attempt, version, members):
+                case CommitStaged(roster, version):
                     self.on_commit(replica, action)
                     self.commits[version].add(replica.id)
-                    self.rosters[version] = members
-                    self.conveners[version.round] = attempt.convener
+                    self.rosters[version] = tuple(member.peer for member in roster.members)
+                    self.conveners[version.round] = roster.round.convener
                 case Tell(_, Prepared(_, version)):
                     self.told[version].add(replica.id)
                 case Tell(_, Commit(attempt, version)):

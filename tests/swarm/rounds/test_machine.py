@@ -106,7 +106,7 @@ def test_a_round_from_the_members_side() -> None:
     assert desk.hear(B, roster()) == [Exchange(roster())]
     assert desk.feed(Staged(ATTEMPT, RESULT)) == [Tell(B, Prepared(ATTEMPT, RESULT))]
     actions = desk.hear(B, Commit(ATTEMPT, RESULT, (B, US)))
-    assert actions[0] == CommitStaged(ATTEMPT, RESULT, (B, C, US), 1)
+    assert actions[0] == CommitStaged(roster(), RESULT)
     assert desk.machine.version == RESULT
     assert {peer for peer in (B, C, D) if told(actions, peer) == [Progress(MODULE, RESULT, 0, 0)]} == {B, C, D}
     assert desk.machine.under_way is None

@@ -181,8 +181,8 @@ class VirtualReplica:
                 self.exchange = None
                 self.snapshots = {kept: value for kept, value in self.snapshots.items() if kept > number}
                 self.staged = {version: attempt for version, attempt in self.staged.items() if attempt.number > number}
-            case CommitStaged(attempt, version):
-                self._commit(attempt, version)
+            case CommitStaged(roster, version):
+                self._commit(roster.round, version)
             case CatchUp(version, donors):
                 seconds = self.world.random.uniform(0.1, 1.0)
                 self.world.time.after(seconds, lambda: self.do(lambda: self._caught_up(version, donors)))
