@@ -14,6 +14,7 @@ from typing import Final
 from node.averaging.layout import Layout
 from swarm.errors import ProtocolViolation
 from swarm.round_messages import Contribution, Member, Reduced, Roster, RoundPiece
+from swarm.rounds.rosters import contributors
 from swarm.vocabulary import PeerId, short
 
 LARGEST_PIECE: Final = 2**20
@@ -57,6 +58,7 @@ class Plan:
         self.roster = roster
         self.first_chunk, self.end_chunk = layout.fragments[roster.base.fragment % len(layout.fragments)]
         self.members = {member.peer: member for member in roster.members}
+        self.contributors = contributors(roster)
         _check(own, roster, self.first_chunk, self.end_chunk)
         shards = {member.peer: _cut(layout, member) for member in roster.members}
         self.shards = shards
@@ -66,11 +68,6 @@ class Plan:
     @property
     def pieces(self) -> tuple[Piece, ...]:
         return tuple(self._by_chunks.values())
-
-    @property
-    def contributors(self) -> tuple[PeerId, ...]:
-        """Who has something to contribute, ourselves maybe among them."""
-        return tuple(peer for peer, member in self.members.items() if member.coefficient > 0)
 
     @property
     def contributes(self) -> bool:
