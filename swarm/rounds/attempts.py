@@ -23,7 +23,7 @@ from swarm.rounds.convening import Convening
 from swarm.rounds.guests import GivenUp, Settled, TryAgain
 from swarm.rounds.invitations import can_be_meant, refusal_of
 from swarm.rounds.outlook import Outlook
-from swarm.rounds.rosters import leads_to, objection
+from swarm.rounds.rosters import contributors, leads_to, objection
 from swarm.rounds.rules import convener_order
 from swarm.rounds.taking_part import Participation, Phase, StagedResult
 from swarm.rounds.words import (
@@ -102,6 +102,7 @@ class Attempts:
         elif self.part is not None and self.part.round.convener not in (outlook.own, attempt.convener):
             declined = Declined(self.part.round, DeclineReason.OTHER_CONVENER, outlook.version)
             actions.append(Tell(self.part.round.convener, declined))
+        self._remember_delays()
         self.part = Participation(attempt, outlook.now, outlook.rules)
         outlook.ballots.follow(attempt)
         return [*actions, *self._tell_convener(self.part), TakeSnapshot(attempt, outlook.version.fragment)]
@@ -116,6 +117,7 @@ class Attempts:
     def leave(self, why: str) -> Actions:
         """Ends the attempt here. Once an exchange has begun from this anchor, later attempts use the same pseudo-gradient, and a
         complete result is kept; else the next attempt takes a new one."""
+        self._remember_delays()
         part, self.part, self._convening = self.part, None, None
         if part is None:
             return []
@@ -123,6 +125,12 @@ class Attempts:
         ballots = self._outlook.ballots
         ballots.ended, ballots.due_since = part.round, None
         return [Release(part.round.number - 1 if ballots.rosters else part.round.number, why)]
+
+    def _remember_delays(self) -> None:
+        """The attempt that ends has come to nothing here."""
+        if self.part is not None:
+            for peer in self.part.waiting_for(self._outlook.now):
+                self._outlook.offences.kept_waiting(peer, self._outlook.now)
 
     def forget(self, why: str) -> Actions:
         """Ends the attempt, and gives up whatever came of this and earlier ones."""
@@ -186,7 +194,7 @@ class Attempts:
             return []
         wrong = objection(outlook.rules, roster, outlook.own, part.entry.norm)
         if roster.base != outlook.version or wrong is not None:
-            outlook.offences.add(sender, outlook.now)
+            outlook.offences.sent_rubbish(sender, outlook.now)
             outlook.ballots.left_out.add(sender)
             return self._decline(part, DeclineReason.NOT_READY, f"the roster is refused: {wrong or 'another anchor'}")
         part.begin(roster)
@@ -244,7 +252,7 @@ class Attempts:
         return self._tell_convener(part)
 
     def _piece_rejected(self, part: Participation, sender: PeerId) -> Actions:
-        self._outlook.offences.add(sender, self._outlook.now)
+        self._outlook.offences.sent_rubbish(sender, self._outlook.now)
         part.rejected.add(sender)
         if sender == part.round.convener:
             self._outlook.ballots.left_out.add(sender)
@@ -298,6 +306,8 @@ class Attempts:
         attempt = result.roster.round
         commit = CommitStaged(result.roster, result.version)
         self.latest = f"round {attempt.number} committed by {len(result.members)} at attempt {attempt.attempt}"
+        for peer in contributors(result.roster):
+            outlook.offences.delivered(peer)
         outlook.fellows.presume(result.members, result.version, outlook.now)
         return [*others, commit, *outlook.stand_on(result.version)]
 

@@ -1,15 +1,39 @@
-"""Who sent what cannot be used. A first offence costs the round it happened in, every further one the next rounds for a while."""
+"""Who costs rounds: by sending what cannot be used, or by keeping the others waiting. Only what this replica has seen itself counts; what
+others accuse somebody of is not kept."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from swarm.vocabulary import PeerId
 
 FORGIVEN_AFTER_S = 600.0
-EXCLUDED_S = 60.0
-LONGEST_S = 3600.0
+"""After the end of the last sentence."""
 REMEMBERED = 256
+"""Peers, of each kind."""
+MOST_DOUBLINGS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Sentence:
+    """How long somebody is left out of rounds after so many offences in a row."""
+
+    free: int
+    """Offences that cost only the attempt in which they happened."""
+    first_s: float
+    longest_s: float
+
+    def seconds(self, count: int) -> float:
+        """Doubles with every further offence."""
+        if count <= self.free:
+            return 0.0
+        return min(self.first_s * 2.0 ** min(count - self.free - 1, MOST_DOUBLINGS), self.longest_s)
+
+
+FOR_RUBBISH: Final = Sentence(free=1, first_s=60.0, longest_s=3600.0)
+FOR_WAITING: Final = Sentence(free=2, first_s=30.0, longest_s=600.0)
+"""Milder: a link between two honest peers may be at fault."""
 
 
 @dataclass(slots=True)
@@ -18,25 +42,48 @@ class _Record:
     latest: float
 
 
-class Offences:
-    """What this replica has seen itself; what others accuse somebody of is not kept."""
+class _Docket:
+    """Offences of one kind."""
 
-    def __init__(self) -> None:
+    def __init__(self, sentence: Sentence) -> None:
+        self._sentence = sentence
         self._records: dict[PeerId, _Record] = {}
 
     def add(self, peer: PeerId, now: float) -> None:
         before = self._records.pop(peer, None)
-        stale = before is None or now - before.latest > FORGIVEN_AFTER_S + _sentence_s(before.count)
+        stale = before is None or now - before.latest > FORGIVEN_AFTER_S + self._sentence.seconds(before.count)
         self._records[peer] = _Record(1 if before is None or stale else before.count + 1, now)
         while len(self._records) > REMEMBERED:
             del self._records[next(iter(self._records))]
 
+    def forgive(self, peer: PeerId) -> None:
+        self._records.pop(peer, None)
+
     def excluded(self, now: float) -> frozenset[PeerId]:
-        """Who gets no invitation, and whose invitations are not answered."""
         return frozenset(
-            peer for peer, record in self._records.items() if now - record.latest < _sentence_s(record.count)
+            peer for peer, record in self._records.items() if now - record.latest < self._sentence.seconds(record.count)
         )
 
 
-def _sentence_s(count: int) -> float:
-    return 0.0 if count < 2 else min(EXCLUDED_S * 2.0 ** min(count - 2, 8), LONGEST_S)
+class Offences:
+    """What this replica remembers of its fellows."""
+
+    def __init__(self) -> None:
+        self._rubbish = _Docket(FOR_RUBBISH)
+        self._waiting = _Docket(FOR_WAITING)
+
+    def sent_rubbish(self, peer: PeerId, now: float) -> None:
+        """Something that cannot be used."""
+        self._rubbish.add(peer, now)
+
+    def kept_waiting(self, peer: PeerId, now: float) -> None:
+        """An exchange ended while pieces of it that were overdue had not come."""
+        self._waiting.add(peer, now)
+
+    def delivered(self, peer: PeerId) -> None:
+        """An exchange with it has succeeded: what kept us waiting before has passed."""
+        self._waiting.forgive(peer)
+
+    def excluded(self, now: float) -> frozenset[PeerId]:
+        """Who gets no invitation, and whose invitations are not answered."""
+        return self._rubbish.excluded(now) | self._waiting.excluded(now)

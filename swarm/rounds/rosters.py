@@ -12,8 +12,9 @@ from swarm.vocabulary import AnchorVersion, PeerId
 
 TOKENS_AT_MOST = 4
 """Times the median: more tokens of one member count no more, because they are its own claim."""
-NORM_AT_MOST = 3.0
-"""Times the median: a longer update is scaled down to it."""
+NORM_AT_MOST = 1.5
+"""Times the median, and times the root of how many times the median's tokens are in it: a longer update is scaled down to it. Replicas of
+equal work have updates of nearly equal norm, so an honest one is rarely touched and a liar can hardly lengthen the step."""
 BANDWIDTH_RATIO = 8.0
 """Between the largest and the smallest shard: bandwidths are estimates, and claims."""
 BELIEVED_TOKENS = 64
@@ -42,14 +43,16 @@ def weigh(entries: Mapping[PeerId, Entry]) -> dict[PeerId, float]:
     working = [entry for entry in entries.values() if entry.tokens > 0]
     if not working:
         return dict.fromkeys(entries, 0.0)
-    ceiling = TOKENS_AT_MOST * lower_median([entry.tokens for entry in working])
+    usual = lower_median([entry.tokens for entry in working])
+    counted = {peer: min(entry.tokens, TOKENS_AT_MOST * usual) for peer, entry in entries.items()}
     norms = [entry.norm for entry in working if entry.norm > 0]
     longest = NORM_AT_MOST * lower_median(norms) if norms else 0.0
-    total = sum(min(entry.tokens, ceiling) for entry in working)
-    return {
-        peer: min(entry.tokens, ceiling) / total * (min(1.0, longest / entry.norm) if entry.norm > 0 else 1.0)
-        for peer, entry in entries.items()
-    }
+    total = sum(counted.values())
+
+    def clipping(peer: PeerId, norm: float) -> float:
+        return min(1.0, longest * math.sqrt(max(1.0, counted[peer] / usual)) / norm) if norm > 0 else 1.0
+
+    return {peer: counted[peer] / total * clipping(peer, entry.norm) for peer, entry in entries.items()}
 
 
 def shards(chunks: range, bandwidths: Mapping[PeerId, float]) -> dict[PeerId, tuple[int, int]]:

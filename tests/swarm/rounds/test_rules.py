@@ -114,7 +114,9 @@ def test_shares_follow_tokens_up_to_a_limit_and_long_updates_are_scaled_down() -
     assert weigh({A: entry(100), B: entry(10**9)}) == {A: 0.2, B: 0.8}
     clipped = weigh({A: entry(100), B: entry(100, norm=1e6)})
     assert clipped[A] == 0.5
-    assert clipped[B] * 1e6 == pytest.approx(0.5 * 3.0)
+    assert clipped[B] * 1e6 == pytest.approx(0.5 * 1.5)
+    more_work = weigh({A: entry(100), B: entry(400, norm=1e6)})
+    assert more_work[B] * 1e6 == pytest.approx(0.8 * 3.0)
     assert weigh({A: entry(0), B: entry(100, norm=0.0)}) == {A: 0.0, B: 1.0}
     assert weigh({A: entry(0), B: entry(0)}) == {A: 0.0, B: 0.0}
 
