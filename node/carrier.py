@@ -317,7 +317,7 @@ class Carrier:
         if load.forgotten:
             return
         try:
-            output = await self._compute.run(priority, lambda: self._worker.compute(job))
+            output, seconds = await self._compute.run(priority, lambda: self._timed(job))
         except SkipstoneError as error:
             if not load.forgotten:
                 self.handle(ComputeFailed(action.key, str(error)))
@@ -326,14 +326,20 @@ class Carrier:
             self._owe(self._step())
             await asyncio.sleep(0)  # the step's place in the queue comes before whatever this result brings about
         if not load.forgotten:
-            self._computed(action, load, output)
+            self._computed(action, load, output, seconds)
 
-    def _computed(self, action: Compute, load: Load, output: Output) -> None:
+    def _timed(self, job: Job) -> tuple[Output, float]:
+        """On the compute thread."""
+        begun = self._clock.monotonic()
+        output = self._worker.compute(job)
+        return output, self._clock.monotonic() - begun
+
+    def _computed(self, action: Compute, load: Load, output: Output, seconds: float) -> None:
         load.output = output.data
         holding = self.custody.get(action.key)
         if output.loss is not None and holding is not None:
             self.ends.loss_known(action.key.microbatch, holding.path, action.purpose, output.loss)
-        self.handle(Computed(action.key))
+        self.handle(Computed(action.key, seconds))
 
     async def _retraction(self, action: Retract, load: Load) -> None:
         job = Job(load.ticket, action.key, Work.BACKWARD, Purpose.TRAIN, load.input, load.gradient)

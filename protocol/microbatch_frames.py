@@ -42,7 +42,7 @@ from swarm.vocabulary import MAX_HOPS, Hop, MicrobatchId, Path
 
 MAX_LIFETIME_MS: Final = 3_600_000
 
-_LONGEST_MS: Final = 2**32 - 1
+_LARGEST: Final = 2**32 - 1
 
 
 def encode_tensor(message: MicrobatchTensor, frame: TensorFrame) -> wire.Frame:
@@ -101,6 +101,7 @@ def read_backward(backward: wire.Backward) -> TensorFrame:
 
 
 def read_receipt(receipt: wire.Receipt) -> Receipt:
+    """Raises ProtocolViolation where a field is out of bounds."""
     return Receipt(
         _read_microbatch(receipt.microbatch),
         read_enum(Direction, receipt.direction, "direction"),
@@ -108,6 +109,8 @@ def read_receipt(receipt: wire.Receipt) -> Receipt:
         read_enum(ReceiptStatus, receipt.status, "receipt status"),
         receipt.retry_after_ms / 1000,
         read_detail(receipt.detail),
+        receipt.waited_us / 1_000_000,
+        receipt.computed_us / 1_000_000,
     )
 
 
@@ -183,6 +186,8 @@ def _wire_receipt(receipt: Receipt) -> wire.Receipt:
         status=wire_number(receipt.status),
         retry_after_ms=_milliseconds(receipt.retry_after_s),
         detail=receipt.detail[:DETAIL_CHARACTERS],
+        waited_us=_microseconds(receipt.waited_s),
+        computed_us=_microseconds(receipt.computed_s),
     )
 
 
@@ -210,4 +215,8 @@ def _read_position(position: int) -> int:
 
 
 def _milliseconds(seconds: float) -> int:
-    return min(max(round(seconds * 1000), 0), _LONGEST_MS)
+    return min(max(round(seconds * 1000), 0), _LARGEST)
+
+
+def _microseconds(seconds: float) -> int:
+    return min(max(round(seconds * 1_000_000), 0), _LARGEST)

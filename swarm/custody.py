@@ -127,8 +127,8 @@ class Custody:
                 return self._backward_arrived(message, now)
             case BrokenOff(message):
                 return self._broken_off(message, now)
-            case Computed(key):
-                return self._computed(key, now)
+            case Computed(key, seconds):
+                return self._computed(key, seconds, now)
             case ComputeFailed(key, detail):
                 return self._compute_failed(key, detail)
             case ReceiptArrived(sender, receipt):
@@ -188,10 +188,11 @@ class Custody:
             self._standing_in.input_lost(holding, now)
         return []
 
-    def _computed(self, key: Key, now: float) -> list[Action]:
-        holding = self._shelf.get(key)
-        if holding is None:
+    def _computed(self, key: Key, seconds: float, now: float) -> list[Action]:
+        held = self._shelf.get(key)
+        if held is None:
             return []
+        holding = replace(held, waited_s=max(0.0, now - held.came - seconds), computed_s=seconds)
         way = self._way_out if holding.phase is Phase.FORWARD else self._way_back
         return way.computed(holding, now)
 

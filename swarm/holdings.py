@@ -70,6 +70,11 @@ class Holding:
     """When to offer it again to a target that was busy or out of reach."""
     failing_since: float | None = None
     """Since when the target has been out of reach, with nobody to stand in for it; or has owed a recalled input."""
+    came: float = 0.0
+    """When the latest tensor for it was here."""
+    waited_s: float = 0.0
+    """Of that tensor: until its computation began."""
+    computed_s: float = 0.0
     asked: int = 0
     """How often the data node has been asked whether the gradient counts."""
 
@@ -116,9 +121,10 @@ class BrokenOff:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """The computation asked for by a Compute action is done."""
+    """The computation asked for by a Compute action is done; it took `seconds` on the device."""
 
     key: Key
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

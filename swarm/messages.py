@@ -51,7 +51,11 @@ class Backward:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What became of a tensor, told to whoever sent it. `position` is that of the tensor's receiver."""
+    """What became of a tensor, told to whoever sent it. `position` is that of the tensor's receiver.
+
+    PASSED_ON also says how long it lay there before its computation began, and how long that took: the data node tells by it what of the
+    time was waiting. Claims of the receiver, in seconds.
+    """
 
     microbatch: MicrobatchId
     direction: Direction
@@ -59,6 +63,8 @@ class Receipt:
     status: ReceiptStatus
     retry_after_s: float = 0.0
     detail: str = ""
+    waited_s: float = 0.0
+    computed_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,9 @@ def stranded(holding: Holding, direction: Direction, position: int, detail: str)
 
 def passed_on(holding: Holding, direction: Direction, custodian: int) -> list[Action]:
     """PASSED_ON, to the peer that had custody and to the data node, which times its peers by it."""
-    receipt = Receipt(holding.key.microbatch, direction, holding.key.position, ReceiptStatus.PASSED_ON)
+    microbatch, position = holding.key.microbatch, holding.key.position
+    waited_s, computed_s = holding.waited_s, holding.computed_s
+    receipt = Receipt(microbatch, direction, position, ReceiptStatus.PASSED_ON, 0.0, "", waited_s, computed_s)
     told = []
     if -1 <= custodian <= len(holding.path.hops):
         told.append(holding.path.peer_at(custodian))

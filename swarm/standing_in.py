@@ -80,7 +80,7 @@ class StandingIn:
     def input_arrived(self, holding: Holding, message: Forward, now: float) -> list[Action]:
         """Both are here: computes, and is from now on a hop like any other."""
         path = joined(message.path, holding.path, message.position + 1)
-        ready = replace(holding, path=path, phase=Phase.BACKWARD, lifetime_s=message.lifetime_s)
+        ready = replace(holding, path=path, phase=Phase.BACKWARD, lifetime_s=message.lifetime_s, came=now)
         self._shelf.put_touched(replace(ready, target=None, retry_at=None, failing_since=None), now)
         sender = message.path.peer_at(message.position - 1)
         receipts = [receipt_for(message, status) for status in (ReceiptStatus.ACCEPTED, ReceiptStatus.PASSED_ON)]

@@ -82,7 +82,7 @@ class WayBack:
             return [Tell(sender, receipt_for(message, status)) for status in statuses]
         path = joined(holding.path, message.path, message.position + 1)
         # Whom the way out has tried were replicas of another module.
-        fresh = replace(holding, path=path, target=None, tried=frozenset(), busy=frozenset())
+        fresh = replace(holding, path=path, target=None, tried=frozenset(), busy=frozenset(), came=now)
         self._shelf.put_touched(replace(fresh, phase=Phase.BACKWARD, retry_at=None, failing_since=None), now)
         accepted = Tell(sender, receipt_for(message, ReceiptStatus.ACCEPTED))
         return [accepted, Compute(holding.key, Work.BACKWARD, holding.purpose)]

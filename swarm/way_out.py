@@ -48,7 +48,7 @@ class WayOut:
         """At the data node: a microbatch sets out."""
         key = Key(event.microbatch, -1)
         deadline = now + event.lifetime_s
-        self._shelf.put(Holding(key, event.path, event.purpose, Phase.FORWARD, event.lifetime_s, deadline))
+        self._shelf.put(Holding(key, event.path, event.purpose, Phase.FORWARD, event.lifetime_s, deadline, came=now))
         return [Compute(key, Work.FORWARD, event.purpose)]
 
     def arrived(self, known: Holding, message: Forward, now: float) -> list[Action]:
@@ -108,7 +108,7 @@ class WayOut:
     # ---- steps ---------------------------------------------------------------------------------------------------
 
     def _take(self, message: Forward, sender: PeerId, now: float) -> list[Action]:
-        holding = replace(received(message, now), phase=Phase.FORWARD)
+        holding = replace(received(message, now), phase=Phase.FORWARD, came=now)
         self._shelf.put(holding)
         work = Work.LOSS if holding.is_end else Work.FORWARD
         accepted = Tell(sender, receipt_for(message, ReceiptStatus.ACCEPTED))

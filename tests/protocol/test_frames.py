@@ -53,6 +53,7 @@ uint64 = st.integers(0, 2**64 - 1)
 peers = st.sampled_from(PEERS)
 details = st.text(st.characters(codec="utf-8"), max_size=256).filter(str.isprintable)
 times = st.integers(0, 2**32 - 1).map(lambda ms: ms / 1000)
+short_times = st.integers(0, 2**32 - 1).map(lambda us: us / 1_000_000)
 lifetimes = st.integers(0, MAX_LIFETIME_MS).map(lambda ms: ms / 1000)
 microbatches = st.builds(MicrobatchId, peers, st.integers(0, 2**48 - 1))
 positions = st.integers(-1, MAX_HOPS)
@@ -121,6 +122,8 @@ frames = st.one_of(
         st.sampled_from(ReceiptStatus),
         times,
         details,
+        short_times,
+        short_times,
     ),
     st.builds(Stranded, microbatches, st.sampled_from(Direction), positions, details),
     st.builds(Close, microbatches, details),

@@ -85,8 +85,8 @@ class Desk:
         """The header of a gradient comes in."""
         return self.custody.admit_backward(Backward(MICROBATCH, path, position), self.now).value
 
-    def computed(self, position: int) -> list[Action]:
-        return self.custody.handle(Computed(Key(MICROBATCH, position)), self.now)
+    def computed(self, position: int, seconds: float = 0.0) -> list[Action]:
+        return self.custody.handle(Computed(Key(MICROBATCH, position), seconds), self.now)
 
     def receipt(
         self, sender: PeerId, direction: Direction, position: int, status: ReceiptStatus, retry_after_s: float = 0.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from swarm.holdings import (
@@ -66,6 +68,22 @@ def test_a_hop_in_the_middle_tells_its_predecessor_and_the_data_node_that_it_has
     desk.handing_on(1)
     passed = receipt(OUT, 1, PASSED_ON)
     assert desk.receipt(C, OUT, 2, ACCEPTED) == [Tell(A, passed), Tell(DATA, passed)]
+
+
+def test_a_hop_says_how_long_it_let_the_microbatch_wait_and_how_long_it_computed() -> None:
+    desk = Desk(B)
+    desk.forward(1)
+    desk.wait(5.0)
+    desk.computed(1, seconds=3.0)
+    desk.wait(0.1)
+    passed = replace(receipt(OUT, 1, PASSED_ON), waited_s=2.0, computed_s=3.0)
+    assert desk.receipt(C, OUT, 2, ACCEPTED) == [Tell(A, passed), Tell(DATA, passed)]
+    desk.receipt(C, OUT, 2, PASSED_ON)
+    desk.backward(1)
+    desk.wait(0.5)
+    desk.computed(1, seconds=0.5)
+    passed = replace(receipt(BACK, 1, PASSED_ON), computed_s=0.5)
+    assert Tell(DATA, passed) in desk.receipt(A, BACK, 0, ACCEPTED)
 
 
 def test_the_gradient_goes_back_and_the_hop_is_done_when_it_has_been_passed_on() -> None:
