@@ -8,7 +8,7 @@
 * partitions: 2+2 and 3+1 replicas in network namespaces, apart for five rounds. How many rounds after the first link across all have committed one
   together. Needs root and iproute2.
 * liars: one replica of four contributes something else than its update. The held-out loss after so many tokens over that of
-  the run without it.
+  the run of the other three without it (`nobody`), and over that of four honest ones (`honest`), which share the same tokens among more replicas.
 
 Prints one JSON object; for each part also what `skipstone check` says of the event logs. Progress goes to stderr.
 """
@@ -47,7 +47,8 @@ ROLES: tuple[Role, ...] = ("member", "convener", "reducer")
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 PARTS = ("blows", "partitions", "liars")
 NOBODY_AGAIN = "nobody-again"
-KINDS = (NOBODY_AGAIN, "nan", "million", "million-declared", "shapes", "round", "garbage")
+HONEST = "honest"
+KINDS = (NOBODY_AGAIN, HONEST, "nan", "million", "million-declared", "shapes", "round", "garbage")
 EVALUATED = 32
 UNHURRIED = 30
 """Inner steps of a round of two parted groups: it takes seconds, so that what is due after two rounds does not depend on who finds whom first."""
@@ -172,6 +173,7 @@ async def liars(arguments: argparse.Namespace, folder: pathlib.Path) -> dict[str
         rows[kind] = {
             "loss": company.loss,
             "ratio": company.loss / losses["nobody"],
+            "ratio_to_four_honest": company.loss / losses[HONEST] if HONEST in losses else None,
             "rounds": company.rounds,
             "with_its_update": company.with_liar,
             "attempts_a_round": company.attempts,

@@ -96,7 +96,12 @@ def any_bytes(sent: Sent) -> Sent:
     return message, tensor, memoryview(os.urandom(data.nbytes))
 
 
+def the_truth() -> None:
+    """For comparison: a replica more, and no lie."""
+
+
 LIES: dict[str, Callable[[], None]] = {
+    "honest": the_truth,
     "nan": another_source(_NotANumber, norm=1.0),
     "million": another_source(_Scaled, norm=1.0),
     "million-declared": another_source(_Scaled, norm=MILLION),
