@@ -111,6 +111,7 @@ def read_receipt(receipt: wire.Receipt) -> Receipt:
         read_detail(receipt.detail),
         receipt.waited_us / 1_000_000,
         receipt.computed_us / 1_000_000,
+        receipt.sent_us / 1_000_000,
     )
 
 
@@ -188,6 +189,7 @@ def _wire_receipt(receipt: Receipt) -> wire.Receipt:
         detail=receipt.detail[:DETAIL_CHARACTERS],
         waited_us=_microseconds(receipt.waited_s),
         computed_us=_microseconds(receipt.computed_s),
+        sent_us=_microseconds(receipt.sent_s),
     )
 
 

@@ -75,6 +75,8 @@ class Holding:
     waited_s: float = 0.0
     """Of that tensor: until its computation began."""
     computed_s: float = 0.0
+    handed: float = 0.0
+    """When its output was last offered to somebody."""
     asked: int = 0
     """How often the data node has been asked whether the gradient counts."""
 

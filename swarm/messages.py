@@ -53,8 +53,8 @@ class Backward:
 class Receipt:
     """What became of a tensor, told to whoever sent it. `position` is that of the tensor's receiver.
 
-    PASSED_ON also says how long it lay there before its computation began, and how long that took: the data node tells by it what of the
-    time was waiting. Claims of the receiver, in seconds.
+    PASSED_ON also says how long it lay there before its computation began, how long that took, and how long it took from then on until the
+    next peer had said ACCEPTED: the data node tells by it waiting, computing and the network apart. Claims of the receiver, in seconds.
     """
 
     microbatch: MicrobatchId
@@ -65,6 +65,7 @@ class Receipt:
     detail: str = ""
     waited_s: float = 0.0
     computed_s: float = 0.0
+    sent_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from swarm.holdings import Action, Forget, Holding, Key, Phase, Tell
+from swarm.holdings import ON_THE_WAY_BACK, ON_THE_WAY_OUT, Action, Forget, Holding, Key, Phase, Tell
 from swarm.messages import Backward, Direction, Forward, Recall, Receipt, ReceiptStatus, Stranded
 from swarm.vocabulary import ModuleId, Path, PeerId, Reasoned
 
@@ -87,11 +87,18 @@ def stranded(holding: Holding, direction: Direction, position: int, detail: str)
     return Tell(holding.path.data_node, message)
 
 
-def passed_on(holding: Holding, direction: Direction, custodian: int) -> list[Action]:
+def offered(holding: Holding, now: float) -> Holding:
+    """Its output is offered to its target now; what an earlier offer took that came to nothing was waiting."""
+    in_vain_s = now - holding.handed if holding.phase in ON_THE_WAY_OUT | ON_THE_WAY_BACK else 0.0
+    return replace(holding, handed=now, waited_s=holding.waited_s + in_vain_s)
+
+
+def passed_on(holding: Holding, direction: Direction, custodian: int, now: float) -> list[Action]:
     """PASSED_ON, to the peer that had custody and to the data node, which times its peers by it."""
     microbatch, position = holding.key.microbatch, holding.key.position
     waited_s, computed_s = holding.waited_s, holding.computed_s
-    receipt = Receipt(microbatch, direction, position, ReceiptStatus.PASSED_ON, 0.0, "", waited_s, computed_s)
+    sent_s = max(0.0, now - holding.handed)
+    receipt = Receipt(microbatch, direction, position, ReceiptStatus.PASSED_ON, 0.0, "", waited_s, computed_s, sent_s)
     told = []
     if -1 <= custodian <= len(holding.path.hops):
         told.append(holding.path.peer_at(custodian))

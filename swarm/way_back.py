@@ -32,6 +32,7 @@ from swarm.shelf import (
     Hosts,
     Shelf,
     joined,
+    offered,
     passed_on,
     receipt_for,
     same_modules,
@@ -101,7 +102,7 @@ class WayBack:
         """Offers it to `target` as the hop before, be it the one it came from or another."""
         position = holding.key.position - 1
         path = holding.path if position < 0 else holding.path.with_peer(position, target)
-        handed = replace(holding, path=path, phase=Phase.HANDING_BACK, target=target)
+        handed = replace(offered(holding, now), path=path, phase=Phase.HANDING_BACK, target=target)
         handed = replace(handed, retry_at=None, failing_since=None)
         self._shelf.put_touched(handed, now)
         return [_sending(handed, target)]
@@ -133,7 +134,7 @@ class WayBack:
         since = holding.failing_since
         if since is not None and now - since >= STAND_IN_AFTER_S and (elsewhere := self._elsewhere(holding, now)):
             return elsewhere
-        retried = replace(holding, retry_at=None)
+        retried = replace(offered(holding, now), retry_at=None)
         self._shelf.put(retried)
         return [_sending(retried, target)]
 
@@ -142,7 +143,7 @@ class WayBack:
     def _accepted(self, holding: Holding, now: float) -> list[Action]:
         if holding.phase is not Phase.HANDING_BACK:
             return []
-        told = passed_on(holding, Direction.BACKWARD, holding.key.position + 1)
+        told = passed_on(holding, Direction.BACKWARD, holding.key.position + 1, now)
         if holding.key.position > 0:
             guarding = replace(holding, phase=Phase.GUARDING_BACK, retry_at=None, failing_since=None)
             self._shelf.put_touched(guarding, now)

@@ -28,6 +28,7 @@ from swarm.shelf import (
     ChooseReplica,
     Shelf,
     joined,
+    offered,
     passed_on,
     receipt_for,
     same_way,
@@ -70,7 +71,7 @@ class WayOut:
         """Offers its output to `target` as the next hop."""
         position = holding.key.position + 1
         path = holding.path if position == len(holding.path.hops) else holding.path.with_peer(position, target)
-        handed = replace(holding, path=path, phase=Phase.HANDING_ON, target=target, retry_at=None)
+        handed = replace(offered(holding, now), path=path, phase=Phase.HANDING_ON, target=target, retry_at=None)
         self._shelf.put_touched(handed, now)
         return [_sending(handed, target)]
 
@@ -101,7 +102,7 @@ class WayOut:
         """Offers it again to the same peer, or to a replica that has come up meanwhile."""
         if holding.failing_since is not None and (elsewhere := self._elsewhere(holding, now)):
             return elsewhere
-        retried = replace(holding, retry_at=None)
+        retried = replace(offered(holding, now), retry_at=None)
         self._shelf.put(retried)
         return [_sending(retried, target)]
 
@@ -137,7 +138,7 @@ class WayOut:
     def _accepted(self, holding: Holding, now: float) -> list[Action]:
         if holding.phase is not Phase.HANDING_ON:
             return []
-        told = passed_on(holding, Direction.FORWARD, holding.key.position - 1)
+        told = passed_on(holding, Direction.FORWARD, holding.key.position - 1, now)
         if holding.purpose is Purpose.EVALUATE:
             return [*told, self._shelf.drop(holding.key, "passed on")]
         accepted = replace(holding, phase=Phase.GUARDING, retry_at=None, failing_since=None)

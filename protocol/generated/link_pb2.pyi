@@ -256,7 +256,7 @@ class Backward(_message.Message):
     def __init__(self, route: _Optional[_Union[Route, _Mapping]] = ..., tensor: _Optional[_Union[TensorHeader, _Mapping]] = ...) -> None: ...
 
 class Receipt(_message.Message):
-    __slots__ = ("microbatch", "direction", "position", "status", "retry_after_ms", "detail", "waited_us", "computed_us")
+    __slots__ = ("microbatch", "direction", "position", "status", "retry_after_ms", "detail", "waited_us", "computed_us", "sent_us")
     class Status(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATUS_UNSPECIFIED: _ClassVar[Receipt.Status]
@@ -277,6 +277,7 @@ class Receipt(_message.Message):
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     WAITED_US_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_US_FIELD_NUMBER: _ClassVar[int]
+    SENT_US_FIELD_NUMBER: _ClassVar[int]
     microbatch: MicrobatchId
     direction: Direction
     position: int
@@ -285,7 +286,8 @@ class Receipt(_message.Message):
     detail: str
     waited_us: int
     computed_us: int
-    def __init__(self, microbatch: _Optional[_Union[MicrobatchId, _Mapping]] = ..., direction: _Optional[_Union[Direction, str]] = ..., position: _Optional[int] = ..., status: _Optional[_Union[Receipt.Status, str]] = ..., retry_after_ms: _Optional[int] = ..., detail: _Optional[str] = ..., waited_us: _Optional[int] = ..., computed_us: _Optional[int] = ...) -> None: ...
+    sent_us: int
+    def __init__(self, microbatch: _Optional[_Union[MicrobatchId, _Mapping]] = ..., direction: _Optional[_Union[Direction, str]] = ..., position: _Optional[int] = ..., status: _Optional[_Union[Receipt.Status, str]] = ..., retry_after_ms: _Optional[int] = ..., detail: _Optional[str] = ..., waited_us: _Optional[int] = ..., computed_us: _Optional[int] = ..., sent_us: _Optional[int] = ...) -> None: ...
 
 class Stranded(_message.Message):
     __slots__ = ("microbatch", "direction", "position", "detail")

@@ -124,6 +124,7 @@ frames = st.one_of(
         details,
         short_times,
         short_times,
+        short_times,
     ),
     st.builds(Stranded, microbatches, st.sampled_from(Direction), positions, details),
     st.builds(Close, microbatches, details),
