@@ -42,7 +42,7 @@ from node.data.packing import Microbatch
 from node.path_rules import path_rules
 from node.solo import ChooseStages, SoloTrainer, WholeModel, planned_stages
 from protocol.manifest import Manifest, manifest_from_table
-from swarm.planner import PathRules
+from swarm.paths.rules import PathRules
 from swarm.subsets import all_stages, ring_of_subsets, spread_stages
 
 STAGES: Final = 12

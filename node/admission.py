@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from node.path_rules import path_rules
 from protocol.manifest import Manifest
 from protocol.seams import Codec, DType, TensorSpec
 from swarm.errors import ProtocolViolation
@@ -28,8 +29,7 @@ class Admission:
         self._module = module
         self._tensor = hidden_tensor(manifest)
         self._modules = frozenset(manifest.modules()) - {ModuleId(0)}
-        self._longest = manifest.stages.visited_per_path
-        self._stages = manifest.stages.count - 1
+        self._rules = path_rules(manifest)
 
     def check(self, sender: PeerId, message: MicrobatchTensor, tensor: TensorSpec) -> None:
         """Raises ProtocolViolation when an honest peer could not have sent this."""
@@ -42,9 +42,7 @@ class Admission:
         if path.data_node != message.microbatch.data_node:
             raise ProtocolViolation("the path belongs to another data node than the microbatch")
         stages = [hop.module.stage for hop in path.hops]
-        longest = self._stages if _only_evaluates(message) else self._longest
-        if len(stages) > longest or len(set(stages)) != len(stages):
-            raise ProtocolViolation(f"the path visits the stages {stages}; this run allows {longest}, each once")
+        self._check_order(stages, evaluated=_only_evaluates(message))
         unknown = [str(hop.module) for hop in path.hops if hop.module not in self._modules]
         if unknown:
             raise ProtocolViolation(f"the path visits module {unknown[0]}, which the manifest does not have")
@@ -53,6 +51,16 @@ class Admission:
         if path.peer_at(message.position) != self._own:
             raise ProtocolViolation("the message is for another peer on the path")
         self._check_sender(sender, message)
+
+    def _check_order(self, stages: list[int], *, evaluated: bool) -> None:
+        """The rule for paths is about training; the whole model, or any part of it, may be measured."""
+        if evaluated and (len(stages) > self._rules.skippable or len(set(stages)) != len(stages)):
+            raise ProtocolViolation(
+                f"the path visits the stages {stages}; there are {self._rules.skippable}, each once"
+            )
+        fault = None if evaluated else self._rules.fault(stages)
+        if fault is not None:
+            raise ProtocolViolation(f"the path is not one that this run allows: {fault}")
 
     def hosts(self, message: MicrobatchTensor) -> bool:
         """Whether the hop it names is our module. A sender with an old view may be honestly wrong about that."""
@@ -75,5 +83,4 @@ class Admission:
 
 
 def _only_evaluates(message: MicrobatchTensor) -> bool:
-    """The rule for paths is about training; the whole model may be measured."""
     return isinstance(message, Forward) and message.purpose is Purpose.EVALUATE

@@ -163,6 +163,7 @@ class DataNode:
             self.flights.returned(microbatch, path, loss)
 
     def finished(self, microbatch: MicrobatchId, path: Path) -> None:
+        self._times.completed(microbatch, self._clock.monotonic())
         text = self._forget(microbatch)
         if text is not None:
             self.reading.came_back(text)

@@ -30,6 +30,7 @@ from node.events import Continued, EventSink, InnerStep, Load, MicrobatchCounts,
 from node.held_out import HeldOut
 from node.hop_worker import HopWorker
 from node.hosting import host_hop, host_stage_zero, measure_speed
+from node.lane_talk import LaneTalk
 from node.optimization import StepFigures
 from node.options import NodeOptions
 from node.path_rules import path_rules
@@ -51,6 +52,7 @@ from protocol.seams import Question, QuestionAbout
 from swarm.custody import Custody
 from swarm.estimates import Estimates
 from swarm.flights import Counts, FlightRules, Flights
+from swarm.paths.measurements import Measurements
 from swarm.planner import Planner
 from swarm.shelf import ChooseReplica
 from swarm.timing import PathTimes
@@ -203,6 +205,7 @@ class DataDuty:
         carrier: Carrier,
         data_node: DataNode,
         text_came: asyncio.Event,
+        talk: LaneTalk,
         rounds: ModuleRounds,
     ) -> None:
         self.carrier = carrier
@@ -214,6 +217,7 @@ class DataDuty:
         self._worker = worker
         self._data_node = data_node
         self._text_came = text_came
+        self._talk = talk
 
     async def prepare(self) -> None:
         """The state on which its module stands. A data node announces no speed: nobody chooses among them."""
@@ -222,8 +226,9 @@ class DataDuty:
     async def run(self) -> None:
         async with task_scope() as tasks:
             tasks.create_task(self._data_node.run())
-            for news in (self._presence.neighbourhood.changed, self._text_came):
-                tasks.create_task(self._wake_on(news))
+            tasks.create_task(self._talk.run(self._presence.transport))
+            tasks.create_task(self._wake_on(self._text_came))
+            tasks.create_task(self._wake_on(self._presence.neighbourhood.changed, self._talk.look_around))
 
     async def drain(self, patience_s: float) -> None:
         self._data_node.stopping = True
@@ -260,11 +265,12 @@ class DataDuty:
             visits=tuple(sorted(progress.visits.items())),
         )
 
-    async def _wake_on(self, news: asyncio.Event) -> None:
+    async def _wake_on(self, news: asyncio.Event, tell: Callable[[], None] = lambda: None) -> None:
         """A peer that comes may be the one that is waited for, and a text too."""
         while True:
             await news.wait()
             news.clear()
+            tell()
             self._data_node.wake()
 
 
@@ -297,12 +303,14 @@ async def data_duty(given: Assignment) -> AsyncIterator[DataDuty]:
     own.steps = worker.stage.optimizer.steps
     documents = await asyncio.to_thread(open_documents, manifest)
     estimates, tokens = Estimates(), manifest.microbatch_tokens
-    planner = Planner(path_rules(manifest), given.presence.membership, estimates, tokens)
+    membership, measurements = given.presence.membership, Measurements(own.peer, tokens)
     rules = _flight_rules(given.options, manifest)
+    talk = LaneTalk(own, membership, measurements, path_rules(manifest), rules.window)
+    planner = Planner(path_rules(manifest), membership, estimates, tokens, lambda: talk.lanes)
     text_came = asyncio.Event()
 
     def live_data_nodes() -> tuple[PeerId, ...]:
-        replicas = given.presence.membership.replicas(ModuleId(0), clock.monotonic())
+        replicas = membership.replicas(ModuleId(0), clock.monotonic())
         return tuple(sorted({own.peer, *(announcement.peer for announcement in replicas)}))
 
     start = START if position is None else position.cursor
@@ -320,7 +328,7 @@ async def data_duty(given: Assignment) -> AsyncIterator[DataDuty]:
         parts = DataNodeParts(
             flights=Flights(own.peer, rules, first_number=number, counts=counts_of(position)),
             planner=planner,
-            times=PathTimes(estimates, tokens),
+            times=PathTimes(own.peer, estimates, measurements, tokens, membership.slots_of),
             evaluator=Evaluator(own.peer, planner, worker, carrier, clock),
             worker=worker,
             carrier=carrier,
@@ -330,7 +338,7 @@ async def data_duty(given: Assignment) -> AsyncIterator[DataDuty]:
         )
         data_node = DataNode(parts, clock, given.events, given.finished)
         carrier.ends = data_node
-        duty = DataDuty(given, worker, carrier, data_node, text_came, rounds)
+        duty = DataDuty(given, worker, carrier, data_node, text_came, talk, rounds)
         duty.answers[QuestionAbout.EVALUATE] = HeldOut(manifest, documents, parts.evaluator).answer
         yield duty
 

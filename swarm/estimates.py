@@ -8,6 +8,7 @@ first sample instead of at zero.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from swarm.vocabulary import PeerId, Reasoned
@@ -54,6 +55,15 @@ class Estimates:
     def penalize(self, peer: PeerId, seconds: float, tokens: int) -> None:
         """The peer failed after `seconds`: it counts as having been that slow, so that failing never looks like speed."""
         self.observe(peer, seconds, tokens, 0)
+
+    def longest_unmeasured(self, peers: Sequence[PeerId]) -> PeerId:
+        """Of these, one that was never measured, else the one whose last measurement is the oldest.
+
+        Raises:
+            ValueError: there are none.
+        """
+        unmeasured = next((peer for peer in peers if peer not in self._times), None)
+        return unmeasured or min(peers, key=list(self._times).index)
 
     def measured(self, peer: PeerId) -> ServiceTime | None:
         return self._times.get(peer)

@@ -107,6 +107,11 @@ class Membership:
         member = self._members.get(peer)
         return None if member is None else member.announcement
 
+    def slots_of(self, peer: PeerId) -> int:
+        """As it announces; 0 of one that is not known."""
+        known = self.get(peer)
+        return 0 if known is None else known.slots
+
     def hosts(self, peer: PeerId, module: ModuleId) -> bool:
         """Whether the peer says that it hosts the module, whatever state it is in."""
         announcement = self.get(peer)

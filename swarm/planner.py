@@ -1,32 +1,34 @@
-"""The first path choice: which stages a microbatch visits, and for each the replica that should finish it first.
+"""Path choice, microbatch by microbatch: the lane whose turn it is, and somebody else where a peer of the lane is gone, crowded, or long not tried.
 
-Pure: everything comes in as arguments. A replica's expected finish is its service time (measured here, else announced) times the microbatches it has to
-work off before this one's turn and this one: those of ours that are on their way through it, or the slots it announces as taken if that is more.
+Pure: everything comes in as arguments. Lanes are agreed among the data nodes (`swarm.paths.negotiation`); until there are some, and wherever a lane is left,
+the replica that should finish first is taken. A replica's expected finish is its service time (measured here, else announced) times the microbatches
+that it has to work off before this one's turn and this one: those of ours that are on their way through it, or the slots it announces as taken if that is more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from swarm.announcement import Announcement
 from swarm.estimates import Estimates
 from swarm.membership import Membership
 from swarm.paths.balance import ring_stages
+from swarm.paths.rules import PathRules
 from swarm.vocabulary import Hop, ModuleId, Path, PeerId, Reasoned, short
 
+LEAVE_FACTOR = 2.0
+"""A peer of the lane that should finish so many times later than another one is left out: small errors must not make paths flutter."""
+TRY_EVERY = 32
+"""Every so many microbatches one hop goes to the replica that was not measured for longest: who was slow once may be fast now."""
 
-@dataclass(frozen=True, slots=True)
-class PathRules:
-    """What the manifest says of paths.
+Lanes = tuple[tuple[Hop, ...], ...]
+"""The standing routes of a data node's microbatches, taken in turn."""
 
-    Args:
-        stages: number of stages, stage 0 included.
-        per_path: how many of the stages after stage 0 a path visits.
-    """
 
-    stages: int
-    per_path: int
+def no_lanes() -> Lanes:
+    """Of who has not agreed on any."""
+    return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class NoReplica:
 
 
 def visited_stages(rules: PathRules, number: int) -> tuple[int, ...]:
-    """The stages that microbatch `number` of a data node visits, in order.
+    """The stages that microbatch `number` of a data node visits while there are no lanes, in order.
 
     The skipped ones move on like a ring, so that over any stages - 1 microbatches in a row every stage is visited equally often: then every stage's
     gradient is a mean over equally many microbatches (SkipPipe's balance rule, held without a search).
@@ -50,13 +52,22 @@ class Planner:
 
     Args:
         tokens: tokens of one microbatch.
+        lanes: the lanes as they are agreed now.
     """
 
-    def __init__(self, rules: PathRules, membership: Membership, estimates: Estimates, tokens: int) -> None:
+    def __init__(
+        self,
+        rules: PathRules,
+        membership: Membership,
+        estimates: Estimates,
+        tokens: int,
+        lanes: Callable[[], Lanes] = no_lanes,
+    ) -> None:
         self.rules = rules
         self._membership = membership
         self._estimates = estimates
         self._tokens = tokens
+        self._lanes = lanes
 
     def plan(self, number: int, in_flight: Mapping[PeerId, int], now: float) -> Reasoned[Path | NoReplica]:
         """A path for microbatch `number`, or the modules that keep it from one.
@@ -64,35 +75,24 @@ class Planner:
         Args:
             in_flight: for each peer, how many of our microbatches are on a path through it.
         """
-        return self.plan_through(visited_stages(self.rules, number), in_flight, now)
+        lanes = self._lanes()
+        if not lanes:
+            return self.plan_through(visited_stages(self.rules, number), in_flight, now)
+        lane, turn = lanes[number % len(lanes)], number // len(lanes)
+        tried = lane[turn % len(lane)].module if lane and number % TRY_EVERY == 0 else None
+        chosen = [self._on_lane(hop, in_flight, now, try_another=hop.module == tried) for hop in lane]
+        return self._joined([hop.module for hop in lane], chosen)
 
     def plan_through(
         self, stages: Sequence[int], in_flight: Mapping[PeerId, int], now: float
     ) -> Reasoned[Path | NoReplica]:
-        """As `plan`, through these stages in this order."""
-        hops: list[Hop] = []
-        missing: list[ModuleId] = []
-        reasons: list[str] = []
-        for stage in stages:
-            module = ModuleId(stage)
-            chosen = self.replica(module, frozenset(), in_flight, now)
-            if chosen.value is None:
-                missing.append(module)
-            else:
-                hops.append(Hop(module, chosen.value))
-            reasons.append(chosen.reason)
-        if missing:
-            return Reasoned(NoReplica(tuple(missing)), "; ".join(reasons))
-        return Reasoned(Path(self._membership.own, tuple(hops)), "; ".join(reasons))
+        """A path through these stages in this order, whatever the lanes."""
+        modules = [ModuleId(stage) for stage in stages]
+        return self._joined(modules, [self.replica(module, frozenset(), in_flight, now) for module in modules])
 
     def expected_s(self, path: Path) -> float:
         """Seconds that the path's peers together should take, out and back, with empty queues."""
         return sum(self._service(hop.peer) for hop in path.hops)
-
-    def _service(self, peer: PeerId) -> float:
-        announcement = self._membership.get(peer)
-        speed = 0.0 if announcement is None else announcement.tokens_per_second
-        return self._estimates.seconds(peer, self._tokens, speed).value
 
     def unserved(self, now: float) -> tuple[ModuleId, ...]:
         """The modules that no peer serves any more, whether or not the next path would need them."""
@@ -117,6 +117,40 @@ class Planner:
         return Reasoned(
             best, f"{module} by {short(best)}: {figure.value * 1e3:.0f} ms, {figure.reason}, of {len(candidates)}"
         )
+
+    # ---- steps ---------------------------------------------------------------------------------------------------
+
+    def _on_lane(
+        self, hop: Hop, in_flight: Mapping[PeerId, int], now: float, *, try_another: bool
+    ) -> Reasoned[PeerId | None]:
+        """Who serves a hop of the lane this time."""
+        live = {a.peer: a for a in self._membership.replicas(hop.module, now)}
+        best = self.replica(hop.module, frozenset(), in_flight, now)
+        if hop.peer not in live or best.value is None:
+            return Reasoned(best.value, f"{short(hop.peer)} of the lane is not there; {best.reason}")
+        if try_another:
+            oldest = self._estimates.longest_unmeasured(sorted(live))
+            return Reasoned(oldest, f"{hop.module} by {short(oldest)}, to measure it again")
+        usual, fastest = self._finish(live[hop.peer], in_flight), self._finish(live[best.value], in_flight)
+        if usual.value > LEAVE_FACTOR * fastest.value:
+            return Reasoned(best.value, f"{short(hop.peer)} of the lane is crowded; {best.reason}")
+        return Reasoned(hop.peer, f"{hop.module} by {short(hop.peer)}, its lane")
+
+    def _joined(
+        self, modules: Sequence[ModuleId], chosen: Sequence[Reasoned[PeerId | None]]
+    ) -> Reasoned[Path | NoReplica]:
+        reason = "; ".join(choice.reason for choice in chosen)
+        peers = [choice.value for choice in chosen]
+        missing = tuple(module for module, peer in zip(modules, peers, strict=True) if peer is None)
+        if missing:
+            return Reasoned(NoReplica(missing), reason)
+        hops = tuple(Hop(module, peer) for module, peer in zip(modules, peers, strict=True) if peer is not None)
+        return Reasoned(Path(self._membership.own, hops), reason)
+
+    def _service(self, peer: PeerId) -> float:
+        announcement = self._membership.get(peer)
+        speed = 0.0 if announcement is None else announcement.tokens_per_second
+        return self._estimates.seconds(peer, self._tokens, speed).value
 
     def _finish(self, announcement: Announcement, in_flight: Mapping[PeerId, int]) -> Reasoned[float]:
         service = self._estimates.seconds(announcement.peer, self._tokens, announcement.tokens_per_second)

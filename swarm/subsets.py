@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from swarm.errors import ConfigError
-from swarm.planner import PathRules
+from swarm.paths.rules import PathRules
 
 
 def all_stages(stages: int) -> tuple[int, ...]:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from math import gcd
 
 from swarm.paths.rules import PathRules, order_tree
 
 MAX_LANES = 64
+FREE_LANES = 24
 
 
 def ring_stages(stages: int, per_path: int, turn: int) -> tuple[int, ...]:
@@ -38,6 +40,17 @@ def lanes_for(rules: PathRules, data_nodes: int, microbatches: int) -> int:
         if microbatches % lanes == 0 and data_nodes * lanes * rules.per_path % max(1, rules.skippable) == 0:
             return lanes
     return min(microbatches, MAX_LANES)
+
+
+def free_lanes(rules: PathRules, data_nodes: int) -> int:
+    """Lanes of each data node when each launches as fast as it can.
+
+    Enough that it visits all stages equally often by itself, whatever the others do, and that all data nodes together have FREE_LANES: the lanes on a
+    stage are shared out over its replicas, and a fast one may deserve several times what a slow one does.
+    """
+    period = max(1, rules.skippable) // gcd(max(1, rules.skippable), rules.per_path)
+    wanted = max(period, -(-FREE_LANES // max(1, data_nodes)))
+    return min(-(-wanted // period) * period, max(period, MAX_LANES // period * period))
 
 
 def fair_sets(rules: PathRules, count: int, first: int = 0) -> list[frozenset[int]]:

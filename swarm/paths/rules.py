@@ -13,6 +13,9 @@ from typing import Union
 
 from swarm.errors import ManifestError
 
+FAR = 1024
+"""A forward jump to any later stage."""
+
 OrderTree = tuple[tuple[int, Union["OrderTree", tuple[()]]], ...]
 """All legal orders as a tree that shares beginnings: (stage, what may follow). Nothing follows the last stage of a path."""
 
@@ -34,7 +37,7 @@ class PathRules:
 
     stages: int
     per_path: int
-    max_forward_jump: int
+    max_forward_jump: int = FAR
     max_back_stops: int = 0
     max_back_distance: int = 0
 

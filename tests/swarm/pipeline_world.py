@@ -15,7 +15,7 @@ from random import Random
 from swarm.flights import FlightRules, Flights
 from swarm.holdings import Key, Phase
 from swarm.messages import MicrobatchControl, MicrobatchTensor
-from swarm.planner import PathRules
+from swarm.paths.rules import PathRules
 from swarm.vocabulary import MicrobatchId, ModuleId, Path, PeerId
 from tests.swarm.pipeline_peer import LIFETIME_S, NUMBERS_A_LIFE, Peer
 from tests.swarm.virtual_network import Links, Thunk, Transfer, VirtualTime

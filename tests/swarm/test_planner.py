@@ -8,7 +8,8 @@ from swarm import estimates as module_under_test
 from swarm.announcement import Announcement
 from swarm.estimates import UNKNOWN_TOKENS_PER_S, Estimates
 from swarm.membership import Membership
-from swarm.planner import NoReplica, PathRules, Planner, in_flight_by_peer, visited_stages
+from swarm.paths.rules import PathRules
+from swarm.planner import NoReplica, Planner, in_flight_by_peer, visited_stages
 from swarm.vocabulary import Hop, ModuleId, Path, PeerId
 from tests.swarm.announcements import RUN, announcement
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.errors import ConfigError
-from swarm.planner import PathRules
+from swarm.paths.rules import PathRules
 from swarm.subsets import all_stages, chosen_subsets, ring_of_subsets, spread_stages
 
 RULES = st.integers(2, 40).flatmap(lambda n: st.builds(PathRules, st.just(n), st.integers(1, n - 1)))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from swarm.paths.balance import fair_sets, lanes_for
+from swarm.paths.balance import fair_sets, free_lanes, lanes_for
 from swarm.paths.book import LaneBook, LaneId
 from swarm.paths.circles import closes_a_circle, in_order
 from swarm.paths.costs import Costs, Route
@@ -35,7 +35,8 @@ class View:
         self.own, self.rules = own, rules
         self._group = group
         self.epoch = group.epoch
-        self.lanes = lanes_for(rules, group.total, talk.microbatches)
+        each = talk.microbatches
+        self.lanes = free_lanes(rules, group.total) if each is None else lanes_for(rules, group.total, each)
         self.fellows = tuple(member.peer for member in group.members if member.peer != own)
         self.versions: dict[PeerId, int] = {own: 0}
         count = len(group.members)

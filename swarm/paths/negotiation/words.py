@@ -14,8 +14,9 @@ from swarm.vocabulary import PeerId
 class TalkRules:
     """What the manifest says, and the limits of patience. Seconds."""
 
-    microbatches: int
-    """Of each data node in one iteration: the number of lanes follows from it and from the number of data nodes."""
+    microbatches: int | None
+    """Of each data node in one iteration: the number of lanes follows from it and from the number of data nodes. None where data nodes launch
+    whenever they can (`swarm.paths.balance.free_lanes`)."""
     quiet_s: float = 0.05
     """Nothing new was heard for so long before the worst placed data node speaks."""
     patience_s: float = 1.0
