@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from swarm.lane_messages import MAX_LANES, MAX_VISITS
 from swarm.paths.rules import PathRules, order_tree
-
-MAX_LANES = 64
 
 
 def ring_stages(stages: int, per_path: int, turn: int) -> tuple[int, ...]:
@@ -32,12 +31,13 @@ def lanes_for(rules: PathRules, data_nodes: int, microbatches: int) -> int:
     """The fewest lanes per data node with which `microbatches` each visit every stage equally often.
 
     When no number of lanes does it within the iteration, every microbatch is a lane of its own: then visits differ by at most one in an iteration and are
-    equal over the ring's period.
+    equal over the ring's period. There are no more lanes than can be told in one message.
     """
-    for lanes in range(1, min(microbatches, MAX_LANES) + 1):
+    most = min(microbatches, MAX_LANES, max(1, MAX_VISITS // max(1, rules.per_path)))
+    for lanes in range(1, most + 1):
         if microbatches % lanes == 0 and data_nodes * lanes * rules.per_path % max(1, rules.skippable) == 0:
             return lanes
-    return min(microbatches, MAX_LANES)
+    return most
 
 
 def fair_sets(rules: PathRules, count: int, first: int = 0) -> list[frozenset[int]]:
