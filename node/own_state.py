@@ -28,7 +28,12 @@ class OwnState:
     tokens_per_second: float = 0.0
     steps: int = 0
     anchor: AnchorVersion | None = None
+    incarnation: int = field(init=False)
+    """When this life began, for others to tell it from the one before."""
     _sequence: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.incarnation = int(self.clock.wall() * 1000)
 
     def take(self, module: ModuleId) -> None:
         """A module is chosen; what is known of its replica here is still to come."""
@@ -53,6 +58,7 @@ class OwnState:
             free_slots=max(0, self.slots - self.used_slots()),
             steps=self.steps,
             anchor=self.anchor,
+            incarnation=self.incarnation,
             sequence=self._sequence,
             expires_at=wall + RECORD_LIFETIME_S,
         )

@@ -9,6 +9,7 @@ from node.carrier import Carrier
 from node.neighbourhood import Neighbourhood
 from protocol.seams import Question, QuestionAbout, Refusal, TensorSpec
 from swarm.errors import PeerError, Rejected
+from swarm.lane_messages import LaneControl
 from swarm.messages import (
     Backward,
     ControlMessage,
@@ -39,13 +40,23 @@ class RoundReceiver(Protocol):
     def link_down(self, peer: PeerId, error: PeerError) -> None: ...
 
 
+class LaneReceiver(Protocol):
+    """Who minds what other data nodes say of their lanes (`swarm.lane_messages`)."""
+
+    def told(self, sender: PeerId, message: LaneControl) -> None: ...
+
+
 class Reception:
-    """`protocol.seams.LinkHandler`. Before a node hosts a module there is neither carrier nor rounds, and tensors are refused."""
+    """`protocol.seams.LinkHandler`. Before a node hosts a module there is neither carrier nor rounds, and tensors are refused.
+
+    Only a data node minds lanes; elsewhere what is said of them is ignored.
+    """
 
     def __init__(self, neighbourhood: Neighbourhood) -> None:
         self._neighbourhood = neighbourhood
         self.carrier: Carrier | None = None
         self.rounds: RoundReceiver | None = None
+        self.lanes: LaneReceiver | None = None
         self.answers: dict[QuestionAbout, Answering] = {}
 
     def admit(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec) -> memoryview | Refusal:
@@ -74,6 +85,9 @@ class Reception:
         if isinstance(message, MicrobatchControl):
             if self.carrier is not None:
                 self.carrier.told(sender, message)
+        elif isinstance(message, LaneControl):
+            if self.lanes is not None:
+                self.lanes.told(sender, message)
         elif self.rounds is not None:
             self.rounds.told(sender, message)
 

@@ -1,4 +1,4 @@
-"""What the frames of microbatches and of rounds have in common: peers, modules, numbers of enums, texts, the header of a tensor.
+"""What the frames of microbatches, rounds and lanes have in common: peers, modules, numbers, texts, the header of a tensor.
 
 Every `read_...` and `checked_...` raises ProtocolViolation for what may not come, and nothing else.
 """
@@ -6,6 +6,7 @@ Every `read_...` and `checked_...` raises ProtocolViolation for what may not com
 from __future__ import annotations
 
 import enum
+import math
 import re
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
@@ -44,6 +45,13 @@ def checked_peer(text: str) -> PeerId:
     if not _PEER_ID.fullmatch(text):
         raise ProtocolViolation("a peer id is not of the form 12D3Koo... with 52 characters")
     return PeerId(text)
+
+
+def checked_measure(value: float, what: str) -> float:
+    """Raises ProtocolViolation unless it is finite and not negative."""
+    if not (math.isfinite(value) and value >= 0):
+        raise ProtocolViolation(f"{what} of {value} makes no sense")
+    return value
 
 
 def read_enum(kind: type[EnumT], number: int, what: str) -> EnumT:

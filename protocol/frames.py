@@ -3,7 +3,8 @@
 `decode` trusts nothing: every length, number, name and enum is checked here, and whatever is wrong with the bytes, the
 only error is ProtocolViolation. What needs the manifest or the state of the link to be checked is checked by those who
 have them. Chunks have a module of their own (`protocol.chunks`); what a microbatch's life consists of is in
-`protocol.microbatch_frames`, rounds are in `protocol.round_frames`, catching up in `protocol.state_frames`.
+`protocol.microbatch_frames`, rounds are in `protocol.round_frames`, catching up in `protocol.state_frames`, the talk about lanes in
+`protocol.lane_frames`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from protocol.frame_parts import (
     wire_number,
 )
 from protocol.generated import link_pb2 as wire
+from protocol.lane_frames import LANE_READERS, encode_lanes
 from protocol.microbatch_frames import (
     encode_control,
     encode_tensor,
@@ -68,6 +70,7 @@ from protocol.state_frames import (
     read_state_request,
 )
 from swarm.errors import ProtocolViolation
+from swarm.lane_messages import Abandon, Accept, Decline, Heard, Offer, Told
 from swarm.messages import (
     ArrivalHint,
     Backward,
@@ -84,7 +87,7 @@ from swarm.round_messages import Contribution, Reduced, StateChunk, StateRefused
 from swarm.vocabulary import MAX_STAGES, PeerId, RunId, VersionRange
 
 MAX_SMALL_FRAME_BYTES: Final = 72 * 1024
-"""Of every frame that is not a chunk: a path of 256 hops takes about 20 KiB, a roster of 256 members about 24 KiB, an answer 64 KiB."""
+"""Of every frame that is not a chunk: a path of 256 hops takes about 20 KiB, a roster of 256 members about 24 KiB, the lanes of two data nodes at most 60 KiB, an answer 64 KiB."""
 MAX_ANSWER_BYTES: Final = 64 * 1024
 MAX_RECORD_BYTES: Final = 2048
 MAX_EVALUATION_MICROBATCHES: Final = 256
@@ -218,6 +221,8 @@ def _wire_frame(frame: SmallFrame) -> wire.Frame:
             return encode_control(frame)
         case StateRequest() | StateRefused():
             return encode_state(frame)
+        case Told() | Heard() | Offer() | Accept() | Decline() | Abandon():
+            return encode_lanes(frame)
         case TensorFrame(Contribution() | Reduced() as message):
             return encode_piece(message, frame)
         case TensorFrame(StateChunk() as message):
@@ -371,5 +376,6 @@ _READERS: Final[dict[str, Callable[[Any], SmallFrame]]] = {
     "state_request": read_state_request,
     "state_chunk": read_state_chunk,
     "state_refused": read_state_refused,
+    **LANE_READERS,
     "announcement": lambda record: AnnouncementFrame(_read_record(record)),
 }

@@ -35,6 +35,7 @@ MAX_ADDRESS_LENGTH = 64
 MAX_CERTIFICATE_BYTES = 1024
 MAX_VERSION = 65_535
 MAX_SLOTS = 65_536
+MAX_INCARNATION = 2**48 - 1
 
 _DOMAIN = b"skipstone-record:"
 _CACHED_RECORDS = 4096
@@ -165,6 +166,7 @@ def _body_of(announcement: Announcement) -> bytes:
         anchor_steps=anchor.steps,
         anchor_tokens=anchor.tokens,
         fragment=anchor.fragment,
+        incarnation=announcement.incarnation,
     ).SerializeToString(deterministic=True)
     return encoded
 
@@ -190,6 +192,7 @@ def _announcement_of(body: records_pb2.Announcement) -> Announcement:
         free_slots=body.free_slots,
         steps=body.steps,
         anchor=None if anchor == _NO_ANCHOR else anchor,
+        incarnation=body.incarnation,
         sequence=body.sequence,
         expires_at=body.expires_at,
     )
@@ -230,6 +233,8 @@ def _check_figures(announcement: Announcement) -> None:
         raise ProtocolViolation(f"record: {announcement.free_slots} free of {announcement.slots} slots make no sense")
     if not 0 <= announcement.steps <= MAX_COUNT:
         raise ProtocolViolation(f"record: step {announcement.steps} is out of range")
+    if not 1 <= announcement.incarnation <= MAX_INCARNATION:
+        raise ProtocolViolation(f"record: incarnation {announcement.incarnation} is not from 1 to {MAX_INCARNATION}")
     if announcement.anchor is not None:
         checked_version(announcement.anchor)
     if not math.isfinite(announcement.expires_at):

@@ -6,7 +6,6 @@ know them. Norms and coefficients are doubles on the wire, so that both sides co
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -14,6 +13,7 @@ from protocol.anchor_versions import checked_count, checked_version
 from protocol.frame_parts import (
     DETAIL_CHARACTERS,
     TensorFrame,
+    checked_measure,
     checked_peer,
     read_detail,
     read_enum,
@@ -182,8 +182,8 @@ def read_entry(entry: wire.Entry) -> Entry:
         _read_round(entry.round),
         checked_count(entry.steps, "entry: steps"),
         checked_count(entry.tokens, "entry: tokens"),
-        _checked_measure(entry.norm, "entry: a norm"),
-        _checked_measure(entry.bandwidth, "entry: a bandwidth"),
+        checked_measure(entry.norm, "entry: a norm"),
+        checked_measure(entry.bandwidth, "entry: a bandwidth"),
         _read_version(entry.staged) if entry.HasField("staged") else None,
     )
 
@@ -254,7 +254,7 @@ def _read_member(member: wire.Member) -> Member:
         checked_peer(member.peer),
         *_read_chunks(member.first_chunk, member.end_chunk),
         member.coefficient,
-        _checked_measure(member.norm, "roster: a norm"),
+        checked_measure(member.norm, "roster: a norm"),
     )
 
 
@@ -285,9 +285,3 @@ def _read_vector(message: RoundPiece, header: wire.TensorHeader) -> TensorFrame:
             f"a piece of a round is a float32 vector, not {frame.tensor.dtype.name} {frame.tensor.shape}"
         )
     return frame
-
-
-def _checked_measure(value: float, what: str) -> float:
-    if not (math.isfinite(value) and value >= 0):
-        raise ProtocolViolation(f"{what} of {value} makes no sense")
-    return value

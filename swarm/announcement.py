@@ -32,6 +32,8 @@ class Announcement:
     """Inner steps this replica has taken."""
     anchor: AnchorVersion | None
     """The agreed state of its module that it stands on; None while it has none."""
+    incarnation: int
+    """Unix time in milliseconds at which the announcing process started, from 1: another one is another life, which remembers nothing."""
     sequence: int
     """Unix time in milliseconds at signing, strictly increasing for each peer: an older record never replaces a newer."""
     expires_at: float

@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from swarm.lane_messages import LaneControl
 from swarm.round_messages import RoundControl, RoundPiece, StateChunk, StateControl
 from swarm.vocabulary import MicrobatchId, Path
 
@@ -124,5 +125,5 @@ MicrobatchControl = Receipt | Stranded | Close | ArrivalHint | Recall | Settled 
 
 TensorMessage = MicrobatchTensor | RoundPiece | StateChunk
 """Every message that a tensor goes with."""
-ControlMessage = MicrobatchControl | RoundControl | StateControl
-"""Every other message that peers exchange about work, rounds and state."""
+ControlMessage = MicrobatchControl | RoundControl | StateControl | LaneControl
+"""Every other message that peers exchange about work, rounds, state and lanes."""

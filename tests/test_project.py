@@ -22,6 +22,7 @@ SHARED_VOCABULARY = {
     "swarm.errors",
     "swarm.messages",
     "swarm.round_messages",
+    "swarm.lane_messages",
     "swarm.announcement",
 }
 NO_IO = {"asyncio", "socket", "ssl", "subprocess", "threading", "multiprocessing", "selectors"}

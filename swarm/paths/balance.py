@@ -12,10 +12,11 @@ from collections import Counter
 from collections.abc import Iterable
 from math import gcd
 
+from swarm.lane_messages import MAX_LANES, MAX_VISITS
 from swarm.paths.rules import PathRules, order_tree
 
-MAX_LANES = 64
 FREE_LANES = 24
+"""Of all data nodes together, at least, when they launch as fast as they can."""
 
 
 def ring_stages(stages: int, per_path: int, turn: int) -> tuple[int, ...]:
@@ -34,12 +35,13 @@ def lanes_for(rules: PathRules, data_nodes: int, microbatches: int) -> int:
     """The fewest lanes per data node with which `microbatches` each visit every stage equally often.
 
     When no number of lanes does it within the iteration, every microbatch is a lane of its own: then visits differ by at most one in an iteration and are
-    equal over the ring's period.
+    equal over the ring's period. There are no more lanes than can be told in one message.
     """
-    for lanes in range(1, min(microbatches, MAX_LANES) + 1):
+    most = min(microbatches, _most_lanes(rules))
+    for lanes in range(1, most + 1):
         if microbatches % lanes == 0 and data_nodes * lanes * rules.per_path % max(1, rules.skippable) == 0:
             return lanes
-    return min(microbatches, MAX_LANES)
+    return most
 
 
 def free_lanes(rules: PathRules, data_nodes: int) -> int:
@@ -49,8 +51,14 @@ def free_lanes(rules: PathRules, data_nodes: int) -> int:
     stage are shared out over its replicas, and a fast one may deserve several times what a slow one does.
     """
     period = max(1, rules.skippable) // gcd(max(1, rules.skippable), rules.per_path)
-    wanted = max(period, -(-FREE_LANES // max(1, data_nodes)))
-    return min(-(-wanted // period) * period, max(period, MAX_LANES // period * period))
+    most = max(1, _most_lanes(rules) // period) * period
+    wanted = -(-FREE_LANES // max(1, data_nodes))
+    return min(-(-wanted // period) * period, most, _most_lanes(rules))
+
+
+def _most_lanes(rules: PathRules) -> int:
+    """That can be told in one message."""
+    return min(MAX_LANES, max(1, MAX_VISITS // max(1, rules.per_path)))
 
 
 def fair_sets(rules: PathRules, count: int, first: int = 0) -> list[frozenset[int]]:

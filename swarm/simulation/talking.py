@@ -13,20 +13,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from swarm.lane_messages import Offer, Told
 from swarm.paths.costs import Costs, Route
 from swarm.paths.negotiation.machine import Negotiator
-from swarm.paths.negotiation.words import (
-    Arrived,
-    Event,
-    LanesChanged,
-    Member,
-    Offer,
-    SwarmChanged,
-    TalkRules,
-    Tell,
-    Tick,
-    Told,
-)
+from swarm.paths.negotiation.words import Arrived, Event, LanesChanged, Member, SwarmChanged, TalkRules, Tell, Tick
 from swarm.paths.rules import PathRules
 from swarm.vocabulary import PeerId
 

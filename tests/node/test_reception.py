@@ -9,6 +9,7 @@ import pytest
 from node.reception import Reception
 from protocol.seams import DType, Refusal, TensorSpec
 from swarm.errors import Unreachable
+from swarm.lane_messages import Heard
 from swarm.messages import Backward, Close, Forward, Purpose, TensorMessage
 from swarm.round_messages import Accepting, Contribution, Progress, Reduced, RoundId, StateChunk, StateRequest
 from swarm.vocabulary import AnchorVersion, Hop, MicrobatchId, ModuleId, Path, PeerId
@@ -19,6 +20,7 @@ MICROBATCH = MicrobatchId(A, 1)
 PATH = Path(A, (Hop(MODULE, B),))
 ROUND = RoundId(MODULE, 1, 0, A)
 DIGEST = bytes(32)
+LANE_WORD = Heard(bytes(8), 1)
 TENSOR = TensorSpec((4,), DType.FLOAT32)
 BUFFER = memoryview(bytearray(16))
 ERROR = Unreachable("gone")
@@ -91,6 +93,18 @@ def test_small_messages_are_told_to_whom_they_concern() -> None:
         receives.told(A, word)  # type: ignore[arg-type]
     assert carrier.calls == [("told", (A, Close(MICROBATCH, "over")))]
     assert rounds.calls == [("told", (A, word)) for word in ROUND_WORDS]
+
+
+def test_words_about_lanes_go_to_who_minds_lanes() -> None:
+    receives, carrier, rounds = reception()
+    receives.told(A, LANE_WORD)
+    lanes = Noted()
+    receives.lanes = lanes  # type: ignore[assignment]
+    receives.told(A, LANE_WORD)
+    receives.told(A, Close(MICROBATCH, "over"))
+    assert lanes.calls == [("told", (A, LANE_WORD))]
+    assert [name for name, _ in carrier.calls] == ["told"]
+    assert not rounds.calls
 
 
 def test_both_hear_of_a_lost_link() -> None:

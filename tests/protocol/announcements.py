@@ -36,6 +36,7 @@ def announced(identity: Identity, *, run: RunId = RUN, **changes: object) -> Ann
         free_slots=1,
         steps=3,
         anchor=None,
+        incarnation=int(now * 1000),
         sequence=int(now * 1000),
         expires_at=now + 60,
     )

@@ -38,6 +38,7 @@ HONEST = Announcement(
     free_slots=3,
     steps=70,
     anchor=AnchorVersion(2, 60, 4_000_000, 1, b"d" * 32),
+    incarnation=int(NOW * 1000) - 5000,
     sequence=int(NOW * 1000),
     expires_at=NOW + 90,
 )
@@ -104,6 +105,7 @@ def test_the_largest_honest_record_fits() -> None:
         addresses=tuple(f"{'h' * 56}.x:6553{n % 6}" for n in range(8)),
         module=ModuleId(1023, 1023),
         steps=2**48,
+        incarnation=2**48 - 1,
         anchor=AnchorVersion(2**48 - 1, 2**48, 2**48, 63, b"d" * 32),
     )
     assert len(encode_record(widest, OWNER)) < MAX_RECORD_BYTES
@@ -162,6 +164,8 @@ def test_our_own_nonsense_is_not_signed() -> None:
         (fields(free_slots=5), "slots"),
         (fields(slots=100_000), "slots"),
         (fields(steps=2**63), "out of range"),
+        (fields(incarnation=0), "incarnation"),
+        (fields(incarnation=2**48), "incarnation"),
         (fields(round=2**48), "out of range"),
         (fields(anchor_steps=2**48 + 1), "out of range"),
         (fields(anchor_tokens=2**63), "out of range"),
@@ -249,6 +253,7 @@ def test_a_changed_field_is_noticed(data: st.DataObject) -> None:
         "free_slots",
         "steps",
         "round",
+        "incarnation",
         "sequence",
         "lowest_version",
         "highest_version",

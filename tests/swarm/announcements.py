@@ -23,5 +23,5 @@ def announcement(
 ) -> Announcement:
     module = None if stage is None else ModuleId(stage)
     return Announcement(
-        run, PeerId(peer), state, module, (), b"", versions, speed, slots, free_slots, 0, None, sequence, expires_at
+        run, PeerId(peer), state, module, (), b"", versions, speed, slots, free_slots, 0, None, 1, sequence, expires_at
     )

@@ -145,7 +145,7 @@ class Peer:
         state = PeerState.DRAINING if self.draining else PeerState.SERVING
         return Announcement(
             RUN, self.id, state, self.module, (), b"", VersionRange(1, 1), 1000 / self.speed_s,
-            self.world.shape.slots, free, 0, None, int(now * 1000) + self.incarnation, now + 5.0,
+            self.world.shape.slots, free, 0, None, self.incarnation, int(now * 1000) + self.incarnation, now + 5.0,
         )  # fmt: skip
 
     def _stand_in(self, module: ModuleId, without: frozenset[PeerId]) -> Reasoned[PeerId | None]:

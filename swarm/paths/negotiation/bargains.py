@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from swarm.lane_messages import Accept, Lane, Offer, Standing, Told
 from swarm.paths.book import LEAST_GAIN
 from swarm.paths.negotiation.search import Wish
 from swarm.paths.negotiation.view import View
-from swarm.paths.negotiation.words import Accept, Lane, Offer, Standing, Told
 from swarm.vocabulary import PeerId
 
 

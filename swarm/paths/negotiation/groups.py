@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from swarm.lane_messages import EPOCH_BYTES
 from swarm.paths.costs import Costs
 from swarm.paths.negotiation.words import Member
 from swarm.vocabulary import PeerId
@@ -38,7 +39,7 @@ class Group:
     def epoch(self) -> bytes:
         """A name for these data nodes at this place among so many."""
         text = [f"{self.first} {self.total}", *(f"{member.peer} {member.incarnation}" for member in self.members)]
-        return hashlib.blake2b("\n".join(text).encode(), digest_size=8).digest()
+        return hashlib.blake2b("\n".join(text).encode(), digest_size=EPOCH_BYTES).digest()
 
     def rank(self, peer: PeerId) -> int:
         """A member's place in the group."""

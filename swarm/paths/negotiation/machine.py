@@ -22,29 +22,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from swarm.lane_messages import Abandon, Accept, Decline, Heard, LaneControl, Offer, Told
 from swarm.paths.costs import Costs, Route
 from swarm.paths.negotiation.bargains import Asking, Bound, answer_to, decision, helps, offer_for
 from swarm.paths.negotiation.groups import group_of
 from swarm.paths.negotiation.news import News
 from swarm.paths.negotiation.search import Search, Wish
 from swarm.paths.negotiation.view import View
-from swarm.paths.negotiation.words import (
-    Abandon,
-    Accept,
-    Action,
-    Arrived,
-    Decline,
-    Event,
-    Heard,
-    LanesChanged,
-    Member,
-    Message,
-    Offer,
-    SwarmChanged,
-    TalkRules,
-    Tell,
-    Told,
-)
+from swarm.paths.negotiation.words import Action, Arrived, Event, LanesChanged, Member, SwarmChanged, TalkRules, Tell
 from swarm.paths.rules import PathRules
 from swarm.vocabulary import PeerId, short
 
@@ -305,7 +290,7 @@ class Negotiator:
 
     # ---- news ----------------------------------------------------------------------------------------------------
 
-    def _arrived(self, view: View, sender: PeerId, message: Message, now: float) -> Actions:
+    def _arrived(self, view: View, sender: PeerId, message: LaneControl, now: float) -> Actions:
         assert self._search is not None
         match message:
             case Told():

@@ -6,12 +6,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from swarm.lane_messages import Lane, Standing
 from swarm.paths.balance import fair_sets, free_lanes, lanes_for
 from swarm.paths.book import LaneBook, LaneId
 from swarm.paths.circles import closes_a_circle, in_order
 from swarm.paths.costs import Costs, Route
 from swarm.paths.negotiation.groups import Group, share_of
-from swarm.paths.negotiation.words import Lane, Standing, TalkRules
+from swarm.paths.negotiation.words import TalkRules
 from swarm.paths.rules import PathRules, order_tree
 from swarm.vocabulary import PeerId
 

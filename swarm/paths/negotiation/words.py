@@ -1,9 +1,13 @@
-"""What the negotiator speaks of: messages between data nodes, events that befall it and actions that follow. Plain data."""
+"""What the negotiator speaks of: its settings, the events that befall it and the actions that follow. Plain data.
+
+The messages between data nodes are in `swarm.lane_messages`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from swarm.lane_messages import LaneControl
 from swarm.paths.costs import Costs, Route
 from swarm.vocabulary import PeerId
 
@@ -38,98 +42,6 @@ class Member:
     incarnation: int = 0
 
 
-# ---- messages -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Lane:
-    """A standing route, the stages it visits, and its round trip when nobody waits, by its data node's own measurements."""
-
-    route: Route
-    stages: frozenset[int]
-    alone_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """All lanes of a data node at one of its versions. The version goes up with every change."""
-
-    peer: PeerId
-    version: int
-    lanes: tuple[Lane, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """News: how the sender stands; after a trade that the sender has decided also how the other side stands from now on.
-
-    To that other side it is the decision. Answered with Heard.
-    """
-
-    epoch: bytes
-    sender: Standing
-    other: Standing | None = None
-    number: int | None = None
-    """Of the offer that was decided."""
-
-
-@dataclass(frozen=True, slots=True)
-class Heard:
-    """The receiver's version up to which the sender knows."""
-
-    epoch: bytes
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """One lane for one lane: the sender would take `route`, and leave `stages` to the other's lane.
-
-    Holds only if the receiver still stands at `asked_version`.
-    """
-
-    epoch: bytes
-    number: int
-    """Counts the sender's offers."""
-    sender: Standing
-    asking_lane: int
-    route: Route
-    asked_version: int
-    asked_lane: int
-    stages: frozenset[int]
-    need_s: float
-    """Round trip of the asking lane: of two offers that cross, the larger need goes first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Accept:
-    """The sender would take this route for its lane, and is bound until it hears the decision."""
-
-    epoch: bytes
-    number: int
-    lane: Lane
-
-
-@dataclass(frozen=True, slots=True)
-class Decline:
-    """No. `busy`: another trade is under way; ask again later. Otherwise the sender sees nothing in it, or stands elsewhere by now."""
-
-    epoch: bytes
-    number: int
-    busy: bool
-    sender: Standing
-
-
-@dataclass(frozen=True, slots=True)
-class Abandon:
-    """The offer does not hold; whoever is bound by it is free."""
-
-    epoch: bytes
-    number: int
-
-
-Message = Told | Heard | Offer | Accept | Decline | Abandon
-
 # ---- what happens -------------------------------------------------------------------------------------------------
 
 
@@ -149,7 +61,7 @@ class SwarmChanged:
 @dataclass(frozen=True, slots=True)
 class Arrived:
     sender: PeerId
-    message: Message
+    message: LaneControl
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +77,7 @@ Event = SwarmChanged | Arrived | Tick
 @dataclass(frozen=True, slots=True)
 class Tell:
     to: PeerId
-    message: Message
+    message: LaneControl
 
 
 @dataclass(frozen=True, slots=True)

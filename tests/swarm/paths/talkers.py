@@ -12,22 +12,11 @@ import random
 from collections import Counter
 from dataclasses import dataclass
 
+from swarm.lane_messages import Heard, LaneControl, Standing, Told
 from swarm.paths.balance import fair_sets, lanes_for, visits
 from swarm.paths.costs import Costs
 from swarm.paths.negotiation.machine import Negotiator
-from swarm.paths.negotiation.words import (
-    Arrived,
-    Event,
-    Heard,
-    Member,
-    Message,
-    Standing,
-    SwarmChanged,
-    TalkRules,
-    Tell,
-    Tick,
-    Told,
-)
+from swarm.paths.negotiation.words import Arrived, Event, Member, SwarmChanged, TalkRules, Tell, Tick
 from swarm.paths.rules import PathRules
 from swarm.vocabulary import PeerId
 
@@ -85,7 +74,7 @@ class Party:
             self.push(max(machine.wakes_at, self.now), peer, Tick())
         return True
 
-    def post(self, sender: PeerId, to: PeerId, message: Message) -> None:
+    def post(self, sender: PeerId, to: PeerId, message: LaneControl) -> None:
         self.said[type(message).__name__] += 1
         self.remember(sender, message)
         for _ in range(1 + (self.rng.random() < self.weather.doubled)):
@@ -109,7 +98,7 @@ class Party:
 
     # ---- what must hold ------------------------------------------------------------------------------------------
 
-    def remember(self, sender: PeerId, message: Message) -> None:
+    def remember(self, sender: PeerId, message: LaneControl) -> None:
         """At one version a data node stands in one way only, whoever tells of it."""
         standings = [message.sender] if not isinstance(message, Heard) and hasattr(message, "sender") else []
         if isinstance(message, Told) and message.other is not None:

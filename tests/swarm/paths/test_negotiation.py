@@ -9,25 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from swarm.lane_messages import Abandon, Accept, Decline, Heard, LaneControl, Offer, Told
 from swarm.paths.costs import Costs
 from swarm.paths.negotiation.groups import group_of, share_of
 from swarm.paths.negotiation.machine import Negotiator
-from swarm.paths.negotiation.words import (
-    Abandon,
-    Accept,
-    Action,
-    Arrived,
-    Decline,
-    Heard,
-    Member,
-    Message,
-    Offer,
-    SwarmChanged,
-    TalkRules,
-    Tell,
-    Tick,
-    Told,
-)
+from swarm.paths.negotiation.words import Action, Arrived, Member, SwarmChanged, TalkRules, Tell, Tick
 from swarm.paths.rules import PathRules
 from swarm.simulation.generate import jittered
 from swarm.vocabulary import PeerId
@@ -233,9 +219,9 @@ class Two:
     def give(self, peer: PeerId, event: SwarmChanged | Arrived | Tick) -> list[Action]:
         return self.machines[peer].handle(event, self.now)
 
-    def pass_on(self, sender: PeerId, actions: list[Action]) -> list[tuple[PeerId, Message]]:
+    def pass_on(self, sender: PeerId, actions: list[Action]) -> list[tuple[PeerId, LaneControl]]:
         """Delivers all messages of a data node; what the other says to them."""
-        said: list[tuple[PeerId, Message]] = []
+        said: list[tuple[PeerId, LaneControl]] = []
         for action in actions:
             if isinstance(action, Tell):
                 answers = self.give(action.to, Arrived(sender, action.message))
@@ -255,7 +241,7 @@ class Two:
                         return peer, action.message
         raise AssertionError("nobody offers")
 
-    def say(self, sender: PeerId, message: Message) -> list[Message]:
+    def say(self, sender: PeerId, message: LaneControl) -> list[LaneControl]:
         return [answer for _, answer in self.pass_on(sender, [Tell(self.other(sender), message)])]
 
 

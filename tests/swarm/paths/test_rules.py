@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.errors import ManifestError
+from swarm.lane_messages import MAX_LANES, MAX_VISITS
 from swarm.paths.balance import fair_sets, lanes_for, ring_set, visits
 from swarm.paths.rules import PathRules, order_tree, orders
+from swarm.vocabulary import MAX_HOPS
 
 SKIPPIPE = PathRules(stages=6, per_path=3, max_forward_jump=4, max_back_stops=2, max_back_distance=2)
 EVERY = frozenset(range(1, 6))
@@ -62,6 +64,14 @@ def test_lanes_make_an_iteration_equal_when_it_can_be(
     )
     if data_nodes * microbatches * rules.per_path % rules.skippable == 0:
         assert len({counts[stage] for stage in range(1, stages)}) == 1
+
+
+@given(st.integers(1, 300), st.integers(1, 200), st.integers(1, MAX_HOPS + 1), st.data())
+def test_all_lanes_can_be_told_at_once(data_nodes: int, microbatches: int, stages: int, data: st.DataObject) -> None:
+    rules = PathRules(stages, data.draw(st.integers(0, stages - 1)), stages)
+    lanes = lanes_for(rules, data_nodes, microbatches)
+    assert 1 <= lanes <= min(microbatches, MAX_LANES)
+    assert lanes * rules.per_path <= MAX_VISITS
 
 
 def test_a_set_that_no_order_visits_is_traded_for_one_that_some_does() -> None:
