@@ -42,10 +42,10 @@ class Admission:
         if path.data_node != message.microbatch.data_node:
             raise ProtocolViolation("the path belongs to another data node than the microbatch")
         stages = [hop.module.stage for hop in path.hops]
-        self._check_order(stages, evaluated=_only_evaluates(message))
         unknown = [str(hop.module) for hop in path.hops if hop.module not in self._modules]
         if unknown:
             raise ProtocolViolation(f"the path visits module {unknown[0]}, which the manifest does not have")
+        self._check_order(stages, evaluated=_only_evaluates(message))
         if not -1 <= message.position <= len(path.hops):
             raise ProtocolViolation(f"position {message.position} is not on a path of {len(path.hops)} hops")
         if path.peer_at(message.position) != self._own:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -88,6 +88,8 @@ class Account:
     waiting_for: tuple[str, ...] = ()
     visits: tuple[tuple[int, int], ...] = ()
     """Of a data node: stage and completed visits."""
+    paths: dict[str, Any] | None = None
+    """Of a data node: its lanes, and how long its microbatches wait (`node.lane_talk.LaneTalk.describe`)."""
 
 
 class Duty(Protocol):
@@ -224,6 +226,14 @@ class DataDuty:
         await self.rounds.prepare()
 
     async def run(self) -> None:
+        reception = self._presence.reception
+        reception.lanes = self._talk
+        try:
+            await self._launch()
+        finally:
+            reception.lanes = None
+
+    async def _launch(self) -> None:
         async with task_scope() as tasks:
             tasks.create_task(self._data_node.run())
             tasks.create_task(self._talk.run(self._presence.transport))
@@ -263,6 +273,7 @@ class DataDuty:
             loss_last=progress.loss_last,
             waiting_for=tuple(str(module) for module in progress.waiting_for),
             visits=tuple(sorted(progress.visits.items())),
+            paths=self._talk.describe(),
         )
 
     async def _wake_on(self, news: asyncio.Event, tell: Callable[[], None] = lambda: None) -> None:

@@ -17,23 +17,15 @@ def spread_stages(rules: PathRules, shift: int = 0) -> tuple[int, ...]:
     """`rules.per_path` of the stages after stage 0, as evenly spread over the depth as whole numbers allow; the same for everybody.
 
     `shift` moves the choice on by so many stages, like a ring. Over `skippable` shifts, every stage is chosen equally often.
-
-    Raises:
-        ConfigError: there are not so many stages, or none was asked for.
     """
-    skippable = rules.stages - 1
-    if not min(1, skippable) <= rules.per_path <= skippable:
-        raise ConfigError(
-            f"{rules.per_path} stages per path were asked for; this run has {skippable} after stage 0",
-            hint=f"Ask for 1 to {skippable}.",
-        )
+    skippable = rules.skippable
     # Bresenham's line: stage i is visited where the multiple of per_path / skippable passes a whole number.
     return tuple(i + 1 for i in range(skippable) if (i + shift) * rules.per_path % skippable < rules.per_path)
 
 
 def ring_of_subsets(rules: PathRules) -> tuple[tuple[int, ...], ...]:
-    """All the different choices of `spread_stages`, in order of shift. Every stage is in equally many of them. Errors as there."""
-    skippable = rules.stages - 1
+    """All the different choices of `spread_stages`, in order of shift. Every stage is in equally many of them."""
+    skippable = rules.skippable
     different = skippable // math.gcd(skippable, rules.per_path) if skippable else 1
     return tuple(spread_stages(rules, shift) for shift in range(different))
 
@@ -46,9 +38,14 @@ def chosen_subsets(stages: int, per_path: int | None, *, every: bool) -> tuple[t
         every: whether the whole ring of choices is asked for, and not only the first.
 
     Raises:
-        ConfigError: as `spread_stages`.
+        ConfigError: there are not so many stages, or none was asked for.
     """
     if per_path is None:
         return (all_stages(stages),)
+    if not min(1, stages - 1) <= per_path <= stages - 1:
+        raise ConfigError(
+            f"{per_path} stages per path were asked for; this run has {stages - 1} after stage 0",
+            hint=f"Ask for 1 to {stages - 1}.",
+        )
     rules = PathRules(stages, per_path)
     return ring_of_subsets(rules) if every else (spread_stages(rules),)

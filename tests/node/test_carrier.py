@@ -26,7 +26,7 @@ from swarm.messages import (
 )
 from swarm.settling import ASK_S
 from swarm.shelf import PATIENCE_S, RETRY_S
-from swarm.vocabulary import MicrobatchId, ModuleId, PeerId
+from swarm.vocabulary import Hop, MicrobatchId, ModuleId, Path, PeerId
 from tests.node.small_swarm import (
     A2,
     CPU,
@@ -351,9 +351,9 @@ async def test_a_gradient_for_what_is_only_evaluated_is_refused() -> None:
 
 async def test_the_module_of_another_stage_is_refused() -> None:
     async with small_swarm(A, B) as swarm:
-        elsewhere = replace(AB, hops=(replace(AB.hops[0], module=ModuleId(2)), replace(AB.hops[1], module=ModuleId(1))))
+        elsewhere = Path(DATA, (Hop(ModuleId(1), B), Hop(ModuleId(2), A)))
         forward_ = Forward(MicrobatchId(DATA, 1), elsewhere, 0, Purpose.TRAIN, LIFETIME_S)
-        answer = swarm[A].carrier.admit(DATA, forward_, hop(swarm, A).tensor)
+        answer = swarm[B].carrier.admit(DATA, forward_, hop(swarm, B).tensor)
         assert answer == Refusal(False, "this module is not hosted here")
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from swarm.estimates import Estimates
 from swarm.messages import Direction, Receipt, ReceiptStatus
+from swarm.paths.measurements import Measurements
 from swarm.timing import PathTimes
 from swarm.vocabulary import MicrobatchId, PeerId
 from tests.swarm.custody_desk import A2, ABC, BACK, DATA, MICROBATCH, OUT, A, B, C
@@ -18,7 +19,8 @@ class Travel:
 
     def __init__(self, queue: dict[PeerId, int] | None = None) -> None:
         self.estimates = Estimates()
-        self.times = PathTimes(self.estimates, TOKENS)
+        self.measurements = Measurements(DATA, TOKENS)
+        self.times = PathTimes(DATA, self.estimates, self.measurements, TOKENS, lambda peer: 4)
         self.times.launched(MICROBATCH, ABC, queue or {}, 0.0)
 
     def passed(self, sender: PeerId, direction: Direction, position: int, now: float) -> None:

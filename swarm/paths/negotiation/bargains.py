@@ -72,10 +72,13 @@ def answer_to(view: View, asking: PeerId, offer: Offer) -> Accept | None:
 def helps(view: View, asking: Asking, accept: Accept) -> bool:
     """Whether our offer is still worth it with the route that the other side has found."""
     offer = asking.offer
+    route, book = accept.lane.route, view.book
     if view.versions.get(asking.asked) != offer.asked_version or accept.lane.stages != offer.stages:
         return False
+    if not book.whole(route) or book.stages(route) != offer.stages or len(route) != len(offer.stages):
+        return False
     lanes = (view.own, offer.asking_lane), (asking.asked, offer.asked_lane)
-    return view.book.gain(*lanes, (offer.route, accept.lane.route), view.times()) > LEAST_GAIN
+    return book.gain(*lanes, (offer.route, route), view.times()) > LEAST_GAIN
 
 
 def decision(view: View, asking: Asking, accept: Accept) -> Told:

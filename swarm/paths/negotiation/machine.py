@@ -253,7 +253,7 @@ class Negotiator:
             return
         self._asking = None
         asked = (sender, asking.offer.asked_lane)
-        if view.take_in(decline.sender):
+        if decline.sender.peer == sender and view.take_in(decline.sender):
             search.noticed(now)
         elif decline.busy:
             search.put_off(asked, decline.number, now)
