@@ -19,8 +19,9 @@ from swarm.vocabulary import Hop, ModuleId, Path, PeerId, Reasoned, short
 
 LEAVE_FACTOR = 2.0
 """A peer of the lane that should finish so many times later than another one is left out: small errors must not make paths flutter."""
-TRY_EVERY = 32
-"""Every so many microbatches one hop goes to the replica that was not measured for longest: who was slow once may be fast now."""
+TRY_EVERY = 67
+"""Every so many microbatches one hop goes to the replica that was not measured for longest: who was slow once may be fast now. A prime number
+above that of lanes, so that every lane has its turn."""
 
 Lanes = tuple[tuple[Hop, ...], ...]
 """The standing routes of a data node's microbatches, taken in turn."""
@@ -45,6 +46,12 @@ def visited_stages(rules: PathRules, number: int) -> tuple[int, ...]:
     gradient is a mean over equally many microbatches (SkipPipe's balance rule, held without a search).
     """
     return ring_stages(rules.stages, rules.per_path, number)
+
+
+def hop_to_try(lanes: Lanes, number: int) -> int | None:
+    """At which hop of its lane microbatch `number` tries somebody else; each hop of each lane has its turn."""
+    lane, (turn, rest) = lanes[number % len(lanes)], divmod(number, TRY_EVERY)
+    return None if rest or not lane else turn // len(lanes) % len(lane)
 
 
 class Planner:
@@ -78,9 +85,8 @@ class Planner:
         lanes = self._lanes()
         if not lanes:
             return self.plan_through(visited_stages(self.rules, number), in_flight, now)
-        lane, turn = lanes[number % len(lanes)], number // len(lanes)
-        tried = lane[turn % len(lane)].module if lane and number % TRY_EVERY == 0 else None
-        chosen = [self._on_lane(hop, in_flight, now, try_another=hop.module == tried) for hop in lane]
+        lane, tried = lanes[number % len(lanes)], hop_to_try(lanes, number)
+        chosen = [self._on_lane(hop, in_flight, now, try_another=place == tried) for place, hop in enumerate(lane)]
         return self._joined([hop.module for hop in lane], chosen)
 
     def plan_through(

@@ -9,10 +9,19 @@ from swarm.announcement import Announcement
 from swarm.estimates import UNKNOWN_TOKENS_PER_S, Estimates
 from swarm.membership import Membership
 from swarm.paths.rules import PathRules
-from swarm.planner import NoReplica, Planner, in_flight_by_peer, visited_stages
+from swarm.planner import (
+    TRY_EVERY,
+    Lanes,
+    NoReplica,
+    Planner,
+    hop_to_try,
+    in_flight_by_peer,
+    visited_stages,
+)
 from swarm.vocabulary import Hop, ModuleId, Path, PeerId
 from tests.swarm.announcements import RUN, announcement
 
+NOW = 0.0
 OWN, FAST, SLOW, LIAR = PeerId("own"), PeerId("fast"), PeerId("slow"), PeerId("liar")
 TOKENS = 1000
 ONE_STAGE = PathRules(stages=2, per_path=1)
@@ -178,3 +187,70 @@ def test_the_longest_unused_estimate_is_forgotten(monkeypatch: pytest.MonkeyPatc
     for peer in (FAST, SLOW, FAST, LIAR):
         estimates.observe(peer, 1.0, 1, 0)
     assert [estimates.measured(peer) is None for peer in (FAST, SLOW, LIAR)] == [False, True, False]
+
+
+# ---- lanes -------------------------------------------------------------------------------------------------------------
+
+
+class OnLanes:
+    """Two stages with two replicas each, and two lanes."""
+
+    def __init__(self) -> None:
+        first, second = ModuleId(1), ModuleId(2)
+        self.lanes: Lanes = (
+            (Hop(first, PeerId("a1")), Hop(second, PeerId("b1"))),
+            (Hop(second, PeerId("b2")), Hop(first, PeerId("a2"))),
+        )
+        self.members = Membership(RUN, OWN)
+        for peer, stage in (("a1", 1), ("a2", 1), ("b1", 2), ("b2", 2)):
+            self.members.observe(announcement(peer, stage), now=NOW, wall=0.0)
+        self.estimates = Estimates()
+        self.planner = Planner(PathRules(3, 2), self.members, self.estimates, TOKENS, lambda: self.lanes)
+
+    def path(self, number: int, **in_flight: int) -> list[str]:
+        plan = self.planner.plan(number, {PeerId(peer): count for peer, count in in_flight.items()}, NOW)
+        assert isinstance(plan.value, Path)
+        return [hop.peer for hop in plan.value.hops]
+
+
+def test_lanes_are_taken_in_turn_in_their_own_order() -> None:
+    on = OnLanes()
+    assert [on.path(number) for number in (1, 2, 3)] == [["b2", "a2"], ["a1", "b1"], ["b2", "a2"]]
+
+
+def test_a_peer_of_the_lane_that_is_gone_or_crowded_is_replaced_and_the_stages_stay() -> None:
+    on = OnLanes()
+    assert on.path(2, a1=1) == ["a1", "b1"], "twice as long is not much longer"
+    assert on.path(2, a1=3) == ["a2", "b1"]
+    on.members.give_up(PeerId("b1"))
+    assert on.path(2) == ["a1", "b2"]
+
+
+def test_every_now_and_then_one_hop_goes_to_who_was_not_measured_for_longest() -> None:
+    on = OnLanes()
+    for peer in ("a2", "a1", "b2"):
+        on.estimates.observe(PeerId(peer), 1.0, TOKENS, 0)
+    assert on.path(0) == ["a2", "b1"]
+    assert on.path(2) == ["a1", "b1"]
+    on.lanes = on.lanes[:1]
+    assert on.path(0) == ["a2", "b1"]
+    tried = {place: number for number in range(3 * TRY_EVERY) if (place := hop_to_try(on.lanes, number)) is not None}
+    assert set(tried) == {0, 1}
+    assert on.path(tried[1])[1] == "b1", "never measured goes before long ago"
+
+
+@pytest.mark.parametrize(("count", "length"), [(1, 1), (2, 2), (24, 3), (6, 4), (8, 8)])
+def test_every_hop_of_every_lane_is_tried_some_day(count: int, length: int) -> None:
+    lane = tuple(Hop(ModuleId(stage), PeerId(f"p{stage}")) for stage in range(length))
+    lanes = (lane,) * count
+    numbers = range(TRY_EVERY * count * length * 2)
+    tried = {(n % count, place) for n in numbers if (place := hop_to_try(lanes, n)) is not None}
+    assert len(tried) == count * length
+
+
+def test_without_lanes_the_ring_decides() -> None:
+    on = OnLanes()
+    on.lanes = ()
+    assert set(on.path(1)) <= {"a1", "a2", "b1", "b2"}
+    on.lanes = ((),)
+    assert on.path(0) == []

@@ -7,8 +7,9 @@ import pytest
 from swarm.estimates import Estimates
 from swarm.messages import Direction, Receipt, ReceiptStatus
 from swarm.paths.measurements import Measurements
-from swarm.timing import PathTimes
+from swarm.timing import MAX_JOURNEYS, PathTimes
 from swarm.vocabulary import MicrobatchId, PeerId
+from tests.swarm.announcements import announcement
 from tests.swarm.custody_desk import A2, ABC, BACK, DATA, MICROBATCH, OUT, A, B, C
 
 TOKENS = 100
@@ -111,3 +112,61 @@ def test_what_is_forgotten_or_was_never_launched_is_ignored() -> None:
     travel.times.turned(MICROBATCH, 11.0)
     travel.back()
     assert travel.seconds(A) is None
+
+
+# ---- claims ----------------------------------------------------------------------------------------------------------
+
+
+def claimed(direction: Direction, position: int, waited_s: float, computed_s: float, sent_s: float) -> Receipt:
+    status = ReceiptStatus.PASSED_ON
+    return Receipt(MICROBATCH, direction, position, status, 0.0, "", waited_s, computed_s, sent_s)
+
+
+def forward_s(travel: Travel, peer: PeerId) -> float:
+    stages = ([announcement(DATA, 0)], *([announcement(each, k)] for k, each in enumerate((A, B, C), start=1)))
+    return travel.measurements.costs(stages, 4).forward_s[peer]
+
+
+def test_waiting_computing_and_sending_are_told_apart() -> None:
+    travel = Travel()
+    travel.times.passed(DATA, claimed(OUT, -1, 0.0, 0.125, 0.5), 0.625)
+    travel.times.passed(A, claimed(OUT, 0, 1.0, 0.5, 0.25), 2.375)
+    assert forward_s(travel, DATA) == 0.125
+    assert forward_s(travel, A) == 0.5
+    assert travel.measurements.waiting_s() == {A: 1.0}
+
+
+def test_who_says_it_is_fast_and_is_not_counts_as_slow() -> None:
+    travel = Travel()
+    travel.times.passed(A, claimed(OUT, 0, 0.0, 0.001, 0.001), 2.0)
+    assert forward_s(travel, A) == pytest.approx(2.0, abs=0.01)
+
+
+def test_waiting_is_believed_up_to_a_full_queue() -> None:
+    travel = Travel()
+    travel.times.passed(A, claimed(OUT, 0, 100.0, 0.01, 0.0), 2.0)
+    assert travel.measurements.waiting_s()[A] == pytest.approx(0.09), "three slots more, each out and back"
+    assert forward_s(travel, A) == pytest.approx(1.91)
+
+
+def test_what_came_home_tells_how_much_of_sending_was_the_way() -> None:
+    travel = Travel()
+    now = 0.0
+    for peer, direction, position in ((DATA, OUT, -1), (A, OUT, 0), (B, OUT, 1), (C, OUT, 2)):
+        now += 3.0
+        travel.times.passed(peer, claimed(direction, position, 0.0, 1.0, 2.0), now)
+    travel.times.turned(MICROBATCH, now := now + 1.0)
+    for peer, position in ((DATA, 3), (C, 2), (B, 1), (A, 0)):
+        now += 3.0 if peer != DATA else 2.0
+        travel.times.passed(peer, claimed(BACK, position, 0.0, 1.0, 2.0), now)
+    travel.times.completed(MICROBATCH, now - 4.0)
+    stages = ([announcement(DATA, 0)], [announcement(A, 1)])
+    assert travel.measurements.costs(stages, 4).message_s[DATA][A] == pytest.approx(2.0 * (16.0 - 4.0) / 16.0)
+
+
+def test_journeys_that_never_end_are_forgotten() -> None:
+    travel = Travel()
+    for number in range(MAX_JOURNEYS):
+        travel.times.launched(MicrobatchId(DATA, 1000 + number), ABC, {}, 0.0)
+    travel.times.passed(A, claimed(OUT, 0, 0.0, 1.0, 0.0), 1.0)
+    assert travel.measurements.waiting_s() == {}
