@@ -21,6 +21,7 @@ from swarm.paths.measurements import Measurements
 from swarm.paths.negotiation.machine import Negotiator
 from swarm.paths.negotiation.words import Arrived, Event, LanesChanged, Member, SwarmChanged, TalkRules, Tell, Tick
 from swarm.paths.rules import PathRules
+from swarm.paths.turns import spread
 from swarm.planner import Lanes
 from swarm.vocabulary import Hop, ModuleId, PeerId, PeerState
 
@@ -50,6 +51,8 @@ class LaneTalk:
         self._rules, self._in_flight = rules, in_flight
         self._negotiator = Negotiator(own.peer, rules, TalkRules(microbatches=None))
         self._costs: Costs | None = None
+        self._taken: tuple[tuple[Route, ...], tuple[tuple[PeerId, ...], ...]] = (), ()
+        """The routes, and the peers of each stage, from which the lanes were made."""
         self._wake = asyncio.Event()
         self._looked = self._look_at = 0.0
         self._transport: Transport | None = None
@@ -115,12 +118,15 @@ class LaneTalk:
 
     def _take(self, routes: tuple[Route, ...]) -> None:
         """A hop knows its module; a peer that is not in the costs any more is not on a lane that can be launched."""
-        if self._costs is not None:
+        if self._costs is not None and (routes, self._costs.stages) != self._taken:
+            self._taken = routes, self._costs.stages
             stage_of = self._costs.stage_of()
-            self.lanes = tuple(
-                tuple(Hop(ModuleId(stage_of[peer]), peer) for peer in route)
-                for route in routes
-                if all(peer in stage_of for peer in route)
+            self.lanes = spread(
+                [
+                    tuple(Hop(ModuleId(stage_of[peer]), peer) for peer in route)
+                    for route in routes
+                    if all(peer in stage_of for peer in route)
+                ]
             )
 
     def _tell(self, action: Tell) -> None:
