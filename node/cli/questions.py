@@ -13,6 +13,7 @@ from rich.text import Text
 from node.cli.live import download_bar
 from node.cli.options import StagesPerPath
 from node.cli.output import announce, print_json, run_loop
+from node.cli.paths_view import paths_views
 from node.cli.text import count, harmless, loss_text, number_in, path_text, peer_name, round_text
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def status(
     link: Annotated[str, typer.Argument(help="The swarm's join link.")],
     json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Show a swarm's stages, replicas, speeds and loss."""
+    """Show a swarm's stages, replicas, speeds, loss, and the paths of its data nodes."""
     announce("skipstone status: asking the swarm", as_json=json)
     from protocol.join_link import parse_link
 
@@ -40,6 +41,8 @@ def status(
     console = Console()
     console.print(status_headline(answer))
     console.print(status_table(answer))
+    for view in paths_views(answer):
+        console.print(view)
 
 
 def evaluate(

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from node import events
 from node.cli.live import remaining_s, render
+from node.cli.paths_view import paths_views
 from node.cli.plain import plain_line
 from node.cli.questions import status_table
 from node.cli.text import MAX_FOREIGN_CHARACTERS, duration, harmless, sparkline
@@ -88,6 +89,33 @@ def status_of(answered: object) -> str:
     peer |= {"slots": 4, "free_slots": 1, "steps": 5, "round": 3, "digest": "", "answered": answered}
     console = Console(record=True, width=140, force_terminal=False, file=io.StringIO())
     console.print(status_table({"stages": 2, "peers": [peer]}))
+    return console.export_text()
+
+
+LANES = [
+    {"stages": [1, 2], "skipped": [3], "peers": ["p1", "p2"], "round_trip_s": 0.25},
+    {"stages": [3, 2], "skipped": [1], "peers": ["p3", "p2"], "round_trip_s": 0.5},
+]
+
+
+def test_status_draws_which_stages_the_lanes_skip() -> None:
+    said = {"visits": {"1": 1200}, "paths": {"talk": "settled", "lanes": LANES, "waiting_s": {"p1": 0.012, "p2": 0.02}}}
+    rows = [line.split() for line in paths_of(said).splitlines()]
+    assert ["1", "█·", "1,200", "12", "ms"] in rows
+    assert ["2", "██", "0", "20", "ms"] in rows
+    assert ["3", "·█", "0", "-"] in rows
+    assert "2 lanes, 0.25 to 0.50 s when nobody waits; settled" in paths_of(said)
+    assert paths_of({"paths": None}) == paths_of(None) == ""
+    odd = {"talk": HOSTILE, "lanes": [1, {"stages": HOSTILE}, {**LANES[0], "round_trip_s": HOSTILE}], "waiting_s": 1}
+    assert "\x1b" not in paths_of({"visits": [], "paths": odd})
+    assert "1 lane;" in paths_of({"visits": [], "paths": odd})
+
+
+def paths_of(answered: object) -> str:
+    peer = {"peer": "12D3KooWdata1abc", "module": "0.0", "answered": answered}
+    console = Console(record=True, width=140, force_terminal=False, file=io.StringIO())
+    for table in paths_views({"stages": 4, "peers": [peer]}):
+        console.print(table)
     return console.export_text()
 
 

@@ -1,0 +1,60 @@
+"""Data nodes of real processes agree on lanes: stages are skipped equally often, and a peer that dies is on none of them any more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from node.local_setup import LocalSwarmOptions
+from node.local_swarm import LocalSwarm
+from node.queries import query_status
+from tests.e2e.small_run import PATIENCE_S, Watch, small_run, write_text
+
+pytestmark = pytest.mark.e2e
+
+DATA_NODES, STAGES, PER_PATH = 2, 4, 2
+
+Lanes = list[dict[str, Any]]
+
+
+async def lanes_when(swarm: LocalSwarm, good: Callable[[list[Lanes]], bool]) -> list[Lanes]:
+    """The lanes of the data nodes as they say when asked, as soon as they are so."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            status = await query_status(swarm.link)
+            answers = [peer["answered"] for peer in status["peers"] if peer["module"] == "0.0"]
+            lanes = [answer["paths"]["lanes"] for answer in answers if answer and answer["paths"]["lanes"]]
+            if len(lanes) == DATA_NODES and good(lanes):
+                return lanes
+
+
+def equal(lanes: list[Lanes]) -> bool:
+    """While a trade is decided and not yet known to the other side they are not, for a moment."""
+    visits = Counter(stage for each in lanes for lane in each for stage in lane["stages"])
+    return len(visits) == STAGES - 1 and len(set(visits.values())) == 1
+
+
+def peers_of(lanes: list[Lanes]) -> set[str]:
+    return {peer for each in lanes for lane in each for peer in lane["peers"]}
+
+
+async def test_data_nodes_skip_equally_and_leave_the_dead_out(tmp_path: Path) -> None:
+    manifest = small_run(write_text(tmp_path / "text"), per_path=PER_PATH, staleness=1)
+    async with LocalSwarm(manifest, LocalSwarmOptions(peers=7, threads=1)) as swarm:
+        watch = Watch(swarm)
+        await watch.step(2)
+        swarm.start_peer(0)
+        lanes = await lanes_when(swarm, equal)
+        assert all(len(lane["stages"]) == PER_PATH for each in lanes for lane in each)
+        victim = next(p for p in swarm.peers if p.peer in peers_of(lanes))
+        swarm.kill(victim.index)
+        lanes = await lanes_when(swarm, lambda now: equal(now) and victim.peer not in peers_of(now))
+        status = await query_status(swarm.link)
+        seen = status["step"]
+        await watch.step(seen + 3)
+        await swarm.stop()
