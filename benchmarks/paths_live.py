@@ -1,6 +1,6 @@
 """Path choice in a real swarm: partial against full paths, and our planner against SWARM's rule, with emulated machines and links.
 
-    python benchmarks/paths_live.py [--rounds 2] [--seconds 60] [--seed 1] [--arms full partial swarm swarm-partial] [--keep DIR]
+    python benchmarks/paths_live.py [--rounds 2] [--seconds 60] [--seed 1] [--window 8] [--arms full partial swarm swarm-partial] [--keep DIR]
 
 Real processes, sockets and TLS on this machine, but every node is `tests/e2e/emulated.py`: computations and links take the time that they would take on machines
 that are up to four times slower than others, in three regions. So what is measured is the choice of paths, and not the cores. Every arm has a swarm of its own
@@ -41,7 +41,7 @@ BLOCKS: Final = (1, 1, 1, 1, 1)
 PER_STEP: Final = 4
 """Microbatches of one step of a data node. As many as stages after stage 0, so that partial paths visit all equally often in a step."""
 WINDOW: Final = 8
-"""More than a step: it only bounds those that run freely."""
+"""More than a step, so it only bounds those that run freely. All data nodes together then have about as much under way as keeps every replica busy."""
 FREE_STALENESS: Final = 2
 DATA_FORWARD_S: Final = 0.005
 SLOWEST: Final = 4.0
@@ -93,8 +93,8 @@ class Ground:
         skippable = range(1, max(self.stages) + 1)
         return tokens * min(self.visits_per_s(stage) for stage in skippable) * len(skippable) / per_path
 
-    def spec(self, index: int, rule: str = OURS, network: Path = Path()) -> Spec:
-        return Spec(self.forward_s[index], str(network), rule=rule, window=WINDOW, seed=index)
+    def spec(self, index: int, rule: str = OURS, network: Path = Path(), window: int = WINDOW) -> Spec:
+        return Spec(self.forward_s[index], str(network), rule=rule, window=window, seed=index)
 
     def table(self) -> list[dict[str, Any]]:
         rows = zip(self.stages, self.regions, self.forward_s, strict=True)
@@ -181,7 +181,7 @@ async def observe(ground: Ground, arm: Arm, manifest: Manifest, folder: Path, op
     network = folder / "network.json"
 
     def place(index: int) -> Place:
-        spec = ground.spec(index, arm.rule, network)
+        spec = ground.spec(index, arm.rule, network, options.window)
         return Place(command=(sys.executable, "-P", "-m", "tests.e2e.emulated", spec.to_json()))
 
     told = LocalSwarmOptions(peers=PEERS, threads=1, log_dir=folder)
@@ -311,7 +311,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 )
     tokens = small_run(text).microbatch_tokens
     arms = {name: result.table(ground, ARMS[name].per_path, tokens) for name, result in results.items()}
-    swarm = {"seed": options.seed, "machines": ground.table(), "one_way_s": ground.one_way_s, "window": WINDOW}
+    swarm = {"seed": options.seed, "machines": ground.table(), "one_way_s": ground.one_way_s, "window": options.window}
     return {
         "benchmark": "paths_live",
         "seconds": options.seconds,
@@ -329,6 +329,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="that each swarm is measured")
     parser.add_argument("--settle", type=float, default=15.0, help="seconds before that, after all nodes serve")
     parser.add_argument("--seed", type=int, default=1, help="of speeds, regions and delays")
+    parser.add_argument(
+        "--window", type=int, default=WINDOW, help="microbatches that a data node has under way at most"
+    )
     parser.add_argument("--fastest", type=float, default=0.06, help="seconds forward of the fastest machine")
     parser.add_argument("--keep", type=Path, help="new folder for the event logs; a temporary one when absent")
     options = parser.parse_args()
