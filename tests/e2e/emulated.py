@@ -1,0 +1,248 @@
+"""A node on an emulated machine in an emulated place: `python -m tests.e2e.emulated SPEC join ...`, the rest as `skipstone` has it.
+
+It is the real node but for three things: a computation takes as long as it would on the emulated machine (the compute thread sleeps for the rest, so the device is
+busy and the core is not), what comes by a link comes later, and a data node may choose its peers by SWARM's rule. The directory (DHT) is not slowed down.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import node.duty
+import node.tenure
+from benchmarks.swarm_rule import SwarmRule
+from node.assignment import Assignment
+from node.cli.app import main
+from node.data_worker import DataWorker
+from node.duty import DataDuty, data_duty
+from node.hop_worker import HopWorker
+from node.work import Job, Output
+from protocol.manifest import Manifest
+from protocol.streams import AcceptedStream, DialledStream
+from protocol.transport import GrpcTransport
+from swarm.errors import ConfigError
+from swarm.holdings import Event, Started, Work
+from swarm.messages import Purpose, Receipt
+from swarm.paths.balance import ring_stages
+from swarm.planner import NoReplica
+from swarm.vocabulary import Hop, MicrobatchId, ModuleId, PeerId, Reasoned
+from swarm.vocabulary import Path as HopPath
+from tests.e2e.late_frames import LateFrames
+
+OURS, SWARM = "ours", "swarm"
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What is emulated."""
+
+    forward_s: float
+    network: str
+    """File with a `Network`. It may be written after the nodes were started, but before their first link."""
+    backward_factor: float = 2.0
+    """A way back takes so many times as long as a way out. The same whether or not the graph was kept."""
+    bytes_per_s: float | None = None
+    """Of each link; None for no limit."""
+    rule: str = OURS
+    """By which a data node chooses peers: `ours` or `swarm`."""
+    window: int | None = None
+    """Microbatches a data node has under way; None for the node's own choice."""
+    seed: int = 0
+
+    @property
+    def visit_s(self) -> float:
+        """Out and back."""
+        return (1 + self.backward_factor) * self.forward_s
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Where the peers are, and how far apart."""
+
+    region_of: dict[str, str]
+    one_way_s: dict[str, dict[str, float]]
+    """From region to region, the same both ways."""
+
+    def between(self, one: PeerId, other: PeerId) -> float:
+        return self.one_way_s[self.region_of[one]][self.region_of[other]]
+
+    def write(self, path: Path) -> None:
+        """At once, so that nobody reads half of it."""
+        half = path.with_suffix(".part")
+        half.write_text(json.dumps(asdict(self)))
+        half.rename(path)
+
+    @classmethod
+    def read(cls, path: Path) -> Network:
+        """Raises ConfigError when it has not been written."""
+        try:
+            return cls(**json.loads(path.read_text()))
+        except OSError as error:
+            raise ConfigError(f"network {path}: {error.strerror}") from None
+
+
+# ---- computing -------------------------------------------------------------------------------------------------------
+
+
+def slow_computing(spec: Spec) -> None:
+    """Every computation takes its emulated time, unless it really takes longer; the speed that is announced is the emulated one."""
+    factors = {
+        Work.FORWARD: 1.0,
+        Work.BACKWARD: spec.backward_factor,
+        Work.REPLAY: 1.0 + spec.backward_factor,
+        Work.LOSS: 1.0 + spec.backward_factor,
+    }
+    for kind in (HopWorker, DataWorker):
+        kind.compute = _lasting(kind.compute, lambda job: factors[job.work] * spec.forward_s)  # type: ignore[method-assign]
+
+    def timed(self: HopWorker, seconds: float) -> None:
+        self.tokens_per_s = self._tokens / spec.visit_s
+
+    def measured(part: object, manifest: Manifest, device: object) -> float:
+        return manifest.microbatch_tokens / spec.visit_s
+
+    HopWorker._timed = timed  # type: ignore[method-assign]
+    node.duty.measure_speed = measured
+
+
+def _lasting(
+    honestly: Callable[[Any, Job], Output], seconds_of: Callable[[Job], float]
+) -> Callable[[Any, Job], Output]:
+    def compute(self: object, job: Job) -> Output:
+        begun = time.perf_counter()
+        output = honestly(self, job)
+        time.sleep(max(0.0, begun + seconds_of(job) - time.perf_counter()))
+        return output
+
+    return compute
+
+
+# ---- links -----------------------------------------------------------------------------------------------------------
+
+
+def slow_links(spec: Spec) -> None:
+    """Frames come as late as the network says. Both Hellos come at once: who is there is not known before."""
+    for kind in (DialledStream, AcceptedStream):
+        _make_late(kind, spec.bytes_per_s)
+    honestly = GrpcTransport._link
+
+    def link(self: GrpcTransport, peer: PeerId, stream: Any) -> Any:
+        stream.late.delay_s = Network.read(Path(spec.network)).between(self._peer, peer)
+        return honestly(self, peer, stream)
+
+    GrpcTransport._link = link  # type: ignore[method-assign]
+
+
+def _make_late(kind: Any, bytes_per_s: float | None) -> None:
+    make, read, write = kind.__init__, kind.read, kind.write
+
+    def init(self: Any, *arguments: object) -> None:
+        make(self, *arguments)
+        self.late = LateFrames(bytes_per_s)
+
+    async def read_late(self: Any) -> bytes | None:
+        frame = await read(self)
+        return None if frame is None else await self.late.arrive(frame)
+
+    async def write_stamped(self: Any, frame: bytes) -> None:
+        await write(self, await self.late.leave(frame))
+
+    kind.__init__, kind.read, kind.write = init, read_late, write_stamped
+
+
+# ---- SWARM's rule ----------------------------------------------------------------------------------------------------
+
+
+class SwarmPaths:
+    """Stands before a data node's planner: the stages are those of the ring, the peers are chosen by SWARM's rule. All else is the planner's."""
+
+    def __init__(self, planner: Any, rule: SwarmRule, given: Assignment) -> None:
+        self._planner = planner
+        self._rule = rule
+        self._own, self._membership = given.presence.own, given.presence.membership
+        self._stages = given.manifest.stages
+        self._tokens = given.manifest.microbatch_tokens
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._planner, name)
+
+    def plan(self, number: int, *arguments: object) -> Reasoned[HopPath | NoReplica]:
+        stages = ring_stages(self._stages.count, self._stages.visited_per_path, number)
+        chosen = {module: self._choose(module) for module in map(ModuleId, stages)}
+        missing = tuple(module for module, peer in chosen.items() if peer is None)
+        if missing:
+            return Reasoned(NoReplica(missing), "no peer left")
+        hops = tuple(Hop(module, peer) for module, peer in chosen.items() if peer is not None)
+        return Reasoned(HopPath(self._own.peer, hops), "by virtual time")
+
+    def _choose(self, module: ModuleId) -> PeerId | None:
+        replicas = self._membership.replicas(module, self._own.clock.monotonic())
+        speeds = {a.peer: a.tokens_per_second for a in replicas}
+        return self._rule.choose(
+            module, {peer: self._tokens / speed if speed else 0.0 for peer, speed in speeds.items()}
+        )
+
+
+def choose_by_swarm(spec: Spec) -> None:
+    """Data nodes launch along the paths of `SwarmPaths`. Repair in flight stays as it is."""
+
+    @asynccontextmanager
+    async def duty_by_swarm(given: Assignment) -> AsyncIterator[DataDuty]:
+        async with data_duty(given) as duty:
+            own = given.presence.own
+            rule = SwarmRule(random.Random(f"{spec.seed} {own.peer}"))
+            duty._data_node._planner = SwarmPaths(duty._data_node._planner, rule, given)  # type: ignore[assignment]
+            tell_rule(rule, duty, own.clock.monotonic)
+            yield duty
+
+    node.tenure.data_duty = duty_by_swarm
+
+
+def tell_rule(rule: SwarmRule, duty: DataDuty, now: Callable[[], float]) -> None:
+    """The rule hears what becomes of the data node's microbatches."""
+    ends: Any = duty.carrier.ends
+    handle, passed, finished, lost = duty.carrier.handle, ends.passed, ends.finished, ends.lost
+
+    def handle_and_tell(event: Event) -> None:
+        if isinstance(event, Started) and event.purpose is Purpose.TRAIN:
+            rule.launched(event.microbatch, event.path, now())
+        handle(event)
+
+    def passed_and_tell(sender: PeerId, receipt: Receipt) -> None:
+        rule.passed(sender, receipt, now())
+        passed(sender, receipt)
+
+    def ended_and_tell(ended: Callable[..., None], microbatch: MicrobatchId, *rest: object) -> None:
+        rule.forget(microbatch)
+        ended(microbatch, *rest)
+
+    duty.carrier.handle = handle_and_tell  # type: ignore[method-assign]
+    ends.passed = passed_and_tell
+    ends.finished, ends.lost = partial(ended_and_tell, finished), partial(ended_and_tell, lost)
+
+
+def emulate(spec: Spec) -> None:
+    """Before the node starts."""
+    slow_computing(spec)
+    slow_links(spec)
+    if spec.rule == SWARM:
+        choose_by_swarm(spec)
+    if spec.window is not None:
+        sys.argv += ["--window", str(spec.window)]
+
+
+if __name__ == "__main__":
+    emulate(Spec(**json.loads(sys.argv.pop(1))))
+    main()
