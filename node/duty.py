@@ -316,7 +316,7 @@ async def data_duty(given: Assignment) -> AsyncIterator[DataDuty]:
     estimates, tokens = Estimates(), manifest.microbatch_tokens
     membership, measurements = given.presence.membership, Measurements(own.peer, tokens)
     rules = _flight_rules(given.options, manifest)
-    talk = LaneTalk(own, membership, measurements, path_rules(manifest), rules.window)
+    talk = LaneTalk(own, membership, measurements, path_rules(manifest), rules.most_in_flight)
     planner = Planner(path_rules(manifest), membership, estimates, tokens, lambda: talk.lanes)
     text_came = asyncio.Event()
 

@@ -58,6 +58,11 @@ class FlightRules:
     window: int
     steps: int | None = None
 
+    @property
+    def most_in_flight(self) -> int:
+        """Microbatches that can be under way at once."""
+        return min(self.window, self.per_step * (1 + self.staleness))
+
 
 @dataclass(slots=True)
 class Flights:
