@@ -76,13 +76,6 @@ BUSY_RETRY_S = 0.1
 BUFFERS_A_SLOT = 6
 """Two tensors come to a holding, the input and the gradient, and of every slot two more holdings may be unsettled."""
 
-_PRIORITIES = {
-    Work.FORWARD: Priority.FORWARD,
-    Work.LOSS: Priority.BACKWARD,
-    Work.BACKWARD: Priority.BACKWARD,
-    Work.REPLAY: Priority.BACKWARD,
-}
-
 
 class Carrier:
     """One node's microbatches between its links and its compute thread.
@@ -312,7 +305,7 @@ class Carrier:
         return load
 
     async def _computation(self, action: Compute, load: Load) -> None:
-        priority = Priority.EVALUATE if action.purpose is Purpose.EVALUATE else _PRIORITIES[action.work]
+        priority = Priority.EVALUATE if action.purpose is Purpose.EVALUATE else Priority.TRAIN
         job = Job(load.ticket, action.key, action.work, action.purpose, load.input, load.gradient)
         if load.forgotten:
             return
@@ -344,7 +337,7 @@ class Carrier:
     async def _retraction(self, action: Retract, load: Load) -> None:
         job = Job(load.ticket, action.key, Work.BACKWARD, Purpose.TRAIN, load.input, load.gradient)
         try:
-            taken_back = await self._compute.run(Priority.BACKWARD, lambda: self._worker.retract(job))
+            taken_back = await self._compute.run(Priority.TRAIN, lambda: self._worker.retract(job))
         except SkipstoneError as error:
             log.warning("the gradient of %s could not be taken back: %s", action.key.microbatch, error)
             return

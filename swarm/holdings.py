@@ -68,6 +68,8 @@ class Holding:
     """Replicas that had no slot when asked in this round of asking; asked again when nobody else is left."""
     retry_at: float | None = None
     """When to offer it again to a target that was busy or out of reach."""
+    refusals: int = 0
+    """How often in a row everybody was busy."""
     failing_since: float | None = None
     """Since when the target has been out of reach, with nobody to stand in for it; or has owed a recalled input."""
     came: float = 0.0

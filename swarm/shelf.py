@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -12,6 +13,8 @@ from swarm.vocabulary import ModuleId, Path, PeerId, Reasoned
 PATIENCE_S = 5.0
 """How long a holder tries again when the only peer it could hand a microbatch to cannot be reached."""
 RETRY_S = 0.3
+MOST_DOUBLINGS = 3
+BUSY_JITTER = 0.5
 KEPT_FOR_OTHERS = 4
 """One slot in so many is closed to a data node that has all the others: one that never finishes does not shut the rest out."""
 UNSETTLED_PER_SLOT = 2
@@ -91,6 +94,15 @@ def offered(holding: Holding, now: float) -> Holding:
     """Its output is offered to its target now; what an earlier offer took that came to nothing was waiting."""
     in_vain_s = now - holding.handed if holding.phase in ON_THE_WAY_OUT | ON_THE_WAY_BACK else 0.0
     return replace(holding, handed=now, waited_s=holding.waited_s + in_vain_s)
+
+
+def put_off(holding: Holding, asked_s: float, now: float) -> Holding:
+    """Everybody who could take it is busy: when to ask again. The first time as asked; then twice as long each time, up to a bound, and a share more
+    that differs from microbatch to microbatch, so that those who were refused together do not all come back together."""
+    doublings = min(holding.refusals, MOST_DOUBLINGS)
+    chance = zlib.crc32(f"{holding.key} {holding.refusals}".encode()) / 2**32 if doublings else 0.0
+    pause_s = asked_s * 2.0**doublings * (1 + BUSY_JITTER * chance)
+    return replace(holding, retry_at=now + pause_s, busy=frozenset(), refusals=holding.refusals + 1)
 
 
 def passed_on(holding: Holding, direction: Direction, custodian: int, now: float) -> list[Action]:

@@ -34,6 +34,7 @@ from swarm.shelf import (
     joined,
     offered,
     passed_on,
+    put_off,
     receipt_for,
     same_modules,
     stranded,
@@ -174,7 +175,7 @@ class WayBack:
             other = self._choose(_module_before(holding), holding.tried | busy).value
             if other is not None:
                 return self.hand_back(replace(holding, busy=busy), other, now)
-        self._shelf.put(replace(holding, retry_at=now + receipt.retry_after_s, busy=frozenset()))
+        self._shelf.put(put_off(holding, receipt.retry_after_s, now))
         return []
 
     def _elsewhere(self, holding: Holding, now: float) -> list[Action]:
@@ -187,7 +188,7 @@ class WayBack:
             other = self._choose(module, tried)  # one that was busy is better than none
         if other.value is None:
             return []
-        return self.hand_back(replace(holding, tried=tried), other.value, now)
+        return self.hand_back(replace(holding, tried=tried, refusals=0), other.value, now)
 
     def _give_up(self, holding: Holding, detail: str, now: float) -> list[Action]:
         """Its data node abandons it, unless it came home by another way; then the word that settles it comes back."""

@@ -30,6 +30,7 @@ from swarm.shelf import (
     joined,
     offered,
     passed_on,
+    put_off,
     receipt_for,
     same_way,
 )
@@ -141,7 +142,7 @@ class WayOut:
         told = passed_on(holding, Direction.FORWARD, holding.key.position - 1, now)
         if holding.purpose is Purpose.EVALUATE:
             return [*told, self._shelf.drop(holding.key, "passed on")]
-        accepted = replace(holding, phase=Phase.GUARDING, retry_at=None, failing_since=None)
+        accepted = replace(holding, phase=Phase.GUARDING, retry_at=None, failing_since=None, refusals=0)
         if holding.key.position + 1 == len(holding.path.hops):  # the data node cannot be replaced
             accepted = replace(accepted, phase=Phase.AWAITING, target=None)
         self._shelf.put_touched(accepted, now)
@@ -164,7 +165,7 @@ class WayOut:
             other = self._choose(module, holding.tried | busy).value
             if other is not None:
                 return self.hand_on(replace(holding, busy=busy), other, now)
-        self._shelf.put(replace(holding, retry_at=now + receipt.retry_after_s, busy=frozenset()))
+        self._shelf.put(put_off(holding, receipt.retry_after_s, now))
         return []
 
     def _elsewhere(self, holding: Holding, now: float) -> list[Action]:
@@ -179,7 +180,7 @@ class WayOut:
             other = self._choose(module, tried)  # one that was busy is better than none
         if other.value is None:
             return []
-        return self.hand_on(replace(holding, tried=tried), other.value, now)
+        return self.hand_on(replace(holding, tried=tried, refusals=0), other.value, now)
 
     def _strand(self, holding: Holding, detail: str) -> list[Action]:
         """Strands it at the hop that it was being handed to."""

@@ -36,10 +36,10 @@ async def queue_behind(compute: ComputeThread) -> AsyncIterator[Callable[[], Non
 
 async def test_results_and_errors_come_back_to_who_asked() -> None:
     with ComputeThread() as compute:
-        assert await compute.run(Priority.FORWARD, lambda: threading.current_thread().name) == "compute"
+        assert await compute.run(Priority.TRAIN, lambda: threading.current_thread().name) == "compute"
         with pytest.raises(ZeroDivisionError):
-            await compute.run(Priority.FORWARD, lambda: 1 // 0)
-        assert await compute.run(Priority.FORWARD, lambda: 7) == 7
+            await compute.run(Priority.TRAIN, lambda: 1 // 0)
+        assert await compute.run(Priority.TRAIN, lambda: 7) == 7
 
 
 async def test_the_most_urgent_goes_first_and_equals_in_order() -> None:
@@ -58,8 +58,8 @@ async def test_who_does_not_wait_any_more_is_not_worked_for() -> None:
     done: list[str] = []
     with ComputeThread() as compute:
         async with queue_behind(compute) as let_go:
-            cancelled = asyncio.create_task(compute.run(Priority.FORWARD, lambda: done.append("cancelled")))
-            kept = asyncio.create_task(compute.run(Priority.FORWARD, lambda: done.append("kept")))
+            cancelled = asyncio.create_task(compute.run(Priority.TRAIN, lambda: done.append("cancelled")))
+            kept = asyncio.create_task(compute.run(Priority.TRAIN, lambda: done.append("kept")))
             await asyncio.sleep(0)
             cancelled.cancel()
             await asyncio.wait((cancelled,))
@@ -72,14 +72,14 @@ async def test_who_is_cancelled_in_mid_job_harms_nobody() -> None:
     with ComputeThread() as compute:
         async with queue_behind(compute):
             pass  # cancels its job while it runs, then lets it end
-        assert await compute.run(Priority.FORWARD, lambda: 1) == 1
+        assert await compute.run(Priority.TRAIN, lambda: 1) == 1
 
 
 async def test_the_queue_is_bounded() -> None:
     with ComputeThread(limit=2) as compute:
         async with queue_behind(compute) as let_go, asyncio.TaskGroup() as tasks:
             for _ in range(2):
-                tasks.create_task(compute.run(Priority.FORWARD, lambda: None))
+                tasks.create_task(compute.run(Priority.TRAIN, lambda: None))
             await asyncio.sleep(0)
             with pytest.raises(ResourceExhausted, match="2 jobs wait"):
                 await compute.run(Priority.UPKEEP, lambda: None)
@@ -90,7 +90,7 @@ async def test_stopping_answers_who_waits_and_who_comes_later() -> None:
     done: list[int] = []
     with ComputeThread() as compute:
         async with queue_behind(compute) as let_go:
-            waiting = [asyncio.create_task(compute.run(Priority.FORWARD, lambda: done.append(1))) for _ in range(3)]
+            waiting = [asyncio.create_task(compute.run(Priority.TRAIN, lambda: done.append(1))) for _ in range(3)]
             await asyncio.sleep(0)
             threading.Thread(target=once_it_stops, args=(compute, let_go)).start()
             compute.__exit__(None, None, None)
@@ -98,7 +98,7 @@ async def test_stopping_answers_who_waits_and_who_comes_later() -> None:
         outcomes = await asyncio.gather(*waiting, return_exceptions=True)
         assert [type(outcome) for outcome in outcomes] == [StateError] * 3
         with pytest.raises(StateError, match="stopped"):
-            await compute.run(Priority.FORWARD, lambda: done.append(2))
+            await compute.run(Priority.TRAIN, lambda: done.append(2))
     assert done == []
 
 
@@ -112,14 +112,14 @@ def once_it_stops(compute: ComputeThread, let_go: Callable[[], None]) -> None:
 async def test_the_thread_is_set_up_first() -> None:
     done: list[str] = []
     with ComputeThread(set_up=lambda: done.append("set up")) as compute:
-        await compute.run(Priority.FORWARD, lambda: done.append("job"))
+        await compute.run(Priority.TRAIN, lambda: done.append("job"))
     assert done == ["set up", "job"]
 
 
 async def test_busy_and_idle_seconds_are_counted() -> None:
     with ComputeThread() as compute:
         for _ in range(3):
-            await compute.run(Priority.FORWARD, lambda: sum(range(1000)))
-        await compute.run(Priority.FORWARD, lambda: None)
+            await compute.run(Priority.TRAIN, lambda: sum(range(1000)))
+        await compute.run(Priority.TRAIN, lambda: None)
         assert compute.busy_s > 0
         assert compute.idle_s > 0

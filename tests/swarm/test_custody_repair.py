@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from swarm.holdings import (
@@ -13,8 +15,8 @@ from swarm.holdings import (
 )
 from swarm.messages import Backward, ReceiptStatus, Stranded, Unsettled
 from swarm.settling import ASK_S
-from swarm.shelf import PATIENCE_S, RETRY_S
-from swarm.vocabulary import PeerId
+from swarm.shelf import PATIENCE_S, RETRY_S, put_off
+from swarm.vocabulary import MicrobatchId, PeerId
 from swarm.way_back import STAND_IN_AFTER_S
 from tests.swarm.custody_desk import (
     A2,
@@ -113,7 +115,37 @@ def test_one_that_refused_is_not_asked_again_because_the_rest_are_busy() -> None
     assert desk.receipt(B2, OUT, 1, BUSY, 1.0) == []
     desk.wait(1.1)
     assert desk.receipt(B2, OUT, 1, BUSY, 1.0) == []
-    assert desk.wait(1.1) == [offer(B2, ABC.with_peer(1, B2), 1)]
+    assert desk.wait(3.1) == [offer(B2, ABC.with_peer(1, B2), 1)]
+
+
+def pauses(desk: Desk, asked_s: float, times: int) -> list[float]:
+    """How long it waits after each refusal of the only peer there is, to a hundredth of a second."""
+    waited = []
+    for _ in range(times):
+        assert desk.receipt(B, OUT, 1, BUSY, asked_s) == []
+        begun = desk.now
+        while not desk.wait(0.01):
+            pass
+        waited.append(desk.now - begun)
+    return waited
+
+
+def test_who_is_refused_again_and_again_asks_less_often_and_not_in_step_with_others() -> None:
+    desk = Desk(A)
+    desk.handing_on()
+    desk.dead = {B2, B3}
+    waited = pauses(desk, 0.1, 6)
+    assert waited[0] == pytest.approx(0.1, abs=0.011)
+    assert all(0.1 * 2**n <= pause + 1e-6 <= 0.1 * 2**n * 1.5 + 0.02 for n, pause in enumerate(waited[:4]))
+    assert max(waited) <= 0.8 * 1.5 + 0.02
+    assert len({round(pause, 2) for pause in waited[3:]}) > 1
+    held = desk.held(0)
+    assert held is not None
+    other = replace(held, key=Key(MicrobatchId(DATA, 8), 0))
+    assert put_off(held, 0.1, 0.0).retry_at != put_off(other, 0.1, 0.0).retry_at
+    desk.receipt(B, OUT, 1, ACCEPTED)
+    assert desk.held(0) is not None
+    assert desk.held(0).refusals == 0  # type: ignore[union-attr]
 
 
 def test_the_deadline_comes_also_to_one_that_waits_for_a_busy_peer() -> None:
