@@ -36,7 +36,7 @@ from protocol.questions import Answering, Asking
 from protocol.seams import Clock, LinkFigures, LinkHandler, Question, TensorSpec
 from protocol.settings import TransportSettings
 from protocol.streams import Stream
-from protocol.transfers import OutgoingTransfer, chunk_count_of
+from protocol.transfers import OutgoingTransfer, chunk_bytes_for, chunk_count_of
 from protocol.turns import Lane
 from swarm.errors import PeerError, ProtocolViolation, Stalled, Unreachable
 from swarm.messages import Backward, ControlMessage, Forward, TensorMessage
@@ -135,17 +135,18 @@ class Link:
         octets = data.cast("B")
         if octets.nbytes != tensor.byte_length:
             raise ValueError(f"{octets.nbytes} bytes of data for a tensor of {tensor.byte_length} bytes")
+        lane = Lane.MICROBATCHES if isinstance(message, Forward | Backward) else Lane.BULK
+        most = self._settings.bulk_chunk_bytes if lane is Lane.BULK else self._settings.chunk_bytes
         started = 0.0
 
         def make() -> OutgoingTransfer:
             nonlocal started
             started = self._clock.monotonic()
             number, self._next_transfer = self._next_transfer, (self._next_transfer + 2) % 2**32
-            chunk_bytes = self._settings.chunk_bytes
+            chunk_bytes = chunk_bytes_for(self._meter.figures().goodput_bytes_per_s, most)
             header = TensorFrame(message, tensor, number, chunk_count_of(octets.nbytes, chunk_bytes))
             return OutgoingTransfer(number, encode(header), octets, chunk_bytes)
 
-        lane = Lane.MICROBATCHES if isinstance(message, Forward | Backward) else Lane.BULK
         if await self.outbox.send(lane, octets.nbytes, make):
             self._meter.transferred(octets.nbytes, self._clock.monotonic() - started)
 

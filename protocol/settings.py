@@ -26,7 +26,10 @@ class TransportSettings:
     listen_port: int = 0
     """0 takes any free port."""
     chunk_bytes: int = 512 * 1024
-    """Tensor bytes in one frame, 4 KiB to 1 MiB. Fastest at 512 KiB (benchmarks/transport.py)."""
+    """Of a microbatch's tensor in one frame, at most; 4 KiB to 1 MiB. Fastest at 512 KiB (benchmarks/transport.py). Slow links take less
+    (`protocol.transfers.chunk_bytes_for`)."""
+    bulk_chunk_bytes: int = 1024 * 1024
+    """Likewise of a piece of a round or of state: nobody waits for its beginning, and fewer frames cost less."""
     send_budget_bytes: int = 64 * 1024 * 1024
     """Sum of the tensors under way in one lane of a link; who wants to send more waits. One larger than this goes alone."""
     max_open_transfers: int = 16
@@ -53,6 +56,7 @@ class TransportSettings:
 
     def __post_init__(self) -> None:
         _require("chunk_bytes", self.chunk_bytes, MIN_CHUNK_BYTES, MAX_CHUNK_BYTES)
+        _require("bulk_chunk_bytes", self.bulk_chunk_bytes, MIN_CHUNK_BYTES, MAX_CHUNK_BYTES)
         _require("listen_port", self.listen_port, 0, 65535)
         _require("send_budget_bytes", self.send_budget_bytes, 1, 2**40)
         _require("max_open_transfers", self.max_open_transfers, 1, MAX_OPEN_TRANSFERS // 2)

@@ -6,9 +6,25 @@ the handler gave.
 
 from __future__ import annotations
 
+from typing import Final
+
 from protocol.chunks import Chunk, checksum_of, encode_chunk
 from protocol.frame_parts import TensorFrame
 from swarm.errors import ProtocolViolation
+
+CHUNK_S: Final = 0.02
+"""How long a small frame may have to wait behind one chunk."""
+LEAST_CHUNK_BYTES: Final = 64 * 1024
+"""However slow the link: each frame has a cost of its own."""
+
+
+def chunk_bytes_for(goodput_bytes_per_s: float, most: int) -> int:
+    """How large the chunks of the next transfer are to be: what the link carries in CHUNK_S, as a power of two, within the limits; `most` as
+    long as nothing was measured."""
+    if goodput_bytes_per_s <= 0:
+        return most
+    carried = int(min(goodput_bytes_per_s * CHUNK_S, most))
+    return min(most, max(LEAST_CHUNK_BYTES, 1 << max(0, carried.bit_length() - 1)))
 
 
 def chunk_count_of(byte_length: int, chunk_bytes: int) -> int:

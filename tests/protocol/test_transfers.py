@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from protocol.chunks import MIN_CHUNK_BYTES, Chunk, decode_chunk
 from protocol.frame_parts import TensorFrame
 from protocol.seams import DType, TensorSpec
-from protocol.transfers import Arrival, Assembly, OutgoingTransfer, chunk_count_of
+from protocol.transfers import Arrival, Assembly, OutgoingTransfer, chunk_bytes_for, chunk_count_of
 from swarm.errors import ProtocolViolation
 from swarm.vocabulary import PeerId
 from tests.protocol.link_peers import forward
@@ -67,6 +67,24 @@ def test_only_the_right_order_is_taken(order: list[int], keeps_data: bool) -> No
 def lie(chunk: Chunk, **changes: object) -> Chunk:
     honest = {"transfer": chunk.transfer, "index": chunk.index, "checksum": chunk.checksum, "data": chunk.data}
     return Chunk(**{**honest, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("goodput", "most", "size"),
+    [
+        (0.0, 2**20, 2**20),
+        (1e9, 2**20, 2**20),
+        (1e9, 2**19, 2**19),
+        (12.5e6, 2**20, 2**17),
+        (2.5e6, 2**20, 2**16),
+        (100.0, 2**20, 2**16),
+        (1e9, 4096, 4096),
+        (100.0, 4096, 4096),
+        (float("inf"), 2**20, 2**20),
+    ],
+)
+def test_chunks_are_as_large_as_the_link_carries_in_a_moment(goodput: float, most: int, size: int) -> None:
+    assert chunk_bytes_for(goodput, most) == size
 
 
 def test_a_wrong_checksum_is_refused() -> None:
