@@ -16,10 +16,10 @@ from benchmarks.paths_online import EarliestReturn, SmallestVirtualTime, one_by_
 from benchmarks.paths_ours import cold_plan, talked_plan
 from swarm.paths.balance import fair_sets, visits
 from swarm.paths.costs import Costs, Route
-from swarm.paths.forecast import forecast
 from swarm.paths.rules import PathRules, order_tree, orders
 from swarm.simulation.bounds import lower_bound_s
 from swarm.simulation.central import central_plan
+from swarm.simulation.forecast import forecast
 from swarm.simulation.instances import Instance
 from swarm.simulation.plans import Plan
 from swarm.vocabulary import PeerId

@@ -9,7 +9,7 @@ import random
 from typing import Final
 
 from swarm.paths.costs import Route
-from swarm.paths.forecast import Unit, forecast
+from swarm.simulation.forecast import Unit, forecast
 from swarm.simulation.instances import Instance
 from swarm.simulation.plans import Plan
 from swarm.vocabulary import PeerId

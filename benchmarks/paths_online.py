@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from swarm.paths.balance import ring_set
-from swarm.paths.booking import Bookings
 from swarm.paths.costs import Costs, Route
-from swarm.paths.forecast import Forecast, Task, Unit, forecast
 from swarm.paths.rules import order_tree
-from swarm.paths.timetable import Timetable
+from swarm.simulation.booking import Bookings
+from swarm.simulation.forecast import Forecast, Task, Unit, forecast
 from swarm.simulation.instances import Instance
 from swarm.simulation.plans import Plan
+from swarm.simulation.timetable import Timetable
 from swarm.vocabulary import PeerId
 
 NEW_SAMPLE_WEIGHT: Final = 0.1

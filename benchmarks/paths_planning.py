@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Iterable, Iterator
@@ -10,12 +11,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from benchmarks.paths_ours import talked
-from swarm.paths.planner import Launch, MicrobatchPlanner
+from swarm.estimates import Estimates
+from swarm.membership import Membership
+from swarm.paths.measurements import Measurements
+from swarm.paths.turns import spread
+from swarm.planner import Planner
 from swarm.simulation.deaths import after_death
 from swarm.simulation.generate import Regions, Shape, generate
 from swarm.simulation.instances import Instance
 from swarm.simulation.plans import Plan
 from swarm.simulation.talking import Network
+from swarm.vocabulary import Hop, ModuleId, PeerId
+from tests.swarm.announcements import RUN, announcement
 
 SMALL: Final = {
     "20 peers, 6 stages": Shape(),
@@ -27,6 +34,7 @@ REPLICAS: Final = (10, 40, 160)
 DATA_NODES: Final = 8
 """Of the swarms that differ only in the replicas of a stage."""
 LAUNCHES: Final = 40
+TOKENS: Final = 1000
 
 
 @dataclass(slots=True)
@@ -80,13 +88,19 @@ def swarm_of_size(peers: int, regions: Regions, seeds: Iterable[int]) -> dict[st
 
 
 def _time_launches(instance: Instance, plan: Plan, set_up: Stopwatch, launch: Stopwatch) -> None:
+    """As in a data node: its view of the costs made anew, and the next microbatch of its lanes."""
+    stages = [[announcement(peer, stage) for peer in peers] for stage, peers in enumerate(instance.costs.stages)]
+    members = Membership(RUN, PeerId("own"))
+    for one in itertools.chain.from_iterable(stages):
+        members.observe(one, now=0.0, wall=0.0)
     stage_of = instance.costs.stage_of()
-    with set_up.sample():
-        planner = MicrobatchPlanner(instance.costs, instance.rules, {})
-    for data_node in instance.costs.data_nodes[:LAUNCHES]:  # each its first: the one that has to look at every replica
-        lane = plan[data_node][0]
+    for data_node in instance.costs.data_nodes[:LAUNCHES]:
+        with set_up.sample():
+            Measurements(data_node, TOKENS).costs(stages, instance.microbatches)
+        lanes = spread([tuple(Hop(ModuleId(stage_of[peer]), peer) for peer in route) for route in plan[data_node]])
+        planner = Planner(instance.rules, members, Estimates(), TOKENS, lambda lanes=lanes: lanes)
         with launch.sample():
-            planner.plan(Launch(data_node, lane, 0.0), frozenset(stage_of[peer] for peer in lane))
+            planner.plan(1, {}, 0.0)
 
 
 def growth_in_replicas(regions: Regions, seeds: Iterable[int]) -> list[dict[str, Any]]:

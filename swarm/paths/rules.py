@@ -90,7 +90,7 @@ def _after(rules: PathRules, step: _Step, stage: int) -> _Step | None:
 def order_tree(rules: PathRules, required: frozenset[int], optional: frozenset[int] = frozenset()) -> OrderTree:
     """The legal orders that visit every required stage, filled up with optional ones.
 
-    Its size grows with the binomial of the optional stages: callers keep those few (`swarm.paths.lanes.MAX_OPTIONAL`).
+    Its size grows with the binomial of the optional stages: callers keep those few (`swarm.simulation.lanes.MAX_OPTIONAL`).
     """
     return _grown(rules, _Step(0, 0, 0), required, optional - required, rules.per_path)
 

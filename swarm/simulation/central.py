@@ -6,12 +6,12 @@ import math
 from dataclasses import replace
 
 from swarm.paths.balance import lanes_for
-from swarm.paths.forecast import forecast
-from swarm.paths.lanes import LaneMarket
-from swarm.paths.revision import Revision
 from swarm.paths.rules import PathRules
+from swarm.simulation.forecast import forecast
 from swarm.simulation.instances import Instance
+from swarm.simulation.lanes import LaneMarket
 from swarm.simulation.plans import Plan, launched
+from swarm.simulation.revision import Revision
 
 LANE_TURNS_EACH = 3
 REVISION_TURNS_EACH = 2

@@ -1,7 +1,7 @@
 """Training under churn in virtual time: peers die and come back while microbatches are under way.
 
 The data nodes launch continuously along their lanes. A death is noticed after `NOTICED_AFTER_S`; then lanes are taken over as `LaneMarket.resume` does, and every
-microbatch that was at the dead peer or on its way there goes on at another peer of the same stage, chosen by `MicrobatchPlanner.repair`. Whoever sent a tensor
+microbatch that was at the dead peer or on its way there goes on at another peer of the same stage, chosen by `swarm.simulation.repair`. Whoever sent a tensor
 still holds it: a lost forward is sent again, and a lost backward is preceded by the forward again, for the stand-in has no activations. A data node that dies takes
 its microbatches with it; they are abandoned, and count nowhere. A peer's contribution counts when its data node closes the microbatch: exactly once for each stage.
 """
@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 from swarm.paths.balance import lanes_for
 from swarm.paths.costs import Costs
-from swarm.paths.lanes import LaneMarket
-from swarm.paths.planner import MicrobatchPlanner, NoRoute
 from swarm.simulation.instances import Instance
+from swarm.simulation.lanes import LaneMarket
+from swarm.simulation.repair import NoRoute, repaired
 from swarm.vocabulary import PeerId
 
 NOTICED_AFTER_S = 3.0
@@ -240,16 +240,15 @@ class _Churn:
 
     def _noticed(self, dead: PeerId, now: float) -> None:
         self._replan()
-        planner = MicrobatchPlanner(self._costs, self._instance.rules, {})
         for number, flight in list(self._flights.items()):
             if dead in flight.stops[flight.position :]:
-                self._repair(planner, number, dead, now)
+                self._repair(number, dead, now)
 
-    def _repair(self, planner: MicrobatchPlanner, number: int, dead: PeerId, now: float) -> None:
+    def _repair(self, number: int, dead: PeerId, now: float) -> None:
         """Another peer takes the dead one's place on the way, out and back."""
         flight = self._flights[number]
         place = flight.stops.index(dead)
-        route = planner.repair(flight.data_node, tuple(flight.stops[1:place]), [self._stage_of[dead]]).value
+        route = repaired(self._costs, flight.data_node, tuple(flight.stops[1:place]), [self._stage_of[dead]]).value
         if isinstance(route, NoRoute):
             self._abandon(number)
             return

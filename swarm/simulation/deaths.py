@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from swarm.paths.costs import Costs
-from swarm.paths.forecast import forecast
 from swarm.paths.negotiation.words import Member, TalkRules
+from swarm.simulation.forecast import forecast
 from swarm.simulation.instances import Instance
 from swarm.simulation.plans import launched
 from swarm.simulation.talking import Network, Talking

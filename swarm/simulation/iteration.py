@@ -15,10 +15,10 @@ from enum import Enum
 
 from swarm.paths.balance import visits
 from swarm.paths.costs import Costs
-from swarm.paths.forecast import Forecast, forecast
 from swarm.paths.negotiation.words import TalkRules
 from swarm.simulation.bounds import lower_bound_s
 from swarm.simulation.central import central_plan
+from swarm.simulation.forecast import Forecast, forecast
 from swarm.simulation.instances import Instance
 from swarm.simulation.plans import Plan, launched
 from swarm.simulation.talking import Network, Talking, TalkSoFar

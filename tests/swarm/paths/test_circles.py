@@ -8,8 +8,8 @@ from collections import Counter
 
 from swarm.paths.circles import closes_a_circle, in_order
 from swarm.paths.costs import Route
-from swarm.paths.forecast import forecast
 from swarm.paths.rules import order_tree, orders
+from swarm.simulation.forecast import forecast
 from swarm.vocabulary import PeerId
 from tests.swarm.paths.small_swarms import RULES, swarm
 

@@ -16,7 +16,7 @@ from benchmarks.paths_central import improved
 from benchmarks.paths_online import EarliestReturn, Moment, SmallestVirtualTime, one_by_one
 from benchmarks.paths_planning import after_each_death
 from swarm.paths.costs import Route
-from swarm.paths.forecast import Unit, forecast
+from swarm.simulation.forecast import Unit, forecast
 from swarm.simulation.generate import Shape, generate, regions_from_json
 from swarm.simulation.instances import Instance, from_json
 

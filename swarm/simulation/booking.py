@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from swarm.paths.costs import Costs, Route
-from swarm.paths.forecast import Task, Unit
 from swarm.paths.rules import OrderTree
-from swarm.paths.timetable import Timetable
+from swarm.simulation.forecast import Task, Unit
+from swarm.simulation.timetable import Timetable
 from swarm.vocabulary import PeerId
 
 FOLLOWED = 3

@@ -8,8 +8,8 @@ import random
 import pytest
 
 from swarm.paths.costs import Costs
-from swarm.paths.forecast import forecast
 from swarm.paths.rules import order_tree, orders
+from swarm.simulation.forecast import forecast
 from tests.swarm.paths.small_swarms import RULES, makespan_by_clockwork, names, swarm
 
 

@@ -13,12 +13,12 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from swarm.paths.booking import Booking, Bookings
 from swarm.paths.costs import Costs, Route
-from swarm.paths.forecast import Forecast, Unit, forecast
 from swarm.paths.routing import candidates
 from swarm.paths.rules import OrderTree, PathRules, order_tree
-from swarm.paths.timetable import Timetable
+from swarm.simulation.booking import Booking, Bookings
+from swarm.simulation.forecast import Forecast, Unit, forecast
+from swarm.simulation.timetable import Timetable
 from swarm.vocabulary import PeerId
 
 URGENCY_POWER = 6

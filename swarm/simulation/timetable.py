@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
-from swarm.paths.forecast import Task, Unit
+from swarm.simulation.forecast import Task, Unit
 
 MAX_TASKS = 4096
 """Of one timetable. A peer that is announced more refuses: it could not work it off in time anyway."""

@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 
 from swarm.paths.balance import visits
-from swarm.paths.lanes import LaneMarket
 from swarm.paths.rules import PathRules
+from swarm.simulation.lanes import LaneMarket
 from swarm.vocabulary import PeerId
 from tests.swarm.paths.small_swarms import RULES, swarm
 

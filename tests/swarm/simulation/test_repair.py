@@ -1,19 +1,17 @@
-"""Timetables, the planning of one microbatch, and the revision of announced plans."""
+"""Timetables, repair, and the revision of announced plans."""
 
 from __future__ import annotations
 
 import math
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.paths.balance import visits
-from swarm.paths.booking import Booking
-from swarm.paths.forecast import Task, forecast
-from swarm.paths.planner import Launch, MicrobatchPlanner, NoRoute
-from swarm.paths.revision import Revision
-from swarm.paths.timetable import Collision, Timetable
+from swarm.simulation.forecast import Task, forecast
+from swarm.simulation.repair import NoRoute, repaired
+from swarm.simulation.revision import Revision
+from swarm.simulation.timetable import Collision, Timetable
 from swarm.vocabulary import PeerId
 from tests.swarm.paths.small_swarms import RULES, names, swarm
 
@@ -67,55 +65,15 @@ def test_nobody_starts_before_arriving(tasks: list[tuple[float, float]], arrival
     assert turn.imposed >= 0
 
 
-# ---- one microbatch ------------------------------------------------------------------------------------------------
-
-ME = PeerId("0.0")
-LANE = names("1.0", "2.0", "3.0")
-STAGES = frozenset({1, 2, 3})
+# ---- repair --------------------------------------------------------------------------------------------------------
 
 
-def test_a_microbatch_stays_on_its_lane_when_nothing_is_in_the_way() -> None:
-    plan = MicrobatchPlanner(swarm([2, 2, 2, 2, 2, 2]), RULES, {}).plan(Launch(ME, LANE, at=0.0), STAGES)
-    assert isinstance(plan.value, Booking)
-    assert plan.value.route == LANE
-
-
-def test_it_leaves_a_peer_that_is_taken_for_long_but_visits_the_same_stages() -> None:
-    costs = swarm([2, 2, 2, 2, 2, 2])
-    busy = Timetable(3, 0.1)
-    busy.reserve(OTHER, [Task(PeerId("2.0"), 0.0, 0.0, 40.0)], urgency=1.0)
-    plan = MicrobatchPlanner(costs, RULES, {PeerId("2.0"): busy}).plan(Launch(ME, LANE, at=0.0), STAGES)
-    assert isinstance(plan.value, Booking)
-    assert "2.0" not in plan.value.route
-    assert {int(peer[0]) for peer in plan.value.route} == STAGES
-
-
-@pytest.mark.parametrize(("own", "others", "stays"), [(1.0, 0.05, True), (0.05, 1.0, False)])
-def test_whoever_has_time_to_spare_gets_out_of_the_way_of_the_urgent_one(
-    own: float, others: float, stays: bool
-) -> None:
-    contested = Timetable(3, 0.1)
-    contested.reserve(OTHER, [Task(PeerId("2.0"), 3.1, 3.1, 6.0)], urgency=others)
-    planner = MicrobatchPlanner(swarm([2, 2, 2, 2, 2, 2]), RULES, {PeerId("2.0"): contested})
-    plan = planner.plan(Launch(ME, LANE, at=0.0, urgency=own), STAGES).value
-    assert isinstance(plan, Booking)
-    assert (plan.route == LANE) is stays
-
-
-def test_a_lane_with_a_dead_peer_is_left_and_a_dead_stage_is_named() -> None:
-    costs = swarm([2, 2, 2, 2, 2, 2])
-    other = MicrobatchPlanner(costs.without(frozenset(names("2.0"))), RULES, {}).plan(Launch(ME, LANE, 0.0), STAGES)
-    assert isinstance(other.value, Booking)
-    assert "2.1" in other.value.route
-    none = MicrobatchPlanner(costs.without(frozenset(names("2.0", "2.1"))), RULES, {}).plan(
-        Launch(ME, LANE, 0.0), STAGES
-    )
-    assert none.value == NoRoute(frozenset({2}))
-
-
-def test_repair_keeps_who_was_visited() -> None:
-    planner = MicrobatchPlanner(swarm([2, 2, 2, 2, 2, 2]).without(frozenset(names("2.0"))), RULES, {})
-    assert planner.repair(ME, names("1.0"), (2, 3)).value == names("1.0", "2.1", "3.0")
+def test_repair_keeps_who_was_visited_and_names_the_stage_that_nobody_serves() -> None:
+    me, costs = PeerId("0.0"), swarm([2, 2, 2, 2, 2, 2])
+    left = costs.without(frozenset(names("2.0")))
+    assert repaired(left, me, names("1.0"), (2, 3)).value == names("1.0", "2.1", "3.0")
+    left = costs.without(frozenset(names("2.0", "2.1")))
+    assert repaired(left, me, names("1.0"), (2, 3)).value == NoRoute(frozenset({2}))
 
 
 # ---- revision ------------------------------------------------------------------------------------------------------
