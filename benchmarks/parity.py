@@ -1,6 +1,6 @@
 """What rounds cost in loss: 4 replicas that average every 10, 50 or 100 inner steps against one process, at equal tokens.
 
-    python benchmarks/parity.py [--seeds 1 2 3] [--inner-steps 10 50 100] [--output FILE]
+    python benchmarks/parity.py [--seeds 1 2 3] [--inner-steps 10 50 100] [--steps 3000] [--output FILE]
     python benchmarks/parity.py --difference
 
 One process trains with the replicas' microbatches together in each step, at each of three learning rates; the best of them is what the better
@@ -208,9 +208,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--inner-steps", type=int, nargs="+", default=list(RULES), choices=list(RULES))
+    parser.add_argument("--steps", type=int, default=TASK.steps, help="of one process; the replicas take as many")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--difference", action="store_true")
     options = parser.parse_args()
+    task = dataclasses.replace(TASK, steps=options.steps)
     torch.set_num_threads(1)
     if options.difference:
         apart = asyncio.run(difference(TASK, options.seeds[0], DIFFERENCE_RULE, DIFFERENCE_ROUNDS))
@@ -221,8 +223,8 @@ def main() -> None:
     done: list[dict[str, Any]] = []
     result: dict[str, Any] = {}
     for seed in options.seeds:
-        for found in measure_seed(TASK, seed, options.inner_steps):
-            result = {**settings(TASK), "seeds": [*done, found], "summary": summary([*done, found])}
+        for found in measure_seed(task, seed, options.inner_steps):
+            result = {**settings(task), "seeds": [*done, found], "summary": summary([*done, found])}
             print(json.dumps(found), file=sys.stderr)
             if options.output is not None:
                 options.output.write_text(json.dumps(result, indent=1))

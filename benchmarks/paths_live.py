@@ -47,7 +47,8 @@ DATA_FORWARD_S: Final = 0.005
 SLOWEST: Final = 4.0
 REGIONS: Final = ("a", "b", "c")
 INSIDE_S: Final = 0.002
-ACROSS_S: Final = (0.020, 0.060)
+ACROSS_S: Final = (0.040, 0.150)
+"""One way between continents."""
 START_S: Final = 240.0
 LOOK_S: Final = 0.01
 

@@ -220,7 +220,7 @@ def test_lanes_are_taken_in_turn_in_their_own_order() -> None:
 
 def test_a_peer_of_the_lane_that_is_gone_or_crowded_is_replaced_and_the_stages_stay() -> None:
     on = OnLanes()
-    assert on.path(2, a1=1) == ["a1", "b1"], "twice as long is not much longer"
+    assert on.path(2, a1=2, a2=1) == ["a1", "b1"], "half as long again is not much longer"
     assert on.path(2, a1=3) == ["a2", "b1"]
     on.members.give_up(PeerId("b1"))
     assert on.path(2) == ["a1", "b2"]
