@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from node.compute import ComputeThread, Priority
+from node.compute import GIVEN_WAY, ComputeThread, Priority
 from swarm.errors import ResourceExhausted, StateError
 
 PATIENCE_S = 20.0
@@ -52,6 +52,19 @@ async def test_the_most_urgent_goes_first_and_equals_in_order() -> None:
             await asyncio.sleep(0)
             let_go()
     assert done == [(priority, number) for priority in Priority for number in range(2)]
+
+
+async def test_an_evaluation_gives_way_to_so_many_and_no_more() -> None:
+    done: list[str] = []
+    with ComputeThread() as compute:
+        async with queue_behind(compute) as let_go, asyncio.TaskGroup() as tasks:
+            for what in ("before", "evaluation", *("later",) * (2 * GIVEN_WAY), "upkeep"):
+                kinds = {"evaluation": Priority.EVALUATE, "upkeep": Priority.UPKEEP}
+                tasks.create_task(compute.run(kinds.get(what, Priority.TRAIN), lambda w=what: done.append(w)))
+            await asyncio.sleep(0)
+            let_go()
+    assert done[:2] == ["upkeep", "before"]
+    assert done.index("evaluation") == 2 + GIVEN_WAY
 
 
 async def test_who_does_not_wait_any_more_is_not_worked_for() -> None:
