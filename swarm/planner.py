@@ -116,6 +116,13 @@ class Planner:
     ) -> Reasoned[PeerId | None]:
         """The replica of `module` with the smallest expected finish time, or None when there is none outside `without`."""
         candidates = [a for a in self._membership.replicas(module, now) if a.peer not in without]
+        return self._first_to_finish(module, candidates, in_flight)
+
+    # ---- steps ---------------------------------------------------------------------------------------------------
+
+    def _first_to_finish(
+        self, module: ModuleId, candidates: Sequence[Announcement], in_flight: Mapping[PeerId, int]
+    ) -> Reasoned[PeerId | None]:
         if not candidates:
             return Reasoned(None, f"module {module} has no peer left")
         expected = {a.peer: self._finish(a, in_flight) for a in candidates}
@@ -125,14 +132,12 @@ class Planner:
             best, f"{module} by {short(best)}: {figure.value * 1e3:.0f} ms, {figure.reason}, of {len(candidates)}"
         )
 
-    # ---- steps ---------------------------------------------------------------------------------------------------
-
     def _on_lane(
         self, hop: Hop, in_flight: Mapping[PeerId, int], now: float, *, try_another: bool
     ) -> Reasoned[PeerId | None]:
         """Who serves a hop of the lane this time."""
         live = {a.peer: a for a in self._membership.replicas(hop.module, now)}
-        best = self.replica(hop.module, frozenset(), in_flight, now)
+        best = self._first_to_finish(hop.module, tuple(live.values()), in_flight)
         if hop.peer not in live or best.value is None:
             return Reasoned(best.value, f"{short(hop.peer)} of the lane is not there; {best.reason}")
         if try_another:
