@@ -22,6 +22,8 @@ class ManifestChanges:
     """`data.source`."""
     blocks: tuple[int, ...] | None = None
     """`stages.blocks`."""
+    per_path: int | None = None
+    """`stages.per_path`."""
 
 
 def chosen_manifest(path: Path | None, changes: ManifestChanges) -> Manifest:
@@ -79,4 +81,6 @@ def _changed(table: dict[str, Any], changes: ManifestChanges) -> dict[str, Any]:
         table["data"]["source"] = changes.source
     if changes.blocks is not None:
         table["stages"] |= {"blocks": changes.blocks, "per_path": None}
+    if changes.per_path is not None:
+        table["stages"]["per_path"] = changes.per_path
     return table

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from node.cli.manifests import ManifestChanges, chosen_manifest, parse_blocks
+from node.cli.options import VisitedPerPath
 from swarm.errors import ConfigError
 
 
@@ -24,6 +25,7 @@ def new(
         str | None, typer.Option(help="python-stdlib, path:FILE-OR-FOLDER or huggingface:NAME[:...].")
     ] = None,
     stages: Annotated[str | None, typer.Option(help="Blocks of each stage, such as 0,2,2,2.")] = None,
+    stages_per_path: Annotated[int | None, VisitedPerPath] = None,
     seed: Annotated[int | None, typer.Option(help="Weights, document order and held-out text follow from it.")] = None,
     identity: Annotated[Path | None, typer.Option(help="The key that signs; made when it is not there.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
@@ -31,7 +33,7 @@ def new(
     """Write and sign a manifest: the one file that defines a run."""
     if file.exists() and not force:
         raise ConfigError(f"{file} exists already", hint="Name another file, or replace it with --force.")
-    changes = ManifestChanges(name=name, seed=seed, source=data, blocks=parse_blocks(stages))
+    changes = ManifestChanges(name=name, seed=seed, source=data, blocks=parse_blocks(stages), per_path=stages_per_path)
     manifest = chosen_manifest(source, changes)
 
     from node.options import default_identity_path

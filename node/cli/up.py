@@ -14,6 +14,7 @@ import typer
 
 from node.cli.interrupts import Interrupts
 from node.cli.manifests import ManifestChanges, chosen_manifest
+from node.cli.options import VisitedPerPath
 from node.cli.output import announce, event_sink, run_loop, tell
 from node.events import Event, InnerStep, LastPeer, NodeSummary, Note, PeerChange
 
@@ -32,6 +33,7 @@ def up(
     steps: Annotated[int | None, typer.Option(min=1, help="Steps to train [default: the manifest's schedule]")] = None,
     data: Annotated[str | None, typer.Option(help="Another source of text than the manifest's.")] = None,
     manifest: Annotated[Path | None, typer.Option(help="The run [default: a small demo]")] = None,
+    stages_per_path: Annotated[int | None, VisitedPerPath] = None,
     seed: Annotated[int | None, typer.Option(help="Another seed than the manifest's.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
     checkpoint_dir: Annotated[Path | None, typer.Option(help="Folder to save to, and to go on from.")] = None,
@@ -43,7 +45,7 @@ def up(
 ) -> None:
     """Train with a swarm of processes on this machine. Ctrl-C stops them in good order, a second Ctrl-C at once."""
     announce("skipstone up: starting a local swarm", as_json=json)
-    chosen = chosen_manifest(manifest, ManifestChanges(seed=seed, source=data))
+    chosen = chosen_manifest(manifest, ManifestChanges(seed=seed, source=data, per_path=stages_per_path))
     if chosen.data.source.startswith("path:"):
         from node.data.sources import open_source
 

@@ -74,11 +74,25 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
 class TestNew:
     def test_it_writes_a_signed_manifest_with_the_changes(self, tmp_path: Path) -> None:
         file = tmp_path / "run.toml"
-        result = run("new", str(file), "--name", "mine", "--seed", "7", "--stages", "0,1,1", "--data", "path:corpus")
+        result = run(
+            "new",
+            str(file),
+            "--name",
+            "mine",
+            "--seed",
+            "7",
+            "--stages",
+            "0,1,1",
+            "--data",
+            "path:corpus",
+            "--stages-per-path",
+            "1",
+        )
         assert result.exit_code == 0, result.output
         signed = read_signed_manifest(file.read_bytes(), None)
         assert (signed.manifest.name, signed.manifest.seed) == ("mine", 7)
         assert signed.manifest.stages.blocks == (0, 1, 1)
+        assert signed.manifest.stages.per_path == 1
         assert signed.manifest.data.source == "path:corpus"
         assert signed.run in result.stdout
         assert (tmp_path / "home" / "identity.key").stat().st_mode & 0o777 == 0o600
