@@ -9,8 +9,10 @@ from contextlib import AbstractContextManager, asynccontextmanager, contextmanag
 
 from node.assignment import Assignment
 from node.checkpoint.folder import CheckpointFolder
-from node.duty import Duty, Hook, data_duty, hop_duty
+from node.data_duty import data_duty
+from node.duty import Duty, Hook
 from node.events import EventSink, LastPeer, Move, NodeStatus, Note
+from node.hop_duty import hop_duty
 from node.moving import NextModule
 from node.presence import Presence
 from node.report import node_summary, status_json

@@ -17,13 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import node.duty
+import node.hop_duty
 import node.tenure
 from benchmarks.swarm_rule import SwarmRule
 from node.assignment import Assignment
 from node.cli.app import main
+from node.data_duty import DataDuty, data_duty
 from node.data_worker import DataWorker
-from node.duty import DataDuty, data_duty
 from node.hop_worker import HopWorker
 from node.work import Job, Output
 from protocol.manifest import Manifest
@@ -114,7 +114,7 @@ def slow_computing(spec: Spec) -> None:
         return manifest.microbatch_tokens / spec.visit_s
 
     HopWorker._timed = timed  # type: ignore[method-assign]
-    node.duty.measure_speed = measured
+    node.hop_duty.measure_speed = measured
 
 
 def _lasting(

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from node.admission import hidden_tensor
-from node.duty import NUMBERS_A_SECOND
+from node.data_duty import NUMBERS_A_SECOND
 from node.events import MicrobatchCounts
 from node.local_setup import LocalSwarmOptions
 from node.local_swarm import LocalSwarm
