@@ -85,9 +85,9 @@ class LaneTalk:
         self._wake.set()
 
     def _look(self) -> None:
-        """Takes in how the swarm is now."""
+        """Takes in how the swarm is now. Who is not serving (any more) has no part in it, and keeps what it knew."""
         stages = self._live()
-        if all(stages):
+        if self._own.state is PeerState.SERVING and all(stages):
             self._costs = costs = self._measurements.costs(stages, self._in_flight)
             members = frozenset(Member(announced.peer, announced.incarnation) for announced in stages[0])
             self._handle(SwarmChanged(members, costs))
@@ -101,8 +101,7 @@ class LaneTalk:
         """The serving replicas of each stage, ourselves among the data nodes."""
         now = self._own.clock.monotonic()
         stages = [self._membership.replicas(ModuleId(stage), now) for stage in range(self._rules.stages)]
-        if self._own.state is PeerState.SERVING:
-            stages[0] = [*stages[0], self._own.announcement()]
+        stages[0] = [*stages[0], self._own.announcement()]
         return [sorted(announced, key=lambda a: a.peer) for announced in stages]
 
     # ---- carrying out --------------------------------------------------------------------------------------------

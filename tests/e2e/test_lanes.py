@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -60,3 +61,6 @@ async def test_data_nodes_skip_equally_and_leave_the_dead_out(tmp_path: Path) ->
         seen = status["step"]
         await watch.step(seen + 3)
         await swarm.stop()
+    assert {index: end.exit_code for index, end in swarm.ends.items() if end.exit_code} == {
+        victim.index: 128 + signal.SIGKILL
+    }
