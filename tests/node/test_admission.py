@@ -71,10 +71,9 @@ def test_another_tensor_than_the_manifests(tensor: TensorSpec) -> None:
     ("path", "why"),
     [
         (path_of((1, A), (2, B), data_node=B), "another data node"),
-        (path_of((1, A), (1, B)), "not 2 different stages"),
+        (path_of((1, A), (1, B)), "each once"),
         (path_of((2, A), (1, B)), "stage 1 may not follow"),
-        (path_of((1, A)), "not 2 different stages"),
-        (path_of((1, A), (2, B), (2, B)), "not 2 different stages"),
+        (path_of((1, A), (2, B), (2, B)), "this run allows 2"),
         (path_of((1, A), (7, B)), r"module 7\.0"),
         (path_of((1, A), (0, B)), r"module 0\.0"),
         (Path(DATA, (Hop(ModuleId(1, 1), A),)), r"module 1\.1"),
@@ -141,5 +140,5 @@ def test_the_rule_for_paths_is_about_training() -> None:
     measured = replace(forward(), purpose=Purpose.EVALUATE)
     rules.check(DATA, measured, TENSOR)
     for message in (forward(), backward(), replace(measured, path=path_of((1, A), (2, B), (2, B)))):
-        with pytest.raises(ProtocolViolation, match=r"the path (visits the stages|is not one)"):
+        with pytest.raises(ProtocolViolation, match="the path visits the stages"):
             rules.check(B if isinstance(message, Backward) else DATA, message, TENSOR)

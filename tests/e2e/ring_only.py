@@ -1,0 +1,18 @@
+"""A node that never has lanes: `python -m tests.e2e.ring_only join ...`, the rest as `skipstone` has it.
+
+Its paths follow the ring by the microbatch's number, as one process without a swarm has them, so that the two can be compared.
+"""
+
+from __future__ import annotations
+
+from node.cli.app import main
+from node.lane_talk import LaneTalk
+
+
+def without_lanes(self: LaneTalk, routes: object) -> None:
+    """What is agreed is not taken."""
+
+
+if __name__ == "__main__":
+    LaneTalk._take = without_lanes  # type: ignore[method-assign]
+    main()
