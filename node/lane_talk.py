@@ -86,8 +86,10 @@ class LaneTalk:
 
     def _look(self) -> None:
         """Takes in how the swarm is now. Who is not serving (any more) has no part in it, and keeps what it knew."""
+        if self._own.state is not PeerState.SERVING:
+            return
         stages = self._live()
-        if self._own.state is PeerState.SERVING and all(stages):
+        if all(stages):
             self._costs = costs = self._measurements.costs(stages, self._in_flight)
             members = frozenset(Member(announced.peer, announced.incarnation) for announced in stages[0])
             self._handle(SwarmChanged(members, costs))

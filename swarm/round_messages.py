@@ -121,6 +121,11 @@ class Roster:
     tokens: int
     """Likewise."""
 
+    @property
+    def peers(self) -> tuple[PeerId, ...]:
+        """Who takes part."""
+        return tuple(member.peer for member in self.members)
+
 
 # ---- the exchange ---------------------------------------------------------------------------------------------------
 

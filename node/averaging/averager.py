@@ -295,7 +295,7 @@ class Averager:
             anchor, snapshot = bench.take_staged(action.version)
         except SkipstoneError as error:
             log.warning("%s", error)
-            others = tuple(member.peer for member in action.roster.members if member.peer != self._parts.own)
+            others = tuple(peer for peer in action.roster.peers if peer != self._parts.own)
             self._start_catching_up(CatchUp(action.version, others, "its result was not kept"))
             return
         self._shelf.put(anchor)
@@ -314,7 +314,7 @@ class Averager:
             RoundSettled(
                 self._parts.module,
                 version,
-                tuple(member.peer for member in roster.members),
+                roster.peers,
                 contributors(roster),
                 version.tokens - before.version.tokens,
                 roster.round.attempt + 1,

@@ -10,9 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from node.cli.text import count, harmless, number_in, peer_name
+from swarm.lane_messages import MAX_LANES
 
-MOST_LANES = 64
-"""That are drawn. A data node has no more."""
 VISITED, SKIPPED = "█", "·"
 
 
@@ -48,7 +47,7 @@ def _lanes(paths: Any) -> list[dict[str, Any]]:
     """Those that are well formed."""
     found = paths.get("lanes") if isinstance(paths, dict) else None
     lanes = found if isinstance(found, list) else []
-    return [lane for lane in lanes[:MOST_LANES] if isinstance(lane, dict) and _is_route(lane)]
+    return [lane for lane in lanes[:MAX_LANES] if isinstance(lane, dict) and _is_route(lane)]
 
 
 def _is_route(lane: dict[str, Any]) -> bool:

@@ -84,6 +84,10 @@ class LaneBook:
         """Whether all its peers are there."""
         return all(peer in self.stage_of for peer in route)
 
+    def serves(self, route: Route, stages: frozenset[int]) -> bool:
+        """Whether all its peers are there, and visit just these stages."""
+        return self.whole(route) and self.stages(route) == stages
+
     def crowded(self, peer: PeerId) -> bool:
         """Whether lanes can bring more microbatches at once to a peer than it has slots for."""
         return self._most[peer] > self._costs.slots[peer]

@@ -12,16 +12,12 @@ from statistics import median
 from typing import Final, Generic, TypeVar
 
 from swarm.announcement import Announcement
+from swarm.estimates import MAX_PEERS, NEW_SAMPLE_WEIGHT, UNKNOWN_TOKENS_PER_S
 from swarm.messages import Direction
 from swarm.paths.costs import Costs
 from swarm.vocabulary import PeerId
 
-NEW_SAMPLE_WEIGHT: Final = 0.1
-"""As in SWARM (Ryabinin et al. 2023, section 3.2); the first samples count more, so that the average is soon one."""
-MAX_PEERS: Final = 20_000
 MAX_LINKS: Final = 200_000
-ASSUMED_TOKENS_PER_S: Final = 1000.0
-"""Of a peer that has neither been measured nor announced a speed; only its order among equals matters."""
 ASSUMED_BACKWARD_FACTOR: Final = 2.0
 LEAST_LINK_SHARE: Final = 0.5
 """Sending takes the way there and that of the answer: at least half of it is the way there."""
@@ -31,18 +27,14 @@ K = TypeVar("K")
 
 @dataclass(slots=True)
 class Average:
-    """Exponential average of samples, and their mean absolute deviation from it."""
+    """Exponential average of samples; the first ones count alike, so that it is soon one."""
 
     mean: float = 0.0
-    deviation: float = 0.0
     samples: int = 0
 
     def add(self, sample: float) -> None:
         self.samples += 1
-        weight = max(NEW_SAMPLE_WEIGHT, 1 / self.samples)
-        error = sample - self.mean
-        self.mean += weight * error
-        self.deviation += weight * ((abs(error) if self.samples > 1 else 0.0) - self.deviation)
+        self.mean += max(NEW_SAMPLE_WEIGHT, 1 / self.samples) * (sample - self.mean)
 
 
 class _Averages(Generic[K]):
@@ -134,7 +126,7 @@ class Measurements:
             return (out.mean + back.mean) / (1 + factor)
         if out is not None:
             return out.mean
-        return self._tokens / (announced.tokens_per_second or ASSUMED_TOKENS_PER_S) / (1 + factor)
+        return self._tokens / (announced.tokens_per_second or UNKNOWN_TOKENS_PER_S) / (1 + factor)
 
     def _ways(self, peers: Sequence[PeerId]) -> Mapping[PeerId, Mapping[PeerId, float]]:
         share = self._link_share.mean if self._link_share.samples else LEAST_LINK_SHARE

@@ -305,10 +305,10 @@ class Attempts:
         self.part = self._convening = self._staged = None
         attempt = result.roster.round
         commit = CommitStaged(result.roster, result.version)
-        self.latest = f"round {attempt.number} committed by {len(result.members)} at attempt {attempt.attempt}"
+        self.latest = f"round {attempt.number} committed by {len(result.roster.peers)} at attempt {attempt.attempt}"
         for peer in contributors(result.roster):
             outlook.offences.delivered(peer)
-        outlook.fellows.presume(result.members, result.version, outlook.now)
+        outlook.fellows.presume(result.roster.peers, result.version, outlook.now)
         return [*others, commit, *outlook.stand_on(result.version)]
 
     # ---- time ---------------------------------------------------------------------------------------------------------
@@ -382,7 +382,7 @@ class Attempts:
         roster = part.roster
         peers = outlook.fellows.on(outlook.version, outlook.now)
         if roster is not None:
-            peers = frozenset(member.peer for member in roster.members)
+            peers = frozenset(roster.peers)
         outlook.ballots.left_out.add(part.round.convener)
         candidates = {outlook.own, *(peers - outlook.ballots.left_out)}
         rank = convener_order(outlook.module, part.round.number, candidates).index(outlook.own)

@@ -101,7 +101,7 @@ def objection(rules: RoundRules, roster: Roster, own: PeerId, norm: float) -> st
     Args:
         norm: what we declared.
     """
-    peers = [member.peer for member in roster.members]
+    peers = roster.peers
     if not 1 <= len(peers) <= MAX_MEMBERS or len(set(peers)) != len(peers):
         return "its members are none, too many, or twice there"
     if roster.round.convener not in peers or own not in peers:

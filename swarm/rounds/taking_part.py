@@ -31,10 +31,6 @@ class StagedResult:
     roster: Roster
     version: AnchorVersion
 
-    @property
-    def members(self) -> tuple[PeerId, ...]:
-        return tuple(member.peer for member in self.roster.members)
-
 
 @dataclass(slots=True)
 class Participation:

@@ -75,7 +75,7 @@ def helps(view: View, asking: Asking, accept: Accept) -> bool:
     route, book = accept.lane.route, view.book
     if view.versions.get(asking.asked) != offer.asked_version or accept.lane.stages != offer.stages:
         return False
-    if not book.whole(route) or book.stages(route) != offer.stages or len(route) != len(offer.stages):
+    if not book.serves(route, offer.stages) or len(route) != len(offer.stages):
         return False
     lanes = (view.own, offer.asking_lane), (asking.asked, offer.asked_lane)
     return book.gain(*lanes, (offer.route, route), view.times()) > LEAST_GAIN

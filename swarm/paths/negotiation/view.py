@@ -94,8 +94,7 @@ class View:
 
     def tradable(self, lane: LaneId) -> bool:
         """Whether all peers of a lane are alive, and serve the stages that its data node says."""
-        route = self.book.routes[lane]
-        return self.book.whole(route) and self.book.stages(route) == self.stages[lane]
+        return self.book.serves(self.book.routes[lane], self.stages[lane])
 
     # ---- costs ---------------------------------------------------------------------------------------------------
 

@@ -104,7 +104,7 @@ class RoundWorld:
                 case CommitStaged(roster, version):
                     self.on_commit(replica, action)
                     self.commits[version].add(replica.id)
-                    self.rosters[version] = tuple(member.peer for member in roster.members)
+                    self.rosters[version] = roster.peers
                     self.conveners[version.round] = roster.round.convener
                 case Tell(_, Prepared(_, version)):
                     self.told[version].add(replica.id)
@@ -138,7 +138,7 @@ class RoundWorld:
         """A result that somebody has committed, and that a member has told of, is not replaced by another one."""
         for version in self.commits:
             if version.round > roster.base.round and self.exchanged[version].base == roster.base:
-                holders = {member.peer for member in roster.members} & self.told[version]
+                holders = set(roster.peers) & self.told[version]
                 still = {peer for peer in holders if version in self.replicas[peer].staged}
                 assert not still, f"{still} have the committed round {version.round}, and it is done again"
 
