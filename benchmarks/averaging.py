@@ -141,7 +141,7 @@ def bare(codec: str, elements: int, count: int) -> Iterator[Round]:
     from benchmarks.averaging_bare import bare_process
     from benchmarks.raw_stream import process
     from protocol.codecs import encoded_bytes
-    from protocol.seams import Codec
+    from swarm.vocabulary import Codec
 
     size = encoded_bytes(Codec[codec], elements)
     with ExitStack() as processes:
@@ -217,7 +217,7 @@ class Race:
 
     def summary(self, codec: str, megabytes: int, count: int) -> dict[str, Any]:
         from protocol.codecs import encoded_bytes
-        from protocol.seams import Codec
+        from swarm.vocabulary import Codec
 
         optimum = 2 * (count - 1) * encoded_bytes(Codec[codec], megabytes * 1_000_000 // 4)
         sent, milliseconds = statistics.median(self.ours.sent_bytes), self.ours.median_ms or 0.0

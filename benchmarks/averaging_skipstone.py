@@ -26,13 +26,14 @@ from node.compute import ComputeThread
 from node.optimization import StepFigures
 from protocol.certificates import make_credentials
 from protocol.identity import Identity
-from protocol.seams import Codec, Contact, Question, QuestionAbout, Refusal, TensorSpec
+from protocol.seams import Contact, Question, QuestionAbout, Refusal
 from protocol.settings import TransportSettings
+from protocol.tensor_spec import TensorSpec
 from protocol.transport import GrpcTransport
 from swarm.errors import PeerError, Rejected, StateError
 from swarm.rounds.machine import RoundMachine
 from swarm.rounds.words import Fellow, RoundRules
-from swarm.vocabulary import AnchorVersion, ModuleId, PeerId, RunId
+from swarm.vocabulary import AnchorVersion, Codec, ModuleId, PeerId, RunId
 
 RUN = RunId("0" * 64)
 MODULE = ModuleId(1)

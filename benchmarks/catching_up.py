@@ -34,8 +34,9 @@ from node.clock import SystemClock
 from node.task_scope import task_scope
 from protocol.certificates import make_credentials
 from protocol.identity import Identity
-from protocol.seams import Contact, Question, Refusal, TensorSpec
+from protocol.seams import Contact, Question, Refusal
 from protocol.settings import TransportSettings
+from protocol.tensor_spec import TensorSpec
 from protocol.transport import GrpcTransport
 from swarm.errors import PeerError
 from swarm.messages import ControlMessage, TensorMessage

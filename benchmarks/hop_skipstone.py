@@ -34,8 +34,8 @@ from node.work import Job, Output, PathEnds, Worker
 from protocol.certificates import make_credentials
 from protocol.identity import Identity
 from protocol.manifest import Manifest, ModelSection, StagesSection, TrainingSection
-from protocol.seams import TensorSpec
 from protocol.settings import TransportSettings
+from protocol.tensor_spec import TensorSpec
 from protocol.transport import GrpcTransport
 from swarm.custody import Custody
 from swarm.errors import SkipstoneError

@@ -28,13 +28,13 @@ from node.task_scope import task_scope
 from protocol.certificates import make_credentials
 from protocol.identity import Identity
 from protocol.manifest import Manifest
-from protocol.seams import Codec, Contact, Question, QuestionAbout
+from protocol.seams import Contact, Question, QuestionAbout
 from protocol.settings import TransportSettings
 from protocol.transport import GrpcTransport
 from swarm.errors import StateError
 from swarm.rounds.machine import RoundMachine
 from swarm.rounds.words import Fellow, RoundRules
-from swarm.vocabulary import PeerId, RunId
+from swarm.vocabulary import Codec, PeerId, RunId
 
 RUN = RunId("0" * 64)
 PATIENCE_S = 60.0

@@ -25,8 +25,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 from benchmarks.raw_stream import RUN, process, raw_mb_per_s
 from protocol.certificates import TlsCredentials, make_credentials
 from protocol.identity import Identity
-from protocol.seams import Contact, DType, Question, TensorSpec
+from protocol.seams import Contact, Question
 from protocol.settings import TransportSettings
+from protocol.tensor_spec import DType, TensorSpec
 from protocol.transport import GrpcTransport
 from swarm.errors import PeerError
 from swarm.messages import Close, Forward, Purpose, TensorMessage

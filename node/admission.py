@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from node.path_rules import path_rules
 from protocol.manifest import Manifest
-from protocol.seams import Codec, DType, TensorSpec
+from protocol.tensor_spec import DType, TensorSpec
 from swarm.errors import ProtocolViolation
 from swarm.messages import Backward, Forward, MicrobatchTensor, Purpose
-from swarm.vocabulary import ModuleId, PeerId, short
+from swarm.vocabulary import Codec, ModuleId, PeerId, short
 
 
 def hidden_tensor(manifest: Manifest) -> TensorSpec:

@@ -19,7 +19,8 @@ from node.loads import Load, Loads
 from node.optimization import StepFigures
 from node.task_scope import task_scope
 from node.work import Job, NobodyCounts, NoPathEnds, Output, PathEnds, VisitCounter, Worker
-from protocol.seams import Clock, Refusal, TensorSpec, Transport
+from protocol.seams import Clock, Refusal, Transport
+from protocol.tensor_spec import TensorSpec
 from swarm.custody import Custody
 from swarm.errors import PeerError, SkipstoneError
 from swarm.holdings import (

@@ -13,7 +13,7 @@ from node.model.visit import Visit, backward, forward
 from node.optimization import Accumulator, Addition, InnerOptimizer, StepFigures
 from node.tensors import bytes_of_tensor, device_errors, tensor_from_bytes
 from node.work import Job, Output
-from protocol.seams import TensorSpec
+from protocol.tensor_spec import TensorSpec
 from swarm.errors import ProtocolViolation, StateError
 from swarm.holdings import Work
 from swarm.messages import Purpose

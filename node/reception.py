@@ -7,7 +7,8 @@ from typing import Protocol
 
 from node.carrier import Carrier
 from node.neighbourhood import Neighbourhood
-from protocol.seams import Question, QuestionAbout, Refusal, TensorSpec
+from protocol.seams import Question, QuestionAbout, Refusal
+from protocol.tensor_spec import TensorSpec
 from swarm.errors import PeerError, Rejected
 from swarm.lane_messages import LaneControl
 from swarm.messages import (

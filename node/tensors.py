@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from protocol.seams import DType, TensorSpec
+from protocol.tensor_spec import DType, TensorSpec
 from swarm.errors import ProtocolViolation, ResourceExhausted
 
 ELEMENT_TYPES: Final = {DType.FLOAT32: torch.float32, DType.BFLOAT16: torch.bfloat16, DType.FLOAT16: torch.float16}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from node.optimization import StepFigures
-from protocol.seams import TensorSpec
+from protocol.tensor_spec import TensorSpec
 from swarm.holdings import Key, Work
 from swarm.messages import Forward, Purpose, Receipt
 from swarm.vocabulary import MicrobatchId, Path, PeerId

@@ -13,10 +13,10 @@ from typing import Any, Final, TypeVar
 
 from protocol.chunks import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from protocol.generated import link_pb2 as wire
-from protocol.seams import Codec, DType, TensorSpec
+from protocol.tensor_spec import DType, TensorSpec
 from swarm.errors import ProtocolViolation
 from swarm.messages import TensorMessage
-from swarm.vocabulary import ModuleId, PeerId
+from swarm.vocabulary import Codec, ModuleId, PeerId
 
 DETAIL_CHARACTERS: Final = 256
 MAX_DIMENSIONS: Final = 4
@@ -88,6 +88,9 @@ def wire_header(frame: TensorFrame) -> wire.TensorHeader:
         dtype=wire_number(frame.tensor.dtype),
         codec=wire_number(frame.tensor.codec),
         shape=frame.tensor.shape,
+        outliers=frame.tensor.outliers,
+        rank=frame.tensor.rank,
+        compressed_bytes=frame.tensor.compressed_bytes,
         byte_length=frame.tensor.byte_length,
         chunk_count=frame.chunk_count,
     )
@@ -101,9 +104,10 @@ def read_header(message: TensorMessage, header: wire.TensorHeader) -> TensorFram
         raise ProtocolViolation(
             f"a tensor has {len(header.shape)} dimensions, or one of size 0; 1 to 4 are allowed, none 0"
         )
-    if codec is Codec.INT8 and dtype is not DType.FLOAT32:
-        raise ProtocolViolation(f"INT8 encodes float32, not {dtype.name}")
-    tensor = TensorSpec(tuple(header.shape), dtype, codec)
+    tensor = TensorSpec(tuple(header.shape), dtype, codec, header.outliers, header.rank, header.compressed_bytes)
+    fault = tensor.fault()
+    if fault is not None:
+        raise ProtocolViolation(fault)
     length = tensor.byte_length
     if header.byte_length != length:
         raise ProtocolViolation(f"a tensor of {length} bytes is announced as {header.byte_length} bytes")

@@ -33,9 +33,10 @@ from protocol.inbox import Inbox
 from protocol.meter import Meter
 from protocol.outbox import Outbox
 from protocol.questions import Answering, Asking
-from protocol.seams import Clock, LinkFigures, LinkHandler, Question, TensorSpec
+from protocol.seams import Clock, LinkFigures, LinkHandler, Question
 from protocol.settings import TransportSettings
 from protocol.streams import Stream
+from protocol.tensor_spec import TensorSpec
 from protocol.transfers import OutgoingTransfer, chunk_bytes_for, chunk_count_of
 from protocol.turns import Lane
 from swarm.errors import PeerError, ProtocolViolation, Stalled, Unreachable

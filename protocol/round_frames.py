@@ -24,7 +24,7 @@ from protocol.frame_parts import (
     wire_number,
 )
 from protocol.generated import link_pb2 as wire
-from protocol.seams import DType
+from protocol.tensor_spec import DType
 from swarm.errors import ProtocolViolation
 from swarm.round_messages import (
     MAX_ATTEMPTS,

@@ -6,11 +6,11 @@ The real ones are `protocol.transport` and `protocol.directory`; tests and the s
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Protocol
 
+from protocol.tensor_spec import TensorSpec
 from swarm.announcement import Announcement
 from swarm.errors import PeerError
 from swarm.messages import ControlMessage, TensorMessage
@@ -25,46 +25,6 @@ class Clock(Protocol):
     def wall(self) -> float:
         """Unix time in seconds. Only for what other machines see: record expiry and sequence."""
         ...
-
-
-class DType(enum.Enum):
-    """Element types that may travel. The value is the one in link.proto."""
-
-    FLOAT32 = 1
-    BFLOAT16 = 2
-    FLOAT16 = 3
-
-    @property
-    def size_bytes(self) -> int:
-        return 4 if self is DType.FLOAT32 else 2
-
-
-class Codec(enum.Enum):
-    """How elements become bytes. The value is the one in link.proto; `protocol.codecs` does it."""
-
-    NONE = 1
-    """As they are, row-major, little-endian."""
-    INT8 = 2
-    """Float32 only: a signed byte each, and a float32 scale for each INT8_BLOCK of them."""
-
-
-INT8_BLOCK: Final = 128
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """Shape, element type and encoding of a tensor on the wire."""
-
-    shape: tuple[int, ...]
-    dtype: DType
-    codec: Codec = Codec.NONE
-
-    @property
-    def byte_length(self) -> int:
-        elements = math.prod(self.shape)
-        if self.codec is Codec.INT8:
-            return elements + DType.FLOAT32.size_bytes * -(-elements // INT8_BLOCK)
-        return elements * self.dtype.size_bytes
 
 
 @dataclass(frozen=True, slots=True)

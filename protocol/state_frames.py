@@ -17,9 +17,10 @@ from protocol.frame_parts import (
 )
 from protocol.generated import link_pb2 as wire
 from protocol.round_frames import MAX_CHUNKS
-from protocol.seams import Codec, DType
+from protocol.tensor_spec import DType
 from swarm.errors import ProtocolViolation
 from swarm.round_messages import StateChunk, StateControl, StateRefusal, StateRefused, StateRequest
+from swarm.vocabulary import Codec
 
 MAX_REQUESTED_CHUNKS: Final = 64
 

@@ -26,9 +26,10 @@ from protocol.frames import AnnouncementFrame, Farewell, FarewellReason, Hello, 
 from protocol.handshake import Duplicate, expect_hello, objection_to
 from protocol.identity import Identity
 from protocol.link import Link, LinkSurroundings
-from protocol.seams import AddressBook, Clock, Contact, LinkFigures, LinkHandler, Question, TensorSpec
+from protocol.seams import AddressBook, Clock, Contact, LinkFigures, LinkHandler, Question
 from protocol.settings import TransportSettings
 from protocol.streams import AcceptedStream, DialledStream, ServicerContext, make_server
+from protocol.tensor_spec import TensorSpec
 from swarm.errors import ConfigError, PeerError, ProtocolViolation, Unreachable
 from swarm.messages import ControlMessage, TensorMessage
 from swarm.vocabulary import PROTOCOL_VERSIONS, PeerId, RunId, short

@@ -158,3 +158,26 @@ PROTOCOL_VERSIONS = VersionRange(1, 1)
 def short(peer: PeerId) -> str:
     """The last six characters: enough to tell peers apart in a table or a log line."""
     return peer[-6:]
+
+
+class Codec(enum.Enum):
+    """How elements become bytes. The value is the one in link.proto; `protocol.codecs` does it."""
+
+    NONE = 1
+    """As they are, row-major, little-endian."""
+    INT8 = 2
+    """A signed byte each, and a float32 scale for each 128 of them."""
+    BF16 = 3
+    """The upper half of a float32."""
+    FP8 = 4
+    """Eight bits with an exponent of their own (e4m3), and a float32 scale for each 128 of them."""
+    INT4 = 5
+    """Half a byte each, and a bfloat16 scale for each 64 of them."""
+    TOP_K_4 = 6
+    """Of each 4096 the 128 largest, four bits each besides their place."""
+    TOP_K_2 = 7
+    """Likewise, with two bits each."""
+    LOW_RANK = 8
+    """A matrix as the product of two thin ones, bfloat16."""
+    PLANES = 9
+    """Without loss: the elements' first bytes, second bytes and so on, each plane compressed."""

@@ -13,9 +13,10 @@ import numpy as np
 
 from node.averaging.pieces import LARGEST_PIECE, Piece, Plan
 from protocol.codecs import encoded_bytes
-from protocol.seams import Codec, DType, Refusal, TensorSpec
+from protocol.seams import Refusal
+from protocol.tensor_spec import DType, TensorSpec
 from swarm.round_messages import RoundId, RoundPiece
-from swarm.vocabulary import PeerId
+from swarm.vocabulary import Codec, PeerId
 
 EARLY_PIECES: Final = 32
 """Kept before the roster is here, of all members together: at most 128 MiB."""

@@ -25,7 +25,8 @@ from node.averaging.shelf import Shelf
 from node.compute import ComputeThread
 from node.optimization import StepFigures
 from node.task_scope import task_scope
-from protocol.seams import Clock, Codec, Refusal, TensorSpec, Transport
+from protocol.seams import Clock, Refusal, Transport
+from protocol.tensor_spec import TensorSpec
 from swarm.errors import PeerError, ResourceExhausted, SkipstoneError, StateError
 from swarm.round_messages import RoundControl, RoundPiece
 from swarm.rounds.rosters import contributors
@@ -51,7 +52,7 @@ from swarm.rounds.words import (
     Tick,
     Worked,
 )
-from swarm.vocabulary import AnchorVersion, ModuleId, PeerId
+from swarm.vocabulary import AnchorVersion, Codec, ModuleId, PeerId
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,8 @@ from node.averaging.keeper import ReplicaKeeper, Snapshot
 from node.averaging.pieces import Plan
 from node.averaging.shelf import Shelf
 from node.compute import Priority
-from protocol.seams import Refusal, TensorSpec
+from protocol.seams import Refusal
+from protocol.tensor_spec import TensorSpec
 from swarm.errors import ProtocolViolation, SkipstoneError
 from swarm.round_messages import Roster, RoundId, RoundPiece
 from swarm.rounds.words import Event, PieceRejected, Staged

@@ -25,7 +25,8 @@ from node.averaging.partial_state import KeptChunks, PartialState
 from node.buffers import BufferPool
 from node.task_scope import set_or_after, task_scope
 from protocol.hash_list import HashList
-from protocol.seams import Clock, Codec, DType, Refusal, TensorSpec, Transport
+from protocol.seams import Clock, Refusal, Transport
+from protocol.tensor_spec import DType, TensorSpec
 from swarm.errors import NoQuorum, PeerError, ProtocolViolation, ResourceExhausted, SkipstoneError, Stalled
 from swarm.round_messages import StateChunk, StateRefusal, StateRefused, StateRequest
 from swarm.rounds.catching_up import (
@@ -45,7 +46,7 @@ from swarm.rounds.catching_up import (
     Report,
     Tick,
 )
-from swarm.vocabulary import AnchorVersion, ModuleId, PeerId, short
+from swarm.vocabulary import AnchorVersion, Codec, ModuleId, PeerId, short
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,8 @@ from node.averaging.anchor import Anchor
 from node.averaging.shelf import Shelf
 from node.task_scope import task_scope
 from protocol.hash_list import HashList, encode_hash_list
-from protocol.seams import Clock, DType, Question, TensorSpec, Transport
+from protocol.seams import Clock, Question, Transport
+from protocol.tensor_spec import DType, TensorSpec
 from swarm.errors import PeerError, Rejected, StateError
 from swarm.round_messages import StateChunk, StateRefusal, StateRefused, StateRequest
 from swarm.vocabulary import ModuleId, PeerId, short

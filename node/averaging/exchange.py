@@ -31,11 +31,11 @@ from node.averaging.staging import Staging
 from node.compute import ComputeThread, Priority
 from node.task_scope import task_scope
 from protocol.codecs import encoded_bytes
-from protocol.seams import Clock, Codec, Transport
+from protocol.seams import Clock, Transport
 from swarm.errors import PeerError, ProtocolViolation
 from swarm.round_messages import Contribution, Reduced, RoundPiece
 from swarm.rounds.words import Event, LinkLost, Owing, PieceCame, PieceRejected
-from swarm.vocabulary import PeerId
+from swarm.vocabulary import Codec, PeerId
 
 Result = TypeVar("Result")
 

@@ -13,9 +13,8 @@ from node.averaging.pieces import Piece, Plan
 from node.averaging.source import Source
 from node.averaging.vectors import add_scaled, squares
 from protocol.codecs import decode_into, encode_into, encoded_bytes
-from protocol.seams import Codec
 from swarm.errors import ProtocolViolation
-from swarm.vocabulary import PeerId
+from swarm.vocabulary import Codec, PeerId
 
 ROUNDING: Final = 1.01
 """How much longer a vector may be than its norm was declared: rounding in float32 and by the codec (INT8 adds at most 0.3 %)."""

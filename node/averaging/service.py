@@ -32,12 +32,13 @@ from node.reception import RoundTensor
 from node.resume import Agreed
 from node.task_scope import task_scope
 from protocol.manifest import Manifest
-from protocol.seams import Codec, Question, QuestionAbout, Refusal, TensorSpec
+from protocol.seams import Question, QuestionAbout, Refusal
+from protocol.tensor_spec import TensorSpec
 from swarm.errors import CorruptSnapshot, PeerError
 from swarm.round_messages import Progress, RoundControl, StateChunk, StateControl
 from swarm.rounds.machine import RoundMachine
 from swarm.rounds.words import Fellow, RoundRules
-from swarm.vocabulary import AnchorVersion, ModuleId, PeerId, PeerState
+from swarm.vocabulary import AnchorVersion, Codec, ModuleId, PeerId, PeerState
 
 CODECS = {"none": Codec.NONE, "int8": Codec.INT8}
 """Of `codecs.pseudo_gradients`."""

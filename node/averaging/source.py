@@ -9,7 +9,7 @@ import numpy as np
 from node.averaging.anchor import Anchor, Vector
 from node.averaging.vectors import stretches
 from protocol.codecs import encode_into
-from protocol.seams import Codec
+from swarm.vocabulary import Codec
 
 
 @dataclass(frozen=True, slots=True, eq=False)

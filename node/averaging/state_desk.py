@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from node.averaging.catch_up import CatchingUp
 from node.averaging.donor import Donor
-from protocol.seams import Refusal, TensorSpec
+from protocol.seams import Refusal
+from protocol.tensor_spec import TensorSpec
 from swarm.errors import PeerError
 from swarm.round_messages import StateChunk, StateControl, StateRequest
 from swarm.vocabulary import PeerId

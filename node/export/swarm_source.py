@@ -24,8 +24,9 @@ from node.reception import RoundTensor
 from node.visiting import visit
 from protocol.join_link import JoinLink
 from protocol.manifest import Manifest
-from protocol.seams import Refusal, TensorSpec
+from protocol.seams import Refusal
 from protocol.signed_manifest import SignedManifest
+from protocol.tensor_spec import TensorSpec
 from swarm.errors import NoQuorum, PeerError, Stalled, Unreachable
 from swarm.round_messages import RoundControl, StateChunk, StateControl, StateRefused
 from swarm.rounds.version_choice import choose_version

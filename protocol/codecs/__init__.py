@@ -1,17 +1,100 @@
-"""How a float32 vector becomes bytes and back: one function for each thing that is done with an encoding, whichever it is.
+"""How tensors become bytes and back, whichever codec does it.
 
-`NONE` is the elements as they are. `INT8` is `protocol.codecs.int8`. Encodings are deterministic, and so is decoding, bit for bit:
-whoever decodes the same bytes has the same vector. Sizes are `TensorSpec.byte_length`. The large operations are torch's
-and release the interpreter; nothing here checks where a vector came from.
+`encode` and `decode` are for tensors of any shape on any device, as hidden states are: encoded where they are, and only the small
+encoding is copied. What a codec cannot express (NaN, infinity, what does not shrink) goes as a wider one, and the spec that comes with the bytes
+says so. `encode_into` and `decode_into` are for float32 vectors in memory that the caller has, as pseudo-gradients are: there a value
+that cannot be expressed is an error. Encodings are deterministic, and so is decoding, bit for bit: whoever decodes the same bytes has the
+same elements. Sizes are `TensorSpec.byte_length`. The large operations are torch's and release the interpreter.
 """
 
 from __future__ import annotations
 
-import numpy as np
+from dataclasses import dataclass
+from typing import Final, Protocol
 
-from protocol.codecs import int8, plain
-from protocol.codecs.memory import Vector
-from protocol.seams import Codec, DType, TensorSpec
+import numpy as np
+import torch
+from torch import Tensor
+
+from protocol.codecs import bf16, fp8, int4, int8, outliers, plain
+from protocol.codecs.memory import DTYPES, ELEMENT_TYPES, Vector, octets_of, octets_of_tensor, tensor_of
+from protocol.tensor_spec import DType, TensorSpec
+from swarm.errors import StateError
+from swarm.vocabulary import Codec
+
+
+class _Simple(Protocol):
+    """A codec whose length follows from the number of elements alone."""
+
+    def encode(self, values: Tensor, out: Tensor) -> None: ...
+
+    def decode(self, data: Tensor, out: Tensor) -> None: ...
+
+
+_SIMPLE: Final[dict[Codec, _Simple]] = {
+    Codec.NONE: plain,
+    Codec.BF16: bf16,
+    Codec.INT8: int8,
+    Codec.FP8: fp8,
+    Codec.INT4: int4,
+}
+_BLOCKWISE: Final = frozenset({Codec.INT8, Codec.FP8, Codec.INT4})
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A tensor as it travels."""
+
+    spec: TensorSpec
+    data: memoryview
+    """`spec.byte_length` bytes."""
+
+
+def encode(values: Tensor, codec: Codec) -> Encoded:
+    """Encodes a contiguous tensor; blockwise codecs send outlier channels apart.
+
+    On the CPU, with NONE, the result is the tensor's own memory, which must not be written any more.
+    """
+    shape, dtype = tuple(values.shape), DTYPES[values.dtype]
+    if codec is Codec.NONE:
+        return Encoded(TensorSpec(shape, dtype), octets_of_tensor(values.detach().cpu()))
+    try:
+        return _encode(values.detach(), TensorSpec(shape, dtype, codec))
+    except StateError:
+        return encode(values, Codec.NONE if dtype is DType.BFLOAT16 else Codec.BF16)
+
+
+def _encode(values: Tensor, spec: TensorSpec) -> Encoded:
+    """Raises StateError for what the codec cannot express."""
+    apart = outliers.find(values) if spec.codec in _BLOCKWISE else values.new_empty(0)
+    base = spec.byte_length
+    spec = TensorSpec(spec.shape, spec.dtype, spec.codec, len(apart))
+    out = torch.empty(spec.byte_length, dtype=torch.uint8, device=values.device)
+    rest = outliers.split(values, apart, out[base:]) if len(apart) else values
+    _SIMPLE[spec.codec].encode(rest.view(-1), out[:base])
+    return Encoded(spec, octets_of_tensor(out.cpu()))
+
+
+def decode(spec: TensorSpec, data: memoryview, out: Tensor) -> None:
+    """Writes the elements into `out`, a contiguous tensor of `spec`'s shape and element type.
+
+    With NONE and BF16 they may be anything; what the other codecs give is finite, but for channels sent apart.
+
+    Raises:
+        ProtocolViolation: `data` is no encoding; `out` is untouched.
+        ValueError: `data` has another length, or `out` another form, than `spec` says.
+    """
+    if data.nbytes != spec.byte_length or tuple(out.shape) != spec.shape or out.dtype is not ELEMENT_TYPES[spec.dtype]:
+        raise ValueError(f"{data.nbytes} bytes and a tensor {out.dtype} {tuple(out.shape)} do not go with {spec}")
+    octets = octets_of(data).to(out.device)
+    base = TensorSpec(spec.shape, spec.dtype, spec.codec).byte_length
+    apart = outliers.checked_channels(octets[base:], spec.outliers, spec.shape[-1]) if spec.outliers else None
+    _SIMPLE[spec.codec].decode(octets[:base], out.view(-1))
+    if apart is not None:
+        outliers.put_back(octets[base:], apart, out)
+
+
+# ---- vectors ----------------------------------------------------------------------------------------------------------
 
 
 def encoded_bytes(codec: Codec, elements: int) -> int:
@@ -23,50 +106,28 @@ def encode_into(codec: Codec, values: Vector, out: memoryview) -> None:
     """Writes the encoding of `values` [elements] into `out`, which has exactly `encoded_bytes` bytes.
 
     Raises:
-        StateError: the codec cannot express a value (INT8: not finite, or beyond `int8.LARGEST_VALUE`); `out` is then undefined.
+        StateError: the codec cannot express a value (not finite, or near the largest float32); `out` is then undefined.
         ValueError: `out` has another length.
     """
-    octets = _octets(codec, values, out)
-    match codec:
-        case Codec.NONE:
-            plain.encode_into(values, octets)
-        case Codec.INT8:
-            int8.encode_into(values, octets)
+    _check(codec, values, out)
+    _SIMPLE[codec].encode(tensor_of(values), octets_of(out.cast("B")))
 
 
 def decode_into(codec: Codec, data: memoryview, out: Vector) -> None:
-    """Writes what `data` encodes into `out` [elements]. With NONE that may be anything; with INT8 it is finite.
+    """Writes what `data` encodes into `out` [elements]. With NONE and BF16 that may be anything, else it is finite.
 
     Raises:
         ProtocolViolation: `data` is no encoding; `out` is untouched.
         ValueError: `data` has another length than an encoding of `out` has.
     """
-    octets = _octets(codec, out, data)
-    match codec:
-        case Codec.NONE:
-            plain.decode_into(octets, out)
-        case Codec.INT8:
-            int8.decode_into(octets, out)
+    _check(codec, out, data)
+    _SIMPLE[codec].decode(octets_of(data.cast("B")), tensor_of(out))
 
 
-def add_decoded(codec: Codec, data: memoryview, coefficient: float, total: Vector) -> None:
-    """Adds `coefficient` times what `data` encodes to `total` [elements], in float32. Errors as `decode_into`.
-
-    How often it rounds on the way is not fixed (the processor may fuse steps): two machines may differ in the last bit.
-    """
-    octets = _octets(codec, total, data)
-    match codec:
-        case Codec.NONE:
-            plain.add_decoded(octets, coefficient, total)
-        case Codec.INT8:
-            int8.add_decoded(octets, coefficient, total)
-
-
-def _octets(codec: Codec, vector: Vector, encoding: memoryview) -> memoryview:
-    """The encoding byte by byte. Raises ValueError when it and the vector do not go together, or the latter is none."""
+def _check(codec: Codec, vector: Vector, encoding: memoryview) -> None:
+    """Raises ValueError when the encoding and the vector do not go together, or the latter is none."""
     if vector.ndim != 1 or vector.dtype != np.float32 or not vector.flags.c_contiguous:
         raise ValueError(f"codecs take contiguous float32 vectors, not {vector.dtype} {vector.shape}")
     expected = encoded_bytes(codec, len(vector))
     if encoding.nbytes != expected:
         raise ValueError(f"{len(vector)} elements are {expected} bytes as {codec.name}, not {encoding.nbytes}")
-    return encoding.cast("B")

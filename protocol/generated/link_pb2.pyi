@@ -19,6 +19,13 @@ class Codec(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CODEC_UNSPECIFIED: _ClassVar[Codec]
     NONE: _ClassVar[Codec]
     INT8: _ClassVar[Codec]
+    BF16: _ClassVar[Codec]
+    FP8: _ClassVar[Codec]
+    INT4: _ClassVar[Codec]
+    TOP_K_4: _ClassVar[Codec]
+    TOP_K_2: _ClassVar[Codec]
+    LOW_RANK: _ClassVar[Codec]
+    PLANES: _ClassVar[Codec]
 
 class Purpose(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -38,6 +45,13 @@ FLOAT16: DType
 CODEC_UNSPECIFIED: Codec
 NONE: Codec
 INT8: Codec
+BF16: Codec
+FP8: Codec
+INT4: Codec
+TOP_K_4: Codec
+TOP_K_2: Codec
+LOW_RANK: Codec
+PLANES: Codec
 PURPOSE_UNSPECIFIED: Purpose
 TRAIN: Purpose
 EVALUATE: Purpose
@@ -178,7 +192,7 @@ class Pong(_message.Message):
     def __init__(self, token: _Optional[int] = ...) -> None: ...
 
 class TensorHeader(_message.Message):
-    __slots__ = ("transfer", "dtype", "codec", "shape", "byte_length", "chunk_count", "checksum")
+    __slots__ = ("transfer", "dtype", "codec", "shape", "byte_length", "chunk_count", "checksum", "outliers", "rank", "compressed_bytes")
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
@@ -186,6 +200,9 @@ class TensorHeader(_message.Message):
     BYTE_LENGTH_FIELD_NUMBER: _ClassVar[int]
     CHUNK_COUNT_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    OUTLIERS_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    COMPRESSED_BYTES_FIELD_NUMBER: _ClassVar[int]
     transfer: int
     dtype: DType
     codec: Codec
@@ -193,7 +210,10 @@ class TensorHeader(_message.Message):
     byte_length: int
     chunk_count: int
     checksum: int
-    def __init__(self, transfer: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., codec: _Optional[_Union[Codec, str]] = ..., shape: _Optional[_Iterable[int]] = ..., byte_length: _Optional[int] = ..., chunk_count: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
+    outliers: int
+    rank: int
+    compressed_bytes: int
+    def __init__(self, transfer: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., codec: _Optional[_Union[Codec, str]] = ..., shape: _Optional[_Iterable[int]] = ..., byte_length: _Optional[int] = ..., chunk_count: _Optional[int] = ..., checksum: _Optional[int] = ..., outliers: _Optional[int] = ..., rank: _Optional[int] = ..., compressed_bytes: _Optional[int] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("transfer", "index", "checksum", "data")

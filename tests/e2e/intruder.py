@@ -12,7 +12,8 @@ from protocol.directory import DhtDirectory, DirectorySettings
 from protocol.frame_parts import TensorFrame
 from protocol.identity import Identity
 from protocol.join_link import JoinLink
-from protocol.seams import Contact, TensorSpec
+from protocol.seams import Contact
+from protocol.tensor_spec import TensorSpec
 from swarm.errors import Unreachable
 from swarm.messages import Forward, Purpose, TensorMessage
 from swarm.vocabulary import Hop, MicrobatchId, ModuleId, Path, PeerId, PeerState

@@ -16,11 +16,11 @@ from node.averaging.anchor import Vector
 from node.averaging.keeper import ReplicaKeeper, Snapshot
 from node.averaging.source import Source
 from node.cli.app import main
-from protocol.seams import Codec, TensorSpec
+from protocol.tensor_spec import TensorSpec
 from protocol.transport import GrpcTransport
 from swarm.messages import TensorMessage
 from swarm.round_messages import Contribution
-from swarm.vocabulary import PeerId
+from swarm.vocabulary import Codec, PeerId
 
 MILLION = 1e6
 

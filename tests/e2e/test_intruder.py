@@ -21,7 +21,8 @@ from node.local_setup import LocalSwarmOptions
 from node.local_swarm import LocalSwarm
 from protocol.chunks import encode_chunk
 from protocol.frames import FarewellReason, Frame
-from protocol.seams import DType, Question, QuestionAbout, TensorSpec
+from protocol.seams import Question, QuestionAbout
+from protocol.tensor_spec import DType, TensorSpec
 from swarm.messages import Close, ControlMessage, Direction, Receipt, ReceiptStatus, Stranded
 from swarm.vocabulary import MicrobatchId, ModuleId, PeerId
 from tests.e2e.intruder import Targets, find_targets, header

@@ -21,7 +21,8 @@ from node.optimization import StepFigures
 from node.task_scope import task_scope
 from node.work import Job, Output
 from protocol.manifest import Manifest
-from protocol.seams import LinkFigures, Question, Refusal, TensorSpec
+from protocol.seams import LinkFigures, Question, Refusal
+from protocol.tensor_spec import TensorSpec
 from swarm.custody import Custody
 from swarm.errors import PeerError, Unreachable
 from swarm.holdings import Key, Phase, Started, Tick, Work

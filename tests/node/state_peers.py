@@ -16,8 +16,9 @@ from node.averaging.layout import Layout
 from node.averaging.shelf import Shelf
 from node.averaging.state_desk import StateDesk
 from node.task_scope import task_scope
-from protocol.seams import LinkFigures, Question, Refusal, TensorSpec
+from protocol.seams import LinkFigures, Question, Refusal
 from protocol.settings import TransportSettings
+from protocol.tensor_spec import TensorSpec
 from protocol.transport import GrpcTransport
 from swarm.errors import PeerError, Rejected
 from swarm.messages import ControlMessage, TensorMessage

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from node.admission import Admission, hidden_tensor
-from protocol.seams import DType, TensorSpec
+from protocol.tensor_spec import DType, TensorSpec
 from swarm.errors import ProtocolViolation
 from swarm.messages import Backward, Forward, MicrobatchTensor, Purpose
 from swarm.vocabulary import Hop, MicrobatchId, ModuleId, Path, PeerId

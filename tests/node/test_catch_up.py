@@ -12,7 +12,8 @@ from node.averaging.catch_up import FreshSpace
 from node.averaging.donor import CHUNKS_OF_ONE, LEASE_S, LONGEST_LEASE_S, Donor
 from node.averaging.shelf import Shelf
 from protocol.hash_list import HashList, encode_hash_list
-from protocol.seams import DType, Question, QuestionAbout, TensorSpec
+from protocol.seams import Question, QuestionAbout
+from protocol.tensor_spec import DType, TensorSpec
 from swarm.errors import NoQuorum, PeerError, Rejected, ResourceExhausted, SkipstoneError, Stalled
 from swarm.round_messages import StateChunk, StateRefusal, StateRequest
 from swarm.vocabulary import ModuleId

@@ -15,7 +15,8 @@ from node.own_state import OwnState
 from protocol.certificates import make_credentials
 from protocol.identity import Identity
 from protocol.records import encode_record
-from protocol.seams import LinkFigures, Question, QuestionAbout, TensorSpec
+from protocol.seams import LinkFigures, Question, QuestionAbout
+from protocol.tensor_spec import TensorSpec
 from swarm.announcement import Announcement
 from swarm.errors import Stalled, Unreachable
 from swarm.membership import FIRST_PAUSE_S, Membership

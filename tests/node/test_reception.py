@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from node.reception import Reception
-from protocol.seams import DType, Refusal, TensorSpec
+from protocol.seams import Refusal
+from protocol.tensor_spec import DType, TensorSpec
 from swarm.errors import Unreachable
 from swarm.lane_messages import Heard
 from swarm.messages import Backward, Close, Forward, Purpose, TensorMessage

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 from protocol.certificates import TlsCredentials, make_credentials
 from protocol.frames import Farewell, Frame, Hello, decode, encode
 from protocol.identity import Identity
-from protocol.seams import Contact, DType, Question, Refusal, TensorSpec
+from protocol.seams import Contact, Question, Refusal
 from protocol.settings import TransportSettings
 from protocol.streams import DialledStream, open_channel
+from protocol.tensor_spec import DType, TensorSpec
 from protocol.transport import GrpcTransport
 from swarm.errors import PeerError, Rejected
 from swarm.messages import ControlMessage, Forward, Purpose, TensorMessage

@@ -10,7 +10,8 @@ import asyncio
 import json
 import sys
 
-from protocol.seams import Contact, DType, TensorSpec
+from protocol.seams import Contact
+from protocol.tensor_spec import DType, TensorSpec
 from swarm.vocabulary import PeerId
 from tests.protocol.link_peers import Persona, forward, node, with_settings
 

@@ -12,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from protocol.codecs import add_decoded, decode_into, encode_into, encoded_bytes
+from protocol.codecs import decode_into, encode_into, encoded_bytes
 from protocol.codecs.int8 import LARGEST_SCALE, LARGEST_VALUE
 from protocol.codecs.memory import Vector
-from protocol.seams import INT8_BLOCK, Codec
+from protocol.tensor_spec import BLOCK
 from swarm.errors import ProtocolViolation, StateError
+from swarm.vocabulary import Codec
 
-INT8_SPAN = 8 * 255 * INT8_BLOCK
+INT8_SPAN = 8 * 255 * BLOCK
 """Elements from which on a vector is encoded in several spans."""
 LENGTHS = [1, 127, 128, 129, 255, 256, 255 * 128 - 1, 255 * 128, 255 * 128 + 1, INT8_SPAN, INT8_SPAN + 1, 600_001]
 
@@ -47,7 +48,7 @@ def by_definition(data: bytes | bytearray, elements: int) -> Vector:
     """What proto/link.proto says that the bytes mean."""
     codes = np.frombuffer(data, np.int8, elements).astype(np.float32)
     scales = np.frombuffer(data, "<f4", offset=elements)
-    return codes * np.repeat(scales, INT8_BLOCK)[:elements]
+    return codes * np.repeat(scales, BLOCK)[:elements]
 
 
 class TestFormat:
@@ -74,7 +75,7 @@ class TestFormat:
     @given(st.integers(0, 300), st.data())
     def test_codes_that_we_would_not_choose_are_decoded_too(self, elements: int, data: st.DataObject) -> None:
         codes = data.draw(st.binary(min_size=elements, max_size=elements))
-        blocks = -(-elements // INT8_BLOCK)
+        blocks = -(-elements // BLOCK)
         scales = data.draw(arrays("<f4", blocks, elements=st.just(0.0) | st.floats(2.0**-126, LARGEST_SCALE, width=32)))
         encoding = codes + scales.tobytes()
         result = decoded(Codec.INT8, encoding, elements)
@@ -92,8 +93,8 @@ class TestAccuracy:
     @given(arrays(np.float32, st.integers(1, 400), elements=st.floats(-(2.0**100), 2.0**100, width=32)))
     def test_no_element_is_off_by_more_than_half_a_step(self, values: Vector) -> None:
         result = decoded(Codec.INT8, encoded(Codec.INT8, values), len(values))
-        for first in range(0, len(values), INT8_BLOCK):
-            block = slice(first, first + INT8_BLOCK)
+        for first in range(0, len(values), BLOCK):
+            block = slice(first, first + BLOCK)
             largest = float(np.abs(values[block]).max())
             off = np.abs(result[block].astype(np.float64) - values[block].astype(np.float64))
             assert off.max() <= largest / 254 * (1 + 1e-4) + 127 * 2.0**-126
@@ -120,26 +121,6 @@ class TestAccuracy:
         )
 
 
-class TestAdding:
-    @pytest.mark.parametrize("codec", Codec)
-    @pytest.mark.parametrize("elements", LENGTHS)
-    def test_the_sum_is_that_of_what_is_decoded(self, codec: Codec, elements: int) -> None:
-        total = normal(elements, seed=1)
-        data = encoded(codec, normal(elements, seed=2))
-        expected = total.astype(np.float64) + 0.3 * decoded(codec, data, elements).astype(np.float64)
-        add_decoded(codec, memoryview(data), 0.3, total)
-        assert np.abs(total - expected).max() <= 2e-6
-
-    @pytest.mark.parametrize("codec", Codec)
-    def test_what_may_only_be_read_serves_too(self, codec: Codec) -> None:
-        values = normal(1000)
-        values.flags.writeable = False
-        data = bytes(encoded(codec, values))
-        total = np.zeros(1000, np.float32)
-        add_decoded(codec, memoryview(data), 1.0, total)
-        assert np.array_equal(total, decoded(codec, data, 1000))
-
-
 class TestRefusals:
     @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 2.0**128 * (1 - 2.0**-24), -LARGEST_VALUE * 1.002])
     @pytest.mark.parametrize("at", [0, 200, 259, INT8_SPAN + 5])
@@ -155,8 +136,6 @@ class TestRefusals:
         out = np.ones(130, np.float32)
         with pytest.raises(ProtocolViolation, match="scale"):
             decode_into(Codec.INT8, memoryview(data), out)
-        with pytest.raises(ProtocolViolation, match="scale"):
-            add_decoded(Codec.INT8, memoryview(data), 0.5, out)
         assert (out == 1.0).all()
 
     @given(st.integers(0, 300), st.data())
@@ -172,7 +151,6 @@ class TestRefusals:
         for use in (
             lambda: encode_into(codec, normal(10), room),
             lambda: decode_into(codec, room, normal(10)),
-            lambda: add_decoded(codec, room, 1.0, normal(10)),
         ):
             with pytest.raises(ValueError, match="10 elements are"):
                 use()
@@ -192,10 +170,8 @@ def test_the_result_does_not_depend_on_the_number_of_threads(codec: Codec) -> No
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            total = np.zeros(len(values), np.float32)
             data = encoded(codec, values)
-            add_decoded(codec, memoryview(data), 0.1, total)
-            results.append((data, total.tobytes()))
+            results.append((data, decoded(codec, data, len(values)).tobytes()))
     finally:
         torch.set_num_threads(before)
     assert results[0] == results[1]

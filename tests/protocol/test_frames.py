@@ -27,7 +27,8 @@ from protocol.frames import (
 from protocol.generated import link_pb2 as wire
 from protocol.identity import Identity
 from protocol.microbatch_frames import MAX_LIFETIME_MS
-from protocol.seams import DType, Question, QuestionAbout, TensorSpec
+from protocol.seams import Question, QuestionAbout
+from protocol.tensor_spec import DType, TensorSpec
 from swarm.errors import ProtocolViolation
 from swarm.messages import (
     ArrivalHint,

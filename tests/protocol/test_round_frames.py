@@ -14,7 +14,8 @@ from protocol.frame_parts import TensorFrame
 from protocol.frames import MAX_SMALL_FRAME_BYTES, QuestionFrame, decode, encode
 from protocol.generated import link_pb2 as wire
 from protocol.identity import Identity
-from protocol.seams import Codec, DType, Question, QuestionAbout, TensorSpec
+from protocol.seams import Question, QuestionAbout
+from protocol.tensor_spec import DType, TensorSpec
 from swarm.errors import ProtocolViolation
 from swarm.round_messages import (
     MAX_ATTEMPTS,
@@ -40,7 +41,7 @@ from swarm.round_messages import (
     StateRefused,
     StateRequest,
 )
-from swarm.vocabulary import AnchorVersion, ModuleId, PeerId
+from swarm.vocabulary import AnchorVersion, Codec, ModuleId, PeerId
 from tests.protocol.damage import assert_refused_or_another_valid_frame
 
 PEERS = [Identity.generate().peer for _ in range(4)]

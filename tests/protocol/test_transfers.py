@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from protocol.chunks import MIN_CHUNK_BYTES, Chunk, decode_chunk
 from protocol.frame_parts import TensorFrame
-from protocol.seams import DType, TensorSpec
+from protocol.tensor_spec import DType, TensorSpec
 from protocol.transfers import Arrival, Assembly, OutgoingTransfer, chunk_bytes_for, chunk_count_of
 from swarm.errors import ProtocolViolation
 from swarm.vocabulary import PeerId

@@ -8,8 +8,9 @@ import socket
 import pytest
 
 from protocol.frames import Farewell, FarewellReason
-from protocol.seams import DType, Question, QuestionAbout, Refusal, TensorSpec
+from protocol.seams import Question, QuestionAbout, Refusal
 from protocol.settings import TransportSettings
+from protocol.tensor_spec import DType, TensorSpec
 from swarm.errors import ConfigError, Rejected, Stalled, Unreachable
 from swarm.messages import Backward, Close, Direction, Receipt, ReceiptStatus
 from swarm.vocabulary import MicrobatchId, PeerId

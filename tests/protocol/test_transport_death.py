@@ -11,7 +11,8 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from protocol.seams import Contact, DType, Question, QuestionAbout, TensorSpec
+from protocol.seams import Contact, Question, QuestionAbout
+from protocol.tensor_spec import DType, TensorSpec
 from swarm.errors import Stalled, Unreachable
 from swarm.messages import Close
 from swarm.vocabulary import MicrobatchId

@@ -29,8 +29,9 @@ from protocol.frames import (
 from protocol.generated import link_pb2 as wire
 from protocol.inbox import MAX_OPEN_TRANSFERS
 from protocol.outbox import MAX_WAITING_BYTES
-from protocol.seams import DType, Question, QuestionAbout, Refusal, TensorSpec
+from protocol.seams import Question, QuestionAbout, Refusal
 from protocol.streams import AcceptedStream, DialledStream, make_server, open_channel, target_of
+from protocol.tensor_spec import DType, TensorSpec
 from swarm.errors import PeerError, ProtocolViolation, Rejected, StaleVersion, Stalled, Unreachable
 from swarm.messages import Close, Receipt, ReceiptStatus
 from swarm.vocabulary import MicrobatchId, VersionRange

@@ -7,9 +7,10 @@ import asyncio
 import numpy as np
 
 from protocol.codecs import decode_into, encode_into
-from protocol.seams import Codec, DType, Question, QuestionAbout, Refusal, TensorSpec
+from protocol.seams import Question, QuestionAbout, Refusal
+from protocol.tensor_spec import DType, TensorSpec
 from swarm.round_messages import Accepting, Contribution, Pulse, RoundId, StateChunk
-from swarm.vocabulary import ModuleId, PeerId
+from swarm.vocabulary import Codec, ModuleId, PeerId
 from tests.protocol.link_peers import FLOATS, LONG, Node, forward, pattern, two_nodes, with_settings
 
 DIGEST = b"d" * 32

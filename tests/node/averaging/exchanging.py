@@ -19,12 +19,13 @@ from node.averaging.source import Source
 from node.clock import SystemClock
 from node.compute import ComputeThread
 from node.task_scope import task_scope
-from protocol.seams import Codec, LinkFigures, Question, Refusal, TensorSpec
+from protocol.seams import LinkFigures, Question, Refusal
+from protocol.tensor_spec import TensorSpec
 from swarm.errors import Unreachable
 from swarm.messages import ControlMessage, TensorMessage
 from swarm.round_messages import Contribution, Member, Reduced, Roster, RoundId
 from swarm.rounds.words import Event
-from swarm.vocabulary import ModuleId, PeerId
+from swarm.vocabulary import Codec, ModuleId, PeerId
 
 RULE = OuterRule(0.7, 0.9)
 LONG_S = 30.0

@@ -21,13 +21,14 @@ from node.clock import SystemClock
 from node.compute import ComputeThread, Priority
 from node.optimization import StepFigures
 from node.task_scope import task_scope
-from protocol.seams import Codec, LinkFigures, Question, Refusal, TensorSpec, Transport
+from protocol.seams import LinkFigures, Question, Refusal, Transport
 from protocol.settings import TransportSettings
+from protocol.tensor_spec import TensorSpec
 from protocol.transport import GrpcTransport
 from swarm.errors import Rejected, StateError, Unreachable
 from swarm.rounds.machine import RoundMachine
 from swarm.rounds.words import Fellow, RoundRules
-from swarm.vocabulary import AnchorVersion, ModuleId, PeerId
+from swarm.vocabulary import AnchorVersion, Codec, ModuleId, PeerId
 from tests.protocol.link_peers import RUN, Persona
 
 MODULE = ModuleId(1)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from protocol.seams import Codec
 from swarm.round_messages import Contribution
+from swarm.vocabulary import Codec
 from tests.node.averaging.small_rounds import RULE, TOKENS, Blocks, MadeUpOptimizer, grpc_hall, hall
 
 INNER = 2

@@ -9,9 +9,8 @@ from node.averaging.anchor import hash_all
 from node.averaging.pieces import Plan
 from node.averaging.progress import ExchangeProgress, HowFar
 from protocol.codecs import encoded_bytes
-from protocol.seams import Codec
 from swarm.rounds.words import Event, Owing, PieceCame, PieceRejected
-from swarm.vocabulary import PeerId
+from swarm.vocabulary import Codec, PeerId
 from tests.node.averaging.exchanging import (
     base_anchor,
     equal_weights,

@@ -1,0 +1,119 @@
+"""What the blockwise codecs (INT8, FP8, INT4) have in common: how a vector is cut up, and which scales there may be.
+
+Everything goes in slices that fit a core's cache: the arithmetic is cheap, the way to memory is not. Slices are large enough that
+the calls themselves (about 1 microsecond each) cost little, and just too small for torch to share one among threads: who wants
+more than one core encodes several vectors at once. (Threads that wait for each other over so little work, on a machine that
+is busy with something else, were measured to be 1000 times slower.) A GPU takes everything in one slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from swarm.errors import ProtocolViolation, StateError
+
+SMALLEST_SCALE: Final = float(np.finfo(np.float32).tiny)
+"""Numbers below the smallest normal one are left out because processors need not agree about them. A block whose scale would be smaller
+becomes zeros: dividing by such a scale would overflow."""
+
+SLICE_ELEMENTS: Final = 255 * 128
+"""128 KiB of float32. torch shares work among threads from 32768 elements on (its GRAIN_SIZE)."""
+SPAN_SLICES: Final = 8
+"""A span of so many slices, 1 MiB, is encoded with one computation of scales, which are few and cost little but calls."""
+
+_ROUNDING: Final = 1.5 * 2.0**23
+"""What is added to a float32 below 2^22 to round it, ties to even: at this size there are no fractions, and the number stands in the
+lowest bits, in two's complement. One step instead of three, and torch's own rounding takes threads from 2048 elements on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of blocks; only the last one of a vector may be a single shorter one."""
+
+    first: int
+    end: int
+    """Of its blocks."""
+    start: int
+    stop: int
+    """Of its elements."""
+
+    @property
+    def width(self) -> int:
+        """Of its blocks."""
+        return (self.stop - self.start) // (self.end - self.first)
+
+
+def pieces(elements: int, width: int, at_once: int) -> Iterator[Piece]:
+    """Whole blocks of `width` elements, as many at a time as `at_once` elements hold; then the shorter last one by itself."""
+    whole, rest = divmod(elements, width)
+    step = max(1, at_once // width)
+    for first in range(0, whole, step):
+        end = min(first + step, whole)
+        yield Piece(first, end, first * width, end * width)
+    if rest:
+        yield Piece(whole, whole + 1, whole * width, elements)
+
+
+def slice_elements(device: torch.device) -> int:
+    """How many elements to take at once."""
+    return SLICE_ELEMENTS if device.type == "cpu" else 2**62
+
+
+def span_elements(device: torch.device) -> int:
+    """How many elements to compute the scales of at once."""
+    return SPAN_SLICES * SLICE_ELEMENTS if device.type == "cpu" else 2**62
+
+
+class Room:
+    """Scratch memory for slices, taken once for a whole vector."""
+
+    def __init__(self, elements: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._flat = torch.empty(elements, dtype=dtype, device=device)
+
+    def like(self, x: Tensor) -> Tensor:
+        """Of the same shape."""
+        return self._flat[: x.numel()].view(x.shape)
+
+
+class Rounding:
+    """Rounds `x * factor` to whole numbers, ties to even; their magnitude must be below 2^22."""
+
+    def __init__(self, elements: int, device: torch.device, offset: float = 0.0) -> None:
+        self._constant = torch.full((elements,), _ROUNDING + offset, device=device)
+        self._room = Room(elements, torch.float32, device)
+
+    def __call__(self, x: Tensor, factor: Tensor) -> Tensor:
+        """[blocks, width] int32, plus the offset; valid until the next call. Only the lowest 22 bits count."""
+        constant = self._constant[: x.numel()].view(x.shape)
+        return torch.addcmul(constant, x, factor, out=self._room.like(x)).view(torch.int32)
+
+
+def inverse_of(scale: Tensor) -> Tensor:
+    """1 / scale, and 0 where the scale vanishes; those are set to 0."""
+    vanishing = scale.abs() < SMALLEST_SCALE
+    scale.masked_fill_(vanishing, 0.0)
+    return scale.reciprocal().masked_fill_(vanishing, 0.0)
+
+
+def check_encoded(scales: Tensor, largest: float, codec: str) -> None:
+    """Raises StateError when a value was not finite, or larger than the codec can express."""
+    if not _in_range(scales, largest):
+        raise StateError(f"{codec} can express finite values only, and none near the largest float32; this has others")
+
+
+def check_received(scales: Tensor, largest: float, codec: str) -> None:
+    """Raises ProtocolViolation for a scale that is no number, too large or too small."""
+    if not _in_range(scales, largest):
+        raise ProtocolViolation(f"an {codec} encoding has a scale that is no number, too large or too small")
+
+
+def _in_range(scales: Tensor, largest: float) -> bool:
+    """False also for NaN."""
+    size = scales.abs()
+    return bool(((size == 0) | (size >= SMALLEST_SCALE) & (size <= largest)).all())

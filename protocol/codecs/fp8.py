@@ -1,0 +1,78 @@
+"""The codec FP8: blocks of 128 elements, each with a scale, each element a float of 8 bits. 33 bytes for 32 elements.
+
+The encoding of n elements is n codes, then ceil(n / 128) scales (float32, little-endian). A code is e4m3: a sign, four bits of exponent with bias
+7, three of mantissa (OCP 8-bit Floating Point Specification 1.0, without its NaN: 0x7f and 0xff decode to 480 and -480, which no encoder writes). A
+block's scale is its largest magnitude / 448; an element decodes to code * scale. The relative error of an element is at most 1/16 down to 1/28672 of the
+largest in its block: worse than INT8 where a block's elements are alike, better where one of them is far larger than the rest.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from protocol.codecs.blocks import Room, check_encoded, check_received, inverse_of, pieces, slice_elements
+from protocol.tensor_spec import BLOCK, blocks_of
+from swarm.errors import ProtocolViolation
+
+LARGEST_CODE: Final = 448.0
+LARGEST_SCALE: Final = float(np.finfo(np.float32).max) / 512
+"""So that no code decodes to infinity."""
+
+_SIGN_BELOW_EXPONENT: Final = -0x4001
+"""All bits of an int16 but the 14th."""
+_EXPONENT_GAP: Final = 256.0
+"""An e4m3 in the place of a float16's upper bits is so many times too small: their biases are 7 and 15."""
+
+
+def encode(values: Tensor, out: Tensor) -> None:
+    """Writes codes and scales.
+
+    Args:
+        values: [n], float32 or bfloat16.
+        out: [n + 4 * ceil(n / 128)] bytes, on the same device.
+
+    Raises:
+        StateError: a value is not finite, or near the largest float32; `out` is then undefined.
+    """
+    elements, device = len(values), values.device
+    codes = out[:elements].view(torch.float8_e4m3fn)
+    scales = torch.empty(blocks_of(elements, BLOCK), 1, device=device)
+    room = Room(min(elements, slice_elements(device)), torch.float32, device)
+    for piece in pieces(elements, BLOCK, slice_elements(device)):
+        x = values[piece.start : piece.stop].view(-1, piece.width)
+        scale = scales[piece.first : piece.end]
+        scale.copy_(torch.maximum(x.amax(1, keepdim=True), x.amin(1, keepdim=True).neg_())).div_(LARGEST_CODE)
+        scaled = torch.mul(x, inverse_of(scale), out=room.like(x)).clamp_(-LARGEST_CODE, LARGEST_CODE)
+        codes[piece.start : piece.stop].view(-1, piece.width).copy_(scaled)
+    check_encoded(scales, LARGEST_SCALE, "FP8")
+    out[elements:].copy_(scales.view(-1).view(torch.uint8))
+
+
+def decode(data: Tensor, out: Tensor) -> None:
+    """Writes code * scale.
+
+    Args:
+        data: [n + 4 * ceil(n / 128)] bytes.
+        out: [n], float32 or bfloat16, on the same device.
+
+    Raises:
+        ProtocolViolation: a scale is neither 0 nor from SMALLEST_SCALE to LARGEST_SCALE; `out` is untouched.
+    """
+    elements, device = len(out), out.device
+    scales = data[elements:].clone().view(torch.float32).view(-1, 1)
+    if bool((scales < 0).any()):
+        raise ProtocolViolation("an FP8 encoding has a scale that is negative")
+    check_received(scales, LARGEST_SCALE, "FP8")
+    factors = scales.mul_(_EXPONENT_GAP)
+    codes = data[:elements].view(torch.int8)
+    size = min(elements, slice_elements(device))
+    halves, numbers = Room(size, torch.int16, device), Room(size, torch.float32, device)
+    for piece in pieces(elements, BLOCK, slice_elements(device)):
+        code = codes[piece.start : piece.stop].view(-1, piece.width)
+        half = halves.like(code).copy_(code).bitwise_left_shift_(7).bitwise_and_(_SIGN_BELOW_EXPONENT)
+        number = numbers.like(code).copy_(half.view(torch.float16)).mul_(factors[piece.first : piece.end])
+        out[piece.start : piece.stop].view(-1, piece.width).copy_(number)
