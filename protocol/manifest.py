@@ -172,10 +172,12 @@ class TrainingSection(_Section):
 
 
 class CodecSection(_Section):
-    """Codec of each kind of traffic."""
+    """How hard each kind of traffic may be compressed. Peers compress hidden states and their gradients only as far as a link needs it."""
 
-    activations: Literal["none"] = "none"
-    gradients: Literal["none"] = "none"
+    activations: Literal["none", "bf16", "int8", "fp8", "int4"] = "none"
+    """Hidden states between stages."""
+    gradients: Literal["none", "bf16", "int8", "fp8", "int4"] = "none"
+    """Their gradients."""
     pseudo_gradients: Literal["none", "int8"] = "none"
     """What replicas send each other in a round: `int8` is 3.88 times smaller, with a relative error of 6.5e-3."""
     state: Literal["none"] = "none"

@@ -38,6 +38,9 @@ _SIMPLE: Final[dict[Codec, _Simple]] = {
     Codec.FP8: fp8,
     Codec.INT4: int4,
 }
+VECTOR_CODECS: Final = tuple(_SIMPLE)
+"""That `encode_into` and `decode_into` know."""
+
 _BLOCKWISE: Final = frozenset({Codec.INT8, Codec.FP8, Codec.INT4})
 
 
@@ -110,7 +113,8 @@ def encode_into(codec: Codec, values: Vector, out: memoryview) -> None:
         ValueError: `out` has another length.
     """
     _check(codec, values, out)
-    _SIMPLE[codec].encode(tensor_of(values), octets_of(out.cast("B")))
+    if len(values):
+        _SIMPLE[codec].encode(tensor_of(values), octets_of(out.cast("B")))
 
 
 def decode_into(codec: Codec, data: memoryview, out: Vector) -> None:
@@ -121,7 +125,8 @@ def decode_into(codec: Codec, data: memoryview, out: Vector) -> None:
         ValueError: `data` has another length than an encoding of `out` has.
     """
     _check(codec, out, data)
-    _SIMPLE[codec].decode(octets_of(data.cast("B")), tensor_of(out))
+    if len(out):
+        _SIMPLE[codec].decode(octets_of(data.cast("B")), tensor_of(out))
 
 
 def _check(codec: Codec, vector: Vector, encoding: memoryview) -> None:
