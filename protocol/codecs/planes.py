@@ -29,7 +29,7 @@ SLICE_BYTES: Final = 2**20
 """Small enough for a slice and its planes to stay in a core's cache."""
 
 _FEW_MATCHES: Final = zstandard.ZstdCompressionParameters.from_level(
-    1, window_log=16, hash_log=6, min_match=7, strategy=1
+    1, window_log=16, hash_log=6, min_match=7, strategy=zstandard.STRATEGY_FAST
 )
 """Level 1 that hardly looks for repetitions (runs of equal bytes it still finds). Among exponents there are only chance ones, which are
 not worth their references: without them encoding and decoding take half the time, and the result is a tenth shorter."""

@@ -178,7 +178,7 @@ class StateSwarm:
 
     def __init__(self, stack: AsyncExitStack, layout: Layout, settings: TransportSettings, state_codec: str) -> None:
         self._stack = stack
-        self._averaging = stack.enter_context(ComputeThread(name="averaging"))
+        self.averaging = stack.enter_context(ComputeThread(name="averaging"))
         self._codecs = STATE_CODECS[state_codec]
         self._layout = layout
         self._settings = settings
@@ -219,7 +219,7 @@ class StateSwarm:
             lambda peer, detail: liars.append((peer, detail)),
         )
         catching_up = CatchingUp(surroundings)
-        donor = None if shelf is None else Donor(MODULE, shelf, clock, self._codecs, self._averaging)
+        donor = None if shelf is None else Donor(MODULE, shelf, clock, self._codecs, self.averaging)
         handler.desk, handler.faults = StateDesk(catching_up, donor), faults
         stack = await self._stack.enter_async_context(AsyncExitStack())
         await stack.enter_async_context(transport)
