@@ -31,6 +31,8 @@ INT4_BLOCK: Final = 64
 SPARSE_CHUNK: Final = 4096
 KEPT: Final = 128
 """Of a whole chunk; of a shorter last one as large a share, rounded up."""
+PLACE_LOW_BITS: Final = 5
+"""Of a place in its chunk, sent as they are. The bits above take at most two bits a place together (`protocol.codecs.top_k`)."""
 MAX_RANK: Final = 256
 FEWEST_CHANNELS_AN_OUTLIER: Final = 16
 """So that what is sent twice, as a code and apart, stays little: at most every sixteenth channel is sent apart."""
@@ -82,7 +84,7 @@ class TensorSpec:
             case Codec.INT4:
                 return -(-elements // 2) + 2 * blocks_of(elements, INT4_BLOCK) + self._apart_bytes
             case Codec.TOP_K_4 | Codec.TOP_K_2:
-                return _sparse_bytes(elements, 16 if self.codec is Codec.TOP_K_4 else 14)
+                return _sparse_bytes(elements, 4 if self.codec is Codec.TOP_K_4 else 2)
             case Codec.LOW_RANK:
                 return 2 * self.rank * (self.rows + self.shape[-1])
             case Codec.PLANES:
@@ -124,11 +126,40 @@ def most_outliers(shape: tuple[int, ...]) -> int:
     return shape[-1] // FEWEST_CHANNELS_AN_OUTLIER
 
 
-def _sparse_bytes(elements: int, bits: int) -> int:
-    """Scales of two bytes, entries of so many bits, chunk by chunk in whole bytes."""
+@dataclass(frozen=True, slots=True)
+class SparseChunk:
+    """What a chunk of the sparse codecs consists of: two levels, the lower bits of the places, the upper ones, the codes; each in whole bytes."""
+
+    elements: int
+    """1 to SPARSE_CHUNK."""
+    code_bits: int
+
+    @property
+    def kept(self) -> int:
+        return kept_of(self.elements)
+
+    @property
+    def low_bytes(self) -> int:
+        return -(-self.kept * PLACE_LOW_BITS // 8)
+
+    @property
+    def high_bytes(self) -> int:
+        """A bit for each place, and one for each run of 2^PLACE_LOW_BITS elements."""
+        return -(-(self.kept + blocks_of(self.elements, 2**PLACE_LOW_BITS)) // 8)
+
+    @property
+    def code_bytes(self) -> int:
+        return -(-self.kept * self.code_bits // 8)
+
+    @property
+    def byte_length(self) -> int:
+        return 4 + self.low_bytes + self.high_bytes + self.code_bytes
+
+
+def _sparse_bytes(elements: int, code_bits: int) -> int:
     whole, rest = divmod(elements, SPARSE_CHUNK)
-    chunk = 2 + KEPT * bits // 8
-    return whole * chunk + (2 + -(-kept_of(rest) * bits // 8) if rest else 0)
+    last = SparseChunk(rest, code_bits).byte_length if rest else 0
+    return whole * SparseChunk(SPARSE_CHUNK, code_bits).byte_length + last
 
 
 def _most_rank(shape: tuple[int, ...]) -> int:

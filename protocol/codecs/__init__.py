@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from protocol.codecs import bf16, fp8, int4, int8, outliers, plain
+from protocol.codecs import bf16, fp8, int4, int8, low_rank, outliers, plain
 from protocol.codecs.memory import DTYPES, ELEMENT_TYPES, Vector, octets_of, octets_of_tensor, tensor_of
+from protocol.codecs.top_k import TOP_K_2, TOP_K_4
 from protocol.tensor_spec import DType, TensorSpec
 from swarm.errors import StateError
 from swarm.vocabulary import Codec
@@ -37,6 +38,8 @@ _SIMPLE: Final[dict[Codec, _Simple]] = {
     Codec.INT8: int8,
     Codec.FP8: fp8,
     Codec.INT4: int4,
+    Codec.TOP_K_4: TOP_K_4,
+    Codec.TOP_K_2: TOP_K_2,
 }
 _BLOCKWISE: Final = frozenset({Codec.INT8, Codec.FP8, Codec.INT4})
 
@@ -75,6 +78,19 @@ def _encode(values: Tensor, spec: TensorSpec) -> Encoded:
     return Encoded(spec, octets_of_tensor(out.cpu()))
 
 
+def encode_low_rank(values: Tensor, rank: int, start: Tensor | None = None) -> tuple[Encoded, Tensor]:
+    """Encodes a contiguous tensor as a matrix with its last dimension as its width; see `protocol.codecs.low_rank` for `start` and what is returned
+    besides. What cannot be expressed goes as BF16, and the next start is none (zeros)."""
+    matrix = values.detach().view(-1, values.shape[-1])
+    spec = TensorSpec(tuple(values.shape), DTYPES[values.dtype], Codec.LOW_RANK, rank=rank)
+    out = torch.empty(spec.byte_length, dtype=torch.uint8, device=values.device)
+    try:
+        following = low_rank.encode(matrix, out, rank, start)
+    except StateError:
+        return encode(values, Codec.BF16), torch.zeros(matrix.shape[1], rank, device=values.device)
+    return Encoded(spec, octets_of_tensor(out.cpu())), following
+
+
 def decode(spec: TensorSpec, data: memoryview, out: Tensor) -> None:
     """Writes the elements into `out`, a contiguous tensor of `spec`'s shape and element type.
 
@@ -87,6 +103,9 @@ def decode(spec: TensorSpec, data: memoryview, out: Tensor) -> None:
     if data.nbytes != spec.byte_length or tuple(out.shape) != spec.shape or out.dtype is not ELEMENT_TYPES[spec.dtype]:
         raise ValueError(f"{data.nbytes} bytes and a tensor {out.dtype} {tuple(out.shape)} do not go with {spec}")
     octets = octets_of(data).to(out.device)
+    if spec.codec is Codec.LOW_RANK:
+        low_rank.decode(octets, out.view(-1, spec.shape[-1]))
+        return
     base = TensorSpec(spec.shape, spec.dtype, spec.codec).byte_length
     apart = outliers.checked_channels(octets[base:], spec.outliers, spec.shape[-1]) if spec.outliers else None
     _SIMPLE[spec.codec].decode(octets[:base], out.view(-1))
