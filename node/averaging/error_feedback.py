@@ -22,7 +22,14 @@ from node.averaging.vectors import add_scaled, squares
 from swarm.errors import StateError
 from swarm.vocabulary import Codec
 
-DECAYS: Final = {Codec.FP8: 1.0, Codec.INT8: 1.0, Codec.INT4: 1.0, Codec.TOP_K_4: 0.95, Codec.TOP_K_2: 0.95, Codec.LOW_RANK: 0.95}
+DECAYS: Final = {
+    Codec.FP8: 1.0,
+    Codec.INT8: 1.0,
+    Codec.INT4: 1.0,
+    Codec.TOP_K_4: 0.95,
+    Codec.TOP_K_2: 0.95,
+    Codec.LOW_RANK: 0.95,
+}
 """Of the residual in each round, for the codecs that have one.
 
 The blockwise codecs leave out a tenth or less of each element, which the next round sends: nothing gets old, so nothing is forgotten. The sparse ones send an element

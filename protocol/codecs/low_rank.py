@@ -91,4 +91,6 @@ def decode(data: Tensor, out: Tensor) -> None:
 def _check_encoded(*tensors: Tensor) -> None:
     for tensor in tensors:
         if not bool((tensor.abs() <= LARGEST_ELEMENT).all()):
-            raise StateError("LOW_RANK can express finite values only, and none near the largest float32; this has others")
+            raise StateError(
+                "LOW_RANK can express finite values only, and none near the largest float32; this has others"
+            )

@@ -96,7 +96,7 @@ class TopK:
     @property
     def _highest_code(self) -> int:
         """Of a magnitude."""
-        return 2 ** (self.code_bits - 1) - 1
+        return (1 << (self.code_bits - 1)) - 1
 
     def _encode_chunks(self, x: Tensor, chunk: SparseChunk, out: Tensor) -> None:
         """`x` [chunks, elements] float32, `out` [chunks, bytes]."""
@@ -122,7 +122,9 @@ class TopK:
         check_received(both, LARGEST_LEVEL, self.codec.name)
         lowest, highest = both[:, :1], both[:, 1:]
         if bool((lowest < 0).any()) or bool((lowest > highest).any()):
-            raise ProtocolViolation(f"a {self.codec.name} encoding has a level that is negative, or a lowest one above the highest")
+            raise ProtocolViolation(
+                f"a {self.codec.name} encoding has a level that is negative, or a lowest one above the highest"
+            )
         numbers = _numbers_of(_bits_of(codes, 8), self.code_bits, chunk.kept)
         size = self._squares(levels.device)[numbers.bitwise_and(self._highest_code).long()]
         size.mul_(highest - lowest).add_(lowest)
@@ -208,4 +210,5 @@ def _bytes_of(bits: Tensor, size: int) -> Tensor:
 def _numbers_of(bits: Tensor, width: int, count: int) -> Tensor:
     """What `_bits_of` took apart: [chunks, count] uint8. Bits after these are not looked at."""
     shifts = torch.arange(width, dtype=torch.uint8, device=bits.device)
-    return (bits[:, : count * width].unflatten(1, (count, width)) << shifts).sum(-1, dtype=torch.uint8)
+    each = bits[:, : count * width].reshape(len(bits), count, width)
+    return each.bitwise_left_shift(shifts).sum(-1, dtype=torch.uint8)

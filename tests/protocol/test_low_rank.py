@@ -24,7 +24,9 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def encoded(matrix: Tensor, rank: int, start: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    out = torch.empty(TensorSpec(tuple(matrix.shape), DType.FLOAT32, Codec.LOW_RANK, rank=rank).byte_length, dtype=torch.uint8)
+    out = torch.empty(
+        TensorSpec(tuple(matrix.shape), DType.FLOAT32, Codec.LOW_RANK, rank=rank).byte_length, dtype=torch.uint8
+    )
     return out, encode(matrix, out, rank, start)
 
 

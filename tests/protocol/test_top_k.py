@@ -207,7 +207,15 @@ class TestRefusals:
     @BOTH
     @pytest.mark.parametrize(
         ("lowest", "highest"),
-        [(1.0, np.nan), (np.nan, 1.0), (1.0, np.inf), (-1.0, 1.0), (2.0, 1.0), (1e-40, 1.0), (1.0, LARGEST_LEVEL * 1.1)],
+        [
+            (1.0, np.nan),
+            (np.nan, 1.0),
+            (1.0, np.inf),
+            (-1.0, 1.0),
+            (2.0, 1.0),
+            (1e-40, 1.0),
+            (1.0, LARGEST_LEVEL * 1.1),
+        ],
     )
     def test_impossible_levels_are_refused_and_nothing_is_touched(
         self, codec: TopK, lowest: float, highest: float
@@ -224,7 +232,13 @@ class TestRefusals:
     @BOTH
     @pytest.mark.parametrize(
         ("places", "complaint"),
-        [([5, 40], None), ([5], "does not have 2"), ([5, 6, 40], "does not have 2"), ([5, 5], "rise"), ([9, 5], "rise")],
+        [
+            ([5, 40], None),
+            ([5], "does not have 2"),
+            ([5, 6, 40], "does not have 2"),
+            ([5, 5], "rise"),
+            ([9, 5], "rise"),
+        ],
     )
     def test_places_must_rise_and_be_as_many_as_there_are(
         self, codec: TopK, places: list[int], complaint: str | None
