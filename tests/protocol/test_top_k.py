@@ -15,13 +15,20 @@ from torch import Tensor
 
 from protocol.codecs import Encoded, decode, encode
 from protocol.codecs.top_k import LARGEST_LEVEL, TOP_K_2, TOP_K_4, TopK
-from protocol.tensor_spec import KEPT, PLACE_LOW_BITS, SPARSE_CHUNK, DType, TensorSpec, kept_of
+from protocol.tensor_spec import KEPT, PLACE_LOW_BITS, SPARSE_CHUNK, DType, SparseChunk, TensorSpec
 from swarm.errors import ProtocolViolation, StateError
 from swarm.vocabulary import Codec
 
 BOTH = pytest.mark.parametrize("codec", [TOP_K_4, TOP_K_2], ids=lambda codec: codec.codec.name)
 LENGTHS = [1, 2, 31, 32, 33, 100, 4095, 4096, 4097, 7 * 4096, 8 * 4096 + 1, 100_000]
 RUN = 2**PLACE_LOW_BITS
+CODE_BITS = {Codec.TOP_K_4: 4, Codec.TOP_K_2: 2}
+ELEMENTS_FOR_TWO = {Codec.TOP_K_4: 40, Codec.TOP_K_2: 32}
+"""A chunk as short as this sends two of them."""
+
+
+def kept_of(codec: TopK, elements: int) -> int:
+    return SparseChunk(elements, codec.codec).kept
 
 
 def size_of(codec: TopK, elements: int) -> int:
@@ -67,32 +74,24 @@ def places_of(places: list[int], elements: int) -> bytes:
 
 class TestFormat:
     def test_four_bits_worked_out_by_hand(self) -> None:
-        """Two places of at most 64 elements: levels 1 and 50, and 50 = 1 + 49 (7 / 7)^2, -5 = -(1 + 49 (2 / 7)^2)."""
-        elements = RUN * SPARSE_CHUNK // (RUN * SPARSE_CHUNK // 64)
-        count = kept_of(elements)
-        wanted = {3: 50.0, 40: -5.0, 41: 1.0, 63: -17.0}
-        wanted = dict(list(wanted.items())[:count]) if count < 4 else wanted
-        values = torch.zeros(elements)
-        for place, value in wanted.items():
-            values[place] = value
-        codes = {50.0: 7, -5.0: 8 + 2, 1.0: 0, -17.0: 8 + 4}
-        lowest = min(abs(value) for value in wanted.values())
-        assert lowest == 5.0 or count > 2
-        if count == 2:
-            codes[-5.0] = 8
-        expected = bf16(lowest) + bf16(50.0) + places_of(list(wanted), elements)
-        expected += packed([codes[value] for value in wanted.values()], 4)
+        """Three of 64 elements. The levels are 1 and 50: 50 = 1 + 49 (7/7)^2, -5 = -(1 + 49 (2/7)^2)."""
+        values = torch.zeros(64)
+        values[3], values[40], values[41] = 50.0, -5.0, 1.0
+        low = 3 | 8 << 4 | 9 << 8
+        high = 1 << 0 | 1 << (2 + 1) | 1 << (2 + 2)
+        codes = 7 | (8 + 2) << 4 | 0 << 8
+        expected = bf16(1.0) + bf16(50.0) + low.to_bytes(2, "little") + bytes([high]) + codes.to_bytes(2, "little")
         assert bytes(encoded(TOP_K_4, values).tolist()) == expected
-        assert torch.equal(decoded(TOP_K_4, expected, elements), values)
+        assert torch.equal(decoded(TOP_K_4, expected, 64), values)
 
     def test_two_bits_worked_out_by_hand(self) -> None:
         """Magnitudes 1 and 3 are near each other, 10 and 12 are: levels 2 and 11."""
         values = torch.zeros(4096)
         few, many = [1.0, -3.0], [10.0, -12.0]
-        places = list(range(0, 2 * KEPT, 2))
-        numbers = [(few + many)[index % 4] for index in range(KEPT)]
+        places = list(range(0, 512, 2))
+        numbers = [(few + many)[index % 4] for index in range(256)]
         values[places] = torch.tensor(numbers)
-        codes = [[0, 2, 1, 3][index % 4] for index in range(KEPT)]
+        codes = [[0, 2, 1, 3][index % 4] for index in range(256)]
         expected = bf16(2.0) + bf16(11.0) + places_of(places, 4096) + packed(codes, 2)
         assert bytes(encoded(TOP_K_2, values).tolist()) == expected
         assert decoded(TOP_K_2, expected, 4096)[:8].tolist() == [2, 0, -2, 0, 11, 0, -11, 0]
@@ -103,8 +102,8 @@ class TestFormat:
         length = 0
         for start in range(0, elements, SPARSE_CHUNK):
             here = min(SPARSE_CHUNK, elements - start)
-            count = -(-here * KEPT // SPARSE_CHUNK)
-            bits = (count * PLACE_LOW_BITS, count + -(-here // RUN), count * codec.code_bits)
+            count = -(-here * KEPT[codec.codec] // SPARSE_CHUNK)
+            bits = (count * 4, count + -(-here // 16), count * CODE_BITS[codec.codec])
             length += 4 + sum(-(-number // 8) for number in bits)
         assert size_of(codec, elements) == length
 
@@ -136,7 +135,7 @@ class TestWhatIsKept:
         values = normal(elements)
         result = round_trip(codec, values)
         for chunk, there in zip(values.split(SPARSE_CHUNK), result.split(SPARSE_CHUNK), strict=True):
-            largest = chunk.abs().topk(kept_of(len(chunk))).indices.sort().values
+            largest = chunk.abs().topk(kept_of(codec, len(chunk))).indices.sort().values
             assert torch.equal(there.nonzero().flatten(), largest)
             assert torch.equal(there[largest].sign(), chunk[largest].sign())
 
@@ -148,7 +147,7 @@ class TestWhatIsKept:
         values = normal(50 * SPARSE_CHUNK, scale)
         result = round_trip(codec, values)
         there = result != 0
-        assert int(there.sum()) == 50 * KEPT
+        assert int(there.sum()) == 50 * KEPT[codec.codec]
         assert (result - values)[there].norm() <= limit * values[there].norm()
 
     def test_the_error_stays_small_beside_a_far_larger_element(self) -> None:
@@ -182,13 +181,13 @@ class TestWhatIsKept:
     @BOTH
     def test_equal_elements(self, codec: TopK) -> None:
         result = round_trip(codec, torch.full((SPARSE_CHUNK,), -0.5))
-        assert result[result != 0].tolist() == [-0.5] * KEPT
+        assert result[result != 0].tolist() == [-0.5] * KEPT[codec.codec]
 
     @given(arrays(np.float32, st.integers(1, 300), elements=st.floats(-(2.0**100), 2.0**100, width=32)))
     def test_four_bits_are_never_farther_off_than_half_a_level(self, values: np.ndarray) -> None:  # type: ignore[type-arg]
         x = torch.from_numpy(values)
         result = round_trip(TOP_K_4, x).double()
-        kept = x.abs().topk(kept_of(len(x))).values.double()
+        kept = x.abs().topk(kept_of(TOP_K_4, len(x))).values.double()
         gap = float(kept.max() - kept.min())
         off = (result - x.double()).abs()[result != 0]
         assert not len(off) or float(off.max()) <= gap * 13 / 98 + 0.005 * float(kept.max()) + 1e-37
@@ -233,9 +232,9 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("places", "complaint"),
         [
-            ([5, 40], None),
+            ([5, 20], None),
             ([5], "does not have 2"),
-            ([5, 6, 40], "does not have 2"),
+            ([5, 6, 20], "does not have 2"),
             ([5, 5], "rise"),
             ([9, 5], "rise"),
         ],
@@ -243,12 +242,10 @@ class TestRefusals:
     def test_places_must_rise_and_be_as_many_as_there_are(
         self, codec: TopK, places: list[int], complaint: str | None
     ) -> None:
-        elements = 64 * 128 // KEPT if KEPT <= 128 else 0
-        if kept_of(elements or 1) != 2:
-            pytest.skip("worked out for two places")
+        elements = ELEMENTS_FOR_TWO[codec.codec]
         low = packed([place % RUN for place in (places + places)[:2]], PLACE_LOW_BITS)
         high = sum(1 << (place // RUN + index) for index, place in enumerate(places)).to_bytes(1, "little")
-        data = bf16(1.0) + bf16(2.0) + low + high + packed([0, 1], codec.code_bits)
+        data = bf16(1.0) + bf16(2.0) + low + high + packed([0, 1], CODE_BITS[codec.codec])
         if complaint is None:
             assert decoded(codec, data, elements).nonzero().flatten().tolist() == places
         else:
@@ -257,7 +254,7 @@ class TestRefusals:
 
     @BOTH
     def test_places_beyond_the_end_of_a_shorter_chunk_are_refused(self, codec: TopK) -> None:
-        data = bf16(1.0) + bf16(2.0) + places_of([2], 1) + packed([0], codec.code_bits)
+        data = bf16(1.0) + bf16(2.0) + places_of([2], 1) + packed([0], CODE_BITS[codec.codec])
         with pytest.raises(ProtocolViolation, match="leave its 2 elements"):
             decoded(codec, data, 2)
 
