@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,20 +19,24 @@ from protocol.codecs import decode, decode_into, encode, encode_into, encode_low
 from swarm.vocabulary import Codec
 
 
+class Leftover(enum.Enum):
+    """What becomes of what an encoding left out."""
+
+    LOST = "lost"
+    LATER = "sent later"
+    """Error feedback: it is added to what is encoded in the next round."""
+    STAYS = "stays in the replica"
+    """The replica stands on the new anchor less its leftover, as if it had done that work since; so it is in its next pseudo-gradient. Out only."""
+
+
 @dataclass(frozen=True, slots=True)
 class Way:
     """How vectors go in one direction."""
 
     codec: Codec = Codec.NONE
-    decay: float = 0.0
-    """Of the residual of error feedback; 0 for none."""
+    leftover: Leftover = Leftover.LOST
     rank: int = 0
     """LOW_RANK only."""
-
-
-def with_feedback(codec: Codec, rank: int = 0) -> Way:
-    """With the product's decay for the codec."""
-    return Way(codec, DECAYS[codec], rank)
 
 
 class Sender(Protocol):
@@ -96,9 +101,12 @@ class FeedbackSender:
 
 def sender_of(way: Way, learner: Learner) -> Sender:
     """For vectors of the learner's parameters."""
-    places = learner.matrices()
-    plain = MatrixSender(places, way.rank) if way.codec is Codec.LOW_RANK else VectorSender(way.codec)
-    return FeedbackSender(plain, len(learner.vector()), way.decay) if way.decay else plain
+    plain: Sender = VectorSender(way.codec)
+    if way.codec is Codec.LOW_RANK:
+        plain = MatrixSender(learner.matrices(), way.rank)
+    if way.leftover is Leftover.LATER:
+        return FeedbackSender(plain, len(learner.vector()), DECAYS[way.codec])
+    return plain
 
 
 class Rounds:
@@ -113,31 +121,35 @@ class Rounds:
     def __init__(self, workers: Sequence[Learner], rule: OuterRule, out: Way, back: Way) -> None:
         self.anchor = workers[0].vector()
         self.out_bytes = self.back_bytes = 0
-        """Of one worker's pseudo-gradients, and of the means, over all rounds."""
+        """Of one worker's pseudo-gradient, and of the mean, in the last round."""
         self._workers = workers
         self._rule = rule
         self._momentum = np.zeros_like(self.anchor)
+        self._stays = out.leftover is Leftover.STAYS
         self._out = [sender_of(out, worker) for worker in workers]
         self._back = sender_of(back, workers[0])
 
     def average(self) -> None:
-        """A round: all workers stand on the next anchor after it."""
+        """A round: all workers stand on the next anchor after it, but for what stays with them."""
         mean, share = np.zeros_like(self.anchor), np.float32(1 / len(self._workers))
+        leftovers = []
         for worker, sender in zip(self._workers, self._out, strict=True):
-            decoded, size = sender.send(self.anchor - worker.vector())
+            gradient = self.anchor - worker.vector()
+            decoded, self.out_bytes = sender.send(gradient)
             mean += share * decoded
-        self.out_bytes += size
-        result, size = self._back.send(mean)
-        self.back_bytes += size
+            leftovers.append(gradient - decoded)
+        result, self.back_bytes = self._back.send(mean)
         self._rule.step(result, self.anchor, self._momentum, self.anchor, self._momentum)
-        self.stand()
-
-    def download(self, codec: Codec) -> None:
-        """All workers get the anchor anew, through a codec, as joiners get it."""
-        self.anchor, _ = VectorSender(codec).send(self.anchor)
-        self.stand()
+        for worker, leftover in zip(self._workers, leftovers, strict=True):
+            worker.write(self.anchor - leftover if self._stays else self.anchor)
 
     def stand(self) -> None:
-        """Puts all workers on the anchor."""
+        """Puts all workers on the anchor, with nothing besides."""
         for worker in self._workers:
             worker.write(self.anchor)
+
+    def download(self, codec: Codec) -> int:
+        """All workers get the anchor anew through a codec, as joiners get it; the bytes of one of them."""
+        self.anchor, size = VectorSender(codec).send(self.anchor)
+        self.stand()
+        return size
