@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Final
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,8 +26,8 @@ from protocol.codecs.blocks import (
 from protocol.tensor_spec import BLOCK, blocks_of
 from swarm.errors import ProtocolViolation
 
-LARGEST_SCALE: Final = float(np.finfo(np.float32).max) / 128
-"""So that no code, -128 included, decodes to infinity."""
+LARGEST_SCALE: Final = torch.finfo(torch.bfloat16).max / 128
+"""So that no code, -128 included, decodes to infinity, in bfloat16 neither."""
 LARGEST_VALUE: Final = 127 * LARGEST_SCALE
 
 
