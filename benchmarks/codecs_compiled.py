@@ -1,4 +1,5 @@
-"""INT8 and INT4 as torch.compile makes them, to know what a compiler would bring. The bytes are those of `protocol.codecs`, for whole blocks.
+"""INT8 and INT4 as torch.compile makes them, to know what a compiler would bring. The format is that of `protocol.codecs`, for whole blocks and without
+channels sent apart; where a value lies halfway between two codes, compiled code may take the other one.
 
 Inductor writes C++ and has it compiled, which takes seconds and a compiler on the machine: the node does without.
 """
@@ -74,7 +75,10 @@ class Compiled:
     def encode(self, values: Tensor) -> Encoded:
         spec = TensorSpec(tuple(values.shape), DTYPES[values.dtype], self.codec)
         out = torch.empty(spec.byte_length, dtype=torch.uint8)
-        self.encoder(values.view(-1, self.block), *self._parts(out, values.numel() // self.block))
+        codes, scales = self._parts(out, values.numel() // self.block)
+        own = torch.empty_like(scales)  # compiled code writes to no two views of one memory
+        self.encoder(values.view(-1, self.block), codes, own)
+        scales.copy_(own)
         return Encoded(spec, octets_of_tensor(out))
 
     def serialize(self, encoded: Encoded) -> Sent:
