@@ -13,7 +13,7 @@ import pathlib
 import statistics
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from random import Random
@@ -25,12 +25,15 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from benchmarks.raw_stream import RUN, process
 from node.averaging.anchor import Anchor, initial_anchor
-from node.averaging.catch_up import CatchingUp, FreshSpace, Surroundings
+from node.averaging.catch_up import CatchingUp, Surroundings
 from node.averaging.donor import Donor
 from node.averaging.layout import layout_of
 from node.averaging.shelf import Shelf
+from node.averaging.space import FreshSpace
+from node.averaging.state_codec import STATE_CODECS
 from node.averaging.state_desk import StateDesk
 from node.clock import SystemClock
+from node.compute import ComputeThread
 from node.task_scope import task_scope
 from protocol.certificates import make_credentials
 from protocol.identity import Identity
@@ -47,6 +50,8 @@ MEGABYTES = 200
 MODULE = ModuleId(1)
 REPEATS = 5
 BEAT_S = 0.005
+CODECS = STATE_CODECS["planes"]
+"""Which leaves it to the donors; what loopback carries is faster than encoding, so they send the elements as they are."""
 
 
 LAYOUT = layout_of({"model.layers.0.weight": (MEGABYTES * 10**6 // 8,)}, 1)
@@ -99,16 +104,16 @@ class Handler:
         self.desk.link_down(peer, error)
 
 
-def make_peer(*others: Contact, shelf: Shelf | None = None) -> tuple[GrpcTransport, Handler, Contact]:
-    """A peer that knows these others; the contact is to be completed with the port."""
+def make_peer(*others: Contact) -> tuple[GrpcTransport, Handler, Contact]:
+    """A peer that knows these others and has no state yet; the contact is to be completed with the port."""
     identity, handler, clock = Identity.generate(), Handler(), SystemClock()
     credentials = make_credentials(identity, RUN)
     settings = TransportSettings()
     transport = GrpcTransport(
         identity, credentials, RUN, Book(*others), handler, clock, settings, own_record=lambda: b""
     )
-    around = Surroundings(MODULE, LAYOUT, transport, clock, Random(), FreshSpace(LAYOUT))
-    handler.desk = StateDesk(CatchingUp(around), None if shelf is None else Donor(MODULE, shelf, clock))
+    around = Surroundings(MODULE, LAYOUT, transport, clock, Random(), FreshSpace(LAYOUT), CODECS)
+    handler.desk = StateDesk(CatchingUp(around))
     return transport, handler, Contact(identity.peer, (), credentials.certificate_der)
 
 
@@ -116,10 +121,12 @@ def give(pipe: Connection) -> None:
     """A donor's process. Answers each message with the bytes it has sent so far."""
 
     async def main() -> None:
-        transport, handler, contact = make_peer(shelf=Shelf(make_anchor()))
-        donor = handler.desk.donor
-        assert donor is not None
-        async with transport, task_scope() as tasks:
+        transport, handler, contact = make_peer()
+        async with AsyncExitStack() as stack:
+            averaging = stack.enter_context(ComputeThread(name="averaging"))
+            donor = handler.desk.donor = Donor(MODULE, Shelf(make_anchor()), SystemClock(), CODECS, averaging)
+            await stack.enter_async_context(transport)
+            tasks = await stack.enter_async_context(task_scope())
             tasks.create_task(donor.run(transport))
             pipe.send(replace(contact, addresses=(f"127.0.0.1:{transport.port}",)))
             while True:

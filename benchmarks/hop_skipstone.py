@@ -29,7 +29,7 @@ from node.neighbourhood import Neighbourhood
 from node.optimization import Accumulator, InnerOptimizer, StepFigures
 from node.own_state import OwnState
 from node.reception import Reception
-from node.tensors import bytes_of_tensor, tensor_from_bytes
+from node.wire import Wire
 from node.work import Job, Output, PathEnds, Worker
 from protocol.certificates import make_credentials
 from protocol.identity import Identity
@@ -73,6 +73,7 @@ class FixedData:
     def __init__(self, tensor: TensorSpec) -> None:
         self.hidden = torch.randn(tensor.shape)
         self.returned = torch.empty(0)
+        self.wire = Wire(CPU)
         self._tensor = tensor
 
     @property
@@ -81,12 +82,11 @@ class FixedData:
 
     def compute(self, job: Job) -> Output:
         if job.work is Work.FORWARD:
-            return Output(bytes_of_tensor(self.hidden))
+            return self.wire.output(self.hidden, job)
         received = job.input if job.work is Work.LOSS else job.gradient
-        assert received is not None
-        incoming = tensor_from_bytes(received, self._tensor, CPU)
+        incoming = self.wire.received(received)
         if job.work is Work.LOSS:
-            return Output(bytes_of_tensor(incoming), loss=0.0)
+            return self.wire.output(incoming, job, 0.0)
         self.returned = incoming
         return Output()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from node.path_rules import path_rules
 from protocol.manifest import Manifest
 from protocol.tensor_spec import DType, TensorSpec
+from swarm.codec_choice import accepted_codecs
 from swarm.errors import ProtocolViolation
 from swarm.messages import Backward, Forward, MicrobatchTensor, Purpose
 from swarm.vocabulary import Codec, ModuleId, PeerId, short
@@ -28,15 +29,24 @@ class Admission:
         self._own = own
         self._module = module
         self._tensor = hidden_tensor(manifest)
+        codecs, half = manifest.codecs, self._tensor.dtype is DType.BFLOAT16
+        self._forward_codecs = accepted_codecs(Codec[codecs.activations.upper()], half_precision=half)
+        self._backward_codecs = accepted_codecs(Codec[codecs.gradients.upper()], half_precision=half)
         self._modules = frozenset(manifest.modules()) - {ModuleId(0)}
         self._rules = path_rules(manifest)
 
     def check(self, sender: PeerId, message: MicrobatchTensor, tensor: TensorSpec) -> None:
         """Raises ProtocolViolation when an honest peer could not have sent this."""
-        if tensor != self._tensor:
+        if (tensor.shape, tensor.dtype) != (self._tensor.shape, self._tensor.dtype):
             raise ProtocolViolation(
                 f"a tensor {tensor.shape} {tensor.dtype.name} was announced; this run's are {self._tensor.shape}"
                 f" {self._tensor.dtype.name}"
+            )
+        codecs = self._forward_codecs if isinstance(message, Forward) else self._backward_codecs
+        if tensor.codec not in codecs or tensor.byte_length > self._tensor.raw_bytes:
+            raise ProtocolViolation(
+                f"{tensor.byte_length} bytes as {tensor.codec.name} were announced; this run allows"
+                f" {', '.join(codec.name for codec in sorted(codecs, key=lambda codec: codec.value))} for this"
             )
         path = message.path
         if path.data_node != message.microbatch.data_node:

@@ -1,4 +1,4 @@
-"""Reused receive buffers. Hidden states of a run all have one size, and fresh pages cost more than the copy into them."""
+"""Reused receive buffers. Hidden states of a run all have one size at most, and fresh pages cost more than the copy into them."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ class BufferPool:
         return self._free.pop() if self._free else memoryview(bytearray(self.size_bytes))
 
     def give_back(self, buffer: memoryview) -> None:
-        """Nothing may read or write `buffer` afterwards."""
+        """Nothing may read or write `buffer` afterwards. A part of it will do."""
         self.in_use -= 1
-        self._free.append(buffer)
+        self._free.append(memoryview(buffer.obj))

@@ -18,9 +18,11 @@ from node.compute import ComputeThread, Priority
 from node.loads import Load, Loads
 from node.optimization import StepFigures
 from node.task_scope import task_scope
-from node.work import Job, NobodyCounts, NoPathEnds, Output, PathEnds, VisitCounter, Worker
+from node.work import AsTheyAre, CodecChooser, Job, NobodyCounts, NoPathEnds, Output, PathEnds, VisitCounter, Worker
+from protocol.codecs import Encoded
 from protocol.seams import Clock, Refusal, Transport
 from protocol.tensor_spec import TensorSpec
+from swarm.codec_choice import Traffic
 from swarm.custody import Custody
 from swarm.errors import PeerError, SkipstoneError
 from swarm.holdings import (
@@ -65,7 +67,7 @@ from swarm.messages import (
     Stranded,
     Unsettled,
 )
-from swarm.vocabulary import MicrobatchId, PeerId
+from swarm.vocabulary import Codec, MicrobatchId, PeerId
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +75,8 @@ UsingTask = TypeVar("UsingTask", Compute, SendOutput, Retract)
 
 TICK_S = 0.1
 BUSY_RETRY_S = 0.1
+CHECKED_EVERY = 64
+"""Encodings of which the error is measured: decoding costs less than encoding, so this is about one percent of it."""
 
 BUFFERS_A_SLOT = 6
 """Two tensors come to a holding, the input and the gradient, and of every slot two more holdings may be unsettled."""
@@ -95,6 +99,7 @@ class Carrier:
         on_step: Callable[[StepFigures], None],
         ends: PathEnds | None = None,
         visits: VisitCounter | None = None,
+        codecs: CodecChooser | None = None,
     ) -> None:
         self.custody = custody
         self._admission = admission
@@ -107,14 +112,16 @@ class Carrier:
         self.takes_new_work = True
         """False while the node leaves the module to its other replicas: what is new is theirs, and they stand in for lost hops."""
         self._visits: VisitCounter = visits or NobodyCounts()
+        self.codecs: CodecChooser = codecs or AsTheyAre()
+        self._encoded = 0
         self.transport: Transport | None = None
         self.wire_s = 0.0
         # A data node's own are held besides the slots.
-        self._pool = BufferPool(worker.tensor.byte_length, BUFFERS_A_SLOT * custody.slots + 64)
+        self._pool = BufferPool(worker.tensor.raw_bytes, BUFFERS_A_SLOT * custody.slots + 64)
         self._loads = Loads()
         self._owed = 0
         self._paid = asyncio.Event()
-        self._arrived: memoryview | None = None
+        self._arrived: Encoded | None = None
         self._tasks: asyncio.TaskGroup | None = None
 
     # ---- running -------------------------------------------------------------------------------------------------
@@ -158,7 +165,7 @@ class Carrier:
     def admit(self, sender: PeerId, message: MicrobatchTensor, tensor: TensorSpec) -> memoryview | Refusal:
         self._admission.check(sender, message, tensor)
         refusal = self._refusal(message)
-        return self._pool.take() if refusal is None else refusal
+        return self._pool.take()[: tensor.byte_length] if refusal is None else refusal
 
     def _refusal(self, message: MicrobatchTensor) -> Refusal | None:
         """Why it is not taken; None when a place for it has been reserved."""
@@ -182,11 +189,11 @@ class Carrier:
         held = self.custody.get(Key(message.microbatch, message.position)) is not None
         return held or message.microbatch.data_node == self.custody.own
 
-    def received(self, message: MicrobatchTensor, buffer: memoryview) -> None:
-        self._arrived = buffer
+    def received(self, message: MicrobatchTensor, tensor: Encoded) -> None:
+        self._arrived = tensor
         self.handle(ForwardArrived(message) if isinstance(message, Forward) else BackwardArrived(message))
         if self._arrived is not None:  # a second copy, or forgotten meanwhile: nothing is computed from it
-            self._pool.give_back(self._arrived)
+            self._pool.give_back(self._arrived.data)
             self._arrived = None
 
     def broken_off(self, message: MicrobatchTensor, buffer: memoryview) -> None:
@@ -199,6 +206,7 @@ class Carrier:
                 if message.status is ReceiptStatus.PASSED_ON and self._may_report(sender, message):
                     self.custody.touch(Key(message.microbatch, -1), self._clock.monotonic())
                     self.ends.passed(sender, message)
+                self._note_answer(sender, message)
                 self.handle(ReceiptArrived(sender, message))
             case Close():
                 self.handle(CloseArrived(sender, message))
@@ -220,7 +228,16 @@ class Carrier:
         return sender == self.custody.own or self.ends.may_hold(sender, message.microbatch)
 
     def link_down(self, peer: PeerId, error: PeerError) -> None:
+        self.codecs.lost(peer)
         self.handle(PeerLost(peer, str(error)))
+
+    def _note_answer(self, sender: PeerId, receipt: Receipt) -> None:
+        """What came of a tensor that we sent tells what the link carries. Of its answers, the first one counts."""
+        tensor = (receipt.microbatch, receipt.direction, receipt.position)
+        if receipt.status in (ReceiptStatus.ACCEPTED, ReceiptStatus.PASSED_ON):
+            self.codecs.accepted(sender, tensor)
+        else:
+            self.codecs.not_accepted(sender, tensor)
 
     # ---- carrying out ----------------------------------------------------------------------------------------------
 
@@ -307,20 +324,35 @@ class Carrier:
 
     async def _computation(self, action: Compute, load: Load) -> None:
         priority = Priority.EVALUATE if action.purpose is Purpose.EVALUATE else Priority.TRAIN
-        job = Job(load.ticket, action.key, action.work, action.purpose, load.input, load.gradient)
         if load.forgotten:
             return
+        traffic, codec = self._codec_for(action)
+        self._encoded += codec is not Codec.NONE
+        check = codec is not Codec.NONE and self._encoded % CHECKED_EVERY == 1
+        tensors = load.input, load.gradient
+        job = Job(load.ticket, action.key, action.work, action.purpose, *tensors, codec, check)
         try:
             output, seconds = await self._compute.run(priority, lambda: self._timed(job))
         except SkipstoneError as error:
             if not load.forgotten:
                 self.handle(ComputeFailed(action.key, str(error)))
             return
+        if output.error is not None:
+            self.codecs.measured(traffic, codec, output.error)
         if output.step_due:
             self._owe(self._step())
             await asyncio.sleep(0)  # the step's place in the queue comes before whatever this result brings about
         if not load.forgotten:
             self._computed(action, load, output, seconds)
+
+    def _codec_for(self, action: Compute) -> tuple[Traffic, Codec]:
+        """For what comes of the computation. It is sent to the neighbour on the path, or, should that one fail, to another in its place."""
+        forward = action.work is Work.FORWARD
+        traffic = Traffic.ACTIVATIONS if forward else Traffic.GRADIENTS
+        holding, position = self.custody.get(action.key), action.key.position + (1 if forward else -1)
+        if holding is None or position < -1 or (action.work is Work.LOSS and action.purpose is Purpose.EVALUATE):
+            return traffic, Codec.NONE  # nothing is sent
+        return traffic, self.codecs.choose(holding.path.peer_at(position), traffic)
 
     def _timed(self, job: Job) -> tuple[Output, float]:
         """On the compute thread."""
@@ -329,7 +361,7 @@ class Carrier:
         return output, self._clock.monotonic() - begun
 
     def _computed(self, action: Compute, load: Load, output: Output, seconds: float) -> None:
-        load.output = output.data
+        load.output = output.tensor
         holding = self.custody.get(action.key)
         if output.loss is not None and holding is not None:
             self.ends.loss_known(action.key.microbatch, holding.path, action.purpose, output.loss)
@@ -353,9 +385,11 @@ class Carrier:
     async def _sending(self, action: SendOutput, load: Load) -> None:
         assert self.transport is not None
         assert load.output is not None
-        begun = self._clock.monotonic()
+        begun, message, tensor = self._clock.monotonic(), action.message, load.output
+        direction = Direction.FORWARD if isinstance(message, Forward) else Direction.BACKWARD
+        self.codecs.sending(action.to, (message.microbatch, direction, message.position), tensor.data.nbytes)
         try:
-            await self.transport.send(action.to, action.message, self._worker.tensor, load.output)
+            await self.transport.send(action.to, message, tensor.spec, tensor.data)
         except PeerError as error:
             self._on_failure(action.to, error)
             self.handle(PeerLost(action.to, str(error)))
@@ -383,9 +417,9 @@ class Carrier:
         """Only when the compute thread has let go of them may the buffers be written again."""
         await self._compute.run(Priority.UPKEEP, lambda: self._worker.forget(load.ticket))
         load.output = None
-        for buffer in (load.input, load.gradient):
-            if buffer is not None:
-                self._pool.give_back(buffer)
+        for tensor in (load.input, load.gradient):
+            if tensor is not None:
+                self._pool.give_back(tensor.data)
 
 
 def _refused(reason: str, *, busy: bool) -> Refusal:

@@ -122,6 +122,7 @@ class DataDuty:
             recomputed=self._worker.recomputed,
             tokens=progress.tokens,
             tokens_per_s=self._data_node.rate.mean(),
+            codec_s=self._worker.wire.codec_s,
             counts=_reported(counts),
             loss_first=progress.loss_first,
             loss_last=progress.loss_last,

@@ -12,7 +12,8 @@ from node.data.packing import Microbatch
 from node.model.parts import EmbeddingPart, HeadPart
 from node.model.visit import Visit, backward, forward
 from node.optimization import Accumulator, Addition, InnerOptimizer, StepFigures
-from node.tensors import bytes_of_tensor, device_errors, tensor_from_bytes
+from node.tensors import device_errors
+from node.wire import Wire
 from node.work import Job, Output
 from protocol.tensor_spec import TensorSpec
 from swarm.errors import ProtocolViolation, StateError
@@ -53,7 +54,7 @@ class DataWorker:
         """Called after each inner step, in the same job."""
         self._tensor = tensor
         self.tokens = tokens
-        self._device = device
+        self.wire = Wire(device)
         self._visits: dict[int, tuple[Visit, int]] = {}
 
     @property
@@ -104,18 +105,17 @@ class DataWorker:
         return figures
 
     def _embed(self, job: Job, text: Microbatch) -> Output:
-        tokens = text.tokens.to(self._device)
+        tokens = text.tokens.to(self.wire.device)
         if job.purpose is Purpose.EVALUATE:
             with torch.no_grad():
-                return Output(bytes_of_tensor(self.stage.embedding(tokens)))
+                return self.wire.output(self.stage.embedding(tokens), job)
         visit = forward(self.stage.embedding, tokens)
         self._visits[job.ticket] = (visit, self.parameter_version)
-        return Output(bytes_of_tensor(visit.result))
+        return self.wire.output(visit.result, job)
 
     def _loss(self, job: Job, text: Microbatch) -> Output:
-        assert job.input is not None
-        hidden = tensor_from_bytes(job.input, self._tensor, self._device)
-        labels = text.labels.to(self._device)
+        hidden = self.wire.received(job.input)
+        labels = text.labels.to(self.wire.device)
         if job.purpose is Purpose.EVALUATE:
             with torch.no_grad():
                 return Output(loss=self.stage.head(hidden, labels).item())
@@ -123,17 +123,16 @@ class DataWorker:
         gradients = backward(self.stage.head, visit)
         assert gradients.source is not None
         self._add(self.stage.head_sum, job, gradients.parameters)
-        return Output(bytes_of_tensor(gradients.source), visit.result.item())
+        return self.wire.output(gradients.source, job, visit.result.item())
 
     def _finish(self, job: Job, text: Microbatch) -> Output:
-        assert job.gradient is not None
-        gradient = tensor_from_bytes(job.gradient, self._tensor, self._device)
+        gradient = self.wire.received(job.gradient)
         kept = self._visits.pop(job.ticket, None)
         if kept is None:
             raise StateError(f"of microbatch {job.key.microbatch} nothing was kept to go back from")
         visit, version = kept
         if version != self.parameter_version:
-            visit = forward(self.stage.embedding, text.tokens.to(self._device))
+            visit = forward(self.stage.embedding, text.tokens.to(self.wire.device))
             self.recomputed += 1
         gradients = backward(self.stage.embedding, visit, gradient)
         self._add(self.stage.embedding_sum, job, gradients.parameters)

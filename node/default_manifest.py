@@ -12,6 +12,8 @@ def default_manifest(seed: int, name: str = "stdlib-demo") -> Manifest:
     2.0 in 300. A step is 2048 tokens, and one CPU core trains on about 10,000 a second. Staleness is 0, so a swarm
     computes what `solo` does.
 
+    Hidden states and their gradients are compressed, to INT8 at most, on links that are too slow for them; on one machine none is.
+
     A round takes the plain mean (outer learning rate 1, no momentum): a replica that is alone is then left as it is, and in a run as short
     as this one momentum overshoots (docs/BENCHMARKS.md). Longer runs with several replicas a stage want the manifest's defaults.
     """
@@ -37,5 +39,6 @@ def default_manifest(seed: int, name: str = "stdlib-demo") -> Manifest:
                 "inner": {"learning_rate": 3e-3},
                 "schedule": {"kind": "cosine", "warmup_steps": 10, "total_steps": 300},
             },
+            "codecs": {"activations": "int8", "gradients": "int8"},
         }
     )

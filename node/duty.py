@@ -13,6 +13,7 @@ from node.carrier import Carrier
 from node.checkpoint.state import ReplicaState
 from node.clock import SystemClock
 from node.events import EventSink, InnerStep, Load, MicrobatchCounts, Retracted, Visit
+from node.link_codecs import LinkCodecs
 from node.optimization import StepFigures
 from node.work import Worker
 from protocol.seams import Question, QuestionAbout
@@ -38,6 +39,8 @@ class Account:
     recomputed: int
     tokens: int
     tokens_per_s: float
+    codec_s: float
+    """Seconds spent on encoding and decoding microbatches."""
     counts: MicrobatchCounts = NO_COUNTS
     loss_first: float | None = None
     loss_last: float | None = None
@@ -107,9 +110,24 @@ def carrier_for(given: Assignment, worker: Worker, planner: Planner, rounds: Mod
         given.events.emit(InnerStep(own.peer, module, figures.step, visits, norm, rate))
 
     admission = Admission(given.manifest, own.peer, given.module)
+    codecs = link_codecs(given, worker, clock)
     on_failure = given.presence.neighbourhood.link_down
     visits = LoggedVisits(own.peer, module, given.events)
-    return Carrier(custody, admission, worker, given.compute, clock, on_failure, stepped, visits=visits)
+    return Carrier(custody, admission, worker, given.compute, clock, on_failure, stepped, visits=visits, codecs=codecs)
+
+
+def link_codecs(given: Assignment, worker: Worker, clock: SystemClock) -> LinkCodecs:
+    """A visit takes as long as the slower end of a link needs, as far as it announces its speed (data nodes do not: nobody waits for theirs)."""
+    own, membership, transport = given.presence.own, given.presence.membership, given.presence.transport
+    tokens = given.manifest.microbatch_tokens
+
+    def visit_s(peer: PeerId) -> float:
+        announced = membership.get(peer)
+        speeds = (own.tokens_per_second, 0.0 if announced is None else announced.tokens_per_second)
+        known = [speed for speed in speeds if speed > 0]
+        return tokens / min(known) if known else 0.0
+
+    return LinkCodecs(given.manifest, worker.tensor, clock, visit_s, transport.round_trip_s)
 
 
 def _stand_in(planner: Planner, clock: SystemClock) -> ChooseReplica:

@@ -94,7 +94,8 @@ class HopDuty:
     def account(self) -> Account:
         worker = self._worker
         tokens = worker.accumulated * self._tokens
-        return Account(worker.optimizer.steps, worker.accumulated, worker.recomputed, tokens, self._rate.per_second())
+        rate, codec_s = self._rate.per_second(), worker.wire.codec_s
+        return Account(worker.optimizer.steps, worker.accumulated, worker.recomputed, tokens, rate, codec_s)
 
 
 @asynccontextmanager

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from node.model.visit import Visit, backward, forward
 from node.optimization import Accumulator, Addition, InnerOptimizer, StepFigures
-from node.tensors import bytes_of_tensor, device_errors, tensor_from_bytes
+from node.tensors import device_errors
+from node.wire import Wire
 from node.work import Job, Output
 from protocol.tensor_spec import TensorSpec
 from swarm.errors import ProtocolViolation, StateError
@@ -65,7 +66,7 @@ class HopWorker:
         self._accumulator = accumulator
         self._tensor = tensor
         self._tokens = tokens
-        self._device = device
+        self.wire = Wire(device)
         self._graphs = GraphBudget(graph_budget_bytes)
         self._kept: dict[int, _Kept] = {}
 
@@ -85,24 +86,20 @@ class HopWorker:
 
     def _compute(self, job: Job) -> Output:
         if job.work is Work.REPLAY:
-            self._kept[job.ticket] = _Kept(self._tensor_of(job.input), None, self.parameter_version)
+            self._kept[job.ticket] = _Kept(self.wire.received(job.input), None, self.parameter_version)
         if job.work in (Work.BACKWARD, Work.REPLAY):
-            return self._backward(job, self._tensor_of(job.gradient))
-        source = self._tensor_of(job.input)
+            return self._backward(job, self.wire.received(job.gradient))
+        source = self.wire.received(job.input)
         if job.purpose is Purpose.EVALUATE:
             with torch.no_grad():
-                return Output(bytes_of_tensor(self.part(source)))
+                return self.wire.output(self.part(source), job)
         return self._forward(job, source)
-
-    def _tensor_of(self, data: memoryview | None) -> Tensor:
-        assert data is not None, "custody asks for nothing before its tensors are there"
-        return tensor_from_bytes(data, self._tensor, self._device)
 
     def retract(self, job: Job) -> bool:
         """See `node.work.Worker`. What is taken back is computed with the parameters of now: exactly what was added if they have not changed since."""
         with device_errors():
-            visit = forward(self.part, self._tensor_of(job.input))
-            gradients = backward(self.part, visit, self._tensor_of(job.gradient)).parameters
+            visit = forward(self.part, self.wire.received(job.input))
+            gradients = backward(self.part, visit, self.wire.received(job.gradient)).parameters
         taken_back = self._accumulator.retract(job.key.microbatch, self._tokens, gradients)
         self.accumulated -= taken_back
         return taken_back
@@ -129,7 +126,7 @@ class HopWorker:
         visit = self._graphs.measure(self.part, source)
         keep = self._graphs.take()
         self._kept[job.ticket] = _Kept(source, visit if keep else None, self.parameter_version)
-        output = Output(bytes_of_tensor(visit.result))
+        output = self.wire.output(visit.result, job)
         self._forward_s = time.perf_counter() - begun
         return output
 
@@ -146,7 +143,7 @@ class HopWorker:
         gradients = backward(self.part, visit, gradient)
         assert gradients.source is not None
         self._add(job, gradients.parameters)
-        output = Output(bytes_of_tensor(gradients.source), step_due=self.optimizer.due)
+        output = self.wire.output(gradients.source, job, step_due=self.optimizer.due)
         self._timed(self._forward_s + time.perf_counter() - begun)
         return output
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from protocol.codecs import Encoded
 from swarm.holdings import Key
 
 
@@ -15,9 +16,9 @@ class Load:
     """The tensors of one holding, given back when custody has forgotten it and no task uses them any more."""
 
     ticket: int
-    input: memoryview | None = None
-    gradient: memoryview | None = None
-    output: memoryview | None = None
+    input: Encoded | None = None
+    gradient: Encoded | None = None
+    output: Encoded | None = None
     users: int = 0
     forgotten: bool = False
 

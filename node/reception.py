@@ -7,6 +7,7 @@ from typing import Protocol
 
 from node.carrier import Carrier
 from node.neighbourhood import Neighbourhood
+from protocol.codecs import Encoded
 from protocol.seams import Question, QuestionAbout, Refusal
 from protocol.tensor_spec import TensorSpec
 from swarm.errors import PeerError, Rejected
@@ -71,7 +72,7 @@ class Reception:
     def received(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec, buffer: memoryview) -> None:
         if isinstance(message, Forward | Backward):
             if self.carrier is not None:
-                self.carrier.received(message, buffer)
+                self.carrier.received(message, Encoded(tensor, buffer))
         elif self.rounds is not None:
             self.rounds.received(sender, message, tensor, buffer)
 

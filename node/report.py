@@ -14,7 +14,7 @@ from node.own_state import OwnState
 def node_summary(own: OwnState, duty: Duty, compute: ComputeThread) -> NodeSummary:
     """The account of a node that stops."""
     account = duty.account()
-    busy = BusySeconds(compute=compute.busy_s, codec=0.0, wire=duty.carrier.wire_s, wait=compute.idle_s)
+    busy = BusySeconds(compute=compute.busy_s, codec=account.codec_s, wire=duty.carrier.wire_s, wait=compute.idle_s)
     return NodeSummary(
         peer=own.peer,
         module=str(own.module),
@@ -44,6 +44,7 @@ def status_json(own: OwnState, duty: Duty) -> bytes:
         "rounds": duty.rounds.describe(),
         "last_round": duty.rounds.news.last_round(),
         "catching_up": duty.rounds.news.catching_up(),
+        "codecs": duty.carrier.codecs.describe(),
         **dataclasses.asdict(account),
         "visits": {str(stage): count for stage, count in account.visits},
     }

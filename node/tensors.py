@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
 
 import torch
 from torch import Tensor
 
-from protocol.tensor_spec import DType, TensorSpec
+from protocol.codecs import Encoded, decode
+from protocol.codecs.memory import ELEMENT_TYPES
 from swarm.errors import ProtocolViolation, ResourceExhausted
-
-ELEMENT_TYPES: Final = {DType.FLOAT32: torch.float32, DType.BFLOAT16: torch.bfloat16, DType.FLOAT16: torch.float16}
+from swarm.vocabulary import Codec
 
 
 @contextmanager
@@ -27,17 +26,29 @@ def device_errors() -> Iterator[None]:
         ) from None
 
 
-def tensor_from_bytes(data: memoryview, spec: TensorSpec, device: torch.device) -> Tensor:
-    """A tensor of `spec`'s shape. On the CPU it shares the memory of `data`; elsewhere it is a copy.
+def tensor_of(encoded: Encoded, device: torch.device) -> Tensor:
+    """The tensor that came. On the CPU, with NONE, it shares the memory that it came in; else it is a new one.
 
     Raises:
-        ProtocolViolation: an element is not finite. (A sum is not finite when an element is not; a sum of finite ones that overflows
-            is beyond any use as well.)
+        ProtocolViolation: it is no encoding, or an element is not finite. (A sum is not finite when an element is not; a sum of finite
+            ones that overflows is beyond any use as well.)
     """
-    tensor = torch.frombuffer(data, dtype=ELEMENT_TYPES[spec.dtype]).view(spec.shape).to(device)
+    spec, kind = encoded.spec, ELEMENT_TYPES[encoded.spec.dtype]
+    if spec.codec is Codec.NONE:
+        tensor = torch.frombuffer(encoded.data, dtype=kind).view(spec.shape).to(device)
+    else:
+        tensor = torch.empty(spec.shape, dtype=kind, device=device)
+        decode(spec, encoded.data, tensor)
     if not torch.isfinite(tensor.sum(dtype=torch.float32)):
         raise ProtocolViolation("the tensor has elements that are not finite")
     return tensor
+
+
+def relative_error(tensor: Tensor, encoded: Encoded) -> float:
+    """Length of what the encoding changes, over that of the tensor; 0 for a tensor of zeros."""
+    decoded = tensor_of(encoded, tensor.device).float()
+    length = torch.linalg.vector_norm(tensor.float()).item()
+    return torch.linalg.vector_norm(decoded - tensor.float()).item() / length if length else 0.0
 
 
 def bytes_of_tensor(tensor: Tensor) -> memoryview:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from node.optimization import StepFigures
+from protocol.codecs import Encoded
 from protocol.tensor_spec import TensorSpec
+from swarm.codec_choice import Traffic
 from swarm.holdings import Key, Work
 from swarm.messages import Forward, Purpose, Receipt
-from swarm.vocabulary import MicrobatchId, Path, PeerId
+from swarm.vocabulary import Codec, MicrobatchId, Path, PeerId
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a computation gave. `data` is sent on; `loss` is in nats per token; `step_due` asks for an inner step before anything else."""
+    """What a computation gave. `tensor` is sent on; `loss` is in nats per token; `step_due` asks for an inner step before anything else."""
 
-    data: memoryview | None = None
+    tensor: Encoded | None = None
     loss: float | None = None
     step_due: bool = False
+    error: float | None = None
+    """Relative, of the tensor's encoding, when the job asked for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +34,14 @@ class Job:
     key: Key
     work: Work
     purpose: Purpose
-    input: memoryview | None = None
+    input: Encoded | None = None
     """The received hidden states; None at a data node's start."""
-    gradient: memoryview | None = None
+    gradient: Encoded | None = None
     """The received gradient of the output, once it is there."""
+    codec: Codec = Codec.NONE
+    """For what is sent on."""
+    check_codec: bool = False
+    """Whether to say how large the encoding's error is."""
 
 
 class Worker(Protocol):
@@ -44,7 +53,7 @@ class Worker(Protocol):
         ...
 
     def compute(self, job: Job) -> Output:
-        """Does the job. Its tensors stay as they are until `forget(ticket)`; so does `Output.data`, which may be the same memory.
+        """Does the job. Its tensors stay as they are until `forget(ticket)`; so does `Output.tensor`, which may be the same memory.
 
         Raises:
             SkipstoneError: it could not be done, and nothing was accumulated.
@@ -133,3 +142,55 @@ class NobodyCounts:
     def visited(self, microbatch: MicrobatchId) -> None: ...
 
     def retracted(self, microbatch: MicrobatchId) -> None: ...
+
+
+class CodecChooser(Protocol):
+    """Somebody who knows the links, and which codecs the run allows (`node.link_codecs`)."""
+
+    def choose(self, to: PeerId, traffic: Traffic) -> Codec:
+        """For the next tensor of this kind that goes to the peer."""
+        ...
+
+    def measured(self, traffic: Traffic, codec: Codec, error: float) -> None:
+        """The relative error of an encoding."""
+        ...
+
+    def sending(self, to: PeerId, tensor: Hashable, size_bytes: int) -> None:
+        """A tensor, by any name, begins to go to the peer."""
+        ...
+
+    def accepted(self, by: PeerId, tensor: Hashable) -> None:
+        """The peer says that it has all of it."""
+        ...
+
+    def not_accepted(self, by: PeerId, tensor: Hashable) -> None:
+        """The peer did not want it."""
+        ...
+
+    def lost(self, peer: PeerId) -> None:
+        """The link ended."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """For `status`."""
+        ...
+
+
+class AsTheyAre:
+    """Where nothing is encoded."""
+
+    def choose(self, to: PeerId, traffic: Traffic) -> Codec:
+        return Codec.NONE
+
+    def measured(self, traffic: Traffic, codec: Codec, error: float) -> None: ...
+
+    def sending(self, to: PeerId, tensor: Hashable, size_bytes: int) -> None: ...
+
+    def accepted(self, by: PeerId, tensor: Hashable) -> None: ...
+
+    def not_accepted(self, by: PeerId, tensor: Hashable) -> None: ...
+
+    def lost(self, peer: PeerId) -> None: ...
+
+    def describe(self) -> dict[str, Any]:
+        return {}

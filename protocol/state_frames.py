@@ -24,6 +24,8 @@ from swarm.vocabulary import Codec
 
 MAX_REQUESTED_CHUNKS: Final = 64
 
+_LOSSLESS: Final = frozenset({Codec.NONE, Codec.PLANES})
+
 
 def encode_state_chunk(message: StateChunk, frame: TensorFrame) -> wire.Frame:
     """The frame of link.proto for a chunk's header."""
@@ -69,9 +71,9 @@ def read_state_chunk(chunk: wire.StateChunk) -> TensorFrame:
     message = StateChunk(read_module(chunk.module), checked_digest(chunk.digest), chunk.chunk)
     frame = read_header(message, chunk.tensor)
     tensor = frame.tensor
-    if len(tensor.shape) != 1 or (tensor.dtype, tensor.codec) != (DType.FLOAT32, Codec.NONE):
+    if len(tensor.shape) != 1 or tensor.dtype is not DType.FLOAT32 or tensor.codec not in _LOSSLESS:
         raise ProtocolViolation(
-            f"state: a chunk is a float32 vector as it is, not {tensor.codec.name} {tensor.dtype.name} {tensor.shape}"
+            f"state: a chunk is a float32 vector without loss, not {tensor.codec.name} {tensor.dtype.name} {tensor.shape}"
         )
     return frame
 

@@ -134,6 +134,11 @@ class GrpcTransport:
     def figures(self) -> dict[PeerId, LinkFigures]:
         return {peer: link.figures() for peer, link in self._links.items()}
 
+    def round_trip_s(self, peer: PeerId) -> float:
+        """As measured; 0 without a link or before the first answer."""
+        link = self._links.get(peer)
+        return 0.0 if link is None else link.figures().round_trip_s
+
     # ---- the table of links -------------------------------------------------------------------------------------
 
     async def _link_to(self, peer: PeerId) -> Link:

@@ -203,7 +203,7 @@ class StateRequest:
 
 @dataclass(frozen=True, slots=True)
 class StateChunk:
-    """One chunk of a module's state; its float32 elements as they are are the tensor. Checked against the state's hash list."""
+    """One chunk of a module's state; its float32 elements, in a lossless codec, are the tensor. Checked against the state's hash list."""
 
     module: ModuleId
     digest: bytes

@@ -1,7 +1,7 @@
 """Gets an agreed state from its donors: first the hash list, which the digest proves, then the chunks, which the list proves.
 
 Chunks arrive in a few buffers of this download's own, and go to their places in the new vectors only when they match: a donor
-that is slow or lies writes nowhere else. Hashing, copying and the disk are on one thread of their own, in order.
+that is slow or lies writes nowhere else. Decoding, hashing, copying and the disk are on one thread of their own, in order.
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Final, Protocol, TypeVar
-
-import numpy as np
+from typing import Final, TypeVar
 
 from node.averaging.anchor import Anchor, Vector
 from node.averaging.hash_lists import ProvenList, first_hash_list
 from node.averaging.layout import Layout
 from node.averaging.partial_state import KeptChunks, PartialState
+from node.averaging.space import Space
+from node.averaging.state_codec import ChunkDecoder, may_come_as
 from node.buffers import BufferPool
 from node.task_scope import set_or_after, task_scope
 from protocol.hash_list import HashList
 from protocol.seams import Clock, Refusal, Transport
-from protocol.tensor_spec import DType, TensorSpec
-from swarm.errors import NoQuorum, PeerError, ProtocolViolation, ResourceExhausted, SkipstoneError, Stalled
+from protocol.tensor_spec import TensorSpec
+from swarm.errors import NoQuorum, PeerError, ProtocolViolation, SkipstoneError, Stalled
 from swarm.round_messages import StateChunk, StateRefusal, StateRefused, StateRequest
 from swarm.rounds.catching_up import (
     DONORS_AT_ONCE,
@@ -58,39 +59,12 @@ BUFFER_BYTES: Final = 16 * 1024 * 1024
 """For chunks of one donor that are asked for, arriving or being checked: as many as this holds, and at least the above."""
 
 
-class Space(Protocol):
-    """Where the vectors come from. `node.averaging.shelf.Shelf` is one."""
-
-    def spare(self) -> tuple[Vector, Vector]:
-        """Parameters and momentum to be written, [elements] each. Raises ResourceExhausted."""
-        ...
-
-    def give_back(self, parameters: Vector, momentum: Vector) -> None: ...
-
-
-class FreshSpace:
-    """For a node that has no shelf yet, because this download brings its first anchor."""
-
-    def __init__(self, layout: Layout) -> None:
-        self._elements = layout.elements
-
-    def spare(self) -> tuple[Vector, Vector]:
-        """Raises ResourceExhausted."""
-        try:
-            return np.empty(self._elements, np.float32), np.empty(self._elements, np.float32)
-        except MemoryError:
-            raise ResourceExhausted(f"no memory for the module's state ({self._elements * 8} bytes)") from None
-
-    def give_back(self, parameters: Vector, momentum: Vector) -> None:
-        return
-
-
 @dataclass(frozen=True, slots=True)
 class Surroundings:
     """What every download of a module has in common.
 
-    `folder` keeps what has been fetched over a restart; `on_progress` gets bytes here and bytes in all; `on_liar` a donor that sent
-    what is not the agreed state, and what that was.
+    `codecs` are those in which the manifest lets chunks come; `folder` keeps what has been fetched over a restart; `on_progress` gets
+    bytes here and bytes in all; `on_liar` a donor that sent what is not the agreed state, and what that was.
     """
 
     module: ModuleId
@@ -99,6 +73,7 @@ class Surroundings:
     clock: Clock
     random: Random
     space: Space
+    codecs: frozenset[Codec]
     folder: Path | None = None
     on_progress: Callable[[int, int], None] = lambda done, total: None
     on_liar: Callable[[PeerId, str], None] = lambda donor, detail: None
@@ -112,7 +87,7 @@ class CatchingUp:
         self._busy = False
         self._fetching: _Fetching | None = None
         self.received_bytes: Mapping[PeerId, int] = {}
-        """Of the last download: the bytes of good chunks from each donor."""
+        """Of the last download: the bytes of good chunks from each donor, as they are in memory."""
 
     async def catch_up(self, wanted: AnchorVersion, donors: Sequence[PeerId], known: Anchor | None = None) -> Anchor:
         """The anchor of `wanted`'s digest, every byte of it checked.
@@ -180,6 +155,14 @@ class CatchingUp:
             self._fetching.handle(DonorLost(peer))
 
 
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """A chunk that is arriving: the whole buffer that it was given, and what it comes as."""
+
+    buffer: memoryview
+    tensor: TensorSpec
+
+
 class _Fetching:
     """One download under way: carries out what its plan says."""
 
@@ -195,8 +178,8 @@ class _Fetching:
         chunk_bytes = 4 * self._layout.chunk_elements
         self._buffers_of_one = max(FEWEST_BUFFERS, min(MOST_OWED, BUFFER_BYTES // chunk_bytes))
         self._pool = BufferPool(chunk_bytes, self._buffers_of_one * min(len(proven.donors), DONORS_AT_ONCE))
-        self._arriving: dict[tuple[PeerId, int], memoryview] = {}
-        """The whole buffer of each chunk that is arriving."""
+        self._decoder = ChunkDecoder(self._layout.chunk_elements)
+        self._arriving: dict[tuple[PeerId, int], _Arrival] = {}
         self._thread = ThreadPoolExecutor(1, "catching-up")
         self._tasks: asyncio.TaskGroup | None = None
         self._running: set[asyncio.Task[None]] = set()
@@ -233,11 +216,12 @@ class _Fetching:
         chunk = message.chunk
         if self._plan is None or not self._plan.expects(sender, chunk):
             return Refusal(False, "this chunk is not wanted, or not any more")
-        due = TensorSpec((self._elements_of(chunk),), DType.FLOAT32, Codec.NONE)
-        if tensor != due:
+        elements = self._elements_of(chunk)
+        if not may_come_as(tensor, elements, self._with.codecs):
             self.handle(ChunkCame(sender, chunk, False))
             raise ProtocolViolation(
-                f"chunk {chunk} of a state as {tensor.shape} {tensor.dtype.name} where {due.shape} is due"
+                f"chunk {chunk} of a state, {elements} elements, as {tensor.shape} {tensor.dtype.name} in"
+                f" {tensor.byte_length} bytes of {tensor.codec.name}: that is no form of it in this run"
             )
         if (sender, chunk) in self._arriving:
             return Refusal(False, "this chunk is on its way already")
@@ -245,19 +229,19 @@ class _Fetching:
         if of_sender >= self._buffers_of_one or self._pool.in_use >= self._pool.limit:
             self.handle(ChunksRefused(sender, (chunk,), StateRefusal.BUSY))  # by us; it will be asked for again
             return Refusal(True, "too many chunks at once")
-        buffer = self._arriving[sender, chunk] = self._pool.take()
-        return buffer[: due.byte_length]
+        arrival = self._arriving[sender, chunk] = _Arrival(self._pool.take(), tensor)
+        return arrival.buffer[: tensor.byte_length]
 
     def received(self, sender: PeerId, chunk: int, buffer: memoryview) -> None:
-        whole = self._arriving.get((sender, chunk))
-        if whole is not None and whole.obj is buffer.obj and self._tasks is not None:
-            self._spawn(self._check(sender, chunk, buffer))
+        arrival = self._arriving.get((sender, chunk))
+        if arrival is not None and arrival.buffer.obj is buffer.obj and self._tasks is not None:
+            self._spawn(self._check(sender, chunk, arrival.tensor, buffer))
 
     def broken_off(self, sender: PeerId, chunk: int, buffer: memoryview) -> None:
-        whole = self._arriving.get((sender, chunk))
-        if whole is not None and whole.obj is buffer.obj:
+        arrival = self._arriving.get((sender, chunk))
+        if arrival is not None and arrival.buffer.obj is buffer.obj:
             del self._arriving[sender, chunk]
-            self._pool.give_back(whole)
+            self._pool.give_back(arrival.buffer)
             self.handle(ChunkLost(sender, chunk))
 
     # ---- carrying out --------------------------------------------------------------------------------------------------
@@ -320,17 +304,24 @@ class _Fetching:
             log.info("could not ask %s for state: %s", short(donor), error)
             self.handle(DonorLost(donor))
 
-    async def _check(self, sender: PeerId, chunk: int, data: memoryview) -> None:
-        assert self._state is not None
-        state = self._state
+    async def _check(self, sender: PeerId, chunk: int, tensor: TensorSpec, data: memoryview) -> None:
         try:
-            matches = await self._on_thread(lambda: state.place(chunk, data))
+            matches = await self._on_thread(partial(self._place, chunk, tensor, data))
         finally:
-            self._pool.give_back(self._arriving.pop((sender, chunk)))
+            self._pool.give_back(self._arriving.pop((sender, chunk)).buffer)
         if matches:
-            self.received_bytes[sender] += data.nbytes
+            self.received_bytes[sender] += tensor.raw_bytes
         self.handle(ChunkCame(sender, chunk, matches))
         self._tell_progress()
+
+    def _place(self, chunk: int, tensor: TensorSpec, data: memoryview) -> bool:
+        """On the thread. What is no encoding matches no hash either."""
+        assert self._state is not None
+        try:
+            return self._state.place(chunk, self._decoder.bytes_of(tensor, data))
+        except ProtocolViolation as error:
+            log.info("chunk %d of a state cannot be decoded: %s", chunk, error)
+            return False
 
     def _tell_progress(self) -> None:
         assert self._plan is not None

@@ -2,7 +2,8 @@
 
 One chunk at a time goes to each asker, so on a link it takes turns with microbatches frame by frame; at most `LINKS_AT_ONCE` chunks
 are under way in all, and askers take turns. Nothing here touches the compute thread, and an averaging round takes the arrays
-it needs whoever reads others (`node.averaging.shelf`): what is gone is answered with GONE.
+it needs whoever reads others (`node.averaging.shelf`): what is gone is answered with GONE. Encoding for slow links is done on the thread
+for arithmetic on anchors, after what rounds have to do there.
 """
 
 from __future__ import annotations
@@ -11,17 +12,20 @@ import asyncio
 import logging
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from node.averaging.anchor import Anchor
 from node.averaging.shelf import Shelf
+from node.averaging.state_codec import as_it_is, codec_for, in_planes
+from node.compute import ComputeThread, Priority
 from node.task_scope import task_scope
+from protocol.codecs import Encoded
 from protocol.hash_list import HashList, encode_hash_list
 from protocol.seams import Clock, Question, Transport
-from protocol.tensor_spec import DType, TensorSpec
 from swarm.errors import PeerError, Rejected, StateError
 from swarm.round_messages import StateChunk, StateRefusal, StateRefused, StateRequest
-from swarm.vocabulary import ModuleId, PeerId, short
+from swarm.vocabulary import Codec, ModuleId, PeerId, short
 
 log = logging.getLogger(__name__)
 
@@ -49,12 +53,21 @@ class _Asker:
 
 
 class Donor:
-    """Serves one module's anchors from its shelf. `run` carries it; all else is called on the event loop."""
+    """Serves one module's anchors from its shelf. `run` carries it; all else is called on the event loop.
 
-    def __init__(self, module: ModuleId, shelf: Shelf, clock: Clock) -> None:
+    Args:
+        codecs: as the manifest allows, of `state_codec.STATE_CODECS`.
+        averaging: the thread for arithmetic on anchors.
+    """
+
+    def __init__(
+        self, module: ModuleId, shelf: Shelf, clock: Clock, codecs: frozenset[Codec], averaging: ComputeThread
+    ) -> None:
         self._module = module
         self._shelf = shelf
         self._clock = clock
+        self._codecs = codecs
+        self._averaging = averaging
         self._askers: dict[PeerId, _Asker] = {}
         self._turns = asyncio.Semaphore(LINKS_AT_ONCE)
         self._first_asked: dict[bytes, float] = {}
@@ -151,12 +164,20 @@ class Donor:
 
     async def _send_pinned(self, peer: PeerId, anchor: Anchor, chunk: int) -> None:
         assert self._transport is not None
-        data = anchor.chunk(chunk)
-        message = StateChunk(self._module, anchor.version.digest, chunk)
-        tensor = TensorSpec((data.nbytes // DType.FLOAT32.size_bytes,), DType.FLOAT32)
-        async with asyncio.timeout(SEND_GRACE_S + data.nbytes / SLOWEST_BYTES_PER_S):
-            await self._transport.send(peer, message, tensor, data)
-        self.sent_bytes += data.nbytes
+        encoded = await self._encoded(peer, anchor.chunk(chunk))
+        message, size = StateChunk(self._module, anchor.version.digest, chunk), encoded.spec.byte_length
+        async with asyncio.timeout(SEND_GRACE_S + size / SLOWEST_BYTES_PER_S):
+            await self._transport.send(peer, message, encoded.spec, encoded.data)
+        self.sent_bytes += size
+
+    async def _encoded(self, peer: PeerId, data: memoryview) -> Encoded:
+        """In planes where the link is slow; a peer whose link is gone is no matter here."""
+        assert self._transport is not None
+        link = self._transport.figures().get(peer)
+        codec = codec_for(self._codecs, 0.0 if link is None else link.goodput_bytes_per_s)
+        if codec is Codec.NONE:
+            return as_it_is(data)
+        return await self._averaging.run(Priority.TRAIN, partial(in_planes, data))
 
     def _refuse(self, peer: PeerId, request: StateRequest, reason: StateRefusal) -> None:
         if self._tasks is not None and self._refusals < REFUSALS_WAITING:

@@ -23,6 +23,7 @@ from node.averaging.outer import outer_rule
 from node.averaging.replica import LocalReplica
 from node.averaging.saved import anchor_state, restored_anchor
 from node.averaging.shelf import Shelf
+from node.averaging.state_codec import STATE_CODECS
 from node.averaging.state_desk import StateDesk
 from node.checkpoint.state import AnchorState
 from node.compute import ComputeThread, Priority
@@ -74,7 +75,8 @@ class ModuleRounds:
         self.news = RoundNews(own.peer, given.module, own.clock, given.events)
         hooks = AveragerHooks(self._fellows, self._catch_up, self._anchored, self._settled, self.news.exchanging)
         self._averager = Averager(parts, hooks)
-        self._donor = Donor(given.module, self._shelf, own.clock)
+        codecs = STATE_CODECS[manifest.codecs.state]
+        self._donor = Donor(given.module, self._shelf, own.clock, codecs, averaging)
         folder = given.options.checkpoint_dir
         around = Surroundings(
             given.module,
@@ -83,6 +85,7 @@ class ModuleRounds:
             own.clock,
             Random(own.peer),  # noqa: S311 - spreads the load over donors; no secret
             self._shelf,
+            codecs,
             None if folder is None else folder / own.peer / "download",
             self.news.progressed,
         )

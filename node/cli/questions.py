@@ -10,6 +10,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from node.cli.codecs_view import codecs_views
 from node.cli.live import download_bar
 from node.cli.options import StagesPerPath
 from node.cli.output import announce, print_json, run_loop
@@ -41,7 +42,7 @@ def status(
     console = Console()
     console.print(status_headline(answer))
     console.print(status_table(answer))
-    for view in paths_views(answer):
+    for view in (*paths_views(answer), *codecs_views(answer)):
         console.print(view)
 
 

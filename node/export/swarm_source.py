@@ -14,9 +14,11 @@ from random import Random
 from typing import Final
 
 from node.averaging.anchor import Vector
-from node.averaging.catch_up import CatchingUp, FreshSpace, Surroundings
+from node.averaging.catch_up import CatchingUp, Surroundings
 from node.averaging.layout import layout_of
 from node.averaging.saved import tensors_of
+from node.averaging.space import FreshSpace
+from node.averaging.state_codec import STATE_CODECS
 from node.export.source import Parameters
 from node.model.shapes import parameter_bytes, parameter_shapes
 from node.presence import Presence
@@ -101,6 +103,7 @@ class SwarmSource:
                 own.clock,
                 Random(own.peer),  # noqa: S311 - spreads the load over donors; no secret
                 FreshSpace(layout),
+                STATE_CODECS[manifest.codecs.state],
                 on_progress=lambda done, total: self._came(module, done),
             )
         )

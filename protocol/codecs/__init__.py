@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from protocol.codecs import bf16, fp8, int4, int8, outliers, plain
+from protocol.codecs import bf16, fp8, int4, int8, outliers, plain, planes
 from protocol.codecs.memory import DTYPES, ELEMENT_TYPES, Vector, octets_of, octets_of_tensor, tensor_of
 from protocol.tensor_spec import DType, TensorSpec
 from swarm.errors import StateError
@@ -38,6 +38,9 @@ _SIMPLE: Final[dict[Codec, _Simple]] = {
     Codec.FP8: fp8,
     Codec.INT4: int4,
 }
+VECTOR_CODECS: Final = tuple(_SIMPLE)
+"""That `encode_into` and `decode_into` know."""
+
 _BLOCKWISE: Final = frozenset({Codec.INT8, Codec.FP8, Codec.INT4})
 
 
@@ -58,6 +61,8 @@ def encode(values: Tensor, codec: Codec) -> Encoded:
     shape, dtype = tuple(values.shape), DTYPES[values.dtype]
     if codec is Codec.NONE:
         return Encoded(TensorSpec(shape, dtype), octets_of_tensor(values.detach().cpu()))
+    if codec is Codec.PLANES:
+        return _encode_planes(values.detach().cpu())
     try:
         return _encode(values.detach(), TensorSpec(shape, dtype, codec))
     except StateError:
@@ -75,23 +80,44 @@ def _encode(values: Tensor, spec: TensorSpec) -> Encoded:
     return Encoded(spec, octets_of_tensor(out.cpu()))
 
 
+def _encode_planes(values: Tensor) -> Encoded:
+    """On the CPU."""
+    data = planes.encode(values.view(-1))
+    if data is None:
+        return encode(values, Codec.NONE)
+    spec = TensorSpec(tuple(values.shape), DTYPES[values.dtype], Codec.PLANES, compressed_bytes=len(data))
+    return Encoded(spec, octets_of_tensor(data))
+
+
 def decode(spec: TensorSpec, data: memoryview, out: Tensor) -> None:
     """Writes the elements into `out`, a contiguous tensor of `spec`'s shape and element type.
 
-    With NONE and BF16 they may be anything; what the other codecs give is finite, but for channels sent apart.
+    With NONE, BF16 and PLANES they may be anything; what the other codecs give is finite, but for channels sent apart.
 
     Raises:
-        ProtocolViolation: `data` is no encoding; `out` is untouched.
+        ProtocolViolation: `data` is no encoding; `out` is untouched, but with PLANES may be written in part.
         ValueError: `data` has another length, or `out` another form, than `spec` says.
     """
     if data.nbytes != spec.byte_length or tuple(out.shape) != spec.shape or out.dtype is not ELEMENT_TYPES[spec.dtype]:
         raise ValueError(f"{data.nbytes} bytes and a tensor {out.dtype} {tuple(out.shape)} do not go with {spec}")
+    if spec.codec is Codec.PLANES:
+        _decode_planes(octets_of(data), out)
+        return
     octets = octets_of(data).to(out.device)
     base = TensorSpec(spec.shape, spec.dtype, spec.codec).byte_length
     apart = outliers.checked_channels(octets[base:], spec.outliers, spec.shape[-1]) if spec.outliers else None
     _SIMPLE[spec.codec].decode(octets[:base], out.view(-1))
     if apart is not None:
         outliers.put_back(octets[base:], apart, out)
+
+
+def _decode_planes(octets: Tensor, out: Tensor) -> None:
+    """On the CPU; to another device the whole is copied."""
+    target = out.view(-1)
+    elements = target if out.device.type == "cpu" else torch.empty_like(target, device="cpu")
+    planes.decode(octets, elements)
+    if elements is not target:
+        target.copy_(elements)
 
 
 # ---- vectors ----------------------------------------------------------------------------------------------------------
@@ -110,7 +136,8 @@ def encode_into(codec: Codec, values: Vector, out: memoryview) -> None:
         ValueError: `out` has another length.
     """
     _check(codec, values, out)
-    _SIMPLE[codec].encode(tensor_of(values), octets_of(out.cast("B")))
+    if len(values):
+        _SIMPLE[codec].encode(tensor_of(values), octets_of(out.cast("B")))
 
 
 def decode_into(codec: Codec, data: memoryview, out: Vector) -> None:
@@ -121,7 +148,8 @@ def decode_into(codec: Codec, data: memoryview, out: Vector) -> None:
         ValueError: `data` has another length than an encoding of `out` has.
     """
     _check(codec, out, data)
-    _SIMPLE[codec].decode(octets_of(data.cast("B")), tensor_of(out))
+    if len(out):
+        _SIMPLE[codec].decode(octets_of(data.cast("B")), tensor_of(out))
 
 
 def _check(codec: Codec, vector: Vector, encoding: memoryview) -> None:

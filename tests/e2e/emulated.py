@@ -6,6 +6,7 @@ busy and the core is not), what comes by a link comes later, and a data node may
 
 from __future__ import annotations
 
+import atexit
 import json
 import random
 import sys
@@ -25,6 +26,7 @@ from node.cli.app import main
 from node.data_duty import DataDuty, data_duty
 from node.data_worker import DataWorker
 from node.hop_worker import HopWorker
+from node.link_codecs import LinkCodecs
 from node.work import Job, Output
 from protocol.manifest import Manifest
 from protocol.streams import AcceptedStream, DialledStream
@@ -34,7 +36,7 @@ from swarm.holdings import Event, Started, Work
 from swarm.messages import Purpose, Receipt
 from swarm.paths.balance import ring_stages
 from swarm.planner import NoReplica
-from swarm.vocabulary import Hop, MicrobatchId, ModuleId, PeerId, Reasoned
+from swarm.vocabulary import Codec, Hop, MicrobatchId, ModuleId, PeerId, Reasoned
 from swarm.vocabulary import Path as HopPath
 from tests.e2e.late_frames import LateFrames
 
@@ -56,6 +58,10 @@ class Spec:
     """By which a data node chooses peers: `ours` or `swarm`."""
     window: int | None = None
     """Microbatches a data node has under way; None for the node's own choice."""
+    codec: str | None = None
+    """Of all microbatches; None for what the node chooses for each link."""
+    counts: str | None = None
+    """File into which the bytes of all frames that were sent are written at the end."""
     seed: int = 0
 
     @property
@@ -157,9 +163,25 @@ def _make_late(kind: Any, bytes_per_s: float | None) -> None:
         return None if frame is None else await self.late.arrive(frame)
 
     async def write_stamped(self: Any, frame: bytes) -> None:
+        SentBytes.total += len(frame)
         await write(self, await self.late.leave(frame))
 
     kind.__init__, kind.read, kind.write = init, read_late, write_stamped
+
+
+class SentBytes:
+    """Of all streams of this process."""
+
+    total = 0
+
+    @classmethod
+    def write(cls, file: str) -> None:
+        Path(file).write_text(str(cls.total))
+
+
+def fix_codec(codec: Codec) -> None:
+    """One codec for everything, instead of the choice."""
+    LinkCodecs.choose = lambda self, to, traffic: codec  # type: ignore[method-assign]
 
 
 # ---- SWARM's rule ----------------------------------------------------------------------------------------------------
@@ -237,6 +259,10 @@ def emulate(spec: Spec) -> None:
     """Before the node starts."""
     slow_computing(spec)
     slow_links(spec)
+    if spec.codec is not None:
+        fix_codec(Codec[spec.codec.upper()])
+    if spec.counts is not None:
+        atexit.register(SentBytes.write, spec.counts)
     if spec.rule == SWARM:
         choose_by_swarm(spec)
     if spec.window is not None:

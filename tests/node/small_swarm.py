@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -19,10 +19,12 @@ from node.hop_worker import HopWorker
 from node.hosting import host_hop, host_stage_zero
 from node.optimization import StepFigures
 from node.task_scope import task_scope
-from node.work import Job, Output
+from node.work import AsTheyAre, Job, Output
+from protocol.codecs import Encoded
 from protocol.manifest import Manifest
 from protocol.seams import LinkFigures, Question, Refusal
 from protocol.tensor_spec import TensorSpec
+from swarm.codec_choice import Traffic
 from swarm.custody import Custody
 from swarm.errors import PeerError, Unreachable
 from swarm.holdings import Key, Phase, Started, Tick, Work
@@ -35,7 +37,7 @@ from swarm.messages import (
     Receipt,
     ReceiptStatus,
 )
-from swarm.vocabulary import Hop, MicrobatchId, ModuleId, Path, PeerId, Reasoned
+from swarm.vocabulary import Codec, Hop, MicrobatchId, ModuleId, Path, PeerId, Reasoned
 from tests.node.small_manifest import small_manifest
 
 CPU = torch.device("cpu")
@@ -210,6 +212,29 @@ class Member:
         return None if holding is None else holding.phase
 
 
+class HardestCodec(AsTheyAre):
+    """As if every link were too slow for anything else. Keeps the errors that were measured."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        limits = manifest.codecs.activations, manifest.codecs.gradients
+        self._limits = dict(zip(Traffic, map(Codec.__getitem__, map(str.upper, limits)), strict=True))
+        self.errors: list[tuple[Traffic, Codec, float]] = []
+        self.sent_bytes: list[int] = []
+        self.answers = 0
+
+    def choose(self, to: PeerId, traffic: Traffic) -> Codec:
+        return self._limits[traffic]
+
+    def measured(self, traffic: Traffic, codec: Codec, error: float) -> None:
+        self.errors.append((traffic, codec, error))
+
+    def sending(self, to: PeerId, tensor: Hashable, size_bytes: int) -> None:
+        self.sent_bytes.append(size_bytes)
+
+    def accepted(self, by: PeerId, tensor: Hashable) -> None:
+        self.answers += 1
+
+
 class SmallSwarm:
     """Made by `small_swarm`: one data node, and hops A and A2 of stage 1 and B of stage 2."""
 
@@ -247,6 +272,7 @@ class SmallSwarm:
             steps.append,
             self.ends if own == DATA else None,
             visits,
+            HardestCodec(self.manifest),
         )
         return Member(own, gated, carrier, compute, steps, visits)
 
@@ -311,7 +337,7 @@ class MemoryTransport:
             there.broken_off(message, admitted)
             raise
         admitted[:] = data
-        there.received(message, admitted)
+        there.received(message, Encoded(tensor, admitted))
 
     async def tell(self, peer: PeerId, message: MicrobatchControl) -> None:
         await self._reach(peer)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
 from node.averaging.anchor import Anchor
-from node.averaging.catch_up import CatchingUp, FreshSpace, Space, Surroundings
+from node.averaging.catch_up import CatchingUp, Surroundings
 from node.averaging.donor import Donor
 from node.averaging.layout import Layout
 from node.averaging.shelf import Shelf
+from node.averaging.space import FreshSpace, Space
+from node.averaging.state_codec import STATE_CODECS
 from node.averaging.state_desk import StateDesk
+from node.compute import ComputeThread
 from node.task_scope import task_scope
 from protocol.seams import LinkFigures, Question, Refusal
 from protocol.settings import TransportSettings
@@ -23,7 +27,7 @@ from protocol.transport import GrpcTransport
 from swarm.errors import PeerError, Rejected
 from swarm.messages import ControlMessage, TensorMessage
 from swarm.round_messages import StateChunk, StateRefused, StateRequest
-from swarm.vocabulary import ModuleId, PeerId
+from swarm.vocabulary import Codec, ModuleId, PeerId
 from tests.protocol.link_peers import Persona, SystemClock
 
 MODULE = ModuleId(1)
@@ -37,12 +41,19 @@ class Faults:
     """What goes wrong when a donor sends chunks, and what it has sent."""
 
     corrupt: bool = False
+    """The last byte is another."""
+    garble: bool = False
+    """All bytes are others."""
     lies_about_hashes: bytes | None = None
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     """Chunks wait here when it is not set."""
     freeze_after: int | None = None
     """Closes the gate after so many chunks."""
+    goodput_bytes_per_s: float = 0.0
+    """What the donor believes that its links carry; 0 leaves it to choose as if it had not measured any."""
     sent: list[int] = field(default_factory=list)
+    codecs: Counter[Codec] = field(default_factory=Counter)
+    """Of what was sent."""
     refused: list[StateRefused] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -69,7 +80,10 @@ class FaultyTransport:
             spoilt = bytearray(data)
             spoilt[-1] ^= 1
             data = memoryview(spoilt)
+        if self._faults.garble:
+            data = memoryview(bytes(byte ^ 0xA5 for byte in data))
         self._faults.sent.append(message.chunk)
+        self._faults.codecs[tensor.codec] += 1
         await self._inner.send(peer, message, tensor, data)
 
     async def tell(self, peer: PeerId, message: ControlMessage) -> None:
@@ -84,7 +98,8 @@ class FaultyTransport:
         return
 
     def figures(self) -> dict[PeerId, LinkFigures]:
-        return self._inner.figures()
+        goodput = self._faults.goodput_bytes_per_s
+        return {peer: replace(link, goodput_bytes_per_s=goodput) for peer, link in self._inner.figures().items()}
 
 
 class DeskHandler:
@@ -161,8 +176,10 @@ class StatePeer:
 class StateSwarm:
     """Made by `state_swarm`."""
 
-    def __init__(self, stack: AsyncExitStack, layout: Layout, settings: TransportSettings) -> None:
+    def __init__(self, stack: AsyncExitStack, layout: Layout, settings: TransportSettings, state_codec: str) -> None:
         self._stack = stack
+        self.averaging = stack.enter_context(ComputeThread(name="averaging"))
+        self._codecs = STATE_CODECS[state_codec]
         self._layout = layout
         self._settings = settings
         self.peers: list[StatePeer] = []
@@ -196,12 +213,13 @@ class StateSwarm:
             clock,
             Random(len(self.peers)),
             space or FreshSpace(self._layout),
+            self._codecs,
             folder,
             lambda done, total: progress.append((done, total)),
             lambda peer, detail: liars.append((peer, detail)),
         )
         catching_up = CatchingUp(surroundings)
-        donor = None if shelf is None else Donor(MODULE, shelf, clock)
+        donor = None if shelf is None else Donor(MODULE, shelf, clock, self._codecs, self.averaging)
         handler.desk, handler.faults = StateDesk(catching_up, donor), faults
         stack = await self._stack.enter_async_context(AsyncExitStack())
         await stack.enter_async_context(transport)
@@ -219,6 +237,9 @@ class StateSwarm:
 
 
 @asynccontextmanager
-async def state_swarm(layout: Layout, settings: TransportSettings = SETTINGS) -> AsyncIterator[StateSwarm]:
+async def state_swarm(
+    layout: Layout, settings: TransportSettings = SETTINGS, state_codec: str = "planes"
+) -> AsyncIterator[StateSwarm]:
+    """`state_codec` is the manifest's `codecs.state`."""
     async with asyncio.timeout(LONG_S), AsyncExitStack() as stack:
-        yield StateSwarm(stack, layout, settings)
+        yield StateSwarm(stack, layout, settings, state_codec)

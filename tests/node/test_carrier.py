@@ -10,8 +10,10 @@ import torch
 from node.hop_worker import HopWorker
 from node.hosting import host_hop, host_stage_zero
 from node.work import Job, Output
+from protocol.codecs import Encoded
 from protocol.seams import Refusal
-from swarm.errors import Unreachable
+from swarm.codec_choice import MOST_ERROR, Traffic
+from swarm.errors import ProtocolViolation, Unreachable
 from swarm.holdings import PeerLost, Phase, Work
 from swarm.messages import (
     Backward,
@@ -26,7 +28,7 @@ from swarm.messages import (
 )
 from swarm.settling import ASK_S
 from swarm.shelf import PATIENCE_S, RETRY_S
-from swarm.vocabulary import Hop, MicrobatchId, ModuleId, Path, PeerId
+from swarm.vocabulary import Codec, Hop, MicrobatchId, ModuleId, Path, PeerId
 from tests.node.small_swarm import (
     A2,
     CPU,
@@ -35,6 +37,7 @@ from tests.node.small_swarm import (
     LONG_S,
     A,
     B,
+    HardestCodec,
     SmallSwarm,
     path_by,
     small_swarm,
@@ -249,7 +252,7 @@ async def test_what_is_closed_before_its_computation_begins_is_given_back_once()
         forward = Forward(MicrobatchId(DATA, 1), AB, 0, Purpose.TRAIN, LIFETIME_S)
         buffer = carrier.admit(DATA, forward, worker.tensor)
         assert isinstance(buffer, memoryview)
-        carrier.received(forward, buffer)
+        carrier.received(forward, Encoded(worker.tensor, buffer))
         carrier.told(DATA, Close(forward.microbatch, "over"))  # in the same turn of the loop: no task has run yet
         microbatch = swarm.launch(2, AB)
         await until(lambda: swarm.ends.done == [microbatch])
@@ -265,7 +268,7 @@ async def test_a_gradient_that_nobody_asked_for_is_given_back_when_its_input_can
         buffer = carrier.admit(B, orphan, hop(swarm, A).tensor)
         assert isinstance(buffer, memoryview)
         assert carrier.custody.used_slots == 1
-        carrier.received(orphan, buffer)
+        carrier.received(orphan, Encoded(hop(swarm, A).tensor, buffer))
         await swarm.all_clear()
         assert hop(swarm, A).accumulated == 0
 
@@ -457,3 +460,64 @@ async def test_a_data_node_that_leaves_brings_its_own_home() -> None:
         await until(lambda: swarm.ends.done == [microbatch])
         await swarm.all_clear()
         assert swarm.refused == []
+
+
+@pytest.mark.parametrize(("limit", "tolerance"), [("bf16", 2e-2), ("int8", 4e-2), ("fp8", 0.15), ("int4", 0.5)])
+async def test_encoded_both_ways_the_gradients_are_nearly_those_of_one_process(limit: str, tolerance: float) -> None:
+    async with small_swarm(A, B, codecs={"activations": limit, "gradients": limit}) as swarm:
+        microbatch = swarm.launch(5, AB)
+        await until(lambda: swarm.ends.done == [microbatch])
+        await swarm.all_clear()
+        manifest, text = swarm.manifest, text_of(swarm.manifest, 5)
+        zero = host_stage_zero(manifest, CPU).stage
+        parts = [host_hop(manifest, ModuleId(stage), CPU, 0).part for stage in (1, 2)]
+        hidden = zero.embedding(text.tokens)
+        for part in parts:
+            hidden = part(hidden)
+        loss = zero.head(hidden, text.labels)
+        loss.backward()
+        assert swarm.ends.losses[microbatch] == pytest.approx(loss.item(), rel=tolerance)
+        for peer, part in zip((A, B), parts, strict=True):
+            ours = torch.cat([gradient.flatten() for gradient in mean_gradients(hop(swarm, peer))])
+            theirs = torch.cat([p.grad.flatten() for p in part.parameters() if p.grad is not None])
+            assert torch.linalg.vector_norm(ours - theirs) < tolerance * torch.linalg.vector_norm(theirs)
+        used = swarm[A].carrier.codecs
+        assert isinstance(used, HardestCodec)
+        size = hop(swarm, A).tensor.raw_bytes
+        assert len(used.sent_bytes) == 2 <= used.answers
+        assert all(sent < 0.52 * size for sent in used.sent_bytes)
+        assert [(kind, codec) for kind, codec, _ in used.errors] == [(Traffic.ACTIVATIONS, Codec[limit.upper()])]
+        assert used.errors[0][2] <= MOST_ERROR[Codec[limit.upper()]]
+
+
+async def test_what_a_codec_cannot_express_goes_as_a_wider_one_and_is_refused_as_ever() -> None:
+    async with small_swarm(A, B, codecs={"activations": "int8", "gradients": "int8"}) as swarm:
+        with torch.no_grad():
+            next(swarm[DATA].worker.inner.stage.embedding.parameters()).fill_(torch.inf)  # type: ignore[union-attr]
+        microbatch = swarm.launch(5, AB)
+        await until(lambda: microbatch in swarm.ends.given_up)
+        await swarm.all_clear()
+        assert "not finite" in swarm.ends.given_up[microbatch]
+
+
+async def test_a_codec_that_the_run_does_not_allow_is_a_violation() -> None:
+    async with small_swarm(A, B, codecs={"activations": "int8", "gradients": "none"}) as swarm:
+        carrier, tensor = swarm[A].carrier, hop(swarm, A).tensor
+        out, back = (
+            Forward(MicrobatchId(DATA, 1), AB, 0, Purpose.TRAIN, LIFETIME_S),
+            Backward(MicrobatchId(DATA, 1), AB, 0),
+        )
+        for message, codec, outliers in (
+            (out, Codec.INT4, 0),
+            (out, Codec.FP8, 0),
+            (back, Codec.INT8, 0),
+            (back, Codec.BF16, 0),
+        ):
+            spec = replace(tensor, codec=codec, outliers=outliers)
+            with pytest.raises(ProtocolViolation, match="this run allows"):
+                carrier.admit(DATA if message is out else B, message, spec)
+        buffer = carrier.admit(DATA, out, replace(tensor, codec=Codec.INT8, outliers=1))
+        assert isinstance(buffer, memoryview)
+        assert buffer.nbytes == replace(tensor, codec=Codec.INT8, outliers=1).byte_length
+        carrier.broken_off(out, buffer)
+        await swarm.all_clear()

@@ -7,16 +7,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from node.averaging.anchor import Anchor, hash_all
-from node.averaging.catch_up import FreshSpace
+from node.averaging.anchor import Anchor, hash_all, version_of
 from node.averaging.donor import CHUNKS_OF_ONE, LEASE_S, LONGEST_LEASE_S, Donor
 from node.averaging.shelf import Shelf
+from node.averaging.space import FreshSpace
+from node.averaging.state_codec import PLANES_BELOW_BYTES_PER_S, STATE_CODECS, codec_for
+from node.averaging.state_desk import StateDesk
+from node.compute import ComputeThread
 from protocol.hash_list import HashList, encode_hash_list
 from protocol.seams import Question, QuestionAbout
 from protocol.tensor_spec import DType, TensorSpec
-from swarm.errors import NoQuorum, PeerError, Rejected, ResourceExhausted, SkipstoneError, Stalled
+from swarm.errors import NoQuorum, PeerError, ProtocolViolation, Rejected, ResourceExhausted, SkipstoneError, Stalled
 from swarm.round_messages import StateChunk, StateRefusal, StateRequest
-from swarm.vocabulary import ModuleId
+from swarm.vocabulary import Codec, ModuleId
 from tests.node.small_states import small_layout, state, written
 from tests.node.small_swarm import ManualClock, until
 from tests.node.state_peers import MODULE, Faults, StatePeer, state_swarm
@@ -24,6 +27,7 @@ from tests.node.state_peers import MODULE, Faults, StatePeer, state_swarm
 LAYOUT = small_layout()
 CHUNKS = 2 * LAYOUT.chunks
 ANCHOR = state(3)
+SLOW = PLANES_BELOW_BYTES_PER_S / 4
 
 
 def same(got: Anchor, wanted: Anchor) -> bool:
@@ -315,7 +319,7 @@ async def test_a_cancelled_download_gives_its_vectors_back():
 async def test_a_reader_cannot_keep_a_state_for_ever():
     clock = ManualClock()
     shelf = Shelf(state(0), clock.monotonic)
-    donor = Donor(MODULE, shelf, clock)
+    donor = Donor(MODULE, shelf, clock, STATE_CODECS["planes"], ComputeThread())
     question = Question(QuestionAbout.STATE, module=MODULE, digest=shelf.current.version.digest)
     kept_s = 0.0
     for number in range(1, 100):
@@ -331,6 +335,115 @@ async def test_a_reader_cannot_keep_a_state_for_ever():
 
 
 async def test_a_donor_of_another_module_gives_nothing():
-    donor = Donor(ModuleId(7), Shelf(ANCHOR), ManualClock())
+    donor = Donor(ModuleId(7), Shelf(ANCHOR), ManualClock(), STATE_CODECS["planes"], ComputeThread())
     with pytest.raises(Rejected, match=r"module 1\.0"):
         await donor.answer(Question(QuestionAbout.STATE, module=MODULE, digest=ANCHOR.version.digest))
+
+
+# ---- in byte planes -------------------------------------------------------------------------------------------------
+
+
+async def test_over_a_slow_link_it_comes_in_planes_and_is_the_same_bit_for_bit():
+    async with state_swarm(LAYOUT) as swarm:
+        donor, joiner = await swarm.donor(ANCHOR, Faults(goodput_bytes_per_s=SLOW)), await swarm.joiner()
+        assert same(await fetch(joiner, donor), ANCHOR)
+        assert set(donor.faults.codecs) == {Codec.PLANES}
+        assert swarm.averaging.busy_s > 0
+        assert donor.donor is not None
+        assert donor.donor.sent_bytes < 0.9 * sum(len(ANCHOR.chunk(chunk)) for chunk in donor.faults.sent)
+        assert joiner.catching_up.received_bytes == {donor.peer: 8 * LAYOUT.elements}
+        assert joiner.progress[-1] == (8 * LAYOUT.elements, 8 * LAYOUT.elements)
+
+
+async def test_donors_with_slow_and_with_fast_links_serve_one_download():
+    async with state_swarm(LAYOUT) as swarm:
+        slow = await swarm.donor(ANCHOR, Faults(goodput_bytes_per_s=SLOW))
+        fast = await swarm.donor(ANCHOR, Faults(goodput_bytes_per_s=PLANES_BELOW_BYTES_PER_S))
+        joiner = await swarm.joiner()
+        assert same(await fetch(joiner, slow, fast), ANCHOR)
+        assert set(slow.faults.codecs) == {Codec.PLANES}
+        assert set(fast.faults.codecs) == {Codec.NONE}
+
+
+async def test_what_planes_do_not_shorten_comes_as_it_is():
+    noise = np.random.default_rng(0).integers(0, 2**32, 2 * LAYOUT.elements, np.uint32).view(np.float32)
+    parameters, momentum = noise[: LAYOUT.elements], noise[LAYOUT.elements :]
+    hashes = hash_all(LAYOUT, parameters, momentum)
+    anchor = Anchor(LAYOUT, version_of(LAYOUT, hashes, 1, 1, 1, 0), parameters, momentum, hashes)
+    async with state_swarm(LAYOUT) as swarm:
+        donor, joiner = await swarm.donor(anchor, Faults(goodput_bytes_per_s=SLOW)), await swarm.joiner()
+        got = await joiner.catching_up.catch_up(anchor.version, [donor.peer])
+        assert got.parameters.tobytes() == parameters.tobytes()
+        assert got.momentum.tobytes() == momentum.tobytes()
+        assert set(donor.faults.codecs) == {Codec.NONE}
+
+
+async def test_planes_of_a_liar_are_found_out_and_the_others_do_its_part():
+    async with state_swarm(LAYOUT) as swarm:
+        liar = await swarm.donor(ANCHOR, Faults(corrupt=True, goodput_bytes_per_s=SLOW))
+        honest = await swarm.donor(ANCHOR, Faults(goodput_bytes_per_s=SLOW))
+        joiner = await swarm.joiner()
+        assert same(await fetch(joiner, liar, honest), ANCHOR)
+        assert [peer for peer, _ in joiner.liars] == [liar.peer]
+        assert joiner.catching_up.received_bytes == {honest.peer: 8 * LAYOUT.elements}
+
+
+async def test_planes_that_are_none_are_no_more_than_a_wrong_chunk():
+    async with state_swarm(LAYOUT) as swarm:
+        liar = await swarm.donor(ANCHOR, Faults(garble=True, goodput_bytes_per_s=SLOW))
+        honest = await swarm.donor(ANCHOR)
+        joiner = await swarm.joiner()
+        assert same(await fetch(joiner, liar, honest), ANCHOR)
+        assert [peer for peer, _ in joiner.liars] == [liar.peer]
+        assert not joiner.handler.downs
+
+
+async def test_a_run_without_planes_sends_none_and_takes_none():
+    async with state_swarm(LAYOUT, state_codec="none") as swarm:
+        donor, joiner = await swarm.donor(ANCHOR, Faults(goodput_bytes_per_s=SLOW)), await swarm.joiner()
+        donor.faults.gate.clear()
+        fetching = asyncio.create_task(fetch(joiner, donor))
+        desk, chunk, elements = await asked(joiner, donor)
+        with pytest.raises(ProtocolViolation, match="no form of it in this run"):
+            desk.admit(donor.peer, StateChunk(MODULE, ANCHOR.version.digest, chunk), planes_of(elements, 100))
+        with pytest.raises(NoQuorum):
+            await fetching
+        donor.faults.gate.set()
+        assert same(await fetch(joiner, donor), ANCHOR)
+        assert set(donor.faults.codecs) == {Codec.NONE}
+
+
+@pytest.mark.parametrize("change", [0, 1, 2**30])
+async def test_planes_that_are_not_shorter_than_the_chunk_get_no_buffer(change: int):
+    async with state_swarm(LAYOUT) as swarm:
+        donor, joiner = await swarm.donor(ANCHOR), await swarm.joiner()
+        donor.faults.gate.clear()
+        fetching = asyncio.create_task(fetch(joiner, donor))
+        desk, chunk, elements = await asked(joiner, donor)
+        message = StateChunk(MODULE, ANCHOR.version.digest, chunk)
+        with pytest.raises(ProtocolViolation, match="no form of it in this run"):
+            desk.admit(donor.peer, message, planes_of(elements, 4 * elements + change))
+        assert joiner.catching_up._fetching._pool.in_use == 0  # type: ignore[union-attr]
+        donor.faults.gate.set()
+        with pytest.raises(NoQuorum):
+            await fetching
+
+
+async def asked(joiner: StatePeer, donor: StatePeer) -> tuple[StateDesk, int, int]:
+    """The joiner's desk, a chunk that it has asked the donor for, and how many elements that has."""
+    await until(lambda: donor.donor is not None and donor.donor._askers)
+    chunk = next(c for c in range(CHUNKS) if joiner.catching_up._fetching._plan.expects(donor.peer, c))  # type: ignore[union-attr]
+    assert joiner.handler.desk is not None
+    return joiner.handler.desk, chunk, len(ANCHOR.chunk(chunk)) // 4
+
+
+def planes_of(elements: int, size: int) -> TensorSpec:
+    return TensorSpec((elements,), DType.FLOAT32, Codec.PLANES, compressed_bytes=size)
+
+
+def test_planes_are_for_links_that_are_known_to_be_slow():
+    planes, none = STATE_CODECS["planes"], STATE_CODECS["none"]
+    assert codec_for(planes, SLOW) is Codec.PLANES
+    assert codec_for(planes, PLANES_BELOW_BYTES_PER_S) is Codec.NONE
+    assert codec_for(planes, 0.0) is Codec.NONE
+    assert codec_for(none, SLOW) is Codec.NONE

@@ -11,12 +11,13 @@ from torch import Tensor
 from node.data_worker import DataWorker
 from node.hosting import host_stage_zero
 from node.optimization import Accumulator
-from node.tensors import bytes_of_tensor, tensor_from_bytes
+from node.tensors import tensor_of
 from node.work import Job, Output
+from protocol.codecs import Encoded, encode
 from swarm.errors import ProtocolViolation, StateError
 from swarm.holdings import Key, Work
 from swarm.messages import Purpose
-from swarm.vocabulary import MicrobatchId, PeerId
+from swarm.vocabulary import Codec, MicrobatchId, PeerId
 from tests.node.small_manifest import small_manifest
 from tests.node.small_swarm import CPU, text_of
 
@@ -40,7 +41,7 @@ class Ends:
         self, microbatch: MicrobatchId, work: Work, incoming: Tensor | None = None, purpose: Purpose = Purpose.TRAIN
     ) -> Output:
         position = 1 if work is Work.LOSS else -1
-        data = None if incoming is None else bytes_of_tensor(incoming)
+        data = None if incoming is None else encode(incoming, Codec.NONE)
         ticket = 2 * microbatch.number + (position > 0)
         key = Key(microbatch, position)
         if work is Work.BACKWARD:
@@ -60,8 +61,8 @@ class Ends:
         return self.compute(microbatch, Work.BACKWARD, self.turn(microbatch)[1])
 
     def tensor(self, output: Output) -> Tensor:
-        assert output.data is not None
-        return tensor_from_bytes(memoryview(bytearray(output.data)), self.worker.tensor, CPU)
+        assert output.tensor is not None
+        return tensor_of(Encoded(output.tensor.spec, memoryview(bytearray(output.tensor.data))), CPU)
 
     def expected(self, microbatch: MicrobatchId) -> tuple[float, list[Tensor], list[Tensor]]:
         """Loss, and the gradients of the embedding and the head, by autograd alone."""
@@ -142,7 +143,7 @@ def test_what_is_evaluated_is_not_kept_and_adds_nothing() -> None:
     hidden = ends.embed(microbatch, Purpose.EVALUATE) @ ends.between
     output = ends.compute(microbatch, Work.LOSS, hidden, Purpose.EVALUATE)
     assert output.loss == pytest.approx(ends.expected(microbatch)[0], abs=1e-5)
-    assert output.data is None
+    assert output.tensor is None
     assert ends.worker._visits == {}
     with pytest.raises(StateError, match="nothing was kept"):
         ends.compute(microbatch, Work.BACKWARD, torch.zeros(ends.worker.tensor.shape))

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from node.admission import hidden_tensor
 from node.hop_worker import HopWorker
 from node.optimization import Accumulator, InnerOptimizer
-from node.tensors import bytes_of_tensor, device_errors, tensor_from_bytes
-from node.work import Job
+from node.tensors import device_errors, tensor_of
+from node.work import Job, Output
+from protocol.codecs import Encoded, encode
 from swarm.errors import ProtocolViolation, ResourceExhausted, StateError
 from swarm.holdings import Key, Work
 from swarm.messages import Purpose
-from swarm.vocabulary import MicrobatchId, PeerId
+from swarm.vocabulary import Codec, MicrobatchId, PeerId
 from tests.node.small_manifest import small_manifest
 from tests.node.small_swarm import CPU
 
@@ -44,18 +45,22 @@ class Stage:
 
     def _compute(self, work: Work, number: int, incoming: Tensor, purpose: Purpose, ticket: int | None) -> Tensor:
         key = Key(MicrobatchId(PeerId("data"), number), 0)
-        data, ticket = bytes_of_tensor(incoming), number if ticket is None else ticket
+        data, ticket = encode(incoming, Codec.NONE), number if ticket is None else ticket
         if work is Work.BACKWARD:
             job = Job(ticket, key, work, purpose, gradient=data)
         else:
             job = Job(ticket, key, work, purpose, data)
-        output = self.worker.compute(job).data
-        assert output is not None
-        return tensor_from_bytes(memoryview(bytearray(output)), TENSOR, CPU)
+        return sent(self.worker.compute(job))
 
     def gradients(self) -> list[Tensor | None]:
         self.sums.hand_over_mean()
         return [parameter.grad for parameter in self.part.parameters()]
+
+
+def sent(output: Output) -> Tensor:
+    """As its receiver has it."""
+    assert output.tensor is not None
+    return tensor_of(Encoded(output.tensor.spec, memoryview(bytearray(output.tensor.data))), CPU)
 
 
 def source_of(number: int) -> Tensor:
@@ -180,11 +185,9 @@ def test_a_device_out_of_memory_costs_the_microbatch_only() -> None:
 def test_a_stand_in_computes_both_ways_in_one_with_the_same_gradients() -> None:
     stage = Stage(MANY_GRAPHS)
     _, of_source, of_parameters = expected(stage.part, 1)
-    tensors = bytes_of_tensor(source_of(1)), bytes_of_tensor(source_of(101))
+    tensors = encode(source_of(1), Codec.NONE), encode(source_of(101), Codec.NONE)
     job = Job(1, Key(MicrobatchId(PeerId("data"), 1), 0), Work.REPLAY, Purpose.TRAIN, *tensors)
-    output = stage.worker.compute(job).data
-    assert output is not None
-    torch.testing.assert_close(tensor_from_bytes(memoryview(bytearray(output)), TENSOR, CPU), of_source)
+    torch.testing.assert_close(sent(stage.worker.compute(job)), of_source)
     torch.testing.assert_close(stage.gradients(), of_parameters)
 
 
@@ -198,7 +201,7 @@ def test_a_gradient_is_taken_back_whether_or_not_a_step_has_come_between(stepped
     if stepped:
         assert stage.worker.step() is not None
     expected_now = expected(stage.part, 1)[2]
-    tensors = bytes_of_tensor(source_of(1)), bytes_of_tensor(source_of(101))
+    tensors = encode(source_of(1), Codec.NONE), encode(source_of(101), Codec.NONE)
     job = Job(9, Key(MicrobatchId(PeerId("data"), 1), 0), Work.BACKWARD, Purpose.TRAIN, *tensors)
     assert stage.worker.retract(job)
     assert not stage.worker.retract(job), "once"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from node import events
+from node.cli.codecs_view import MOST_ROWS, codecs_views
 from node.cli.live import remaining_s, render
 from node.cli.paths_view import paths_views
 from node.cli.plain import plain_line
@@ -208,3 +209,44 @@ def test_durations() -> None:
 
 def test_rates_without_a_window_fall_back() -> None:
     assert remaining_s(replace(swarm(), target=None)) is None
+
+
+def codecs_of(answered: object) -> str:
+    peer = {"peer": "12D3KooWhop1abcdef", "module": "1.0", "answered": answered}
+    console = Console(record=True, width=160, force_terminal=False, file=io.StringIO())
+    for view in codecs_views({"stages": 4, "peers": [peer]}):
+        console.print(view)
+    return console.export_text()
+
+
+def choice(codec: str, why: str = "because") -> dict[str, str]:
+    return {"codec": codec, "why": why}
+
+
+def test_the_codecs_of_links_are_a_table_with_the_reason() -> None:
+    link = {"bytes_per_s": 2_500_000, "activations": choice("int8", "0.53 MB"), "gradients": choice("bf16", "0.53 MB")}
+    text = codecs_of({"codecs": {"allowed": {"activations": ["none", "int8"]}, "links": {"next": link}}})
+    assert any(line.split()[-6:] == ["20", "Mbit/s", "int8", "bf16", "0.53", "MB"] for line in text.splitlines())
+
+
+def test_of_a_run_that_compresses_nothing_no_codecs_are_shown() -> None:
+    link = {"bytes_per_s": 1, "activations": choice("none")}
+    assert not codecs_of({"codecs": {"allowed": {"activations": ["none"]}, "links": {"next": link}}})
+
+
+@pytest.mark.parametrize(
+    "answered",
+    [
+        None,
+        {},
+        {"codecs": 7},
+        {"codecs": {"allowed": {"activations": [1, 2]}, "links": [HOSTILE]}},
+        {"codecs": {"allowed": {"activations": [1, 2]}, "links": {HOSTILE: {"activations": choice(HOSTILE, HOSTILE)}}}},
+        {"codecs": {"allowed": {"activations": [1, 2]}, "links": {"a": {"bytes_per_s": "many", "gradients": 3}}}},
+        {"codecs": {"allowed": {"activations": [1, 2]}, "links": {str(n): {} for n in range(1000)}}},
+    ],
+)
+def test_peers_cannot_draw_with_their_codecs(answered: object) -> None:
+    text = codecs_of(answered)
+    assert not any(bad in text for bad in "\x1b\x07\r\x9b\u202e\ud800")
+    assert len(text.splitlines()) <= MOST_ROWS + 4

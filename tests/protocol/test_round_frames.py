@@ -48,6 +48,9 @@ PEERS = [Identity.generate().peer for _ in range(4)]
 BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 MANY_PEERS = tuple(PeerId(f"12D3KooW{'1' * 42}{BASE58[n // 58]}{BASE58[n % 58]}") for n in range(MAX_MEMBERS))
 LARGEST_VERSION = AnchorVersion(MAX_ROUND, 2**48, 2**48, 63, b"\xff" * 32)
+LOSSLESS = [Codec.NONE, Codec.PLANES]
+OF_ANY_VECTOR = [codec for codec in Codec if codec not in (Codec.LOW_RANK, Codec.PLANES)]
+"""Of which the length follows from the number of elements."""
 LARGEST_ROUND = RoundId(ModuleId(1023, 1023), MAX_ROUND, MAX_ATTEMPTS, PEERS[0])
 
 modules = st.builds(ModuleId, st.integers(0, 1023), st.integers(0, 1023))
@@ -76,12 +79,14 @@ def vectors(draw: st.DrawFn) -> TensorFrame:
     first, end = sorted(draw(st.lists(st.integers(0, 2**20), min_size=2, max_size=2, unique=True)))
     message, codec = draw(
         st.one_of(
-            st.tuples(st.builds(Contribution, rounds, st.just(first), st.just(end)), st.sampled_from(Codec)),
-            st.tuples(st.builds(Reduced, rounds, st.just(first), st.just(end)), st.sampled_from(Codec)),
-            st.tuples(st.builds(StateChunk, modules, digests, st.integers(0, 2**20 - 1)), st.just(Codec.NONE)),
+            st.tuples(st.builds(Contribution, rounds, st.just(first), st.just(end)), st.sampled_from(OF_ANY_VECTOR)),
+            st.tuples(st.builds(Reduced, rounds, st.just(first), st.just(end)), st.sampled_from(OF_ANY_VECTOR)),
+            st.tuples(st.builds(StateChunk, modules, digests, st.integers(0, 2**20 - 1)), st.sampled_from(LOSSLESS)),
         )
     )
-    spec = TensorSpec((draw(st.integers(1, 2**32 - 1)),), DType.FLOAT32, codec)
+    elements = draw(st.integers(1, 2**32 - 1))
+    compressed = draw(st.integers(1, 4 * elements)) if codec is Codec.PLANES else 0
+    spec = TensorSpec((elements,), DType.FLOAT32, codec, compressed_bytes=compressed)
     return TensorFrame(message, spec, draw(st.integers(0, 2**32 - 1)), -(-spec.byte_length // MAX_CHUNK_BYTES))
 
 
@@ -198,6 +203,7 @@ def chunk(**changes: object) -> wire.StateChunk:
 
 
 INT8_HEADER = header(codec=2, byte_length=1024 + 32)
+PLANES_HEADER = header(codec=9, byte_length=4096, compressed_bytes=4096)
 
 LIES: dict[str, wire.Frame] = {
     "round 0": wire.Frame(accepting=wire.Accepting(round=round_id(number=0))),
@@ -247,7 +253,7 @@ LIES: dict[str, wire.Frame] = {
     "piece of two dimensions": wire.Frame(contribution=contribution(tensor=header(shape=[2, 512]))),
     "int8 of wrong length": wire.Frame(contribution=contribution(tensor=header(codec=2))),
     "int8 of halves": wire.Frame(reduced=reduced(tensor=header(codec=2, dtype=3, byte_length=1056))),
-    "unknown codec": wire.Frame(reduced=reduced(tensor=header(codec=3))),
+    "unknown codec": wire.Frame(reduced=reduced(tensor=header(codec=10))),  # type: ignore[arg-type]
     "no chunks asked": wire.Frame(state_request=request(chunks=[])),
     "too many asked": wire.Frame(state_request=request(chunks=range(65))),
     "chunk asked twice": wire.Frame(state_request=request(chunks=[1, 1])),
@@ -258,6 +264,14 @@ LIES: dict[str, wire.Frame] = {
     "chunk beyond": wire.Frame(state_chunk=chunk(chunk=2**20)),
     "chunk without digest": wire.Frame(state_chunk=chunk(digest=b"")),
     "chunk encoded": wire.Frame(state_chunk=chunk(tensor=INT8_HEADER)),
+    "chunk of more than its elements": wire.Frame(
+        state_chunk=chunk(tensor=header(codec=9, byte_length=4097, compressed_bytes=4097, chunk_count=1))
+    ),
+    "chunk of planes of no length": wire.Frame(state_chunk=chunk(tensor=header(codec=9))),
+    "chunk of planes of another length": wire.Frame(state_chunk=chunk(tensor=header(codec=9, compressed_bytes=4000))),
+    "chunk of halves in planes": wire.Frame(
+        state_chunk=chunk(tensor=header(codec=9, dtype=2, byte_length=1000, compressed_bytes=1000))
+    ),
     "chunk of two dimensions": wire.Frame(state_chunk=chunk(tensor=header(shape=[2, 512]))),
     "question without digest": wire.Frame(question=wire.Question(state=wire.StateQuestion(module=module()))),
 }
@@ -283,6 +297,7 @@ def test_what_is_out_of_bounds_is_refused(frame: wire.Frame) -> None:
         lambda: wire.Frame(state_request=request()),
         lambda: wire.Frame(state_refused=refused()),
         lambda: wire.Frame(state_chunk=chunk()),
+        lambda: wire.Frame(state_chunk=chunk(tensor=PLANES_HEADER)),
     ],
 )
 def test_the_honest_frames_of_the_lies_above_are_accepted(make: Callable[[], wire.Frame]) -> None:
