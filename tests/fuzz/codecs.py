@@ -3,8 +3,8 @@
     python tests/fuzz/codecs.py [--seconds 60] [--corpus FOLDER]
 
 With atheris installed (`pip install atheris`) the fuzzer is guided by what of protocol/codecs has been reached; without, bytes are random. A failure ends
-it with a traceback. The process may not have more address space than at its start and ROOM_BYTES: what a decoder would need for 2^16
-elements many times over, and far less than lengths that it should not have trusted.
+it with a traceback. While it decodes, the process may not take more than ROOM_BYTES of address space besides what it has: what a decoder would need for
+2^16 elements many times over, and far less than lengths that it should not have trusted.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from __future__ import annotations
 import argparse
 import resource
 import sys
+import tempfile
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from random import Random
 from typing import Any, Final
@@ -30,21 +32,27 @@ with atheris.instrument_imports(include=["protocol.codecs", "protocol.tensor_spe
 
     from tests.fuzz.decoding import check, received
 
-ROOM_BYTES: Final = 64 * 2**20
+ROOM_BYTES: Final = 16 * 2**20
 LONGEST_INPUT: Final = 4096
 
 
 def decode_made_up(made_up: bytes) -> None:
     case = received(made_up)
     if case is not None:
-        check(case)
+        with limited_memory():
+            check(case)
 
 
-def limit_memory() -> None:
-    """From here on, an allocation beyond the bound fails, and torch's error about it ends the run."""
+@contextmanager
+def limited_memory() -> Iterator[None]:
+    """An allocation beyond the bound fails, and torch's error about it ends the run."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    bound = pages * resource.getpagesize() + ROOM_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (bound, bound))
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + ROOM_BYTES, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def random_inputs(seconds: float) -> None:
@@ -60,6 +68,7 @@ def guided(seconds: float, corpus: list[str]) -> Any:
     options = [
         f"-max_total_time={int(seconds)}",
         f"-max_len={LONGEST_INPUT}",
+        f"-artifact_prefix={tempfile.gettempdir()}/",
         "-rss_limit_mb=0",
         "-print_final_stats=1",
     ]
@@ -75,9 +84,6 @@ def main() -> None:
     )
     options = parser.parse_args()
     torch.set_num_threads(1)
-    for number in range(200):  # so that what is imported or taken once has been before memory is limited
-        decode_made_up(Random(number).randbytes(512))
-    limit_memory()
     if atheris is None:
         random_inputs(options.seconds)
     else:
