@@ -8,18 +8,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from protocol.codecs.blocks import pieces, slice_elements
+from protocol.codecs.blocks import in_slices
 
 
 def encode(values: Tensor, out: Tensor) -> None:
     """`values` [n], float32 or bfloat16; `out` [2 * n] bytes, on the same device."""
-    halves = out.view(torch.bfloat16)
-    for piece in pieces(len(values), 1, slice_elements(values.device)):
-        halves[piece.start : piece.stop].copy_(values[piece.start : piece.stop])
+    for half, value in in_slices(out.view(torch.bfloat16).view(-1, 1), values.view(-1, 1)):
+        half.copy_(value)
 
 
 def decode(data: Tensor, out: Tensor) -> None:
     """`data` [2 * n] bytes; `out` [n], float32 or bfloat16, on the same device."""
-    halves = data.view(torch.bfloat16)
-    for piece in pieces(len(out), 1, slice_elements(out.device)):
-        out[piece.start : piece.stop].copy_(halves[piece.start : piece.stop])
+    for value, half in in_slices(out.view(-1, 1), data.view(torch.bfloat16).view(-1, 1)):
+        value.copy_(half)

@@ -24,12 +24,14 @@ becomes zeros: dividing by such a scale would overflow."""
 
 SLICE_ELEMENTS: Final = 255 * 128
 """128 KiB of float32. torch shares work among threads from 32768 elements on (its GRAIN_SIZE)."""
-SPAN_SLICES: Final = 8
-"""A span of so many slices, 1 MiB, is encoded with one computation of scales, which are few and cost little but calls."""
+SPAN_SLICES: Final = 16
+"""A span of so many slices, 2 MiB, is encoded with one computation of scales, which are few and cost little but calls."""
 
 _ROUNDING: Final = 1.5 * 2.0**23
 """What is added to a float32 below 2^22 to round it, ties to even: at this size there are no fractions, and the number stands in the
 lowest bits, in two's complement. One step instead of three, and torch's own rounding takes threads from 2048 elements on."""
+ROUNDED_ZERO: Final = 0x4B400000
+"""Its bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,28 +72,81 @@ def span_elements(device: torch.device) -> int:
     return SPAN_SLICES * SLICE_ELEMENTS if device.type == "cpu" else 2**62
 
 
+def in_slices(*matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Rows of matrices that have as many of them, so many at a time as fit a core's cache in the first.
+
+    They are cut up by one call each: one for every slice takes as long as arithmetic on 10 KiB.
+    """
+    count, width = matrices[0].shape
+    rows = max(1, slice_elements(matrices[0].device) // width)
+    sizes = [min(rows, count - first) for first in range(0, count, rows)]
+    return zip(*(matrix.split_with_sizes(sizes) for matrix in matrices), strict=True)
+
+
 class Room:
     """Scratch memory for slices, taken once for a whole vector."""
 
     def __init__(self, elements: int, dtype: torch.dtype, device: torch.device) -> None:
         self._flat = torch.empty(elements, dtype=dtype, device=device)
+        self._last = self._flat
 
     def like(self, x: Tensor) -> Tensor:
         """Of the same shape."""
-        return self._flat[: x.numel()].view(x.shape)
+        if self._last.shape != x.shape:
+            self._last = self._flat[: x.numel()].view(x.shape)
+        return self._last
 
 
 class Rounding:
     """Rounds `x * factor` to whole numbers, ties to even; their magnitude must be below 2^22."""
 
-    def __init__(self, elements: int, device: torch.device, offset: float = 0.0) -> None:
-        self._constant = torch.full((elements,), _ROUNDING + offset, device=device)
+    def __init__(self, elements: int, width: int, device: torch.device, offset: float = 0.0) -> None:
+        self._constant = torch.full((1, width), _ROUNDING + offset, device=device)
         self._room = Room(elements, torch.float32, device)
+        self._row = self._sums = self._bits = torch.empty(0)
 
     def __call__(self, x: Tensor, factor: Tensor) -> Tensor:
-        """[blocks, width] int32, plus the offset; valid until the next call. Only the lowest 22 bits count."""
-        constant = self._constant[: x.numel()].view(x.shape)
-        return torch.addcmul(constant, x, factor, out=self._room.like(x)).view(torch.int32)
+        """[blocks, width] int32: ROUNDED_ZERO, the offset and the number; valid until the next call."""
+        if self._sums.shape != x.shape:
+            self._row, self._sums = self._constant[:, : x.shape[1]], self._room.like(x)
+            self._bits = self._sums.view(torch.int32)
+        torch.addcmul(self._row, x, factor, out=self._sums)
+        return self._bits
+
+
+def in_float32(x: Tensor, room: Room) -> Tensor:
+    """`x`, or what it is in float32, in `room`."""
+    if x.dtype is torch.float32:
+        return x
+    result = room.like(x)
+    for target, part in in_slices(result, x):
+        target.copy_(part)
+    return result
+
+
+def extremes(x: Tensor, highest: Tensor, lowest: Tensor) -> None:
+    """The largest and the smallest element of each row of `x` [blocks, width], into two [blocks, 1]; NaN where there is one. (Twice as fast as
+    magnitudes, and three times as fast as `torch.aminmax`.)"""
+    for part, high, low in in_slices(x, highest, lowest):
+        torch.amax(part, 1, keepdim=True, out=high)
+        torch.amin(part, 1, keepdim=True, out=low)
+
+
+def scaled(codes: Tensor, scales: Tensor, out: Tensor) -> None:
+    """Writes code * scale, each rounded once to float32.
+
+    Args:
+        codes: [blocks, width] int8.
+        scales: [blocks, 1] float32.
+        out: [blocks, width], float32 or bfloat16.
+    """
+    if out.dtype is torch.float32:
+        for target, code, scale in in_slices(out, codes, scales):
+            target.copy_(code).mul_(scale)
+        return
+    numbers = Room(min(out.numel(), slice_elements(out.device)), torch.float32, out.device)
+    for target, code, scale in in_slices(out, codes, scales):
+        target.copy_(numbers.like(code).copy_(code).mul_(scale))
 
 
 def inverse_of(scale: Tensor) -> Tensor:

@@ -14,7 +14,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from protocol.codecs.blocks import Room, check_encoded, check_received, inverse_of, pieces, slice_elements
+from protocol.codecs.blocks import (
+    Room,
+    check_encoded,
+    check_received,
+    extremes,
+    in_float32,
+    in_slices,
+    inverse_of,
+    pieces,
+    slice_elements,
+    span_elements,
+)
 from protocol.tensor_spec import BLOCK, blocks_of
 from swarm.errors import ProtocolViolation
 
@@ -22,6 +33,8 @@ LARGEST_CODE: Final = 448.0
 LARGEST_SCALE: Final = float(np.finfo(np.float32).max) / 512
 """So that no code decodes to infinity."""
 
+_SEVEN_PLACES: Final = 2**7
+"""A shift to the left, which torch has only in a slower way."""
 _SIGN_BELOW_EXPONENT: Final = -0x4001
 """All bits of an int16 but the 14th."""
 _EXPONENT_GAP: Final = 256.0
@@ -41,13 +54,17 @@ def encode(values: Tensor, out: Tensor) -> None:
     elements, device = len(values), values.device
     codes = out[:elements].view(torch.float8_e4m3fn)
     scales = torch.empty(blocks_of(elements, BLOCK), 1, device=device)
+    span = min(elements, span_elements(device))
+    floats = Room(span if values.dtype is not torch.float32 else 0, torch.float32, device)
     room = Room(min(elements, slice_elements(device)), torch.float32, device)
-    for piece in pieces(elements, BLOCK, slice_elements(device)):
-        x = values[piece.start : piece.stop].view(-1, piece.width)
-        scale = scales[piece.first : piece.end]
-        scale.copy_(torch.maximum(x.amax(1, keepdim=True), x.amin(1, keepdim=True).neg_())).div_(LARGEST_CODE)
-        scaled = torch.mul(x, inverse_of(scale), out=room.like(x)).clamp_(-LARGEST_CODE, LARGEST_CODE)
-        codes[piece.start : piece.stop].view(-1, piece.width).copy_(scaled)
+    for piece in pieces(elements, BLOCK, span_elements(device)):
+        x = in_float32(values[piece.start : piece.stop].view(-1, piece.width), floats)
+        scale, code = scales[piece.first : piece.end], codes[piece.start : piece.stop].view(-1, piece.width)
+        lowest = torch.empty_like(scale)
+        extremes(x, scale, lowest)
+        torch.maximum(scale, lowest.neg_(), out=scale).div_(LARGEST_CODE)
+        for part, factor, result in in_slices(x, inverse_of(scale), code):
+            result.copy_(torch.mul(part, factor, out=room.like(part)).clamp_(-LARGEST_CODE, LARGEST_CODE))
     check_encoded(scales, LARGEST_SCALE, "FP8")
     out[elements:].copy_(scales.view(-1).view(torch.uint8))
 
@@ -71,8 +88,14 @@ def decode(data: Tensor, out: Tensor) -> None:
     codes = data[:elements].view(torch.int8)
     size = min(elements, slice_elements(device))
     halves, numbers = Room(size, torch.int16, device), Room(size, torch.float32, device)
-    for piece in pieces(elements, BLOCK, slice_elements(device)):
-        code = codes[piece.start : piece.stop].view(-1, piece.width)
-        half = halves.like(code).copy_(code).bitwise_left_shift_(7).bitwise_and_(_SIGN_BELOW_EXPONENT)
-        number = numbers.like(code).copy_(half.view(torch.float16)).mul_(factors[piece.first : piece.end])
-        out[piece.start : piece.stop].view(-1, piece.width).copy_(number)
+    for piece in pieces(elements, BLOCK, elements):
+        targets = out[piece.start : piece.stop].view(-1, piece.width)
+        coded = codes[piece.start : piece.stop].view(-1, piece.width)
+        for target, code, factor in in_slices(targets, coded, factors[piece.first : piece.end]):
+            half = (
+                halves.like(code).copy_(code).mul_(_SEVEN_PLACES).bitwise_and_(_SIGN_BELOW_EXPONENT).view(torch.float16)
+            )
+            if target.dtype is torch.float32:
+                target.copy_(half).mul_(factor)
+            else:
+                target.copy_(numbers.like(code).copy_(half).mul_(factor))

@@ -14,11 +14,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from protocol.codecs.blocks import Room, Rounding, check_encoded, check_received, inverse_of, pieces, slice_elements
+from protocol.codecs.blocks import (
+    ROUNDED_ZERO,
+    Room,
+    Rounding,
+    check_encoded,
+    check_received,
+    extremes,
+    in_float32,
+    in_slices,
+    inverse_of,
+    pieces,
+    scaled,
+    slice_elements,
+    span_elements,
+)
 from protocol.tensor_spec import INT4_BLOCK, blocks_of
 
 LARGEST_SCALE: Final = float(np.finfo(np.float32).max) / 16
 """So that no code decodes to infinity."""
+
+_HIGHEST_CODE: Final = ROUNDED_ZERO + 15
+_EIGHT: Final = torch.int64
+"""Eight codes, in whole blocks, are worked on as one number; none of the steps carries from one code into the next."""
+_LOWER_HALVES: Final = 0x0F0F0F0F0F0F0F0F
+_SIGNS: Final = -0x7F7F7F7F7F7F7F80
+"""0x80 in each byte. Adding 0x78 to a code and turning its sign round takes 8 off."""
+_SIGNS_LESS_8: Final = 0x7878787878787878
 
 
 def encode(values: Tensor, out: Tensor) -> None:
@@ -33,17 +55,17 @@ def encode(values: Tensor, out: Tensor) -> None:
     """
     elements, device = len(values), values.device
     packed, scales = out[: -(-elements // 2)], torch.empty(blocks_of(elements, INT4_BLOCK), 1, device=device)
-    size = min(elements, slice_elements(device))
-    rounding, codes = Rounding(size, device, offset=8.0), Room(size, torch.uint8, device)
-    floats = Room(size if values.dtype is not torch.float32 else 0, torch.float32, device)
-    for piece in pieces(elements, INT4_BLOCK, slice_elements(device)):
-        x = values[piece.start : piece.stop].view(-1, piece.width)
-        if x.dtype is not torch.float32:
-            x = floats.like(x).copy_(x)
-        scale = scales[piece.first : piece.end]
+    rounding = Rounding(min(elements, slice_elements(device)), INT4_BLOCK, device, offset=8.0)
+    span = min(elements, span_elements(device))
+    floats = Room(span if values.dtype is not torch.float32 else 0, torch.float32, device)
+    codes = Room(span, torch.uint8, device)
+    for piece in pieces(elements, INT4_BLOCK, span_elements(device)):
+        x = in_float32(values[piece.start : piece.stop].view(-1, piece.width), floats)
+        scale, code = scales[piece.first : piece.end], codes.like(x)
         _signed_largest(x, scale)
         scale.div_(-8).copy_(scale.bfloat16())
-        code = codes.like(x).copy_(rounding(x, inverse_of(scale))).clamp_(max=15)
+        for part, factor, result in in_slices(x, inverse_of(scale), code):
+            result.copy_(rounding(part, factor).clamp_(max=_HIGHEST_CODE))
         _pack(code, packed[piece.start // 2 : -(-piece.stop // 2)].view(len(x), -1))
     check_encoded(scales, LARGEST_SCALE, "INT4")
     out[len(packed) :].copy_(scales.bfloat16().view(-1).view(torch.uint8))
@@ -63,34 +85,41 @@ def decode(data: Tensor, out: Tensor) -> None:
     packed = data[: -(-elements // 2)]
     scales = data[len(packed) :].clone().view(torch.bfloat16).float().view(-1, 1)
     check_received(scales, LARGEST_SCALE, "INT4")
-    offsets = scales.mul(-8)
-    size = min(elements, slice_elements(device))
-    halves, numbers = Room(size // 2 + 1, torch.uint8, device), Room(size, torch.float32, device)
-    for piece in pieces(elements, INT4_BLOCK, slice_elements(device)):
-        part = out[piece.start : piece.stop].view(-1, piece.width)
-        code = packed[piece.start // 2 : -(-piece.stop // 2)].view(len(part), -1)
-        scale, offset = scales[piece.first : piece.end], offsets[piece.first : piece.end]
-        target = part if part.dtype is torch.float32 else numbers.like(part)
-        lower, upper = target[:, : code.shape[1]], target[:, code.shape[1] :]
-        half = halves.like(code)
-        lower.copy_(torch.bitwise_and(code, 15, out=half))
-        upper.copy_(torch.bitwise_right_shift(code, 4, out=half)[:, : upper.shape[1]])
-        torch.addcmul(offset, target, scale, out=target)
-        if target is not part:
-            part.copy_(target)
+    codes = Room(min(elements, span_elements(device)), torch.int8, device)
+    for piece in pieces(elements, INT4_BLOCK, span_elements(device)):
+        target = out[piece.start : piece.stop].view(-1, piece.width)
+        code = codes.like(target)
+        _unpack(packed[piece.start // 2 : -(-piece.stop // 2)].view(len(code), -1), code)
+        scaled(code, scales[piece.first : piece.end], target)
 
 
 def _signed_largest(x: Tensor, result: Tensor) -> None:
     """Of each row of `x` [blocks, width], into `result` [blocks, 1]: the element of largest magnitude. NaN where there is one."""
-    high, low = x.amax(1, keepdim=True), x.amin(1, keepdim=True)
-    torch.where(high < -low, low, high, out=result)
+    lowest = torch.empty_like(result)
+    extremes(x, result, lowest)
+    torch.where(result < -lowest, lowest, result, out=result)
 
 
-def _pack(code: Tensor, out: Tensor) -> None:
-    """[blocks, width] into [blocks, ceil(width / 2)]."""
-    lower, upper = code[:, : out.shape[1]], code[:, out.shape[1] :]
-    if upper.shape[1] == lower.shape[1]:
-        torch.add(lower, upper, alpha=16, out=out)
-    else:
-        out.copy_(lower)
-        out[:, : upper.shape[1]].add_(upper, alpha=16)
+def _pack(codes: Tensor, out: Tensor) -> None:
+    """Writes [blocks, width] uint8 into [blocks, ceil(width / 2)]."""
+    if codes.shape[1] == INT4_BLOCK:
+        for code, target in in_slices(codes.view(_EIGHT), out.view(_EIGHT)):
+            lower, upper = code.chunk(2, 1)
+            torch.bitwise_left_shift(upper, 4, out=target).bitwise_or_(lower)
+        return
+    lower, upper = codes[:, : out.shape[1]], codes[:, out.shape[1] :]
+    out.copy_(lower)
+    out[:, : upper.shape[1]].add_(upper, alpha=16)
+
+
+def _unpack(packed: Tensor, out: Tensor) -> None:
+    """Writes [blocks, ceil(width / 2)] into [blocks, width] int8: the codes less 8."""
+    if out.shape[1] == INT4_BLOCK:
+        for target, code in in_slices(out.view(_EIGHT), packed.view(_EIGHT)):
+            lower, upper = target.chunk(2, 1)
+            lower.copy_(code)
+            torch.bitwise_right_shift(code, 4, out=upper)
+            target.bitwise_and_(_LOWER_HALVES).add_(_SIGNS_LESS_8).bitwise_xor_(_SIGNS)
+        return
+    halves = torch.cat((packed.bitwise_and(15), packed.bitwise_right_shift(4)), 1)
+    out.copy_(halves[:, : out.shape[1]]).sub_(8)

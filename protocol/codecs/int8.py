@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Final
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,16 +18,20 @@ from protocol.codecs.blocks import (
     Rounding,
     check_encoded,
     check_received,
+    extremes,
+    in_float32,
+    in_slices,
     inverse_of,
     pieces,
+    scaled,
     slice_elements,
     span_elements,
 )
 from protocol.tensor_spec import BLOCK, blocks_of
 from swarm.errors import ProtocolViolation
 
-LARGEST_SCALE: Final = float(np.finfo(np.float32).max) / 128
-"""So that no code, -128 included, decodes to infinity."""
+LARGEST_SCALE: Final = torch.finfo(torch.bfloat16).max / 128
+"""So that no code, -128 included, decodes to infinity, in bfloat16 neither."""
 LARGEST_VALUE: Final = 127 * LARGEST_SCALE
 
 
@@ -47,11 +50,9 @@ def encode(values: Tensor, out: Tensor) -> None:
     scales = torch.empty(blocks_of(elements, BLOCK), 1, device=device)
     span = min(elements, span_elements(device))
     floats = Room(span if values.dtype is not torch.float32 else 0, torch.float32, device)
-    rounding = Rounding(min(elements, slice_elements(device)), device)
+    rounding = Rounding(min(elements, slice_elements(device)), BLOCK, device)
     for piece in pieces(elements, BLOCK, span_elements(device)):
-        x = values[piece.start : piece.stop].view(-1, piece.width)
-        if x.dtype is not torch.float32:
-            x = floats.like(x).copy_(x)
+        x = in_float32(values[piece.start : piece.stop].view(-1, piece.width), floats)
         code = codes[piece.start : piece.stop].view(-1, piece.width)
         _encode_span(x, code, scales[piece.first : piece.end], rounding)
     check_encoded(scales, LARGEST_SCALE, "INT8")
@@ -61,15 +62,9 @@ def encode(values: Tensor, out: Tensor) -> None:
 def _encode_span(x: Tensor, code: Tensor, scale: Tensor, rounding: Rounding) -> None:
     """`x` and `code` [blocks, width], `scale` [blocks, 1]."""
     lowest = torch.empty_like(scale)
-    rows = max(1, slice_elements(x.device) // x.shape[1])
-    sizes = [min(rows, len(x) - first) for first in range(0, len(x), rows)]
-    slices = x.split_with_sizes(sizes)
-    for part, high, low in zip(slices, scale.split_with_sizes(sizes), lowest.split_with_sizes(sizes), strict=True):
-        torch.amax(part, 1, keepdim=True, out=high)
-        torch.amin(part, 1, keepdim=True, out=low)
+    extremes(x, scale, lowest)
     torch.maximum(scale, lowest.neg_(), out=scale).div_(127)
-    inverse = inverse_of(scale)
-    for part, factor, result in zip(slices, inverse.split_with_sizes(sizes), code.split_with_sizes(sizes), strict=True):
+    for part, factor, result in in_slices(x, inverse_of(scale), code):
         result.copy_(rounding(part, factor))
 
 
@@ -84,14 +79,9 @@ def decode(data: Tensor, out: Tensor) -> None:
         ProtocolViolation: a scale is neither 0 nor from SMALLEST_SCALE to LARGEST_SCALE; `out` is untouched.
     """
     scales, codes = _checked_scales(data, len(out)), data[: len(out)].view(torch.int8)
-    numbers = Room(min(len(out), slice_elements(out.device)), torch.float32, out.device)
-    for piece in pieces(len(out), BLOCK, slice_elements(out.device)):
+    for piece in pieces(len(out), BLOCK, len(out)):
         target = out[piece.start : piece.stop].view(-1, piece.width)
-        code, scale = codes[piece.start : piece.stop].view(-1, piece.width), scales[piece.first : piece.end]
-        if target.dtype is torch.float32:
-            target.copy_(code).mul_(scale)
-        else:
-            target.copy_(numbers.like(code).copy_(code).mul_(scale))
+        scaled(codes[piece.start : piece.stop].view(-1, piece.width), scales[piece.first : piece.end], target)
 
 
 def _checked_scales(data: Tensor, elements: int) -> Tensor:
