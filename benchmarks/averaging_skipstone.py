@@ -20,6 +20,7 @@ from node.averaging.averager import Averager, AveragerHooks, AveragerParts, Roun
 from node.averaging.lone import anchor_of
 from node.averaging.outer import OuterRule
 from node.averaging.replica import LocalReplica
+from node.averaging.round_codecs import ROUND_CODECS
 from node.averaging.shelf import Shelf
 from node.clock import SystemClock
 from node.compute import ComputeThread
@@ -125,7 +126,7 @@ class RoundPeer:
             replica,
             compute,
             averaging,
-            codec,
+            ROUND_CODECS[codec.name.lower()],
             OuterRule(0.7, 0.9),
             1,
             TOKENS,

@@ -20,6 +20,7 @@ from node.averaging.anchor import Anchor, version_of
 from node.averaging.averager import Averager, AveragerHooks, AveragerParts, RoundSettled
 from node.averaging.lone import anchor_of
 from node.averaging.outer import outer_rule
+from node.averaging.round_codecs import ROUND_CODECS, feedback_for
 from node.averaging.shelf import Shelf
 from node.clock import SystemClock
 from node.compute import ComputeThread, Priority
@@ -34,7 +35,7 @@ from protocol.transport import GrpcTransport
 from swarm.errors import StateError
 from swarm.rounds.machine import RoundMachine
 from swarm.rounds.words import Fellow, RoundRules
-from swarm.vocabulary import Codec, PeerId, RunId
+from swarm.vocabulary import PeerId, RunId
 
 RUN = RunId("0" * 64)
 PATIENCE_S = 60.0
@@ -142,6 +143,7 @@ def _averager(
         prepare_s=PATIENCE_S,
         silence_s=PATIENCE_S,
     )
+    codecs = ROUND_CODECS[manifest.codecs.pseudo_gradients]
     parts = AveragerParts(
         own,
         learner.module,
@@ -150,11 +152,12 @@ def _averager(
         learner.replica,
         compute,
         averaging,
-        Codec[manifest.codecs.pseudo_gradients.upper()],
+        codecs,
         outer_rule(manifest),
         training.inner_steps,
         manifest.microbatch_tokens,
         SystemClock(),
+        feedback=feedback_for(codecs, learner.replica.layout.elements),
     )
     hooks = AveragerHooks(
         fellows=lambda: tuple(Fellow(peer, start, True) for peer in book.contacts),

@@ -12,6 +12,7 @@ from typing import Final
 import numpy as np
 
 from node.averaging.pieces import LARGEST_PIECE, Piece, Plan
+from node.averaging.round_codecs import RoundCodecs
 from protocol.codecs import encoded_bytes
 from protocol.seams import Refusal
 from protocol.tensor_spec import DType, TensorSpec
@@ -44,11 +45,11 @@ class Arrivals:
         rejected: told when a member has sent a piece that is due in a form that is not: who, and what was wrong.
     """
 
-    def __init__(self, round_id: RoundId, codec: Codec, rejected: Callable[[PeerId, str], None]) -> None:
+    def __init__(self, round_id: RoundId, codecs: RoundCodecs, rejected: Callable[[PeerId, str], None]) -> None:
         self.round = round_id
         self.received_bytes = 0
         """Of whole pieces."""
-        self._codec = codec
+        self._codecs = codecs
         self._rejected = rejected
         self._plan: Plan | None = None
         self._deliver: Deliver | None = None
@@ -92,28 +93,28 @@ class Arrivals:
 
     def _objection(self, sender: PeerId, message: RoundPiece, tensor: TensorSpec) -> str | None:
         if self._plan is None:
-            return self._early_objection(tensor)
+            return self._early_objection(message, tensor)
         piece = self._plan.piece_of(sender, message)
         if piece is None:
             return "no such piece is due from this peer"
-        if tensor == piece_spec(self._codec, piece.elements):
+        if tensor == piece_spec(self._codecs.of(message), piece.elements):
             return None
         why = f"a piece of {piece.elements} elements as {tensor}"
         self._rejected(sender, why)
         return why
 
-    def _early_objection(self, tensor: TensorSpec) -> str | None:
+    def _early_objection(self, message: RoundPiece, tensor: TensorSpec) -> str | None:
         if len(self._come) >= EARLY_PIECES:
             return "too many pieces before the roster"
         elements = tensor.shape[0]
-        fits = tensor == piece_spec(self._codec, elements) and elements <= LARGEST_PIECE
+        fits = tensor == piece_spec(self._codecs.of(message), elements) and elements <= LARGEST_PIECE
         return None if fits else "no piece has such a form"
 
     def _hand_over(self, sender: PeerId, message: RoundPiece, buffer: memoryview) -> None:
         assert self._plan is not None
         assert self._deliver is not None
         piece = self._plan.piece_of(sender, message)
-        if piece is not None and buffer.nbytes == encoded_bytes(self._codec, piece.elements):
+        if piece is not None and buffer.nbytes == encoded_bytes(self._codecs.of(message), piece.elements):
             self._deliver(sender, message, piece, buffer)
             return
         if piece is not None:

@@ -12,17 +12,20 @@ import math
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Protocol
 
 from node.averaging.anchor import Anchor
 from node.averaging.bench import RoundBench
+from node.averaging.error_feedback import ErrorFeedback
 from node.averaging.exchange import ExchangeMeans
 from node.averaging.keeper import AloneRule, ReplicaKeeper, Snapshot
 from node.averaging.outer import OuterRule
 from node.averaging.progress import Watch
 from node.averaging.replica import LocalReplica
+from node.averaging.round_codecs import RoundCodecs
 from node.averaging.shelf import Shelf
-from node.compute import ComputeThread
+from node.compute import ComputeThread, Priority
 from node.optimization import StepFigures
 from node.task_scope import task_scope
 from protocol.seams import Clock, Refusal, Transport
@@ -37,6 +40,7 @@ from swarm.rounds.words import (
     CatchUpFailed,
     CaughtUp,
     CommitStaged,
+    DropStaged,
     Event,
     Exchange,
     Fellow,
@@ -52,7 +56,7 @@ from swarm.rounds.words import (
     Tick,
     Worked,
 )
-from swarm.vocabulary import AnchorVersion, Codec, ModuleId, PeerId
+from swarm.vocabulary import AnchorVersion, ModuleId, PeerId
 
 log = logging.getLogger(__name__)
 
@@ -115,13 +119,15 @@ class AveragerParts:
     """Where the replica lives."""
     averaging: ComputeThread
     """For arithmetic on anchors; nobody else's."""
-    codec: Codec
+    codecs: RoundCodecs
     outer: OuterRule
     inner_steps: int
     microbatch_tokens: int
     clock: Clock
     longest_s: float = math.inf
     """Between two outer steps of a replica that is alone; for several the machine knows it."""
+    feedback: ErrorFeedback | None = None
+    """Where the codec of contributions needs it."""
 
 
 class Averager:
@@ -134,7 +140,7 @@ class Averager:
         self._shelf = parts.shelf
         rule = AloneRule(parts.inner_steps, parts.outer, parts.microbatch_tokens, parts.clock, parts.longest_s)
         self.keeper = ReplicaKeeper(
-            parts.replica, parts.shelf, parts.compute, parts.averaging, rule, self._stepped_alone
+            parts.replica, parts.shelf, parts.compute, parts.averaging, rule, self._stepped_alone, parts.feedback
         )
         self._events: deque[Event] = deque()
         self._handling = False
@@ -155,7 +161,9 @@ class Averager:
     async def run(self, transport: Transport) -> None:
         """Until cancelled. Before it, what arrives is refused."""
         parts = self._parts
-        means = ExchangeMeans(parts.codec, parts.outer, parts.averaging, transport, parts.clock, self._hooks.exchanging)
+        means = ExchangeMeans(
+            parts.codecs, parts.outer, parts.averaging, transport, parts.clock, self._hooks.exchanging
+        )
         self._transport = transport
         self._loop = asyncio.get_running_loop()
         async with task_scope() as tasks:
@@ -241,6 +249,8 @@ class Averager:
                 self._spawn(self._take_snapshot(self._bench, action))
             case Exchange(roster):
                 self._spawn(self._bench.exchange(roster, self._tasks))
+            case DropStaged(version):
+                self._bench.drop_staged(version)
             case Release(number, why):
                 log.debug("rounds up to %d are over: %s", number, why)
                 self._spawn(self._bench.release(number))
@@ -287,6 +297,7 @@ class Averager:
             self.handle(SnapshotTaken(action.round, work.steps, work.tokens, snapshot.norm, bandwidth))
         else:
             log.warning("this replica's parameters are not finite; it starts again from its anchor")
+            await self._forget_left_out()
             await self.keeper.adopt(self._shelf.current)
             self.handle(SnapshotBroken(action.round))
 
@@ -308,8 +319,11 @@ class Averager:
     async def _settle(
         self, bench: RoundBench, action: CommitStaged, before: Anchor, anchor: Anchor, snapshot: Snapshot
     ) -> None:
-        await self.keeper.carry(snapshot, anchor)
         version, roster = anchor.version, action.roster
+        feedback = self._parts.feedback
+        if feedback is not None and self._parts.own in contributors(roster):
+            await self._parts.averaging.run(Priority.UPKEEP, partial(feedback.commit, roster.round.attempt))
+        await self.keeper.carry(snapshot, anchor)
         traffic = bench.traffic(roster.round.number)
         self._hooks.settled(
             RoundSettled(
@@ -338,9 +352,15 @@ class Averager:
             self.handle(CatchUpFailed(action.version, str(error)))
             return
         self._shelf.put(anchor)
+        await self._forget_left_out()
         await self.keeper.adopt(anchor)
         self._hooks.anchored(anchor)
         self.handle(CaughtUp(anchor.version))
+
+    async def _forget_left_out(self) -> None:
+        """The replica becomes another one: what earlier rounds left out of it is of parameters that it no longer has."""
+        if self._parts.feedback is not None:
+            await self._parts.averaging.run(Priority.UPKEEP, self._parts.feedback.reset)
 
     def _bandwidth(self) -> float:
         """Bytes per second of our best link, to the nearest power of four: what is measured varies by a factor of two among equals."""

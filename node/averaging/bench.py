@@ -118,6 +118,12 @@ class RoundBench:
             if self.snapshot is not None and self.snapshot.source.anchor.version.round < number:
                 self.snapshot = None
 
+    def drop_staged(self, version: AnchorVersion) -> None:
+        """A complete result that will not be committed."""
+        anchor = self._staged.pop(version.digest, None)
+        if anchor is not None:
+            self._shelf.give_back(anchor.parameters, anchor.momentum)
+
     def take_staged(self, version: AnchorVersion) -> tuple[Anchor, Snapshot]:
         """The complete result of this version and the snapshot it was made with, to be committed. They are not kept here any longer.
 
@@ -162,7 +168,7 @@ class RoundBench:
         if self._arrivals is None or self._arrivals.round != round_id:
             self._count_traffic()
             self._arrivals = Arrivals(
-                round_id, self._means.codec, lambda peer, why: self._report(PieceRejected(round_id, peer, why))
+                round_id, self._means.codecs, lambda peer, why: self._report(PieceRejected(round_id, peer, why))
             )
         if self._traffic.number != round_id.number:
             self._traffic = Traffic(round_id.number)
@@ -172,6 +178,8 @@ class RoundBench:
         if snapshot is None or arrivals is None or snapshot.source.anchor.version != roster.base:
             raise ProtocolViolation("its roster starts from another anchor, or we never entered")
         plan = Plan(self._own, self._shelf.current.layout, roster)
+        if snapshot.source.feedback is not None:
+            snapshot.source.feedback.begin(roster.round.attempt)
         vectors = self._shelf.spare()
         exchange = Exchange(
             plan,
@@ -197,14 +205,14 @@ class RoundBench:
             self._shelf.give_back(*running.vectors)
 
     def _keep(self, roster: Roster, anchor: Anchor) -> None:
+        self.drop_staged(anchor.version)
         self._staged[anchor.version.digest] = anchor
         self._report(Staged(roster.round, anchor.version))
 
     def _drop_staged(self, number: int) -> None:
-        for digest, anchor in list(self._staged.items()):
+        for anchor in list(self._staged.values()):
             if anchor.version.round <= number:
-                del self._staged[digest]
-                self._shelf.give_back(anchor.parameters, anchor.momentum)
+                self.drop_staged(anchor.version)
 
     def _count_traffic(self) -> None:
         """Takes over what the exchange and the arrivals have counted so far."""

@@ -26,6 +26,7 @@ from node.averaging.outer import OuterRule
 from node.averaging.pieces import Piece, Plan
 from node.averaging.progress import ExchangeProgress, Watch
 from node.averaging.reduction import NormLimit, Reduction, read_encoding
+from node.averaging.round_codecs import RoundCodecs
 from node.averaging.source import Source
 from node.averaging.staging import Staging
 from node.compute import ComputeThread, Priority
@@ -35,7 +36,7 @@ from protocol.seams import Clock, Transport
 from swarm.errors import PeerError, ProtocolViolation
 from swarm.round_messages import Contribution, Reduced, RoundPiece
 from swarm.rounds.words import Event, LinkLost, Owing, PieceCame, PieceRejected
-from swarm.vocabulary import Codec, PeerId
+from swarm.vocabulary import PeerId
 
 Result = TypeVar("Result")
 
@@ -51,7 +52,7 @@ TOLD_EVERY_S: Final = 0.1
 class ExchangeMeans:
     """What every exchange of a replica works with."""
 
-    codec: Codec
+    codecs: RoundCodecs
     rule: OuterRule
     thread: ComputeThread
     """For the arithmetic; not the one that computes microbatches."""
@@ -89,7 +90,7 @@ class Exchange:
         self._means = means
         self._report = report
         self._staged = staged
-        self._reduction = Reduction(plan, means.codec, source)
+        self._reduction = Reduction(plan, means.codecs, source)
         self._staging = Staging(source.anchor, means.rule, *vectors)
         self._result_limit = NormLimit(plan.largest_norm)
         self._progress = ExchangeProgress(plan, means.watch)
@@ -143,7 +144,7 @@ class Exchange:
 
     async def _send_contributions(self, reducer: PeerId, pieces: Iterator[Piece]) -> None:
         """One lane; the lanes to a reducer share `pieces`."""
-        codec = self._means.codec
+        codec = self._means.codecs.contribution
         room = np.empty(self._largest_encoding(reducer), np.uint8).data
         for piece in pieces:
             await self._windows[reducer].acquire()
@@ -163,7 +164,8 @@ class Exchange:
 
     async def _send(self, peer: PeerId, message: Contribution | Reduced, piece: Piece, data: memoryview) -> bool:
         try:
-            await self._means.transport.send(peer, message, piece_spec(self._means.codec, piece.elements), data)
+            spec = piece_spec(self._means.codecs.of(message), piece.elements)
+            await self._means.transport.send(peer, message, spec, data)
         except PeerError:
             self._report(LinkLost(peer))
             return False
@@ -172,7 +174,7 @@ class Exchange:
 
     def _largest_encoding(self, reducer: PeerId) -> int:
         elements = max((piece.elements for piece in self.plan.shards[reducer]), default=0)
-        return encoded_bytes(self._means.codec, elements) if elements else 0
+        return encoded_bytes(self._means.codecs.contribution, elements) if elements else 0
 
     # ---- what comes in ---------------------------------------------------------------------------------------------
 
@@ -232,7 +234,7 @@ class Exchange:
     def _step(self, piece: Piece, data: memoryview) -> str | None:
         """On the thread."""
         try:
-            gradient = read_encoding(self._means.codec, data, self._room[: piece.elements])
+            gradient = read_encoding(self._means.codecs.result, data, self._room[: piece.elements])
         except ProtocolViolation as error:
             return str(error)
         objection = self._result_limit.objection(gradient)

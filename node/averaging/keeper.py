@@ -17,12 +17,12 @@ from typing import Final
 import numpy as np
 
 from node.averaging.anchor import Anchor, Vector
+from node.averaging.error_feedback import ErrorFeedback
 from node.averaging.lone import step_alone, steps_between_rounds
 from node.averaging.outer import OuterRule
 from node.averaging.replica import LocalReplica
 from node.averaging.shelf import Shelf
 from node.averaging.source import Source
-from node.averaging.vectors import squares_of_difference
 from node.compute import ComputeThread, Priority
 from node.optimization import StepFigures
 from protocol.seams import Clock
@@ -81,6 +81,7 @@ class ReplicaKeeper:
     Args:
         averaging: the thread for arithmetic on anchors.
         stepped_alone: called on the compute thread when the replica, being alone, has taken the outer step.
+        feedback: what earlier rounds left out, if their codec does.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class ReplicaKeeper:
         averaging: ComputeThread,
         rule: AloneRule,
         stepped_alone: Callable[[Anchor, AnchorVersion], None],
+        feedback: ErrorFeedback | None = None,
     ) -> None:
         self.alone = False
         """Set from the event loop; read on the compute thread after each inner step."""
@@ -102,6 +104,7 @@ class ReplicaKeeper:
         self._averaging = averaging
         self._rule = rule
         self._stepped_alone = stepped_alone
+        self._feedback = feedback
         self._lone_every = steps_between_rounds(rule.inner_steps, len(replica.layout.fragments))
         self._done = Work()
         self._at_anchor = Work()
@@ -147,8 +150,9 @@ class ReplicaKeeper:
                 self._room = np.empty(base.layout.elements, np.float32)
             first, end = base.layout.fragments[base.version.fragment]
             part = base.layout.range_of(first, end)
-            squares = await self._copy(part, base, self._room)
-            return Snapshot(Source(base, self._room), part, math.sqrt(squares), done, since)
+            source = Source(base, self._room, self._feedback)
+            squares = await self._copy(part, source)
+            return Snapshot(source, part, math.sqrt(squares), done, since)
 
     def committed(self, snapshot: Snapshot) -> None:
         """The anchor that was made with this snapshot holds now: what came after the snapshot is our work since the anchor."""
@@ -172,13 +176,13 @@ class ReplicaKeeper:
                 await self._compute.run(Priority.UPKEEP, partial(self._replica.write, piece, anchor.parameters[piece]))
             await self._compute.run(Priority.UPKEEP, partial(self._start_anew, anchor))
 
-    async def _copy(self, part: slice, base: Anchor, room: Vector) -> float:
-        """Copies slice after slice, and returns the pseudo-gradient's sum of squares."""
+    async def _copy(self, part: slice, source: Source) -> float:
+        """Copies slice after slice, and returns the sum of squares of what is to be sent."""
         norms = []
         async with asyncio.TaskGroup() as tasks:
             for piece in _slices(part):
-                await self._compute.run(Priority.UPKEEP, partial(self._replica.read, piece, room[piece]))
-                job = partial(squares_of_difference, base.parameters[piece], room[piece])
+                await self._compute.run(Priority.UPKEEP, partial(self._replica.read, piece, source.snapshot[piece]))
+                job = partial(source.squares, piece)
                 norms.append(tasks.create_task(self._averaging.run(Priority.UPKEEP, job)))
         return math.fsum(norm.result() for norm in norms)
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from node.averaging.anchor import Vector
 from node.averaging.pieces import Piece, Plan
+from node.averaging.round_codecs import RoundCodecs
 from node.averaging.source import Source
 from node.averaging.vectors import add_scaled, squares
 from protocol.codecs import decode_into, encode_into, encoded_bytes
@@ -66,9 +67,9 @@ class Reduction:
         source: our own pseudo-gradient, which goes into each sum first.
     """
 
-    def __init__(self, plan: Plan, codec: Codec, source: Source) -> None:
+    def __init__(self, plan: Plan, codecs: RoundCodecs, source: Source) -> None:
         self._plan = plan
-        self._codec = codec
+        self._codecs = codecs
         self._source = source
         self._limits = {peer: NormLimit(plan.members[peer].norm) for peer in plan.contributors}
         self._sums: dict[Piece, Vector] = {}
@@ -81,7 +82,7 @@ class Reduction:
         `room` is at least as long as the piece.
         """
         try:
-            values = read_encoding(self._codec, data, room[: piece.elements])
+            values = read_encoding(self._codecs.contribution, data, room[: piece.elements])
         except ProtocolViolation as error:
             return Added(objection=str(error))
         objection = self._limits[sender].objection(values)
@@ -95,10 +96,11 @@ class Reduction:
         """The encoding of a complete sum: what all members get, we too."""
         total = self._sum(piece)
         del self._sums[piece]
-        if self._codec is Codec.NONE:
+        codec = self._codecs.result
+        if codec is Codec.NONE:
             return total.view(np.uint8).data
-        encoding = np.empty(encoded_bytes(self._codec, piece.elements), np.uint8).data
-        encode_into(self._codec, total, encoding)
+        encoding = np.empty(encoded_bytes(codec, piece.elements), np.uint8).data
+        encode_into(codec, total, encoding)
         return encoding
 
     def _sum(self, piece: Piece) -> Vector:

@@ -30,6 +30,7 @@ from swarm.rounds.words import (
     Action,
     CatchUp,
     CommitStaged,
+    DropStaged,
     Exchange,
     Owing,
     PieceCame,
@@ -225,7 +226,7 @@ class Attempts:
         """Something about our own part; of another attempt it is ignored."""
         part, now = self.part, self._outlook.now
         if part is None or event.round != part.round:
-            return []
+            return self._not_wanted(event.version) if isinstance(event, Staged) else []
         match event:
             case SnapshotTaken():
                 return self._snapshot_taken(part, event)
@@ -262,16 +263,22 @@ class Attempts:
     def _staged_came(self, part: Participation, version: AnchorVersion) -> Actions:
         roster = part.roster
         if roster is None or part.phase not in (Phase.EXCHANGING, Phase.FINISHING):
-            return []
+            return self._not_wanted(version)
         if not leads_to(self._outlook.rules, roster, version):
-            return self._decline(part, DeclineReason.BROKEN, "our result is not what the roster leads to")
+            declined = self._decline(part, DeclineReason.BROKEN, "our result is not what the roster leads to")
+            return [*declined, *self._not_wanted(version)]
         result = StagedResult(roster, version)
+        if part.phase is Phase.FINISHING and version == part.version:
+            return self._adopt(result)
         if part.phase is Phase.FINISHING:
-            return (
-                self._adopt(result) if version == part.version else self.leave("our result differs from the committed")
-            )
-        self._staged, part.phase, part.version = result, Phase.PREPARED, version
-        return self._tell_convener(part)
+            return [*self.leave("our result differs from the committed"), *self._not_wanted(version)]
+        before, self._staged = self._staged, result
+        part.phase, part.version = Phase.PREPARED, version
+        return [*([] if before is None else self._not_wanted(before.version)), *self._tell_convener(part)]
+
+    def _not_wanted(self, version: AnchorVersion) -> Actions:
+        """A result that is not, or not any more, the one that we could commit. (Two attempts may give the same.)"""
+        return [] if self._staged is not None and self._staged.version == version else [DropStaged(version)]
 
     def link_lost(self, peer: PeerId) -> Actions:
         """Less patience with that peer; who waits for its pieces says so at once."""

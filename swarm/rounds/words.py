@@ -195,6 +195,14 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True)
+class DropStaged:
+    """A complete result will not be committed by us: it is of an attempt that is over, or a later one has replaced it. At most one is kept,
+    so that there is always room to make the next."""
+
+    version: AnchorVersion
+
+
+@dataclass(frozen=True, slots=True)
 class Release:
     """End the exchange and forget the snapshots and everything staged for rounds up to this number. A number below that of
     the attempt under way only ends the exchange: its snapshot and staged results are kept for the next attempt."""
@@ -228,4 +236,4 @@ class StandAlone:
     alone: bool
 
 
-Action = Tell | TakeSnapshot | Exchange | Release | CommitStaged | CatchUp | StandAlone
+Action = Tell | TakeSnapshot | Exchange | DropStaged | Release | CommitStaged | CatchUp | StandAlone

@@ -15,6 +15,7 @@ from node.averaging.exchange import Exchange, ExchangeMeans
 from node.averaging.layout import Layout, layout_of
 from node.averaging.outer import OuterRule
 from node.averaging.pieces import Plan
+from node.averaging.round_codecs import ROUND_CODECS
 from node.averaging.source import Source
 from node.clock import SystemClock
 from node.compute import ComputeThread
@@ -127,7 +128,7 @@ class Room:
     """The parties of an exchange, which begins with `begin`."""
 
     def __init__(self, codec: Codec, tasks: asyncio.TaskGroup) -> None:
-        self.codec = codec
+        self.codecs = ROUND_CODECS[codec.name.lower()]
         self.parties: dict[PeerId, Party] = {}
         self.dead: set[PeerId] = set()
         self.tamper: Tamper = lambda sender, to, message, data: None
@@ -142,13 +143,15 @@ class Room:
             plan = Plan(party.peer, party.base.layout, roster)
             elements = party.base.layout.elements
             vectors = np.full(elements, np.nan, np.float32), np.full(elements, np.nan, np.float32)
-            party.arrivals = Arrivals(roster.round, self.codec, lambda p, why, it=party: it.rejections.append((p, why)))  # type: ignore[misc]
+            party.arrivals = Arrivals(
+                roster.round, self.codecs, lambda p, why, it=party: it.rejections.append((p, why))
+            )  # type: ignore[misc]
             party.exchange = Exchange(
                 plan,
                 Source(party.base, party.snapshot),
                 vectors,
                 party.arrivals,
-                ExchangeMeans(self.codec, RULE, party.thread, Wire(party.peer, self), SystemClock()),
+                ExchangeMeans(self.codecs, RULE, party.thread, Wire(party.peer, self), SystemClock()),
                 party.events.append,
                 lambda anchor, it=party: setattr(it, "anchor", anchor),  # type: ignore[misc]
             )

@@ -16,6 +16,7 @@ from node.averaging.averager import Averager, AveragerHooks, AveragerParts, Roun
 from node.averaging.lone import anchor_of
 from node.averaging.outer import OuterRule
 from node.averaging.replica import LocalReplica
+from node.averaging.round_codecs import ROUND_CODECS, feedback_for
 from node.averaging.shelf import Shelf
 from node.clock import SystemClock
 from node.compute import ComputeThread, Priority
@@ -131,6 +132,7 @@ class Hall:
         shelf = Shelf(anchor_of(local))
         rules = self._rules(local)
         machine = RoundMachine(peer, MODULE, rules, shelf.current.version)
+        codecs = ROUND_CODECS[self._codec.name.lower()]
         parts = AveragerParts(
             peer,
             MODULE,
@@ -139,11 +141,12 @@ class Hall:
             local,
             compute,
             averaging,
-            self._codec,
+            codecs,
             RULE,
             rules.inner_steps,
             TOKENS,
             SystemClock(),
+            feedback=feedback_for(codecs, local.layout.elements),
         )
         hooks = AveragerHooks(
             fellows=lambda: self._fellows_of(peer),

@@ -48,8 +48,14 @@ class Reference:
                 start += parameter.numel()
 
 
-@pytest.mark.parametrize(("codec", "tolerance"), [(Codec.NONE, 1e-5), (Codec.INT8, None)])
-async def test_twenty_rounds_equal_the_same_algorithm_in_one_place(codec: Codec, tolerance: float | None) -> None:
+@pytest.mark.parametrize(
+    ("codec", "tolerance", "share"),
+    [(Codec.NONE, 1e-5, 0.0), (Codec.BF16, None, 0.01), (Codec.INT8, None, 0.02), (Codec.INT4, None, 0.1)],
+)
+async def test_twenty_rounds_equal_the_same_algorithm_in_one_place(
+    codec: Codec, tolerance: float | None, share: float
+) -> None:
+    """`share` of the way that the parameters have come is what a lossy codec may be off."""
     async with hall(3, codec=codec, inner_steps=INNER) as here:
         reference = Reference(3, 200_000, [slice(0, 200_000)])
         start = reference.anchor.numpy().copy()
@@ -65,7 +71,7 @@ async def test_twenty_rounds_equal_the_same_algorithm_in_one_place(codec: Codec,
                 assert off.max() <= tolerance
                 assert np.abs(replica.anchor.momentum - reference.momentum.numpy()).max() <= tolerance
             else:
-                assert 0 < np.linalg.norm(off) <= 0.02 * np.linalg.norm(expected - start)
+                assert 0 < np.linalg.norm(off) <= share * np.linalg.norm(expected - start)
             np.testing.assert_array_equal(replica.vector(), replica.anchor.parameters)
         version = here[0].anchor.version
         assert (version.round, version.steps, version.tokens) == (20, 20 * INNER, 3 * 20 * INNER * TOKENS)

@@ -11,6 +11,7 @@ from swarm.round_messages import (
     Commit,
     Declined,
     DeclineReason,
+    Dissolved,
     Entry,
     Invitation,
     Member,
@@ -28,6 +29,7 @@ from swarm.rounds.words import (
     CatchUp,
     CatchUpFailed,
     CommitStaged,
+    DropStaged,
     Event,
     Exchange,
     Fellow,
@@ -254,8 +256,19 @@ def test_who_slept_drops_the_attempt_and_keeps_what_it_prepared() -> None:
     desk.now += 30.0
     actions = desk.feed(Tick())
     assert actions == [Release(4, "this process did not run for 30.0 s")]
-    assert desk.feed(Staged(ATTEMPT, RESULT)) == []
+    assert desk.feed(Staged(ATTEMPT, RESULT)) == [DropStaged(RESULT)]
     assert desk.wait(0.5) == []
+
+
+def test_of_two_results_the_later_is_kept() -> None:
+    desk = Desk()
+    desk.prepare()
+    again, other = RoundId(MODULE, 5, 1, B), replace(RESULT, digest=b"o" * 32)
+    desk.hear(B, Dissolved(ATTEMPT, "a member was silent"))
+    desk.enter(again)
+    assert kinds(desk.hear(B, roster(again))) == [Exchange]
+    assert desk.feed(Staged(again, other)) == [DropStaged(RESULT), Tell(B, Prepared(again, other))]
+    assert desk.hear(B, Commit(again, other, (B, US)))[0] == CommitStaged(roster(again), other)
 
 
 def test_a_process_that_is_held_up_does_not_take_its_convener_for_silent() -> None:

@@ -15,6 +15,7 @@ from swarm.rounds.words import (
     CatchUpFailed,
     CaughtUp,
     CommitStaged,
+    DropStaged,
     Event,
     Exchange,
     Fellow,
@@ -166,6 +167,7 @@ class VirtualReplica:
                 seconds = self.world.random.choice(self.world.shape.prepare_s)
                 self.world.time.after(seconds, lambda: self.do(lambda: self._take_snapshot(attempt)))
             case Exchange(roster):
+                assert len(self.staged) <= 1, "there is room for one complete result, and the one in the making"
                 snapshot = self.snapshots[roster.round.number]
                 fragments = self.world.rules.fragments
                 self.exchange = VirtualExchange(self.id, roster, snapshot.gradient, fragments, self._send)
@@ -177,6 +179,8 @@ class VirtualReplica:
                 early, self.early = self.early, []
                 for take in early:
                     take()
+            case DropStaged(version):
+                self.staged.pop(version, None)
             case Release(number):
                 self.exchange = None
                 self.snapshots = {kept: value for kept, value in self.snapshots.items() if kept > number}
