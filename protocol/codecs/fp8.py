@@ -92,10 +92,8 @@ def decode(data: Tensor, out: Tensor) -> None:
         targets = out[piece.start : piece.stop].view(-1, piece.width)
         coded = codes[piece.start : piece.stop].view(-1, piece.width)
         for target, code, factor in in_slices(targets, coded, factors[piece.first : piece.end]):
-            half = (
-                halves.like(code).copy_(code).mul_(_SEVEN_PLACES).bitwise_and_(_SIGN_BELOW_EXPONENT).view(torch.float16)
-            )
-            if target.dtype is torch.float32:
-                target.copy_(half).mul_(factor)
-            else:
-                target.copy_(numbers.like(code).copy_(half).mul_(factor))
+            bits = halves.like(code).copy_(code).mul_(_SEVEN_PLACES).bitwise_and_(_SIGN_BELOW_EXPONENT)
+            number = target if target.dtype is torch.float32 else numbers.like(code)
+            number.copy_(bits.view(torch.float16)).mul_(factor)
+            if number is not target:
+                target.copy_(number)
