@@ -29,8 +29,10 @@ class DType(enum.Enum):
 BLOCK: Final = 128
 INT4_BLOCK: Final = 64
 SPARSE_CHUNK: Final = 4096
-KEPT: Final = 128
-"""Of a whole chunk; of a shorter last one as large a share, rounded up."""
+KEPT: Final = {Codec.TOP_K_4: 192, Codec.TOP_K_2: 256}
+"""Of a whole chunk; of a shorter last one as large a share, rounded up. As many as go into a sixtieth of float32."""
+PLACE_LOW_BITS: Final = 4
+"""Of a place in its chunk, sent as they are. What is above them takes about two bits a place (`protocol.codecs.top_k`)."""
 MAX_RANK: Final = 256
 FEWEST_CHANNELS_AN_OUTLIER: Final = 16
 """So that what is sent twice, as a code and apart, stays little: at most every sixteenth channel is sent apart."""
@@ -82,7 +84,7 @@ class TensorSpec:
             case Codec.INT4:
                 return -(-elements // 2) + 2 * blocks_of(elements, INT4_BLOCK) + self._apart_bytes
             case Codec.TOP_K_4 | Codec.TOP_K_2:
-                return _sparse_bytes(elements, 16 if self.codec is Codec.TOP_K_4 else 14)
+                return _sparse_bytes(elements, self.codec)
             case Codec.LOW_RANK:
                 return 2 * self.rank * (self.rows + self.shape[-1])
             case Codec.PLANES:
@@ -114,21 +116,50 @@ def blocks_of(elements: int, size: int) -> int:
     return -(-elements // size)
 
 
-def kept_of(elements: int) -> int:
-    """How many elements of a chunk of so many the sparse codecs send."""
-    return -(-elements * KEPT // SPARSE_CHUNK)
-
-
 def most_outliers(shape: tuple[int, ...]) -> int:
     """How many channels of such a tensor may be sent apart."""
     return shape[-1] // FEWEST_CHANNELS_AN_OUTLIER
 
 
-def _sparse_bytes(elements: int, bits: int) -> int:
-    """Scales of two bytes, entries of so many bits, chunk by chunk in whole bytes."""
+@dataclass(frozen=True, slots=True)
+class SparseChunk:
+    """What a chunk of the sparse codecs consists of: two levels, the lower bits of the places, the upper ones, the codes; each in whole bytes."""
+
+    elements: int
+    """1 to SPARSE_CHUNK."""
+    codec: Codec
+
+    @property
+    def kept(self) -> int:
+        """How many elements are sent."""
+        return -(-self.elements * KEPT[self.codec] // SPARSE_CHUNK)
+
+    @property
+    def code_bits(self) -> int:
+        return 4 if self.codec is Codec.TOP_K_4 else 2
+
+    @property
+    def low_bytes(self) -> int:
+        return -(-self.kept * PLACE_LOW_BITS // 8)
+
+    @property
+    def high_bytes(self) -> int:
+        """A bit for each place, and one for each run of 2^PLACE_LOW_BITS elements."""
+        return -(-(self.kept + blocks_of(self.elements, 2**PLACE_LOW_BITS)) // 8)
+
+    @property
+    def code_bytes(self) -> int:
+        return -(-self.kept * self.code_bits // 8)
+
+    @property
+    def byte_length(self) -> int:
+        return 4 + self.low_bytes + self.high_bytes + self.code_bytes
+
+
+def _sparse_bytes(elements: int, codec: Codec) -> int:
     whole, rest = divmod(elements, SPARSE_CHUNK)
-    chunk = 2 + KEPT * bits // 8
-    return whole * chunk + (2 + -(-kept_of(rest) * bits // 8) if rest else 0)
+    last = SparseChunk(rest, codec).byte_length if rest else 0
+    return whole * SparseChunk(SPARSE_CHUNK, codec).byte_length + last
 
 
 def _most_rank(shape: tuple[int, ...]) -> int:

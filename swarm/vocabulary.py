@@ -174,9 +174,9 @@ class Codec(enum.Enum):
     INT4 = 5
     """Half a byte each, and a bfloat16 scale for each 64 of them."""
     TOP_K_4 = 6
-    """Of each 4096 the 128 largest, four bits each besides their place."""
+    """Of each 4096 the 192 largest, four bits each besides their place."""
     TOP_K_2 = 7
-    """Likewise, with two bits each."""
+    """Of each 4096 the 256 largest, two bits each besides their place."""
     LOW_RANK = 8
     """A matrix as the product of two thin ones, bfloat16."""
     PLANES = 9

@@ -226,6 +226,17 @@ def test_a_peer_of_the_lane_that_is_gone_or_crowded_is_replaced_and_the_stages_s
     assert on.path(2) == ["a1", "b2"]
 
 
+def test_what_peers_announce_of_their_queues_does_not_move_anybody_off_a_lane() -> None:
+    """All data nodes hear it at once, and it is over when they come."""
+    on = OnLanes()
+    on.members.observe(announcement("a1", 1, slots=16, free_slots=0, sequence=2), now=NOW, wall=0.0)
+    assert on.path(2) == ["a1", "b1"]
+    on.lanes = ()
+    assert on.planner.replica(ModuleId(1), frozenset(), {}, NOW).value == "a2", (
+        "but without a lane it is all that is known"
+    )
+
+
 def test_every_now_and_then_one_hop_goes_to_who_was_not_measured_for_longest() -> None:
     on = OnLanes()
     for peer in ("a2", "a1", "b2"):
