@@ -51,7 +51,7 @@ docs:
 bench:
 	@echo "skipstone: running the benchmarks"
 	@$(MAKE) --no-print-directory --silent $(VENV)/.dev
-	@set -e; for benchmark in demo transport hop averaging throughput paths; do $(BIN)/python benchmarks/$$benchmark.py; done
+	@set -e; for benchmark in demo transport hop averaging codecs throughput paths; do $(BIN)/python benchmarks/$$benchmark.py; done
 
 clean:
 	rm -rf $(VENV) build dist ./*.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -190,7 +190,7 @@ def machine() -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="short training, few repeats: to see that it works")
-    parser.add_argument("--repeats", type=int, help="turns (default 9)")
+    parser.add_argument("--repeats", type=int, help="turns (default 7)")
     parser.add_argument("--steps", type=int, help="inner steps before anything is captured (default 200)")
     parser.add_argument("--text", type=Path, help="read this instead of the standard library's source")
     parser.add_argument(
@@ -199,7 +199,7 @@ def main() -> None:
     parser.add_argument("--compiled", action="store_true", help="also measure torch.compile")
     options = parser.parse_args()
     options.steps = options.steps or (20 if options.quick else 200)
-    options.repeats = options.repeats or (3 if options.quick else 9)
+    options.repeats = options.repeats or (3 if options.quick else 7)
     keep_freed_memory()
     torch.set_num_threads(1)
     print(json.dumps(measure(options)))

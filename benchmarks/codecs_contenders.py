@@ -66,6 +66,8 @@ class Ours:
         return f"skipstone.{self.codec.name}" + (f".{self.rank}" if self.rank else "")
 
     def encode(self, values: Tensor) -> codecs.Encoded:
+        if self.rank and values.ndim < 2:
+            raise ValueError("takes matrices only")
         if self.rank:
             return codecs.encode_low_rank(values, self.rank)[0]
         return codecs.encode(values, self.codec)
@@ -110,6 +112,8 @@ def attempt(call: Callable[[], Any]) -> Any:
     """The result, or what went wrong in one line."""
     try:
         return call()
+    except ImportError:
+        return "not installed"
     except Exception as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
 

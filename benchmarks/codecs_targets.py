@@ -9,7 +9,7 @@ Rows = dict[str, dict[str, Any]]
 """What was measured of each contender, by its name."""
 
 ERROR_CLASSES: Final = ("activations", "activation_gradients", "pseudo_gradient", "normal")
-"""All that is sent through lossy codecs, and normal numbers."""
+"""What is sent through lossy codecs, and normal numbers. (Adam's second moment, which no run sends so, is squares: INT8 and INT4 are a little worse there.)"""
 SPEED_CLASSES: Final = ("activations", "pseudo_gradient")
 LINK_GBPS: Final = 0.125
 """1 Gbit/s, in bytes."""

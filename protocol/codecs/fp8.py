@@ -27,7 +27,6 @@ from protocol.codecs.blocks import (
     span_elements,
 )
 from protocol.tensor_spec import BLOCK, blocks_of
-from swarm.errors import ProtocolViolation
 
 LARGEST_CODE: Final = 448.0
 LARGEST_SCALE: Final = float(np.finfo(np.float32).max) / 512
@@ -81,8 +80,6 @@ def decode(data: Tensor, out: Tensor) -> None:
     """
     elements, device = len(out), out.device
     scales = data[elements:].clone().view(torch.float32).view(-1, 1)
-    if bool((scales < 0).any()):
-        raise ProtocolViolation("an FP8 encoding has a scale that is negative")
     check_received(scales, LARGEST_SCALE, "FP8")
     factors = scales.mul_(_EXPONENT_GAP)
     codes = data[:elements].view(torch.int8)
@@ -92,10 +89,8 @@ def decode(data: Tensor, out: Tensor) -> None:
         targets = out[piece.start : piece.stop].view(-1, piece.width)
         coded = codes[piece.start : piece.stop].view(-1, piece.width)
         for target, code, factor in in_slices(targets, coded, factors[piece.first : piece.end]):
-            half = (
-                halves.like(code).copy_(code).mul_(_SEVEN_PLACES).bitwise_and_(_SIGN_BELOW_EXPONENT).view(torch.float16)
-            )
-            if target.dtype is torch.float32:
-                target.copy_(half).mul_(factor)
-            else:
-                target.copy_(numbers.like(code).copy_(half).mul_(factor))
+            bits = halves.like(code).copy_(code).mul_(_SEVEN_PLACES).bitwise_and_(_SIGN_BELOW_EXPONENT)
+            number = target if target.dtype is torch.float32 else numbers.like(code)
+            number.copy_(bits.view(torch.float16)).mul_(factor)
+            if number is not target:
+                target.copy_(number)

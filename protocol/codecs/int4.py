@@ -84,7 +84,7 @@ def decode(data: Tensor, out: Tensor) -> None:
     elements, device = len(out), out.device
     packed = data[: -(-elements // 2)]
     scales = data[len(packed) :].clone().view(torch.bfloat16).float().view(-1, 1)
-    check_received(scales, LARGEST_SCALE, "INT4")
+    check_received(scales.abs(), LARGEST_SCALE, "INT4")
     codes = Room(min(elements, span_elements(device)), torch.int8, device)
     for piece in pieces(elements, INT4_BLOCK, span_elements(device)):
         target = out[piece.start : piece.stop].view(-1, piece.width)

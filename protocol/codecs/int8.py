@@ -28,7 +28,6 @@ from protocol.codecs.blocks import (
     span_elements,
 )
 from protocol.tensor_spec import BLOCK, blocks_of
-from swarm.errors import ProtocolViolation
 
 LARGEST_SCALE: Final = torch.finfo(torch.bfloat16).max / 128
 """So that no code, -128 included, decodes to infinity, in bfloat16 neither."""
@@ -87,7 +86,5 @@ def decode(data: Tensor, out: Tensor) -> None:
 def _checked_scales(data: Tensor, elements: int) -> Tensor:
     """[blocks, 1], copied: in the encoding they may stand at any byte."""
     scales = data[elements:].clone().view(torch.float32).view(-1, 1)
-    if bool((scales < 0).any()):
-        raise ProtocolViolation("an INT8 encoding has a scale that is negative")
     check_received(scales, LARGEST_SCALE, "INT8")
     return scales

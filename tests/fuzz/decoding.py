@@ -9,13 +9,12 @@ from typing import Final
 
 import torch
 
-from protocol.codecs import VECTOR_CODECS, Encoded, decode, encode
+from protocol.codecs import Encoded, decode, encode, encode_low_rank
 from protocol.codecs.memory import ELEMENT_TYPES
 from protocol.tensor_spec import DType, TensorSpec
 from swarm.errors import ProtocolViolation
 from swarm.vocabulary import Codec
 
-CODECS: Final = (*VECTOR_CODECS, Codec.PLANES)
 MOST_ELEMENTS: Final = 2**16
 MAY_BE_ANYTHING: Final = frozenset({Codec.NONE, Codec.BF16, Codec.PLANES})
 """The others promise finite numbers."""
@@ -41,7 +40,7 @@ def received(made_up: bytes) -> Received | None:
     spec = TensorSpec(
         tuple(max(1, size) for size in shape[: 1 + dimensions % 4]),
         list(DType)[kind % 3],
-        CODECS[codec % len(CODECS)],
+        list(Codec)[codec % len(Codec)],
         outliers,
         rank,
         compressed,
@@ -61,7 +60,10 @@ def honest_encoding(spec: TensorSpec) -> Encoded:
     dtype = DType.FLOAT32 if spec.dtype is DType.FLOAT16 else spec.dtype
     values = torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
     values[..., ::40] *= 30
-    return encode(values.to(ELEMENT_TYPES[dtype]), spec.codec)
+    values = values.to(ELEMENT_TYPES[dtype])
+    if spec.codec is not Codec.LOW_RANK:
+        return encode(values, spec.codec)
+    return encode_low_rank(values, 1)[0] if len(shape) > 1 else encode(values, Codec.BF16)
 
 
 def damaged(data: bytes, by: bytes) -> bytes:

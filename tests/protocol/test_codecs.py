@@ -19,9 +19,9 @@ from protocol.tensor_spec import BLOCK
 from swarm.errors import ProtocolViolation, StateError
 from swarm.vocabulary import Codec
 
-INT8_SPAN = 8 * 255 * BLOCK
+INT8_SPAN = 16 * 255 * BLOCK
 """Elements from which on a vector is encoded in several spans."""
-LENGTHS = [1, 127, 128, 129, 255, 256, 255 * 128 - 1, 255 * 128, 255 * 128 + 1, INT8_SPAN, INT8_SPAN + 1, 600_001]
+LENGTHS = [1, 127, 128, 129, 255, 256, 255 * 128 - 1, 255 * 128, 255 * 128 + 1, INT8_SPAN, INT8_SPAN + 1, 1_100_001]
 
 
 def encoded(codec: Codec, values: Vector) -> bytearray:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from protocol.tensor_spec import BLOCK, INT4_BLOCK, DType, TensorSpec, blocks_of, most_outliers
 from swarm.vocabulary import Codec
-from tests.fuzz.decoding import CODECS, Received, check, damaged, honest_encoding, received
+from tests.fuzz.decoding import Received, check, damaged, honest_encoding, received
 
 BLOCKWISE = [Codec.INT8, Codec.FP8, Codec.INT4]
 DTYPES = st.sampled_from([DType.FLOAT32, DType.BFLOAT16])
@@ -52,7 +52,7 @@ def test_anything(made_up: bytes) -> None:
         check(case)
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", Codec)
 @given(shape=SHAPES, dtype=DTYPES, damage=st.binary(max_size=12))
 def test_damaged_encodings(codec: Codec, shape: tuple[int, ...], dtype: DType, damage: bytes) -> None:
     honest = honest_encoding(TensorSpec(shape, dtype, codec))

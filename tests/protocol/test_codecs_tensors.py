@@ -22,7 +22,18 @@ from swarm.vocabulary import Codec
 
 BLOCKWISE = [Codec.INT8, Codec.FP8, Codec.INT4]
 LOSSY = [Codec.BF16, *BLOCKWISE]
-SHAPES = [(1,), (63,), (65,), (129,), (255 * 128 + 1,), (7, 9), (3, 5, 64), (2, 3, 5, 96), (1, 300_001)]
+SHAPES = [
+    (1,),
+    (63,),
+    (65,),
+    (129,),
+    (255 * 128 + 1,),
+    (16 * 255 * 128 + 65,),
+    (7, 9),
+    (3, 5, 64),
+    (2, 3, 5, 96),
+    (1, 300_001),
+]
 RELATIVE_ERROR = {Codec.BF16: 2e-3, Codec.INT8: 7e-3, Codec.FP8: 2.8e-2, Codec.INT4: 0.11}
 """On normal numbers."""
 
