@@ -143,6 +143,12 @@ class Rounds:
         for worker, leftover in zip(self._workers, leftovers, strict=True):
             worker.write(self.anchor - leftover if self._stays else self.anchor)
 
+    @property
+    def apart(self) -> float:
+        """How far the workers stand from the anchor in the mean, as a share of the anchor's length."""
+        away = [float(np.linalg.norm(worker.vector() - self.anchor)) for worker in self._workers]
+        return sum(away) / len(away) / float(np.linalg.norm(self.anchor))
+
     def stand(self) -> None:
         """Puts all workers on the anchor, with nothing besides."""
         for worker in self._workers:

@@ -5,7 +5,7 @@
 
 A small model is trained on the text for `--common-steps` inner steps by one process, then by workers that average every `--inner-steps`. What they send and
 what comes back goes through the real encoders, all in this process; what an encoding leaves out is lost, sent later (error feedback), or stays in the
-replica. `behind` is the held-out loss above that of float32 (`none`) with the same outer rule, in nats a token (a byte); the ratios are against float32.
+replica. `apart` is how far the workers stand from the anchor after the last round, as a share of its length. `behind` is the held-out loss above that of float32 (`none`) with the same outer rule, in nats a token (a byte); the ratios are against float32.
 
 `--boundaries` encodes what passes between the stages of a model instead (`benchmarks.codec_boundaries`).
 
@@ -89,11 +89,10 @@ ARMS: Final = {
     "top_k_4, later": _both(Codec.TOP_K_4, Leftover.LATER),
     "top_k_4, stays": _both(Codec.TOP_K_4, Leftover.STAYS),
     "top_k_2, later": _both(Codec.TOP_K_2, Leftover.LATER),
-    "top_k_2, later; int4 back": Arm(Way(Codec.TOP_K_2, Leftover.LATER), Way(Codec.INT4, Leftover.LATER)),
     "top_k_2, stays": _both(Codec.TOP_K_2, Leftover.STAYS),
     "top_k_2, stays; int4 back": Arm(Way(Codec.TOP_K_2, Leftover.STAYS), Way(Codec.INT4, Leftover.LATER)),
-    "low_rank 1, later": _both(Codec.LOW_RANK, Leftover.LATER, 1),
     "low_rank 4, later": _both(Codec.LOW_RANK, Leftover.LATER, 4),
+    "low_rank 4, stays": _both(Codec.LOW_RANK, Leftover.STAYS, 4),
 }
 
 
@@ -132,9 +131,11 @@ class Run:
                 for worker, microbatch in zip(workers, text.a_step(), strict=True):
                     worker.step([microbatch])
             rounds.average()
+        apart = rounds.apart
         rounds.stand()
         return {
             "loss": self.loss(workers[0]),
+            "apart": round(apart, 4),
             "out_bytes": rounds.out_bytes,
             "back_bytes": rounds.back_bytes,
             "out_ratio": round(rounds.anchor.nbytes / rounds.out_bytes, 1),

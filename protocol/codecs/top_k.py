@@ -1,7 +1,7 @@
 """The codecs TOP_K_4 and TOP_K_2: of each chunk of 4096 elements the 192 of largest magnitude, or the 256; all others decode to 0.
 
 252 and 260 bytes for 4096 elements: 65 and 63 times less than float32. What is left out has to be sent another time by who encodes
-(`node.averaging.error_feedback`), or the sum of many encodings is not that of what was encoded.
+(`node.averaging.leftover`, `node.averaging.error_feedback`), or the sum of many encodings is not that of what was encoded.
 
 The encoding is that of each chunk, one after the other; the last chunk may be shorter. A chunk of w elements sends n = ceil(w * 192 / 4096) of them (256 with TOP_K_2),
 in the order of their places in the chunk, in these parts, each in whole bytes whose lowest bit comes first and whose unused bits are 0:
@@ -42,6 +42,7 @@ from protocol.codecs.blocks import (
     inverse_of,
     pieces,
     slice_elements,
+    span_elements,
 )
 from protocol.tensor_spec import PLACE_LOW_BITS, SPARSE_CHUNK, SparseChunk
 from swarm.errors import ProtocolViolation
@@ -49,6 +50,10 @@ from swarm.vocabulary import Codec
 
 LARGEST_LEVEL: Final = float(np.finfo(np.float32).max) / 4
 """So that nothing decodes to infinity, in bfloat16 neither."""
+_LOW_MASK: Final = (1 << PLACE_LOW_BITS) - 1
+_GATHER: Final = 0x0102040810204080
+"""Times the bytes of an int64 that are 0 or 1, has the k-th of them as bit 56 + k, and nothing else there."""
+
 LLOYD_STEPS: Final = 2
 """To find two levels (Lloyd 1982, "Least squares quantization in PCM"); more make no difference that can be seen."""
 
@@ -65,10 +70,10 @@ class TopK:
         """Writes the encoding of `values` [n], float32 or bfloat16, into `out`, which has as many bytes.
 
         Raises:
-            StateError: a value is not finite, or beyond LARGEST_LEVEL; `out` is then undefined.
+            StateError: a value is not finite, or near the largest float32; `out` is then undefined.
         """
         written = 0
-        for piece in pieces(len(values), SPARSE_CHUNK, slice_elements(values.device)):
+        for piece in pieces(len(values), SPARSE_CHUNK, span_elements(values.device)):
             chunk, count = SparseChunk(piece.width, self.codec), piece.end - piece.first
             end = written + count * chunk.byte_length
             x = values[piece.start : piece.stop].view(count, -1).float()
@@ -84,7 +89,7 @@ class TopK:
         """
         read = 0
         found: list[tuple[Piece, Tensor, Tensor]] = []
-        for piece in pieces(len(out), SPARSE_CHUNK, slice_elements(out.device)):
+        for piece in pieces(len(out), SPARSE_CHUNK, span_elements(out.device)):
             chunk, count = SparseChunk(piece.width, self.codec), piece.end - piece.first
             end = read + count * chunk.byte_length
             levels, low, high, codes = _parts(data[read:end].view(count, -1), chunk)
@@ -102,7 +107,7 @@ class TopK:
 
     def _encode_chunks(self, x: Tensor, chunk: SparseChunk, out: Tensor) -> None:
         """`x` [chunks, elements] float32, `out` [chunks, bytes]."""
-        places = x.abs().topk(chunk.kept, sorted=False).indices.sort().values
+        places = _largest(x, chunk.kept)
         kept = x.gather(1, places)
         sizes = kept.abs()
         rounded = self.levels_of(sizes).bfloat16()
@@ -112,11 +117,12 @@ class TopK:
         check_encoded(levels, LARGEST_LEVEL, self.codec.name)
         lowest, highest = levels[:, :1], levels[:, 1:]
         share = (sizes - lowest).mul_(inverse_of(highest - lowest))
-        codes = torch.bucketize(share, self._borders(x.device)).add_(kept < 0, alpha=self._highest_code + 1)
+        codes = torch.bucketize(share, self._borders(x.device), out_int32=True).to(torch.uint8)
+        codes.add_(kept < 0, alpha=self._highest_code + 1)
         levels_out, low, high, codes_out = _parts(out, chunk)
         levels_out.copy_(rounded.view(torch.uint8))
         _write_places(places, low, high)
-        codes_out.copy_(_bytes_of(_bits_of(codes, chunk.code_bits), chunk.code_bytes))
+        codes_out.copy_(_packed(codes, chunk.code_bits))
 
     def _values(self, levels: Tensor, codes: Tensor, chunk: SparseChunk) -> Tensor:
         """[chunks, kept] float32 from the encoding's parts."""
@@ -127,7 +133,7 @@ class TopK:
             raise ProtocolViolation(
                 f"a {self.codec.name} encoding has a level that is negative, or a lowest one above the highest"
             )
-        numbers = _numbers_of(_bits_of(codes, 8), chunk.code_bits, chunk.kept)
+        numbers = _unpacked(codes, chunk.code_bits, chunk.kept)
         size = self._squares(levels.device)[numbers.bitwise_and(self._highest_code).long()]
         size.mul_(highest - lowest).add_(lowest)
         return torch.where(numbers > self._highest_code, -size, size)
@@ -174,43 +180,53 @@ def _parts(rows: Tensor, chunk: SparseChunk) -> tuple[Tensor, ...]:
     return rows.split_with_sizes([4, chunk.low_bytes, chunk.high_bytes, chunk.code_bytes], 1)
 
 
+def _largest(x: Tensor, count: int) -> Tensor:
+    """Places of the `count` elements of largest magnitude in each row, rising; slice by slice."""
+    rows = max(1, slice_elements(x.device) // x.shape[1])
+    found = [part.abs().topk(count, sorted=False).indices for part in torch.split(x, rows)]
+    return torch.cat(found).sort().values
+
+
 def _write_places(places: Tensor, low: Tensor, high: Tensor) -> None:
     """`places` [chunks, kept] int64, rising."""
-    low.copy_(_bytes_of(_bits_of(places, PLACE_LOW_BITS), low.shape[1]))
+    low.copy_(_packed(places.bitwise_and(_LOW_MASK).to(torch.uint8), PLACE_LOW_BITS))
     order = torch.arange(places.shape[1], device=places.device)
     bits = torch.zeros(len(high), 8 * high.shape[1], dtype=torch.uint8, device=high.device)
     bits.scatter_(1, (places >> PLACE_LOW_BITS).add_(order), 1)
-    high.copy_(_bytes_of(bits, high.shape[1]))
+    high.copy_(bits.view(torch.int64).mul_(_GATHER).bitwise_right_shift_(56))
 
 
 def _places(low: Tensor, high: Tensor, chunk: SparseChunk) -> Tensor:
     """[chunks, kept] int64. Raises ProtocolViolation."""
-    bits = _bits_of(high, 8)
+    bits = _spread(high.device)[high.long()].view(torch.uint8)
     if bool((bits.sum(1) != chunk.kept).any()):
         raise ProtocolViolation(f"a sparse chunk does not have {chunk.kept} places")
     order = torch.arange(chunk.kept, device=high.device)
-    places = bits.nonzero()[:, 1].view(-1, chunk.kept).sub_(order).mul_(2**PLACE_LOW_BITS)
-    places.add_(_numbers_of(_bits_of(low, 8), PLACE_LOW_BITS, chunk.kept))
+    places = bits.nonzero()[:, 1].view(-1, chunk.kept).sub_(order).mul_(_LOW_MASK + 1)
+    places.add_(_unpacked(low, PLACE_LOW_BITS, chunk.kept))
     if bool((places[:, -1] >= chunk.elements).any()) or bool((places[:, 1:] <= places[:, :-1]).any()):
         raise ProtocolViolation(f"the places of a sparse chunk do not rise, or leave its {chunk.elements} elements")
     return places
 
 
-def _bits_of(numbers: Tensor, width: int) -> Tensor:
-    """The lower `width` bits of each number of [chunks, n], as [chunks, n * width] uint8; the lowest of each number first."""
-    shifts = torch.arange(width, dtype=torch.uint8, device=numbers.device)
-    return (numbers.to(torch.uint8).unsqueeze(-1) >> shifts).bitwise_and_(1).flatten(1)
+def _spread(device: torch.device) -> Tensor:
+    """Of each byte its bits, the lowest first, as the bytes of an int64: what _GATHER puts together."""
+    each = [sum((number >> bit & 1) << 8 * bit for bit in range(8)) for number in range(256)]
+    return torch.tensor(each, dtype=torch.int64, device=device)
 
 
-def _bytes_of(bits: Tensor, size: int) -> Tensor:
-    """[chunks, n] bits, and zeros after them, as [chunks, size] bytes."""
-    if bits.shape[1] < 8 * size:
-        bits = torch.nn.functional.pad(bits, (0, 8 * size - bits.shape[1]))
-    return _numbers_of(bits, 8, size)
+def _packed(numbers: Tensor, width: int) -> Tensor:
+    """[chunks, n] uint8 below 2^width, as bytes with the first number in the lowest bits. `width` is 4 or 2."""
+    each = 8 // width
+    numbers = torch.nn.functional.pad(numbers, (0, -numbers.shape[1] % each))
+    result = numbers[:, ::each].clone()
+    for index in range(1, each):
+        result.bitwise_or_(numbers[:, index::each] << index * width)
+    return result
 
 
-def _numbers_of(bits: Tensor, width: int, count: int) -> Tensor:
-    """What `_bits_of` took apart: [chunks, count] uint8. Bits after these are not looked at."""
-    shifts = torch.arange(width, dtype=torch.uint8, device=bits.device)
-    each = bits[:, : count * width].reshape(len(bits), count, width)
-    return each.bitwise_left_shift(shifts).sum(-1, dtype=torch.uint8)
+def _unpacked(data: Tensor, width: int, count: int) -> Tensor:
+    """What `_packed` put together: [chunks, count] uint8. Bits after these are not looked at."""
+    each, mask = 8 // width, (1 << width) - 1
+    parts = [(data >> index * width).bitwise_and_(mask) for index in range(each)]
+    return torch.stack(parts, -1).flatten(1)[:, :count]
