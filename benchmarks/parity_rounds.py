@@ -20,7 +20,7 @@ from node.averaging.anchor import Anchor, version_of
 from node.averaging.averager import Averager, AveragerHooks, AveragerParts, RoundSettled
 from node.averaging.lone import anchor_of
 from node.averaging.outer import outer_rule
-from node.averaging.round_codecs import ROUND_CODECS, feedback_for
+from node.averaging.round_codecs import ROUND_CODECS
 from node.averaging.shelf import Shelf
 from node.clock import SystemClock
 from node.compute import ComputeThread, Priority
@@ -157,7 +157,6 @@ def _averager(
         training.inner_steps,
         manifest.microbatch_tokens,
         SystemClock(),
-        feedback=feedback_for(codecs, learner.replica.layout.elements),
     )
     hooks = AveragerHooks(
         fellows=lambda: tuple(Fellow(peer, start, True) for peer in book.contacts),

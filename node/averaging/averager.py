@@ -12,20 +12,18 @@ import math
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final, Protocol
 
 from node.averaging.anchor import Anchor
-from node.averaging.bench import RoundBench
-from node.averaging.error_feedback import ErrorFeedback
+from node.averaging.bench import RoundBench, StagedRound
 from node.averaging.exchange import ExchangeMeans
-from node.averaging.keeper import AloneRule, ReplicaKeeper, Snapshot
+from node.averaging.keeper import AloneRule, ReplicaKeeper
 from node.averaging.outer import OuterRule
 from node.averaging.progress import Watch
 from node.averaging.replica import LocalReplica
 from node.averaging.round_codecs import RoundCodecs
 from node.averaging.shelf import Shelf
-from node.compute import ComputeThread, Priority
+from node.compute import ComputeThread
 from node.optimization import StepFigures
 from node.task_scope import task_scope
 from protocol.seams import Clock, Refusal, Transport
@@ -126,8 +124,6 @@ class AveragerParts:
     clock: Clock
     longest_s: float = math.inf
     """Between two outer steps of a replica that is alone; for several the machine knows it."""
-    feedback: ErrorFeedback | None = None
-    """Where the codec of contributions needs it."""
 
 
 class Averager:
@@ -140,7 +136,7 @@ class Averager:
         self._shelf = parts.shelf
         rule = AloneRule(parts.inner_steps, parts.outer, parts.microbatch_tokens, parts.clock, parts.longest_s)
         self.keeper = ReplicaKeeper(
-            parts.replica, parts.shelf, parts.compute, parts.averaging, rule, self._stepped_alone, parts.feedback
+            parts.replica, parts.shelf, parts.compute, parts.averaging, rule, self._stepped_alone
         )
         self._events: deque[Event] = deque()
         self._handling = False
@@ -297,33 +293,27 @@ class Averager:
             self.handle(SnapshotTaken(action.round, work.steps, work.tokens, snapshot.norm, bandwidth))
         else:
             log.warning("this replica's parameters are not finite; it starts again from its anchor")
-            await self._forget_left_out()
             await self.keeper.adopt(self._shelf.current)
             self.handle(SnapshotBroken(action.round))
 
     def _commit(self, bench: RoundBench, action: CommitStaged) -> None:
         before = self._shelf.current
         try:
-            anchor, snapshot = bench.take_staged(action.version)
+            staged = bench.take_staged(action.version)
         except SkipstoneError as error:
             log.warning("%s", error)
             others = tuple(peer for peer in action.roster.peers if peer != self._parts.own)
             self._start_catching_up(CatchUp(action.version, others, "its result was not kept"))
             return
-        self._shelf.put(anchor)
-        self.keeper.committed(snapshot)
-        self._hooks.anchored(anchor)
+        self._shelf.put(staged.anchor)
+        self.keeper.committed(staged.snapshot)
+        self._hooks.anchored(staged.anchor)
         self.stepped()
-        self._spawn(self._settle(bench, action, before, anchor, snapshot))
+        self._spawn(self._settle(bench, action, before, staged))
 
-    async def _settle(
-        self, bench: RoundBench, action: CommitStaged, before: Anchor, anchor: Anchor, snapshot: Snapshot
-    ) -> None:
-        version, roster = anchor.version, action.roster
-        feedback = self._parts.feedback
-        if feedback is not None and self._parts.own in contributors(roster):
-            await self._parts.averaging.run(Priority.UPKEEP, partial(feedback.commit, roster.round.attempt))
-        await self.keeper.carry(snapshot, anchor)
+    async def _settle(self, bench: RoundBench, action: CommitStaged, before: Anchor, staged: StagedRound) -> None:
+        await self.keeper.carry(staged.snapshot, staged.anchor, staged.sent)
+        version, roster = staged.anchor.version, action.roster
         traffic = bench.traffic(roster.round.number)
         self._hooks.settled(
             RoundSettled(
@@ -352,15 +342,9 @@ class Averager:
             self.handle(CatchUpFailed(action.version, str(error)))
             return
         self._shelf.put(anchor)
-        await self._forget_left_out()
         await self.keeper.adopt(anchor)
         self._hooks.anchored(anchor)
         self.handle(CaughtUp(anchor.version))
-
-    async def _forget_left_out(self) -> None:
-        """The replica becomes another one: what earlier rounds left out of it is of parameters that it no longer has."""
-        if self._parts.feedback is not None:
-            await self._parts.averaging.run(Priority.UPKEEP, self._parts.feedback.reset)
 
     def _bandwidth(self) -> float:
         """Bytes per second of our best link, to the nearest power of four: what is measured varies by a factor of two among equals."""

@@ -16,6 +16,7 @@ from node.averaging.anchor import Anchor, Vector
 from node.averaging.arrivals import Arrivals
 from node.averaging.exchange import Exchange, ExchangeMeans
 from node.averaging.keeper import ReplicaKeeper, Snapshot
+from node.averaging.leftover import SentParts
 from node.averaging.pieces import Plan
 from node.averaging.shelf import Shelf
 from node.compute import Priority
@@ -34,6 +35,15 @@ class _Running:
     exchange: Exchange
     vectors: tuple[Vector, Vector]
     task: asyncio.Task[None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StagedRound:
+    """A complete result, and what it was made with."""
+
+    anchor: Anchor
+    snapshot: Snapshot
+    sent: SentParts | None
 
 
 @dataclass(slots=True)
@@ -71,7 +81,7 @@ class RoundBench:
         self._wanted: Roster | None = None
         self._arrivals: Arrivals | None = None
         self._running: _Running | None = None
-        self._staged: dict[bytes, Anchor] = {}
+        self._staged: dict[bytes, StagedRound] = {}
         self._traffic = Traffic(0)
 
     # ---- the round -------------------------------------------------------------------------------------------------
@@ -120,22 +130,26 @@ class RoundBench:
 
     def drop_staged(self, version: AnchorVersion) -> None:
         """A complete result that will not be committed."""
-        anchor = self._staged.pop(version.digest, None)
-        if anchor is not None:
-            self._shelf.give_back(anchor.parameters, anchor.momentum)
+        staged = self._staged.pop(version.digest, None)
+        if staged is not None:
+            self._shelf.give_back(staged.anchor.parameters, staged.anchor.momentum)
 
-    def take_staged(self, version: AnchorVersion) -> tuple[Anchor, Snapshot]:
-        """The complete result of this version and the snapshot it was made with, to be committed. They are not kept here any longer.
+    def take_staged(self, version: AnchorVersion) -> StagedRound:
+        """The complete result of this version, to be committed. It is not kept here any longer.
 
         Raises:
             SkipstoneError: it is not here, or was made from another anchor than the current one.
         """
-        anchor, snapshot = self._staged.pop(version.digest, None), self.snapshot
-        if anchor is None or snapshot is None or snapshot.source.anchor is not self._shelf.current:
+        staged = self._staged.pop(version.digest, None)
+        if (
+            staged is None
+            or staged.snapshot is not self.snapshot
+            or staged.snapshot.source.anchor is not self._shelf.current
+        ):
             raise SkipstoneError(f"round {version.round} cannot be committed here: its result was not kept")
         self.snapshot = None
         self._drop_staged(version.round)
-        return anchor, snapshot
+        return staged
 
     def traffic(self, number: int) -> Traffic:
         """Of this round, if it is the last one that was begun."""
@@ -178,8 +192,6 @@ class RoundBench:
         if snapshot is None or arrivals is None or snapshot.source.anchor.version != roster.base:
             raise ProtocolViolation("its roster starts from another anchor, or we never entered")
         plan = Plan(self._own, self._shelf.current.layout, roster)
-        if snapshot.source.feedback is not None:
-            snapshot.source.feedback.begin(roster.round.attempt)
         vectors = self._shelf.spare()
         exchange = Exchange(
             plan,
@@ -188,7 +200,7 @@ class RoundBench:
             arrivals,
             self._means,
             self._report,
-            lambda anchor: self._keep(roster, anchor),
+            lambda anchor: self._keep(roster, StagedRound(anchor, snapshot, exchange.sent)),
         )
         self._running = _Running(exchange, vectors, tasks.create_task(_run(exchange)))
 
@@ -204,15 +216,16 @@ class RoundBench:
             await self._means.thread.run(Priority.UPKEEP, lambda: None)
             self._shelf.give_back(*running.vectors)
 
-    def _keep(self, roster: Roster, anchor: Anchor) -> None:
-        self.drop_staged(anchor.version)
-        self._staged[anchor.version.digest] = anchor
-        self._report(Staged(roster.round, anchor.version))
+    def _keep(self, roster: Roster, staged: StagedRound) -> None:
+        version = staged.anchor.version
+        self.drop_staged(version)
+        self._staged[version.digest] = staged
+        self._report(Staged(roster.round, version))
 
     def _drop_staged(self, number: int) -> None:
-        for anchor in list(self._staged.values()):
-            if anchor.version.round <= number:
-                self.drop_staged(anchor.version)
+        for staged in list(self._staged.values()):
+            if staged.anchor.version.round <= number:
+                self.drop_staged(staged.anchor.version)
 
     def _count_traffic(self) -> None:
         """Takes over what the exchange and the arrivals have counted so far."""

@@ -22,6 +22,7 @@ import numpy as np
 
 from node.averaging.anchor import Anchor, Vector
 from node.averaging.arrivals import Arrivals, early_pieces, piece_spec
+from node.averaging.leftover import SentParts
 from node.averaging.outer import OuterRule
 from node.averaging.pieces import Piece, Plan
 from node.averaging.progress import ExchangeProgress, Watch
@@ -36,7 +37,7 @@ from protocol.seams import Clock, Transport
 from swarm.errors import PeerError, ProtocolViolation
 from swarm.round_messages import Contribution, Reduced, RoundPiece
 from swarm.rounds.words import Event, LinkLost, Owing, PieceCame, PieceRejected
-from swarm.vocabulary import PeerId
+from swarm.vocabulary import Codec, PeerId
 
 Result = TypeVar("Result")
 
@@ -85,6 +86,8 @@ class Exchange:
         self.plan = plan
         self.sent_bytes = 0
         """Of pieces."""
+        self.sent = SentParts(means.codecs.contribution) if means.codecs.leave_over else None
+        """What the others get of our pseudo-gradient, where that is much less than all."""
         self._source = source
         self._arrivals = arrivals
         self._means = means
@@ -149,11 +152,17 @@ class Exchange:
         for piece in pieces:
             await self._windows[reducer].acquire()
             data = room[: encoded_bytes(codec, piece.elements)]
-            await self._on_thread(partial(self._source.encode, piece.part, codec, data, self._room))
+            await self._on_thread(partial(self._encode, piece.part, codec, data))
             if not await self._send(reducer, self.plan.contribution(piece), piece, data):
                 return
             self._progress.contributed(reducer)
             self._tell_owing()
+
+    def _encode(self, part: slice, codec: Codec, data: memoryview) -> None:
+        """On the thread."""
+        self._source.encode(part, codec, data, self._room)
+        if self.sent is not None:
+            self.sent.note(part, data)
 
     async def _send_results(self, peer: PeerId, numbers: Iterator[int]) -> None:
         """One lane; the lanes to a member share `numbers`, one for each result."""

@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 
 from node.averaging.anchor import Anchor, Vector
-from node.averaging.error_feedback import ErrorFeedback
+from node.averaging.leftover import SentParts
 from node.averaging.lone import step_alone, steps_between_rounds
 from node.averaging.outer import OuterRule
 from node.averaging.replica import LocalReplica
@@ -81,7 +81,6 @@ class ReplicaKeeper:
     Args:
         averaging: the thread for arithmetic on anchors.
         stepped_alone: called on the compute thread when the replica, being alone, has taken the outer step.
-        feedback: what earlier rounds left out, if their codec does.
     """
 
     def __init__(
@@ -92,7 +91,6 @@ class ReplicaKeeper:
         averaging: ComputeThread,
         rule: AloneRule,
         stepped_alone: Callable[[Anchor, AnchorVersion], None],
-        feedback: ErrorFeedback | None = None,
     ) -> None:
         self.alone = False
         """Set from the event loop; read on the compute thread after each inner step."""
@@ -104,7 +102,6 @@ class ReplicaKeeper:
         self._averaging = averaging
         self._rule = rule
         self._stepped_alone = stepped_alone
-        self._feedback = feedback
         self._lone_every = steps_between_rounds(rule.inner_steps, len(replica.layout.fragments))
         self._done = Work()
         self._at_anchor = Work()
@@ -150,7 +147,7 @@ class ReplicaKeeper:
                 self._room = np.empty(base.layout.elements, np.float32)
             first, end = base.layout.fragments[base.version.fragment]
             part = base.layout.range_of(first, end)
-            source = Source(base, self._room, self._feedback)
+            source = Source(base, self._room)
             squares = await self._copy(part, source)
             return Snapshot(source, part, math.sqrt(squares), done, since)
 
@@ -158,10 +155,13 @@ class ReplicaKeeper:
         """The anchor that was made with this snapshot holds now: what came after the snapshot is our work since the anchor."""
         self._stand(snapshot.done)
 
-    async def carry(self, snapshot: Snapshot, anchor: Anchor) -> None:
-        """Puts the replica on the new anchor, with the work done since the snapshot."""
+    async def carry(self, snapshot: Snapshot, anchor: Anchor, sent: SentParts | None) -> None:
+        """Puts the replica on the new anchor, with the work done since the snapshot, and with what was left out of what was sent, if that is known."""
         async with self._turn:
             before, after = snapshot.source.snapshot, anchor.parameters
+            if sent is not None:
+                base = snapshot.source.anchor.parameters
+                await self._averaging.run(Priority.UPKEEP, partial(sent.rewrite, base, before))
             for piece in _slices(snapshot.part):
                 job = partial(self._replica.carry, piece, before[piece], after[piece])
                 await self._compute.run(Priority.UPKEEP, job)

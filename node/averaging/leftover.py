@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from node.averaging.source import Source
+from node.averaging.anchor import Vector
 from protocol.codecs import decode_into
 from swarm.vocabulary import Codec
 
 
 class SentParts:
-    """What has gone out of one replica's pseudo-gradient in the attempt under way, as it was encoded."""
+    """What has gone out of one replica's pseudo-gradient in one attempt, as it was encoded."""
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
@@ -30,17 +30,16 @@ class SentParts:
         """This part goes out so. A part that is never noted has gone as it is: into our own shard's sum, or with NONE."""
         self._sent[part.start, part.stop] = encoding.tobytes()
 
-    def discard(self) -> None:
-        """The attempt was dissolved, or the next one begins."""
-        self._sent.clear()
+    def rewrite(self, base: Vector, snapshot: Vector) -> None:
+        """The attempt has committed: the snapshot becomes what the others have got of it, to be carried over from there.
 
-    def rewrite(self, source: Source) -> None:
-        """The round has committed: the source's snapshot becomes what the others have got of it, to be carried over from there.
+        To be called once, before the replica is carried over.
 
-        To be called once, before the replica is carried over and before the source's anchor is given up.
+        Args:
+            base: parameters of the anchor that the pseudo-gradient started from.
         """
         for (start, stop), encoding in self._sent.items():
-            there = source.snapshot[start:stop]
+            there = snapshot[start:stop]
             decode_into(self._codec, memoryview(encoding), there)
-            np.subtract(source.anchor.parameters[start:stop], there, out=there)
+            np.subtract(base[start:stop], there, out=there)
         self._sent.clear()

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from node.averaging.error_feedback import DECAYS, ErrorFeedback
 from swarm.round_messages import Contribution, RoundPiece
 from swarm.vocabulary import Codec
 
@@ -18,6 +17,11 @@ class RoundCodecs:
     contribution: Codec
     result: Codec
     """Nobody makes good for what this one leaves out, so it is never coarse."""
+
+    @property
+    def leave_over(self) -> bool:
+        """Whether contributions leave out so much that it has to stay in the replicas (`node.averaging.leftover`)."""
+        return self.contribution not in (Codec.NONE, Codec.BF16, Codec.INT8)
 
     def of(self, message: RoundPiece) -> Codec:
         """That the message's tensor has."""
@@ -32,11 +36,3 @@ ROUND_CODECS: Final[Mapping[str, RoundCodecs]] = {
     "top_k_4": RoundCodecs(Codec.TOP_K_4, Codec.INT8),
 }
 """By what the manifest says under `codecs.pseudo_gradients`."""
-
-_EXACT_ENOUGH: Final = (Codec.NONE, Codec.BF16, Codec.INT8)
-
-
-def feedback_for(codecs: RoundCodecs, elements: int) -> ErrorFeedback | None:
-    """For contributions of which so much is left out that it has to be sent later; None for the others, which need not spend the memory."""
-    coarse = codecs.contribution not in _EXACT_ENOUGH
-    return ErrorFeedback(elements, DECAYS[codecs.contribution]) if coarse else None

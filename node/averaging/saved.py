@@ -14,12 +14,10 @@ from node.checkpoint.state import AnchorState
 from swarm.errors import CorruptSnapshot
 
 
-def anchor_state(anchor: Anchor, residual: Vector | None = None) -> AnchorState:
-    """What is saved of an anchor, and of what rounds have left out. Shares their memory; the anchor's holds until the round after the next."""
-    layout = anchor.layout
-    left_out = None if residual is None else tensors_of(layout, residual)
+def anchor_state(anchor: Anchor) -> AnchorState:
+    """What is saved of an anchor. Shares the anchor's memory, which holds until the round after the next."""
     return AnchorState(
-        anchor.version, tensors_of(layout, anchor.parameters), tensors_of(layout, anchor.momentum), left_out
+        anchor.version, tensors_of(anchor.layout, anchor.parameters), tensors_of(anchor.layout, anchor.momentum)
     )
 
 
@@ -38,16 +36,6 @@ def restored_anchor(layout: Layout, saved: AnchorState) -> Anchor:
     if version_of(layout, hashes, version.round, version.steps, version.tokens, version.fragment) != version:
         raise CorruptSnapshot(f"the saved anchor of round {version.round} is not the state that its digest names")
     return Anchor(layout, version, parameters, momentum, hashes)
-
-
-def restored_residual(layout: Layout, saved: AnchorState) -> Vector | None:
-    """What was saved of what rounds have left out; None when nothing was, or of another model."""
-    if saved.residual is None:
-        return None
-    try:
-        return _vector(layout, saved.residual)
-    except (KeyError, RuntimeError):
-        return None
 
 
 def tensors_of(layout: Layout, vector: Vector) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from random import Random
 import torch
 
 from node.assignment import Assignment
-from node.averaging.anchor import Anchor, Vector
+from node.averaging.anchor import Anchor
 from node.averaging.averager import Averager, AveragerHooks, AveragerParts, RoundSettled
 from node.averaging.catch_up import CatchingUp, Surroundings
 from node.averaging.donor import Donor
@@ -21,8 +21,8 @@ from node.averaging.lone import anchor_of
 from node.averaging.news import RoundNews
 from node.averaging.outer import outer_rule
 from node.averaging.replica import LocalReplica
-from node.averaging.round_codecs import ROUND_CODECS, feedback_for
-from node.averaging.saved import anchor_state, restored_anchor, restored_residual
+from node.averaging.round_codecs import ROUND_CODECS
+from node.averaging.saved import anchor_state, restored_anchor
 from node.averaging.shelf import Shelf
 from node.averaging.state_codec import STATE_CODECS
 from node.averaging.state_desk import StateDesk
@@ -56,7 +56,6 @@ class ModuleRounds:
         self._own = own
         self._shelf = Shelf(start)
         codecs = ROUND_CODECS[manifest.codecs.pseudo_gradients]
-        self._feedback = feedback_for(codecs, start.layout.elements)
         self._machine = RoundMachine(own.peer, given.module, round_rules(manifest, start.layout), start.version)
         parts = AveragerParts(
             own=own.peer,
@@ -72,7 +71,6 @@ class ModuleRounds:
             microbatch_tokens=manifest.microbatch_tokens,
             clock=own.clock,
             longest_s=manifest.training.round_seconds,
-            feedback=self._feedback,
         )
         self.news = RoundNews(own.peer, given.module, own.clock, given.events)
         hooks = AveragerHooks(self._fellows, self._catch_up, self._anchored, self._settled, self.news.exchanging)
@@ -103,11 +101,9 @@ class ModuleRounds:
             tasks.create_task(self._donor.run(transport))
             tasks.create_task(self._averager.run(transport))
 
-    def resume(self, since: Work, left_out: Vector | None) -> None:
-        """The replica was restored with this much work since its anchor, and with what earlier rounds left out, if that was saved."""
+    def resume(self, since: Work) -> None:
+        """The replica was restored with this much work since its anchor."""
         self._averager.keeper.resume(since)
-        if self._feedback is not None and left_out is not None:
-            self._feedback.restore(left_out)
         version = self._shelf.current.version
         if version.round:
             self.news.restored(version)
@@ -148,8 +144,7 @@ class ModuleRounds:
     def agreed(self) -> Agreed:
         """What a checkpoint needs; on the compute thread."""
         since = self._averager.keeper.since_anchor
-        left_out = None if self._feedback is None else self._feedback.copy()
-        return Agreed(anchor_state(self._shelf.current, left_out), since.steps, since.tokens)
+        return Agreed(anchor_state(self._shelf.current), since.steps, since.tokens)
 
     async def finish_round(self) -> None:
         """Before leaving: the round under way, if there is one, is done with us; what we have worked since our anchor is in it."""
@@ -223,15 +218,14 @@ class ModuleRounds:
 async def module_rounds(given: Assignment, replica: LocalReplica) -> AsyncIterator[ModuleRounds]:
     """The rounds of the module that the node hosts, at work as long as the block lasts."""
     start = await given.compute.run(Priority.UPKEEP, lambda: anchor_of(replica))
-    saved, since, left_out = given.resumed.state, Work(), None
+    saved, since = given.resumed.state, Work()
     with ComputeThread(set_up=lambda: torch.set_num_threads(1), name="averaging") as averaging:
         if saved is not None and saved.anchor is not None:
             restored = await averaging.run(Priority.UPKEEP, partial(_restored, given, replica.layout, saved.anchor))
             start = restored or start
-            left_out = None if restored is None else restored_residual(replica.layout, saved.anchor)
             since = Work(saved.counters.steps_since_anchor, saved.counters.tokens_since_anchor)
         rounds = ModuleRounds(given, replica, start, averaging)
-        rounds.resume(since, left_out)
+        rounds.resume(since)
         given.presence.reception.rounds = rounds
         try:
             async with task_scope() as tasks:

@@ -70,7 +70,7 @@ class Header:
 
 
 def named_tensors(state: ReplicaState) -> dict[str, Tensor]:
-    """All tensors of a state under one name each: `local/NAME`, `anchor/NAME`, `momentum/NAME`, `residual/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`."""
+    """All tensors of a state under one name each: `local/NAME`, `anchor/NAME`, `momentum/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`."""
     groups: dict[str, Tensors] = {
         "local": state.local,
         "exp_avg": state.inner.exp_avg,
@@ -79,7 +79,6 @@ def named_tensors(state: ReplicaState) -> dict[str, Tensor]:
     if state.anchor is not None:
         groups["anchor"] = state.anchor.parameters
         groups["momentum"] = state.anchor.momentum or {}
-        groups["residual"] = state.anchor.residual or {}
     return {f"{group}/{name}": tensor for group, tensors in groups.items() for name, tensor in tensors.items()}
 
 
@@ -144,8 +143,7 @@ def read_state(folder: Path, header: Header) -> ReplicaState:
     path = folder / header.file.name
     anchor = None
     if header.anchor is not None:
-        more = (read_tensors(path, group) or None for group in ("momentum", "residual"))
-        anchor = AnchorState(header.anchor, read_tensors(path, "anchor"), *more)
+        anchor = AnchorState(header.anchor, read_tensors(path, "anchor"), read_tensors(path, "momentum") or None)
     moments = read_tensors(path, "exp_avg"), read_tensors(path, "exp_avg_sq")
     inner = InnerState(header.steps, *moments, header.adam_steps)
     return ReplicaState(read_tensors(path, "local"), inner, header.counters, anchor, header.data)

@@ -34,8 +34,6 @@ class AnchorState:
     parameters: Tensors
     momentum: Tensors | None = None
     """None before the first outer step."""
-    residual: Tensors | None = None
-    """What rounds have left out of this replica's contributions so far; None where their codec leaves nothing out."""
 
 
 @dataclass(frozen=True, slots=True)

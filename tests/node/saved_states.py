@@ -50,7 +50,7 @@ def state_of(
             "norm": torch.tensor([value, factor]),
         }
 
-    agreed = None if anchor is None else AnchorState(anchor, tensors(4.0), tensors(5.0), tensors(6.0))
+    agreed = None if anchor is None else AnchorState(anchor, tensors(4.0), tensors(5.0))
     inner = InnerState(steps, tensors(2.0), tensors(3.0), {"w": steps, "norm": steps - 1})
     data = None if cursor is None else DataState(cursor, 12, 8, 1, 0, 5.5, 4.25)
     return ReplicaState(tensors(1.0), inner, Counters(tokens, 8, 3, tokens), agreed, data)

@@ -16,7 +16,7 @@ from node.averaging.averager import Averager, AveragerHooks, AveragerParts, Roun
 from node.averaging.lone import anchor_of
 from node.averaging.outer import OuterRule
 from node.averaging.replica import LocalReplica
-from node.averaging.round_codecs import ROUND_CODECS, feedback_for
+from node.averaging.round_codecs import ROUND_CODECS
 from node.averaging.shelf import Shelf
 from node.clock import SystemClock
 from node.compute import ComputeThread, Priority
@@ -146,7 +146,6 @@ class Hall:
             rules.inner_steps,
             TOKENS,
             SystemClock(),
-            feedback=feedback_for(codecs, local.layout.elements),
         )
         hooks = AveragerHooks(
             fellows=lambda: self._fellows_of(peer),

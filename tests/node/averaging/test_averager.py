@@ -72,7 +72,11 @@ async def test_twenty_rounds_equal_the_same_algorithm_in_one_place(
                 assert np.abs(replica.anchor.momentum - reference.momentum.numpy()).max() <= tolerance
             else:
                 assert 0 < np.linalg.norm(off) <= share * np.linalg.norm(expected - start)
-            np.testing.assert_array_equal(replica.vector(), replica.anchor.parameters)
+            stays = np.linalg.norm(replica.vector() - replica.anchor.parameters)
+            if codec is Codec.INT4:
+                assert 0 < stays <= 0.01 * np.linalg.norm(expected - start), "what was left out, and no more"
+            else:
+                assert stays == 0
         version = here[0].anchor.version
         assert (version.round, version.steps, version.tokens) == (20, 20 * INNER, 3 * 20 * INNER * TOKENS)
 

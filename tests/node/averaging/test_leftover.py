@@ -58,7 +58,7 @@ def test_the_replica_stands_on_the_new_anchor_less_its_leftover_and_with_its_lat
     decoded = here.gradient.copy()
     for part in SENT:
         decoded[part] = here.send(part)
-    here.sent.rewrite(here.source)
+    here.sent.rewrite(here.source.anchor.parameters, here.source.snapshot)
     here.replica.carry(slice(0, ELEMENTS), here.source.snapshot, new)
     result = np.empty(ELEMENTS, np.float32)
     here.replica.read(slice(0, ELEMENTS), result)
@@ -72,10 +72,10 @@ def test_a_dissolved_attempt_leaves_no_trace() -> None:
     here = Setting()
     before = here.source.snapshot.copy()
     here.send(SENT[0])
-    here.sent.discard()
+    here.sent = SentParts(CODEC)
     here.send(SENT[1])
     assert np.array_equal(here.source.snapshot, before)
-    here.sent.rewrite(here.source)
+    here.sent.rewrite(here.source.anchor.parameters, here.source.snapshot)
     assert np.array_equal(here.source.snapshot[SENT[0]], before[SENT[0]])
     assert not np.array_equal(here.source.snapshot[SENT[1]], before[SENT[1]])
 
@@ -83,9 +83,9 @@ def test_a_dissolved_attempt_leaves_no_trace() -> None:
 def test_it_is_rewritten_once() -> None:
     here = Setting()
     here.send(SENT[0])
-    here.sent.rewrite(here.source)
+    here.sent.rewrite(here.source.anchor.parameters, here.source.snapshot)
     once = here.source.snapshot.copy()
-    here.sent.rewrite(here.source)
+    here.sent.rewrite(here.source.anchor.parameters, here.source.snapshot)
     assert np.array_equal(here.source.snapshot, once)
 
 
@@ -106,7 +106,7 @@ def test_all_of_it_comes_in_the_rounds_after() -> None:
         decoded = np.empty(ELEMENTS, np.float32)
         decode_into(CODEC, data, decoded)
         parameters = parameters - decoded
-        sent.rewrite(source)
+        sent.rewrite(source.anchor.parameters, source.snapshot)
         replica.carry(whole, source.snapshot, parameters)
         away.append(float(np.linalg.norm(parameters - goal)))
     assert away[0] > away[5] > away[10] > away[20]
