@@ -26,9 +26,8 @@ from benchmarks.paths_live import StepClock, all_serve, events_in, tell
 from node.events import Completed
 from node.local_setup import LocalSwarmOptions, Place
 from node.local_swarm import LocalSwarm
-from node.queries import query_status
 from protocol.manifest import Manifest, manifest_from_table
-from tests.e2e.emulated import Network, Spec
+from tests.e2e.emulated import Network, Spec, status_of
 from tests.e2e.small_run import write_text
 
 PEERS: Final = 4
@@ -108,7 +107,7 @@ async def observe(policy: str, mbit: float, options: argparse.Namespace, folder:
         await all_serve(swarm)
         await asyncio.sleep(options.settle)
         await watch(swarm, clock, options.seconds)
-        result.chosen |= chosen_in(await query_status(swarm.link))
+        result.chosen |= chosen_in(await status_of(str(swarm.link), network))
         await swarm.stop()
     result.failures += sum(end.exit_code != 0 for end in swarm.ends.values())
     result.tokens_per_s.append(clock.steps_per_s() * PER_STEP * manifest.microbatch_tokens)

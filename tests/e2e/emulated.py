@@ -6,9 +6,12 @@ busy and the core is not), what comes by a link comes later, and a data node may
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import json
+import os
 import random
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -82,6 +85,9 @@ class Network:
     """From region to region, the same both ways."""
 
     def between(self, one: PeerId, other: PeerId) -> float:
+        """0 to and from who has no place: somebody who only asks."""
+        if one not in self.region_of or other not in self.region_of:
+            return 0.0
         return self.one_way_s[self.region_of[one]][self.region_of[other]]
 
     def write(self, path: Path) -> None:
@@ -267,6 +273,20 @@ def emulate(spec: Spec) -> None:
         choose_by_swarm(spec)
     if spec.window is not None:
         sys.argv += ["--window", str(spec.window)]
+
+
+async def status_of(link: str, network: Path) -> dict[str, Any]:
+    """What `skipstone status` says of a swarm of emulated nodes: only such a one can talk to them."""
+    command = (sys.executable, "-P", "-m", "tests.e2e.emulated", Spec(0.0, str(network)).to_json())
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent.parent.parent)}
+    asked = await asyncio.create_subprocess_exec(
+        *command, "status", link, "--json", stdout=subprocess.PIPE, env=environment
+    )
+    said, _ = await asked.communicate()
+    if asked.returncode:
+        raise RuntimeError(f"status ended with {asked.returncode}")
+    answer: dict[str, Any] = json.loads(said)
+    return answer
 
 
 if __name__ == "__main__":

@@ -13,9 +13,8 @@ import pytest
 from node.events import Abandoned
 from node.local_setup import LocalSwarmOptions, Place
 from node.local_swarm import LocalSwarm
-from node.queries import query_status
 from protocol.manifest import Manifest, manifest_from_table
-from tests.e2e.emulated import Network, Spec
+from tests.e2e.emulated import Network, Spec, status_of
 from tests.e2e.small_run import PATIENCE_S, Watch, small_run, write_text
 
 pytestmark = pytest.mark.e2e
@@ -32,11 +31,11 @@ def compressible(text: Path) -> Manifest:
     return manifest_from_table(table | {"codecs": {"activations": "int4", "gradients": "int8"}})
 
 
-async def codecs_when(swarm: LocalSwarm, good: Callable[[set[str]], bool]) -> set[str]:
+async def codecs_when(link: str, network: Path, good: Callable[[set[str]], bool]) -> set[str]:
     """What all links use, as the nodes say when asked, as soon as it is so."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
-            status = await query_status(swarm.link)
+            status = await status_of(link, network)
             answers = [peer["answered"] for peer in status["peers"]]
             if len(answers) == PEERS and all(answers) and good(used := chosen(answers)):
                 return used
@@ -63,7 +62,7 @@ async def test_what_a_link_carries_decides(tmp_path: Path, bytes_per_s: float | 
         Network({peer.peer: "here" for peer in swarm.peers}, {"here": {"here": 0.001}}).write(network)
         watch = Watch(swarm)
         await watch.step(3)
-        assert await codecs_when(swarm, lambda used: used == expected) == expected
+        assert await codecs_when(str(swarm.link), network, lambda used: used == expected) == expected
         await watch.step(6)
         await swarm.stop()
     assert not any(isinstance(event, Abandoned) for event in watch.seen)
