@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from benchmarks.codecs_contenders import Contender, Sent, attempt
+from benchmarks.codecs_contenders import Contender, attempt
 
 Times = dict[str, list[tuple[float, float]]]
 """Of each operation, a turn: seconds by the clock, seconds of the processor."""
@@ -59,8 +59,7 @@ class Bench:
 
     def _prepare(self) -> None:
         self._sent = self.contender.serialize(self.contender.encode(self._values))
-        # As our transport gives it: in memory of its own that may be written.
-        self._received = Sent(bytearray(self._sent.data), self._sent.spec)
+        self._received = self.contender.received(self._sent)
         self.contender.decode(self._received, self._out)
 
 
