@@ -35,8 +35,8 @@ def eight_bits(rows: Rows) -> list[dict[str, Any]]:
     return [
         at_least("8 bits: ratio", 3.85, smallest(ours, "ratio")),
         at_most("8 bits: error on all classes", 7e-3, largest(ours, "error")),
-        at_least("8 bits: encode, GB/s", 3.5, speed(ours, "encode")),
-        at_least("8 bits: decode, GB/s", 6.0, speed(ours, "decode")),
+        fast("8 bits: encode, GB/s", 3.5, ours, "encode"),
+        fast("8 bits: decode, GB/s", 6.0, ours, "decode"),
         at_least("8 bits: encode to bytes over hivemind's Uniform8", 4.0, times_as_fast(ours, uniform)),
         at_most("8 bits, two outlier channels: error on the others", 1e-2, number(apart, "error_on_normal_channels")),
         at_most("8 bits, two outlier channels: error", 5e-3, number(apart, "error")),
@@ -46,8 +46,8 @@ def eight_bits(rows: Rows) -> list[dict[str, Any]]:
 def sixteen_bits(rows: Rows) -> list[dict[str, Any]]:
     ours = rows["skipstone.BF16"]
     return [
-        at_least("bf16: encode, GB/s", 8.0, speed(ours, "encode")),
-        at_least("bf16: decode, GB/s", 8.0, speed(ours, "decode")),
+        fast("bf16: encode, GB/s", 8.0, ours, "encode"),
+        fast("bf16: decode, GB/s", 8.0, ours, "decode"),
     ]
 
 
@@ -56,8 +56,8 @@ def four_bits(rows: Rows) -> list[dict[str, Any]]:
     return [
         at_least("4 bits: ratio", 7.1, smallest(ours, "ratio")),
         at_most("4 bits: error on all classes", 0.105, largest(ours, "error")),
-        at_least("4 bits: encode, GB/s", 1.8, speed(ours, "encode")),
-        at_least("4 bits: decode, GB/s", 3.5, speed(ours, "decode")),
+        fast("4 bits: encode, GB/s", 1.8, ours, "encode"),
+        fast("4 bits: decode, GB/s", 3.5, ours, "decode"),
     ]
 
 
@@ -111,6 +111,14 @@ def at_least(target: str, bound: float, measured: float | None) -> dict[str, Any
         "measured": measured,
         "met": measured is not None and measured >= bound,
     }
+
+
+def fast(
+    target: str, bound: float, row: dict[str, Any], operation: str, classes: Iterable[str] = SPEED_CLASSES
+) -> dict[str, Any]:
+    """By the clock; for a machine that has other things to do, also the fastest and by the time of the processor."""
+    found = at_least(target, bound, speed(row, operation, classes))
+    return found | {kind: speed(row, f"{operation}_{kind}", classes) for kind in ("best", "cpu")}
 
 
 def at_most(target: str, bound: float, measured: float | None) -> dict[str, Any]:
