@@ -84,6 +84,9 @@ class Compiled:
     def serialize(self, encoded: Encoded) -> Sent:
         return Sent(bytes(encoded.data), encoded.spec)
 
+    def received(self, sent: Sent) -> Sent:
+        return Sent(bytearray(sent.data), sent.spec)
+
     def decode(self, sent: Sent, out: Tensor) -> Tensor:
         self.decoder(
             out.view(-1, self.block), *self._parts(octets_of(memoryview(sent.data)), out.numel() // self.block)

@@ -49,6 +49,10 @@ class Contender(Protocol):
 
     def serialize(self, encoded: Any) -> Sent: ...
 
+    def received(self, sent: Sent) -> Sent:
+        """As the library's own transport gives it."""
+        ...
+
     def decode(self, sent: Sent, out: Tensor) -> Tensor:
         """May write into `out`, which has the right shape and element type."""
         ...
@@ -75,6 +79,9 @@ class Ours:
     def serialize(self, encoded: codecs.Encoded) -> Sent:
         return Sent(bytes(encoded.data), encoded.spec)
 
+    def received(self, sent: Sent) -> Sent:
+        return Sent(bytearray(sent.data), sent.spec)
+
     def decode(self, sent: Sent, out: Tensor) -> Tensor:
         assert sent.spec is not None
         codecs.decode(sent.spec, memoryview(sent.data), out)
@@ -97,8 +104,11 @@ class Theirs:
     def serialize(self, encoded: Any) -> Sent:
         return Sent(encoded.SerializeToString())
 
+    def received(self, sent: Sent) -> Sent:
+        return sent
+
     def decode(self, sent: Sent, out: Tensor) -> Tensor:
-        return deserialize_torch_tensor(runtime_pb2.Tensor.FromString(bytes(sent.data)))
+        return deserialize_torch_tensor(runtime_pb2.Tensor.FromString(sent.data))
 
 
 def contenders() -> list[Contender]:

@@ -31,15 +31,13 @@ def targets(rows: Rows, their_decoding: dict[str, str]) -> list[dict[str, Any]]:
 
 def eight_bits(rows: Rows) -> list[dict[str, Any]]:
     ours, apart = rows["skipstone.INT8"], rows["skipstone.INT8"]["classes"]["outliers"]
-    uniform = speed(rows["hivemind.UNIFORM_8BIT"], "encode_to_bytes")
+    uniform = rows["hivemind.UNIFORM_8BIT"]
     return [
         at_least("8 bits: ratio", 3.85, smallest(ours, "ratio")),
         at_most("8 bits: error on all classes", 7e-3, largest(ours, "error")),
-        at_least("8 bits: encode, GB/s", 3.5, speed(ours, "encode")),
-        at_least("8 bits: decode, GB/s", 6.0, speed(ours, "decode")),
-        at_least(
-            "8 bits: encode to bytes over hivemind's Uniform8", 4.0, quotient(speed(ours, "encode_to_bytes"), uniform)
-        ),
+        fast("8 bits: encode, GB/s", 3.5, ours, "encode"),
+        fast("8 bits: decode, GB/s", 6.0, ours, "decode"),
+        at_least("8 bits: encode to bytes over hivemind's Uniform8", 4.0, times_as_fast(ours, uniform)),
         at_most("8 bits, two outlier channels: error on the others", 1e-2, number(apart, "error_on_normal_channels")),
         at_most("8 bits, two outlier channels: error", 5e-3, number(apart, "error")),
     ]
@@ -48,8 +46,8 @@ def eight_bits(rows: Rows) -> list[dict[str, Any]]:
 def sixteen_bits(rows: Rows) -> list[dict[str, Any]]:
     ours = rows["skipstone.BF16"]
     return [
-        at_least("bf16: encode, GB/s", 8.0, speed(ours, "encode")),
-        at_least("bf16: decode, GB/s", 8.0, speed(ours, "decode")),
+        fast("bf16: encode, GB/s", 8.0, ours, "encode"),
+        fast("bf16: decode, GB/s", 8.0, ours, "decode"),
     ]
 
 
@@ -58,8 +56,8 @@ def four_bits(rows: Rows) -> list[dict[str, Any]]:
     return [
         at_least("4 bits: ratio", 7.1, smallest(ours, "ratio")),
         at_most("4 bits: error on all classes", 0.105, largest(ours, "error")),
-        at_least("4 bits: encode, GB/s", 1.8, speed(ours, "encode")),
-        at_least("4 bits: decode, GB/s", 3.5, speed(ours, "decode")),
+        fast("4 bits: encode, GB/s", 1.8, ours, "encode"),
+        fast("4 bits: decode, GB/s", 3.5, ours, "decode"),
     ]
 
 
@@ -115,6 +113,14 @@ def at_least(target: str, bound: float, measured: float | None) -> dict[str, Any
     }
 
 
+def fast(
+    target: str, bound: float, row: dict[str, Any], operation: str, classes: Iterable[str] = SPEED_CLASSES
+) -> dict[str, Any]:
+    """By the clock; for a machine that has other things to do, also the fastest and by the time of the processor."""
+    found = at_least(target, bound, speed(row, operation, classes))
+    return found | {kind: speed(row, f"{operation}_{kind}", classes) for kind in ("best", "cpu")}
+
+
 def at_most(target: str, bound: float, measured: float | None) -> dict[str, Any]:
     return {"target": target, "at_most": bound, "measured": measured, "met": measured is not None and measured <= bound}
 
@@ -129,6 +135,14 @@ def largest(row: dict[str, Any], key: str) -> float | None:
 
 def speed(row: dict[str, Any], operation: str, classes: Iterable[str] = SPEED_CLASSES) -> float | None:
     return _of_all(min, (number(row["speed"][name], f"{operation}_gbps") for name in classes))
+
+
+def times_as_fast(row: dict[str, Any], other: dict[str, Any]) -> float | None:
+    """In encoding to bytes; the least of two classes."""
+    speeds = [
+        (speed(row, "encode_to_bytes", [name]), speed(other, "encode_to_bytes", [name])) for name in SPEED_CLASSES
+    ]
+    return _of_all(min, (quotient(*pair) for pair in speeds))
 
 
 def spread(row: dict[str, Any]) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
@@ -12,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from benchmarks.codecs_contenders import Contender, Sent, attempt
+from benchmarks.codecs_contenders import Contender, attempt
 
 Times = dict[str, list[tuple[float, float]]]
 """Of each operation, a turn: seconds by the clock, seconds of the processor."""
@@ -27,6 +28,7 @@ class Bench:
     def __init__(self, contender: Contender, values: Tensor) -> None:
         self.contender = contender
         self.times: Times = defaultdict(list)
+        self._quickest: dict[str, float] = defaultdict(lambda: math.inf)
         self._values = values
         self._out = torch.empty_like(values)
         prepared = attempt(self._prepare)
@@ -40,9 +42,13 @@ class Bench:
             "decode": lambda: self.contender.decode(self._received, self._out),
             "decode_from_bytes": lambda: self.contender.decode(self._sent, self._out),
         }
+        # Whoever frees memory first gives back to the system what the contender before has left behind.
+        for name in ("encode", "encode", "decode"):
+            calls[name]()
         for name, call in calls.items():
             first = _timed(call)
-            self.times[name].append(first if first[0] > SLOW_S else _timed(call))
+            self._quickest[name] = min(first[0], self._quickest[name])
+            self.times[name].append(first if self._quickest[name] > SLOW_S else _timed(call))
 
     def figures(self) -> dict[str, Any]:
         """GB (10**9 bytes of the tensor) a second: the median by the clock, the fastest, and the median of the processor's time."""
@@ -59,8 +65,7 @@ class Bench:
 
     def _prepare(self) -> None:
         self._sent = self.contender.serialize(self.contender.encode(self._values))
-        # As our transport gives it: in memory of its own that may be written.
-        self._received = Sent(bytearray(self._sent.data), self._sent.spec)
+        self._received = self.contender.received(self._sent)
         self.contender.decode(self._received, self._out)
 
 

@@ -24,8 +24,8 @@ becomes zeros: dividing by such a scale would overflow."""
 
 SLICE_ELEMENTS: Final = 255 * 128
 """128 KiB of float32. torch shares work among threads from 32768 elements on (its GRAIN_SIZE)."""
-SPAN_SLICES: Final = 16
-"""A span of so many slices, 2 MiB, is encoded with one computation of scales, which are few and cost little but calls."""
+SPAN_ELEMENTS: Final = 16 * SLICE_ELEMENTS
+"""2 MiB. A span is encoded with one computation of scales, which are few and cost little but calls."""
 
 _ROUNDING: Final = 1.5 * 2.0**23
 """What is added to a float32 below 2^22 to round it, ties to even: at this size there are no fractions, and the number stands in the
@@ -63,13 +63,15 @@ def pieces(elements: int, width: int, at_once: int) -> Iterator[Piece]:
 
 
 def slice_elements(device: torch.device) -> int:
-    """How many elements to take at once."""
-    return SLICE_ELEMENTS if device.type == "cpu" else 2**62
+    """How many elements to take at once. Where there is one thread, there is nobody to share with, and fewer calls are a fifth faster."""
+    if device.type != "cpu":
+        return 2**62
+    return SLICE_ELEMENTS if torch.get_num_threads() > 1 else 2 * SLICE_ELEMENTS
 
 
 def span_elements(device: torch.device) -> int:
     """How many elements to compute the scales of at once."""
-    return SPAN_SLICES * SLICE_ELEMENTS if device.type == "cpu" else 2**62
+    return SPAN_ELEMENTS if device.type == "cpu" else 2**62
 
 
 def in_slices(*matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:
