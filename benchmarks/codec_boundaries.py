@@ -2,7 +2,8 @@
 
 `boundaries`: one process trains 5 stages, whose 5 boundaries (stage 0 to 1, and so on, and back to stage 0 for the head) are encoded in both directions.
 `loss` is that of the trained model with the activations' codec, as it would be measured in the swarm; `behind` is against `none` of the same seed. `none, other order` reads
-the same text from another place on: what so small a change makes, and so what no difference below means anything.
+the same text from another place on: what so small a change makes, and so what no difference below means anything. Training that diverges (a gradient is not
+finite) ends there: `steps` tells.
 
 `everywhere`: workers that average train the same stages; one table for the choice of codecs of all traffic. Half-way everybody gets the state anew through its codec, as
 joiners do. The hybrid is mild on activations and their gradients, hard on pseudo-gradients, and lossless on state (arXiv:2409.02423).
@@ -13,7 +14,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -25,6 +27,7 @@ from node.data.feed import START, held_out_microbatches, open_documents
 from node.data.packing import Cursor, Microbatch
 from node.solo import evaluate
 from protocol.manifest import Manifest
+from swarm.errors import StateError
 from swarm.vocabulary import Codec
 
 STAGES: Final = (0, 1, 1, 1, 1)
@@ -90,38 +93,49 @@ class Stages:
         """One process."""
         learner = Learner(self._manifest, boundaries)
         text = Text(self._manifest, self._documents, 1, self._cursor_after(left_out))
-        for _ in range(self._steps):
-            learner.step(text.a_step())
-        return {"loss": self._loss(learner), "boundary_bytes_per_token": self._per_token(learner)}
+        steps = 0
+        with suppress(StateError):
+            while steps < self._steps:
+                learner.step(text.a_step())
+                steps += 1
+        return {
+            "loss": self._loss(learner),
+            "steps": steps,
+            "boundary_bytes_per_token": self._per_token(learner, steps),
+        }
 
     def together(self, policy: Policy) -> dict[str, Any]:
         """Workers that average."""
         workers = [Learner(self._manifest, policy.boundaries) for _ in range(self._workers)]
         text = Text(self._manifest, self._documents, self._workers, START)
         rounds = Rounds(workers, RULE, policy.out, policy.back)
-        state_bytes = 0
-        count = self._steps // self._inner_steps
-        for number in range(count):
-            for _ in range(self._inner_steps):
-                for worker, microbatch in zip(workers, text.a_step(), strict=True):
-                    worker.step([microbatch])
-            rounds.average()
-            if number == count // 2:
-                state_bytes = rounds.download(policy.state)
+        state_bytes, done, count = 0, 0, self._steps // self._inner_steps
+        with suppress(StateError):
+            while done < count:
+                self._to_the_next_round(workers, text)
+                rounds.average()
+                done += 1
+                if done == count // 2:
+                    state_bytes = rounds.download(policy.state)
         rounds.stand()
         return {
             "loss": self._loss(workers[0]),
-            "boundary_bytes_per_token": self._per_token(workers[0]),
+            "steps": done * self._inner_steps,
+            "boundary_bytes_per_token": self._per_token(workers[0], done * self._inner_steps),
             "round_bytes": rounds.out_bytes + rounds.back_bytes,
             "state_bytes": state_bytes,
         }
 
+    def _to_the_next_round(self, workers: Sequence[Learner], text: Text) -> None:
+        for _ in range(self._inner_steps):
+            for worker, microbatch in zip(workers, text.a_step(), strict=True):
+                worker.step([microbatch])
+
     def _loss(self, learner: Learner) -> float:
         return float(evaluate(learner, self._held_out)["loss"])
 
-    def _per_token(self, learner: Learner) -> float:
-        tokens = self._steps * self._manifest.microbatch_tokens
-        return round(learner.boundary_bytes / tokens, 1)
+    def _per_token(self, learner: Learner, steps: int) -> float:
+        return round(learner.boundary_bytes / max(1, steps * self._manifest.microbatch_tokens), 1)
 
     def _cursor_after(self, microbatches: int) -> Cursor:
         text = Text(self._manifest, self._documents, 1)
