@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.codec_learner import Learner
+from benchmarks.error_feedback import DECAYS, ErrorFeedback
 from node.averaging.anchor import Vector
-from node.averaging.error_feedback import DECAYS, ErrorFeedback
 from node.averaging.outer import OuterRule
 from protocol.codecs import decode, decode_into, encode, encode_into, encode_low_rank, encoded_bytes
 from swarm.vocabulary import Codec

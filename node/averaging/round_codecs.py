@@ -16,7 +16,7 @@ class RoundCodecs:
 
     contribution: Codec
     result: Codec
-    """Nobody makes good for what this one leaves out, so it is never coarse."""
+    """Nobody makes good for what this one leaves out, so it is never sparse."""
 
     @property
     def leave_over(self) -> bool:
@@ -33,6 +33,7 @@ ROUND_CODECS: Final[Mapping[str, RoundCodecs]] = {
     "bf16": RoundCodecs(Codec.BF16, Codec.BF16),
     "int8": RoundCodecs(Codec.INT8, Codec.INT8),
     "int4": RoundCodecs(Codec.INT4, Codec.INT8),
-    "top_k_4": RoundCodecs(Codec.TOP_K_4, Codec.INT8),
+    "top_k_4": RoundCodecs(Codec.TOP_K_4, Codec.INT4),
+    "top_k_2": RoundCodecs(Codec.TOP_K_2, Codec.INT4),
 }
 """By what the manifest says under `codecs.pseudo_gradients`."""

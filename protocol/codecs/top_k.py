@@ -1,7 +1,7 @@
 """The codecs TOP_K_4 and TOP_K_2: of each chunk of 4096 elements the 192 of largest magnitude, or the 256; all others decode to 0.
 
 252 and 260 bytes for 4096 elements: 65 and 63 times less than float32. What is left out has to be sent another time by who encodes
-(`node.averaging.leftover`, `node.averaging.error_feedback`), or the sum of many encodings is not that of what was encoded.
+(`node.averaging.leftover`), or the sum of many encodings is not that of what was encoded.
 
 The encoding is that of each chunk, one after the other; the last chunk may be shorter. A chunk of w elements sends n = ceil(w * 192 / 4096) of them (256 with TOP_K_2),
 in the order of their places in the chunk, in these parts, each in whole bytes whose lowest bit comes first and whose unused bits are 0:

@@ -81,6 +81,20 @@ async def test_twenty_rounds_equal_the_same_algorithm_in_one_place(
         assert (version.round, version.steps, version.tokens) == (20, 20 * INNER, 3 * 20 * INNER * TOKENS)
 
 
+@pytest.mark.parametrize("codec", [Codec.TOP_K_4, Codec.TOP_K_2])
+async def test_with_sparse_contributions_all_agree_and_what_is_left_out_stays_in_the_replicas(codec: Codec) -> None:
+    async with hall(3, codec=codec, inner_steps=INNER) as here:
+        reference = Reference(3, 200_000, [slice(0, 200_000)])
+        start = reference.anchor.numpy().copy()
+        for number in range(1, 6):
+            await here.a_round(number, INNER)
+            reference.a_round(number, INNER)
+        assert here.agree()
+        way = np.linalg.norm(reference.anchor.numpy() - start)
+        away = [np.linalg.norm(replica.vector() - replica.anchor.parameters) for replica in here.replicas.values()]
+        assert all(0.1 * way < each < way for each in away), "most of it is still to be sent"
+
+
 async def test_fragments_take_turns() -> None:
     async with hall(2, inner_steps=4, fragments=2) as here:
         layout = here[0].anchor.layout

@@ -13,7 +13,6 @@ reducer. Used on the averaging thread.
 from __future__ import annotations
 
 import math
-import threading
 from typing import Final
 
 import numpy as np
@@ -53,19 +52,11 @@ class ErrorFeedback:
         self._residual: Vector = np.zeros(elements, np.float32)
         self._kept: dict[tuple[int, int], Vector] = {}
         """What the residual will be from one element to another if the round commits."""
-        self._attempt = 0
-        self._whole = threading.Lock()
-        """Held while the residual changes, or is copied by another thread."""
 
     @property
     def residual(self) -> Vector:
-        """[elements], as of the last commit. Not to be written."""
+        """[elements], as of the last commit: what a checkpoint has to save. Not to be written."""
         return self._residual
-
-    def copy(self) -> Vector:
-        """The residual for a checkpoint; on any thread."""
-        with self._whole:
-            return self._residual.copy()
 
     def compensate(self, part: slice, gradient: Vector) -> None:
         """`gradient` becomes what is to be encoded for this part: `gradient` + decay * residual."""
@@ -84,29 +75,20 @@ class ErrorFeedback:
             raise StateError("what an encoding left out is not finite, so it cannot be sent in the next round")
         self._kept[part.start, part.stop] = left
 
-    def begin(self, attempt: int) -> None:
-        """An attempt at a round begins: what was kept in the one before counts no more."""
+    def commit(self) -> None:
+        """The round has committed: what was kept is the residual of its parts now. All others stay as they were."""
+        for (start, stop), left in self._kept.items():
+            self._residual[start:stop] = left
         self._kept.clear()
-        self._attempt = attempt
 
-    def commit(self, attempt: int) -> None:
-        """The attempt has committed: what was kept in it is the residual of its parts now. All others stay as they were.
-
-        Of an attempt other than the last one that was begun nothing is known any more; then nothing is left to be sent.
-        """
-        if attempt != self._attempt:
-            self.reset()
-            return
-        with self._whole:
-            for (start, stop), left in self._kept.items():
-                self._residual[start:stop] = left
+    def discard(self) -> None:
+        """The attempt was dissolved, or the next one begins: the residual is what it was before."""
         self._kept.clear()
 
     def reset(self) -> None:
         """The replica has become another (it has adopted an anchor that it did not help to make): its residual is of parameters that it no longer has."""
-        self._kept.clear()
-        with self._whole:
-            self._residual.fill(0.0)
+        self.discard()
+        self._residual.fill(0.0)
 
     def restore(self, saved: Vector) -> None:
         """Goes on with the residual of a checkpoint.
@@ -116,5 +98,5 @@ class ErrorFeedback:
         """
         if saved.shape != self._residual.shape or not math.isfinite(squares(saved)):
             raise StateError(f"the saved residual has not {len(self._residual)} finite elements")
-        self._kept.clear()
+        self.discard()
         self._residual[:] = saved
