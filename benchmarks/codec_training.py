@@ -62,6 +62,7 @@ TARGETS: Final = {
     "top_k_4, later": ("nats", 0.05),
     "top_k_2, later": ("nats", 0.05),
     "top_k_2, stays": ("nats", 0.05),
+    "top_k_4, stays": ("nats", 0.05),
 }
 """How far behind float32 with the same rule an arm may be."""
 
@@ -196,7 +197,7 @@ def main() -> None:
     parser.add_argument("--text", required=True, help="a file or a folder with text")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--boundaries", action="store_true")
-    parser.add_argument("--rules", nargs="+", default=list(RULES), choices=list(RULES))
+    parser.add_argument("--rules", nargs="+", default=["plain", "diloco"], choices=list(RULES))
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--inner-steps", type=int, default=10)

@@ -95,7 +95,7 @@ class Exchange:
         self._staged = staged
         self._reduction = Reduction(plan, means.codecs, source)
         self._staging = Staging(source.anchor, means.rule, *vectors)
-        self._result_limit = NormLimit(plan.largest_norm)
+        self._result_limit = NormLimit(plan.largest_norm, means.codecs.result)
         self._progress = ExchangeProgress(plan, means.watch)
         self._owing: frozenset[PeerId] = frozenset()
         self._told_of_piece: dict[PeerId, float] = {}

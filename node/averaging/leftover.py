@@ -3,8 +3,9 @@
 A round that commits moves the replica from its snapshot to the new anchor. If the others have got less than the pseudo-gradient, it is moved from what they have got
 instead, `anchor - decoded`, and stands on the new anchor less what was left out, as if it had done that work since. So it is in the next
 pseudo-gradient without anything being added to it, the gradients until then are those of parameters that have it in them, and a checkpoint of the replica
-has it, too. With error feedback (`benchmarks.error_feedback`, kept for comparison) the replica goes back to an anchor that lacks it, finds the same direction again, and sends it twice:
-measured in `benchmarks.codec_training`, sparse codecs are three times as far behind float32 so, and with an outer momentum of 0.9 do not train at all.
+has it, too. With error feedback (`benchmarks.error_feedback`, kept for comparison) the replica goes back to an anchor that lacks it, finds the same direction again, and sends it twice.
+Measured after 50 rounds of two replicas with TOP_K_2 in both directions (`benchmarks/codec_training.py`, one small model, means of two seeds): 0.03 nats behind
+float32 instead of 0.06 with the plain mean, 0.02 instead of 0.25 with outer Nesterov of 0.7 and 0.9.
 
 Until the commit there are only encodings here, a sixtieth of the pseudo-gradient with the sparse codecs, so an attempt that is dissolved leaves no trace. Used on the
 averaging thread.

@@ -19,13 +19,16 @@ from swarm.vocabulary import Codec, PeerId
 
 ROUNDING: Final = 1.01
 """How much longer a vector may be than its norm was declared: rounding in float32 and by the codec (INT8 adds at most 0.3 %)."""
+COARSE_ROUNDING: Final = 1.05
+"""With INT4: normal numbers become 0.5 % longer, those with a few large ones among them 1 %."""
 
 
 class NormLimit:
     """Adds up squares and says when there are more than a declared norm allows, or when something was not finite."""
 
-    def __init__(self, norm: float) -> None:
-        self._left = (norm * ROUNDING) ** 2 + float(np.finfo(np.float32).tiny)
+    def __init__(self, norm: float, codec: Codec) -> None:
+        rounding = COARSE_ROUNDING if codec is Codec.INT4 else ROUNDING
+        self._left = (norm * rounding) ** 2 + float(np.finfo(np.float32).tiny)
 
     def objection(self, values: Vector) -> str | None:
         """Why the values cannot be used; None when they can, and then they count."""
@@ -71,7 +74,7 @@ class Reduction:
         self._plan = plan
         self._codecs = codecs
         self._source = source
-        self._limits = {peer: NormLimit(plan.members[peer].norm) for peer in plan.contributors}
+        self._limits = {peer: NormLimit(plan.members[peer].norm, codecs.contribution) for peer in plan.contributors}
         self._sums: dict[Piece, Vector] = {}
         others = len(set(plan.contributors) - {plan.own})
         self._to_come = dict.fromkeys(plan.shards[plan.own], others)
