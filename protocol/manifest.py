@@ -179,8 +179,8 @@ class CodecSection(_Section):
     gradients: Literal["none", "bf16", "int8", "fp8", "int4"] = "none"
     """Their gradients."""
     pseudo_gradients: Literal["none", "bf16", "int8", "int4", "top_k_4", "top_k_2"] = "none"
-    """What replicas send each other in a round, whatever the link: `int8` is 3.88 times smaller, with a relative error of 6.5e-3. `int4` (means come back
-    as `int8`) and the sparse ones (means come back as `int4`) are for contributions; what they leave out stays in the replica."""
+    """What replicas send each other in a round, whatever the link: `int8` is 3.88 times smaller, with a relative error of 6.5e-3. Of a contribution as `int4`, or one of
+    the sparse ones (whose means come back as `int4`), what is left out stays in the replica."""
     state: Literal["none", "planes"] = "planes"
     """Of what newcomers download, which is lossless either way: `planes` lets it be shortened by a sixth where the link is slow."""
 

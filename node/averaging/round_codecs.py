@@ -32,7 +32,7 @@ ROUND_CODECS: Final[Mapping[str, RoundCodecs]] = {
     "none": RoundCodecs(Codec.NONE, Codec.NONE),
     "bf16": RoundCodecs(Codec.BF16, Codec.BF16),
     "int8": RoundCodecs(Codec.INT8, Codec.INT8),
-    "int4": RoundCodecs(Codec.INT4, Codec.INT8),
+    "int4": RoundCodecs(Codec.INT4, Codec.INT4),
     "top_k_4": RoundCodecs(Codec.TOP_K_4, Codec.INT4),
     "top_k_2": RoundCodecs(Codec.TOP_K_2, Codec.INT4),
 }
