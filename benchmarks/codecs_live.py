@@ -5,7 +5,7 @@
 Real processes, sockets and TLS; computing and links take the time that they would take on emulated machines (`tests/e2e/emulated.py`): here all alike, four of
 them in a row with a data node, each link with this rate both ways and 10 ms of delay. The model is computed truly, with the codec in it. A policy is a codec for all
 hidden states and their gradients, or `adaptive`: what the node chooses within the run's limits (INT4 for both). Policies take turns; each has a swarm of its own.
-`bytes_per_token` counts all that the nodes send while they train, start and end included. Prints one JSON object; progress goes to stderr.
+`bytes_per_token` counts all that the nodes send meanwhile. Prints one JSON object; progress goes to stderr.
 """
 
 from __future__ import annotations
@@ -106,19 +106,24 @@ async def observe(policy: str, mbit: float, options: argparse.Namespace, folder:
         Network({peer.peer: "here" for peer in swarm.peers}, {"here": {"here": ONE_WAY_S}}).write(network)
         await all_serve(swarm)
         await asyncio.sleep(options.settle)
+        sent, done = sent_bytes(folder), completed(folder)
         await watch(swarm, clock, options.seconds)
+        tokens = (completed(folder) - done) * manifest.microbatch_tokens
+        result.bytes_per_token.append((sent_bytes(folder) - sent) / max(1, tokens))
         result.chosen |= chosen_in(await status_of(str(swarm.link), network))
         await swarm.stop()
     result.failures += sum(end.exit_code != 0 for end in swarm.ends.values())
     result.tokens_per_s.append(clock.steps_per_s() * PER_STEP * manifest.microbatch_tokens)
-    result.bytes_per_token.append(bytes_per_token(folder, manifest))
 
 
-def bytes_per_token(folder: Path, manifest: Manifest) -> float:
-    """Sent by all nodes, over the tokens that came home."""
-    completed = sum(isinstance(event, Completed) for event in events_in(sorted(folder.glob("*.jsonl"))))
-    sent = sum(int(file.read_text()) for file in folder.glob("sent-*"))
-    return sent / max(1, completed * manifest.microbatch_tokens)
+def sent_bytes(folder: Path) -> int:
+    """By all nodes, so far."""
+    return sum(int(file.read_text()) for file in folder.glob("sent-*") if file.suffix != ".part")
+
+
+def completed(folder: Path) -> int:
+    """Microbatches that have come home so far."""
+    return sum(isinstance(event, Completed) for event in events_in(sorted(folder.glob("*.jsonl"))))
 
 
 async def watch(swarm: LocalSwarm, clock: StepClock, seconds: float) -> None:

@@ -7,7 +7,6 @@ busy and the core is not), what comes by a link comes later, and a data node may
 from __future__ import annotations
 
 import asyncio
-import atexit
 import json
 import os
 import random
@@ -44,6 +43,7 @@ from swarm.vocabulary import Path as HopPath
 from tests.e2e.late_frames import LateFrames
 
 OURS, SWARM = "ours", "swarm"
+WRITE_EVERY_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Spec:
     codec: str | None = None
     """Of all microbatches; None for what the node chooses for each link."""
     counts: str | None = None
-    """File into which the bytes of all frames that were sent are written at the end."""
+    """File into which the bytes of all frames that were sent so far are written, several times a second."""
     seed: int = 0
 
     @property
@@ -169,7 +169,7 @@ def _make_late(kind: Any, bytes_per_s: float | None) -> None:
         return None if frame is None else await self.late.arrive(frame)
 
     async def write_stamped(self: Any, frame: bytes) -> None:
-        SentBytes.total += len(frame)
+        SentBytes.add(len(frame))
         await write(self, await self.late.leave(frame))
 
     kind.__init__, kind.read, kind.write = init, read_late, write_stamped
@@ -179,10 +179,17 @@ class SentBytes:
     """Of all streams of this process."""
 
     total = 0
+    file: Path | None = None
+    written_at = 0.0
 
     @classmethod
-    def write(cls, file: str) -> None:
-        Path(file).write_text(str(cls.total))
+    def add(cls, size_bytes: int) -> None:
+        cls.total += size_bytes
+        if cls.file is not None and time.monotonic() - cls.written_at > WRITE_EVERY_S:
+            cls.written_at = time.monotonic()
+            part = cls.file.with_suffix(".part")
+            part.write_text(str(cls.total))
+            part.rename(cls.file)
 
 
 def fix_codec(codec: Codec) -> None:
@@ -268,7 +275,7 @@ def emulate(spec: Spec) -> None:
     if spec.codec is not None:
         fix_codec(Codec[spec.codec.upper()])
     if spec.counts is not None:
-        atexit.register(SentBytes.write, spec.counts)
+        SentBytes.file = Path(spec.counts)
     if spec.rule == SWARM:
         choose_by_swarm(spec)
     if spec.window is not None:
