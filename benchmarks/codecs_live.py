@@ -60,7 +60,7 @@ class Result:
         }
 
 
-def run_of(text: Path) -> Manifest:
+def run_of(text: Path, limit: str) -> Manifest:
     """Hidden states of 2 MiB; every peer has one block."""
     tokens = ROWS * TOKENS
     return manifest_from_table(
@@ -85,14 +85,15 @@ def run_of(text: Path) -> Manifest:
                 "round_seconds": 1e6,
                 "staleness": 2,
             },
-            "codecs": {"activations": LIMIT, "gradients": LIMIT},
+            "codecs": {"activations": limit, "gradients": limit},
         }
     )
 
 
 async def observe(policy: str, mbit: float, options: argparse.Namespace, folder: Path, result: Result) -> None:
     """One swarm, from its start to its end."""
-    manifest, network = run_of(write_text(folder / "text")), folder / "network.json"
+    limit = LIMIT if policy == ADAPTIVE else policy
+    manifest, network = run_of(write_text(folder / "text"), limit), folder / "network.json"
 
     def place(index: int) -> Place:
         codec = None if policy == ADAPTIVE else policy
