@@ -5,7 +5,7 @@ from __future__ import annotations
 from node.path_rules import path_rules
 from protocol.manifest import Manifest
 from protocol.tensor_spec import DType, TensorSpec
-from swarm.codec_choice import accepted_codecs
+from swarm.codec_choice import Traffic, ladder
 from swarm.errors import ProtocolViolation
 from swarm.messages import Backward, Forward, MicrobatchTensor, Purpose
 from swarm.vocabulary import Codec, ModuleId, PeerId, short
@@ -15,6 +15,16 @@ def hidden_tensor(manifest: Manifest) -> TensorSpec:
     """What travels between the stages of this run, in either direction."""
     dtype = DType.BFLOAT16 if manifest.model.dtype == "bfloat16" else DType.FLOAT32
     return TensorSpec(manifest.hidden_shape, dtype, Codec.NONE)
+
+
+def allowed_codecs(manifest: Manifest) -> dict[Traffic, tuple[Codec, ...]]:
+    """Of microbatches, mildest first: what a sender chooses from and a receiver takes."""
+    half = hidden_tensor(manifest).dtype is DType.BFLOAT16
+    limits = {
+        Traffic.ACTIVATIONS: manifest.codecs.activations,
+        Traffic.GRADIENTS: manifest.codecs.gradients,
+    }
+    return {traffic: ladder(Codec[limit.upper()], half_precision=half) for traffic, limit in limits.items()}
 
 
 class Admission:
@@ -29,9 +39,7 @@ class Admission:
         self._own = own
         self._module = module
         self._tensor = hidden_tensor(manifest)
-        codecs, half = manifest.codecs, self._tensor.dtype is DType.BFLOAT16
-        self._forward_codecs = accepted_codecs(Codec[codecs.activations.upper()], half_precision=half)
-        self._backward_codecs = accepted_codecs(Codec[codecs.gradients.upper()], half_precision=half)
+        self._codecs = allowed_codecs(manifest)
         self._modules = frozenset(manifest.modules()) - {ModuleId(0)}
         self._rules = path_rules(manifest)
 
@@ -42,11 +50,11 @@ class Admission:
                 f"a tensor {tensor.shape} {tensor.dtype.name} was announced; this run's are {self._tensor.shape}"
                 f" {self._tensor.dtype.name}"
             )
-        codecs = self._forward_codecs if isinstance(message, Forward) else self._backward_codecs
+        codecs = self._codecs[Traffic.ACTIVATIONS if isinstance(message, Forward) else Traffic.GRADIENTS]
         if tensor.codec not in codecs or tensor.byte_length > self._tensor.raw_bytes:
             raise ProtocolViolation(
                 f"{tensor.byte_length} bytes as {tensor.codec.name} were announced; this run allows"
-                f" {', '.join(codec.name for codec in sorted(codecs, key=lambda codec: codec.value))} for this"
+                f" {', '.join(codec.name for codec in codecs)} for this"
             )
         path = message.path
         if path.data_node != message.microbatch.data_node:

@@ -6,10 +6,11 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from node.admission import allowed_codecs
 from protocol.manifest import Manifest
 from protocol.seams import Clock
-from protocol.tensor_spec import DType, TensorSpec
-from swarm.codec_choice import MOST_ERROR, Traffic, choose, ladder
+from protocol.tensor_spec import TensorSpec
+from swarm.codec_choice import MOST_ERROR, Traffic, choose
 from swarm.goodput import Goodput
 from swarm.vocabulary import Codec, PeerId, Reasoned, short
 
@@ -41,12 +42,7 @@ class LinkCodecs:
         visit_s: Callable[[PeerId], float],
         round_trip_s: Callable[[PeerId], float],
     ) -> None:
-        half = tensor.dtype is DType.BFLOAT16
-        limits = {
-            Traffic.ACTIVATIONS: Codec[manifest.codecs.activations.upper()],
-            Traffic.GRADIENTS: Codec[manifest.codecs.gradients.upper()],
-        }
-        self._rungs = {traffic: ladder(limit, half_precision=half) for traffic, limit in limits.items()}
+        self._rungs = allowed_codecs(manifest)
         self._sizes = {codec: TensorSpec(tensor.shape, tensor.dtype, codec).byte_length for codec in MOST_ERROR}
         self._sizes[Codec.NONE] = tensor.raw_bytes
         self._clock = clock

@@ -39,14 +39,9 @@ _LADDERS: Final[Mapping[Codec, tuple[Codec, ...]]] = {
 
 
 def ladder(limit: Codec, *, half_precision: bool) -> tuple[Codec, ...]:
-    """The codecs from the mildest to `limit`. Where elements are bfloat16 anyway, BF16 is none."""
+    """The codecs from the mildest to `limit`, what they fall back to among them. Where elements are bfloat16 anyway, BF16 is none."""
     rungs = (Codec.NONE, *_LADDERS[limit])
     return tuple(codec for codec in rungs if not (half_precision and codec is Codec.BF16))
-
-
-def accepted_codecs(limit: Codec, *, half_precision: bool) -> frozenset[Codec]:
-    """What a receiver takes: all up to the limit, and what they fall back to for tensors that they cannot express."""
-    return frozenset(ladder(limit, half_precision=half_precision))
 
 
 def choose(

@@ -134,6 +134,13 @@ def extremes(x: Tensor, highest: Tensor, lowest: Tensor) -> None:
         torch.amin(part, 1, keepdim=True, out=low)
 
 
+def largest_magnitudes(x: Tensor, result: Tensor) -> Tensor:
+    """Of each row of `x` [blocks, width], into `result` [blocks, 1]; NaN where there is one."""
+    lowest = torch.empty_like(result)
+    extremes(x, result, lowest)
+    return torch.maximum(result, lowest.neg_(), out=result)
+
+
 def scaled(codes: Tensor, scales: Tensor, out: Tensor) -> None:
     """Writes code * scale, each rounded once to float32.
 

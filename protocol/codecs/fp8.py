@@ -18,10 +18,10 @@ from protocol.codecs.blocks import (
     Room,
     check_encoded,
     check_received,
-    extremes,
     in_float32,
     in_slices,
     inverse_of,
+    largest_magnitudes,
     pieces,
     slice_elements,
     span_elements,
@@ -59,9 +59,7 @@ def encode(values: Tensor, out: Tensor) -> None:
     for piece in pieces(elements, BLOCK, span_elements(device)):
         x = in_float32(values[piece.start : piece.stop].view(-1, piece.width), floats)
         scale, code = scales[piece.first : piece.end], codes[piece.start : piece.stop].view(-1, piece.width)
-        lowest = torch.empty_like(scale)
-        extremes(x, scale, lowest)
-        torch.maximum(scale, lowest.neg_(), out=scale).div_(LARGEST_CODE)
+        largest_magnitudes(x, scale).div_(LARGEST_CODE)
         for part, factor, result in in_slices(x, inverse_of(scale), code):
             result.copy_(torch.mul(part, factor, out=room.like(part)).clamp_(-LARGEST_CODE, LARGEST_CODE))
     check_encoded(scales, LARGEST_SCALE, "FP8")

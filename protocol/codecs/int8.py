@@ -18,10 +18,10 @@ from protocol.codecs.blocks import (
     Rounding,
     check_encoded,
     check_received,
-    extremes,
     in_float32,
     in_slices,
     inverse_of,
+    largest_magnitudes,
     pieces,
     scaled,
     slice_elements,
@@ -52,19 +52,12 @@ def encode(values: Tensor, out: Tensor) -> None:
     rounding = Rounding(min(elements, slice_elements(device)), BLOCK, device)
     for piece in pieces(elements, BLOCK, span_elements(device)):
         x = in_float32(values[piece.start : piece.stop].view(-1, piece.width), floats)
-        code = codes[piece.start : piece.stop].view(-1, piece.width)
-        _encode_span(x, code, scales[piece.first : piece.end], rounding)
+        scale, code = scales[piece.first : piece.end], codes[piece.start : piece.stop].view(-1, piece.width)
+        largest_magnitudes(x, scale).div_(127)
+        for part, factor, result in in_slices(x, inverse_of(scale), code):
+            result.copy_(rounding(part, factor))
     check_encoded(scales, LARGEST_SCALE, "INT8")
     out[elements:].copy_(scales.view(-1).view(torch.uint8))
-
-
-def _encode_span(x: Tensor, code: Tensor, scale: Tensor, rounding: Rounding) -> None:
-    """`x` and `code` [blocks, width], `scale` [blocks, 1]."""
-    lowest = torch.empty_like(scale)
-    extremes(x, scale, lowest)
-    torch.maximum(scale, lowest.neg_(), out=scale).div_(127)
-    for part, factor, result in in_slices(x, inverse_of(scale), code):
-        result.copy_(rounding(part, factor))
 
 
 def decode(data: Tensor, out: Tensor) -> None:
@@ -77,14 +70,8 @@ def decode(data: Tensor, out: Tensor) -> None:
     Raises:
         ProtocolViolation: a scale is neither 0 nor from SMALLEST_SCALE to LARGEST_SCALE; `out` is untouched.
     """
-    scales, codes = _checked_scales(data, len(out)), data[: len(out)].view(torch.int8)
+    codes, scales = data[: len(out)].view(torch.int8), data[len(out) :].clone().view(torch.float32).view(-1, 1)
+    check_received(scales, LARGEST_SCALE, "INT8")
     for piece in pieces(len(out), BLOCK, len(out)):
         target = out[piece.start : piece.stop].view(-1, piece.width)
         scaled(codes[piece.start : piece.stop].view(-1, piece.width), scales[piece.first : piece.end], target)
-
-
-def _checked_scales(data: Tensor, elements: int) -> Tensor:
-    """[blocks, 1], copied: in the encoding they may stand at any byte."""
-    scales = data[elements:].clone().view(torch.float32).view(-1, 1)
-    check_received(scales, LARGEST_SCALE, "INT8")
-    return scales
