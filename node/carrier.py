@@ -387,10 +387,12 @@ class Carrier:
         assert load.output is not None
         begun, message, tensor = self._clock.monotonic(), action.message, load.output
         direction = Direction.FORWARD if isinstance(message, Forward) else Direction.BACKWARD
-        self.codecs.sending(action.to, (message.microbatch, direction, message.position), tensor.data.nbytes)
+        name = (message.microbatch, direction, message.position)
+        self.codecs.sending(action.to, name, tensor.data.nbytes)
         try:
             await self.transport.send(action.to, message, tensor.spec, tensor.data)
         except PeerError as error:
+            self.codecs.not_accepted(action.to, name)
             self._on_failure(action.to, error)
             self.handle(PeerLost(action.to, str(error)))
         self.wire_s += self._clock.monotonic() - begun

@@ -221,6 +221,7 @@ class HardestCodec(AsTheyAre):
         self.errors: list[tuple[Traffic, Codec, float]] = []
         self.sent_bytes: list[int] = []
         self.answers = 0
+        self.in_vain: list[PeerId] = []
 
     def choose(self, to: PeerId, traffic: Traffic) -> Codec:
         return self._limits[traffic]
@@ -233,6 +234,9 @@ class HardestCodec(AsTheyAre):
 
     def accepted(self, by: PeerId, tensor: Hashable) -> None:
         self.answers += 1
+
+    def not_accepted(self, by: PeerId, tensor: Hashable) -> None:
+        self.in_vain.append(by)
 
 
 class SmallSwarm:

@@ -521,3 +521,14 @@ async def test_a_codec_that_the_run_does_not_allow_is_a_violation() -> None:
         assert buffer.nbytes == replace(tensor, codec=Codec.INT8, outliers=1).byte_length
         carrier.broken_off(out, buffer)
         await swarm.all_clear()
+
+
+async def test_a_tensor_that_could_not_be_sent_is_not_waited_for_when_the_link_is_measured() -> None:
+    async with small_swarm(A, B) as swarm:
+        gate = swarm.close(DATA, "before", Forward, Unreachable("gone"))
+        swarm.launch(5, AB)
+        await until(lambda: gate.reached)
+        swarm.open(gate)
+        used = swarm[DATA].carrier.codecs
+        assert isinstance(used, HardestCodec)
+        await until(lambda: used.in_vain == [A])
