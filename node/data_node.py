@@ -134,12 +134,12 @@ class DataNode:
     def _tell_who_is_missing(self) -> None:
         """Says once which modules keep the run waiting, and once when each is served again."""
         before = self.progress.waiting_for
-        self.progress.waiting_for = now = self._planner.unserved(self._clock.monotonic())
+        moment = self._clock.monotonic()
+        self.progress.waiting_for = now = self._planner.unserved(moment)
         for module in now:
             if module not in before:
-                self._events.emit(
-                    Waiting(str(module), f"stage {module.stage} has no peer left; waiting for one to join")
-                )
+                until = "skipping it until one joins" if self._planner.leaves_out(module, moment) else "waiting for one"
+                self._events.emit(Waiting(str(module), f"stage {module.stage} has no peer left; {until}"))
         for module in before:
             if module not in now:
                 self._events.emit(Resumed(str(module)))

@@ -100,7 +100,8 @@ def carrier_for(given: Assignment, worker: Worker, planner: Planner, rounds: Mod
     """Carries for the replica that the node hosts; repair asks the planner who stands in."""
     own, clock, module = given.presence.own, SystemClock(), str(given.module)
     slots = given.options.slots or DEFAULT_SLOTS
-    custody = Custody(own.peer, slots, _stand_in(planner, clock), given.presence.membership.hosts)
+    hosts, fewest = given.presence.membership.hosts, planner.rules.fewest
+    custody = Custody(own.peer, slots, _stand_in(planner, clock), hosts, fewest)
     own.slots, own.used_slots = custody.slots, lambda: custody.used_slots
 
     def stepped(figures: StepFigures) -> None:

@@ -113,7 +113,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """No peer serves `module`; the work waits for one."""
+    """No peer serves `module`; the work waits for one, or goes round it where the run's paths skip stages."""
 
     NAME: ClassVar[str] = "waiting"
     module: str

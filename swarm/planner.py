@@ -4,12 +4,15 @@ Pure: everything comes in as arguments. Lanes are agreed among the data nodes (`
 the replica that should finish first is taken. A replica's expected finish is its service time (measured here, else announced) times the microbatches
 that it has to work off before this one's turn and this one: those of ours that are on their way through it, or, where there is no lane, the slots it announces as taken if
 that is more. Lanes know of the others already, and announcements are old: data nodes that believed them left their lanes all at once, and a step took 1.25 times as long.
+
+A stage that nobody serves any more is left out where the rules allow a path without it, as repair does under way; at the beginning it is waited for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 from swarm.announcement import Announcement
 from swarm.estimates import Estimates
@@ -77,6 +80,8 @@ class Planner:
         self._estimates = estimates
         self._tokens = tokens
         self._lanes = lanes
+        self._visited: set[ModuleId] = set()
+        """On some path so far: who serves them now may have gone, but is not yet to come."""
 
     def plan(self, number: int, in_flight: Mapping[PeerId, int], now: float) -> Reasoned[Path | NoReplica]:
         """A path for microbatch `number`, or the modules that keep it from one.
@@ -85,11 +90,20 @@ class Planner:
             in_flight: for each peer, how many of our microbatches are on a path through it.
         """
         lanes = self._lanes()
-        if not lanes:
-            return self.plan_through(visited_stages(self.rules, number), in_flight, now)
-        lane, tried = lanes[number % len(lanes)], hop_to_try(lanes, number)
-        chosen = [self._on_lane(hop, in_flight, now, try_another=place == tried) for place, hop in enumerate(lane)]
-        return self._joined([hop.module for hop in lane], chosen)
+        if lanes:
+            lane, tried = lanes[number % len(lanes)], hop_to_try(lanes, number)
+            modules = [hop.module for hop in lane]
+            chosen = [self._on_lane(hop, in_flight, now, try_another=place == tried) for place, hop in enumerate(lane)]
+        else:
+            modules = [ModuleId(stage) for stage in visited_stages(self.rules, number)]
+            chosen = [self.replica(module, frozenset(), in_flight, now) for module in modules]
+        kept = [not self.leaves_out(module, now) for module in modules]
+        if sum(kept) < self.rules.fewest:
+            return self._joined(modules, chosen)
+        plan = self._joined(list(compress(modules, kept)), list(compress(chosen, kept)))
+        if isinstance(plan.value, Path):
+            self._visited.update(hop.module for hop in plan.value.hops)
+        return plan
 
     def plan_through(
         self, stages: Sequence[int], in_flight: Mapping[PeerId, int], now: float
@@ -106,6 +120,11 @@ class Planner:
         """The modules that no peer serves any more, whether or not the next path would need them."""
         modules = (ModuleId(stage) for stage in range(1, self.rules.stages))
         return tuple(module for module in modules if not self._membership.is_served(module, now))
+
+    def leaves_out(self, module: ModuleId, now: float) -> bool:
+        """Whether paths go round a module that has lost its last peer, until one serves it again."""
+        may_be = self.rules.fewest < self.rules.per_path and module in self._visited
+        return may_be and not self._membership.is_served(module, now)
 
     def hosts_one_of(self, peer: PeerId, path: Path) -> bool:
         """Whether the peer announces a module that the path visits."""

@@ -128,12 +128,13 @@ def receipt_for(
 
 def same_way(one: Path, other: Path, position: int) -> bool:
     """Whether two paths have the same hops up to and including `position`. What comes after may have been repaired since."""
-    return len(one.hops) == len(other.hops) and one.hops[: position + 1] == other.hops[: position + 1]
+    return one.hops[: position + 1] == other.hops[: position + 1]
 
 
-def same_modules(one: Path, other: Path) -> bool:
-    """Whether two paths differ at most in the replicas: repair changes nothing else."""
-    return [hop.module for hop in one.hops] == [hop.module for hop in other.hops]
+def same_modules(one: Path, other: Path, position: int) -> bool:
+    """Whether two paths differ at most in the replicas up to and including `position`. Of what comes after, repair may have skipped a stage since."""
+    modules, others = ([hop.module for hop in path.hops[: position + 1]] for path in (one, other))
+    return modules == others
 
 
 def joined(before: Path, after: Path, position: int) -> Path:

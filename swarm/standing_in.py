@@ -136,7 +136,7 @@ class StandingIn:
             return "this microbatch is not, or no longer, held here"
         if holding.purpose is Purpose.EVALUATE or holding.is_end or not _names(message.path, message.position, sender):
             return "there is nothing to recall"
-        if not same_modules(holding.path, message.path):
+        if not same_modules(holding.path, message.path, message.position + 1):
             return "this microbatch is held here on another path"
         known = holding.path.hops[message.position + 1]
         if known.peer != sender and not self._hosts(sender, known.module):

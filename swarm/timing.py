@@ -81,7 +81,7 @@ class PathTimes:
         journey.passed.add(mark)
         taken, journey.last = now - journey.last, now
         if 0 <= receipt.position < len(journey.path.hops):
-            journey.path = journey.path.with_peer(receipt.position, sender)
+            journey.path = _as_repaired(journey.path, receipt.position, sender)
             self._note_total(journey, sender, receipt, taken)
             self._note_stay(journey, sender, receipt, taken)
         elif sender == self._own:
@@ -128,3 +128,11 @@ class PathTimes:
         if -1 <= position <= len(journey.path.hops):
             self._measurements.sent(here, journey.path.peer_at(position), receipt.sent_s)
             journey.sent_s += receipt.sent_s
+
+
+def _as_repaired(path: Path, position: int, sender: PeerId) -> Path:
+    """The path, of which `sender` turns out to be the hop at `position`: a stand-in, or the one after it, if that hop was skipped."""
+    following = position + 1
+    if path.hops[position].peer != sender and following < len(path.hops) and path.hops[following].peer == sender:
+        return path.without(position)
+    return path.with_peer(position, sender)

@@ -108,6 +108,10 @@ class Path:
         hop = self.hops[position]
         return Path(self.data_node, (*self.hops[:position], Hop(hop.module, peer), *self.hops[position + 1 :]))
 
+    def without(self, position: int) -> Path:
+        """The same path with the hop at `position` skipped (repair); those after it move up by one."""
+        return Path(self.data_node, (*self.hops[:position], *self.hops[position + 1 :]))
+
 
 @dataclass(frozen=True, slots=True)
 class AnchorVersion:

@@ -59,7 +59,7 @@ class WayBack:
         sender = message.path.peer_at(message.position + 1)
         if holding.purpose is Purpose.EVALUATE:
             return Reasoned(Place.REFUSED, "this microbatch is only evaluated")
-        if not same_modules(holding.path, message.path):
+        if not same_modules(holding.path, message.path, message.position + 1):
             return Reasoned(Place.REFUSED, "this microbatch is held here on another path")
         if holding.path.peer_at(message.position + 1) == sender:
             later = holding.phase in (Phase.RECEIVING, Phase.FORWARD)

@@ -1,7 +1,8 @@
 """A microbatch's way out: RECEIVING -> FORWARD -> HANDING_ON -> GUARDING -> AWAITING.
 
 A lost, busy or refusing peer is replaced by another replica of the same module, from the output that is kept. Where there is
-none, the holder tries the same peer again for PATIENCE_S, and then reports the microbatch Stranded.
+none, the holder tries the same peer again for PATIENCE_S, and then skips that stage if the run's rules allow a path without
+it; else it reports the microbatch Stranded.
 """
 
 from __future__ import annotations
@@ -38,13 +39,17 @@ from swarm.vocabulary import PeerId
 from swarm.way_back import WayBack
 
 
+_PASSED = (ReceiptStatus.ACCEPTED, ReceiptStatus.PASSED_ON)
+
+
 class WayOut:
     """What follows from events about hidden states."""
 
-    def __init__(self, shelf: Shelf, way_back: WayBack, choose: ChooseReplica) -> None:
+    def __init__(self, shelf: Shelf, way_back: WayBack, choose: ChooseReplica, fewest_hops: int) -> None:
         self._shelf = shelf
         self._way_back = way_back
         self._choose = choose
+        self._fewest_hops = fewest_hops
 
     def start(self, event: Started, now: float) -> list[Action]:
         """At the data node: a microbatch sets out."""
@@ -56,6 +61,10 @@ class WayOut:
     def arrived(self, known: Holding, message: Forward, now: float) -> list[Action]:
         """A whole tensor for which there is a place."""
         sender = message.path.peer_at(message.position - 1)
+        if known.is_end and known.phase is Phase.RECEIVING and self._has_turned(known):
+            # By a path of another length: one of the two has skipped a hop that was only out of reach.
+            gone = self._shelf.drop(known.key, "another copy came first")
+            return [gone, *(Tell(sender, receipt_for(message, status)) for status in _PASSED)]
         if known.phase in (Phase.RECEIVING, Phase.RECEIVING_GRADIENT):
             return self._take(message, sender, now)
         return self._another_copy(known, message, sender, now)
@@ -86,7 +95,7 @@ class WayOut:
             case ReceiptStatus.BUSY:
                 return self._busy(holding, receipt, now)
             case ReceiptStatus.REFUSED:  # sending it there again would not help
-                return self._elsewhere(holding, now) or self._strand(holding, f"refused: {receipt.detail}")
+                return self._elsewhere(holding, now) or self._past(holding, f"refused: {receipt.detail}", now)
 
     def target_failed(self, holding: Holding, detail: str, now: float) -> list[Action]:
         """Elsewhere if there is an elsewhere; else the same peer again for a while: links break and come back."""
@@ -95,7 +104,7 @@ class WayOut:
             return elsewhere
         since = now if holding.failing_since is None else holding.failing_since
         if now - since >= PATIENCE_S:
-            return self._strand(holding, detail)
+            return self._past(holding, detail, now)
         self._shelf.put(replace(holding, phase=Phase.HANDING_ON, failing_since=since, retry_at=now + RETRY_S))
         return []
 
@@ -108,6 +117,14 @@ class WayOut:
         return [_sending(retried, target)]
 
     # ---- steps ---------------------------------------------------------------------------------------------------
+
+    def _has_turned(self, end: Holding) -> bool:
+        """Whether another copy has come to its end before this one."""
+        return any(
+            other.is_end and other.key != end.key and other.phase is not Phase.RECEIVING
+            for other in self._shelf.all()
+            if other.key.microbatch == end.key.microbatch
+        )
 
     def _take(self, message: Forward, sender: PeerId, now: float) -> list[Action]:
         holding = replace(received(message, now), phase=Phase.FORWARD, came=now)
@@ -182,10 +199,14 @@ class WayOut:
             return []
         return self.hand_on(replace(holding, tried=tried, refusals=0), other.value, now)
 
-    def _strand(self, holding: Holding, detail: str) -> list[Action]:
-        """Strands it at the hop that it was being handed to."""
-        position = holding.key.position + 1
-        if position < len(holding.path.hops):
+    def _past(self, holding: Holding, detail: str, now: float) -> list[Action]:
+        """Skips the hop that nobody can take, or strands it there."""
+        position, hops = holding.key.position + 1, len(holding.path.hops)
+        if position < hops > self._fewest_hops and holding.purpose is Purpose.TRAIN:
+            path = holding.path.without(position)
+            fresh = replace(holding, path=path, tried=frozenset(), busy=frozenset(), refusals=0, failing_since=None)
+            return self.hand_on(fresh, path.peer_at(position), now)
+        if position < hops:
             detail = f"{detail}; module {holding.path.hops[position].module} has no peer left to stand in"
         return self._shelf.strand(holding, Direction.FORWARD, position, detail)
 

@@ -7,7 +7,7 @@ exactly to f - 1; steps back are bounded in number and in summed distance. Stage
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Union
 
@@ -52,6 +52,11 @@ class PathRules:
         """Stages after stage 0."""
         return self.stages - 1
 
+    @property
+    def fewest(self) -> int:
+        """Stages that a path still visits when one of them has no peer left: one less, in a run that skips stages at all."""
+        return self.per_path - 1 if 1 < self.per_path < self.skippable else self.per_path
+
     def fault(self, order: Sequence[int]) -> str | None:
         """Why a path may not visit these stages in this order; None when it may."""
         if len(order) != self.per_path or len(set(order)) != len(order):
@@ -65,6 +70,11 @@ class PathRules:
                 return f"stage {stage} may not follow in {list(order)}"
             step = following
         return None
+
+    def fault_as_taken(self, order: Sequence[int]) -> str | None:
+        """Likewise of a path that is under way, of which repair may have cut a stage."""
+        rules = replace(self, per_path=self.fewest) if len(order) == self.fewest else self
+        return rules.fault(order)
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,6 +85,31 @@ async def test_work_goes_to_the_other_replica(tmp_path: Path, number: signal.Sig
     assert not any(isinstance(event, Waiting) for event in watch.seen if watch.seen.index(event) > 200)
 
 
+async def test_a_run_that_skips_stages_goes_round_one_that_has_lost_its_last_peer(tmp_path: Path) -> None:
+    manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 1, 1, 1, 1), per_path=2)
+    async with LocalSwarm(manifest, LocalSwarmOptions(peers=5, threads=1, log_dir=tmp_path / "logs")) as swarm:
+        watch = Watch(swarm)
+        await watch.step(5)
+        swarm.kill(2, signal.SIGKILL)
+        waiting = await watch.until(lambda event: isinstance(event, Waiting))
+        assert isinstance(waiting, Waiting)
+        assert waiting.reason == "stage 2 has no peer left; skipping it until one joins"
+        await watch.step(swarm.progress.step + 5)
+        assert not any(
+            isinstance(event, Resumed) and event.module == "2.0" for event in watch.seen[watch.seen.index(waiting) :]
+        )
+        swarm.start_peer(2)
+        await watch.until(lambda event: isinstance(event, Resumed) and event.module == "2.0")
+        await watch.step(swarm.progress.step + 3)
+        swarm.request_stop()
+        await watch.to_the_end(swarm)
+    counts, report = _account(watch), _verdict(tmp_path / "logs")
+    assert counts.completed == report["completed"] > 0
+    assert (counts.duplicated, counts.abandoned) == (0, report.get("abandoned", 0))
+    # Two stages after 0 and the data node's own, but for those that went round stage 2.
+    assert report["visits"] < 3 * counts.completed - report.get("lost with a killed peer", 0)
+
+
 async def test_a_stage_without_peers_is_named_waited_for_and_goes_on(tmp_path: Path) -> None:
     manifest = small_run(write_text(tmp_path / "text"))
     async with LocalSwarm(manifest, LocalSwarmOptions(peers=4, steps=30, threads=1)) as swarm:

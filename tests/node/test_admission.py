@@ -71,9 +71,10 @@ def test_another_tensor_than_the_manifests(tensor: TensorSpec) -> None:
     ("path", "why"),
     [
         (path_of((1, A), (2, B), data_node=B), "another data node"),
-        (path_of((1, A), (1, B)), "each once"),
+        (path_of((1, A), (1, B)), "different stages"),
+        (path_of((1, A)), "not 2 different stages"),
         (path_of((2, A), (1, B)), "stage 1 may not follow"),
-        (path_of((1, A), (2, B), (2, B)), "this run allows 2"),
+        (path_of((1, A), (2, B), (2, B)), "not 2 different stages"),
         (path_of((1, A), (7, B)), r"module 7\.0"),
         (path_of((1, A), (0, B)), r"module 0\.0"),
         (Path(DATA, (Hop(ModuleId(1, 1), A),)), r"module 1\.1"),
@@ -140,5 +141,14 @@ def test_the_rule_for_paths_is_about_training() -> None:
     measured = replace(forward(), purpose=Purpose.EVALUATE)
     rules.check(DATA, measured, TENSOR)
     for message in (forward(), backward(), replace(measured, path=path_of((1, A), (2, B), (2, B)))):
-        with pytest.raises(ProtocolViolation, match="the path visits the stages"):
+        with pytest.raises(ProtocolViolation, match="different stages"):
             rules.check(B if isinstance(message, Backward) else DATA, message, TENSOR)
+
+
+def test_a_path_of_a_run_that_skips_stages_may_have_lost_one_more() -> None:
+    rules = Admission(small_manifest(stages__blocks=(0, 1, 1, 1, 1), stages__per_path=3), A, ModuleId(1))
+    for stages in ((1, 2, 4), (1, 3)):
+        rules.check(DATA, forward(path_of(*((stage, A if stage == 1 else B) for stage in stages))), TENSOR)
+    for stages in ((1,), (1, 2, 3, 4)):
+        with pytest.raises(ProtocolViolation, match="not 3 different stages"):
+            rules.check(DATA, forward(path_of(*((stage, A if stage == 1 else B) for stage in stages))), TENSOR)

@@ -23,7 +23,7 @@ from swarm.holdings import (
 )
 from swarm.messages import Backward, Direction, Forward, Purpose, Recall, Receipt, ReceiptStatus, Settled, Stranded
 from swarm.shelf import RETRY_S
-from swarm.vocabulary import Hop, MicrobatchId, ModuleId, Path, PeerId, Reasoned
+from swarm.vocabulary import MAX_HOPS, Hop, MicrobatchId, ModuleId, Path, PeerId, Reasoned
 
 DATA, A, B, C = PeerId("data"), PeerId("a"), PeerId("b"), PeerId("c")
 A2, B2, B3, C2 = PeerId("a2"), PeerId("b2"), PeerId("b3"), PeerId("c2")
@@ -49,11 +49,11 @@ def receipt(direction: Direction, position: int, status: ReceiptStatus, retry_af
 class Desk:
     """One peer's custody, with shorthand for what may happen to it. `dead` are the replicas that the chooser leaves out."""
 
-    def __init__(self, own: PeerId, slots: int = 2) -> None:
+    def __init__(self, own: PeerId, slots: int = 2, fewest_hops: int = MAX_HOPS) -> None:
         self.own = own
         self.now = 100.0
         self.dead: set[PeerId] = set()
-        self.custody = Custody(own, slots, self._choose, self._hosts)
+        self.custody = Custody(own, slots, self._choose, self._hosts, fewest_hops)
 
     def _choose(self, module: ModuleId, without: frozenset[PeerId]) -> Reasoned[PeerId | None]:
         left = [peer for peer in REPLICAS[module.stage] if peer not in without | self.dead]

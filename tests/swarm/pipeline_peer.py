@@ -70,7 +70,9 @@ NUMBERS_A_LIFE = 10**9
 
 
 def repaired_positions(planned: Path, taken: Path) -> list[int]:
-    return [at for at, hop in enumerate(planned.hops) if hop != taken.hops[at]]
+    """Where another replica of the same module stood in; hops that were skipped do not count."""
+    peers = {hop.module: hop.peer for hop in taken.hops}
+    return [at for at, hop in enumerate(planned.hops) if peers.get(hop.module, hop.peer) != hop.peer]
 
 
 class Peer:
@@ -88,7 +90,7 @@ class Peer:
         self.stopping = False
         self.speed_s = world.random.uniform(0.02, 0.3)
         self.membership = Membership(RUN, own)
-        self.custody = Custody(own, shape.slots, self._stand_in, self.membership.hosts)
+        self.custody = Custody(own, shape.slots, self._stand_in, self.membership.hosts, shape.path_rules.fewest)
         self.planner = Planner(shape.path_rules, self.membership, Estimates(), tokens=1000)
         self.flights = (
             Flights(own, shape.rules, first_number=incarnation * NUMBERS_A_LIFE) if module.stage == 0 else None
@@ -193,7 +195,10 @@ class Peer:
         if flight is not None:
             ledger = self.world.ledger
             ledger.completed[microbatch] = path
-            ledger.repaired_at.update(repaired_positions(self._planned[microbatch], path))
+            planned = self._planned[microbatch]
+            ledger.skipped += len(planned.hops) - len(path.hops)
+            ledger.left_out += self.world.shape.per_path - len(planned.hops)
+            ledger.repaired_at.update(repaired_positions(planned, path))
             ledger.repaired_back.update(repaired_positions(flight.path, path))
             ledger.data_completed[self.id, self.incarnation * NUMBERS_A_LIFE + self._cargo.pop(microbatch)] += 1
         self.launch()

@@ -62,6 +62,10 @@ class Ledger:
     """Of the completed ones, how often another peer stood in at each position."""
     repaired_back: Counter[int] = field(default_factory=Counter)
     """The same, only those that the path has taken in since its loss was known."""
+    skipped: int = 0
+    """Of the completed ones, hops that were planned and skipped on the way."""
+    left_out: int = 0
+    """Likewise, hops that were not even planned, because nobody served their module any more."""
     abandoned: int = 0
     retracted: int = 0
 

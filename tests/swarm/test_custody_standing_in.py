@@ -23,7 +23,7 @@ from swarm.holdings import (
 from swarm.messages import Backward, Close, Forward, Purpose, Recall, Settled, Unsettled
 from swarm.settling import ASK_S, MAX_ASKS
 from swarm.standing_in import RECALL_AGAIN_S, RECALL_PATIENCE_S
-from swarm.vocabulary import MicrobatchId, Path
+from swarm.vocabulary import Hop, MicrobatchId, ModuleId, Path
 from tests.swarm.custody_desk import (
     A2,
     ABC,
@@ -185,7 +185,7 @@ def test_the_first_gradient_is_taken_and_every_later_one_let_go() -> None:
 
 @pytest.mark.parametrize(
     ("sender", "path"),
-    [(B2, ABC), (C, ABC.with_peer(1, C)), (B2, Path(DATA, BY_B2.hops[:2]))],
+    [(B2, ABC), (C, ABC.with_peer(1, C)), (B2, Path(DATA, (ABC.hops[0], Hop(ModuleId(3), B2))))],
     ids=["not on the path", "another module", "other stages"],
 )
 def test_nobody_else_may_recall(sender: str, path: Path) -> None:

@@ -14,6 +14,7 @@ SHAPES = (
     Shape(),
     Shape(replicas=(3, 2, 2, 2), per_path=3),
     Shape(data_nodes=3, replicas=(2, 1), per_path=2, slots=2, rules=FlightRules(per_step=2, staleness=2, window=6)),
+    Shape(replicas=(1, 2, 1, 1), per_path=3),
 )
 SEEDS_A_SHAPE = 60
 ONE_FAULT_SEEDS = 60
@@ -24,6 +25,7 @@ LONGEST_BACK_OFF_S = 60.0
 def test_nothing_is_lost_or_done_twice_whatever_goes_wrong(shape: int) -> None:
     completed = abandoned = 0
     repaired_at: Counter[int] = Counter()
+    skipped = left_out = 0
     for seed in range(SEEDS_A_SHAPE):
         world = World(1000 * shape + seed, SHAPES[shape])
         world.run_with_faults(seconds=8.0, every_s=0.5)
@@ -34,11 +36,16 @@ def test_nothing_is_lost_or_done_twice_whatever_goes_wrong(shape: int) -> None:
         completed += len(world.ledger.completed)
         abandoned += world.ledger.abandoned
         repaired_at += world.ledger.repaired_at
+        skipped, left_out = skipped + world.ledger.skipped, left_out + world.ledger.left_out
     # Else the faults were not what they are meant to be, and the above has shown nothing.
     assert completed > 10 * SEEDS_A_SHAPE
     assert abandoned > SEEDS_A_SHAPE
     if min(SHAPES[shape].replicas) > 1:  # then somebody can stand in anywhere
         assert all(repaired_at[position] > SEEDS_A_SHAPE for position in range(SHAPES[shape].per_path))
+    if SHAPES[shape].per_path < len(SHAPES[shape].replicas):  # then a stage that nobody serves may be missed
+        assert min(skipped, left_out) > SEEDS_A_SHAPE // 10
+    else:
+        assert skipped == left_out == 0
 
 
 @pytest.mark.parametrize("kind", ["killed", "killed and back", "frozen for a moment", "frozen until it counts as dead"])

@@ -66,6 +66,50 @@ def test_a_path_can_be_had_through_any_stages() -> None:
     assert planner.plan_through((2, 4), {}, 0.0).value == NoReplica((ModuleId(4),))
 
 
+@pytest.mark.parametrize("with_lanes", [False, True])
+def test_a_stage_that_has_lost_its_last_peer_is_left_out_until_one_serves_it(*, with_lanes: bool) -> None:
+    members, rules = Membership(RUN, OWN), PathRules(stages=4, per_path=2)
+    for stage in (1, 2, 3):
+        members.observe(announcement(f"p{stage}", stage), now=0, wall=0)
+    sets = [visited_stages(rules, number) for number in range(3)]
+    lanes: Lanes = tuple(tuple(Hop(ModuleId(stage), PeerId(f"p{stage}")) for stage in stages) for stages in sets)
+    planner = Planner(rules, members, Estimates(), TOKENS, lambda: lanes if with_lanes else ())
+
+    def stages_of(number: int) -> list[int] | NoReplica:
+        path = planner.plan(number, {}, NOW).value
+        return path if isinstance(path, NoReplica) else [hop.module.stage for hop in path.hops]
+
+    whole = [stages_of(number) for number in range(3)]
+    assert whole == [list(stages) for stages in sets]
+    members.give_up(PeerId("p2"))
+    assert [stages_of(number) for number in range(3)] == [[stage for stage in stages if stage != 2] for stages in sets]
+    assert planner.unserved(NOW) == (ModuleId(2),)
+    members.give_up(PeerId("p3"))  # two are more than a path may miss
+    assert {str(stages_of(number)) for number in range(3) if 1 not in sets[number]} == {
+        str(NoReplica((ModuleId(2), ModuleId(3))))
+    }
+    members.recover(PeerId("p2"))
+    members.recover(PeerId("p3"))
+    assert [stages_of(number) for number in range(3)] == whole
+
+
+def test_a_stage_that_nobody_has_served_yet_is_waited_for() -> None:
+    planner, _ = planner_with(announcement("p1", 1), announcement("p2", 2), rules=PathRules(stages=4, per_path=2))
+    plans = [planner.plan(number, {}, NOW).value for number in range(3)]
+    assert plans.count(NoReplica((ModuleId(3),))) == 2
+
+
+def test_a_stage_whose_peer_is_out_of_reach_for_a_moment_is_waited_for() -> None:
+    members = Membership(RUN, OWN)
+    for stage in (1, 2, 3):
+        members.observe(announcement(f"p{stage}", stage), now=0, wall=0)
+    planner = Planner(PathRules(stages=4, per_path=2), members, Estimates(), TOKENS)
+    for number in range(3):
+        planner.plan(number, {}, NOW)
+    members.fail(PeerId("p2"), NOW)
+    assert [planner.plan(number, {}, NOW).value for number in range(3)].count(NoReplica((ModuleId(2),))) == 2
+
+
 def test_a_path_may_visit_nobody() -> None:
     planner, _ = planner_with(rules=PathRules(1, 0))
     assert planner.plan(0, {}, 0.0).value == Path(OWN, ())

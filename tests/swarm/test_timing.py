@@ -66,6 +66,16 @@ def test_who_stood_in_is_measured_instead_of_who_was_planned() -> None:
     assert travel.seconds(A) is None
 
 
+def test_a_hop_that_was_skipped_is_not_measured_and_the_one_after_it_is() -> None:
+    travel = Travel()
+    for peer, direction, position, now in ((A, OUT, 0, 1.0), (C, OUT, 1, 4.0)):
+        travel.passed(peer, direction, position, now)
+    travel.times.turned(MICROBATCH, 10.0)
+    for peer, position, now in ((C, 1, 16.0), (A, 0, 18.0)):
+        travel.passed(peer, BACK, position, now)
+    assert [travel.seconds(peer) for peer in (A, B, C)] == [pytest.approx(3.0), None, pytest.approx(9.0)]
+
+
 def test_a_receipt_that_comes_again_counts_once_and_moves_no_clock() -> None:
     travel = Travel()
     travel.out()
