@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from node.carrier import Carrier
 from node.data.packing import Microbatch
 from node.data_worker import DataWorker
+from node.task_scope import task_scope
 from protocol.seams import Clock
 from swarm.errors import Unreachable
 from swarm.holdings import Started
@@ -18,9 +19,11 @@ from swarm.vocabulary import MicrobatchId, PeerId
 FIRST_NUMBER = 2**47
 NUMBERS_A_SECOND = 2**10
 """Evaluated microbatches are numbered from above those that are trained on, and from the time of the start."""
-TRIES = 3
 PAUSE_S = 1.0
-LIFETIME_S = 60.0
+LIFETIMES_S = (15.0, 30.0, 60.0)
+"""How long to wait for a loss, try by try: a hop that dies takes what it has accepted with it, and nobody else keeps what is only evaluated."""
+WINDOW = 8
+"""Under way at once: each waits behind what is trained on at every hop, so one after the other takes many times as long. Still less than a hop's slots."""
 
 
 class StrandedOnPathError(Exception):
@@ -28,7 +31,7 @@ class StrandedOnPathError(Exception):
 
 
 class Evaluator:
-    """Sends held-out microbatches through the swarm, one after the other."""
+    """Sends held-out microbatches through the swarm, a few at a time."""
 
     def __init__(self, own: PeerId, planner: Planner, worker: DataWorker, carrier: Carrier, clock: Clock) -> None:
         self._own = own
@@ -58,20 +61,28 @@ class Evaluator:
         Raises:
             Unreachable: a microbatch found no way through, several times.
         """
-        return [await self._evaluate(text, stages) for text in texts]
+        room = asyncio.Semaphore(WINDOW)
+
+        async def measured(text: Microbatch) -> float:
+            async with room:
+                return await self._evaluate(text, stages)
+
+        async with task_scope() as tasks:
+            losses = [tasks.create_task(measured(text)) for text in texts]
+        return [loss.result() for loss in losses]
 
     async def _evaluate(self, text: Microbatch, stages: Sequence[int]) -> float:
         reason = ""
-        for attempt in range(TRIES):
+        for attempt, lifetime_s in enumerate(LIFETIMES_S):
             if attempt:
                 await asyncio.sleep(PAUSE_S)
             try:
-                return await self._send(text, stages)
+                return await self._send(text, stages, lifetime_s)
             except (StrandedOnPathError, TimeoutError) as error:
-                reason = str(error) or f"nothing came back for {LIFETIME_S:.0f} s"
+                reason = str(error) or f"nothing came back for {lifetime_s:.0f} s"
         raise Unreachable(f"the held-out text found no way through the swarm: {reason}")
 
-    async def _send(self, text: Microbatch, stages: Sequence[int]) -> float:
+    async def _send(self, text: Microbatch, stages: Sequence[int], lifetime_s: float) -> float:
         microbatch = MicrobatchId(self._own, self._next)
         self._next += 1
         plan = self._planner.plan_through(stages, {}, self._clock.monotonic())
@@ -81,8 +92,8 @@ class Evaluator:
         self._awaited[microbatch] = arrival
         self._worker.texts[microbatch] = text
         try:
-            self._carrier.handle(Started(microbatch, plan.value, Purpose.EVALUATE, LIFETIME_S))
-            async with asyncio.timeout(LIFETIME_S):
+            self._carrier.handle(Started(microbatch, plan.value, Purpose.EVALUATE, lifetime_s))
+            async with asyncio.timeout(lifetime_s):
                 return await arrival
         finally:
             del self._awaited[microbatch]

@@ -38,7 +38,6 @@ from swarm.shelf import (
 from swarm.vocabulary import PeerId
 from swarm.way_back import WayBack
 
-
 _PASSED = (ReceiptStatus.ACCEPTED, ReceiptStatus.PASSED_ON)
 
 
