@@ -20,7 +20,7 @@ from node.averaging.averager import Averager, AveragerHooks, AveragerParts, Roun
 from node.averaging.lone import anchor_of
 from node.averaging.outer import OuterRule
 from node.averaging.replica import LocalReplica
-from node.averaging.round_codecs import ROUND_CODECS
+from node.averaging.round_codecs import rung_of
 from node.averaging.shelf import Shelf
 from node.clock import SystemClock
 from node.compute import ComputeThread
@@ -32,6 +32,7 @@ from protocol.settings import TransportSettings
 from protocol.tensor_spec import TensorSpec
 from protocol.transport import GrpcTransport
 from swarm.errors import PeerError, Rejected, StateError
+from swarm.rounds.codecs import RoundCodecs
 from swarm.rounds.machine import RoundMachine
 from swarm.rounds.words import Fellow, RoundRules
 from swarm.vocabulary import AnchorVersion, Codec, ModuleId, PeerId, RunId
@@ -116,7 +117,13 @@ class RoundPeer:
         replica = LocalReplica([self.module], 1, Schedule())
         shelf = Shelf(anchor_of(replica))
         start = shelf.current.version
-        rules = RoundRules(inner_steps=1, fragments=1, chunks=replica.layout.chunks, longest_s=1e9)
+        rules = RoundRules(
+            inner_steps=1,
+            fragments=1,
+            chunks=replica.layout.chunks,
+            longest_s=1e9,
+            rungs=(rung_of(RoundCodecs(codec)),),
+        )
         self.settled: asyncio.Queue[RoundSettled] = asyncio.Queue()
         parts = AveragerParts(
             own,
@@ -126,7 +133,7 @@ class RoundPeer:
             replica,
             compute,
             averaging,
-            ROUND_CODECS[codec.name.lower()],
+            (RoundCodecs(codec),),
             OuterRule(0.7, 0.9),
             1,
             TOKENS,

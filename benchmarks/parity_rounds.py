@@ -20,7 +20,7 @@ from node.averaging.anchor import Anchor, version_of
 from node.averaging.averager import Averager, AveragerHooks, AveragerParts, RoundSettled
 from node.averaging.lone import anchor_of
 from node.averaging.outer import outer_rule
-from node.averaging.round_codecs import ROUND_CODECS
+from node.averaging.round_codecs import rungs_to
 from node.averaging.shelf import Shelf
 from node.clock import SystemClock
 from node.compute import ComputeThread, Priority
@@ -35,7 +35,7 @@ from protocol.transport import GrpcTransport
 from swarm.errors import StateError
 from swarm.rounds.machine import RoundMachine
 from swarm.rounds.words import Fellow, RoundRules
-from swarm.vocabulary import PeerId, RunId
+from swarm.vocabulary import Codec, PeerId, RunId
 
 RUN = RunId("0" * 64)
 PATIENCE_S = 60.0
@@ -142,8 +142,8 @@ def _averager(
         answer_s=PATIENCE_S,
         prepare_s=PATIENCE_S,
         silence_s=PATIENCE_S,
+        rungs=rungs_to(Codec[manifest.codecs.pseudo_gradients.upper()]),
     )
-    codecs = ROUND_CODECS[manifest.codecs.pseudo_gradients]
     parts = AveragerParts(
         own,
         learner.module,
@@ -152,7 +152,7 @@ def _averager(
         learner.replica,
         compute,
         averaging,
-        codecs,
+        tuple(rung.codecs for rung in rules.rungs),
         outer_rule(manifest),
         training.inner_steps,
         manifest.microbatch_tokens,

@@ -218,6 +218,8 @@ class RoundCommitted:
     seconds: float
     sent_bytes: int
     received_bytes: int
+    codec: str = "none"
+    """Of the contributions."""
 
 
 @dataclass(frozen=True, slots=True)

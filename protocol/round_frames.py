@@ -48,7 +48,7 @@ from swarm.round_messages import (
     RoundId,
     RoundPiece,
 )
-from swarm.vocabulary import AnchorVersion, PeerId
+from swarm.vocabulary import AnchorVersion, Codec, PeerId
 
 MAX_CHUNKS: Final = 2**20
 """Of a module, and of its state; their numbers are lower."""
@@ -135,6 +135,8 @@ def _wire_roster(roster: Roster) -> wire.Roster:
         members=members,
         steps=roster.steps,
         tokens=roster.tokens,
+        codec=wire_number(roster.codec),
+        codec_reason=roster.codec_reason[:DETAIL_CHARACTERS],
     )
 
 
@@ -204,6 +206,8 @@ def read_roster(roster: wire.Roster) -> Roster:
         tuple(_read_member(member) for member in roster.members),
         checked_count(roster.steps, "roster: steps"),
         checked_count(roster.tokens, "roster: tokens"),
+        read_enum(Codec, roster.codec, "codec"),
+        read_detail(roster.codec_reason),
     )
 
 

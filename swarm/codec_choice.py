@@ -23,6 +23,7 @@ class Traffic(enum.Enum):
 MOST_OF_A_VISIT: Final = 0.25
 """Of the time that a microbatch is computed at the slower end, a tensor may be on the link for so long. Two tensors of a microbatch leave each peer, and
 several microbatches are under way: with a quarter each, links are idle half of the time and rarely waited for."""
+NO_CHOICE: Final = "the run allows nothing else"
 BACK_AT: Final = 0.6
 """A milder codec is taken again when it would need less than this part of what is allowed: a link that varies must not swing the choice."""
 
@@ -56,7 +57,7 @@ def choose(
         visit_s: how long a microbatch is computed at the slower end of the link, out and back; 0 when nothing is known.
     """
     if len(rungs) == 1:
-        return Reasoned(rungs[0], "the run allows nothing else")
+        return Reasoned(rungs[0], NO_CHOICE)
     if not bytes_per_s or not visit_s:
         return Reasoned(rungs[0], "nothing was measured yet")
     allowed = MOST_OF_A_VISIT * visit_s

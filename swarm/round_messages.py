@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from swarm.vocabulary import AnchorVersion, ModuleId, PeerId
+from swarm.vocabulary import AnchorVersion, Codec, ModuleId, PeerId
 
 MAX_ROUND = 2**48 - 1
 MAX_ATTEMPTS = 64
@@ -120,6 +120,10 @@ class Roster:
     """What `AnchorVersion.steps` of the result will be."""
     tokens: int
     """Likewise."""
+    codec: Codec = Codec.NONE
+    """Of contributions; that of results follows from it (`swarm.rounds.codecs`)."""
+    codec_reason: str = ""
+    """Why the convener chose it, for people."""
 
     @property
     def peers(self) -> tuple[PeerId, ...]:

@@ -6,17 +6,17 @@ EARLY_PIECES; it is kept until the roster says whether it was wanted. Used on th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
 
 from node.averaging.pieces import LARGEST_PIECE, Piece, Plan
-from node.averaging.round_codecs import RoundCodecs
 from protocol.codecs import encoded_bytes
 from protocol.seams import Refusal
 from protocol.tensor_spec import DType, TensorSpec
 from swarm.round_messages import RoundId, RoundPiece
+from swarm.rounds.codecs import RoundCodecs
 from swarm.vocabulary import Codec, PeerId
 
 EARLY_PIECES: Final = 32
@@ -42,19 +42,22 @@ class Arrivals:
     """Of the attempt `round`.
 
     Args:
+        allowed: what the roster may name; before it is here, any of them may come.
         rejected: told when a member has sent a piece that is due in a form that is not: who, and what was wrong.
     """
 
-    def __init__(self, round_id: RoundId, codecs: RoundCodecs, rejected: Callable[[PeerId, str], None]) -> None:
+    def __init__(
+        self, round_id: RoundId, allowed: Sequence[RoundCodecs], rejected: Callable[[PeerId, str], None]
+    ) -> None:
         self.round = round_id
         self.received_bytes = 0
         """Of whole pieces."""
-        self._codecs = codecs
+        self._allowed = allowed
         self._rejected = rejected
         self._plan: Plan | None = None
         self._deliver: Deliver | None = None
-        self._come: set[tuple[PeerId, RoundPiece]] = set()
-        """Admitted once, and not broken off."""
+        self._come: dict[tuple[PeerId, RoundPiece], Codec] = {}
+        """Admitted once, and not broken off: how it is encoded."""
         self._early: list[tuple[PeerId, RoundPiece, memoryview]] = []
         self._free: dict[int, list[memoryview]] = {}
 
@@ -73,7 +76,7 @@ class Arrivals:
         why_not = self._objection(sender, message, tensor)
         if why_not is not None:
             return Refusal(False, why_not)
-        self._come.add(key)
+        self._come[key] = tensor.codec
         return self._buffer(tensor.byte_length)
 
     def received(self, sender: PeerId, message: RoundPiece, buffer: memoryview) -> None:
@@ -84,7 +87,7 @@ class Arrivals:
             self._hand_over(sender, message, buffer)
 
     def broken_off(self, sender: PeerId, message: RoundPiece, buffer: memoryview) -> None:
-        self._come.discard((sender, message))
+        self._come.pop((sender, message), None)
         self.give_back(buffer)
 
     def give_back(self, buffer: memoryview) -> None:
@@ -97,7 +100,7 @@ class Arrivals:
         piece = self._plan.piece_of(sender, message)
         if piece is None:
             return "no such piece is due from this peer"
-        if tensor == piece_spec(self._codecs.of(message), piece.elements):
+        if tensor == piece_spec(self._plan.codecs.of(message), piece.elements):
             return None
         why = f"a piece of {piece.elements} elements as {tensor}"
         self._rejected(sender, why)
@@ -107,18 +110,19 @@ class Arrivals:
         if len(self._come) >= EARLY_PIECES:
             return "too many pieces before the roster"
         elements = tensor.shape[0]
-        fits = tensor == piece_spec(self._codecs.of(message), elements) and elements <= LARGEST_PIECE
-        return None if fits else "no piece has such a form"
+        specs = (piece_spec(codecs.of(message), elements) for codecs in self._allowed)
+        return None if elements <= LARGEST_PIECE and tensor in specs else "no piece has such a form"
 
     def _hand_over(self, sender: PeerId, message: RoundPiece, buffer: memoryview) -> None:
         assert self._plan is not None
         assert self._deliver is not None
-        piece = self._plan.piece_of(sender, message)
-        if piece is not None and buffer.nbytes == encoded_bytes(self._codecs.of(message), piece.elements):
+        piece, codec = self._plan.piece_of(sender, message), self._come.get((sender, message))
+        due = self._plan.codecs.of(message)
+        if piece is not None and codec is due and buffer.nbytes == encoded_bytes(due, piece.elements):
             self._deliver(sender, message, piece, buffer)
             return
         if piece is not None:
-            self._rejected(sender, f"a piece of {piece.elements} elements in {buffer.nbytes} bytes")
+            self._rejected(sender, f"a piece of {piece.elements} elements in {buffer.nbytes} bytes, not as {due.name}")
         self.give_back(buffer)
 
     def _buffer(self, size: int) -> memoryview:

@@ -21,7 +21,6 @@ from node.averaging.keeper import AloneRule, ReplicaKeeper
 from node.averaging.outer import OuterRule
 from node.averaging.progress import Watch
 from node.averaging.replica import LocalReplica
-from node.averaging.round_codecs import RoundCodecs
 from node.averaging.shelf import Shelf
 from node.compute import ComputeThread
 from node.optimization import StepFigures
@@ -30,6 +29,7 @@ from protocol.seams import Clock, Refusal, Transport
 from protocol.tensor_spec import TensorSpec
 from swarm.errors import PeerError, ResourceExhausted, SkipstoneError, StateError
 from swarm.round_messages import RoundControl, RoundPiece
+from swarm.rounds.codecs import RoundCodecs
 from swarm.rounds.rosters import contributors
 from swarm.rounds.words import (
     Action,
@@ -54,7 +54,7 @@ from swarm.rounds.words import (
     Tick,
     Worked,
 )
-from swarm.vocabulary import AnchorVersion, ModuleId, PeerId
+from swarm.vocabulary import AnchorVersion, Codec, ModuleId, PeerId
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +89,8 @@ class RoundSettled:
     sent_bytes: int
     """Of pieces, over all attempts."""
     received_bytes: int
+    codec: Codec = Codec.NONE
+    codec_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,8 @@ class AveragerParts:
     """Where the replica lives."""
     averaging: ComputeThread
     """For arithmetic on anchors; nobody else's."""
-    codecs: RoundCodecs
+    codecs: tuple[RoundCodecs, ...]
+    """That the rosters of this run may name."""
     outer: OuterRule
     inner_steps: int
     microbatch_tokens: int
@@ -326,6 +329,8 @@ class Averager:
                 self._parts.clock.monotonic() - self._begun[1],
                 traffic.sent,
                 traffic.received,
+                roster.codec,
+                roster.codec_reason,
             )
         )
 

@@ -27,7 +27,6 @@ from node.averaging.outer import OuterRule
 from node.averaging.pieces import Piece, Plan
 from node.averaging.progress import ExchangeProgress, Watch
 from node.averaging.reduction import NormLimit, Reduction, read_encoding
-from node.averaging.round_codecs import RoundCodecs
 from node.averaging.source import Source
 from node.averaging.staging import Staging
 from node.compute import ComputeThread, Priority
@@ -36,6 +35,7 @@ from protocol.codecs import encoded_bytes
 from protocol.seams import Clock, Transport
 from swarm.errors import PeerError, ProtocolViolation
 from swarm.round_messages import Contribution, Reduced, RoundPiece
+from swarm.rounds.codecs import RoundCodecs
 from swarm.rounds.words import Event, LinkLost, Owing, PieceCame, PieceRejected
 from swarm.vocabulary import Codec, PeerId
 
@@ -53,7 +53,8 @@ TOLD_EVERY_S: Final = 0.1
 class ExchangeMeans:
     """What every exchange of a replica works with."""
 
-    codecs: RoundCodecs
+    allowed: tuple[RoundCodecs, ...]
+    """That the rosters of this run may name."""
     rule: OuterRule
     thread: ComputeThread
     """For the arithmetic; not the one that computes microbatches."""
@@ -86,16 +87,16 @@ class Exchange:
         self.plan = plan
         self.sent_bytes = 0
         """Of pieces."""
-        self.sent = SentParts(means.codecs.contribution) if means.codecs.leave_over else None
+        self.sent = SentParts(plan.codecs.contribution) if plan.codecs.leave_over else None
         """What the others get of our pseudo-gradient, where that is much less than all."""
         self._source = source
         self._arrivals = arrivals
         self._means = means
         self._report = report
         self._staged = staged
-        self._reduction = Reduction(plan, means.codecs, source)
+        self._reduction = Reduction(plan, source)
         self._staging = Staging(source.anchor, means.rule, *vectors)
-        self._result_limit = NormLimit(plan.largest_norm, means.codecs.result)
+        self._result_limit = NormLimit(plan.largest_norm, plan.codecs.result)
         self._progress = ExchangeProgress(plan, means.watch)
         self._owing: frozenset[PeerId] = frozenset()
         self._told_of_piece: dict[PeerId, float] = {}
@@ -147,7 +148,7 @@ class Exchange:
 
     async def _send_contributions(self, reducer: PeerId, pieces: Iterator[Piece]) -> None:
         """One lane; the lanes to a reducer share `pieces`."""
-        codec = self._means.codecs.contribution
+        codec = self.plan.codecs.contribution
         room = np.empty(self._largest_encoding(reducer), np.uint8).data
         for piece in pieces:
             await self._windows[reducer].acquire()
@@ -173,7 +174,7 @@ class Exchange:
 
     async def _send(self, peer: PeerId, message: Contribution | Reduced, piece: Piece, data: memoryview) -> bool:
         try:
-            spec = piece_spec(self._means.codecs.of(message), piece.elements)
+            spec = piece_spec(self.plan.codecs.of(message), piece.elements)
             await self._means.transport.send(peer, message, spec, data)
         except PeerError:
             self._report(LinkLost(peer))
@@ -183,7 +184,7 @@ class Exchange:
 
     def _largest_encoding(self, reducer: PeerId) -> int:
         elements = max((piece.elements for piece in self.plan.shards[reducer]), default=0)
-        return encoded_bytes(self._means.codecs.contribution, elements) if elements else 0
+        return encoded_bytes(self.plan.codecs.contribution, elements) if elements else 0
 
     # ---- what comes in ---------------------------------------------------------------------------------------------
 
@@ -243,7 +244,7 @@ class Exchange:
     def _step(self, piece: Piece, data: memoryview) -> str | None:
         """On the thread."""
         try:
-            gradient = read_encoding(self._means.codecs.result, data, self._room[: piece.elements])
+            gradient = read_encoding(self.plan.codecs.result, data, self._room[: piece.elements])
         except ProtocolViolation as error:
             return str(error)
         objection = self._result_limit.objection(gradient)

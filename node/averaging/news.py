@@ -24,8 +24,8 @@ class RoundNews:
         self._module = str(module)
         self._clock = clock
         self._events = events
-        self._last: tuple[int, float] | None = None
-        """Members of the last round in which we had a part, and when it was."""
+        self._last: tuple[RoundSettled, float] | None = None
+        """The last round in which we had a part, and when it was."""
         self._download: CatchingUp | None = None
         self._began = self._told = 0.0
 
@@ -52,7 +52,7 @@ class RoundNews:
 
     def committed(self, settled: RoundSettled) -> None:
         version = settled.version
-        self._last = len(settled.members), self._clock.monotonic()
+        self._last = settled, self._clock.monotonic()
         self._events.emit(
             RoundCommitted(
                 self._peer,
@@ -66,6 +66,7 @@ class RoundNews:
                 settled.seconds,
                 settled.sent_bytes,
                 settled.received_bytes,
+                settled.codec.name.lower(),
             )
         )
 
@@ -110,11 +111,16 @@ class RoundNews:
     # ---- for whoever asks --------------------------------------------------------------------------------------------
 
     def last_round(self) -> dict[str, Any] | None:
-        """How many had a part in the last round that we had a part in, and how long ago it was."""
+        """How many had a part in the last round that we had a part in, how long ago it was, how its contributions were encoded, and why so."""
         if self._last is None:
             return None
-        members, at = self._last
-        return {"members": members, "seconds_ago": round(self._clock.monotonic() - at, 1)}
+        settled, at = self._last
+        return {
+            "members": len(settled.members),
+            "seconds_ago": round(self._clock.monotonic() - at, 1),
+            "codec": settled.codec.name.lower(),
+            "codec_reason": settled.codec_reason,
+        }
 
     def catching_up(self) -> dict[str, int] | None:
         """The download under way."""

@@ -14,6 +14,7 @@ from typing import Final
 from node.averaging.layout import Layout
 from swarm.errors import ProtocolViolation
 from swarm.round_messages import Contribution, Member, Reduced, Roster, RoundPiece
+from swarm.rounds.codecs import RoundCodecs
 from swarm.rounds.rosters import contributors
 from swarm.vocabulary import PeerId, short
 
@@ -59,6 +60,7 @@ class Plan:
         self.first_chunk, self.end_chunk = layout.fragments[roster.base.fragment % len(layout.fragments)]
         self.members = {member.peer: member for member in roster.members}
         self.contributors = contributors(roster)
+        self.codecs = RoundCodecs(roster.codec)
         _check(own, roster, self.first_chunk, self.end_chunk)
         shards = {member.peer: _cut(layout, member) for member in roster.members}
         self.shards = shards

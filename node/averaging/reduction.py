@@ -10,7 +10,6 @@ import numpy as np
 
 from node.averaging.anchor import Vector
 from node.averaging.pieces import Piece, Plan
-from node.averaging.round_codecs import RoundCodecs
 from node.averaging.source import Source
 from node.averaging.vectors import add_scaled, squares
 from protocol.codecs import decode_into, encode_into, encoded_bytes
@@ -70,11 +69,12 @@ class Reduction:
         source: our own pseudo-gradient, which goes into each sum first.
     """
 
-    def __init__(self, plan: Plan, codecs: RoundCodecs, source: Source) -> None:
+    def __init__(self, plan: Plan, source: Source) -> None:
         self._plan = plan
-        self._codecs = codecs
         self._source = source
-        self._limits = {peer: NormLimit(plan.members[peer].norm, codecs.contribution) for peer in plan.contributors}
+        self._limits = {
+            peer: NormLimit(plan.members[peer].norm, plan.codecs.contribution) for peer in plan.contributors
+        }
         self._sums: dict[Piece, Vector] = {}
         others = len(set(plan.contributors) - {plan.own})
         self._to_come = dict.fromkeys(plan.shards[plan.own], others)
@@ -85,7 +85,7 @@ class Reduction:
         `room` is at least as long as the piece.
         """
         try:
-            values = read_encoding(self._codecs.contribution, data, room[: piece.elements])
+            values = read_encoding(self._plan.codecs.contribution, data, room[: piece.elements])
         except ProtocolViolation as error:
             return Added(objection=str(error))
         objection = self._limits[sender].objection(values)
@@ -99,7 +99,7 @@ class Reduction:
         """The encoding of a complete sum: what all members get, we too."""
         total = self._sum(piece)
         del self._sums[piece]
-        codec = self._codecs.result
+        codec = self._plan.codecs.result
         if codec is Codec.NONE:
             return total.view(np.uint8).data
         encoding = np.empty(encoded_bytes(codec, piece.elements), np.uint8).data

@@ -21,7 +21,7 @@ from node.averaging.lone import anchor_of
 from node.averaging.news import RoundNews
 from node.averaging.outer import outer_rule
 from node.averaging.replica import LocalReplica
-from node.averaging.round_codecs import ROUND_CODECS
+from node.averaging.round_codecs import rungs_to
 from node.averaging.saved import anchor_state, restored_anchor
 from node.averaging.shelf import Shelf
 from node.averaging.state_codec import STATE_CODECS
@@ -40,7 +40,7 @@ from swarm.errors import CorruptSnapshot, PeerError
 from swarm.round_messages import Progress, RoundControl, StateChunk, StateControl
 from swarm.rounds.machine import RoundMachine
 from swarm.rounds.words import Fellow, RoundRules
-from swarm.vocabulary import AnchorVersion, ModuleId, PeerId, PeerState
+from swarm.vocabulary import AnchorVersion, Codec, ModuleId, PeerId, PeerState
 
 LOOK_S = 0.05
 BETWEEN_SAVES_S = 30.0
@@ -55,8 +55,8 @@ class ModuleRounds:
         self._given = given
         self._own = own
         self._shelf = Shelf(start)
-        codecs = ROUND_CODECS[manifest.codecs.pseudo_gradients]
-        self._machine = RoundMachine(own.peer, given.module, round_rules(manifest, start.layout), start.version)
+        rules = round_rules(manifest, start.layout)
+        self._machine = RoundMachine(own.peer, given.module, rules, start.version)
         parts = AveragerParts(
             own=own.peer,
             module=given.module,
@@ -65,7 +65,7 @@ class ModuleRounds:
             replica=replica,
             compute=given.compute,
             averaging=averaging,
-            codecs=codecs,
+            codecs=tuple(rung.codecs for rung in rules.rungs),
             outer=outer_rule(manifest),
             inner_steps=manifest.training.inner_steps,
             microbatch_tokens=manifest.microbatch_tokens,
@@ -246,6 +246,7 @@ def round_rules(manifest: Manifest, layout: Layout) -> RoundRules:
         fragments=len(layout.fragments),
         chunks=layout.chunks,
         longest_s=training.round_seconds,
+        rungs=rungs_to(Codec[manifest.codecs.pseudo_gradients.upper()]),
     )
 
 

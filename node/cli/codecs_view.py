@@ -1,8 +1,9 @@
-"""How microbatches are encoded on each link, as a table: which codec, how fast the link is, and why this one."""
+"""How microbatches are encoded on each link, and pseudo-gradients in each module's last round, as tables: which codec, and why this one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from rich.console import RenderableType
@@ -10,25 +11,52 @@ from rich.table import Table
 from rich.text import Text
 
 from node.cli.text import count, harmless, number_in, peer_name
+from swarm.codec_choice import NO_CHOICE
 
 MOST_ROWS: Final = 48
 KINDS: Final = ("activations", "gradients")
 
 
 def codecs_views(answer: Mapping[str, Any]) -> Iterator[RenderableType]:
-    """A table, if the run allows any compression; `answer` is what `query_status` returns. What a peer says of itself may be anything."""
-    rows = [row for peer in answer["peers"] for row in _rows(peer)]
+    """One table each, if the run leaves a choice; `answer` is what `query_status` returns. What a peer says of itself may be anything."""
+    links = [row for peer in answer["peers"] for row in _rows(peer)]
+    yield from _table("codecs (chosen by the sender, for each link)", ("from", "to", "link", *KINDS, "why"), links)
+    rounds = [row for row in (_round_row(peer) for peer in answer["peers"]) if row is not None]
+    newest = {row.module: row for row in sorted(rounds, key=lambda row: -row.seconds_ago)}
+    cells = [(row.module, row.codec, row.why) for _, row in sorted(newest.items())]
+    yield from _table("codecs of rounds (chosen by the convener)", ("module", "updates", "why"), cells)
+
+
+def _table(title: str, headings: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Iterator[RenderableType]:
     if not rows:
         return
-    yield Text("\ncodecs", style="dim").append(" (chosen by the sender, for each link)", style="dim")
+    yield Text(f"\n{title}", style="dim")
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("from", "to", "link", *KINDS, "why"):
+    for heading in headings:
         table.add_column(heading, justify="right" if heading == "link" else "left", overflow="fold")
     for row in rows[:MOST_ROWS]:
         table.add_row(*map(Text, row))
     yield table
     if len(rows) > MOST_ROWS:
-        yield Text(f"and {len(rows) - MOST_ROWS} more links", style="dim")
+        yield Text(f"and {len(rows) - MOST_ROWS} more", style="dim")
+
+
+@dataclass(frozen=True, slots=True)
+class _RoundRow:
+    module: str
+    codec: str
+    why: str
+    seconds_ago: float
+
+
+def _round_row(peer: Mapping[str, Any]) -> _RoundRow | None:
+    """What the peer says of its last round; None where there was none, or nothing to choose."""
+    said = peer["answered"]
+    last = said.get("last_round") if isinstance(said, dict) else None
+    if not isinstance(last, dict) or not last.get("codec_reason") or last["codec_reason"] == NO_CHOICE:
+        return None
+    codec, why = harmless(str(last.get("codec", "")), 12), harmless(str(last["codec_reason"]), 120)
+    return _RoundRow(harmless(str(peer["module"]), 12), codec, why, number_in(last, "seconds_ago"))
 
 
 def _rows(peer: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:

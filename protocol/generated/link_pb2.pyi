@@ -478,18 +478,22 @@ class Member(_message.Message):
     def __init__(self, peer: _Optional[str] = ..., first_chunk: _Optional[int] = ..., end_chunk: _Optional[int] = ..., coefficient: _Optional[float] = ..., norm: _Optional[float] = ...) -> None: ...
 
 class Roster(_message.Message):
-    __slots__ = ("round", "base", "members", "steps", "tokens")
+    __slots__ = ("round", "base", "members", "steps", "tokens", "codec", "codec_reason")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    CODEC_REASON_FIELD_NUMBER: _ClassVar[int]
     round: RoundId
     base: AnchorVersion
     members: _containers.RepeatedCompositeFieldContainer[Member]
     steps: int
     tokens: int
-    def __init__(self, round: _Optional[_Union[RoundId, _Mapping]] = ..., base: _Optional[_Union[AnchorVersion, _Mapping]] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
+    codec: Codec
+    codec_reason: str
+    def __init__(self, round: _Optional[_Union[RoundId, _Mapping]] = ..., base: _Optional[_Union[AnchorVersion, _Mapping]] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., codec: _Optional[_Union[Codec, str]] = ..., codec_reason: _Optional[str] = ...) -> None: ...
 
 class Contribution(_message.Message):
     __slots__ = ("round", "first_chunk", "end_chunk", "tensor")

@@ -79,6 +79,7 @@ class Attempts:
             frozenset(ballots.doubted),
             outlook.rules,
             outlook.now,
+            outlook.anchored_s,
         )
         self.latest = f"opened round {attempt.number} attempt {attempt.attempt}: {why}"
         return [*self._convening.open()]

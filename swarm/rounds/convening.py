@@ -22,8 +22,8 @@ from swarm.round_messages import (
     RoundId,
 )
 from swarm.rounds.guests import ASKED_AGAIN, DECLINED, WITH_US, Answer, GivenUp, Guest, Settled, TryAgain, Verdict
-from swarm.rounds.rosters import CONVENER_REDUCES_FROM, leads_to, make_roster, may_be_committed, sound_entry
-from swarm.rounds.rules import fragment_chunks, precedence
+from swarm.rounds.rosters import exchanged_bytes, leads_to, make_roster, may_be_committed, sound_entry
+from swarm.rounds.rules import precedence
 from swarm.rounds.words import RoundRules, Tell
 from swarm.vocabulary import AnchorVersion, PeerId
 
@@ -43,6 +43,7 @@ class Convening:
         earlier: rosters of earlier attempts from this anchor that the convener has seen.
         doubted: who alone accused another member in an earlier attempt. Accusing alone again, it goes itself: else one liar
             could have everybody left out.
+        interval_s: how long we have stood on `base`.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Convening:
         doubted: frozenset[PeerId],
         rules: RoundRules,
         now: float,
+        interval_s: float,
     ) -> None:
         self.round = number
         self.roster: Roster | None = None
@@ -65,6 +67,7 @@ class Convening:
         self._doubted = doubted
         self._rules = rules
         self._opened = now
+        self._interval_s = interval_s
         self._pulsed = now
         self._deadline = 0.0
         self._accused_since: float | None = None
@@ -205,7 +208,7 @@ class Convening:
 
     def _fix(self, now: float) -> list[Tell]:
         entries = self._entries()
-        self.roster = make_roster(self._rules, self.round, self._base, entries)
+        self.roster = make_roster(self._rules, self.round, self._base, entries, self._interval_s)
         if self.roster is None:
             return []
         self._deadline = now + GRACE_S + SLACK * self._expected_s(entries)
@@ -221,12 +224,9 @@ class Convening:
         return {peer: guest.entry for peer, guest in self._guests.items() if guest.entry is not None}
 
     def _expected_s(self, entries: dict[PeerId, Entry]) -> float:
-        """What the exchange should take: everybody sends and receives the fragment about twice; a convener that reduces alone,
-        once for each member."""
-        first, end = fragment_chunks(self._rules, self._base.fragment)
+        """What the exchange should take at most, with float32."""
         slowest = min(entry.bandwidth or ASSUMED_BANDWIDTH for entry in entries.values())
-        times = 2 * len(entries) if self.round.attempt >= CONVENER_REDUCES_FROM else 2
-        return times * (end - first) * self._rules.chunk_bytes / slowest
+        return exchanged_bytes(self._rules, self._base, len(entries), self.round.attempt) / slowest
 
     # ---- the exchange -------------------------------------------------------------------------------------------------
 

@@ -39,10 +39,14 @@ class Outlook:
         """Whether a round from our anchor is what the module needs."""
         return self.lag.may_convene(self.version, self.standing().value, self.now)
 
+    @property
+    def anchored_s(self) -> float:
+        """How long we have stood on our anchor."""
+        return 0.0 if self.anchored_at is None else self.now - self.anchored_at
+
     def due(self) -> Reasoned[bool]:
         on = self.fellows.on(self.version, self.now)
-        since_s = self.now - (self.now if self.anchored_at is None else self.anchored_at)
-        return due(self.rules, self.steps, self.fellows.steps(self.version, self.now), len(on) + 1, since_s)
+        return due(self.rules, self.steps, self.fellows.steps(self.version, self.now), len(on) + 1, self.anchored_s)
 
     def next_number(self) -> int:
         """Of the next round: above every version we have ever seen, also of replicas that are gone now, so that no number gets two

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from swarm.round_messages import MAX_MEMBERS, Entry, Member, Roster, RoundId
+from swarm.rounds.codecs import choose
 from swarm.rounds.rules import fragment_chunks, fragments_of
 from swarm.rounds.words import RoundRules
 from swarm.vocabulary import AnchorVersion, PeerId
@@ -79,9 +80,13 @@ def shards(chunks: range, bandwidths: Mapping[PeerId, float]) -> dict[PeerId, tu
 
 
 def make_roster(
-    rules: RoundRules, number: RoundId, base: AnchorVersion, entries: Mapping[PeerId, Entry]
+    rules: RoundRules, number: RoundId, base: AnchorVersion, entries: Mapping[PeerId, Entry], interval_s: float
 ) -> Roster | None:
-    """The roster of those who entered; None when none of them has worked. The convener must be among them."""
+    """The roster of those who entered; None when none of them has worked. The convener must be among them.
+
+    Args:
+        interval_s: the time that the work since `base` has taken.
+    """
     coefficients = weigh(entries)
     if not any(coefficients.values()):
         return None
@@ -92,7 +97,20 @@ def make_roster(
     else:
         cut = shards(chunks, bandwidths)
     members = tuple(Member(peer, *cut[peer], coefficients[peer], entries[peer].norm) for peer in sorted(entries))
-    return Roster(number, base, members, base.steps + _steps(entries), base.tokens + _tokens(entries))
+    steps, tokens = base.steps + _steps(entries), base.tokens + _tokens(entries)
+    known = [bandwidth for bandwidth in bandwidths.values() if bandwidth > 0]
+    codecs = choose(
+        rules.rungs, exchanged_bytes(rules, base, len(entries), number.attempt), min(known, default=0.0), interval_s
+    )
+    return Roster(number, base, members, steps, tokens, codecs.value.contribution, codecs.reason)
+
+
+def exchanged_bytes(rules: RoundRules, base: AnchorVersion, members: int, attempt: int) -> float:
+    """What the busiest member sends and receives of float32 in one exchange: everybody the fragment about twice; a convener that reduces alone, once each way for
+    every other member."""
+    first, end = fragment_chunks(rules, base.fragment)
+    times = 2 * (members - 1) if attempt >= CONVENER_REDUCES_FROM else 2 * (members - 1) / members
+    return times * (end - first) * rules.chunk_bytes
 
 
 def objection(rules: RoundRules, roster: Roster, own: PeerId, norm: float) -> str | None:
@@ -108,6 +126,8 @@ def objection(rules: RoundRules, roster: Roster, own: PeerId, norm: float) -> st
         return "it lacks its convener or us"
     if next(member.norm for member in roster.members if member.peer == own) != norm:
         return "it has another norm for us than we declared"
+    if not any(rung.codecs.contribution is roster.codec for rung in rules.rungs):
+        return f"this run's rounds do not use {roster.codec.name}"
     if not all(_sound_member(member) for member in roster.members):
         return "a coefficient or norm is out of range"
     if sum(member.coefficient for member in roster.members) > 1 + SUM_TOLERANCE:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swarm.round_messages import Roster, RoundControl, RoundId
+from swarm.rounds.codecs import FLOAT32, Rung
 from swarm.vocabulary import AnchorVersion, PeerId
 
 
@@ -28,6 +29,8 @@ class RoundRules:
     pulse_s: float = 0.5
     chunk_bytes: int = 4 * 2**20
     """Of one chunk on the wire at most: how long a piece may take follows from it."""
+    rungs: tuple[Rung, ...] = (FLOAT32,)
+    """The codecs that the run allows in rounds, mildest first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from node.cli.plain import plain_line
 from node.cli.questions import status_table
 from node.cli.text import MAX_FOREIGN_CHARACTERS, duration, harmless, sparkline
 from node.swarm_progress import SwarmProgress, apply, noted, peer_exited, peer_started
+from swarm.codec_choice import NO_CHOICE
 
 NOW = 10.0
 HOSTILE = "\x1b[2J\x1b]0;owned\x07[red]bold[/red]\r\n\u202egnp.exe\x9b31m\ud800"
@@ -229,6 +230,28 @@ def test_the_codecs_of_links_are_a_table_with_the_reason() -> None:
     assert any(line.split()[-6:] == ["20", "Mbit/s", "int8", "bf16", "0.53", "MB"] for line in text.splitlines())
 
 
+def in_round(codec: str, why: str, seconds_ago: object = 4) -> dict[str, object]:
+    return {"last_round": {"members": 2, "seconds_ago": seconds_ago, "codec": codec, "codec_reason": why}}
+
+
+def test_the_codec_of_the_newest_round_of_each_module_is_shown_with_the_reason() -> None:
+    said = [("1.0", "int8", 50), ("1.0", "int4", 3), ("2.0", "top_k_2", 9)]
+    peers = [
+        {"peer": f"12D3KooW{codec}", "module": module, "answered": in_round(codec, f"{codec} fits", ago)}
+        for module, codec, ago in said
+    ]
+    console = Console(record=True, width=160, force_terminal=False, file=io.StringIO())
+    for view in codecs_views({"stages": 4, "peers": peers}):
+        console.print(view)
+    rows = [line.split() for line in console.export_text().splitlines()[-2:]]
+    assert rows == [["1.0", "int4", "int4", "fits"], ["2.0", "top_k_2", "top_k_2", "fits"]]
+
+
+def test_where_rounds_have_no_choice_nothing_is_shown() -> None:
+    assert not codecs_of(in_round("none", NO_CHOICE))
+    assert not codecs_of(in_round("none", ""))
+
+
 def test_of_a_run_that_compresses_nothing_no_codecs_are_shown() -> None:
     link = {"bytes_per_s": 1, "activations": choice("none")}
     assert not codecs_of({"codecs": {"allowed": {"activations": ["none"]}, "links": {"next": link}}})
@@ -240,6 +263,9 @@ def test_of_a_run_that_compresses_nothing_no_codecs_are_shown() -> None:
         None,
         {},
         {"codecs": 7},
+        {"last_round": HOSTILE},
+        in_round(HOSTILE, HOSTILE, HOSTILE),
+        in_round("int8", 7, {}),  # type: ignore[arg-type]
         {"codecs": {"allowed": {"activations": [1, 2]}, "links": [HOSTILE]}},
         {"codecs": {"allowed": {"activations": [1, 2]}, "links": {HOSTILE: {"activations": choice(HOSTILE, HOSTILE)}}}},
         {"codecs": {"allowed": {"activations": [1, 2]}, "links": {"a": {"bytes_per_s": "many", "gradients": 3}}}},

@@ -71,7 +71,9 @@ def rosters(draw: st.DrawFn) -> Roster:
         Member(peer, *draw(spans), draw(st.floats(0, 1)), draw(measures))
         for peer in draw(st.lists(st.sampled_from(PEERS), min_size=1, unique=True))
     )
-    return Roster(draw(rounds), draw(versions), members, draw(counts), draw(counts))
+    return Roster(
+        draw(rounds), draw(versions), members, draw(counts), draw(counts), draw(st.sampled_from(Codec)), draw(details)
+    )
 
 
 @st.composite
@@ -125,7 +127,7 @@ def test_a_damaged_frame_is_a_violation_or_another_valid_frame(frame: object, da
 def test_the_longest_messages_are_small_frames() -> None:
     members = tuple(Member(peer, 2**20 - 1, 2**20, 1 / 3, 1e300 / 3) for peer in MANY_PEERS)
     for message in (
-        Roster(LARGEST_ROUND, LARGEST_VERSION, members, 2**48, 2**48),
+        Roster(LARGEST_ROUND, LARGEST_VERSION, members, 2**48, 2**48, Codec.PLANES, "x" * 256),
         Pulse(LARGEST_ROUND, MANY_PEERS, MANY_PEERS),
         Commit(LARGEST_ROUND, LARGEST_VERSION, MANY_PEERS),
         StateRequest(ModuleId(1023, 1023), b"\xff" * 32, tuple(range(2**20 - 64, 2**20))),

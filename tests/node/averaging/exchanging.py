@@ -15,7 +15,6 @@ from node.averaging.exchange import Exchange, ExchangeMeans
 from node.averaging.layout import Layout, layout_of
 from node.averaging.outer import OuterRule
 from node.averaging.pieces import Plan
-from node.averaging.round_codecs import ROUND_CODECS
 from node.averaging.source import Source
 from node.clock import SystemClock
 from node.compute import ComputeThread
@@ -25,6 +24,7 @@ from protocol.tensor_spec import TensorSpec
 from swarm.errors import Unreachable
 from swarm.messages import ControlMessage, TensorMessage
 from swarm.round_messages import Contribution, Member, Reduced, Roster, RoundId
+from swarm.rounds.codecs import RoundCodecs
 from swarm.rounds.words import Event
 from swarm.vocabulary import Codec, ModuleId, PeerId
 
@@ -128,7 +128,8 @@ class Room:
     """The parties of an exchange, which begins with `begin`."""
 
     def __init__(self, codec: Codec, tasks: asyncio.TaskGroup) -> None:
-        self.codecs = ROUND_CODECS[codec.name.lower()]
+        self.codec = codec
+        self.allowed: tuple[RoundCodecs, ...] = (RoundCodecs(codec),)
         self.parties: dict[PeerId, Party] = {}
         self.dead: set[PeerId] = set()
         self.tamper: Tamper = lambda sender, to, message, data: None
@@ -139,19 +140,20 @@ class Room:
         return self.parties[PeerId(peer)]
 
     def prepare(self, roster: Roster) -> None:
+        roster = replace(roster, codec=self.codec)
         for party in self.parties.values():
             plan = Plan(party.peer, party.base.layout, roster)
             elements = party.base.layout.elements
             vectors = np.full(elements, np.nan, np.float32), np.full(elements, np.nan, np.float32)
             party.arrivals = Arrivals(
-                roster.round, self.codecs, lambda p, why, it=party: it.rejections.append((p, why))
+                roster.round, self.allowed, lambda p, why, it=party: it.rejections.append((p, why))
             )  # type: ignore[misc]
             party.exchange = Exchange(
                 plan,
                 Source(party.base, party.snapshot),
                 vectors,
                 party.arrivals,
-                ExchangeMeans(self.codecs, RULE, party.thread, Wire(party.peer, self), SystemClock()),
+                ExchangeMeans(self.allowed, RULE, party.thread, Wire(party.peer, self), SystemClock()),
                 party.events.append,
                 lambda anchor, it=party: setattr(it, "anchor", anchor),  # type: ignore[misc]
             )

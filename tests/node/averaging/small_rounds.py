@@ -16,7 +16,7 @@ from node.averaging.averager import Averager, AveragerHooks, AveragerParts, Roun
 from node.averaging.lone import anchor_of
 from node.averaging.outer import OuterRule
 from node.averaging.replica import LocalReplica
-from node.averaging.round_codecs import ROUND_CODECS
+from node.averaging.round_codecs import rung_of, rungs_to
 from node.averaging.shelf import Shelf
 from node.clock import SystemClock
 from node.compute import ComputeThread, Priority
@@ -27,6 +27,7 @@ from protocol.settings import TransportSettings
 from protocol.tensor_spec import TensorSpec
 from protocol.transport import GrpcTransport
 from swarm.errors import Rejected, StateError, Unreachable
+from swarm.rounds.codecs import RoundCodecs, Rung
 from swarm.rounds.machine import RoundMachine
 from swarm.rounds.words import Fellow, RoundRules
 from swarm.vocabulary import AnchorVersion, Codec, ModuleId, PeerId
@@ -105,16 +106,15 @@ class Replica:
 class Hall:
     """All replicas. `visible` says who sees whom; `dead` ones neither send nor receive."""
 
-    def __init__(
-        self, elements: int, codec: Codec, rules: Callable[[LocalReplica], RoundRules], fragments: int
-    ) -> None:
+    def __init__(self, elements: int, rules: Callable[[LocalReplica], RoundRules], fragments: int) -> None:
         self.replicas: dict[PeerId, Replica] = {}
         self.dead: set[PeerId] = set()
         self.pieces = 0
         """That have been sent."""
         self.on_piece: Callable[[PeerId, PeerId, object, bytearray], None] = lambda sender, to, message, data: None
+        self.goodput_bytes_per_s = 0.0
+        """Of every link, as its sender measures it."""
         self._elements = elements
-        self._codec = codec
         self._rules = rules
         self._fragments = fragments
 
@@ -132,7 +132,6 @@ class Hall:
         shelf = Shelf(anchor_of(local))
         rules = self._rules(local)
         machine = RoundMachine(peer, MODULE, rules, shelf.current.version)
-        codecs = ROUND_CODECS[self._codec.name.lower()]
         parts = AveragerParts(
             peer,
             MODULE,
@@ -141,7 +140,7 @@ class Hall:
             local,
             compute,
             averaging,
-            codecs,
+            tuple(rung.codecs for rung in rules.rungs),
             RULE,
             rules.inner_steps,
             TOKENS,
@@ -225,7 +224,8 @@ class MemoryWire:
         return
 
     def figures(self) -> dict[PeerId, LinkFigures]:
-        return {}
+        goodput = self._hall.goodput_bytes_per_s
+        return {peer: LinkFigures(0.0, 0, 0, goodput, 0.0) for peer in self._hall.replicas if peer != self._own}
 
     async def _reach(self, peer: PeerId) -> None:
         await asyncio.sleep(0)
@@ -254,20 +254,35 @@ class LinkEnd:
         return
 
 
-def rules_for(inner_steps: int, fragments: int) -> Callable[[LocalReplica], RoundRules]:
+def rules_for(inner_steps: int, fragments: int, rungs: tuple[Rung, ...]) -> Callable[[LocalReplica], RoundRules]:
     """Patience is short: nobody is slow in a test."""
     return lambda local: RoundRules(
-        inner_steps, fragments, local.layout.chunks, 1e9, answer_s=1.0, prepare_s=5.0, silence_s=1.0, pulse_s=0.2
+        inner_steps,
+        fragments,
+        local.layout.chunks,
+        1e9,
+        answer_s=1.0,
+        prepare_s=5.0,
+        silence_s=1.0,
+        pulse_s=0.2,
+        rungs=rungs,
     )
 
 
 @asynccontextmanager
 async def hall(
-    count: int, *, elements: int = 200_000, codec: Codec = Codec.NONE, inner_steps: int = 2, fragments: int = 1
+    count: int,
+    *,
+    elements: int = 200_000,
+    codec: Codec = Codec.NONE,
+    limit: Codec | None = None,
+    inner_steps: int = 2,
+    fragments: int = 1,
 ) -> AsyncIterator[Hall]:
-    """Replicas that reach each other in memory."""
+    """Replicas that reach each other in memory. Rounds use `codec`, or what is chosen up to `limit`."""
+    rungs = (rung_of(RoundCodecs(codec)),) if limit is None else rungs_to(limit)
     async with _threads(count) as threads:
-        here = Hall(elements, codec, rules_for(inner_steps, fragments), fragments)
+        here = Hall(elements, rules_for(inner_steps, fragments, rungs), fragments)
         for number, (compute, averaging) in enumerate(threads):
             here.add(PeerId(f"peer-{number}"), compute, averaging)
         async with _running(here, {peer: MemoryWire(peer, here) for peer in here.replicas}):
@@ -280,7 +295,7 @@ async def grpc_hall(
 ) -> AsyncIterator[Hall]:
     """Replicas with real links between them: gRPC, mutual TLS."""
     async with _threads(count) as threads, AsyncExitStack() as stack:
-        here = Hall(elements, codec, rules_for(inner_steps, 1), 1)
+        here = Hall(elements, rules_for(inner_steps, 1, (rung_of(RoundCodecs(codec)),)), 1)
         personas = [Persona() for _ in range(count)]
         transports: dict[PeerId, Transport] = {}
         for persona, (compute, averaging) in zip(personas, threads, strict=True):

@@ -8,8 +8,8 @@ import pytest
 from node.averaging.anchor import hash_all
 from node.averaging.pieces import Plan
 from node.averaging.progress import ExchangeProgress, HowFar
-from node.averaging.round_codecs import ROUND_CODECS, RoundCodecs
 from protocol.codecs import encoded_bytes
+from swarm.rounds.codecs import RoundCodecs, ladder
 from swarm.rounds.words import Event, Owing, PieceCame, PieceRejected
 from swarm.vocabulary import Codec, PeerId
 from tests.node.averaging.exchanging import (
@@ -27,6 +27,9 @@ NAMES = ("a", "b", "c", "d")
 
 def snapshots_of(base, count):  # type: ignore[no-untyped-def]
     return {name: base.parameters - vector(base.layout.elements, 10 + i, 0.01) for i, name in enumerate(NAMES[:count])}
+
+
+EVERY = (RoundCodecs(Codec.NONE), RoundCodecs(Codec.BF16), *ladder(Codec.TOP_K_2))
 
 
 @pytest.mark.parametrize("codec", [Codec.NONE, Codec.BF16, Codec.INT8])
@@ -66,7 +69,7 @@ async def test_a_fragment_leaves_the_others_alone() -> None:
             assert anchor.hashes == hash_all(anchor.layout, anchor.parameters, anchor.momentum)
 
 
-@pytest.mark.parametrize("codecs", ROUND_CODECS.values(), ids=ROUND_CODECS)
+@pytest.mark.parametrize("codecs", EVERY, ids=lambda codecs: codecs.contribution.name)
 async def test_bytes_are_those_of_the_best_all_reduce(codecs: RoundCodecs) -> None:
     base = base_anchor(small_layout())
     async with room(base, snapshots_of(base, 4), codecs.contribution) as here:
@@ -88,9 +91,12 @@ async def test_who_has_nothing_to_contribute_gets_the_result() -> None:
         np.testing.assert_allclose(anchors[2].momentum, mean, rtol=0, atol=1e-6)
 
 
-async def test_pieces_may_come_before_the_roster() -> None:
+@pytest.mark.parametrize("codec", [Codec.NONE, Codec.INT8, Codec.TOP_K_2])
+async def test_pieces_may_come_before_the_roster(codec: Codec) -> None:
+    """In any codec that the roster may name."""
     base = base_anchor(small_layout())
-    async with room(base, snapshots_of(base, 3)) as here:
+    async with room(base, snapshots_of(base, 3), codec) as here:
+        here.allowed = EVERY
         roster = roster_of(base, equal_weights(list(here.parties.values())))
         here.prepare(roster)
         here.start(PeerId("a"), PeerId("b"))

@@ -23,7 +23,7 @@ from swarm.rounds.rosters import (
 )
 from swarm.rounds.rules import PLAUSIBLE_LEAD, convener_order, due, fragment_chunks, next_number, standing
 from swarm.rounds.words import RoundRules
-from swarm.vocabulary import AnchorVersion, ModuleId, PeerId
+from swarm.vocabulary import AnchorVersion, Codec, ModuleId, PeerId
 
 MODULE = ModuleId(2)
 RULES = RoundRules(inner_steps=10, fragments=1, chunks=16, longest_s=60.0)
@@ -158,7 +158,7 @@ def test_shards_are_in_proportion_to_bandwidth_and_unknown_is_the_median() -> No
 
 
 def roster(attempt: RoundId = ATTEMPT) -> Roster:
-    made = make_roster(RULES, attempt, BASE, {A: entry(100), B: entry(300, steps=20), C: entry(0, steps=0)})
+    made = make_roster(RULES, attempt, BASE, {A: entry(100), B: entry(300, steps=20), C: entry(0, steps=0)}, 60.0)
     assert made is not None
     return made
 
@@ -169,7 +169,7 @@ def test_a_roster_counts_the_work_and_says_what_it_leads_to() -> None:
     assert objection(RULES, made, A, 1.0) is None
     assert leads_to(RULES, made, AnchorVersion(5, 55, 4400, 0, b"any"))
     assert not leads_to(RULES, made, AnchorVersion(5, 55, 4401, 0, b"any"))
-    assert make_roster(RULES, ATTEMPT, BASE, {A: entry(0)}) is None
+    assert make_roster(RULES, ATTEMPT, BASE, {A: entry(0)}, 60.0) is None
 
 
 def test_from_the_third_attempt_on_the_convener_reduces_alone() -> None:
@@ -199,6 +199,7 @@ def test_rosters_that_cannot_be_right_are_objected_to() -> None:
         assert objection(RULES, replace(made, members=members), C, 1.0) is not None
     assert objection(RULES, replace(made, steps=made.base.steps - 1), C, 1.0) is not None
     assert objection(RULES, replace(made, tokens=2**63), C, 1.0) is not None
+    assert objection(RULES, replace(made, codec=Codec.INT8), C, 1.0) == "this run's rounds do not use INT8"
 
 
 def test_a_majority_leaves_no_room_for_another_one() -> None:
