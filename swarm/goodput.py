@@ -16,6 +16,9 @@ HORIZON_S: Final = 1.0
 """Of busy time: what was measured so long ago counts for 1/e. Bytes and seconds are summed apart, so that answers that come all at once after a
 delay count right together."""
 
+MOST_ON_THE_WAY: Final = 1024
+"""Tensors; more than the slots of any receiver. The oldest is given up for the next: a peer that answers nothing must not fill this memory."""
+
 
 @dataclass(slots=True)
 class Goodput:
@@ -34,7 +37,9 @@ class Goodput:
         return self._bytes / self._seconds if self._seconds > 0 else 0.0
 
     def sent(self, tensor: Hashable, size_bytes: int, now: float) -> None:
-        """It begins to be sent. `tensor` names it until its answer; who sends bounds how many there are."""
+        """It begins to be sent. `tensor` names it until its answer."""
+        while len(self._on_the_way) >= MOST_ON_THE_WAY:
+            self.gave_up(next(iter(self._on_the_way)))
         if not self._on_the_way:
             self._busy_since = now
         self._on_the_way[tensor] = size_bytes, now

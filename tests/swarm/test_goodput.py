@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarm.goodput import Goodput
+from swarm.goodput import MOST_ON_THE_WAY, Goodput
 
 
 def over_a_line(
@@ -71,3 +71,15 @@ def test_answers_that_come_together_after_a_delay_count_together() -> None:
     for number in range(10):
         goodput.accepted(number, 0.0, 1.0 + number * 1e-4)
     assert goodput.bytes_per_s == pytest.approx(1_000_000, rel=0.05)
+
+
+def test_a_peer_that_never_answers_fills_no_memory_and_spoils_no_later_measurement() -> None:
+    goodput = Goodput()
+    for number in range(2 * MOST_ON_THE_WAY):
+        goodput.sent(number, 1_000_000, 0.001 * number)
+    goodput.accepted(0, 0.0, 3.0)
+    assert goodput.bytes_per_s == 0.0, "it was given up"
+    for number in range(2 * MOST_ON_THE_WAY):
+        goodput.gave_up(number)
+    over_a_line(goodput, [2_000_000] * 40, 12.5e6, 0.02, 2, now=10.0)
+    assert goodput.bytes_per_s == pytest.approx(12.5e6, rel=0.05)
