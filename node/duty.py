@@ -112,6 +112,7 @@ def carrier_for(given: Assignment, worker: Worker, planner: Planner, rounds: Mod
 
     admission = Admission(given.manifest, own.peer, given.module)
     codecs = link_codecs(given, worker, clock)
+    rounds.goodput = codecs.best_bytes_per_s
     on_failure = given.presence.neighbourhood.link_down
     visits = LoggedVisits(own.peer, module, given.events)
     return Carrier(custody, admission, worker, given.compute, clock, on_failure, stepped, visits=visits, codecs=codecs)

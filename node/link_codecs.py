@@ -87,6 +87,10 @@ class LinkCodecs:
         """The link ended; nothing that was measured holds for the next one."""
         self._links.pop(peer, None)
 
+    def best_bytes_per_s(self) -> float:
+        """Of all links; 0 when none has been measured."""
+        return max((link.goodput.bytes_per_s for link in self._links.values()), default=0.0)
+
     def describe(self) -> dict[str, Any]:
         """For `status`: which codecs are allowed, and what is used on each link, why."""
         links = list(self._links.items())[:DESCRIBED]

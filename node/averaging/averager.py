@@ -104,6 +104,8 @@ class AveragerHooks:
     """We have another anchor: to announce it, to write a checkpoint. Its arrays hold until the round after the next."""
     settled: Callable[[RoundSettled], None] = lambda settled: None
     exchanging: Watch = lambda how_far: None
+    goodput: Callable[[], float] = lambda: 0.0
+    """Bytes per second of our best link, as microbatches have measured it; 0 when they have not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,7 +354,11 @@ class Averager:
         self.handle(CaughtUp(anchor.version))
 
     def _bandwidth(self) -> float:
-        """Bytes per second of our best link, to the nearest power of four: what is measured varies by a factor of two among equals."""
+        """Bytes per second of our best link, to the nearest power of four: what is measured varies by a factor of two among equals.
+
+        By answers if there were any; else by how fast streams take tensors, which buffers on the way make look better for small ones.
+        """
         assert self._transport is not None
-        best = max((link.goodput_bytes_per_s for link in self._transport.figures().values()), default=0.0)
+        taken = (link.goodput_bytes_per_s for link in self._transport.figures().values())
+        best = self._hooks.goodput() or max(taken, default=0.0)
         return 4.0 ** round(math.log2(best) / 2) if best >= 1 else 0.0

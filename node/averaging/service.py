@@ -73,7 +73,11 @@ class ModuleRounds:
             longest_s=manifest.training.round_seconds,
         )
         self.news = RoundNews(own.peer, given.module, own.clock, given.events)
-        hooks = AveragerHooks(self._fellows, self._catch_up, self._anchored, self._settled, self.news.exchanging)
+        self.goodput: Callable[[], float] = lambda: 0.0
+        """Of our best link, as whoever sends microbatches measures it."""
+        hooks = AveragerHooks(
+            self._fellows, self._catch_up, self._anchored, self._settled, self.news.exchanging, lambda: self.goodput()
+        )
         self._averager = Averager(parts, hooks)
         state_codecs = STATE_CODECS[manifest.codecs.state]
         self._donor = Donor(given.module, self._shelf, own.clock, state_codecs, averaging)

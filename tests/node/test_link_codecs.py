@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from node.link_codecs import MAX_LINKS, LinkCodecs
 from protocol.tensor_spec import DType, TensorSpec
 from swarm.codec_choice import Traffic
@@ -42,6 +44,16 @@ def test_each_link_and_each_kind_of_traffic_gets_its_own() -> None:
     for _ in range(300):
         links.carry(B, 1000)
     assert links.chosen(B) == (Codec.NONE, Codec.NONE)
+
+
+def test_the_best_link_tells_what_this_node_can_send() -> None:
+    links = Links()
+    assert links.codecs.best_bytes_per_s() == 0.0
+    links.carry(A, 8)
+    links.carry(B, 80)
+    assert links.codecs.best_bytes_per_s() == pytest.approx(10e6)
+    links.codecs.lost(B)
+    assert links.codecs.best_bytes_per_s() == pytest.approx(1e6)
 
 
 def test_what_is_not_accepted_says_nothing_of_the_link() -> None:

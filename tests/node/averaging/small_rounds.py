@@ -113,7 +113,7 @@ class Hall:
         """That have been sent."""
         self.on_piece: Callable[[PeerId, PeerId, object, bytearray], None] = lambda sender, to, message, data: None
         self.goodput_bytes_per_s = 0.0
-        """Of every link, as its sender measures it."""
+        """Of everybody's best link."""
         self._elements = elements
         self._rules = rules
         self._fragments = fragments
@@ -151,6 +151,7 @@ class Hall:
             catch_up=lambda version, donors: self._catch_up(peer, version, donors),
             anchored=lambda anchor: self._anchored(peer, anchor),
             settled=lambda settled: self.replicas[peer].settled.append(settled),
+            goodput=lambda: self.goodput_bytes_per_s,
         )
         replica = Replica(peer, Averager(parts, hooks), optimizer, local, compute)
         self.replicas[peer] = replica
@@ -224,8 +225,7 @@ class MemoryWire:
         return
 
     def figures(self) -> dict[PeerId, LinkFigures]:
-        goodput = self._hall.goodput_bytes_per_s
-        return {peer: LinkFigures(0.0, 0, 0, goodput, 0.0) for peer in self._hall.replicas if peer != self._own}
+        return {}
 
     async def _reach(self, peer: PeerId) -> None:
         await asyncio.sleep(0)
