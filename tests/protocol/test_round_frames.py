@@ -175,7 +175,7 @@ def header(**changes: object) -> wire.TensorHeader:
 
 
 def roster(**changes: object) -> wire.Roster:
-    return wire.Roster(**{"round": round_id(), "base": version(), "members": [member()], **changes})  # type: ignore[arg-type]
+    return wire.Roster(**{"round": round_id(), "base": version(), "members": [member()], "codec": wire.NONE, **changes})  # type: ignore[arg-type]
 
 
 def entry(**changes: object) -> wire.Entry:
@@ -243,6 +243,8 @@ LIES: dict[str, wire.Frame] = {
     "coefficient is NaN": wire.Frame(roster=roster(members=[member(coefficient=math.nan)])),
     "member's norm": wire.Frame(roster=roster(members=[member(norm=math.inf)])),
     "result's steps": wire.Frame(roster=roster(steps=2**48 + 1)),
+    "no codec": wire.Frame(roster=roster(codec=wire.CODEC_UNSPECIFIED)),
+    "reason too long": wire.Frame(roster=roster(codec_reason="x" * 257)),
     "named twice": wire.Frame(pulse=wire.Pulse(round=round_id(), waiting_for=PEERS[:1] * 2)),
     "too many rejected": wire.Frame(pulse=wire.Pulse(round=round_id(), rejected=[*MANY_PEERS, PEERS[0]])),
     "odd holder": wire.Frame(commit=wire.Commit(round=round_id(), version=version(), holders=["12D3Koo"])),
