@@ -97,7 +97,10 @@ class Planner:
         else:
             modules = [ModuleId(stage) for stage in visited_stages(self.rules, number)]
             chosen = [self.replica(module, frozenset(), in_flight, now) for module in modules]
-        kept = [not self.leaves_out(module, now) for module in modules]
+        kept = [
+            choice.value is not None or not self.leaves_out(module, now)
+            for module, choice in zip(modules, chosen, strict=True)
+        ]
         if sum(kept) < self.rules.fewest:
             return self._joined(modules, chosen)
         plan = self._joined(list(compress(modules, kept)), list(compress(chosen, kept)))
