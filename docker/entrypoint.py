@@ -98,7 +98,9 @@ def wait_for(file: Path, limit_s: float) -> None:
     give_up = time.monotonic() + limit_s
     while not file.exists():
         if time.monotonic() >= give_up:
-            print(f"entrypoint: nobody has written {file} in {limit_s:.0f} s; does the first node run?", file=sys.stderr)
+            print(
+                f"entrypoint: nobody has written {file} in {limit_s:.0f} s; does the first node run?", file=sys.stderr
+            )
             sys.exit(UNAVAILABLE)
         time.sleep(POLL_S)
 

@@ -27,7 +27,10 @@ _ROUND_WIDTH = len("3 peers")
 
 
 def status(
-    link: Annotated[str, typer.Argument(envvar=variable("link"), show_envvar=False, help="The swarm's join link, or a file with it.")],
+    link: Annotated[
+        str,
+        typer.Argument(envvar=variable("link"), show_envvar=False, help="The swarm's join link, or a file with it."),
+    ],
     json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Show a swarm's stages, replicas, speeds, loss, and the paths of its data nodes."""

@@ -1,0 +1,77 @@
+"""The swarm of the compose file trains on a real engine, and goes on when a container is killed, one is added, and all are restarted."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.docker.compose_lab import BUILD_LIMIT_S, LOGS, WAIT_LIMIT_S, Heard, Lab, engine, lab
+
+HEALTH_CHECK = ("python", "/opt/skipstone/docker/healthcheck.py")
+LIMIT_S = BUILD_LIMIT_S + 5 * WAIT_LIMIT_S
+
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(LIMIT_S)]
+
+
+@pytest.fixture
+def swarm() -> Iterator[Lab]:
+    with engine(), lab() as swarm:
+        yield swarm
+
+
+def test_a_swarm_of_containers_goes_on_when_they_come_and_go(swarm: Lab) -> None:
+    took: dict[str, float] = {}
+    began = time.monotonic()
+    swarm.compose("build", "bootstrap", limit_s=BUILD_LIMIT_S)
+    took["build"] = time.monotonic() - began
+
+    began = time.monotonic()
+    swarm.compose("up", "--detach", "--no-build")
+    assert len(swarm.containers()) == 6
+    swarm.until_trained(peers=0, steps=1, since=Heard())
+    took["up to the first step"] = time.monotonic() - began
+    swarm.until_trained(peers=6, steps=5, since=Heard())
+    took["up to an inner step of all six"] = time.monotonic() - began
+
+    before = swarm.heard()
+    swarm.kill(swarm.containers("stage")[0])
+    took["one killed, five train on"] = swarm.until_trained(peers=5, steps=5, since=before)
+
+    before = swarm.heard()
+    began = time.monotonic()
+    swarm.compose("up", "--detach", "--no-build", "--scale", "stage=5")  # the killed one comes back, too
+    assert len(swarm.containers()) == 7
+    swarm.until_trained(peers=7, steps=5, since=before)
+    took["one back and one added, seven train"] = time.monotonic() - began
+    assert len(swarm.heard().inner_steps) == 7, (
+        "the one that came back is the peer it was, and nobody shares an identity"
+    )
+
+    check_what_it_says(swarm)
+
+    before = swarm.heard()
+    began = time.monotonic()
+    swarm.compose("restart", "--timeout=30")
+    took["all restarted: the command"] = time.monotonic() - began
+    swarm.until_trained(peers=7, steps=5, since=before)
+    took["all restarted, seven train"] = time.monotonic() - began
+    assert len(swarm.heard().inner_steps) == 7, "all are the peers they were"
+
+    swarm.compose("stop", "--timeout=30")
+    print(swarm.compose("run", "--rm", "--no-deps", "bootstrap", "check", LOGS))  # fails if a microbatch counted twice
+    print(json.dumps({what: round(seconds, 1) for what, seconds in took.items()}))
+
+
+def check_what_it_says(swarm: Lab) -> None:
+    """`status` from inside a container, and the health of each."""
+    (data,) = swarm.containers("data")
+    said = json.loads(swarm.inside(data, "skipstone", "status", "--json").splitlines()[-1])
+    assert said["step"] > 0
+    assert said["waiting_for"] == []
+    assert {peer["state"] for peer in said["peers"]} == {"serving"}
+    assert len(said["peers"]) == 7
+    for container in swarm.containers():
+        swarm.inside(container, *HEALTH_CHECK)
