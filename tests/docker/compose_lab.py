@@ -93,33 +93,35 @@ class Lab:
         """Ends it with SIGKILL, as a crash would; the engine does not start it again by itself."""
         _run("docker", "kill", container)
 
-    def heard(self) -> Heard:
-        """Reads the event logs through any container that runs."""
+    def heard(self, started_after: float = 0.0) -> Heard:
+        """Reads the event logs, through any container that runs, of the nodes that were started after that time (Unix, seconds)."""
         steps, inner_steps = 0, Counter[str]()
-        for event in self._events():
+        for event in self._events(started_after):
             if isinstance(event, Step):
                 steps += 1
             elif isinstance(event, InnerStep):
                 inner_steps[event.peer] += 1
         return Heard(steps, inner_steps)
 
-    def until_trained(self, peers: int, steps: int, since: Heard) -> float:
-        """Waits until so many peers have taken inner steps and the data nodes so many steps since; returns the seconds it took."""
-        began = time.monotonic()
+    def until_trained(self, peers: int, steps: int, since: Heard | None = None, started_after: float = 0.0) -> Heard:
+        """Waits until so many peers have taken inner steps and the data nodes so many steps, since then or at all."""
+        before = since or Heard()
+        now = Heard()
 
         def trained() -> bool:
-            now = self.heard()
-            return now.trained_since(since) >= peers and now.steps - since.steps >= steps
+            nonlocal now
+            now = self.heard(started_after)
+            return now.trained_since(before) >= peers and now.steps - before.steps >= steps
 
         until(trained, lambda: f"{peers} peers do not train:\n{self.compose('logs', '--no-color', '--tail=15')}")
-        return time.monotonic() - began
+        return now
 
     def take_down(self) -> None:
         """Removes containers, volumes and the network; the image stays, as the next build's cache."""
         self.compose("down", "--volumes", "--remove-orphans", "--timeout=1")
 
-    def _events(self) -> Iterator[Event]:
-        wanted = f'cat {LOGS}/*.jsonl | grep -E \'^."event":"(step|inner_step)"\''
+    def _events(self, started_after: float) -> Iterator[Event]:
+        wanted = f'grep -HE \'^."event":"(step|inner_step)"\' {LOGS}/*.jsonl'
         for container in self.containers():
             said = subprocess.run(
                 ["docker", "exec", container, "sh", "-c", wanted],
@@ -127,12 +129,15 @@ class Lab:
                 text=True,
                 timeout=COMMAND_LIMIT_S,
             )
-            if said.returncode == 0:  # else it stops or starts just now, or nothing has been logged yet
-                for line in said.stdout.splitlines():
-                    with contextlib.suppress(ProtocolViolation):  # a line that is being written
-                        if (event := event_from_json(line)) is not None:
-                            yield event
-                return
+            if said.returncode != 0:  # it stops or starts just now, or nothing has been logged yet
+                continue
+            for file, _, line in (line.partition(":") for line in said.stdout.splitlines()):
+                started_ms = int(Path(file).name.split("-")[1].split(".")[0])  # see node/event_log.py
+                with contextlib.suppress(ProtocolViolation):  # a line that is being written
+                    event = event_from_json(line)
+                    if event is not None and started_ms > started_after * 1000:
+                        yield event
+            return
 
 
 @contextlib.contextmanager
