@@ -23,6 +23,7 @@ READ_BY_BOTH = {
     "deploy",
     "environment",
     "image",
+    "logging",
     "restart",
     "scale",
     "stop_grace_period",
