@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from node.variables import without_settings
 from protocol.identity import Identity
 from protocol.join_link import JoinLink
 from protocol.manifest import Manifest
@@ -181,10 +182,15 @@ class LocalSetup:
         return arguments
 
     def environment(self) -> dict[str, str]:
-        """That of this process, with the packages findable wherever it stands and no more threads than each node's share."""
+        """That of this process, but for settings meant for a node, which would reach all of them; with the packages findable
+        wherever it stands and no more threads than each node's share."""
         packages = str(Path(__file__).parent.parent)
         path = os.pathsep.join(filter(None, (packages, os.environ.get("PYTHONPATH"))))
-        return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(self._options.threads_per_node)}
+        return {
+            **without_settings(os.environ),
+            "PYTHONPATH": path,
+            "OMP_NUM_THREADS": str(self._options.threads_per_node),
+        }
 
     def remove(self) -> None:
         """Removes the folder, with the keys that are in it."""

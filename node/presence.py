@@ -159,7 +159,8 @@ async def present(
             ),
         )
         await stack.enter_async_context(transport)
-        own.addresses = (f"{where.told_host(settings.initial_peers)}:{transport.port}",)
+        host = await asyncio.to_thread(where.told_host, settings.initial_peers)  # names may have to be looked up
+        own.addresses = (f"{host}:{transport.port}",)
         await stack.enter_async_context(directory)
         tasks = await stack.enter_async_context(task_scope())
         running = tasks.create_task(neighbourhood.run(directory, transport))
@@ -170,10 +171,10 @@ async def present(
 
 
 def _address_towards(multiaddrs: tuple[str, ...]) -> str:
-    """This machine's address on the way to the first of them that is an IPv4 address; no packet is sent to find out."""
+    """This machine's IPv4 address on the way to the first of them that can be found; it is sent no packet for that."""
     for multiaddr in multiaddrs:
         parts = multiaddr.split("/")
-        if len(parts) > 2 and parts[1] == "ip4":
+        if len(parts) > 2 and parts[1] in ("ip4", "dns4"):
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
                 try:
                     probe.connect((parts[2], 9))

@@ -25,6 +25,7 @@ from node.task_scope import unless
 from node.tenure import Moving, serve_module
 from protocol.directory import DirectorySettings
 from protocol.identity import Identity
+from protocol.join_link import multiaddr_of
 from protocol.manifest import Manifest
 from protocol.memory import keep_freed_memory
 from protocol.seams import Question, QuestionAbout
@@ -173,7 +174,7 @@ def _directory(
     where: Whereabouts, initial: tuple[str, ...], identity: Identity, signed: SignedManifest | None
 ) -> DirectorySettings:
     others = tuple(address for address in initial if not address.endswith(f"/{identity.peer}"))
-    announce = (f"/ip4/{where.advertise}/tcp/{where.dht_port}",) if where.advertise and where.dht_port else ()
+    announce = (multiaddr_of(where.advertise, where.dht_port),) if where.advertise and where.dht_port else ()
     if signed is None:
         return DirectorySettings(where.listen, where.dht_port, announce, others)
     stages = signed.manifest.stages

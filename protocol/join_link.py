@@ -83,6 +83,15 @@ def parse_link(text: str) -> JoinLink:
     return JoinLink(RunId(run), tuple(peers.split(",")))
 
 
+def multiaddr_of(host: str, port: int) -> str:
+    """The multiaddr of a TCP port of a host that is given by name or address, without the peer."""
+    try:
+        kind = f"ip{ipaddress.ip_address(host).version}"
+    except ValueError:
+        kind = "dns4"
+    return f"/{kind}/{host}/tcp/{port}"
+
+
 def _checked_address(address: str) -> str:
     """The multiaddr with its host in the shortest spelling; raises ConfigError when it is not one that we dial."""
     parts = address.split("/")

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from node.cli.interrupts import STOP_LIMIT_S, Interrupts, end_by, leave_at_once, stop_on_end_of_input
+from node.cli.join_links import LinkFile, link_in
+from node.cli.options import setting
 from node.cli.output import LogLevel, announce, event_sink, run_loop, start_log, tell
+from node.variables import variable
 from swarm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,34 +21,44 @@ if TYPE_CHECKING:
 
 
 def join(
-    target: Annotated[str, typer.Argument(metavar="LINK|MANIFEST", help="A join link, or a manifest to begin with.")],
-    stage: Annotated[int | None, typer.Option(help="The stage to host [default: the one that needs it most]")] = None,
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="LINK|FILE",
+            envvar=variable("link"),
+            show_envvar=False,
+            help="A join link or a file with one, or a manifest to begin with.",
+        ),
+    ],
+    stage: Annotated[int | None, setting("stage", "The stage to host [default: the one that needs it most]")] = None,
     move: Annotated[
-        bool | None, typer.Option("--move/--stay", help="Change stages when needed [default: unless --stage is given]")
+        bool | None, setting("move", "Change stages when needed [default: unless --stage is given]", off="stay")
     ] = None,
-    data: Annotated[bool, typer.Option("--data/--no-data", help="May take stage 0, which reads the text.")] = True,
-    identity: Annotated[Path | None, typer.Option(help="The node's key file; made when it is not there.")] = None,
-    listen: Annotated[str, typer.Option(help="Local address to bind to.")] = "0.0.0.0",  # noqa: S104 - see NodeOptions
-    advertise: Annotated[str | None, typer.Option(help="Host that others reach this node at.")] = None,
-    port: Annotated[int, typer.Option(help="Port of the node; 0 for any.")] = 0,
-    dht_port: Annotated[int, typer.Option(help="Port of its DHT; 0 for any.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:N, mps or auto.")] = "auto",
-    threads: Annotated[int | None, typer.Option(help="CPU threads for computing.")] = None,
-    slots: Annotated[int | None, typer.Option(help="Microbatches held at a time.")] = None,
-    window: Annotated[int | None, typer.Option(help="Microbatches a data node has under way.")] = None,
-    memory: Annotated[str | None, typer.Option(help="For kept graphs, such as 512MiB; 0 recomputes always.")] = None,
-    steps: Annotated[int | None, typer.Option(help="A data node stops after so many steps.")] = None,
-    checkpoint_dir: Annotated[Path | None, typer.Option(help="Folder to save to, and to go on from.")] = None,
-    checkpoint_every: Annotated[float, typer.Option(help="Seconds between two saves.")] = 300.0,
-    log_dir: Annotated[
-        Path | None, typer.Option(envvar="SKIPSTONE_LOG_DIR", help="Folder for the event log that `check` reads.")
-    ] = None,
-    patience: Annotated[float, typer.Option(help="Seconds to wait for the link's peers at the start.")] = 60.0,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+    data: Annotated[bool, setting("data", "May take stage 0, which reads the text.", off="no-data")] = True,
+    identity: Annotated[Path | None, setting("identity", "The node's key file; made when it is not there.")] = None,
+    listen: Annotated[str, setting("listen", "Local address to bind to.")] = "0.0.0.0",  # noqa: S104 - see NodeOptions
+    advertise: Annotated[str | None, setting("advertise", "Host that others reach this node at.")] = None,
+    port: Annotated[int, setting("port", "Port of the node; 0 for any.")] = 0,
+    dht_port: Annotated[int, setting("dht-port", "Port of its DHT; 0 for any.")] = 0,
+    device: Annotated[str, setting("device", "cpu, cuda, cuda:N, mps or auto.")] = "auto",
+    threads: Annotated[int | None, setting("threads", "CPU threads for computing.")] = None,
+    slots: Annotated[int | None, setting("slots", "Microbatches held at a time.")] = None,
+    window: Annotated[int | None, setting("window", "Microbatches a data node has under way.")] = None,
+    memory: Annotated[str | None, setting("memory", "For kept graphs, such as 512MiB; 0 recomputes always.")] = None,
+    steps: Annotated[int | None, setting("steps", "A data node stops after so many steps.")] = None,
+    checkpoint_dir: Annotated[Path | None, setting("checkpoint-dir", "Folder to save to, and to go on from.")] = None,
+    checkpoint_every: Annotated[float, setting("checkpoint-every", "Seconds between two saves.")] = 300.0,
+    log_dir: Annotated[Path | None, setting("log-dir", "Folder for the event log that `check` reads.")] = None,
+    link_file: Annotated[Path | None, setting("link-file", "File to write the link to that others join with.")] = None,
+    patience: Annotated[float, setting("patience", "Seconds to wait for the link's peers at the start.")] = 60.0,
+    json: Annotated[bool, setting("json", "One JSON object a line.")] = False,
     stop_on_eof: Annotated[bool, typer.Option("--stop-on-eof", help="Stop when standard input ends.")] = False,
-    log_level: Annotated[LogLevel, typer.Option(help="Of the log on standard error.")] = LogLevel.WARNING,
+    log_level: Annotated[LogLevel, setting("log-level", "Of the log on standard error.")] = LogLevel.WARNING,
 ) -> None:
-    """Run one node of a swarm. Ctrl-C or `skipstone leave` stops it in good order, a second Ctrl-C at once."""
+    """Run one node of a swarm. Ctrl-C or `skipstone leave` stops it in good order, a second Ctrl-C at once.
+
+    Variables can say the same: SKIPSTONE_LINK the link, SKIPSTONE_DHT_PORT what --dht-port says, and so on.
+    """
     if not json:
         announce("skipstone join: starting a node", as_json=False)
     start_log(log_level)
@@ -74,10 +87,10 @@ def join(
         log_dir=log_dir,
         patience_s=patience,
     )
-    raise typer.Exit(run_loop(_join(options, as_json=json, stop_on_eof=stop_on_eof)))
+    raise typer.Exit(run_loop(_join(options, link_file, as_json=json, stop_on_eof=stop_on_eof)))
 
 
-async def _join(options: NodeOptions, *, as_json: bool, stop_on_eof: bool) -> int:
+async def _join(options: NodeOptions, link_file: Path | None, *, as_json: bool, stop_on_eof: bool) -> int:
     """Runs the node and returns the exit code: leaving in good order is how a node ends, whoever asked for it."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -86,7 +99,8 @@ async def _join(options: NodeOptions, *, as_json: bool, stop_on_eof: bool) -> in
     with Interrupts(lambda: _ask_politely(loop, stop), leave_at_once):
         from node.process import run_node
 
-        await run_node(options, event_sink(as_json=as_json, on_closed=stop.set), stop)
+        events = event_sink(as_json=as_json, on_closed=stop.set)
+        await run_node(options, events if link_file is None else LinkFile(link_file, events), stop)
         return 0
 
 
@@ -97,10 +111,8 @@ def _ask_politely(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
 
 
 def _parse_target(target: str) -> tuple[JoinLink | None, Path | None]:
-    from protocol.join_link import is_link, parse_link
-
-    if is_link(target):
-        return parse_link(target), None
+    if (link := link_in(target)) is not None:
+        return link, None
     path = Path(target)
     if not path.is_file():
         raise ConfigError(

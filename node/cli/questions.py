@@ -11,11 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from node.cli.codecs_view import codecs_views
+from node.cli.join_links import link_in
 from node.cli.live import download_bar
 from node.cli.options import StagesPerPath
 from node.cli.output import announce, print_json, run_loop
 from node.cli.paths_view import paths_views
 from node.cli.text import count, harmless, loss_text, number_in, path_text, peer_name, round_text
+from node.variables import variable
 
 if TYPE_CHECKING:
     from node.loss_report import AskedPaths
@@ -25,14 +27,17 @@ _ROUND_WIDTH = len("3 peers")
 
 
 def status(
-    link: Annotated[str, typer.Argument(help="The swarm's join link.")],
+    link: Annotated[
+        str,
+        typer.Argument(envvar=variable("link"), show_envvar=False, help="The swarm's join link, or a file with it."),
+    ],
     json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Show a swarm's stages, replicas, speeds, loss, and the paths of its data nodes."""
     announce("skipstone status: asking the swarm", as_json=json)
     from protocol.join_link import parse_link
 
-    where = parse_link(link)
+    where = link_in(link) or parse_link(link)
     from node.queries import query_status
 
     answer = run_loop(query_status(where))

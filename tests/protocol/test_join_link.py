@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.identity import Identity, peer_id_of
-from protocol.join_link import EXAMPLE, MAX_LINK_PEERS, JoinLink, parse_link
+from protocol.join_link import EXAMPLE, MAX_LINK_PEERS, JoinLink, multiaddr_of, parse_link
 from swarm.errors import ConfigError
 from swarm.vocabulary import RunId
 
@@ -147,3 +147,16 @@ def test_a_link_to_nobody_cannot_be_made() -> None:
 def test_any_text_ends_in_a_config_error(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_link(text)
+
+
+@pytest.mark.parametrize(
+    ("host", "multiaddr"),
+    [
+        ("203.0.113.7", "/ip4/203.0.113.7/tcp/4001"),
+        ("2001:db8::1", "/ip6/2001:db8::1/tcp/4001"),
+        ("node.example", "/dns4/node.example/tcp/4001"),
+    ],
+)
+def test_a_host_as_a_multiaddr_can_stand_in_a_link(host: str, multiaddr: str) -> None:
+    assert multiaddr_of(host, 4001) == multiaddr
+    assert JoinLink(RUN, (f"{multiaddr}/p2p/{PEER}",)).peers == (f"{multiaddr}/p2p/{PEER}",)

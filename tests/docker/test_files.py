@@ -1,0 +1,92 @@
+"""The compose files and the image's run, as far as they can be judged without an engine."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from node.variables import SETTINGS, variable
+from protocol.manifest import manifest_from_table
+
+FOLDER = Path(__file__).parent.parent.parent / "docker"
+OF_THE_ENTRYPOINT = {"SKIPSTONE_RUN", "SKIPSTONE_IDENTITIES", "SKIPSTONE_HOME"}
+KNOWN_VARIABLES = {variable(setting) for setting in SETTINGS} | OF_THE_ENTRYPOINT
+READ_BY_BOTH = {
+    "build",
+    "command",
+    "depends_on",
+    "deploy",
+    "environment",
+    "image",
+    "logging",
+    "restart",
+    "scale",
+    "stop_grace_period",
+    "volumes",
+}
+"""Keys of a service that we use and that docker-compose 1.29 and Compose v2 both know."""
+
+
+def compose(name: str) -> dict[str, Any]:
+    table = yaml.safe_load((FOLDER / name).read_text())
+    assert isinstance(table, dict)
+    return table
+
+
+@pytest.mark.parametrize("name", ["docker-compose.yml", "docker-compose.gpu.yml"])
+def test_both_composes_know_what_is_said(name: str) -> None:
+    table = compose(name)
+    assert {key for key in table if not key.startswith("x-")} <= {"services", "volumes"}
+    for service in table["services"].values():
+        assert set(service) <= READ_BY_BOTH
+        assert set(service["environment"]) <= KNOWN_VARIABLES
+
+
+def test_there_are_six_containers_or_more() -> None:
+    services = compose("docker-compose.yml")["services"]
+    assert sum(service.get("scale", 1) for service in services.values()) >= 6
+
+
+def test_what_is_scaled_has_nothing_that_only_one_can_have() -> None:
+    stage = compose("docker-compose.yml")["services"]["stage"]
+    assert not {"container_name", "hostname", "ports"} & set(stage)
+    assert not {"SKIPSTONE_IDENTITY", "SKIPSTONE_ADVERTISE", "SKIPSTONE_STAGE"} & set(stage["environment"])
+
+
+def test_each_service_keeps_its_identities_apart() -> None:
+    services = compose("docker-compose.yml")["services"]
+    mounts = [
+        [mount.split(":")[0] for mount in service["volumes"] if "identities" in mount] for service in services.values()
+    ]
+    assert len({name for (name,) in mounts}) == len(services)
+
+
+def test_only_the_first_node_writes_the_link() -> None:
+    services = compose("docker-compose.yml")["services"]
+    writable = {
+        name for name, service in services.items() for mount in service["volumes"] if re.fullmatch(r"run:[^:]+", mount)
+    }
+    assert writable == {"bootstrap"}
+
+
+def test_the_image_sets_what_nodes_read() -> None:
+    said = set(re.findall(r"\b(SKIPSTONE_[A-Z_]+)=", (FOLDER / "Dockerfile").read_text()))
+    assert said
+    assert said <= KNOWN_VARIABLES
+
+
+def test_the_demo_leaves_two_stage_nodes_for_each_stage() -> None:
+    manifest = manifest_from_table(tomllib.loads((FOLDER / "demo.toml").read_text()))
+    assert (manifest.stages.count - 1) * 2 == compose("docker-compose.yml")["services"]["stage"]["scale"]
+
+
+def test_the_document_names_every_variable() -> None:
+    text = (FOLDER.parent / "docs" / "DOCKER.md").read_text()
+    told = set(re.findall(r"SKIPSTONE_[A-Z_]+[A-Z]", text))
+    assert KNOWN_VARIABLES - {"SKIPSTONE_HOME"} <= told
+    assert told <= KNOWN_VARIABLES
