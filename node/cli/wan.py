@@ -88,6 +88,7 @@ class _Teller:
         self._told_at = -TOLD_EVERY_S
         self._over: Callable[[str], str] = (lambda line: f"\r\x1b[K{line}") if self._stream.isatty() else str
         self._drawn = False
+        self._loss: float | None = None
 
     def tell(self, news: News) -> None:
         """Shows what is new."""
@@ -96,6 +97,7 @@ class _Teller:
             self._drawn = False
         if news.row is None:
             return
+        self._loss = self._loss if news.row.loss is None else news.row.loss
         if news.row.at < self._told_at:
             self._told_at = -TOLD_EVERY_S  # another run has begun
         if self._stream.isatty():
@@ -113,7 +115,7 @@ class _Teller:
     def _line(self, row: Row) -> str:
         waiting = f"  waiting for {', '.join(row.waiting)}" if row.waiting else ""
         return (
-            f"{duration(row.at)} of {duration(self._duration_s)}  step {row.step}  loss {loss_text(row.loss)}"
+            f"{duration(row.at)} of {duration(self._duration_s)}  step {row.step}  loss {loss_text(self._loss)}"
             f"  {count(row.tokens_per_s)} tokens/s  {row.serving} of {row.alive} peers serve"
             f"  {megabytes(sum(row.links.values()))}/s{waiting}"
         )

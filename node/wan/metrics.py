@@ -43,8 +43,9 @@ class Row:
 class Meter:
     """Makes rows: remembers what had passed at the last one."""
 
-    def __init__(self) -> None:
-        self._passed: dict[Way, int] = {}
+    def __init__(self, passed: dict[Way, int]) -> None:
+        """`passed` is what had passed before the first row's time."""
+        self._passed = passed
         self._losses: list[float] = []
 
     def step(self, step: Step) -> None:

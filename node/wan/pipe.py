@@ -99,15 +99,23 @@ class Pipe:
                 self._end(reset=held.reset)
                 return
             await self._until(self._emulation.arrive(self._way, len(held.data), self._now()))
-            try:
-                self._writer.write(held.data)
-                await self._writer.drain()
-            except OSError:
-                taking.cancel()  # the receiver is gone; that it is comes to the sender by the other direction
+            if not await self._write(held.data):
+                taking.cancel()
                 return
             self._held.popleft()
             self._held_bytes -= len(held.data)
             self._moved.set()
+
+    async def _write(self, data: bytes) -> bool:
+        """False when the receiver is gone; that it is comes to the sender by the other direction."""
+        if self._writer.is_closing():
+            return False
+        self._writer.write(data)
+        try:
+            await self._writer.drain()
+        except OSError:
+            return False
+        return True
 
     def _end(self, *, reset: bool) -> None:
         if reset:

@@ -68,7 +68,7 @@ class Run:
         self._tell = tell
         self._stop = stop
         self._stepped = asyncio.Event()
-        self._meter = Meter()
+        self._meter = Meter({})
         self._began = math.nan
         self._tokens_before = 0
         self._lab: Laboratory | None = None
@@ -137,6 +137,7 @@ class Run:
             await asyncio.sleep(0.1)
         self._began = time.monotonic()
         self._tokens_before = lab.swarm.progress.tokens
+        self._meter = Meter(lab.emulation.passed())
 
     async def _until_over(self, lab: Laboratory) -> None:
         while not (self._stop.is_set() or lab.swarm.progress.is_over):

@@ -215,7 +215,6 @@ def _groups(tables: list[Table]) -> tuple[Group, ...]:
     first = 0
     for table in tables:
         name, profile = table.text("name"), table.text("profile")
-            assert profile is not None
         if name in (group.name for group in groups):
             raise ConfigError(f"{table.path('name')}: there are two groups {name!r}")
         number = int(table.number("peers", 1, MAX_PEERS, whole=True))

@@ -7,10 +7,11 @@ import contextlib
 import itertools
 import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 
 import pytest
+import uvloop
 
 from node.task_scope import task_scope
 from node.wan.emulation import Emulation
@@ -228,6 +229,22 @@ async def test_a_port_is_open_while_the_node_listens() -> None:
             assert await reader.read(-1) == b"the end"
         at.server.close()
         await until_open(at.outside, is_open=False)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        test_bytes_keep_their_order_and_number_under_jitter,
+        test_an_end_of_stream_closes_one_direction_alone,
+        test_a_reset_is_seen_at_both_ends_and_new_calls_are_refused,
+        test_a_broken_connection_is_broken_for_the_other_side_too,
+        test_what_cannot_be_delivered_is_not_read_without_end,
+    ],
+)
+def test_it_is_the_same_on_uvloop(check: Callable[[], Coroutine[None, None, None]]) -> None:
+    """The command runs on it, and its transports raise other things when they are closed."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(check())
 
 
 async def test_the_caller_is_found_by_its_socket() -> None:
