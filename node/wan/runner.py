@@ -82,6 +82,7 @@ class Run:
         """Raises SkipstoneError when the swarm could not be started or does not begin to train."""
         started = time.monotonic()
         logs = self._folder / LOGS
+        logs.mkdir()  # the check wants it also when no node came as far as writing a log
         async with laboratory(self._scenario, logs) as lab, task_scope() as tasks:
             self._lab = lab
             reading = tasks.create_task(self._read_events(lab))

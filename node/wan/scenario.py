@@ -61,9 +61,16 @@ class Scenario:
         return next(group.site for group in self.groups if peer in group.peers)
 
     def everywhere(self, profile: str) -> Scenario:
-        """The same with every peer of the beginning behind this profile. Raises ConfigError when there is none."""
+        """The same with every peer behind this profile, those that are started later too. Raises ConfigError when there is none."""
         site = profile_of(profile).site
-        return replace(self, groups=tuple(replace(group, site=site, profile=profile) for group in self.groups))
+        return replace(
+            self,
+            groups=tuple(replace(group, site=site, profile=profile) for group in self.groups),
+            happenings=tuple(
+                replace(happening, site=site) if isinstance(happening, Start) else happening
+                for happening in self.happenings
+            ),
+        )
 
     def undisturbed(self) -> Scenario:
         """The same with an ideal network, in which nothing happens."""

@@ -74,7 +74,13 @@ def scenario_of(text: str) -> Scenario:
 
 def test_a_scenario_says_who_where_and_what() -> None:
     scenario = scenario_of(BASE)
-    assert (scenario.name, scenario.seed, scenario.duration_s, scenario.threads, scenario.held_out) == ("test", 3, 60, 2, 0)
+    assert (scenario.name, scenario.seed, scenario.duration_s, scenario.threads, scenario.held_out) == (
+        "test",
+        3,
+        60,
+        2,
+        0,
+    )
     assert scenario.peers == 5
     assert scenario.manifest.stages.blocks == (0, 1, 1)
     assert scenario.manifest.training.staleness == 1
@@ -114,7 +120,9 @@ def test_the_undisturbed_run_trains_the_same_manifest() -> None:
     assert calm.manifest == scenario.manifest
     assert calm.happenings == ()
     assert {calm.site_of(peer) for peer in range(5)} == {profile_of("none").site}
-    assert {scenario.everywhere("mobile").site_of(peer) for peer in range(5)} == {profile_of("mobile").site}
+    mobile = scenario.everywhere("mobile")
+    assert {mobile.site_of(peer) for peer in range(5)} == {profile_of("mobile").site}
+    assert [each.site for each in mobile.happenings if isinstance(each, Start)] == [profile_of("mobile").site]
 
 
 def event(**values: Any) -> dict[str, Any]:
