@@ -10,15 +10,17 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from node.events import Step
+from node.log_check.report import Report
 from node.log_files import check_folder
 from node.queries import query_evaluation, query_status
-from node.task_scope import set_or_after, task_scope
+from node.swarm_progress import SwarmProgress
+from node.task_scope import task_scope, unless
 from node.wan.happenings import Happening
 from node.wan.laboratory import Laboratory, laboratory
 from node.wan.metrics import Meter, Row, row_line
@@ -32,7 +34,7 @@ ROW_S = 1.0
 START_LIMIT_S = 180.0
 """For the first step after the start of the processes."""
 ASK_LIMIT_S = 120.0
-ASK_TRIES = 3
+ASK_TRIES = 2
 LOGS = "logs"
 METRICS = "metrics.jsonl"
 
@@ -51,6 +53,19 @@ class Limits:
 
     duration_s: float = math.inf
     tokens: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What is known at the end of a run, besides what was gathered on the way."""
+
+    progress: SwarmProgress
+    """When the time was over; the nodes' own accounts come later."""
+    started_after_s: float
+    seconds: float
+    capacity: Capacity
+    held_out: float | None
+    report: Report
 
 
 Tell = Callable[[News], None]
@@ -98,24 +113,27 @@ class Run:
             await lab.swarm.stop()
             await reading
         report = await asyncio.to_thread(check_folder, logs)
-        ends = lab.swarm.ends.items()
+        return self._outcome(lab, _Facts(progress, started_after_s, seconds, capacity, held_out, report))
+
+    def _outcome(self, lab: Laboratory, facts: _Facts) -> Outcome:
+        progress, ends = facts.progress, lab.swarm.ends.items()
         return Outcome(
             name=self._scenario.name,
-            started_after_s=started_after_s,
-            seconds=seconds,
+            started_after_s=facts.started_after_s,
+            seconds=facts.seconds,
             steps=progress.step,
             tokens=progress.tokens,
-            tokens_per_s=(progress.tokens - self._tokens_before) / max(1e-9, seconds),
-            capacity=capacity,
+            tokens_per_s=(progress.tokens - self._tokens_before) / max(1e-9, facts.seconds),
+            capacity=facts.capacity,
             utilization=utilization_of(lab.swarm.progress),
             loss_first=progress.loss_first,
             loss_last=last_loss(self.rows),
-            held_out_loss=held_out,
+            held_out_loss=facts.held_out,
             up_bytes=totals(self.rows, "up"),
             down_bytes=totals(self.rows, "down"),
             failures={peer: end.exit_code for peer, end in ends if end.exit_code and peer not in lab.killed},
             diary=tuple(self.diary),
-            check=report,
+            check=facts.report,
         )
 
     def _now(self) -> float:
@@ -185,16 +203,14 @@ class Run:
         answer = await self._asked(lambda: query_evaluation(lab.swarm.link, self._scenario.held_out))
         return capacity, None if answer is None else float(answer["loss"])
 
-    async def _asked(self, question: Callable[[], Any]) -> dict[str, Any] | None:
+    async def _asked(self, question: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any] | None:
         """An answer of the swarm; None when there is none soon: peers that were asked may just have been killed."""
         for _ in range(ASK_TRIES):
             try:
                 async with asyncio.timeout(ASK_LIMIT_S):
-                    answer: dict[str, Any] = await question()
-                    return answer
+                    return await unless(self._stop, question())
             except (SkipstoneError, TimeoutError) as error:
                 log.info("the swarm was asked in vain: %s", error)
-            await set_or_after(self._stop, 1.0)
         return None
 
 
