@@ -34,9 +34,16 @@ class Place:
     """Where and as what a node runs. Tests put some into networks and programs of their own."""
 
     host: str = HOST
-    """It listens there, and the others reach it there."""
+    """It listens there."""
+    advertise: str | None = None
+    """The others are told to reach it there, at the same ports; None: where it listens."""
     command: tuple[str, ...] | None = None
     """What it is started with, in front of its arguments; None for the same as the others."""
+
+    @property
+    def told_host(self) -> str:
+        """Where the others reach it."""
+        return self.advertise or self.host
 
 
 Places = Callable[[int], Place]
@@ -86,7 +93,7 @@ class PlannedPeer:
     @property
     def address(self) -> str:
         """The multiaddr of its DHT."""
-        return f"/ip4/{self.place.host}/tcp/{self.dht_port}/p2p/{self.peer}"
+        return f"/ip4/{self.place.told_host}/tcp/{self.dht_port}/p2p/{self.peer}"
 
 
 def assign_stages(peers: int, blocks: Sequence[int]) -> list[int]:
@@ -164,7 +171,7 @@ class LocalSetup:
             "--stage": peer.stage,
             "--identity": peer.identity_path,
             "--listen": peer.place.host,
-            "--advertise": peer.place.host,
+            "--advertise": peer.place.told_host,
             "--port": peer.port,
             "--dht-port": peer.dht_port,
             "--threads": self._options.threads_per_node,

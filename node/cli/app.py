@@ -27,6 +27,7 @@ from node.cli.simulate import simulate
 from node.cli.solo import solo
 from node.cli.text import harmless
 from node.cli.up import up
+from node.cli.wan import wan
 from node.version import installed_version
 from swarm.errors import SkipstoneError
 from swarm.vocabulary import PROTOCOL_VERSIONS
@@ -87,6 +88,7 @@ app.command()(status)
 app.command()(solo)
 app.command()(simulate)
 app.command()(check)
+app.command()(wan)
 app.command("eval")(evaluate)
 app.command()(export)
 app.command()(generate)

@@ -1,0 +1,90 @@
+"""What can happen in a scenario: one frozen dataclass for each, with the time it happens at.
+
+Whoever adds a kind adds a reader to `scenario.ACTIONS` (or hands in a table of its own) and says in `runner` how it is done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from node.wan.link_shape import ShapeChange, Site
+
+
+@dataclass(frozen=True, slots=True)
+class Reshape:
+    """Peers get another link."""
+
+    NAME: ClassVar[str] = "shape"
+    at_s: float
+    """Seconds after the swarm's first step, here and below."""
+    peers: tuple[int, ...]
+    site: Site | None
+    """A profile's, first; None to change the link they have."""
+    change: ShapeChange
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """Peers are killed with SIGKILL, and all they have started with them."""
+
+    NAME: ClassVar[str] = "kill"
+    at_s: float
+    peers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Peers are asked to leave in good order."""
+
+    NAME: ClassVar[str] = "stop"
+    at_s: float
+    peers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A peer joins."""
+
+    NAME: ClassVar[str] = "start"
+    at_s: float
+    stage: int
+    site: Site
+
+
+@dataclass(frozen=True, slots=True)
+class Freeze:
+    """Peers stand still (SIGSTOP to every process of theirs) for a while."""
+
+    NAME: ClassVar[str] = "freeze"
+    at_s: float
+    peers: tuple[int, ...]
+    for_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """Nothing passes between the sides any more, and nobody is told."""
+
+    NAME: ClassVar[str] = "partition"
+    at_s: float
+    sides: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Heal:
+    """A partition ends."""
+
+    NAME: ClassVar[str] = "heal"
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaceOne:
+    """A peer drawn by lot is killed, and another one with the same link joins for its stage. A module's last replica is spared."""
+
+    NAME: ClassVar[str] = "replace"
+    at_s: float
+
+
+Happening = Reshape | Kill | Stop | Start | Freeze | Partition | Heal | ReplaceOne

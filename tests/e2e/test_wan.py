@@ -1,0 +1,123 @@
+"""A swarm behind the WAN emulation: it trains, nobody goes past the proxies, and the folder holds what it should."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from node.log_files import check_folder
+from node.wan.experiment import Experiment
+from node.wan.metrics import Row, read_rows
+from node.wan.runner import News
+from node.wan.scenario import scenario_from_table
+from node.wan.sockets import read_sockets
+from tests.e2e.small_run import small_run, write_text
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(sys.platform != "linux", reason="the emulation reads /proc"),
+]
+
+SCENARIO = """
+name = "slow"
+seed = 5
+duration = 8
+held_out = 2
+[[group]]
+name = "phones"
+peers = 4
+profile = "mobile"
+[[event]]
+at = 3
+action = "shape"
+peers = [3]
+profile = "transatlantic"
+[[event]]
+at = 4
+action = "freeze"
+peers = [2]
+for = 0.5
+"""
+BEHIND = "127.77."
+"""Where nodes listen: only proxies call them there."""
+
+
+def own_sockets() -> set[str]:
+    """Of this process, in which the proxies are."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # it was that of the folder itself
+            found.add(os.readlink(f"/proc/self/fd/{name}"))
+    return found
+
+
+class Spectator:
+    """Looks at every row who has a connection to a node's own port."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self.happened: list[str] = []
+        self.past_the_proxy: set[tuple[str, str]] = set()
+        self.through_the_proxy = 0
+
+    def tell(self, news: News) -> None:
+        if news.happened is not None:
+            self.happened.append(news.happened.what)
+        if news.row is None:
+            return
+        self.rows.append(news.row)
+        ours = own_sockets()
+        for socket in read_sockets():
+            if socket.inode and socket.remote[0].startswith(BEHIND):
+                if f"socket:[{socket.inode}]" in ours:
+                    self.through_the_proxy += 1
+                else:
+                    self.past_the_proxy.add((str(socket.local), str(socket.remote)))
+
+
+async def test_a_swarm_trains_behind_slow_links_and_leaves_a_report(tmp_path: Path) -> None:
+    run = small_run(write_text(tmp_path / "text"), staleness=1, inner_steps=8)
+    table = tomllib.loads(SCENARIO)
+    table["manifest"] = run.model_dump(mode="json", exclude_none=True, exclude={"name", "seed", "protocol"})
+    scenario = scenario_from_table(table)
+    spectator = Spectator()
+    out = tmp_path / "out"
+    experiment = Experiment(scenario, SCENARIO, out, spectator.tell, asyncio.Event())
+    result = await experiment.run(compare=True)
+
+    assert not result.outcome.check.violations, result.outcome.check
+    assert not check_folder(out / "logs").violations
+    assert result.outcome.check.ended_well == 4
+    assert result.outcome.failures == {}
+    assert result.outcome.tokens > 0
+    assert result.outcome.held_out_loss is not None
+    assert result.outcome.capacity.bound is not None
+    assert spectator.happened == ["peer 3 got another link", "peer 2 frozen for 0.5 s"]
+    assert spectator.through_the_proxy > 0
+    assert spectator.past_the_proxy == set()
+
+    calm = result.undisturbed
+    assert calm is not None
+    assert calm.tokens >= result.outcome.tokens
+    assert not calm.check.violations
+
+    assert (out / "scenario.toml").read_text() == SCENARIO
+    rows = read_rows(out / "metrics.jsonl")
+    assert rows == spectator.rows[: len(rows)]
+    assert {link for row in rows for link in row.links} >= {"0>1", "1>2", "2>3", "3>0"}, "out and back, by caller"
+    assert sum(result.outcome.up_bytes.values()) > 100_000
+    report = (out / "report.md").read_text()
+    assert "**ok**" in report
+    assert "loss over the undisturbed one's" in report
+    for name in result.plots:
+        assert (out / name).stat().st_size > 1000
+    assert json.dumps(result.as_json())
+    assert len(list((out / "undisturbed" / "logs").iterdir())) == 4
