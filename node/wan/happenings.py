@@ -19,8 +19,8 @@ class Reshape:
     at_s: float
     """Seconds after the swarm's first step, here and below."""
     peers: tuple[int, ...]
-    site: Site | None
-    """A profile's, first; None to change the link they have."""
+    profile: str | None
+    """Its link first; None to change the one they have."""
     change: ShapeChange
 
 

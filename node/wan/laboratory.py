@@ -17,6 +17,7 @@ from node.task_scope import task_scope
 from node.wan.emulation import Emulation, Member
 from node.wan.happenings import Freeze, Happening, Heal, Kill, Partition, ReplaceOne, Reshape, Start, Stop
 from node.wan.link_shape import Site
+from node.wan.profiles import profile_of
 from node.wan.proxy import Door, ListenWatch, Proxy
 from node.wan.scenario import Scenario
 from node.wan.sockets import Callers, Endpoint, descendants, require_proc
@@ -55,11 +56,12 @@ class Laboratory:
     def carry_out(self, happening: Happening) -> str:
         """Does it, and says in words what was done."""
         match happening:
-            case Reshape(_, peers, site, change):
+            case Reshape(_, peers, profile, change):
                 for peer in peers:
-                    before = site or self.emulation.site(peer)
+                    before = self.emulation.site(peer) if profile is None else profile_of(profile).site
                     self.emulation.place(peer, Site(change.applied_to(before.shape), before.region))
-                return f"{_named(peers)} got another link"
+                what = ", ".join(filter(None, (profile, *change.in_words())))
+                return f"{_named(peers)} got another link: {what or 'the same'}"
             case Kill(_, peers):
                 for peer in peers:
                     self._kill(peer)

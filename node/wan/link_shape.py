@@ -88,3 +88,17 @@ class ShapeChange:
         """Raises ConfigError when a value is out of range."""
         values = {name: getattr(self, name) for name in self.__slots__ if getattr(self, name) is not None}
         return replace(shape, **values)
+
+    def in_words(self) -> tuple[str, ...]:
+        """What changes, for a diary."""
+        return tuple(
+            words
+            for value, words in (
+                (self.latency_s, f"latency {1000 * (self.latency_s or 0):g} ms"),
+                (self.jitter_s, f"jitter {1000 * (self.jitter_s or 0):g} ms"),
+                (self.up_bytes_per_s, f"{(self.up_bytes_per_s or 0) / MBIT:g} Mbit/s up"),
+                (self.down_bytes_per_s, f"{(self.down_bytes_per_s or 0) / MBIT:g} Mbit/s down"),
+                (self.fault, f"fault {self.fault and self.fault.value}"),
+            )
+            if value is not None
+        )

@@ -127,8 +127,9 @@ ReadAction = Callable[[Table, float, Cast], tuple[Happening, ...]]
 
 def _shape(table: Table, at_s: float, cast: Cast) -> tuple[Happening, ...]:
     profile = table.text_or_none("profile")
-    site = None if profile is None else profile_of(profile).site
-    return (Reshape(at_s, cast.read_peers(table), site, table.shape_change()),)
+    if profile is not None:
+        profile_of(profile)
+    return (Reshape(at_s, cast.read_peers(table), profile, table.shape_change()),)
 
 
 def _start(table: Table, at_s: float, cast: Cast) -> tuple[Happening, ...]:

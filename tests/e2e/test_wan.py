@@ -100,7 +100,7 @@ async def test_a_swarm_trains_behind_slow_links_and_leaves_a_report(tmp_path: Pa
     assert result.outcome.tokens > 0
     assert result.outcome.held_out_loss is not None
     assert result.outcome.capacity.bound is not None
-    assert spectator.happened == ["peer 3 got another link", "peer 2 frozen for 0.5 s"]
+    assert spectator.happened == ["peer 3 got another link: transatlantic", "peer 2 frozen for 0.5 s"]
     assert spectator.through_the_proxy > 0
     assert spectator.past_the_proxy == set()
 

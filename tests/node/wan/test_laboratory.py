@@ -49,12 +49,13 @@ def states_of(root: int) -> set[str]:
 
 async def test_peers_get_other_links(lab: Laboratory) -> None:
     said = lab.carry_out(Reshape(0, (0, 4), None, ShapeChange(fault=Fault.RESET)))
-    assert said == "peers 0, 4 got another link"
+    assert said == "peers 0, 4 got another link: fault reset"
     assert lab.emulation.site(4).region == "iowa"
     assert lab.emulation.is_reset(4)
-    lab.carry_out(Reshape(0, (4,), profile_of("mobile").site, ShapeChange(latency_s=0.5)))
-    shape = profile_of("mobile").site.shape
-    assert lab.emulation.site(4).shape == ShapeChange(latency_s=0.5).applied_to(shape)
+    change = ShapeChange(latency_s=0.5, jitter_s=0.0, up_bytes_per_s=1.25e6, down_bytes_per_s=2.5e6)
+    said = lab.carry_out(Reshape(0, (4,), "mobile", change))
+    assert said == "peer 4 got another link: mobile, latency 500 ms, jitter 0 ms, 10 Mbit/s up, 20 Mbit/s down"
+    assert lab.emulation.site(4).shape == change.applied_to(profile_of("mobile").site.shape)
     assert lab.emulation.site(4).region is None
     lab.calm()
     assert lab.emulation.site(0).shape == LinkShape()

@@ -95,7 +95,7 @@ def test_a_scenario_says_who_where_and_what() -> None:
 def test_events_come_in_order_of_time() -> None:
     homes = scenario_of(BASE).site_of(0)
     assert scenario_of(BASE + EVENTS).happenings == (
-        Reshape(1, (3, 4, 0), profile_of("mobile").site, ShapeChange(latency_s=0.2, fault=Fault.HALF_OPEN)),
+        Reshape(1, (3, 4, 0), "mobile", ShapeChange(latency_s=0.2, fault=Fault.HALF_OPEN)),
         Kill(2, (1,)),
         Stop(3, (2,)),
         Start(3.5, 2, homes),
