@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help swarm test lint proto docs bench clean
+.PHONY: help swarm test containers lint proto docs bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,6 +18,7 @@ FIND_PYTHON = for candidate in $(PYTHON) python3.11 python3.12 python3.13 python
 help:
 	@echo "make swarm   train with a local swarm of real processes (ARGS=... goes to skipstone up)"
 	@echo "make test    run the tests"
+	@echo "make containers   test the image and the compose file on a container engine (5 minutes and more)"
 	@echo "make lint    ruff, its formatter in check mode, mypy"
 	@echo "make proto   generate protocol/generated from proto/"
 	@echo "make docs    generate the reference in docs/PROTOCOL.md"
@@ -31,7 +32,12 @@ swarm:
 test:
 	@echo "skipstone: running the tests"
 	@$(MAKE) --no-print-directory --silent $(VENV)/.dev
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -m "not docker" $(ARGS)
+
+containers:
+	@echo "skipstone: testing a swarm of containers"
+	@$(MAKE) --no-print-directory --silent $(VENV)/.dev
+	@$(BIN)/python -m pytest -m docker -s tests/docker $(ARGS)
 
 lint:
 	@echo "skipstone: checking style and types"
