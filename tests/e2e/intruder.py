@@ -46,7 +46,8 @@ class Targets:
 
     def forward(self, own: PeerId, number: int = 0, module: ModuleId | None = None) -> Forward:
         """Hidden states for the victim, as a data node would send them."""
-        path = Path(own, (Hop(module or ModuleId(1), self.victim.peer),))
+        last = Hop(ModuleId(2), self.contacts[ModuleId(2)].peer)
+        path = Path(own, (Hop(module or ModuleId(1), self.victim.peer), last))
         return Forward(MicrobatchId(own, number), path, 0, Purpose.TRAIN, LONGEST_LIFETIME_S)
 
     @asynccontextmanager
