@@ -55,7 +55,7 @@ def wan(
 
     if read.manifest.data.source.startswith("path:"):
         open_source(read.manifest.data)  # a missing folder is said once, not by every node that was started for nothing
-    teller = _Teller(read.duration_s, as_json=json)
+    teller = _Teller(as_json=json)
     stop = asyncio.Event()
     experiment = Experiment(read, text, out, teller.tell, stop)
     result, exit_code = run_loop(_run(experiment, stop, compare=compare))
@@ -82,8 +82,7 @@ async def _run(experiment: Experiment, stop: asyncio.Event, *, compare: bool) ->
 class _Teller:
     """One line that is written over again on a terminal; elsewhere a line now and then. Standard output stays free for JSON."""
 
-    def __init__(self, duration_s: float, *, as_json: bool) -> None:
-        self._duration_s = duration_s
+    def __init__(self, *, as_json: bool) -> None:
         self._stream = sys.stderr if as_json else sys.stdout
         self._told_at = -TOLD_EVERY_S
         self._over: Callable[[str], str] = (lambda line: f"\r\x1b[K{line}") if self._stream.isatty() else str
@@ -95,11 +94,12 @@ class _Teller:
         if news.happened is not None:
             self._write(f"{duration(news.happened.at_s)}  {harmless(news.happened.what)}\n")
             self._drawn = False
+        if news.begun is not None:
+            self._told_at, self._loss = -TOLD_EVERY_S, None
+            self._write(f"{harmless(news.begun)}: starting the swarm\n")
         if news.row is None:
             return
         self._loss = self._loss if news.row.loss is None else news.row.loss
-        if news.row.at < self._told_at:
-            self._told_at = -TOLD_EVERY_S  # another run has begun
         if self._stream.isatty():
             self._write(self._line(news.row))
             self._drawn = True
@@ -115,7 +115,7 @@ class _Teller:
     def _line(self, row: Row) -> str:
         waiting = f"  waiting for {', '.join(row.waiting)}" if row.waiting else ""
         return (
-            f"{duration(row.at)} of {duration(self._duration_s)}  step {row.step}  loss {loss_text(self._loss)}"
+            f"{duration(row.at)}  step {row.step}  loss {loss_text(self._loss)}"
             f"  {count(row.tokens_per_s)} tokens/s  {row.serving} of {row.alive} peers serve"
             f"  {megabytes(sum(row.links.values()))}/s{waiting}"
         )

@@ -20,7 +20,7 @@ from node.wan.metrics import Row
 from node.wan.outcome import Happened, Outcome
 from node.wan.plots import draw_all
 from node.wan.report import loss_ratio, report_text
-from node.wan.runner import Limits, Run, Tell, make_folder
+from node.wan.runner import Limits, News, Run, Tell, make_folder
 from node.wan.scenario import Scenario
 from swarm.errors import ConfigError
 
@@ -83,6 +83,7 @@ class Experiment:
         return Result(outcome, calm, plots, why_not)
 
     async def _one(self, scenario: Scenario, folder: Path, limits: Limits) -> tuple[Outcome, list[Row]]:
+        self._tell(News(begun=scenario.name))
         self._run = Run(scenario, folder, limits, self._tell, self._stop)
         return await self._run.to_the_end(), self._run.rows
 

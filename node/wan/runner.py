@@ -41,8 +41,10 @@ METRICS = "metrics.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """For whoever watches: a new row, or something that has happened."""
+    """For whoever watches: a run that begins, a new row, or something that has happened."""
 
+    begun: str | None = None
+    """The scenario's name."""
     row: Row | None = None
     happened: Happened | None = None
 
