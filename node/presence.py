@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import TypeVar
 
 from node.address_book import KnownPeers
 from node.events import EventSink
+from node.local_address import address_towards
 from node.neighbourhood import Neighbourhood
 from node.own_state import OwnState
 from node.reception import Reception
@@ -173,11 +173,6 @@ def _address_towards(multiaddrs: tuple[str, ...]) -> str:
     """This machine's address on the way to the first of them that is an IPv4 address; no packet is sent to find out."""
     for multiaddr in multiaddrs:
         parts = multiaddr.split("/")
-        if len(parts) > 2 and parts[1] == "ip4":
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                try:
-                    probe.connect((parts[2], 9))
-                except OSError:
-                    continue
-                return str(probe.getsockname()[0])
+        if len(parts) > 2 and parts[1] == "ip4" and (own := address_towards(parts[2])) is not None:
+            return own
     return "127.0.0.1"

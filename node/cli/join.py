@@ -10,6 +10,7 @@ import typer
 
 from node.cli.interrupts import STOP_LIMIT_S, Interrupts, end_by, leave_at_once, stop_on_end_of_input
 from node.cli.output import LogLevel, announce, event_sink, run_loop, start_log, tell
+from node.reach.standing import ReachMode
 from swarm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def join(
     advertise: Annotated[str | None, typer.Option(help="Host that others reach this node at.")] = None,
     port: Annotated[int, typer.Option(help="Port of the node; 0 for any.")] = 0,
     dht_port: Annotated[int, typer.Option(help="Port of its DHT; 0 for any.")] = 0,
+    reach: Annotated[ReachMode, typer.Option(help="auto asks the router for a port if need be.")] = ReachMode.AUTO,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:N, mps or auto.")] = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads for computing.")] = None,
     slots: Annotated[int | None, typer.Option(help="Microbatches held at a time.")] = None,
@@ -63,6 +65,7 @@ def join(
         advertise=advertise,
         port=port,
         dht_port=dht_port,
+        reach=reach,
         device=device,
         threads=threads,
         slots=slots,
