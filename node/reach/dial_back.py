@@ -8,10 +8,9 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from node.local_address import address_towards
-from node.presence import Presence
 from node.reach.allowance import Allowance
 from protocol.dial_back import (
     DIAL_BACK_S,
@@ -24,6 +23,7 @@ from protocol.dial_back import (
 from protocol.seams import Clock, FarEnd, Question, QuestionAbout
 from swarm.announcement import Announcement
 from swarm.errors import Busy, PeerError
+from swarm.membership import Membership
 from swarm.vocabulary import PeerId, PeerState, short
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Witness:
 
 
 @dataclass(frozen=True, slots=True)
-class Testimony:
+class Attempt:
     """What one peer found out about a port of ours."""
 
     witness: PeerId
@@ -81,22 +81,34 @@ class Testimony:
     """This machine's own address on the way to the witness; another one than the witness sees means address translation."""
 
 
-Ask = Callable[[int], Awaitable[Sequence[Testimony]]]
-"""Gets testimonies about a port; none when there is nobody to ask."""
+Ask = Callable[[int], Awaitable[Sequence[Attempt]]]
+"""Has a few peers try a port of ours; empty when there is nobody to ask."""
 
 
-def witnesses_of(presence: Presence, choose: Callable[[list[Announcement]], None] = random.shuffle) -> Ask:
+class Links(Protocol):
+    """What asking needs of `protocol.transport.GrpcTransport`."""
+
+    async def ask(self, peer: PeerId, question: Question, timeout_s: float) -> bytes:
+        """Raises PeerError."""
+        ...
+
+    def far_end(self, peer: PeerId) -> FarEnd | None: ...
+
+
+def witnesses_of(
+    membership: Membership, links: Links, choose: Callable[[list[Announcement]], None] = random.shuffle
+) -> Ask:
     """Asks up to three peers of the run, in different networks where there are such. `choose` puts the candidates into an order."""
 
-    async def ask(port: int) -> list[Testimony]:
-        candidates = [a for a in presence.membership.peers() if a.addresses and a.state is not PeerState.VISITING]
+    async def ask(port: int) -> list[Attempt]:
+        candidates = [a for a in membership.peers() if a.addresses and a.state is not PeerState.VISITING]
         choose(candidates)
         order = scattered(candidates)[:MAX_ASKED]
-        found: list[Testimony] = []
+        found: list[Attempt] = []
         while order and len(found) < WITNESSES:
             wanted = WITNESSES - len(found)
             now, order = order[:wanted], order[wanted:]
-            answers = await asyncio.gather(*(_ask_one(presence, a.peer, port) for a in now))
+            answers = await asyncio.gather(*(_ask_one(links, a.peer, port) for a in now))
             found += [answer for answer in answers if answer is not None]
         return found
 
@@ -125,13 +137,12 @@ def network_of(address: str) -> str:
     return str(ipaddress.ip_network((found, 24 if found.version == 4 else 48), strict=False))
 
 
-async def _ask_one(presence: Presence, peer: PeerId, port: int) -> Testimony | None:
-    transport = presence.transport
+async def _ask_one(links: Links, peer: PeerId, port: int) -> Attempt | None:
     try:
-        answer = await transport.ask(peer, Question(QuestionAbout.DIAL_BACK, port=port), ASK_TIMEOUT_S)
+        answer = await links.ask(peer, Question(QuestionAbout.DIAL_BACK, port=port), ASK_TIMEOUT_S)
         result = decode_dial_back(answer)
     except PeerError as error:
         log.info("%s is no witness: %s", short(peer), error)
         return None
-    end = transport.far_end(peer)
-    return Testimony(peer, result, None if end is None else address_towards(end.host))
+    end = links.far_end(peer)
+    return Attempt(peer, result, None if end is None else address_towards(end.host))

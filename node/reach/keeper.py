@@ -73,7 +73,7 @@ async def reachable(
     transport, own = presence.transport, presence.own
     presence.reception.witness = Witness(transport.far_end, own.clock)
     router = Router(ways_to_map()) if mode is ReachMode.AUTO else None
-    ask = witnesses_of(presence)
+    ask = witnesses_of(presence.membership, transport)
     adoption = Adoption(own, events, presence.neighbourhood.announce, own.addresses)
 
     async def climbing() -> Standing:

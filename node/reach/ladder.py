@@ -1,4 +1,4 @@
-"""The ladder's decisions: what the testimonies of peers come to, and which step is tried next.
+"""The ladder's decisions: what the peers' attempts to connect come to, and which step is tried next.
 
 What peers say decides, and no peer is trusted alone: of those asked, half must have connected.
 """
@@ -10,21 +10,21 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from node.reach.dial_back import Ask, Testimony
+from node.reach.dial_back import Ask, Attempt
 from node.reach.port_mapping import Mapping, NotMapped, Router
 from node.reach.standing import ReachStep, Standing
 from protocol.dial_back import DialBackOutcome
 
 
-def judge(testimonies: Sequence[Testimony], port: int, told_host: str | None) -> Standing:
-    """What the testimonies about `port` come to.
+def judge(attempts: Sequence[Attempt], port: int, told_host: str | None) -> Standing:
+    """What the peers' attempts at `port` come to.
 
     A witness in our own network proves little to others; those that see a public address of ours count, when there are any.
 
     Args:
         told_host: what a person wants to be advertised, which is never replaced by what others see.
     """
-    tried = [t for t in testimonies if t.result.outcome is not DialBackOutcome.NOT_TRIED]
+    tried = [t for t in attempts if t.result.outcome is not DialBackOutcome.NOT_TRIED]
     if not tried:
         return Standing(ReachStep.UNKNOWN, "no peer of the run could be asked to connect")
     counted = [t for t in tried if ipaddress.ip_address(t.result.host).is_global] or tried
@@ -81,7 +81,7 @@ async def _tested(mapping: Mapping, told_host: str | None, ask: Ask) -> Standing
     )
 
 
-def _unreachable(counted: Sequence[Testimony], host: str, port: int) -> Standing:
+def _unreachable(counted: Sequence[Attempt], host: str, port: int) -> Standing:
     translated = any(t.local_host not in (None, t.result.host) for t in counted)
     failed = [t.result.outcome for t in counted if t.result.outcome is not DialBackOutcome.REACHED]
     why = _IN_WORDS[Counter(failed).most_common(1)[0][0]]
@@ -112,5 +112,5 @@ def _why_in_vain(mapping: Mapping, tested: Standing) -> str:
     return f"the router has mapped port {mapping.external_port} by {mapping.how}, and still: {tested.reason}"
 
 
-def _most_common(testimonies: Sequence[Testimony]) -> str:
-    return Counter(t.result.host for t in testimonies).most_common(1)[0][0]
+def _most_common(attempts: Sequence[Attempt]) -> str:
+    return Counter(t.result.host for t in attempts).most_common(1)[0][0]

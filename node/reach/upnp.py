@@ -10,7 +10,7 @@ import random
 import re
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from node.reach.gateway import default_gateway
@@ -32,16 +32,26 @@ _LOCATION: Final = re.compile(rb"^location:[ \t]*(\S{1,512})[ \t]*\r?$", re.IGNO
 _URL: Final = re.compile(r"http://([0-9.]{7,15})(?::[0-9]{1,5})?/.*")
 
 Search = Callable[[str], str | None]
+Connect = Callable[[str], tuple[Any, str]]
 
 
 class Upnp:
-    """`node.reach.port_mapping.PortMapper`. `gateway` finds the router, `search` its description's URL."""
+    """`node.reach.port_mapping.PortMapper`.
+
+    `gateway` finds the router, `search` its description's URL; `connect` reads that and gives miniupnpc's device and its control URL.
+    """
 
     how = "UPnP"
 
-    def __init__(self, gateway: Callable[[], str | None] = default_gateway, search: Search | None = None) -> None:
+    def __init__(
+        self,
+        gateway: Callable[[], str | None] = default_gateway,
+        search: Search | None = None,
+        connect: Connect | None = None,
+    ) -> None:
         self._gateway = gateway
         self._search = search or description_of
+        self._connect = connect or _by_miniupnpc
         self._device: Any = None
 
     def map(self, port: int, external_port: int, lease_s: int) -> Mapping | NotMapped:
@@ -74,19 +84,18 @@ class Upnp:
 
     def _find(self) -> Any:
         """miniupnpc's device, or NotMapped."""
-        try:
-            import miniupnpc
-        except ImportError:
-            return NotMapped("miniupnpc is not installed (`pip install 'skipstone[nat]'`)")
         gateway = self._gateway()
         if gateway is None:
             return NotMapped("no default gateway is known")
         location = self._search(gateway)
         if location is None:
             return NotMapped(f"the router at {gateway} did not answer the search")
-        device = miniupnpc.UPnP()
         try:
-            control = str(device.selectigd(location))
+            device, control = self._connect(location)
+        except ImportError:
+            return NotMapped(
+                f"the router at {gateway} speaks it, but miniupnpc is not installed here (`pip install 'skipstone[nat]'`)"
+            )
         except Exception as error:  # miniupnpc has no type of its own
             return NotMapped(f"the router at {gateway} offers no such service: {error}")
         if not leads_to(gateway, control):
@@ -107,17 +116,17 @@ def location_in(answer: bytes, gateway: str) -> str | None:
     return location if leads_to(gateway, location) else None
 
 
-def description_of(gateway: str, port: int = _PORT) -> str | None:
+def description_of(gateway: str, targets: Sequence[tuple[str, int]] | None = None) -> str | None:
     """Searches (UPnP Device Architecture 1.1, section 1.3) and takes the gateway's own answer.
 
-    The question goes to the gateway and to the group that it has to listen to: many answer only the latter.
+    The question goes to the gateway and to the group that it has to listen to, because many answer only the latter; or to `targets`.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as searching:
         searching.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_TTL, 2)
         for device in _DEVICES:
-            for target in (gateway, _MULTICAST):
+            for target in targets or ((gateway, _PORT), (_MULTICAST, _PORT)):
                 try:
-                    searching.sendto(_SEARCH.format(device).encode(), (target, port))
+                    searching.sendto(_SEARCH.format(device).encode(), target)
                 except OSError:
                     continue  # no way there; the other may do
         return _first_answer(searching, gateway, time.monotonic() + SEARCH_S)
@@ -133,6 +142,13 @@ def _first_answer(searching: socket.socket, gateway: str, deadline: float) -> st
         if host == gateway and (location := location_in(answer, gateway)) is not None:
             return location
     return None
+
+
+def _by_miniupnpc(location: str) -> tuple[Any, str]:
+    import miniupnpc
+
+    device = miniupnpc.UPnP()
+    return device, str(device.selectigd(location))
 
 
 def _add(device: Any, external_port: int, port: int, lease_s: int) -> str | None:
