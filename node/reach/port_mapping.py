@@ -91,11 +91,12 @@ class Router:
     async def keep(self) -> NotMapped:
         """Renews the mapping at half its lease, and once more at three quarters where that fails. Returns when it is lost."""
         while (held := self.mapping) is not None and (mapper := self._used) is not None:
-            await self._sleep(held.lease_s / 2)
+            lease_s = min(held.lease_s, self._lease_s)  # what has no end is asked for again too: routers restart
+            await self._sleep(lease_s / 2)
             answer = await self._ask(mapper, held.internal_port, held.external_port)
             if isinstance(answer, NotMapped):
                 log.info("the mapping of port %d is not renewed yet: %s", held.internal_port, answer.reason)
-                await self._sleep(held.lease_s / 4)
+                await self._sleep(lease_s / 4)
                 answer = await self._ask(mapper, held.internal_port, held.external_port)
             if isinstance(answer, NotMapped):
                 self.mapping = None
@@ -114,6 +115,8 @@ class Router:
             failed = await aside(lambda: mapper.unmap(held), CLOSE_S)
         except TimeoutError:
             failed = NotMapped("the router did not answer in time")
+        except OSError as error:
+            failed = NotMapped(str(error.strerror or error))
         if failed is not None:
             log.info(
                 "port %d of the router stays mapped for at most %.0f s: %s",
@@ -127,3 +130,5 @@ class Router:
             return await aside(lambda: mapper.map(port, external_port, self._lease_s), ASK_ROUTER_S)
         except TimeoutError:
             return NotMapped(f"no answer within {ASK_ROUTER_S:g} s")
+        except OSError as error:
+            return NotMapped(f"it cannot be asked: {error.strerror or error}")

@@ -209,6 +209,23 @@ async def test_a_mapping_is_renewed_at_half_its_lease_and_lost_when_that_fails_t
     assert way.asked == [(PORT, PORT)] * 6
 
 
+async def test_a_mapping_without_end_is_asked_for_again_all_the_same() -> None:
+    waits = Waits(99)
+    kept = Router((MadeUp([mapping(lease_s=float("inf")), NotMapped("restarted")]),), waits)
+    await kept.open(PORT)
+    await kept.keep()
+    assert waits.waited == [300.0, 150.0]
+
+
+async def test_a_machine_that_cannot_ask_has_no_mapping() -> None:
+    class NoSocket(MadeUp):
+        def map(self, port: int, external_port: int, lease_s: int) -> Mapping | NotMapped:
+            raise OSError(24, "Too many open files")
+
+    answer = await router(NoSocket([mapping()])).open(PORT)
+    assert answer == NotMapped("made up: it cannot be asked: Too many open files")
+
+
 async def test_a_mapping_that_moves_is_told() -> None:
     kept = Router((MadeUp([mapping(), mapping(50_001)]),), Waits(99))
     await kept.open(PORT)
