@@ -106,7 +106,7 @@ async def watch(
         wait_s = AGAIN_S.get(standing.step, pause_s)
         if standing.step is ReachStep.UNKNOWN:
             pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
-        if standing.step is ReachStep.MAPPED and router is not None:
+        if router is not None and router.mapping is not None:
             await _until_lost(router, wait_s, sleep)
         else:
             await sleep(wait_s)

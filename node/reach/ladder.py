@@ -36,7 +36,7 @@ def judge(attempts: Sequence[Attempt], port: int, told_host: str | None) -> Stan
         return Standing(ReachStep.DIRECT, said, address, seen_host=host)
     host = _most_common(counted)
     if told_host is not None and told_host != host:
-        said = f"others see this machine at {host}, where port {port} is closed; whether {told_host} leads here cannot be tested"
+        said = f"others see this machine at {host}, where port {port} does not answer; whether {told_host} leads here cannot be tested"
         return Standing(ReachStep.UNKNOWN, said, seen_host=host)
     return _unreachable(counted, host, port)
 

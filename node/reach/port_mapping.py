@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -61,18 +62,21 @@ class PortMapper(Protocol):
 class Router:
     """One port's mapping, asked for in the given ways one after the other. Used by one task at a time; `close` at the end.
 
-    `sleep` waits for so many seconds.
+    `sleep` waits for so many seconds, `now` is in monotonic ones.
     """
 
     def __init__(
         self,
         mappers: Sequence[PortMapper],
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        now: Callable[[], float] = time.monotonic,
         lease_s: int = LEASE_S,
     ) -> None:
         self._mappers = mappers
         self._sleep = sleep
+        self._now = now
         self._lease_s = lease_s
+        self._asked_at = 0.0
         self._used: PortMapper | None = None
         self.mapping: Mapping | None = None
 
@@ -89,10 +93,13 @@ class Router:
         return NotMapped("; ".join(reasons) or "no way of asking the router is known")
 
     async def keep(self) -> NotMapped:
-        """Renews the mapping at half its lease, and once more at three quarters where that fails. Returns when it is lost."""
+        """Renews the mapping at half its lease, and once more at three quarters where that fails. Returns when it is lost.
+
+        May be cancelled and called again: it goes on where it was.
+        """
         while (held := self.mapping) is not None and (mapper := self._used) is not None:
             lease_s = min(held.lease_s, self._lease_s)  # what has no end is asked for again too: routers restart
-            await self._sleep(lease_s / 2)
+            await self._sleep(max(0.0, self._asked_at + lease_s / 2 - self._now()))
             answer = await self._ask(mapper, held.internal_port, held.external_port)
             if isinstance(answer, NotMapped):
                 log.info("the mapping of port %d is not renewed yet: %s", held.internal_port, answer.reason)
@@ -126,9 +133,13 @@ class Router:
             )
 
     async def _ask(self, mapper: PortMapper, port: int, external_port: int) -> Mapping | NotMapped:
+        began = self._now()
         try:
-            return await aside(lambda: mapper.map(port, external_port, self._lease_s), ASK_ROUTER_S)
+            answer = await aside(lambda: mapper.map(port, external_port, self._lease_s), ASK_ROUTER_S)
         except TimeoutError:
             return NotMapped(f"no answer within {ASK_ROUTER_S:g} s")
         except OSError as error:
             return NotMapped(f"it cannot be asked: {error.strerror or error}")
+        if isinstance(answer, Mapping):
+            self._asked_at = began
+        return answer

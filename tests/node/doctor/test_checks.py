@@ -23,6 +23,7 @@ from node.doctor.ports import look_at_port
 from node.doctor.versions import LIBRARIES, Wanted, satisfies, versions, wanted_here
 from node.reach.standing import ReachStep, Standing
 from swarm.errors import ConfigError, Rejected
+from swarm.vocabulary import Reasoned
 from tests.node.small_swarm import ManualClock
 
 HERE = "127.0.0.1"
@@ -157,6 +158,18 @@ def test_a_gpu_that_torch_cannot_use_is_a_warning(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("node.doctor.compute_device.NVIDIA", tmp_path)
     finding = look_at_device("auto")[0]
     assert (finding.level, "CUDA" in finding.fix) == (Level.WARN, True)
+
+
+@pytest.mark.parametrize(("free", "level"), [(20 * GIB, Level.OK), (GIB, Level.WARN)])
+def test_a_gpu_is_told_with_its_memory(monkeypatch: pytest.MonkeyPatch, free: int, level: Level) -> None:
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (free, 24 * GIB))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA RTX 4090")
+    monkeypatch.setattr("node.doctor.compute_device.choose_device", lambda wish: Reasoned(torch.device("cuda"), "auto"))
+    monkeypatch.setattr("node.doctor.compute_device.matmul_flops", lambda device, size: 5e13)
+    finding = look_at_device("auto")[0]
+    assert finding.level is level
+    assert finding.found.startswith(f"NVIDIA RTX 4090, {free / GIB:.1f} of 24.0 GiB free; a CUDA matrix product")
+    assert "50,000 GFLOP/s" in finding.found
 
 
 def test_a_port_that_is_taken_fails_and_a_free_one_does_not() -> None:

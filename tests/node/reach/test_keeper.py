@@ -10,7 +10,7 @@ import pytest
 from node.events import Event, Reach
 from node.own_state import OwnState
 from node.reach.keeper import AGAIN_S, Adoption, watch
-from node.reach.port_mapping import Mapping, NotMapped, Router
+from node.reach.port_mapping import Mapping, NotMapped
 from node.reach.standing import ReachStep, Standing
 from swarm.vocabulary import PeerId, RunId
 from tests.node.reach.test_ladder import MadeUp, Waits, mapping
@@ -78,7 +78,7 @@ async def test_the_ladder_is_climbed_again_sooner_where_it_may_help() -> None:
 
 @pytest.mark.parametrize("renewed", [NotMapped("restarted"), mapping(50_001)])
 async def test_a_lost_mapping_has_the_ladder_climbed_at_once(renewed: Mapping | NotMapped) -> None:
-    router = Router((MadeUp([mapping(50_000), renewed]),), Waits(2))
+    router = Waits(2).router(MadeUp([mapping(50_000), renewed]))
     climbs = 0
 
     async def climbing() -> Standing:

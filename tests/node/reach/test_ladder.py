@@ -185,22 +185,29 @@ async def test_every_way_is_tried_and_says_why_not() -> None:
 
 
 class Waits:
-    """Time that passes at once; `until` stops it after so many waits."""
+    """Time that passes at once, for so many waits; the next one never ends."""
 
     def __init__(self, most: int) -> None:
         self.waited: list[float] = []
+        self.now = 0.0
+        self.waited_for: float | None = None
         self._most = most
 
     async def __call__(self, seconds: float) -> None:
+        self.waited_for = seconds
         if len(self.waited) >= self._most:
             await asyncio.Event().wait()
         self.waited.append(seconds)
+        self.now += seconds
+
+    def router(self, way: PortMapper) -> Router:
+        return Router((way,), self, lambda: self.now)
 
 
 async def test_a_mapping_is_renewed_at_half_its_lease_and_lost_when_that_fails_twice() -> None:
     way = MadeUp([mapping(), mapping(), NotMapped("busy"), mapping(), NotMapped("restarted")])
     waits = Waits(99)
-    kept = Router((way,), waits)
+    kept = waits.router(way)
     await kept.open(PORT)
     lost = await kept.keep()
     assert waits.waited == [300.0, 300.0, 150.0, 300.0, 150.0]
@@ -209,9 +216,23 @@ async def test_a_mapping_is_renewed_at_half_its_lease_and_lost_when_that_fails_t
     assert way.asked == [(PORT, PORT)] * 6
 
 
+async def test_keeping_goes_on_where_it_was_interrupted() -> None:
+    way = MadeUp([mapping()])
+    waits = Waits(0)
+    kept = waits.router(way)
+    await kept.open(PORT)
+    waits.now = 200.0
+    keeping = asyncio.create_task(kept.keep())
+    async with asyncio.timeout(5):
+        while waits.waited_for is None:
+            await asyncio.sleep(0)
+    keeping.cancel()
+    assert waits.waited_for == 100.0
+
+
 async def test_a_mapping_without_end_is_asked_for_again_all_the_same() -> None:
     waits = Waits(99)
-    kept = Router((MadeUp([mapping(lease_s=float("inf")), NotMapped("restarted")]),), waits)
+    kept = waits.router(MadeUp([mapping(lease_s=float("inf")), NotMapped("restarted")]))
     await kept.open(PORT)
     await kept.keep()
     assert waits.waited == [300.0, 150.0]
@@ -227,7 +248,7 @@ async def test_a_machine_that_cannot_ask_has_no_mapping() -> None:
 
 
 async def test_a_mapping_that_moves_is_told() -> None:
-    kept = Router((MadeUp([mapping(), mapping(50_001)]),), Waits(99))
+    kept = Waits(99).router(MadeUp([mapping(), mapping(50_001)]))
     await kept.open(PORT)
     assert "50001" in (await kept.keep()).reason
     assert kept.mapping == mapping(50_001)
