@@ -76,6 +76,21 @@ class NodeStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class Reach:
+    """How others reach the node has changed, or was found out. docs/REACHABILITY.md has the steps."""
+
+    NAME: ClassVar[str] = "reach"
+    peer: str
+    step: str
+    """`direct`, `mapped`, `unreachable` or `unknown`; more words may come."""
+    address: str
+    """That it announces now."""
+    reason: str
+    fix: str
+    """What a person can do to reach a better step; empty when there is none."""
+
+
+@dataclass(frozen=True, slots=True)
 class Move:
     """The node leaves its module for another that needs it more. Statuses follow: draining, joining, serving."""
 
@@ -357,6 +372,7 @@ class Summary:
 Event = (
     Step
     | NodeStatus
+    | Reach
     | Move
     | InnerStep
     | Load

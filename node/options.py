@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from node.reach.standing import ReachMode
 from protocol.join_link import JoinLink
 from swarm.errors import ConfigError
 
@@ -40,6 +41,7 @@ class NodeOptions:
     """Of the gRPC server; 0 for any free one."""
     dht_port: int = 0
     """Of the DHT; 0 for any free one."""
+    reach: ReachMode = ReachMode.AUTO
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:N`, `mps`, or `auto` for the best there is."""
     threads: int | None = None

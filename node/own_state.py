@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from node.reach.standing import NOT_LOOKED, Standing
 from protocol.seams import Clock
 from swarm.announcement import Announcement
 from swarm.vocabulary import PROTOCOL_VERSIONS, AnchorVersion, ModuleId, PeerId, PeerState, RunId
@@ -28,6 +29,7 @@ class OwnState:
     tokens_per_second: float = 0.0
     steps: int = 0
     anchor: AnchorVersion | None = None
+    reach: Standing = NOT_LOOKED
     incarnation: int = field(init=False)
     """When this life began, for others to tell it from the one before."""
     _sequence: int = field(default=0, init=False)

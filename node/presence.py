@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -12,6 +13,7 @@ from typing import TypeVar
 
 from node.address_book import KnownPeers
 from node.events import EventSink
+from node.local_address import address_towards
 from node.neighbourhood import Neighbourhood
 from node.own_state import OwnState
 from node.reception import Reception
@@ -174,11 +176,10 @@ def _address_towards(multiaddrs: tuple[str, ...]) -> str:
     """This machine's IPv4 address on the way to the first of them that can be found; it is sent no packet for that."""
     for multiaddr in multiaddrs:
         parts = multiaddr.split("/")
-        if len(parts) > 2 and parts[1] in ("ip4", "dns4"):
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                try:
-                    probe.connect((parts[2], 9))
-                except OSError:
-                    continue
-                return str(probe.getsockname()[0])
+        if len(parts) <= 2 or parts[1] not in ("ip4", "dns4"):
+            continue
+        with contextlib.suppress(OSError):
+            own = address_towards(socket.gethostbyname(parts[2]))
+            if own is not None:
+                return own
     return "127.0.0.1"

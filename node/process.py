@@ -19,6 +19,7 @@ from node.leave import leave_requests
 from node.moving import MovePeriods, Mover, NextModule, stay_for_ever, workload_of
 from node.options import NodeOptions
 from node.presence import Presence, Whereabouts, present
+from node.reach.keeper import reachable
 from node.resume import Resumed, find_own
 from node.saving import SaveRequests
 from node.task_scope import unless
@@ -69,7 +70,8 @@ async def run_node(options: NodeOptions, events: EventSink, stop: asyncio.Event,
                 signed = await unless(stop, presence.fetch_manifest(options.patience_s))
                 if signed is None:
                     return
-            await _serve(options, presence, signed, device.value, logged, stop, moving or readiness_to_move)
+            async with reachable(options.reach, options.advertise, presence, logged):
+                await _serve(options, presence, signed, device.value, logged, stop, moving or readiness_to_move)
 
 
 async def _serve(

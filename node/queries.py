@@ -82,7 +82,7 @@ async def query_evaluation(
             for stages in subsets:
                 question = Question(QuestionAbout.EVALUATE, microbatches, stages=stages)
                 answer = await presence.transport.ask(peer, question, EVALUATION_TIMEOUT_S)
-                measured.append((stages, loss_in(_parse(answer))))
+                measured.append((stages, loss_in(parse_answer(answer))))
             return loss_report(measured)
 
         def is_data_node(peer: PeerId) -> bool:
@@ -96,15 +96,15 @@ async def query_evaluation(
 async def _ask_all(presence: Presence, announcements: list[Announcement]) -> list[dict[str, Any] | None]:
     async def ask(peer: PeerId) -> dict[str, Any] | None:
         try:
-            return _parse(await presence.transport.ask(peer, Question(QuestionAbout.STATUS), STATUS_TIMEOUT_S))
+            return parse_answer(await presence.transport.ask(peer, Question(QuestionAbout.STATUS), STATUS_TIMEOUT_S))
         except PeerError:
             return None
 
     return list(await asyncio.gather(*(ask(announcement.peer) for announcement in announcements)))
 
 
-def _parse(text: bytes) -> dict[str, Any]:
-    """Raises ProtocolViolation when a peer's answer is not a JSON object."""
+def parse_answer(text: bytes) -> dict[str, Any]:
+    """A peer's answer to a question whose answer is JSON. Raises ProtocolViolation when it is not a JSON object."""
     try:
         table = json.loads(text)
     except (ValueError, RecursionError):

@@ -37,6 +37,8 @@ def status_json(own: OwnState, duty: Duty) -> bytes:
         "module": str(own.module),
         "state": own.state.name.lower(),
         "addresses": list(own.addresses),
+        "reach": {"step": own.reach.step.value, "reason": own.reach.reason},
+        "unix_ms": int(own.clock.wall() * 1000),
         "slots": custody.slots,
         "free_slots": custody.slots - custody.used_slots,
         "round": 0 if own.anchor is None else own.anchor.round,

@@ -23,6 +23,7 @@ from node.events import (
     NodeSummary,
     Note,
     PeerSummary,
+    Reach,
     Restored,
     Resumed,
     RoundCommitted,
@@ -193,6 +194,8 @@ def apply(state: SwarmProgress, index: int, event: Event, now: float) -> Progres
             return Progressed(replace(state, waiting=waiting), (event,) if event.module in state.waiting else ())
         case Note():
             return noted(state, event)
+        case Reach():
+            return Progressed(state, ())  # all of them are on this machine
         case _:
             return Progressed(state, (event,))
 

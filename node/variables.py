@@ -19,6 +19,7 @@ SETTINGS: Final = (
     "advertise",
     "port",
     "dht-port",
+    "reach",
     "device",
     "threads",
     "slots",

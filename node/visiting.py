@@ -19,8 +19,12 @@ class _Silent:
         return
 
 
-def visit(link: JoinLink) -> AbstractAsyncContextManager[Presence]:
-    """A visitor's presence on this machine: any port, a key of its own, and nothing kept for others in the DHT."""
-    where = Whereabouts(listen="0.0.0.0")  # noqa: S104 - it may be reached by whoever it asks
+def visit(
+    link: JoinLink,
+    listen: str = "0.0.0.0",  # noqa: S104 - it may be reached by whoever it asks
+    port: int = 0,
+) -> AbstractAsyncContextManager[Presence]:
+    """A visitor's presence on this machine: any port unless one is given, a key of its own, and nothing kept for others in the DHT."""
+    where = Whereabouts(listen=listen, port=port)
     settings = DirectorySettings(where.listen, 0, (), link.peers, client=True)
     return present(Identity.generate(), link.run, where, settings, SystemClock(), _Silent())

@@ -8,7 +8,7 @@ from protocol.certificates import TlsCredentials
 from protocol.frames import Hello, decode, encode
 from protocol.handshake import expect_hello, objection_error, objection_to
 from protocol.seams import Contact
-from protocol.streams import DialledStream, open_channel
+from protocol.streams import DialledStream, far_end_at, open_channel
 from swarm.errors import PeerError, Rejected, Unreachable
 from swarm.vocabulary import short
 
@@ -40,7 +40,8 @@ async def _first_that_answers(
     error: PeerError = Unreachable(f"no address is known of {short(contact.peer)}")
     for address in contact.addresses:
         try:
-            stream = DialledStream(open_channel(contact, address, credentials))
+            channel = open_channel(contact, address, credentials)
+            stream = DialledStream(channel, far_end_at(address, contact.certificate))
         except Unreachable as unusable:
             error = unusable
             continue

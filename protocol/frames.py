@@ -280,6 +280,8 @@ def _wire_question(frame: QuestionFrame) -> wire.Question:
             assert question.module is not None
             state = wire.StateQuestion(module=wire_module(question.module), digest=question.digest)
             return wire.Question(id=frame.id, state=state)
+        case QuestionAbout.DIAL_BACK:
+            return wire.Question(id=frame.id, dial_back=wire.DialBackQuestion(port=question.port))
 
 
 def _read_question(question: wire.Question) -> QuestionFrame:
@@ -293,6 +295,8 @@ def _read_question(question: wire.Question) -> QuestionFrame:
         case QuestionAbout.STATE:
             module, digest = read_module(question.state.module), checked_digest(question.state.digest)
             asked = Question(QuestionAbout.STATE, module=module, digest=digest)
+        case QuestionAbout.DIAL_BACK:
+            asked = Question(QuestionAbout.DIAL_BACK, port=_read_port(question.dial_back.port))
         case about:
             asked = Question(about)
     return QuestionFrame(question.id, asked)
@@ -304,6 +308,12 @@ def _read_microbatches(microbatches: int) -> int:
             f"an evaluation of {microbatches} microbatches; 1 to {MAX_EVALUATION_MICROBATCHES} can be asked"
         )
     return microbatches
+
+
+def _read_port(port: int) -> int:
+    if not 0 < port < 65536:
+        raise ProtocolViolation(f"port {port} does not exist")
+    return port
 
 
 def _read_stages(stages: Sequence[int]) -> tuple[int, ...]:
@@ -319,6 +329,7 @@ _ANSWER_FIELDS: Final = {
     QuestionAbout.STATUS: "status",
     QuestionAbout.EVALUATE: "evaluation",
     QuestionAbout.STATE: "state",
+    QuestionAbout.DIAL_BACK: "dial_back",
 }
 _ANSWER_KINDS: Final = {field: about for about, field in _ANSWER_FIELDS.items()}
 

@@ -33,7 +33,7 @@ from protocol.inbox import Inbox
 from protocol.meter import Meter
 from protocol.outbox import Outbox
 from protocol.questions import Answering, Asking
-from protocol.seams import Clock, LinkFigures, LinkHandler, Question
+from protocol.seams import Clock, FarEnd, LinkFigures, LinkHandler, Question
 from protocol.settings import TransportSettings
 from protocol.streams import Stream
 from protocol.tensor_spec import TensorSpec
@@ -66,12 +66,14 @@ class Link:
         stream: Stream,
         *,
         dialled: bool,
+        far_end: FarEnd | None,
         surroundings: LinkSurroundings,
         on_end: Callable[[Link, PeerError], None],
     ) -> None:
         settings = surroundings.settings
         self.peer = peer
         self.dialled = dialled
+        self.far_end = far_end
         self.since = surroundings.clock.monotonic()
         self.outbox = Outbox(
             {

@@ -56,7 +56,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One of the questions of link.proto. `microbatches` and `stages` are only for `evaluate`, the rest only for `state`."""
+    """One of the questions of link.proto. `microbatches` and `stages` are only for `evaluate`, `module` and `digest` only for `state`, `port` only for `dial_back`."""
 
     about: QuestionAbout
     microbatches: int = 0
@@ -64,6 +64,8 @@ class Question:
     digest: bytes = b""
     stages: tuple[int, ...] = ()
     """Visited after stage 0, in rising order; none: all of them."""
+    port: int = 0
+    """Of the asker, to be dialled."""
 
 
 class QuestionAbout(enum.Enum):
@@ -72,6 +74,18 @@ class QuestionAbout(enum.Enum):
     EVALUATE = "evaluate"
     STATE = "state"
     """Which hash list belongs to a digest; the answer is `protocol.hash_list`'s."""
+    DIAL_BACK = "dial_back"
+    """Whether the asker can be connected to; the answer is `protocol.dial_back`'s."""
+
+
+@dataclass(frozen=True, slots=True)
+class FarEnd:
+    """The other end of a link, as TLS has proved it."""
+
+    host: str
+    """Its IP address as this side sees it; the host's name when this side dialled a name."""
+    certificate: bytes
+    """DER."""
 
 
 class LinkHandler(Protocol):

@@ -7,16 +7,18 @@ grpc.aio can raise is mapped here, so that nobody else has to know it.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import re
 import ssl
 from collections.abc import Awaitable, Callable
 from typing import Final, Protocol, TypeAlias
+from urllib.parse import unquote
 
 import grpc
 
 from protocol.certificates import TlsCredentials, pem_of
 from protocol.chunks import MAX_CHUNK_FRAME_BYTES
-from protocol.seams import Contact
+from protocol.seams import Contact, FarEnd
 from swarm.errors import PeerError, ProtocolViolation, Rejected, Unreachable
 
 SERVICE: Final = "skipstone.Skipstone"
@@ -95,9 +97,14 @@ class Stream(Protocol):
 class DialledStream:
     """The stream that this side opened, and the channel that serves it alone."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
+    def __init__(self, channel: grpc.aio.Channel, far_end: FarEnd | None = None) -> None:
         self._channel = channel
+        self._far_end = far_end
         self._call = channel.stream_stream(f"/{SERVICE}/{METHOD}")()
+
+    def far_end(self) -> FarEnd | None:
+        """Whom the channel was opened to, if whoever opened it has said so."""
+        return self._far_end
 
     async def read(self) -> bytes | None:
         try:
@@ -135,6 +142,10 @@ class AcceptedStream:
     def __init__(self, context: ServicerContext) -> None:
         self._context = context
 
+    def far_end(self) -> FarEnd:
+        """The caller; its host is empty when gRPC does not say. Raises Rejected when it showed no certificate."""
+        return FarEnd(_host_of_caller(self._context.peer()), self.certificate())
+
     def certificate(self) -> bytes:
         """DER of the leaf that the caller proved to own in the TLS handshake.
 
@@ -164,6 +175,27 @@ class AcceptedStream:
 
     async def close(self) -> None:
         """Likewise."""
+
+
+def far_end_at(address: str, certificate: bytes) -> FarEnd:
+    """The far end of a stream that is dialled at `host:port`."""
+    return FarEnd(address.rpartition(":")[0].strip("[]"), certificate)
+
+
+def _host_of_caller(name: str) -> str:
+    """The IP address in gRPC's name for a caller, such as `ipv4:192.0.2.1:4002` or `ipv6:%5B2001:db8::1%5D:4002`; empty if there is none.
+
+    A caller by IPv4 at a socket for both is named by its IPv4 address.
+    """
+    kind, _, address = unquote(name).partition(":")
+    host = address.rpartition(":")[0].strip("[]").partition("%")[0]
+    try:
+        found = ipaddress.ip_address(host) if kind in ("ipv4", "ipv6") else None
+    except ValueError:
+        return ""
+    if isinstance(found, ipaddress.IPv6Address):
+        found = found.ipv4_mapped or found
+    return "" if found is None else str(found)
 
 
 def raise_if_cancelled() -> None:

@@ -26,7 +26,7 @@ from protocol.frames import AnnouncementFrame, Farewell, FarewellReason, Hello, 
 from protocol.handshake import Duplicate, expect_hello, objection_to
 from protocol.identity import Identity
 from protocol.link import Link, LinkSurroundings
-from protocol.seams import AddressBook, Clock, Contact, LinkFigures, LinkHandler, Question
+from protocol.seams import AddressBook, Clock, Contact, FarEnd, LinkFigures, LinkHandler, Question
 from protocol.settings import TransportSettings
 from protocol.streams import AcceptedStream, DialledStream, ServicerContext, make_server
 from protocol.tensor_spec import TensorSpec
@@ -139,6 +139,11 @@ class GrpcTransport:
         link = self._links.get(peer)
         return 0.0 if link is None else link.figures().round_trip_s
 
+    def far_end(self, peer: PeerId) -> FarEnd | None:
+        """Where the link to the peer leads; None without one."""
+        link = self._links.get(peer)
+        return None if link is None else link.far_end
+
     # ---- the table of links -------------------------------------------------------------------------------------
 
     async def _link_to(self, peer: PeerId) -> Link:
@@ -180,6 +185,7 @@ class GrpcTransport:
             peer,
             stream,
             dialled=isinstance(stream, DialledStream),
+            far_end=stream.far_end(),
             surroundings=self._surroundings,
             on_end=self._retire,
         )

@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from node.cli.check import check
+from node.cli.doctor import doctor
 from node.cli.export import export
 from node.cli.generate import generate
 from node.cli.join import join
@@ -85,6 +86,7 @@ app.command()(up)
 app.command()(join)
 app.command()(leave)
 app.command()(status)
+app.command()(doctor)
 app.command()(solo)
 app.command()(simulate)
 app.command()(check)

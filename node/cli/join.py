@@ -12,6 +12,7 @@ from node.cli.interrupts import STOP_LIMIT_S, Interrupts, end_by, leave_at_once,
 from node.cli.join_links import LinkFile, link_in
 from node.cli.options import setting
 from node.cli.output import LogLevel, announce, event_sink, run_loop, start_log, tell
+from node.reach.standing import ReachMode
 from node.variables import variable
 from swarm.errors import ConfigError
 
@@ -40,6 +41,7 @@ def join(
     advertise: Annotated[str | None, setting("advertise", "Host that others reach this node at.")] = None,
     port: Annotated[int, setting("port", "Port of the node; 0 for any.")] = 0,
     dht_port: Annotated[int, setting("dht-port", "Port of its DHT; 0 for any.")] = 0,
+    reach: Annotated[ReachMode, setting("reach", "auto asks the router for a port if need be.")] = ReachMode.AUTO,
     device: Annotated[str, setting("device", "cpu, cuda, cuda:N, mps or auto.")] = "auto",
     threads: Annotated[int | None, setting("threads", "CPU threads for computing.")] = None,
     slots: Annotated[int | None, setting("slots", "Microbatches held at a time.")] = None,
@@ -76,6 +78,7 @@ def join(
         advertise=advertise,
         port=port,
         dht_port=dht_port,
+        reach=reach,
         device=device,
         threads=threads,
         slots=slots,

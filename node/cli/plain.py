@@ -21,6 +21,7 @@ from node.events import (
     NodeSummary,
     Note,
     PeerChange,
+    Reach,
     Restored,
     Resumed,
     Retracted,
@@ -59,6 +60,8 @@ def plain_line(event: Event) -> str | None:
             return f"step {event.step}  loss {loss_text(event.loss)}  {count(event.tokens_per_s)} tokens/s"
         case NodeStatus():
             return _node_line(event)
+        case Reach():
+            return _reach_line(event)
         case Move():
             goal = f"module {harmless(event.target)}"
             return f"node {peer_name(event.peer)} leaves module {harmless(event.module)} for {goal}: {harmless(event.reason)}"
@@ -119,6 +122,11 @@ def _node_line(event: NodeStatus) -> str:
     module = f" module {harmless(event.module)}" if event.module else ""
     address = f" at {harmless(event.address)}" if event.address else ""
     return f"node {peer_name(event.peer)} {harmless(event.state)}{module}{address}"
+
+
+def _reach_line(event: Reach) -> str:
+    line = f"node {peer_name(event.peer)} reach {harmless(event.step)} at {harmless(event.address)}: {harmless(event.reason, 400)}"
+    return f"{line}\n  {harmless(event.fix, 400)}" if event.fix else line
 
 
 def _last_peer_line(event: LastPeer) -> str:

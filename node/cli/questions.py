@@ -122,8 +122,16 @@ def _status_row(peer: Mapping[str, Any]) -> tuple[RenderableType, ...]:
         Text(count(peer["tokens_per_s"])),
         Text(f"{peer['slots'] - peer['free_slots']}/{peer['slots']}"),
         _round_cell(peer),
-        Text(harmless(", ".join(str(address) for address in peer["addresses"]))),
+        _address_cell(peer),
     )
+
+
+def _address_cell(peer: Mapping[str, Any]) -> Text:
+    """Its addresses, and in brackets how others reach it as far as it knows."""
+    said = (peer["answered"] or {}).get("reach")
+    step = said.get("step") if isinstance(said, dict) else None
+    addresses = ", ".join(str(address) for address in peer["addresses"])
+    return Text(harmless(addresses if step in (None, "unknown") else f"{addresses} ({step})"))
 
 
 def _round_cell(peer: Mapping[str, Any]) -> RenderableType:

@@ -698,18 +698,20 @@ class LaneAbandon(_message.Message):
     def __init__(self, epoch: _Optional[bytes] = ..., number: _Optional[int] = ...) -> None: ...
 
 class Question(_message.Message):
-    __slots__ = ("id", "manifest", "status", "evaluate", "state")
+    __slots__ = ("id", "manifest", "status", "evaluate", "state", "dial_back")
     ID_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     EVALUATE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
+    DIAL_BACK_FIELD_NUMBER: _ClassVar[int]
     id: int
     manifest: ManifestQuestion
     status: StatusQuestion
     evaluate: EvaluateQuestion
     state: StateQuestion
-    def __init__(self, id: _Optional[int] = ..., manifest: _Optional[_Union[ManifestQuestion, _Mapping]] = ..., status: _Optional[_Union[StatusQuestion, _Mapping]] = ..., evaluate: _Optional[_Union[EvaluateQuestion, _Mapping]] = ..., state: _Optional[_Union[StateQuestion, _Mapping]] = ...) -> None: ...
+    dial_back: DialBackQuestion
+    def __init__(self, id: _Optional[int] = ..., manifest: _Optional[_Union[ManifestQuestion, _Mapping]] = ..., status: _Optional[_Union[StatusQuestion, _Mapping]] = ..., evaluate: _Optional[_Union[EvaluateQuestion, _Mapping]] = ..., state: _Optional[_Union[StateQuestion, _Mapping]] = ..., dial_back: _Optional[_Union[DialBackQuestion, _Mapping]] = ...) -> None: ...
 
 class ManifestQuestion(_message.Message):
     __slots__ = ()
@@ -753,18 +755,50 @@ class HashList(_message.Message):
     hashes: bytes
     def __init__(self, round: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., fragment: _Optional[int] = ..., elements: _Optional[int] = ..., chunk_elements: _Optional[int] = ..., hashes: _Optional[bytes] = ...) -> None: ...
 
+class DialBackQuestion(_message.Message):
+    __slots__ = ("port",)
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    port: int
+    def __init__(self, port: _Optional[int] = ...) -> None: ...
+
+class DialBackResult(_message.Message):
+    __slots__ = ("host", "outcome", "detail")
+    class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        OUTCOME_UNSPECIFIED: _ClassVar[DialBackResult.Outcome]
+        REACHED: _ClassVar[DialBackResult.Outcome]
+        CLOSED: _ClassVar[DialBackResult.Outcome]
+        SILENT: _ClassVar[DialBackResult.Outcome]
+        ANOTHER: _ClassVar[DialBackResult.Outcome]
+        NOT_TRIED: _ClassVar[DialBackResult.Outcome]
+    OUTCOME_UNSPECIFIED: DialBackResult.Outcome
+    REACHED: DialBackResult.Outcome
+    CLOSED: DialBackResult.Outcome
+    SILENT: DialBackResult.Outcome
+    ANOTHER: DialBackResult.Outcome
+    NOT_TRIED: DialBackResult.Outcome
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    outcome: DialBackResult.Outcome
+    detail: str
+    def __init__(self, host: _Optional[str] = ..., outcome: _Optional[_Union[DialBackResult.Outcome, str]] = ..., detail: _Optional[str] = ...) -> None: ...
+
 class Answer(_message.Message):
-    __slots__ = ("id", "manifest", "status", "evaluation", "refused", "state")
+    __slots__ = ("id", "manifest", "status", "evaluation", "refused", "state", "dial_back")
     ID_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
+    DIAL_BACK_FIELD_NUMBER: _ClassVar[int]
     id: int
     manifest: bytes
     status: bytes
     evaluation: bytes
     refused: str
     state: bytes
-    def __init__(self, id: _Optional[int] = ..., manifest: _Optional[bytes] = ..., status: _Optional[bytes] = ..., evaluation: _Optional[bytes] = ..., refused: _Optional[str] = ..., state: _Optional[bytes] = ...) -> None: ...
+    dial_back: bytes
+    def __init__(self, id: _Optional[int] = ..., manifest: _Optional[bytes] = ..., status: _Optional[bytes] = ..., evaluation: _Optional[bytes] = ..., refused: _Optional[str] = ..., state: _Optional[bytes] = ..., dial_back: _Optional[bytes] = ...) -> None: ...

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from node.reception import Reception
-from protocol.seams import Refusal
+from protocol.seams import Question, QuestionAbout, Refusal
 from protocol.tensor_spec import DType, TensorSpec
-from swarm.errors import Unreachable
+from swarm.errors import Rejected, Unreachable
 from swarm.lane_messages import Heard
 from swarm.messages import Backward, Close, Forward, Purpose, TensorMessage
 from swarm.round_messages import Accepting, Contribution, Progress, Reduced, RoundId, StateChunk, StateRequest
@@ -106,6 +106,20 @@ def test_words_about_lanes_go_to_who_minds_lanes() -> None:
     assert lanes.calls == [("told", (A, LANE_WORD))]
     assert [name for name, _ in carrier.calls] == ["told"]
     assert not rounds.calls
+
+
+async def test_a_node_is_a_witness_and_a_visitor_is_none() -> None:
+    receives, _, _ = reception()
+    question = Question(QuestionAbout.DIAL_BACK, port=4002)
+    with pytest.raises(Rejected, match="dial_back"):
+        await receives.answer(A, question)
+
+    class Bearer:
+        async def answer(self, asker: PeerId, asked: Question) -> bytes:
+            return f"{asker}: {asked.port}".encode()
+
+    receives.witness = Bearer()
+    assert await receives.answer(A, question) == f"{A}: 4002".encode()
 
 
 def test_both_hear_of_a_lost_link() -> None:

@@ -86,6 +86,13 @@ def test_status_shows_rounds_and_what_a_peer_says_cannot_break_it() -> None:
     assert "no answer" in status_of(None)
 
 
+def test_status_shows_how_a_peer_is_reached() -> None:
+    assert "(mapped)" in status_of({"reach": {"step": "mapped", "reason": "because"}})
+    assert "(" not in status_of({"reach": {"step": "unknown", "reason": "nobody"}})
+    for odd in (None, "direct", 7, [], {"step": "\x1b[2J"}):
+        assert "\x1b" not in status_of({"reach": odd})
+
+
 def status_of(answered: object) -> str:
     peer = {"peer": "12D3KooWpeer1abc", "module": "1.0", "state": "serving", "addresses": [], "tokens_per_s": 1.0}
     peer |= {"slots": 4, "free_slots": 1, "steps": 5, "round": 3, "digest": "", "answered": answered}

@@ -109,6 +109,8 @@ frames = st.one_of(
                 Question(QuestionAbout.MANIFEST),
                 Question(QuestionAbout.STATUS),
                 Question(QuestionAbout.EVALUATE, 256),
+                Question(QuestionAbout.DIAL_BACK, port=1),
+                Question(QuestionAbout.DIAL_BACK, port=65535),
                 Question(QuestionAbout.EVALUATE, 1, stages=(1, 3, 1023)),
                 Question(QuestionAbout.EVALUATE, 1, stages=tuple(range(1, 1024))),
             ]

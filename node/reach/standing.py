@@ -1,0 +1,49 @@
+"""The ladder's steps: the ways by which others can reach a node, best first.
+
+    direct       others connect to the node's own port
+    mapped       the router forwards a port to it, because it was asked to (UPnP or NAT-PMP)
+    unreachable  neither; the node reaches others, and they reach it over the links that it has opened
+    unknown      nobody was there to find it out
+
+Steps between `mapped` and `unreachable` (`reverse`, `relay`) are to come: whoever reads a step has to expect words that it does not know.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class ReachStep(enum.Enum):
+    DIRECT = "direct"
+    MAPPED = "mapped"
+    UNREACHABLE = "unreachable"
+    UNKNOWN = "unknown"
+
+
+class ReachMode(enum.Enum):
+    """What a node does so that others can reach it. It finds out how they do in any case."""
+
+    AUTO = "auto"
+    """Asks the router for a port when its own cannot be reached."""
+    DIRECT = "direct"
+    """Asks no router."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where a node stands on the ladder."""
+
+    step: ReachStep
+    reason: str
+    address: str | None = None
+    """`host:port` at which others have connected; None when they have not."""
+    fix: str = ""
+    """What a person can do to reach a better step."""
+    translated: bool = False
+    """Whether a router stands between that translates addresses, so that it may be worth asking it for a port."""
+    seen_host: str = ""
+    """The address that the others see."""
+
+
+NOT_LOOKED = Standing(ReachStep.UNKNOWN, "not found out yet")
