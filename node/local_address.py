@@ -7,11 +7,11 @@ import socket
 
 
 def address_towards(host: str) -> str | None:
-    """This machine's address on the way to an IP address; None when there is no way. No packet is sent to find out."""
+    """This machine's address on the way to a host; None when there is no way. It is sent no packet for that; a name is looked up (IPv4)."""
     try:
         family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
     except ValueError:
-        return None
+        family = socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))

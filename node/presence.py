@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -176,10 +174,6 @@ def _address_towards(multiaddrs: tuple[str, ...]) -> str:
     """This machine's IPv4 address on the way to the first of them that can be found; it is sent no packet for that."""
     for multiaddr in multiaddrs:
         parts = multiaddr.split("/")
-        if len(parts) <= 2 or parts[1] not in ("ip4", "dns4"):
-            continue
-        with contextlib.suppress(OSError):
-            own = address_towards(socket.gethostbyname(parts[2]))
-            if own is not None:
-                return own
+        if len(parts) > 2 and parts[1] in ("ip4", "dns4") and (own := address_towards(parts[2])) is not None:
+            return own
     return "127.0.0.1"
