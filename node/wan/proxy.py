@@ -72,8 +72,13 @@ class Proxy:
     async def _listening(self, connections: asyncio.TaskGroup) -> AsyncIterator[None]:
         """The port is open inside the block. Raises ResourceExhausted when somebody else has it."""
 
+        is_open = True
+
         def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            connections.create_task(self._carry(reader, writer))
+            if is_open:
+                connections.create_task(self._carry(reader, writer))
+            else:  # it was on its way here when the port was closed
+                _reset(writer)
 
         try:
             listener = socket.create_server(self._door.outside)
@@ -85,6 +90,7 @@ class Proxy:
         try:
             yield
         finally:
+            is_open = False
             server.close()
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -106,6 +112,8 @@ class Proxy:
 
     async def _connect_and_pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         source, target = writer.get_extra_info("peername"), writer.get_extra_info("sockname")
+        if source is None or target is None:  # the caller has broken it off already
+            raise ConnectionReset
         member = self._door.member
         caller = await self._find_caller((source[0], source[1]), (target[0], target[1]))
         if self._emulation.is_reset(caller):

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import itertools
 import os
+import socket
+import struct
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -23,6 +25,8 @@ from node.wan.sockets import Callers, Endpoint, descendants, listening, parse_so
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the emulation reads /proc")
 
 NODE, CALLER = 0, 1
+AT_ONCE = struct.pack("ii", 1, 0)
+"""SO_LINGER that makes closing a reset."""
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 _numbers = itertools.count(1)
@@ -156,13 +160,24 @@ async def test_a_reset_is_seen_at_both_ends_and_new_calls_are_refused() -> None:
 async def test_a_broken_connection_is_broken_for_the_other_side_too() -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readexactly(4)
-        writer.transport.get_extra_info("socket").setsockopt(1, 13, b"\x01\0\0\0\0\0\0\0")  # SO_LINGER of nothing
+        writer.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, AT_ONCE)
         writer.transport.abort()
 
     async with stage(serve, IDEAL, IDEAL) as at, at.call() as (reader, writer):
         writer.write(b"bye!")
         with pytest.raises(ConnectionResetError):
             await reader.read(1)
+
+
+async def test_callers_that_break_off_at_once_harm_nobody() -> None:
+    async with stage(echo, IDEAL, IDEAL) as at:
+        for _ in range(20):
+            hasty = socket.create_connection(at.outside)  # all of it before the proxy's turn
+            hasty.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, AT_ONCE)
+            hasty.close()
+        async with at.call() as (reader, writer):
+            writer.write_eof()
+            assert await reader.read(-1) == b"the end"
 
 
 async def test_a_black_hole_delivers_nothing_and_tells_nobody_until_it_is_gone() -> None:
@@ -235,6 +250,7 @@ async def test_a_port_is_open_while_the_node_listens() -> None:
         test_an_end_of_stream_closes_one_direction_alone,
         test_a_reset_is_seen_at_both_ends_and_new_calls_are_refused,
         test_a_broken_connection_is_broken_for_the_other_side_too,
+        test_callers_that_break_off_at_once_harm_nobody,
         test_what_cannot_be_delivered_is_not_read_without_end,
     ],
 )
