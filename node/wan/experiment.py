@@ -78,6 +78,8 @@ class Experiment:
             folder = self._folder / UNDISTURBED
             make_folder(folder)
             calm, runs[UNDISTURBED] = await self._one(self.scenario.undisturbed(), folder, limits)
+            if calm.tokens < outcome.tokens:
+                calm = None  # cut short or too slow: at other tokens there is nothing to compare
         plots, why_not = await asyncio.to_thread(_draw, self._folder, runs, outcome.diary)
         (self._folder / "report.md").write_text(report_text(self.scenario, outcome, calm, plots))
         return Result(outcome, calm, plots, why_not)
