@@ -17,9 +17,7 @@ import functools
 import logging
 import math
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from hivemind.dht.protocol import DHTProtocol
@@ -31,6 +29,7 @@ from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.timed_storage import ValueWithExpiration
 
+from protocol.allowance import Allowance
 from protocol.record_store import MAX_OWNERS_OF_KEY, Kept, RecordStore
 from protocol.records import MAX_LIFETIME_S, MAX_RECORD_BYTES, decode_announced, directory_key
 from swarm.announcement import Announcement
@@ -47,7 +46,6 @@ MAX_KEYS_PER_REQUEST = 256
 BUDGET_BURST_BYTES = 4 * 2**20
 BUDGET_BYTES_PER_S = 256 * 2**10
 """What one peer may make us check: about 200 records a second, a tenth of a core."""
-MAX_BUDGETS = 1024
 LOOKUP_COST_BYTES = 4096
 
 
@@ -210,32 +208,17 @@ def plausible(nearest: Mapping[Any, PeerID], most: int) -> dict[Any, PeerID]:
     return dict(honest[:most])
 
 
-@dataclass(slots=True)
-class _Budget:
-    left_bytes: float
-    at: float
-
-
 class SourceBudgets:
-    """How much work each peer may still cause: a token bucket each, for the latest MAX_BUDGETS of them."""
+    """How much work each peer may still cause, in bytes."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self._budgets: OrderedDict[str, _Budget] = OrderedDict()
+        self._allowance = Allowance(BUDGET_BURST_BYTES, 1 / BUDGET_BYTES_PER_S)
 
     def spend(self, peer: str, cost_bytes: int) -> None:
         """Raises ResourceExhausted when the peer has used up its share; later there will be some again."""
-        now = self._now()
-        budget = self._budgets.setdefault(peer, _Budget(BUDGET_BURST_BYTES, now))
-        self._budgets.move_to_end(peer)
-        if len(self._budgets) > MAX_BUDGETS:
-            self._budgets.popitem(last=False)
-        earned = max(0.0, now - budget.at) * BUDGET_BYTES_PER_S
-        budget.left_bytes = min(BUDGET_BURST_BYTES, budget.left_bytes + earned)
-        budget.at = now
-        if cost_bytes > budget.left_bytes:
+        if not self._allowance.take(peer, self._now(), cost_bytes):
             raise ResourceExhausted("too much at once; try again later")
-        budget.left_bytes -= cost_bytes
 
 
 class GuardedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no types

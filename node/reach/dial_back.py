@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from node.local_address import address_towards
-from node.reach.allowance import Allowance
+from protocol.allowance import Allowance
 from protocol.dial_back import (
     DIAL_BACK_S,
     DialBackOutcome,

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from node.reach.allowance import MAX_REMEMBERED, Allowance
 from node.reach.dial_back import (
     BURST,
     MAX_ASKED,
@@ -19,6 +18,7 @@ from node.reach.dial_back import (
     scattered,
     witnesses_of,
 )
+from protocol.allowance import MAX_REMEMBERED, Allowance
 from protocol.dial_back import DialBackOutcome, DialBackResult, decode_dial_back, encode_dial_back
 from protocol.identity import Identity
 from protocol.seams import FarEnd, Question, QuestionAbout

@@ -1,4 +1,4 @@
-"""How often something may be done for each of many askers."""
+"""How much may be done for each of many askers."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ class _Bucket:
 
 
 class Allowance:
-    """A token bucket for each name: `burst` times at once, then once in `refill_s` seconds. Forgets the longest unseen name."""
+    """A token bucket for each name: `burst` at once, then one more in `refill_s` seconds. Forgets the longest unseen name."""
 
     def __init__(self, burst: int, refill_s: float) -> None:
         self._burst = burst
         self._refill_s = refill_s
         self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
 
-    def take(self, name: str, now: float) -> bool:
-        """Whether it may be done for `name` at `now` (monotonic seconds); then it counts as done."""
+    def take(self, name: str, now: float, amount: int = 1) -> bool:
+        """Whether so much may be done for `name` at `now` (monotonic seconds); then it counts as done."""
         bucket = self._buckets.setdefault(name, _Bucket(self._burst, now))
         self._buckets.move_to_end(name)
         if len(self._buckets) > MAX_REMEMBERED:
             self._buckets.popitem(last=False)
         bucket.left = min(self._burst, bucket.left + max(0.0, now - bucket.at) / self._refill_s)
         bucket.at = now
-        if bucket.left < 1:
+        if bucket.left < amount:
             return False
-        bucket.left -= 1
+        bucket.left -= amount
         return True
