@@ -133,7 +133,7 @@ class RoundPeer:
             replica,
             compute,
             averaging,
-            (RoundCodecs(codec),),
+            rules.codecs,
             OuterRule(0.7, 0.9),
             1,
             TOKENS,

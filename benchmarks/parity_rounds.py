@@ -152,7 +152,7 @@ def _averager(
         learner.replica,
         compute,
         averaging,
-        tuple(rung.codecs for rung in rules.rungs),
+        rules.codecs,
         outer_rule(manifest),
         training.inner_steps,
         manifest.microbatch_tokens,

@@ -20,10 +20,12 @@ from protocol.certificates import make_credentials
 from protocol.directory import DhtDirectory, DirectorySettings
 from protocol.identity import Identity
 from protocol.join_link import JoinLink
+from protocol.manifest import Manifest
 from protocol.seams import Clock, Question, QuestionAbout
 from protocol.settings import TransportSettings
 from protocol.signed_manifest import SignedManifest, read_signed_manifest
 from protocol.transport import GrpcTransport
+from swarm.announcement import Announcement
 from swarm.errors import ManifestError, PeerError, Unreachable
 from swarm.membership import Membership
 from swarm.vocabulary import PeerId, PeerState, RunId, short
@@ -34,6 +36,8 @@ Answer = TypeVar("Answer")
 
 ASK_TIMEOUT_S = 10.0
 PAUSE_S = 0.3
+LOOK_AROUND_S = 1.5
+"""Enough for one look-up of every module."""
 MAX_LINK_PEERS = 4
 ANY_HOST = ("0.0.0.0", "::", "[::]")  # noqa: S104 - names of "all interfaces", not a decision to bind to them
 
@@ -74,6 +78,16 @@ class Presence:
         """What others need to join through this node."""
         return JoinLink(self.run, tuple(self.directory.multiaddrs()[:MAX_LINK_PEERS]))
 
+    def others(self) -> list[Announcement]:
+        """The peers of the run that are seen, but for those that only look around as well."""
+        return [seen for seen in self.membership.peers() if seen.state is not PeerState.VISITING]
+
+    async def look_around(self, manifest: Manifest) -> list[Announcement]:
+        """Looks up every module once, which takes a moment. Returns `others`."""
+        self.neighbourhood.watch(manifest.modules())
+        await asyncio.sleep(LOOK_AROUND_S)
+        return self.others()
+
     async def withdraw(self, limit_s: float) -> None:
         """The last word of a node that leaves: it hosts nothing. Linked peers hear it at once, the directory if it can."""
         self.own.state, self.own.module = PeerState.VISITING, None
@@ -113,9 +127,8 @@ class Presence:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + patience_s
         while True:
-            for announcement in self.membership.peers():
-                visits = announcement.state is PeerState.VISITING
-                if visits or not announcement.addresses or not wanted(announcement.peer):
+            for announcement in self.others():
+                if not announcement.addresses or not wanted(announcement.peer):
                     continue
                 try:
                     return await ask(announcement.peer)

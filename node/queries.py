@@ -14,9 +14,8 @@ from protocol.join_link import JoinLink
 from protocol.seams import Question, QuestionAbout
 from swarm.announcement import Announcement
 from swarm.errors import PeerError, ProtocolViolation
-from swarm.vocabulary import ModuleId, PeerId, PeerState
+from swarm.vocabulary import ModuleId, PeerId
 
-LOOK_AROUND_S = 1.5
 STATUS_TIMEOUT_S = 5.0
 EVALUATION_TIMEOUT_S = 600.0
 
@@ -57,9 +56,7 @@ async def query_status(link: JoinLink, patience_s: float = 30.0) -> dict[str, An
     """
     async with visit(link) as presence:
         signed = await presence.fetch_manifest(patience_s)
-        presence.neighbourhood.watch(signed.manifest.modules())
-        await asyncio.sleep(LOOK_AROUND_S)  # one look-up of every module
-        seen = [a for a in presence.membership.peers() if a.state is not PeerState.VISITING]
+        seen = await presence.look_around(signed.manifest)
         reports = [PeerReport(a, answered) for a, answered in zip(seen, await _ask_all(presence, seen), strict=True)]
     return _summary(link, signed.manifest.name, signed.manifest.stages.count, reports)
 

@@ -42,17 +42,17 @@ class Arrivals:
     """Of the attempt `round`.
 
     Args:
-        allowed: what the roster may name; before it is here, any of them may come.
+        codecs: what the roster may name; before it is here, any of them may come.
         rejected: told when a member has sent a piece that is due in a form that is not: who, and what was wrong.
     """
 
     def __init__(
-        self, round_id: RoundId, allowed: Sequence[RoundCodecs], rejected: Callable[[PeerId, str], None]
+        self, round_id: RoundId, codecs: Sequence[RoundCodecs], rejected: Callable[[PeerId, str], None]
     ) -> None:
         self.round = round_id
         self.received_bytes = 0
         """Of whole pieces."""
-        self._allowed = allowed
+        self._codecs = codecs
         self._rejected = rejected
         self._plan: Plan | None = None
         self._deliver: Deliver | None = None
@@ -110,7 +110,7 @@ class Arrivals:
         if len(self._come) >= EARLY_PIECES:
             return "too many pieces before the roster"
         elements = tensor.shape[0]
-        specs = (piece_spec(codecs.of(message), elements) for codecs in self._allowed)
+        specs = (piece_spec(codecs.of(message), elements) for codecs in self._codecs)
         return None if elements <= LARGEST_PIECE and tensor in specs else "no piece has such a form"
 
     def _hand_over(self, sender: PeerId, message: RoundPiece, buffer: memoryview) -> None:

@@ -182,7 +182,7 @@ class RoundBench:
         if self._arrivals is None or self._arrivals.round != round_id:
             self._count_traffic()
             self._arrivals = Arrivals(
-                round_id, self._means.allowed, lambda peer, why: self._report(PieceRejected(round_id, peer, why))
+                round_id, self._means.codecs, lambda peer, why: self._report(PieceRejected(round_id, peer, why))
             )
         if self._traffic.number != round_id.number:
             self._traffic = Traffic(round_id.number)

@@ -53,7 +53,7 @@ TOLD_EVERY_S: Final = 0.1
 class ExchangeMeans:
     """What every exchange of a replica works with."""
 
-    allowed: tuple[RoundCodecs, ...]
+    codecs: tuple[RoundCodecs, ...]
     """That the rosters of this run may name."""
     rule: OuterRule
     thread: ComputeThread

@@ -65,7 +65,7 @@ class ModuleRounds:
             replica=replica,
             compute=given.compute,
             averaging=averaging,
-            codecs=tuple(rung.codecs for rung in rules.rungs),
+            codecs=rules.codecs,
             outer=outer_rule(manifest),
             inner_steps=manifest.training.inner_steps,
             microbatch_tokens=manifest.microbatch_tokens,

@@ -20,10 +20,9 @@ from node.visiting import visit
 from protocol.join_link import JoinLink
 from protocol.seams import Clock, Question, QuestionAbout
 from swarm.errors import PeerError, Unreachable
-from swarm.vocabulary import PeerId, PeerState
+from swarm.vocabulary import PeerId
 
 PATIENCE_S: Final = 20.0
-LOOK_AROUND_S: Final = 1.5
 CLOCK_LIMIT_S: Final = 10.0
 REACH_LIMIT_S: Final = 120.0
 """Three rounds of asking, a router that answers nothing, and three rounds again."""
@@ -72,13 +71,12 @@ async def _find_peers(presence: Presence) -> Sequence[Finding]:
     except Unreachable as error:
         fix = f"{error.hint} This machine's clock has to be right within {WRONG_CLOCK_S:.0f} s."
         return [Finding("run", Level.FAIL, str(error), fix)]
-    presence.neighbourhood.watch(signed.manifest.modules())
-    await asyncio.sleep(LOOK_AROUND_S)  # one look-up of every module
+    await presence.look_around(signed.manifest)
     return [Finding("run", Level.OK, f"{len(_peers(presence))} peers of {signed.manifest.name!r} seen")]
 
 
 def _peers(presence: Presence) -> list[PeerId]:
-    return [a.peer for a in presence.membership.peers() if a.addresses and a.state is not PeerState.VISITING]
+    return [seen.peer for seen in presence.others() if seen.addresses]
 
 
 async def _compare_clocks(presence: Presence) -> Sequence[Finding]:

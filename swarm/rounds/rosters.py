@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from swarm.round_messages import MAX_MEMBERS, Entry, Member, Roster, RoundId
-from swarm.rounds.codecs import choose
+from swarm.rounds.codecs import RoundCodecs, choose
 from swarm.rounds.rules import fragment_chunks, fragments_of
 from swarm.rounds.words import RoundRules
 from swarm.vocabulary import AnchorVersion, PeerId
@@ -126,7 +126,7 @@ def objection(rules: RoundRules, roster: Roster, own: PeerId, norm: float) -> st
         return "it lacks its convener or us"
     if next(member.norm for member in roster.members if member.peer == own) != norm:
         return "it has another norm for us than we declared"
-    if not any(rung.codecs.contribution is roster.codec for rung in rules.rungs):
+    if RoundCodecs(roster.codec) not in rules.codecs:
         return f"this run's rounds do not use {roster.codec.name}"
     if not all(_sound_member(member) for member in roster.members):
         return "a coefficient or norm is out of range"

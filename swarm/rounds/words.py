@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swarm.round_messages import Roster, RoundControl, RoundId
-from swarm.rounds.codecs import FLOAT32, Rung
+from swarm.rounds.codecs import FLOAT32, RoundCodecs, Rung
 from swarm.vocabulary import AnchorVersion, PeerId
 
 
@@ -30,7 +30,12 @@ class RoundRules:
     chunk_bytes: int = 4 * 2**20
     """Of one chunk on the wire at most: how long a piece may take follows from it."""
     rungs: tuple[Rung, ...] = (FLOAT32,)
-    """The codecs that the run allows in rounds, mildest first."""
+    """The codecs that the run allows in rounds, mildest first, with what they make of float32."""
+
+    @property
+    def codecs(self) -> tuple[RoundCodecs, ...]:
+        """That the run's rosters may name."""
+        return tuple(rung.codecs for rung in self.rungs)
 
 
 @dataclass(frozen=True, slots=True)

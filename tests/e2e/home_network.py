@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from node.local_setup import Place, node_command
-from tests.e2e import split_network
+from tests.e2e.split_network import ip, why_no_namespaces
 
 ROUTER_OUTSIDE = "25.0.0.1"
 HOME = "192.168.77.10"
@@ -71,9 +71,9 @@ _SPEAKS_UPNP = "HTTP listening on port"
 _SPEAKS_NATPMP = "Listening for NAT-PMP"
 
 
-def why_not() -> str | None:
+def why_no_home() -> str | None:
     """Why this machine cannot have a home with a router; None when it can."""
-    if (reason := split_network.why_not()) is not None:
+    if (reason := why_no_namespaces()) is not None:
         return reason
     return None if shutil.which("nft") else "the `nft` command (nftables) is not installed"
 
@@ -126,21 +126,21 @@ class HomeNetwork:
 
     def make(self) -> None:
         """Raises subprocess.CalledProcessError."""
-        _ip("netns", "add", self.name)
+        ip("netns", "add", self.name)
         self._in_hub("link", "add", "name", "internet", "type", "bridge")
         self._in_hub("link", "set", "dev", "internet", "up")
         for where in (*range(self.public), "router", "home"):
-            _ip("netns", "add", f"{self.name}-{where}")
-            _ip("-n", f"{self.name}-{where}", "link", "set", "dev", "lo", "up")
+            ip("netns", "add", f"{self.name}-{where}")
+            ip("-n", f"{self.name}-{where}", "link", "set", "dev", "lo", "up")
         for index in range(self.public):
             self._plug_in(str(index), "eth0", _PUBLIC.format(10 + index))
         self._plug_in("router", "wan", ROUTER_OUTSIDE)
         router, home = f"{self.name}-router", f"{self.name}-home"
-        _ip("-n", router, "link", "add", "name", "lan", "type", "veth", "peer", "name", "eth0", "netns", home)
+        ip("-n", router, "link", "add", "name", "lan", "type", "veth", "peer", "name", "eth0", "netns", home)
         for namespace, device, address in ((router, "lan", _ROUTER_INSIDE), (home, "eth0", HOME)):
-            _ip("-n", namespace, "address", "add", f"{address}/24", "dev", device)
-            _ip("-n", namespace, "link", "set", "dev", device, "up")
-        _ip("-n", home, "route", "add", "default", "via", _ROUTER_INSIDE)
+            ip("-n", namespace, "address", "add", f"{address}/24", "dev", device)
+            ip("-n", namespace, "link", "set", "dev", device, "up")
+        ip("-n", home, "route", "add", "default", "via", _ROUTER_INSIDE)
         self._on_router("sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward")
         self._on_router("nft", "-f", "-", text=_RULES)
 
@@ -155,11 +155,11 @@ class HomeNetwork:
         self._in_hub("link", "add", "name", port, "type", "veth", "peer", "name", device, "netns", namespace)
         self._in_hub("link", "set", "dev", port, "master", "internet")
         self._in_hub("link", "set", "dev", port, "up")
-        _ip("-n", namespace, "address", "add", f"{address}/24", "dev", device)
-        _ip("-n", namespace, "link", "set", "dev", device, "up")
+        ip("-n", namespace, "address", "add", f"{address}/24", "dev", device)
+        ip("-n", namespace, "link", "set", "dev", device, "up")
 
     def _in_hub(self, *words: str) -> None:
-        _ip("-n", self.name, *words)
+        ip("-n", self.name, *words)
 
     def _on_router(self, *words: str, text: str = "") -> None:
         subprocess.run((*self.inside("router"), *words), check=True, capture_output=True, text=True, input=text)
@@ -185,7 +185,3 @@ def home_network(public: int) -> Iterator[HomeNetwork]:
 
 def _word(switch: bool) -> str:
     return "yes" if switch else "no"
-
-
-def _ip(*words: str) -> None:
-    subprocess.run(("ip", *words), check=True, capture_output=True, text=True)

@@ -22,7 +22,7 @@ _NETWORK = "10.91.0"
 _counter = itertools.count()
 
 
-def why_not() -> str | None:
+def why_no_namespaces() -> str | None:
     """Why this machine cannot do it; None when it can."""
     if sys.platform != "linux":
         return "network namespaces are a thing of Linux"
@@ -32,8 +32,8 @@ def why_not() -> str | None:
         return "network namespaces need root"
     name = f"skipstone-{os.getpid()}-try"
     try:
-        _ip("netns", "add", name)
-        _ip("-n", name, "link", "add", "name", "bridge0", "type", "bridge")
+        ip("netns", "add", name)
+        ip("-n", name, "link", "add", "name", "bridge0", "type", "bridge")
     except subprocess.CalledProcessError as error:
         return f"no network namespace or bridge can be made: {error.stderr.strip()}"
     finally:
@@ -58,14 +58,14 @@ class SplitNetwork:
 
     def cut(self) -> None:
         """Nothing gets through any more, and nobody is told."""
-        _ip("-n", self.hub, "link", "set", "dev", "cable-a", "down")
+        ip("-n", self.hub, "link", "set", "dev", "cable-a", "down")
 
     def heal(self) -> None:
-        _ip("-n", self.hub, "link", "set", "dev", "cable-a", "up")
+        ip("-n", self.hub, "link", "set", "dev", "cable-a", "up")
 
     def make(self) -> None:
         """Raises subprocess.CalledProcessError."""
-        _ip("netns", "add", self.hub)
+        ip("netns", "add", self.hub)
         self._in_hub("link", "add", "name", "cable-a", "type", "veth", "peer", "name", "cable-b")
         for side in ("a", "b"):
             self._in_hub("link", "add", "name", f"bridge-{side}", "type", "bridge")
@@ -73,12 +73,12 @@ class SplitNetwork:
             self._plug_in(f"cable-{side}", f"bridge-{side}")
         for index, side in enumerate(self.sides):
             name = self._name(index)
-            _ip("netns", "add", name)
+            ip("netns", "add", name)
             self._in_hub("link", "add", "name", f"port{index}", "type", "veth", "peer", "name", "eth0", "netns", name)
             self._plug_in(f"port{index}", f"bridge-{side}")
-            _ip("-n", name, "address", "add", f"{_address(index)}/24", "dev", "eth0")
+            ip("-n", name, "address", "add", f"{_address(index)}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
-                _ip("-n", name, "link", "set", "dev", device, "up")
+                ip("-n", name, "link", "set", "dev", device, "up")
 
     def remove(self) -> None:
         """Whatever of it is there. Devices go with their namespaces."""
@@ -89,7 +89,7 @@ class SplitNetwork:
         return f"{self.hub}-{index}"
 
     def _in_hub(self, *words: str) -> None:
-        _ip("-n", self.hub, *words)
+        ip("-n", self.hub, *words)
 
     def _plug_in(self, device: str, bridge: str) -> None:
         self._in_hub("link", "set", "dev", device, "master", bridge)
@@ -111,5 +111,5 @@ def _address(index: int) -> str:
     return f"{_NETWORK}.{index + 1}"
 
 
-def _ip(*words: str) -> None:
+def ip(*words: str) -> None:
     subprocess.run(("ip", *words), check=True, capture_output=True, text=True)

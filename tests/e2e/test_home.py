@@ -18,7 +18,7 @@ from node.event_lines import event_from_json
 from node.events import Reach
 from node.local_setup import LocalSwarmOptions, node_command
 from node.local_swarm import LocalSwarm
-from tests.e2e.home_network import HOME, ROUTER_OUTSIDE, HomeNetwork, home_network, why_no_mapping, why_not
+from tests.e2e.home_network import HOME, ROUTER_OUTSIDE, HomeNetwork, home_network, why_no_home, why_no_mapping
 from tests.e2e.small_run import Watch, small_run, write_text
 
 pytestmark = pytest.mark.e2e
@@ -28,7 +28,7 @@ CALL = "import socket,sys; print(socket.create_connection((sys.argv[1], int(sys.
 
 
 def skip_unless_possible(*, mapping: bool) -> None:
-    reason = why_not() or (why_no_mapping() if mapping else None)
+    reason = why_no_home() or (why_no_mapping() if mapping else None)
     if reason is not None:
         pytest.skip(reason)
 

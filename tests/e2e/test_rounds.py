@@ -22,7 +22,7 @@ from tests.e2e.lying import keep_company
 from tests.e2e.parting import ROUNDS_APART, TWO_AND_TWO, part, parted_run
 from tests.e2e.round_watch import LogTail, watching
 from tests.e2e.small_run import small_run, write_text
-from tests.e2e.split_network import split_network, why_not
+from tests.e2e.split_network import split_network, why_no_namespaces
 from tests.e2e.striking import MODULE, Striker, heavy_run, replicas_of, see_it_through
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -58,7 +58,7 @@ async def test_survivors_commit_alike_when_the_convener_freezes_and_when_a_reduc
 
 
 async def test_two_and_two_part_go_on_and_are_one_again(tmp_path: Path) -> None:
-    reason = why_not()
+    reason = why_no_namespaces()
     if reason is not None:
         pytest.skip(reason)
     manifest = parted_run(write_text(tmp_path / "text"))

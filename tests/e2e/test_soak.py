@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -32,4 +33,4 @@ async def test_a_swarm_under_churn_goes_on_and_adds_up(tmp_path: Path) -> None:
     assert soak.account.killed + soak.account.joined > 3
     assert soak.account.rounds > 0
     checked = verdict(logs)
-    assert checked["exit_code"] == 0, checked
+    assert checked["exit_code"] == 0, json.dumps(checked, indent=1)

@@ -129,7 +129,7 @@ class Room:
 
     def __init__(self, codec: Codec, tasks: asyncio.TaskGroup) -> None:
         self.codec = codec
-        self.allowed: tuple[RoundCodecs, ...] = (RoundCodecs(codec),)
+        self.codecs: tuple[RoundCodecs, ...] = (RoundCodecs(codec),)
         self.parties: dict[PeerId, Party] = {}
         self.dead: set[PeerId] = set()
         self.tamper: Tamper = lambda sender, to, message, data: None
@@ -146,14 +146,14 @@ class Room:
             elements = party.base.layout.elements
             vectors = np.full(elements, np.nan, np.float32), np.full(elements, np.nan, np.float32)
             party.arrivals = Arrivals(
-                roster.round, self.allowed, lambda p, why, it=party: it.rejections.append((p, why))
+                roster.round, self.codecs, lambda p, why, it=party: it.rejections.append((p, why))
             )  # type: ignore[misc]
             party.exchange = Exchange(
                 plan,
                 Source(party.base, party.snapshot),
                 vectors,
                 party.arrivals,
-                ExchangeMeans(self.allowed, RULE, party.thread, Wire(party.peer, self), SystemClock()),
+                ExchangeMeans(self.codecs, RULE, party.thread, Wire(party.peer, self), SystemClock()),
                 party.events.append,
                 lambda anchor, it=party: setattr(it, "anchor", anchor),  # type: ignore[misc]
             )

@@ -140,7 +140,7 @@ class Hall:
             local,
             compute,
             averaging,
-            tuple(rung.codecs for rung in rules.rungs),
+            rules.codecs,
             RULE,
             rules.inner_steps,
             TOKENS,

@@ -96,7 +96,7 @@ async def test_pieces_may_come_before_the_roster(codec: Codec) -> None:
     """In any codec that the roster may name."""
     base = base_anchor(small_layout())
     async with room(base, snapshots_of(base, 3), codec) as here:
-        here.allowed = EVERY
+        here.codecs = EVERY
         roster = roster_of(base, equal_weights(list(here.parties.values())))
         here.prepare(roster)
         here.start(PeerId("a"), PeerId("b"))
