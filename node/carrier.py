@@ -40,6 +40,7 @@ from swarm.holdings import (
     ForwardArrived,
     KeepGradient,
     Key,
+    PeerBack,
     PeerLost,
     Place,
     RecallArrived,
@@ -226,6 +227,9 @@ class Carrier:
         if message.microbatch.data_node != self.custody.own:
             return False
         return sender == self.custody.own or self.ends.may_hold(sender, message.microbatch)
+
+    def link_up(self, peer: PeerId) -> None:
+        self.handle(PeerBack(peer))
 
     def link_down(self, peer: PeerId, error: PeerError) -> None:
         self.codecs.lost(peer)

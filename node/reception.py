@@ -115,6 +115,8 @@ class Reception:
 
     def link_up(self, peer: PeerId) -> None:
         self._neighbourhood.link_up(peer)
+        if self.carrier is not None:
+            self.carrier.link_up(peer)
 
     def link_down(self, peer: PeerId, error: PeerError) -> None:
         self._neighbourhood.link_down(peer, error)

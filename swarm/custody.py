@@ -36,6 +36,7 @@ from swarm.holdings import (
     ForwardArrived,
     Holding,
     Key,
+    PeerBack,
     PeerLost,
     Phase,
     Place,
@@ -54,9 +55,6 @@ from swarm.standing_in import StandingIn
 from swarm.vocabulary import MAX_HOPS, MicrobatchId, PeerId, Reasoned
 from swarm.way_back import WayBack
 from swarm.way_out import WayOut, received
-
-DATA_NODE_GRACE_S = 20.0
-"""How long a hop keeps a data node's microbatches after the link to it broke: a reconnect may come."""
 
 
 class Custody:
@@ -122,6 +120,9 @@ class Custody:
     def handle(self, event: Event, now: float) -> list[Action]:
         """What follows from `event`. Events about microbatches that are not held are answered or ignored, never an error."""
         match event:
+            case ReceiptArrived(sender) | CloseArrived(sender) | SettledArrived(sender) | PeerBack(sender):
+                self._shelf.regain_data_node(sender, now)
+        match event:
             case Started():
                 return self._way_out.start(event, now)
             case ForwardArrived(message):
@@ -138,6 +139,8 @@ class Custody:
                 return self._receipt(sender, receipt, now)
             case PeerLost(peer, detail):
                 return self._peer_lost(peer, detail, now)
+            case PeerBack():
+                return []
             case CloseArrived(sender, message):
                 return self._close(sender, message)
             case RecallArrived(sender, message):
@@ -225,8 +228,7 @@ class Custody:
         for holding in self._shelf.all():
             if holding.target == peer:
                 actions += self._target_failed(holding, detail, now)
-            elif holding.path.data_node == peer and holding.phase is not Phase.SETTLING:
-                self._shelf.put(replace(holding, deadline=min(holding.deadline, now + DATA_NODE_GRACE_S)))
+        self._shelf.lose_data_node(peer, now)
         return actions
 
     def _target_failed(self, holding: Holding, detail: str, now: float) -> list[Action]:

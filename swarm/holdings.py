@@ -154,6 +154,13 @@ class PeerLost:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerBack:
+    """There is a link to a peer again, or for the first time."""
+
+    peer: PeerId
+
+
+@dataclass(frozen=True, slots=True)
 class CloseArrived:
     sender: PeerId
     message: Close
@@ -191,6 +198,7 @@ Event = (
     | ComputeFailed
     | ReceiptArrived
     | PeerLost
+    | PeerBack
     | CloseArrived
     | RecallArrived
     | SettledArrived

@@ -13,6 +13,8 @@ from swarm.vocabulary import ModuleId, Path, PeerId, Reasoned
 PATIENCE_S = 5.0
 """How long a holder tries again when the only peer it could hand a microbatch to cannot be reached."""
 RETRY_S = 0.3
+DATA_NODE_GRACE_S = 20.0
+"""How long a hop keeps a data node's microbatches after the link to it broke, and after each step of theirs while it is gone: a reconnect may come."""
 MOST_DOUBLINGS = 3
 BUSY_JITTER = 0.5
 KEPT_FOR_OTHERS = 4
@@ -37,6 +39,8 @@ class Shelf:
         self.own = own
         self.slots = slots
         self._holdings: dict[Key, Holding] = {}
+        self._lost: set[PeerId] = set()
+        """Data nodes of what is held to which there is no link."""
 
     def __len__(self) -> int:
         return len(self._holdings)
@@ -51,8 +55,28 @@ class Shelf:
         self._holdings[holding.key] = holding
 
     def put_touched(self, holding: Holding, now: float) -> None:
-        """Puts it, its deadline off by its lifetime."""
-        self.put(replace(holding, deadline=now + holding.lifetime_s))
+        """Puts it, its deadline off by its lifetime, or by the grace while nobody is there who could want it."""
+        lost = holding.path.data_node in self._lost
+        allowed_s = min(holding.lifetime_s, DATA_NODE_GRACE_S) if lost else holding.lifetime_s
+        self.put(replace(holding, deadline=now + allowed_s))
+
+    def lose_data_node(self, peer: PeerId, now: float) -> None:
+        """Its microbatches are kept for the grace, unless they move or it comes back."""
+        held = {h.path.data_node for h in self.all()}
+        self._lost = (self._lost | {peer}) & held  # so that it is bounded as the holdings are
+        for holding in self._of(peer):
+            self.put(replace(holding, deadline=min(holding.deadline, now + DATA_NODE_GRACE_S)))
+
+    def regain_data_node(self, peer: PeerId, now: float) -> None:
+        """Its microbatches are kept as others are."""
+        if peer in self._lost:
+            self._lost.remove(peer)
+            for holding in self._of(peer):
+                self.put_touched(holding, now)
+
+    def _of(self, data_node: PeerId) -> list[Holding]:
+        """But those that only wait for its word on whether they count: these wait for it however long it takes."""
+        return [h for h in self.all() if h.path.data_node == data_node and h.phase is not Phase.SETTLING]
 
     def drop(self, key: Key, reason: str) -> Forget:
         del self._holdings[key]

@@ -6,19 +6,23 @@ import math
 
 import pytest
 
-from swarm.custody import DATA_NODE_GRACE_S
 from swarm.holdings import (
     CloseArrived,
     Compute,
     ComputeFailed,
+    Event,
     Finished,
     Forget,
     Key,
+    PeerBack,
     Phase,
+    ReceiptArrived,
+    SettledArrived,
     Tell,
     Work,
 )
-from swarm.messages import Backward, Close, Forward, Purpose, Receipt, Stranded
+from swarm.messages import Backward, Close, Forward, Purpose, Receipt, Settled, Stranded
+from swarm.shelf import DATA_NODE_GRACE_S
 from swarm.vocabulary import Hop, MicrobatchId, ModuleId, PeerId
 from tests.swarm.custody_desk import (
     A2,
@@ -208,6 +212,34 @@ def test_a_vanished_data_nodes_microbatches_are_kept_for_a_grace_only(own: PeerI
     assert desk.wait(DATA_NODE_GRACE_S / 2) == []
     assert len(desk.wait(DATA_NODE_GRACE_S / 2)) == 1
     assert len(desk.custody) == 0
+
+
+def test_a_step_while_the_data_node_is_gone_gives_a_microbatch_another_grace_not_a_lifetime() -> None:
+    desk = Desk(A)
+    desk.handing_on(0)
+    desk.lose(DATA)
+    desk.wait(DATA_NODE_GRACE_S / 2)
+    desk.receipt(B, OUT, 1, ACCEPTED)
+    assert desk.wait(DATA_NODE_GRACE_S - 1) == []
+    assert len(desk.wait(1.0)) == 1
+
+
+@pytest.mark.parametrize(
+    "sign",
+    [
+        PeerBack(DATA),
+        SettledArrived(DATA, Settled(MicrobatchId(DATA, 8), ABC)),
+        ReceiptArrived(DATA, receipt(OUT, 1, ACCEPTED)),
+    ],
+)
+def test_a_data_node_that_is_back_has_its_microbatches_kept_as_before(sign: Event) -> None:
+    desk = Desk(A)
+    desk.awaiting()
+    desk.lose(DATA)
+    desk.wait(DATA_NODE_GRACE_S / 2)
+    desk.custody.handle(sign, desk.now)
+    assert desk.wait(LIFETIME_S - 1) == []
+    assert len(desk.wait(1.0)) == 1
 
 
 def test_the_grace_never_lengthens_a_deadline() -> None:
