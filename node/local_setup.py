@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import shutil
 import socket
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from swarm.errors import ConfigError, ResourceExhausted
 from swarm.vocabulary import PeerId, RunId
 
 HOST = "127.0.0.1"
+PORTS = range(10_000, 32_000)
+"""Below what Linux, macOS and Windows give to outgoing connections by themselves."""
 LINK_PEERS = 2
 """So many of the first peers are named in the link, so that one of them may die."""
 
@@ -216,16 +219,17 @@ def node_command() -> tuple[str, ...]:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now. They are known before the nodes run, which the link needs; that another program
+    """Ports that nobody has now, in a row where they can be. They are known before the nodes run, which the link needs; that another program
     takes one in between is possible and shows as a node that cannot bind.
+
+    None of them is a port that the system may give to a connection meanwhile, and two swarms that start at the same time hardly meet.
     """
-    with ExitStack() as held:
-        ports = []
-        try:
-            for _ in range(count):
-                listener = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
-                listener.bind((HOST, 0))
-                ports.append(int(listener.getsockname()[1]))
-        except OSError as error:
-            raise ResourceExhausted(f"no free port on {HOST}: {error.strerror or error}") from error
-        return ports
+    first = PORTS[secrets.randbelow(len(PORTS))]
+    found: list[int] = []
+    for port in (*range(first, PORTS.stop), *range(PORTS.start, first)):
+        if len(found) == count:
+            return found
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
+            probe.bind((HOST, port))
+            found.append(port)
+    raise ResourceExhausted(f"{count} free ports are needed, and {HOST} has {len(found)} from {PORTS.start} on")

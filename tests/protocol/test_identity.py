@@ -243,6 +243,7 @@ def _pem(key: Ed25519PrivateKey | X25519PrivateKey) -> bytes:
         ),
         (_pem(Ed25519PrivateKey.generate()) + b"\n" * 5000, "larger than"),
     ],
+    ids=["empty", "binary", "cut off", "changed", "another kind", "encrypted", "long"],
 )
 def test_what_is_no_ed25519_key_is_refused_and_kept(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "node.key"

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.identity import Identity, peer_id_of
+from protocol.identity import peer_id_of
 from protocol.join_link import EXAMPLE, MAX_LINK_PEERS, JoinLink, multiaddr_of, parse_link
 from swarm.errors import ConfigError
 from swarm.vocabulary import RunId
 
 RUN = RunId("0123456789abcdef" * 4)
-PEER = Identity.generate().peer
+PEER = peer_id_of(bytes(range(32)))
 ADDRESS = f"/ip4/127.0.0.1/tcp/4001/p2p/{PEER}"
 
 labels = st.from_regex(r"[a-z0-9]([a-z0-9-]{0,20}[a-z0-9])?", fullmatch=True)
