@@ -17,7 +17,7 @@ class KnownPeers:
 
     def replace_all(self, announcements: Iterable[Announcement]) -> None:
         """From now on exactly these can be dialled."""
-        self._contacts = {a.peer: Contact(a.peer, a.addresses, a.certificate) for a in announcements}
+        self._contacts = {a.peer: Contact(a.peer, a.addresses, a.certificate, a.via, a.relay) for a in announcements}
 
     def contact(self, peer: PeerId) -> Contact | None:
         return self._contacts.get(peer)

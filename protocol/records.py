@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError, Message
 
 from protocol.anchor_versions import MAX_COUNT, checked_version
 from protocol.certificates import peer_of_certificate
+from protocol.frame_parts import checked_peer
 from protocol.generated import records_pb2
 from protocol.identity import Identity, peer_id_of, verify
 from swarm.announcement import Announcement
@@ -32,6 +33,8 @@ MAX_CLOCK_SKEW_S = 60.0
 """How far ahead of ours the signer's clock may be. Bounded, so that no owner can lock itself out with a sequence from next year."""
 MAX_ADDRESSES = 8
 MAX_ADDRESS_LENGTH = 64
+MAX_VIA = 4
+MAX_RELAY_LENGTH = 128
 MAX_CERTIFICATE_BYTES = 1024
 MAX_VERSION = 65_535
 MAX_SLOTS = 65_536
@@ -44,6 +47,7 @@ _NO_ANCHOR = AnchorVersion(0, 0, 0, 0, b"")
 _RUN = re.compile(r"[0-9a-f]{64}")
 _HOST_NAME = re.compile(r"(?=.{1,253}\Z)(?!-)[A-Za-z0-9-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9-]{1,63}(?<!-))*")
 _PORT = re.compile(r"[1-9][0-9]{0,4}")
+_MULTIADDR = re.compile(r"/[!-~]+")
 
 Parsed = TypeVar("Parsed", bound=Message)
 
@@ -167,6 +171,8 @@ def _body_of(announcement: Announcement) -> bytes:
         anchor_tokens=anchor.tokens,
         fragment=anchor.fragment,
         incarnation=announcement.incarnation,
+        via=announcement.via,
+        relay=announcement.relay,
     ).SerializeToString(deterministic=True)
     return encoded
 
@@ -195,12 +201,15 @@ def _announcement_of(body: records_pb2.Announcement) -> Announcement:
         incarnation=body.incarnation,
         sequence=body.sequence,
         expires_at=body.expires_at,
+        via=tuple(PeerId(peer) for peer in body.via),
+        relay=body.relay,
     )
 
 
 def _check(announcement: Announcement) -> None:
     """The bounds on every field, the same when we write and when we read."""
     _check_names(announcement)
+    _check_ways(announcement)
     _check_figures(announcement)
     if len(announcement.certificate) > MAX_CERTIFICATE_BYTES:
         raise ProtocolViolation(f"record: a certificate has at most {MAX_CERTIFICATE_BYTES} bytes")
@@ -215,12 +224,35 @@ def _check_names(announcement: Announcement) -> None:
         raise ProtocolViolation(
             f"record: state {announcement.state.name} does not go with module {announcement.module}"
         )
+
+
+def _check_ways(announcement: Announcement) -> None:
+    """How the peer is reached, and how others are through it."""
     if len(announcement.addresses) > MAX_ADDRESSES:
         raise ProtocolViolation(
             f"record: {len(announcement.addresses)} addresses are more than the {MAX_ADDRESSES} allowed"
         )
     for address in announcement.addresses:
         _check_address(address)
+    _check_via(announcement)
+    relay = announcement.relay
+    fits = (
+        len(relay) <= MAX_RELAY_LENGTH and _MULTIADDR.fullmatch(relay) and relay.endswith(f"/p2p/{announcement.peer}")
+    )
+    if relay and not fits:
+        raise ProtocolViolation(f"record: {relay[:MAX_RELAY_LENGTH]!r} is not a multiaddr of the peer's own")
+
+
+def _check_via(announcement: Announcement) -> None:
+    via = announcement.via
+    if len(via) > MAX_VIA:
+        raise ProtocolViolation(f"record: {len(via)} peers to be called through are more than the {MAX_VIA} allowed")
+    if via and announcement.addresses:
+        raise ProtocolViolation("record: a peer that has addresses is not called through others")
+    if len(set(via)) < len(via) or announcement.peer in via:
+        raise ProtocolViolation("record: a peer to be called through is named twice, or is the announced peer itself")
+    for peer in via:
+        checked_peer(peer)
 
 
 def _check_figures(announcement: Announcement) -> None:

@@ -35,6 +35,10 @@ class Contact:
     addresses: tuple[str, ...]
     certificate: bytes
     """DER; already checked to belong to `peer`."""
+    via: tuple[PeerId, ...] = ()
+    """Through whom it can be called when it has no addresses."""
+    relay: str = ""
+    """The multiaddr at which it serves tunnels for others; empty when it does not."""
 
 
 class AddressBook(Protocol):

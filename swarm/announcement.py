@@ -20,7 +20,7 @@ class Announcement:
     module: ModuleId | None
     """None exactly when `state` is VISITING."""
     addresses: tuple[str, ...]
-    """`host:port` of its gRPC server, most direct first; at most 8. Empty for a peer that cannot be dialled."""
+    """`host:port` of its gRPC server, most direct first; at most 8. Empty for a peer that cannot be dialled; then see `via`."""
     certificate: bytes
     """DER of the P-256 TLS certificate that the run's authority signed and whose libp2p extension proves `peer`."""
     versions: VersionRange
@@ -38,3 +38,7 @@ class Announcement:
     """Unix time in milliseconds at signing, strictly increasing for each peer: an older record never replaces a newer."""
     expires_at: float
     """Unix time in seconds."""
+    via: tuple[PeerId, ...] = ()
+    """Peers that a peer without addresses keeps links to: through them it can be called, and then opens a link itself. At most 4."""
+    relay: str = ""
+    """The libp2p multiaddr at which this peer serves tunnels for others, at most 128 characters; empty when it does not."""

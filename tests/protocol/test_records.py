@@ -43,6 +43,9 @@ HONEST = Announcement(
     expires_at=NOW + 90,
 )
 RECORD = encode_record(HONEST, OWNER)
+OTHERS = tuple(Identity.generate().peer for _ in range(4))
+OWN_PART = f"/p2p/{OWNER.peer}"
+RELAY = f"/ip4/192.0.2.1/tcp/4001{OWN_PART}"
 
 Change = Callable[[records_pb2.Announcement], None]
 
@@ -107,8 +110,16 @@ def test_the_largest_honest_record_fits() -> None:
         steps=2**48,
         incarnation=2**48 - 1,
         anchor=AnchorVersion(2**48 - 1, 2**48, 2**48, 63, b"d" * 32),
+        relay="/dns4/".ljust(128 - len(OWN_PART), "r") + OWN_PART,
     )
     assert len(encode_record(widest, OWNER)) < MAX_RECORD_BYTES
+
+
+def test_who_has_no_addresses_names_those_to_be_called_through() -> None:
+    called = dataclasses.replace(HONEST, addresses=(), via=OTHERS, relay=RELAY)
+    record = encode_record(called, OWNER)
+    assert decode_record(record, key=KEY, now=NOW) == called
+    assert len(record) < MAX_RECORD_BYTES
 
 
 def test_another_peers_announcement_is_not_signed() -> None:
@@ -151,6 +162,22 @@ def test_our_own_nonsense_is_not_signed() -> None:
         (fields(addresses=["[::]:80"]), "address"),
         (fields(addresses=["2001:db8::1:80"]), "address"),
         (fields(addresses=["a" * 62 + ":80"]), "address"),
+        (fields(addresses=[], via=[*OTHERS, STRANGER.peer]), "called through"),
+        (fields(addresses=[], via=[OTHERS[0], OTHERS[0]]), "named twice"),
+        (fields(addresses=[], via=[OWNER.peer]), "itself"),
+        (fields(addresses=[], via=[""]), "peer id"),
+        (fields(addresses=[], via=["x" * 600]), "peer id"),
+        (fields(addresses=[], via=["QmYwAPJzv5CZsnA625s3Xf2nemtYgPpHdWEz79ojWnPbdG"]), "peer id"),
+        (fields(via=[OTHERS[0]]), "has addresses"),
+        (fields(relay="/"), "multiaddr"),
+        (fields(relay=OWN_PART[1:]), "multiaddr"),
+        (fields(relay="r" + RELAY), "multiaddr"),
+        (fields(relay=RELAY + "\n"), "multiaddr"),
+        (fields(relay=f"/ip4/192.0.2.1 {OWN_PART}"), "multiaddr"),
+        (fields(relay=f"/dns4/h\u00f6st/tcp/1{OWN_PART}"), "multiaddr"),
+        (fields(relay=f"/ip4/192.0.2.1/tcp/4001/p2p/{STRANGER.peer}"), "multiaddr"),
+        (fields(relay=RELAY + "/p2p-circuit"), "multiaddr"),
+        (fields(relay="/dns4/".ljust(129 - len(OWN_PART), "r") + OWN_PART), "multiaddr"),
         (fields(certificate=b""), "certificate"),
         (fields(certificate=b"x" * 1025), "at most 1024"),
         (fields(certificate=make_credentials(STRANGER, RUN).certificate_der), "belong"),
