@@ -1,16 +1,95 @@
-"""Opening a stream to a peer: address after address, TLS pinned to its certificate, then both Hellos."""
+"""Getting a stream to a peer: dialling it, having it dial us, or through a tunnel.
+
+Dialling is address after address, TLS pinned to the peer's certificate, then both Hellos.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import NoReturn
 
+from protocol.calling import NoCalls, NoTunnels
 from protocol.certificates import TlsCredentials
 from protocol.frames import Hello, decode, encode
-from protocol.handshake import expect_hello, objection_error, objection_to
-from protocol.seams import Contact
+from protocol.handshake import Duplicate, expect_hello, objection_error, objection_to
+from protocol.seams import Ask, Caller, Clock, Contact, Tunnels
+from protocol.settings import TransportSettings
 from protocol.streams import DialledStream, far_end_at, open_channel
 from swarm.errors import PeerError, Rejected, Unreachable
-from swarm.vocabulary import short
+from swarm.vocabulary import PeerId, short
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """To peers that announce no address. Without any, they can only be waited for."""
+
+    caller: Caller = field(default_factory=NoCalls)
+    tunnels: Tunnels = field(default_factory=NoTunnels)
+
+
+class Dialler:
+    """Takes the way that is open. `own` makes our Hello, `ask` puts a question to a peer that can be dialled."""
+
+    def __init__(
+        self,
+        credentials: TlsCredentials,
+        own: Callable[[], Hello],
+        ask: Ask,
+        clock: Clock,
+        settings: TransportSettings,
+        ways: Ways,
+    ) -> None:
+        self._credentials = credentials
+        self._own = own
+        self._ask = ask
+        self._clock = clock
+        self._settings = settings
+        self._ways = ways
+        self._called: set[PeerId] = set()
+
+    def has_called(self, peer: PeerId) -> bool:
+        """Whether the peer's stream is waited for, so that none of ours is on the way to it."""
+        return peer in self._called
+
+    async def stream_to(self, contact: Contact) -> tuple[DialledStream, Hello]:
+        """As `dial`. A peer that has to be called opens the stream itself: whoever gets it cancels this.
+
+        Raises:
+            PeerError: as `dial`; Unreachable also when no way is open.
+        """
+        if contact.addresses:
+            return await self._dialled(contact)
+        if not self._ways.caller.can_be_dialled():
+            address = await self._ways.tunnels.way_to(contact)
+            return await self._dialled(replace(contact, addresses=(address,)))
+        return await self._wait_for_call(contact)
+
+    async def _dialled(self, contact: Contact) -> tuple[DialledStream, Hello]:
+        limit_s = self._settings.dial_timeout_s
+        deadline = self._clock.monotonic() + limit_s
+        while True:
+            try:
+                return await dial(contact, self._credentials, self._own(), limit_s)
+            except Duplicate:
+                # Its stream is on the way to us and will end this attempt; unless it died, and then ours is wanted again.
+                if self._clock.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(self._settings.first_retry_s)
+
+    async def _wait_for_call(self, contact: Contact) -> NoReturn:
+        limit_s = self._settings.dial_timeout_s
+        self._called.add(contact.peer)
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._ways.caller.call(contact, self._ask, limit_s)
+                await asyncio.Event().wait()  # the stream that comes cancels it
+        except TimeoutError:
+            pass
+        finally:
+            self._called.discard(contact.peer)
+        raise Unreachable(f"{short(contact.peer)} was called and has opened no link within {limit_s:g} s")
 
 
 async def dial(

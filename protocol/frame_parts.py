@@ -20,6 +20,7 @@ from swarm.vocabulary import Codec, ModuleId, PeerId
 
 DETAIL_CHARACTERS: Final = 256
 MAX_DIMENSIONS: Final = 4
+MAX_RECORD_BYTES: Final = 2048
 
 _PEER_ID: Final = re.compile(r"12D3Koo[1-9A-HJ-NP-Za-km-z]{45}")
 
@@ -71,6 +72,13 @@ def read_detail(text: str) -> str:
     if len(text) > DETAIL_CHARACTERS:
         raise ProtocolViolation(f"a detail of {len(text)} characters is longer than {DETAIL_CHARACTERS}")
     return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
+
+
+def read_record(record: bytes) -> bytes:
+    """Only its length is checked. Raises ProtocolViolation."""
+    if not 0 < len(record) <= MAX_RECORD_BYTES:
+        raise ProtocolViolation(f"a record of {len(record)} bytes is not from 1 to {MAX_RECORD_BYTES} bytes long")
+    return record
 
 
 def wire_module(module: ModuleId) -> wire.ModuleId:

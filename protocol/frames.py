@@ -4,21 +4,19 @@
 only error is ProtocolViolation. What needs the manifest or the state of the link to be checked is checked by those who
 have them. Chunks have a module of their own (`protocol.chunks`); what a microbatch's life consists of is in
 `protocol.microbatch_frames`, rounds are in `protocol.round_frames`, catching up in `protocol.state_frames`, the talk about lanes in
-`protocol.lane_frames`.
+`protocol.lane_frames`, questions and answers in `protocol.question_frames`.
 """
 
 from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Final
 
 from google.protobuf.message import DecodeError
 
-from protocol.anchor_versions import checked_digest
 from protocol.chunks import CHUNK_TAG, Chunk, decode_chunk
 from protocol.frame_parts import (
     DETAIL_CHARACTERS,
@@ -26,8 +24,7 @@ from protocol.frame_parts import (
     checked_peer,
     read_detail,
     read_enum,
-    read_module,
-    wire_module,
+    read_record,
     wire_number,
 )
 from protocol.generated import link_pb2 as wire
@@ -45,6 +42,14 @@ from protocol.microbatch_frames import (
     read_stranded,
     read_unsettled,
 )
+from protocol.question_frames import (
+    AnswerFrame,
+    QuestionFrame,
+    read_answer,
+    read_question,
+    wire_answer,
+    wire_question,
+)
 from protocol.round_frames import (
     encode_piece,
     encode_round,
@@ -61,7 +66,6 @@ from protocol.round_frames import (
     read_reduced,
     read_roster,
 )
-from protocol.seams import Question, QuestionAbout
 from protocol.state_frames import (
     encode_state,
     encode_state_chunk,
@@ -84,13 +88,10 @@ from swarm.messages import (
     Unsettled,
 )
 from swarm.round_messages import Contribution, Reduced, StateChunk, StateRefused, StateRequest
-from swarm.vocabulary import MAX_STAGES, PeerId, RunId, VersionRange
+from swarm.vocabulary import PeerId, RunId, VersionRange
 
 MAX_SMALL_FRAME_BYTES: Final = 72 * 1024
 """Of every frame that is not a chunk: a path of 256 hops takes about 20 KiB, a roster of 256 members about 24 KiB, the lanes of two data nodes at most 60 KiB, an answer 64 KiB."""
-MAX_ANSWER_BYTES: Final = 64 * 1024
-MAX_RECORD_BYTES: Final = 2048
-MAX_EVALUATION_MICROBATCHES: Final = 256
 
 _RUN_ID: Final = re.compile(r"[0-9a-f]{64}")
 
@@ -133,21 +134,6 @@ class Cancel:
 class Farewell:
     reason: FarewellReason
     detail: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class QuestionFrame:
-    id: int
-    question: Question
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerFrame:
-    """`about` is None exactly when the question was refused; then `content` is the refusal's text in UTF-8."""
-
-    id: int
-    about: QuestionAbout | None
-    content: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,9 +196,9 @@ def _wire_frame(frame: SmallFrame) -> wire.Frame:
         case Farewell(reason, detail):
             return wire.Frame(farewell=wire.Farewell(reason=wire_number(reason), detail=detail[:DETAIL_CHARACTERS]))
         case QuestionFrame():
-            return wire.Frame(question=_wire_question(frame))
+            return wire.Frame(question=wire_question(frame))
         case AnswerFrame():
-            return wire.Frame(answer=_wire_answer(frame))
+            return wire.Frame(answer=wire_answer(frame))
         case AnnouncementFrame(record):
             return wire.Frame(announcement=record)
         case TensorFrame(Forward() | Backward() as message):
@@ -252,107 +238,12 @@ def _read_hello(hello: wire.Hello) -> Hello:
         checked_peer(hello.peer),
         RunId(hello.run),
         VersionRange(hello.lowest_version, hello.highest_version),
-        _read_record(hello.announcement) if hello.announcement else b"",
+        read_record(hello.announcement) if hello.announcement else b"",
     )
-
-
-def _read_record(record: bytes) -> bytes:
-    if not 0 < len(record) <= MAX_RECORD_BYTES:
-        raise ProtocolViolation(f"a record of {len(record)} bytes is not from 1 to {MAX_RECORD_BYTES} bytes long")
-    return record
 
 
 def _read_farewell(farewell: wire.Farewell) -> Farewell:
     return Farewell(read_enum(FarewellReason, farewell.reason, "farewell reason"), read_detail(farewell.detail))
-
-
-def _wire_question(frame: QuestionFrame) -> wire.Question:
-    question = frame.question
-    match question.about:
-        case QuestionAbout.MANIFEST:
-            return wire.Question(id=frame.id, manifest=wire.ManifestQuestion())
-        case QuestionAbout.STATUS:
-            return wire.Question(id=frame.id, status=wire.StatusQuestion())
-        case QuestionAbout.EVALUATE:
-            evaluate = wire.EvaluateQuestion(microbatches=question.microbatches, stages=question.stages)
-            return wire.Question(id=frame.id, evaluate=evaluate)
-        case QuestionAbout.STATE:
-            assert question.module is not None
-            state = wire.StateQuestion(module=wire_module(question.module), digest=question.digest)
-            return wire.Question(id=frame.id, state=state)
-        case QuestionAbout.DIAL_BACK:
-            return wire.Question(id=frame.id, dial_back=wire.DialBackQuestion(port=question.port))
-
-
-def _read_question(question: wire.Question) -> QuestionFrame:
-    kind = question.WhichOneof("about")
-    if kind is None:
-        raise ProtocolViolation("a question about nothing known")
-    match QuestionAbout(kind):
-        case QuestionAbout.EVALUATE:
-            microbatches = _read_microbatches(question.evaluate.microbatches)
-            asked = Question(QuestionAbout.EVALUATE, microbatches, stages=_read_stages(question.evaluate.stages))
-        case QuestionAbout.STATE:
-            module, digest = read_module(question.state.module), checked_digest(question.state.digest)
-            asked = Question(QuestionAbout.STATE, module=module, digest=digest)
-        case QuestionAbout.DIAL_BACK:
-            asked = Question(QuestionAbout.DIAL_BACK, port=_read_port(question.dial_back.port))
-        case about:
-            asked = Question(about)
-    return QuestionFrame(question.id, asked)
-
-
-def _read_microbatches(microbatches: int) -> int:
-    if not 1 <= microbatches <= MAX_EVALUATION_MICROBATCHES:
-        raise ProtocolViolation(
-            f"an evaluation of {microbatches} microbatches; 1 to {MAX_EVALUATION_MICROBATCHES} can be asked"
-        )
-    return microbatches
-
-
-def _read_port(port: int) -> int:
-    if not 0 < port < 65536:
-        raise ProtocolViolation(f"port {port} does not exist")
-    return port
-
-
-def _read_stages(stages: Sequence[int]) -> tuple[int, ...]:
-    """In rising order, so that none comes twice."""
-    read = tuple(stages)
-    if any(later <= earlier for earlier, later in pairwise((0, *read, MAX_STAGES))):
-        raise ProtocolViolation(f"an evaluation's stages do not rise from at least 1 to at most {MAX_STAGES - 1}")
-    return read
-
-
-_ANSWER_FIELDS: Final = {
-    QuestionAbout.MANIFEST: "manifest",
-    QuestionAbout.STATUS: "status",
-    QuestionAbout.EVALUATE: "evaluation",
-    QuestionAbout.STATE: "state",
-    QuestionAbout.DIAL_BACK: "dial_back",
-}
-_ANSWER_KINDS: Final = {field: about for about, field in _ANSWER_FIELDS.items()}
-
-
-def _wire_answer(answer: AnswerFrame) -> wire.Answer:
-    result = wire.Answer(id=answer.id)
-    if answer.about is None:
-        result.refused = answer.content.decode(errors="replace")[:DETAIL_CHARACTERS]
-    else:
-        setattr(result, _ANSWER_FIELDS[answer.about], answer.content)
-    return result
-
-
-def _read_answer(answer: wire.Answer) -> AnswerFrame:
-    kind = answer.WhichOneof("about")
-    if kind is None:
-        raise ProtocolViolation("an answer without content")
-    if kind == "refused":
-        return AnswerFrame(answer.id, None, read_detail(answer.refused).encode())
-    content: bytes = getattr(answer, kind)
-    if len(content) > MAX_ANSWER_BYTES:
-        raise ProtocolViolation(f"an answer of {len(content)} bytes is longer than {MAX_ANSWER_BYTES}")
-    return AnswerFrame(answer.id, _ANSWER_KINDS[kind], content)
 
 
 _READERS: Final[dict[str, Callable[[Any], SmallFrame]]] = {
@@ -370,8 +261,8 @@ _READERS: Final[dict[str, Callable[[Any], SmallFrame]]] = {
     "recall": read_recall,
     "settled": read_settled,
     "unsettled": read_unsettled,
-    "question": _read_question,
-    "answer": _read_answer,
+    "question": read_question,
+    "answer": read_answer,
     "progress": read_progress,
     "invitation": read_invitation,
     "accepting": read_accepting,
@@ -388,5 +279,5 @@ _READERS: Final[dict[str, Callable[[Any], SmallFrame]]] = {
     "state_chunk": read_state_chunk,
     "state_refused": read_state_refused,
     **LANE_READERS,
-    "announcement": lambda record: AnnouncementFrame(_read_record(record)),
+    "announcement": lambda record: AnnouncementFrame(read_record(record)),
 }

@@ -8,8 +8,8 @@ from typing import Final
 from google.protobuf.message import DecodeError
 
 from protocol.anchor_versions import checked_version
-from protocol.frames import MAX_ANSWER_BYTES
 from protocol.generated import link_pb2 as wire
+from protocol.question_frames import MAX_ANSWER_BYTES
 from swarm.errors import ProtocolViolation
 from swarm.vocabulary import AnchorVersion
 

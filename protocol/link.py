@@ -15,7 +15,6 @@ from protocol.chunks import Chunk
 from protocol.frame_parts import TensorFrame
 from protocol.frames import (
     AnnouncementFrame,
-    AnswerFrame,
     Cancel,
     Farewell,
     FarewellReason,
@@ -23,7 +22,6 @@ from protocol.frames import (
     Hello,
     Ping,
     Pong,
-    QuestionFrame,
     SmallFrame,
     decode,
     encode,
@@ -32,6 +30,7 @@ from protocol.handshake import meaning_of
 from protocol.inbox import Inbox
 from protocol.meter import Meter
 from protocol.outbox import Outbox
+from protocol.question_frames import AnswerFrame, QuestionFrame
 from protocol.questions import Answering, Asking
 from protocol.seams import Clock, FarEnd, LinkFigures, LinkHandler, Question
 from protocol.settings import TransportSettings

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from protocol.frames import MAX_ANSWER_BYTES, AnswerFrame, QuestionFrame, SmallFrame
+from protocol.frames import SmallFrame
+from protocol.question_frames import MAX_ANSWER_BYTES, AnswerFrame, QuestionFrame
 from protocol.seams import LinkHandler, Question, QuestionAbout
 from protocol.settings import MAX_OPEN_QUESTIONS
 from swarm.errors import PeerError, ProtocolViolation, Rejected, Stalled

@@ -6,7 +6,7 @@ The real ones are `protocol.transport` and `protocol.directory`; tests and the s
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -60,7 +60,8 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One of the questions of link.proto. `microbatches` and `stages` are only for `evaluate`, `module` and `digest` only for `state`, `port` only for `dial_back`."""
+    """One of the questions of link.proto. `microbatches` and `stages` are only for `evaluate`, `module` and `digest` only for `state`, `port` only for `dial_back`,
+    `peer` only for `call`, `record` for `call` and `called`."""
 
     about: QuestionAbout
     microbatches: int = 0
@@ -70,6 +71,10 @@ class Question:
     """Visited after stage 0, in rising order; none: all of them."""
     port: int = 0
     """Of the asker, to be dialled."""
+    peer: PeerId | None = None
+    """That is to be told to open a link."""
+    record: bytes = b""
+    """The SignedRecord of the peer that wants the link."""
 
 
 class QuestionAbout(enum.Enum):
@@ -80,6 +85,42 @@ class QuestionAbout(enum.Enum):
     """Which hash list belongs to a digest; the answer is `protocol.hash_list`'s."""
     DIAL_BACK = "dial_back"
     """Whether the asker can be connected to; the answer is `protocol.dial_back`'s."""
+    CALL = "call"
+    """To be passed on to another peer: the asker wants a link to it. The answer is empty."""
+    CALLED = "called"
+    """Passed on: a peer wants a link that is opened from here. The answer is empty, and comes when the link stands."""
+
+
+Ask = Callable[[PeerId, Question, float], Awaitable[bytes]]
+"""`Transport.ask`, for who needs no more of a transport."""
+
+
+class Caller(Protocol):
+    """Has a peer that cannot be dialled open a link to us. The real one is `protocol.calling.Calls`."""
+
+    def can_be_dialled(self) -> bool:
+        """Whether a peer that is called could connect to this one."""
+        ...
+
+    async def call(self, contact: Contact, ask: Ask, patience_s: float) -> None:
+        """Returns when the peer says that it has opened one; it may arrive before or after that.
+
+        Raises:
+            Unreachable: nobody could pass the call on within `patience_s` seconds, or the peer could not follow it.
+        """
+        ...
+
+
+class Tunnels(Protocol):
+    """Ways between two peers of which neither can dial the other: somebody else has to carry what they say."""
+
+    async def way_to(self, contact: Contact) -> str:
+        """Opens a way. Returns the local `host:port` at which the peer then answers as if it had been dialled.
+
+        Raises:
+            Unreachable: there is none.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)

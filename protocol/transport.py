@@ -20,10 +20,10 @@ import grpc
 
 from protocol.backoff import Backoff
 from protocol.certificates import TlsCredentials
-from protocol.dialling import dial
+from protocol.dialling import Dialler, Ways
 from protocol.door import Door
 from protocol.frames import AnnouncementFrame, Farewell, FarewellReason, Hello, decode, encode
-from protocol.handshake import Duplicate, expect_hello, objection_to
+from protocol.handshake import expect_hello, objection_to
 from protocol.identity import Identity
 from protocol.link import Link, LinkSurroundings
 from protocol.seams import AddressBook, Clock, Contact, FarEnd, LinkFigures, LinkHandler, Question
@@ -49,7 +49,8 @@ class _Dial:
 class GrpcTransport:
     """`protocol.seams.Transport` over gRPC. Use as `async with`; it listens inside the block and leaves nothing behind.
 
-    `own_record` gives our current SignedRecord (or b"") for each Hello. `jitter` returns a number from 0 to 1.
+    `own_record` gives our current SignedRecord (or b"") for each Hello. `ways` lead to peers without addresses. `jitter` returns a
+    number from 0 to 1.
     An error of the handler that is not in its contract ends the block with that error.
     """
 
@@ -64,6 +65,7 @@ class GrpcTransport:
         settings: TransportSettings,
         *,
         own_record: Callable[[], bytes],
+        ways: Ways = Ways(),  # noqa: B008 - immutable
         jitter: Callable[[], float] = random.random,
     ) -> None:
         self._peer = identity.peer
@@ -77,6 +79,7 @@ class GrpcTransport:
         self._door = Door(run)
         self._surroundings = LinkSurroundings(handler, clock, settings)
         self._backoff = Backoff(clock, settings.first_retry_s, settings.longest_retry_s, jitter)
+        self._dialler = Dialler(credentials, self._own_hello, self.ask, clock, settings, ways)
         self._links: dict[PeerId, Link] = {}
         self._dials: dict[PeerId, _Dial] = {}
         self._tasks = asyncio.TaskGroup()
@@ -126,6 +129,13 @@ class GrpcTransport:
 
     async def ask(self, peer: PeerId, question: Question, timeout_s: float) -> bytes:
         return await (await self._link_to(peer)).ask(question, timeout_s)
+
+    async def connect(self, peer: PeerId) -> None:
+        """Opens a link unless there is one. Same errors as `send`."""
+        await self._link_to(peer)
+
+    def is_linked(self, peer: PeerId) -> bool:
+        return peer in self._links
 
     def announce(self, record: bytes) -> None:
         for link in list(self._links.values()):
@@ -226,16 +236,7 @@ class GrpcTransport:
 
     async def _connect(self, peer: PeerId) -> tuple[DialledStream, Hello]:
         await asyncio.sleep(self._backoff.wait_s(peer))
-        contact = self._dialable(peer)
-        deadline = self._clock.monotonic() + self._settings.dial_timeout_s
-        while True:
-            try:
-                return await dial(contact, self._credentials, self._own_hello(), self._settings.dial_timeout_s)
-            except Duplicate:
-                # Its stream is on the way to us and will end this attempt; unless it died, and then ours is wanted again.
-                if self._clock.monotonic() > deadline:
-                    raise
-                await asyncio.sleep(self._settings.first_retry_s)
+        return await self._dialler.stream_to(self._dialable(peer))
 
     def _dialable(self, peer: PeerId) -> Contact:
         if not self._has_room_for(peer):
@@ -284,7 +285,7 @@ class GrpcTransport:
         """Why a stream from a peer that may speak to us is not taken, if so."""
         wins = self._peer < peer
         attempt = self._dials.get(peer)
-        if attempt is not None and wins:
+        if attempt is not None and wins and not self._dialler.has_called(peer):
             # Not for ever: it may be that the peer can reach us, and we cannot reach the peer.
             await asyncio.wait((attempt.outcome,), timeout=self._settings.dial_timeout_s / 2)
         if self._closing:

@@ -698,20 +698,24 @@ class LaneAbandon(_message.Message):
     def __init__(self, epoch: _Optional[bytes] = ..., number: _Optional[int] = ...) -> None: ...
 
 class Question(_message.Message):
-    __slots__ = ("id", "manifest", "status", "evaluate", "state", "dial_back")
+    __slots__ = ("id", "manifest", "status", "evaluate", "state", "dial_back", "call", "called")
     ID_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     EVALUATE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     DIAL_BACK_FIELD_NUMBER: _ClassVar[int]
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    CALLED_FIELD_NUMBER: _ClassVar[int]
     id: int
     manifest: ManifestQuestion
     status: StatusQuestion
     evaluate: EvaluateQuestion
     state: StateQuestion
     dial_back: DialBackQuestion
-    def __init__(self, id: _Optional[int] = ..., manifest: _Optional[_Union[ManifestQuestion, _Mapping]] = ..., status: _Optional[_Union[StatusQuestion, _Mapping]] = ..., evaluate: _Optional[_Union[EvaluateQuestion, _Mapping]] = ..., state: _Optional[_Union[StateQuestion, _Mapping]] = ..., dial_back: _Optional[_Union[DialBackQuestion, _Mapping]] = ...) -> None: ...
+    call: CallQuestion
+    called: CalledQuestion
+    def __init__(self, id: _Optional[int] = ..., manifest: _Optional[_Union[ManifestQuestion, _Mapping]] = ..., status: _Optional[_Union[StatusQuestion, _Mapping]] = ..., evaluate: _Optional[_Union[EvaluateQuestion, _Mapping]] = ..., state: _Optional[_Union[StateQuestion, _Mapping]] = ..., dial_back: _Optional[_Union[DialBackQuestion, _Mapping]] = ..., call: _Optional[_Union[CallQuestion, _Mapping]] = ..., called: _Optional[_Union[CalledQuestion, _Mapping]] = ...) -> None: ...
 
 class ManifestQuestion(_message.Message):
     __slots__ = ()
@@ -785,8 +789,22 @@ class DialBackResult(_message.Message):
     detail: str
     def __init__(self, host: _Optional[str] = ..., outcome: _Optional[_Union[DialBackResult.Outcome, str]] = ..., detail: _Optional[str] = ...) -> None: ...
 
+class CallQuestion(_message.Message):
+    __slots__ = ("peer", "record")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    peer: str
+    record: bytes
+    def __init__(self, peer: _Optional[str] = ..., record: _Optional[bytes] = ...) -> None: ...
+
+class CalledQuestion(_message.Message):
+    __slots__ = ("record",)
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    record: bytes
+    def __init__(self, record: _Optional[bytes] = ...) -> None: ...
+
 class Answer(_message.Message):
-    __slots__ = ("id", "manifest", "status", "evaluation", "refused", "state", "dial_back")
+    __slots__ = ("id", "manifest", "status", "evaluation", "refused", "state", "dial_back", "call", "called")
     ID_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
@@ -794,6 +812,8 @@ class Answer(_message.Message):
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     DIAL_BACK_FIELD_NUMBER: _ClassVar[int]
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    CALLED_FIELD_NUMBER: _ClassVar[int]
     id: int
     manifest: bytes
     status: bytes
@@ -801,4 +821,6 @@ class Answer(_message.Message):
     refused: str
     state: bytes
     dial_back: bytes
-    def __init__(self, id: _Optional[int] = ..., manifest: _Optional[bytes] = ..., status: _Optional[bytes] = ..., evaluation: _Optional[bytes] = ..., refused: _Optional[str] = ..., state: _Optional[bytes] = ..., dial_back: _Optional[bytes] = ...) -> None: ...
+    call: bytes
+    called: bytes
+    def __init__(self, id: _Optional[int] = ..., manifest: _Optional[bytes] = ..., status: _Optional[bytes] = ..., evaluation: _Optional[bytes] = ..., refused: _Optional[str] = ..., state: _Optional[bytes] = ..., dial_back: _Optional[bytes] = ..., call: _Optional[bytes] = ..., called: _Optional[bytes] = ...) -> None: ...

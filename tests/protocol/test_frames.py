@@ -13,20 +13,19 @@ from protocol.frame_parts import TensorFrame
 from protocol.frames import (
     MAX_SMALL_FRAME_BYTES,
     AnnouncementFrame,
-    AnswerFrame,
     Cancel,
     Farewell,
     FarewellReason,
     Hello,
     Ping,
     Pong,
-    QuestionFrame,
     decode,
     encode,
 )
 from protocol.generated import link_pb2 as wire
 from protocol.identity import Identity
 from protocol.microbatch_frames import MAX_LIFETIME_MS
+from protocol.question_frames import AnswerFrame, QuestionFrame
 from protocol.seams import Question, QuestionAbout
 from protocol.tensor_spec import DType, TensorSpec
 from swarm.errors import ProtocolViolation
@@ -111,6 +110,8 @@ frames = st.one_of(
                 Question(QuestionAbout.EVALUATE, 256),
                 Question(QuestionAbout.DIAL_BACK, port=1),
                 Question(QuestionAbout.DIAL_BACK, port=65535),
+                Question(QuestionAbout.CALL, peer=PEERS[0], record=b"r"),
+                Question(QuestionAbout.CALLED, record=bytes(2048)),
                 Question(QuestionAbout.EVALUATE, 1, stages=(1, 3, 1023)),
                 Question(QuestionAbout.EVALUATE, 1, stages=tuple(range(1, 1024))),
             ]
@@ -273,6 +274,13 @@ def test_a_lying_tensor_header_is_refused(lie: dict[str, object]) -> None:
             ).SerializeToString()
             for stages in ((0,), (1024,), (2, 2), (3, 1))
         ),
+        wire.Frame(question=wire.Question(id=1, call=wire.CallQuestion(record=b"r"))).SerializeToString(),
+        wire.Frame(
+            question=wire.Question(id=1, call=wire.CallQuestion(peer="x" * 52, record=b"r"))
+        ).SerializeToString(),
+        wire.Frame(question=wire.Question(id=1, call=wire.CallQuestion(peer=PEERS[0]))).SerializeToString(),
+        wire.Frame(question=wire.Question(id=1, called=wire.CalledQuestion())).SerializeToString(),
+        wire.Frame(question=wire.Question(id=1, called=wire.CalledQuestion(record=bytes(2049)))).SerializeToString(),
         wire.Frame(answer=wire.Answer(id=1)).SerializeToString(),
         wire.Frame(answer=wire.Answer(id=1, status=bytes(65537))).SerializeToString(),
         wire.Frame(receipt=wire.Receipt()).SerializeToString(),

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.frames import MAX_ANSWER_BYTES
 from protocol.generated import link_pb2 as wire
 from protocol.hash_list import HashList, decode_hash_list, encode_hash_list
+from protocol.question_frames import MAX_ANSWER_BYTES
 from swarm.errors import ProtocolViolation
 from swarm.round_messages import MAX_ROUND
 from swarm.vocabulary import AnchorVersion

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from protocol.chunks import MAX_CHUNK_BYTES
 from protocol.frame_parts import TensorFrame
-from protocol.frames import MAX_SMALL_FRAME_BYTES, QuestionFrame, decode, encode
+from protocol.frames import MAX_SMALL_FRAME_BYTES, decode, encode
 from protocol.generated import link_pb2 as wire
 from protocol.identity import Identity
+from protocol.question_frames import QuestionFrame
 from protocol.seams import Question, QuestionAbout
 from protocol.tensor_spec import DType, TensorSpec
 from swarm.errors import ProtocolViolation

@@ -15,20 +15,19 @@ from protocol.chunks import MAX_CHUNK_BYTES, checksum_of, encode_chunk
 from protocol.door import MAX_STREAMS_PER_PEER
 from protocol.frame_parts import TensorFrame
 from protocol.frames import (
-    AnswerFrame,
     Cancel,
     Farewell,
     FarewellReason,
     Frame,
     Hello,
     Ping,
-    QuestionFrame,
     SmallFrame,
     encode,
 )
 from protocol.generated import link_pb2 as wire
 from protocol.inbox import MAX_OPEN_TRANSFERS
 from protocol.outbox import MAX_WAITING_BYTES
+from protocol.question_frames import AnswerFrame, QuestionFrame
 from protocol.seams import Question, QuestionAbout, Refusal
 from protocol.streams import AcceptedStream, DialledStream, make_server, open_channel, target_of
 from protocol.tensor_spec import DType, TensorSpec
