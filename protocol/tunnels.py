@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 MAX_ATTACHED: Final = 2
 """Relays that a peer stays attached to: a second one for when the first goes."""
-OPEN_S: Final = 25.0
+OPEN_S: Final = 16.0
 """For one relay: to be dialled, and to have the far end accept."""
 
 

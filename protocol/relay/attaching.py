@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 PING_S: Final = 20.0
 """Routers at home forget connections that are silent for some minutes."""
 SILENCE_S: Final = 60.0
-ANSWER_S: Final = 10.0
+ANSWER_S: Final = 8.0
 IDLE_S: Final = 90.0
 """Longer than the relay's own, so that it is the relay that says when a tunnel is idle."""
 RETRY_S: Final = (1.0, 60.0)
@@ -131,20 +131,19 @@ class Attachment:
         """Carries one tunnel between the relay and this peer's own port."""
         try:
             stream = await self._dial(self.relay)
-        except PeerError as error:
-            log.info("a tunnel through %s was not taken: %s", self.relay, error)
-            return
-        try:
-            accept = relay_pb2.RelayAccept(number=number)
-            await ask(stream, relay_pb2.RelayMessage(accept=accept), ANSWER_S)
-            reader, writer = await asyncio.open_connection(*self._incoming.local)
+            try:
+                await self._carry(number, stream)
+            finally:
+                await stream.close()
         except (PeerError, OSError) as error:
             log.info("a tunnel through %s was not taken: %s", self.relay, error)
-            await stream.close()
-            return
-        local = RelayStream(stream.peer, reader, writer)
+
+    async def _carry(self, number: int, stream: RelayStream) -> None:
+        accept = relay_pb2.RelayAccept(number=number)
+        await ask(stream, relay_pb2.RelayMessage(accept=accept), ANSWER_S)
+        local = RelayStream(stream.peer, *await asyncio.open_connection(*self._incoming.local))
         try:
-            ended = await splice((stream.reader, stream.writer), (reader, writer), freely, IDLE_S)
+            ended = await splice((stream.reader, stream.writer), (local.reader, local.writer), freely, IDLE_S)
             log.info("a tunnel through %s ended: %s", self.relay, ended)
         finally:
-            await asyncio.gather(stream.close(), local.close())
+            await local.close()

@@ -30,7 +30,7 @@ class RelayLimits:
     greeting: int = 32
     """Streams that have not said what they want."""
     greeting_of_a_peer: int = 4
-    handshake_s: float = 10.0
+    handshake_s: float = 8.0
     """For the first message, and for the far end to accept a tunnel."""
     idle_s: float = 60.0
     """A tunnel or an attachment in which nothing moves ends after so long."""

@@ -17,8 +17,8 @@ from swarm.vocabulary import PeerId, RunId, short
 log = logging.getLogger(__name__)
 
 LOCAL_HOST: Final = "127.0.0.1"
-OPEN_S: Final = 15.0
-"""For the relay's answer; it gives the far end 10 s of them."""
+OPEN_S: Final = 10.0
+"""For the relay's answer; it gives the far end 8 s of them."""
 TAKE_S: Final = 10.0
 """For the connection to the local port."""
 MAX_OPENING: Final = 8
@@ -81,16 +81,16 @@ class OpenTunnels:
     async def _carry(self, listener: socket.socket, stream: RelayStream, target: PeerId) -> None:
         try:
             local = await _one_connection(listener, target)
+            try:
+                near, far = (local.reader, local.writer), (stream.reader, stream.writer)
+                ended = await splice(near, far, freely, IDLE_S)
+                log.info("the tunnel to %s ended: %s", short(target), ended)
+            finally:
+                await local.close()
         except (TimeoutError, OSError) as error:
             log.info("nobody used the tunnel to %s: %s", short(target), error or "no connection came")
-            await stream.close()
-            return
-        try:
-            near, far = (local.reader, local.writer), (stream.reader, stream.writer)
-            ended = await splice(near, far, freely, IDLE_S)
-            log.info("the tunnel to %s ended: %s", short(target), ended)
         finally:
-            await asyncio.gather(stream.close(), local.close())
+            await stream.close()
 
 
 async def _one_connection(listener: socket.socket, target: PeerId) -> RelayStream:

@@ -21,7 +21,7 @@ from swarm.errors import Unreachable
 from swarm.vocabulary import PeerId
 
 PROTOCOL: Final = "/skipstone/relay/1"
-DIAL_S: Final = 10.0
+DIAL_S: Final = 5.0
 _RELAY: Final = re.compile(
     r"(?P<way>/(ip4|ip6|dns4|dns6)/[A-Za-z0-9.:-]+/tcp/[0-9]{1,5})/p2p/(?P<peer>[1-9A-HJ-NP-Za-km-z]{46,64})"
 )
