@@ -82,9 +82,9 @@ class Reach:
     NAME: ClassVar[str] = "reach"
     peer: str
     step: str
-    """`direct`, `mapped`, `unreachable` or `unknown`; more words may come."""
+    """`direct`, `mapped`, `reverse`, `unreachable` or `unknown`; more words may come."""
     address: str
-    """That it announces now."""
+    """That it announces now; empty when it cannot be dialled."""
     reason: str
     fix: str
     """What a person can do to reach a better step; empty when there is none."""

@@ -138,7 +138,7 @@ class Neighbourhood:
         """
         known = [a for a in self.membership.peers() if a.module is not None]
         few = [m for m in modules if sum(a.module == m for a in known) <= FEW_REPLICAS]
-        asked = [a.peer for a in known if a.module in few and a.addresses][:MAX_ASKED]
+        asked = [a.peer for a in known if a.module in few and a.is_reachable][:MAX_ASKED]
         await asyncio.gather(*(self._probe(peer) for peer in asked))
         return [a for a in known if not self.membership.is_given_up(a.peer)]
 

@@ -30,6 +30,8 @@ class OwnState:
     steps: int = 0
     anchor: AnchorVersion | None = None
     reach: Standing = NOT_LOOKED
+    via: tuple[PeerId, ...] = ()
+    """Through whom it can be called while it has no addresses."""
     incarnation: int = field(init=False)
     """When this life began, for others to tell it from the one before."""
     _sequence: int = field(default=0, init=False)
@@ -63,4 +65,5 @@ class OwnState:
             incarnation=self.incarnation,
             sequence=self._sequence,
             expires_at=wall + RECORD_LIFETIME_S,
+            via=self.via,
         )

@@ -16,7 +16,9 @@ from node.neighbourhood import Neighbourhood
 from node.own_state import OwnState
 from node.reception import Reception
 from node.task_scope import task_scope
+from protocol.calling import Calls
 from protocol.certificates import make_credentials
+from protocol.dialling import Ways
 from protocol.directory import DhtDirectory, DirectorySettings
 from protocol.identity import Identity
 from protocol.join_link import JoinLink
@@ -128,7 +130,7 @@ class Presence:
         deadline = loop.time() + patience_s
         while True:
             for announcement in self.others():
-                if not announcement.addresses or not wanted(announcement.peer):
+                if not announcement.is_reachable or not wanted(announcement.peer):
                     continue
                 try:
                     return await ask(announcement.peer)
@@ -169,6 +171,7 @@ async def present(
                 clock,
                 TransportSettings(listen_host=where.listen, listen_port=where.port),
                 own_record=neighbourhood.own_record,
+                ways=Ways(Calls(book, clock, neighbourhood.own_record, lambda: bool(own.addresses))),
             ),
         )
         await stack.enter_async_context(transport)

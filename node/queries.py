@@ -35,6 +35,7 @@ class PeerReport:
             "module": None if said.module is None else str(said.module),
             "state": said.state.name.lower(),
             "addresses": list(said.addresses),
+            "via": list(said.via),
             "tokens_per_s": said.tokens_per_second,
             "slots": said.slots,
             "free_slots": said.free_slots,

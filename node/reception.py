@@ -23,6 +23,7 @@ from swarm.round_messages import RoundControl, RoundPiece, StateChunk, StateCont
 from swarm.vocabulary import PeerId
 
 Answering = Callable[[Question], Awaitable[bytes]]
+AnsweringAsker = Callable[[PeerId, Question], Awaitable[bytes]]
 RoundTensor = RoundPiece | StateChunk
 
 
@@ -48,14 +49,6 @@ class LaneReceiver(Protocol):
     def told(self, sender: PeerId, message: LaneControl) -> None: ...
 
 
-class WitnessBearer(Protocol):
-    """Who dials a peer back (`node.reach.dial_back.Witness`)."""
-
-    async def answer(self, asker: PeerId, question: Question) -> bytes:
-        """Raises PeerError when it will not."""
-        ...
-
-
 class Reception:
     """`protocol.seams.LinkHandler`. Before a node hosts a module there is neither carrier nor rounds, and tensors are refused.
 
@@ -68,7 +61,8 @@ class Reception:
         self.rounds: RoundReceiver | None = None
         self.lanes: LaneReceiver | None = None
         self.answers: dict[QuestionAbout, Answering] = {}
-        self.witness: WitnessBearer | None = None
+        self.answers_by_asker: dict[QuestionAbout, AnsweringAsker] = {}
+        """Of questions that concern the asker itself."""
 
     def admit(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec) -> memoryview | Refusal:
         if isinstance(message, Forward | Backward):
@@ -106,8 +100,9 @@ class Reception:
         self._neighbourhood.announced(sender, record)
 
     async def answer(self, sender: PeerId, question: Question) -> bytes:
-        if question.about is QuestionAbout.DIAL_BACK and self.witness is not None:
-            return await self.witness.answer(sender, question)
+        personal = self.answers_by_asker.get(question.about)
+        if personal is not None:
+            return await personal(sender, question)
         answering = self.answers.get(question.about)
         if answering is None:
             raise Rejected(f"this peer does not answer questions about its {question.about.value}")

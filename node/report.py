@@ -37,6 +37,7 @@ def status_json(own: OwnState, duty: Duty) -> bytes:
         "module": str(own.module),
         "state": own.state.name.lower(),
         "addresses": list(own.addresses),
+        "via": list(own.via),
         "reach": {"step": own.reach.step.value, "reason": own.reach.reason},
         "unix_ms": int(own.clock.wall() * 1000),
         "slots": custody.slots,

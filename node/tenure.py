@@ -68,7 +68,7 @@ def tell_state(presence: Presence, events: EventSink) -> None:
     own = presence.own
     presence.neighbourhood.announce()
     module = None if own.state is PeerState.VISITING else str(own.module)
-    events.emit(NodeStatus(own.peer, module, own.state.name.lower(), own.addresses[0], str(presence.link)))
+    events.emit(NodeStatus(own.peer, module, own.state.name.lower(), ", ".join(own.addresses), str(presence.link)))
 
 
 async def hand_over(hooks: Sequence[Hook], limit_s: float) -> None:

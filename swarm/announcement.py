@@ -42,3 +42,8 @@ class Announcement:
     """Peers that a peer without addresses keeps links to: through them it can be called, and then opens a link itself. At most 4."""
     relay: str = ""
     """The libp2p multiaddr at which this peer serves tunnels for others, at most 128 characters; empty when it does not."""
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether it says how: it can be dialled, or called."""
+        return bool(self.addresses or self.via)

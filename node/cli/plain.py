@@ -125,7 +125,8 @@ def _node_line(event: NodeStatus) -> str:
 
 
 def _reach_line(event: Reach) -> str:
-    line = f"node {peer_name(event.peer)} reach {harmless(event.step)} at {harmless(event.address)}: {harmless(event.reason, 400)}"
+    address = f" at {harmless(event.address)}" if event.address else ""
+    line = f"node {peer_name(event.peer)} reach {harmless(event.step)}{address}: {harmless(event.reason, 400)}"
     return f"{line}\n  {harmless(event.fix, 400)}" if event.fix else line
 
 

@@ -127,11 +127,13 @@ def _status_row(peer: Mapping[str, Any]) -> tuple[RenderableType, ...]:
 
 
 def _address_cell(peer: Mapping[str, Any]) -> Text:
-    """Its addresses, and in brackets how others reach it as far as it knows."""
+    """Its addresses, or through whom it is called, and in brackets how others reach it as far as it knows."""
     said = (peer["answered"] or {}).get("reach")
     step = said.get("step") if isinstance(said, dict) else None
-    addresses = ", ".join(str(address) for address in peer["addresses"])
-    return Text(harmless(addresses if step in (None, "unknown") else f"{addresses} ({step})"))
+    where = ", ".join(str(address) for address in peer["addresses"])
+    if peer["via"]:
+        where = f"via {', '.join(peer_name(str(other)) for other in peer['via'])}"
+    return Text(harmless(where if step in (None, "unknown") else f"{where} ({step})".strip()))
 
 
 def _round_cell(peer: Mapping[str, Any]) -> RenderableType:

@@ -11,11 +11,12 @@ from typing import Final
 from node.doctor.finding import Finding, Level, bounded_async
 from node.presence import Presence
 from node.queries import parse_answer
+from node.reach.attachments import Attachments
 from node.reach.dial_back import witnesses_of
 from node.reach.keeper import ways_to_map
 from node.reach.ladder import climb
 from node.reach.port_mapping import Router
-from node.reach.standing import ReachMode, ReachStep, Standing
+from node.reach.standing import ReachMode, ReachStep, Standing, held_by
 from node.visiting import visit
 from protocol.join_link import JoinLink
 from protocol.seams import Clock, Question, QuestionAbout
@@ -76,7 +77,7 @@ async def _find_peers(presence: Presence) -> Sequence[Finding]:
 
 
 def _peers(presence: Presence) -> list[PeerId]:
-    return [seen.peer for seen in presence.others() if seen.addresses]
+    return [seen.peer for seen in presence.others() if seen.is_reachable]
 
 
 async def _compare_clocks(presence: Presence) -> Sequence[Finding]:
@@ -122,17 +123,22 @@ async def _climb(presence: Presence, doorway: Doorway) -> Sequence[Finding]:
     router = Router(ways_to_map()) if doorway.mode is ReachMode.AUTO else None
     ask = witnesses_of(presence.membership, presence.transport)
     try:
-        return [reach_finding(await climb(presence.transport.port, doorway.advertise, ask, router))]
+        standing = await climb(presence.transport.port, doorway.advertise, ask, router)
+        if standing.step is ReachStep.UNREACHABLE:
+            hold = Attachments(presence.own, presence.membership, presence.transport).hold
+            standing = held_by(standing, await hold())
+        return [reach_finding(standing)]
     finally:
         if router is not None:
             await router.close()
 
 
 def reach_finding(standing: Standing) -> Finding:
-    """A mapping is as good as an open port while the router lives; a node that nobody can dial is of little use to others."""
+    """A mapping is as good as an open port while the router lives; a node that has to be called is of use to those that can be dialled."""
     levels = {
         ReachStep.DIRECT: Level.OK,
         ReachStep.MAPPED: Level.OK,
+        ReachStep.REVERSE: Level.WARN,
         ReachStep.UNKNOWN: Level.WARN,
         ReachStep.UNREACHABLE: Level.FAIL,
     }

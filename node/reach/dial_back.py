@@ -101,7 +101,7 @@ def witnesses_of(
     """Asks up to three peers of the run, in different networks where there are such. `choose` puts the candidates into an order."""
 
     async def ask(port: int) -> list[Attempt]:
-        candidates = [a for a in membership.peers() if a.addresses and a.state is not PeerState.VISITING]
+        candidates = [a for a in membership.peers() if a.is_reachable and a.state is not PeerState.VISITING]
         choose(candidates)
         order = scattered(candidates)[:MAX_ASKED]
         found: list[Attempt] = []
@@ -116,15 +116,17 @@ def witnesses_of(
 
 
 def scattered(candidates: Sequence[Announcement]) -> list[Announcement]:
-    """The same in an order in which networks that have had no turn come first."""
+    """The same in an order in which networks that have had no turn come first, and peers last that have to be called before they can
+    be asked: nobody knows their networks, and while this node does not know its own address, calling is in vain."""
     first: list[Announcement] = []
     later: list[Announcement] = []
     seen: set[str] = set()
     for announcement in candidates:
-        network = network_of(announcement.addresses[0])
-        (later if network in seen else first).append(announcement)
-        seen.add(network)
-    return first + later
+        if announcement.addresses:
+            network = network_of(announcement.addresses[0])
+            (later if network in seen else first).append(announcement)
+            seen.add(network)
+    return first + later + [announcement for announcement in candidates if not announcement.addresses]
 
 
 def network_of(address: str) -> str:

@@ -2,21 +2,26 @@
 
     direct       others connect to the node's own port
     mapped       the router forwards a port to it, because it was asked to (UPnP or NAT-PMP)
-    unreachable  neither; the node reaches others, and they reach it over the links that it has opened
+    reverse      neither, but it keeps links to a few peers, and through them it is called: then it opens a link itself
+    unreachable  there is nobody to hold on to either
     unknown      nobody was there to find it out
 
-Steps between `mapped` and `unreachable` (`reverse`, `relay`) are to come: whoever reads a step has to expect words that it does not know.
+More steps may come (`relay`): whoever reads a step has to expect words that it does not know.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from swarm.vocabulary import PeerId, short
 
 
 class ReachStep(enum.Enum):
     DIRECT = "direct"
     MAPPED = "mapped"
+    REVERSE = "reverse"
     UNREACHABLE = "unreachable"
     UNKNOWN = "unknown"
 
@@ -44,6 +49,14 @@ class Standing:
     """Whether a router stands between that translates addresses, so that it may be worth asking it for a port."""
     seen_host: str = ""
     """The address that the others see."""
+
+
+def held_by(standing: Standing, via: Sequence[PeerId]) -> Standing:
+    """What becomes of `unreachable` when the node holds on to peers through which it can be called; the same without any."""
+    if not via:
+        return standing
+    called = f"called through {', '.join(map(short, via))}, and then opens the link itself"
+    return replace(standing, step=ReachStep.REVERSE, reason=f"{called}; {standing.reason}")
 
 
 NOT_LOOKED = Standing(ReachStep.UNKNOWN, "not found out yet")

@@ -316,6 +316,7 @@ STATUS = {
             "module": "0.0",
             "state": "serving\x1b[2J",
             "addresses": ["127.0.0.1:5000"],
+            "via": [],
             "tokens_per_s": 1500.0,
             "slots": 4,
             "free_slots": 1,

@@ -114,11 +114,10 @@ async def test_a_node_is_a_witness_and_a_visitor_is_none() -> None:
     with pytest.raises(Rejected, match="dial_back"):
         await receives.answer(A, question)
 
-    class Bearer:
-        async def answer(self, asker: PeerId, asked: Question) -> bytes:
-            return f"{asker}: {asked.port}".encode()
+    async def bear(asker: PeerId, asked: Question) -> bytes:
+        return f"{asker}: {asked.port}".encode()
 
-    receives.witness = Bearer()
+    receives.answers_by_asker[QuestionAbout.DIAL_BACK] = bear
     assert await receives.answer(A, question) == f"{A}: 4002".encode()
 
 

@@ -94,7 +94,14 @@ def test_status_shows_how_a_peer_is_reached() -> None:
 
 
 def status_of(answered: object) -> str:
-    peer = {"peer": "12D3KooWpeer1abc", "module": "1.0", "state": "serving", "addresses": [], "tokens_per_s": 1.0}
+    peer = {
+        "peer": "12D3KooWpeer1abc",
+        "module": "1.0",
+        "state": "serving",
+        "addresses": [],
+        "via": [],
+        "tokens_per_s": 1.0,
+    }
     peer |= {"slots": 4, "free_slots": 1, "steps": 5, "round": 3, "digest": "", "answered": answered}
     console = Console(record=True, width=140, force_terminal=False, file=io.StringIO())
     console.print(status_table({"stages": 2, "peers": [peer]}))

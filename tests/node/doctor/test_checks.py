@@ -232,6 +232,7 @@ def test_a_node_that_nobody_can_dial_fails_and_says_what_to_do() -> None:
     assert levels == {
         ReachStep.DIRECT: Level.OK,
         ReachStep.MAPPED: Level.OK,
+        ReachStep.REVERSE: Level.WARN,
         ReachStep.UNKNOWN: Level.WARN,
         ReachStep.UNREACHABLE: Level.FAIL,
     }

@@ -1,0 +1,60 @@
+"""Holding on: links to a few peers that can be dialled, through which this node is called while it can not be dialled itself."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Final, Protocol
+
+from node.own_state import OwnState
+from swarm.attachment import by_worth
+from swarm.errors import PeerError
+from swarm.membership import Membership
+from swarm.vocabulary import PeerId, short
+
+log = logging.getLogger(__name__)
+
+WANTED: Final = 3
+MAX_TRIED: Final = 9
+"""Peers that are tried at most until so many links stand."""
+CONNECT_S: Final = 6.0
+
+
+class Links(Protocol):
+    """What holding on needs of `protocol.transport.GrpcTransport`."""
+
+    async def connect(self, peer: PeerId) -> None:
+        """Opens a link unless there is one. Raises PeerError."""
+        ...
+
+
+class Attachments:
+    """The links are the transport's, like all others, and stay as long as both sides live."""
+
+    def __init__(self, own: OwnState, membership: Membership, links: Links) -> None:
+        self._own = own
+        self._membership = membership
+        self._links = links
+        self._held: tuple[PeerId, ...] = ()
+
+    async def hold(self) -> tuple[PeerId, ...]:
+        """Sees to it that links to the best peers stand, as far as they can be had. Returns those that do, at most three."""
+        known = (a for a in self._membership.peers() if not self._membership.is_given_up(a.peer))
+        order = by_worth(self._own.peer, self._own.module, known, self._held)[:MAX_TRIED]
+        held: list[PeerId] = []
+        while order and len(held) < WANTED:
+            wanted = WANTED - len(held)
+            now, order = order[:wanted], order[wanted:]
+            stand = await asyncio.gather(*(self._connect(peer) for peer in now))
+            held += [peer for peer, stands in zip(now, stand, strict=True) if stands]
+        self._held = tuple(held)
+        return self._held
+
+    async def _connect(self, peer: PeerId) -> bool:
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                await self._links.connect(peer)
+        except (PeerError, TimeoutError) as error:
+            log.info("%s cannot be held on to: %s", short(peer), error)
+            return False
+        return True
