@@ -209,6 +209,16 @@ class DhtDirectory:
             await self._child.stop()
 
     @property
+    def serves_tunnels(self) -> bool:
+        """Whether it carries tunnels for others."""
+        return self._settings.relay_bytes_per_hour > 0
+
+    @property
+    def port(self) -> int:
+        """The TCP port that the DHT listens on."""
+        return self._port
+
+    @property
     def situation(self) -> dht_process_pb2.DhtSituation:
         """As of the last heartbeat."""
         return self._situation

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,7 +12,6 @@ from protocol.directory import DhtDirectory
 from protocol.generated import dht_process_pb2
 from protocol.relay.figures import RelayFigures, read_figures
 from protocol.seams import Contact
-from swarm.announcement import Announcement
 from swarm.errors import PeerError, Unreachable
 from swarm.vocabulary import PeerId, short
 
@@ -90,13 +88,3 @@ class RelayTunnels:
     def carried(self) -> RelayFigures:
         """What was carried for others since the node has started, as of the last heartbeat."""
         return read_figures(self._directory.situation.relay)
-
-
-def relays_first(announcements: Iterable[Announcement]) -> list[Announcement]:
-    """The same in an order in which those that serve tunnels come first: whom a peer without addresses does well to stay linked to."""
-    return sorted(announcements, key=lambda announcement: not announcement.relay)
-
-
-def relays_of(announcements: Iterable[Announcement]) -> list[str]:
-    """Where the first of them serve tunnels: what to attach to."""
-    return list(itertools.islice((a.relay for a in announcements if a.relay), MAX_ATTACHED))

@@ -7,7 +7,7 @@ import logging
 from typing import Final, Protocol
 
 from node.own_state import OwnState
-from swarm.attachment import by_worth
+from swarm.attachment import by_worth, relays_first
 from swarm.errors import PeerError
 from swarm.membership import Membership
 from swarm.vocabulary import PeerId, short
@@ -39,8 +39,9 @@ class Attachments:
 
     async def hold(self) -> tuple[PeerId, ...]:
         """Sees to it that links to the best peers stand, as far as they can be had. Returns those that do, at most three."""
-        known = (a for a in self._membership.peers() if not self._membership.is_given_up(a.peer))
-        order = by_worth(self._own.peer, self._own.module, known, self._held)[:MAX_TRIED]
+        known = [a for a in self._membership.peers() if not self._membership.is_given_up(a.peer)]
+        order = by_worth(self._own.peer, self._own.module, known, self._held)
+        order = relays_first(order, {a.peer for a in known if a.relay})[:MAX_TRIED]
         held: list[PeerId] = []
         while order and len(held) < WANTED:
             wanted = WANTED - len(held)
