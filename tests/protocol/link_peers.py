@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 from protocol.certificates import TlsCredentials, make_credentials
+from protocol.dialling import Ways
 from protocol.frames import Farewell, Frame, Hello, decode, encode
 from protocol.identity import Identity
 from protocol.seams import Contact, Question, Refusal
@@ -146,6 +147,7 @@ async def node(
     settings: TransportSettings = SETTINGS,
     handler: Recorder | None = None,
     record: bytes = b"",
+    ways: Ways | None = None,
 ) -> AsyncIterator[Node]:
     persona = persona or Persona()
     handler = handler or Recorder()
@@ -158,6 +160,7 @@ async def node(
         SystemClock(),
         settings,
         own_record=lambda: record,
+        ways=ways or Ways(),
     )
     async with transport:
         yield Node(persona, handler, transport)

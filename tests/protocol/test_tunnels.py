@@ -44,9 +44,9 @@ async def test_the_bytes_of_the_hour_end_the_tunnel_and_then_none_is_opened() ->
     async with three(echo, bytes_per_hour=16 * MIB) as peers:
         async with connected(await peers.tunnels.way_to(peers.contact)) as (reader, writer):
             with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
-                while True:  # a pair has a quarter, and half of that at once: 2 MiB, the echo counted
-                    await sent(writer, bytes(64 * 1024))
-                    await digest_of(reader, 64 * 1024)
+                await _exchange_for_ever(
+                    reader, writer
+                )  # a pair has a quarter, half of that at once: 2 MiB, the echo counted
         await until(lambda: peers.relaying.situation.relay.cut_off == 1)
         assert MIB < peers.relaying.situation.relay.carried_bytes <= 2 * MIB
         with pytest.raises(Unreachable, match="had their share"):
@@ -110,6 +110,12 @@ async def test_who_is_no_relay_or_has_nobody_attached_is_said() -> None:
         await until(lambda: peers.relaying.situation.relay.attached == 0)
         with pytest.raises(Unreachable, match="not attached here"):
             await peers.tunnels.way_to(peers.contact)
+
+
+async def _exchange_for_ever(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while True:
+        await sent(writer, bytes(64 * 1024))
+        await digest_of(reader, 64 * 1024)
 
 
 def parent_of(process: int) -> int:

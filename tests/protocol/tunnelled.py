@@ -35,17 +35,26 @@ class Three:
 @asynccontextmanager
 async def three(serve: Serve, bytes_per_hour: int = PLENTY) -> AsyncIterator[Three]:
     """Tunnels to the far one lead to `serve`."""
-    ids = [Identity.generate() for _ in range(3)]
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    local = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    async with server, directory(ids[0], relay_bytes_per_hour=bytes_per_hour) as relaying:
-        async with directory(ids[1], relaying, client=True) as far, directory(ids[2], relaying, client=True) as near:
-            relay = relaying.multiaddrs()[0]
-            contact = Contact(ids[1].peer, (), b"", via=(ids[0].peer,))
-            tunnels, far_tunnels = (RelayTunnels(each, {ids[0].peer: relay}.__getitem__) for each in (near, far))
-            await far_tunnels.attach([relay], local)
-            await until(lambda: relaying.situation.relay.attached == 1)
-            yield Three(relaying, far, near, relay, contact, tunnels, far_tunnels)
+    async with server, three_at(server.sockets[0].getsockname()[1], bytes_per_hour) as peers:
+        yield peers
+
+
+@asynccontextmanager
+async def three_at(port: int, bytes_per_hour: int = PLENTY, far: Identity | None = None) -> AsyncIterator[Three]:
+    """Tunnels to the far one lead to that port."""
+    far_id, relay_id, near_id = far or Identity.generate(), Identity.generate(), Identity.generate()
+    async with (
+        directory(relay_id, relay_bytes_per_hour=bytes_per_hour) as relaying,
+        directory(far_id, relaying, client=True) as far_one,
+        directory(near_id, relaying, client=True) as near,
+    ):
+        relay = relaying.multiaddrs()[0]
+        contact = Contact(far_id.peer, (), b"", via=(relay_id.peer,))
+        tunnels, far_tunnels = (RelayTunnels(each, {relay_id.peer: relay}.__getitem__) for each in (near, far_one))
+        await far_tunnels.attach([relay], f"127.0.0.1:{port}")
+        await until(lambda: relaying.situation.relay.attached == 1)
+        yield Three(relaying, far_one, near, relay, contact, tunnels, far_tunnels)
 
 
 @asynccontextmanager
