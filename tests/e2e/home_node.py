@@ -53,16 +53,22 @@ class HomeNode:
 
 @asynccontextmanager
 async def node_at_home(
-    network: HomeNetwork, folder: Path, link: str, *, stage: int = 1, options: tuple[str, ...] = ()
+    network: HomeNetwork,
+    folder: Path,
+    link: str,
+    *,
+    stage: int = 1,
+    options: tuple[str, ...] = (),
+    where: int | str = "home",
 ) -> AsyncIterator[HomeNode]:
-    """A node in the home, which nobody has told an address; stopped in good order at the end."""
+    """A node in the home, or elsewhere, which nobody has told an address; stopped in good order at the end."""
     arguments = ("join", link, "--json", "--stop-on-eof", "--stage", str(stage), "--threads", "1", *options)
     process = await asyncio.create_subprocess_exec(
-        *network.inside("home"),
+        *network.inside(where),
         *node_command(),
         *arguments,
         "--identity",
-        str(folder / "home.key"),
+        str(folder / f"{where}.key"),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         env=environment(),
