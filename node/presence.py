@@ -76,6 +76,7 @@ class Presence:
     directory: DhtDirectory
     transport: GrpcTransport
     tunnels: RelayTunnels
+    book: KnownPeers
     local_address: str
     """`host:port` at which this machine's own programs reach the node."""
 
@@ -189,7 +190,7 @@ async def present(
         running = tasks.create_task(neighbourhood.run(directory, transport))
         try:
             yield Presence(
-                run, own, neighbourhood, reception, directory, transport, tunnels, where.local(transport.port)
+                run, own, neighbourhood, reception, directory, transport, tunnels, book, where.local(transport.port)
             )
         finally:
             running.cancel()

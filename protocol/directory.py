@@ -198,15 +198,10 @@ class DhtDirectory:
         self._kept[name] = request
         await self.ask(request, self._settings.publish_timeout_s)
 
-    async def take_part(self, *, client: bool) -> None:
-        """From now on takes part as a client, or not (`DirectorySettings.client`). When that is a change, the DHT is started again:
-        it is away for a few seconds, and tunnels end."""
-        if client == self._settings.client:
-            return
+    def take_part(self, *, client: bool) -> None:
+        """From now on takes part as a client, or not (`DirectorySettings.client`). When that is a change, the DHT is started again within
+        seconds: it is away for a moment, and tunnels end."""
         self._settings = dataclasses.replace(self._settings, client=client)
-        if self._child is not None:
-            log.info("the DHT is started again, %s", "as a client" if client else "as a server")
-            await self._child.stop()
 
     @property
     def serves_tunnels(self) -> bool:
@@ -279,9 +274,10 @@ class DhtDirectory:
 
         Raises:
             ConfigError: it did not start.
-            Unreachable: it ended or fell silent.
+            Unreachable: it ended or fell silent, or is not to go on like this.
         """
-        async with running_child(self._start_message(), self._identity) as (child, situation):
+        start = self._start_message()
+        async with running_child(start, self._identity) as (child, situation):
             self._situation = situation
             self._port = self._port or _port_of(situation.multiaddrs)
             self._starts += 1
@@ -290,13 +286,15 @@ class DhtDirectory:
                 if not started.done():
                     started.set_result(None)
                 await self._ask_again(child)
-                await self._watch(child)
+                await self._watch(child, start.client)
             finally:
                 self._child = None
 
-    async def _watch(self, child: DhtChild) -> None:
-        """Returns never; raises Unreachable when the child is gone or does not answer."""
+    async def _watch(self, child: DhtChild, client: bool) -> None:
+        """Returns never; raises Unreachable when the child is gone, does not answer, or takes part in another way than it is to."""
         while True:
+            if client != self._settings.client:
+                raise Unreachable(f"from now on it is {'no' if client else 'a'} client")
             try:
                 async with asyncio.timeout(HEARTBEAT_S):
                     await child.ended.wait()

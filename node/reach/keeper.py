@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from node.events import EventSink, Reach
@@ -18,12 +18,12 @@ from node.reach.dial_back import Witness, witnesses_of
 from node.reach.ladder import climb
 from node.reach.nat_pmp import NatPmp
 from node.reach.port_mapping import PortMapper, Router
-from node.reach.relaying import keep_in_step
+from node.reach.relaying import keep_in_step, without_tunnels
 from node.reach.standing import NOT_LOOKED, ReachMode, ReachStep, Standing, held_by
 from node.reach.switchboard import Switchboard
 from node.reach.upnp import Upnp
 from node.task_scope import task_scope
-from protocol.seams import FarEnd, QuestionAbout
+from protocol.seams import QuestionAbout
 from swarm.vocabulary import PeerId
 
 log = logging.getLogger(__name__)
@@ -173,15 +173,9 @@ async def _until_lost(router: Router, wait_s: float, sleep: Sleep) -> None:
 def _of_use_to_others(presence: Presence) -> Iterator[None]:
     """Within the block the node is a witness, passes calls on and follows those for itself."""
     transport, neighbourhood, clock = presence.transport, presence.neighbourhood, presence.own.clock
-
-    def far_end(peer: PeerId) -> FarEnd | None:
-        """To a node behind address translation a caller may come through a tunnel, whose local end is none of the caller's addresses."""
-        end = transport.far_end(peer)
-        return end if end is None or presence.own.addresses else replace(end, host="")
-
     switchboard = Switchboard(presence.run, presence.own.peer, transport, neighbourhood.announced, clock)
     answers = {
-        QuestionAbout.DIAL_BACK: Witness(far_end, clock).answer,
+        QuestionAbout.DIAL_BACK: Witness(without_tunnels(presence.own, transport.far_end), clock).answer,
         QuestionAbout.CALL: switchboard.pass_on,
         QuestionAbout.CALLED: switchboard.follow,
     }
