@@ -31,10 +31,11 @@ class Links(Protocol):
 class Attachments:
     """The links are the transport's, like all others, and stay as long as both sides live."""
 
-    def __init__(self, own: OwnState, membership: Membership, links: Links) -> None:
+    def __init__(self, own: OwnState, membership: Membership, links: Links, connect_s: float = CONNECT_S) -> None:
         self._own = own
         self._membership = membership
         self._links = links
+        self._connect_s = connect_s
         self._held: tuple[PeerId, ...] = ()
 
     async def hold(self) -> tuple[PeerId, ...]:
@@ -53,7 +54,7 @@ class Attachments:
 
     async def _connect(self, peer: PeerId) -> bool:
         try:
-            async with asyncio.timeout(CONNECT_S):
+            async with asyncio.timeout(self._connect_s):
                 await self._links.connect(peer)
         except (PeerError, TimeoutError) as error:
             log.info("%s cannot be held on to: %s", short(peer), error)

@@ -182,6 +182,16 @@ async def test_visitors_and_peers_without_an_address_are_not_asked() -> None:
         assert links.asked == []
 
 
+async def test_peers_that_have_to_be_called_are_asked_last() -> None:
+    membership, peers = membership_of("25.0.0.1", "25.0.0.2")
+    called = announced(Identity.generate(), addresses=(), via=(peers[0],))
+    membership.observe(called, now=0.0, wall=called.expires_at - 60)
+    links = Links(dict.fromkeys([*peers, called.peer], REACHED))
+    found = await witnesses_of(membership, links, list.reverse)(4002)
+    assert [t.witness for t in found][-1] == called.peer
+    assert len(found) == WITNESSES
+
+
 def test_different_networks_come_first() -> None:
     hosts = ["25.0.0.1", "25.0.0.2", "25.0.1.1", "[2001:db8::1]", "[2001:db8::2]", "name.example"]
     found = scattered([announced(Identity.generate(), addresses=(f"{host}:1",)) for host in hosts])
