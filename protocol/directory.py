@@ -263,7 +263,8 @@ class DhtDirectory:
                 if not started.done():
                     started.set_exception(_as_ours(error))
                     return
-                log.warning("the DHT has to be restarted: %s", error)
+                level = logging.INFO if isinstance(error, _TakesPartAnew) else logging.WARNING
+                log.log(level, "the DHT has to be restarted: %s", error)
             if self._clock.monotonic() - began > STEADY_S:
                 pause_s = RESTART_PAUSE_S[0]
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311  # no secret
@@ -294,7 +295,7 @@ class DhtDirectory:
         """Returns never; raises Unreachable when the child is gone, does not answer, or takes part in another way than it is to."""
         while True:
             if client != self._settings.client:
-                raise Unreachable(f"from now on it is {'no' if client else 'a'} client")
+                raise _TakesPartAnew(f"from now on it is {'no' if client else 'a'} client")
             try:
                 async with asyncio.timeout(HEARTBEAT_S):
                     await child.ended.wait()
@@ -329,6 +330,10 @@ class DhtDirectory:
             relay_bytes_per_hour=settings.relay_bytes_per_hour,
             relay_before=self._situation.relay if self._situation.HasField("relay") else None,
         )
+
+
+class _TakesPartAnew(Unreachable):
+    """The DHT is ended because the node wants it so."""
 
 
 def _as_ours(error: SkipstoneError | OSError) -> SkipstoneError:

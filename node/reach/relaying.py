@@ -12,6 +12,7 @@ from node.own_state import OwnState
 from node.presence import Presence
 from node.reach.standing import ReachStep
 from protocol.join_link import multiaddr_of
+from protocol.records import MAX_RELAY_LENGTH
 from protocol.seams import FarEnd
 from swarm.errors import Unreachable
 from swarm.vocabulary import PeerId
@@ -86,7 +87,8 @@ class RelayPart:
         if not (self.dht.serves_tunnels and own.addresses and own.reach.step in _OFFERS):
             return ""
         host = own.addresses[0].rpartition(":")[0].strip("[]")
-        return f"{multiaddr_of(host, self.dht.port)}/p2p/{own.peer}"
+        relay = f"{multiaddr_of(host, self.dht.port)}/p2p/{own.peer}"
+        return relay if len(relay) <= MAX_RELAY_LENGTH else ""  # no record could say it
 
 
 async def keep_in_step(presence: Presence, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:

@@ -26,6 +26,9 @@ class RelayLimits:
     tunnels: int = 16
     tunnels_of_a_peer: int = 4
     """Opened by one peer and not ended."""
+    opens: int = 16
+    open_refill_s: float = 2.0
+    """Tunnels that one peer may open at once, and after how long one more: each costs its far end a handshake."""
     attached: int = 64
     greeting: int = 32
     """Streams that have not said what they want."""

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 
+from protocol.allowance import Allowance
 from protocol.generated import relay_pb2
 from protocol.relay.figures import RelayFigures
 from protocol.relay.limits import MIN_OPEN_BYTES, RelayBudget, RelayLimits
@@ -56,6 +57,8 @@ class RelayService:
         self._attachments: dict[PeerId, RelayStream] = {}
         self._waiting: dict[int, _Waiting] = {}
         self._numbers = itertools.count(1)
+        self._now = now
+        self._opens = Allowance(limits.opens, limits.open_refill_s)
         self._greeting: Counter[PeerId] = Counter()
         self._open: Counter[PeerId] = Counter()
 
@@ -172,6 +175,8 @@ class RelayService:
             raise Rejected(f"{limits.tunnels} tunnels are open here already")
         if self._open[peer] >= limits.tunnels_of_a_peer:
             raise Rejected(f"the peer has {limits.tunnels_of_a_peer} tunnels here already")
+        if not self._opens.take(peer, self._now()):
+            raise Rejected("the peer has opened tunnels often enough for now")
         if self._budget.left() < MIN_OPEN_BYTES:
             raise Rejected("the relay's bytes are used up for now")
         if self._budget.pair_left(peer, target) < MIN_OPEN_BYTES:

@@ -141,6 +141,17 @@ async def test_tunnels_are_bounded_for_each_peer_and_for_all() -> None:
         await ends.tunnel(ANNA, attachment)
 
 
+async def test_a_peer_cannot_open_and_end_tunnels_for_ever() -> None:
+    async with relaying(opens=2, open_refill_s=3600.0) as ends:
+        attachment = await ends.attached(BERT)
+        for _ in range(2):
+            near, _ = await ends.tunnel(ANNA, attachment)
+            near.cut()
+        await until_idle(ends)
+        assert "often enough" in await ends.refused(ANNA, wish(BERT))
+        await ends.tunnel(CARL, attachment)
+
+
 async def test_only_who_is_attached_can_be_reached_and_nobody_reaches_itself() -> None:
     async with relaying() as ends:
         assert "not attached" in await ends.refused(ANNA, wish(BERT))

@@ -62,9 +62,7 @@ async def test_when_the_relay_dies_the_tunnel_ends_and_the_next_one_says_why(mar
             await sent(writer, b"x")
             assert await reader.readexactly(1) == b"x"
             os.kill(killed, signal.SIGSTOP)  # so that nobody starts it again before the assertions below
-            for daemon in marked.network_daemons():
-                if parent_of(daemon) == killed:
-                    os.kill(daemon, signal.SIGKILL)
+            os.kill(marked.network_daemon_of(killed), signal.SIGKILL)
             assert await reader.read() == b"", "the tunnel has to end, not to hang"
         with pytest.raises(Unreachable, match="no tunnel"):
             await peers.tunnels.way_to(peers.contact)
@@ -116,8 +114,3 @@ async def _exchange_for_ever(reader: asyncio.StreamReader, writer: asyncio.Strea
     while True:
         await sent(writer, bytes(64 * 1024))
         await digest_of(reader, 64 * 1024)
-
-
-def parent_of(process: int) -> int:
-    with open(f"/proc/{process}/stat") as stat:
-        return int(stat.read().rpartition(")")[2].split()[1])

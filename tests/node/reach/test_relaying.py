@@ -75,6 +75,7 @@ async def test_a_hidden_node_is_attached_to_the_relays_among_those_it_is_called_
         (ReachStep.DIRECT, ("25.0.0.9:4002",), "/ip4/25.0.0.9/tcp/4001/p2p/me"),
         (ReachStep.UNKNOWN, ("[2a00::9]:4002",), "/ip6/2a00::9/tcp/4001/p2p/me"),
         (ReachStep.MAPPED, ("25.0.0.9:4002",), ""),
+        (ReachStep.DIRECT, (f"{'a' * 100}.example:4002",), ""),
         (ReachStep.REVERSE, (), ""),
     ],
 )
