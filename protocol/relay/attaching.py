@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import logging
 import random
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
+from protocol.allowance import Allowance
 from protocol.generated import relay_pb2
 from protocol.relay.messages import Dial, RelayStream, ask
 from protocol.relay.splicing import freely, splice
@@ -28,6 +30,9 @@ RETRY_S: Final = (1.0, 60.0)
 """First and longest pause before attaching again; doubled each time, shortened at random by up to half."""
 MAX_INCOMING: Final = 32
 """Tunnels to this peer at once, through all relays."""
+TAKEN_BURST: Final = 64
+TAKEN_REFILL_S: Final = 0.5
+"""Those that are taken through one relay at once, and after how long one more: each is work that the relay can make us do."""
 
 
 @dataclass(slots=True)
@@ -37,6 +42,15 @@ class Incoming:
     local: tuple[str, int]
     """Host and port that they lead to."""
     tunnels: int = 0
+    allowance: Allowance = field(default_factory=lambda: Allowance(TAKEN_BURST, TAKEN_REFILL_S))
+
+    def objection(self, relay: str, now: float) -> str:
+        """Why not another one, through this relay; empty when it may come."""
+        if self.tunnels >= MAX_INCOMING:
+            return f"{MAX_INCOMING} tunnels lead there already"
+        if not self.allowance.take(relay, now):
+            return "enough tunnels came through this relay for now"
+        return ""
 
 
 class Attachment:
@@ -116,8 +130,8 @@ class Attachment:
                 raise ProtocolViolation(f"relay: {kind} was said to an attached peer")
 
     async def _take(self, number: int, stream: RelayStream, tunnels: asyncio.TaskGroup) -> None:
-        if self._incoming.tunnels >= MAX_INCOMING:
-            decline = relay_pb2.RelayDecline(number=number, reason=f"{MAX_INCOMING} tunnels lead there already")
+        if objection := self._incoming.objection(self.relay, time.monotonic()):
+            decline = relay_pb2.RelayDecline(number=number, reason=objection)
             await stream.say(relay_pb2.RelayMessage(decline=decline))
             return
         self._incoming.tunnels += 1

@@ -101,6 +101,21 @@ async def test_a_flood_of_incoming_tunnels_is_declined() -> None:
         assert incoming.tunnels == MAX_INCOMING
 
 
+async def test_a_relay_cannot_keep_a_peer_busy_with_tunnels_that_come_to_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attaching, "TAKEN_BURST", 2)
+    async with hostile() as relay, attached(relay) as (_, incoming, stream):
+        for number in range(2):
+            await stream.say(incoming_message(number))
+            (await relay.heard())[0].cut()
+            await eventually(lambda: incoming.tunnels == 0)
+        await stream.say(incoming_message(2))
+        while (said := await stream.hear()) == PING:
+            pass
+        assert "for now" in said.decline.reason
+
+
 @pytest.mark.parametrize("said", [attach(), answer("no"), relay_pb2.RelayMessage(decline=relay_pb2.RelayDecline())])
 async def test_a_relay_that_breaks_the_rules_is_left_and_tried_again(said: relay_pb2.RelayMessage) -> None:
     async with hostile() as relay, attached(relay) as (attachment, _, stream):
