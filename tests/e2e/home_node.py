@@ -23,8 +23,8 @@ Kind = TypeVar("Kind")
 
 
 @dataclass(eq=False)
-class HomeNode:
-    """A node in the home, whose events are read as they come."""
+class WatchedNode:
+    """A node whose events are read as they come."""
 
     seen: list[Event] = field(default_factory=list)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -52,16 +52,10 @@ class HomeNode:
 
 
 @asynccontextmanager
-async def node_at_home(
-    network: HomeNetwork,
-    folder: Path,
-    link: str,
-    *,
-    stage: int = 1,
-    options: tuple[str, ...] = (),
-    where: int | str = "home",
-) -> AsyncIterator[HomeNode]:
-    """A node in the home, or elsewhere, which nobody has told an address; stopped in good order at the end."""
+async def node_at(
+    network: HomeNetwork, where: int | str, folder: Path, link: str, *, stage: int = 1, options: tuple[str, ...] = ()
+) -> AsyncIterator[WatchedNode]:
+    """A node in that place, which nobody has told an address; stopped in good order at the end."""
     arguments = ("join", link, "--json", "--stop-on-eof", "--stage", str(stage), "--threads", "1", *options)
     process = await asyncio.create_subprocess_exec(
         *network.inside(where),
@@ -75,7 +69,7 @@ async def node_at_home(
     )
     assert process.stdin is not None
     assert process.stdout is not None
-    node = HomeNode()
+    node = WatchedNode()
     reading = asyncio.create_task(node.read(process.stdout))
     try:
         yield node

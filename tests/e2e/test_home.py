@@ -13,7 +13,7 @@ import pytest
 from node.local_setup import LocalSwarmOptions
 from node.local_swarm import LocalSwarm
 from tests.e2e.home_network import HOME, ROUTER_OUTSIDE, HomeNetwork, home_network, why_no_home, why_no_mapping
-from tests.e2e.home_node import answering, asks, finding, node_at_home
+from tests.e2e.home_node import answering, asks, finding, node_at
 from tests.e2e.small_run import Watch, small_run, write_text
 
 pytestmark = pytest.mark.e2e
@@ -93,7 +93,7 @@ async def maps_and_is_reached(network: HomeNetwork, folder: Path, link: str) -> 
     assert (code, finding(report, "reach")["level"]) == (0, "ok"), report
     assert finding(report, "reach")["found"].startswith("mapped: mapped by NAT-PMP: 2 of 2 peers")
     assert network.mapped_ports() == [], "the doctor leaves nothing behind"
-    async with node_at_home(network, folder, link) as node:
+    async with node_at(network, "home", folder, link) as node:
         reached = await node.reached()
         assert (reached.step, reached.address.partition(":")[0]) == ("mapped", ROUTER_OUTSIDE), reached
         assert network.mapped_ports() == [int(reached.address.partition(":")[2])]

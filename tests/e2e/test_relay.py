@@ -13,7 +13,7 @@ from node.events import NodeStatus, RoundCommitted
 from node.local_setup import LocalSwarmOptions, Place, node_command
 from node.local_swarm import LocalSwarm
 from tests.e2e.home_network import HomeNetwork, home_network, why_no_home
-from tests.e2e.home_node import PATIENCE_S, HomeNode, asks, node_at_home
+from tests.e2e.home_node import PATIENCE_S, WatchedNode, asks, node_at
 from tests.e2e.small_run import Watch, small_run, write_text
 
 pytestmark = pytest.mark.e2e
@@ -35,8 +35,8 @@ async def test_nodes_that_nobody_can_dial_average_through_a_relay(tmp_path: Path
             await watch.step(1)
             link = str(swarm.link)
             async with (
-                node_at_home(network, tmp_path, link) as home,
-                node_at_home(network, tmp_path, link, where=SHUT) as shut,
+                node_at(network, "home", tmp_path, link) as home,
+                node_at(network, SHUT, tmp_path, link) as shut,
             ):
                 peers = [await hidden(each) for each in (home, shut)]
                 relay = swarm.peers[RELAYING].peer
@@ -57,7 +57,7 @@ def place(network: HomeNetwork, index: int) -> Place:
     return replace(network.place(index), command=command) if index == RELAYING else network.place(index)
 
 
-async def hidden(node: HomeNode) -> str:
+async def hidden(node: WatchedNode) -> str:
     """Its id, when it serves and has found that nobody can dial it."""
     reached = await node.reached()
     assert (reached.step, reached.address) == ("reverse", ""), reached

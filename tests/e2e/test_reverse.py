@@ -13,7 +13,7 @@ from node.events import NodeStatus, PeerChange, RoundCommitted
 from node.local_setup import LocalSwarmOptions
 from node.local_swarm import LocalSwarm
 from tests.e2e.home_network import HomeNetwork, home_network, why_no_home
-from tests.e2e.home_node import HomeNode, answering, node_at_home
+from tests.e2e.home_node import WatchedNode, answering, node_at
 from tests.e2e.small_run import Watch, small_run, write_text
 
 pytestmark = pytest.mark.e2e
@@ -34,7 +34,7 @@ async def test_a_node_that_nobody_can_dial_averages_and_then_serves_its_stage_al
             watch = Watch(swarm)
             await watch.step(1)
             link = str(swarm.link)
-            async with node_at_home(network, tmp_path, link, options=("--log-dir", str(logs))) as home:
+            async with node_at(network, "home", tmp_path, link, options=("--log-dir", str(logs))) as home:
                 await is_called(network, link, home, swarm)
                 replica = swarm.peers[1].peer
                 await home.until(RoundCommitted, lambda event: {replica, event.peer} <= set(event.members))
@@ -48,7 +48,7 @@ async def test_a_node_that_nobody_can_dial_averages_and_then_serves_its_stage_al
     assert report["ok"], report["violations"]
 
 
-async def is_called(network: HomeNetwork, link: str, home: HomeNode, swarm: LocalSwarm) -> None:
+async def is_called(network: HomeNetwork, link: str, home: WatchedNode, swarm: LocalSwarm) -> None:
     """It finds that it cannot be dialled, announces whom it holds on to, and a visitor that it has no link to gets an answer."""
     reached = await home.reached()
     assert (reached.step, reached.address) == ("reverse", ""), reached

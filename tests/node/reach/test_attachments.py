@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from node.own_state import OwnState
-from node.reach.attachments import CONNECT_S, MAX_TRIED, WANTED, Attachments
+from node.reach.attachments import AVOIDED_S, CONNECT_S, MAX_TRIED, WANTED, Attachments
 from protocol.identity import Identity
 from swarm.errors import Unreachable
 from swarm.membership import Membership
@@ -29,8 +29,8 @@ class Links:
 class Bench:
     def __init__(self, count: int, connect_s: float = CONNECT_S) -> None:
         own = Identity.generate().peer
-        self.membership, self.links = Membership(RUN, own), Links()
-        state = OwnState(RUN, own, b"", ManualClock(), state=PeerState.SERVING, module=MODULE)
+        self.membership, self.links, self.clock = Membership(RUN, own), Links(), ManualClock()
+        state = OwnState(RUN, own, b"", self.clock, state=PeerState.SERVING, module=MODULE)
         self.attachments = Attachments(state, self.membership, self.links, connect_s)
         for _ in range(count):
             announcement = announced(Identity.generate())
@@ -53,6 +53,22 @@ async def test_who_is_lost_is_replaced_and_the_others_stay() -> None:
     assert len(now) == WANTED
     assert {held[0], held[2]} < set(now)
     assert held[1] not in now
+
+
+async def test_who_could_not_be_had_is_tried_last_for_a_minute() -> None:
+    bench = Bench(WANTED + 2)
+    best = (await bench.attachments.hold())[0]
+    bench.links.broken = {best}
+    held = await bench.attachments.hold()
+    assert best not in held
+    bench.links.broken = {held[0]}
+    bench.links.asked.clear()
+    held = await bench.attachments.hold()
+    assert len(held) == WANTED
+    assert best not in bench.links.asked, "there was another one"
+    bench.clock.now += AVOIDED_S + 1
+    bench.links.broken = {held[-1]}
+    assert best in await bench.attachments.hold()
 
 
 async def test_who_was_given_up_is_not_tried() -> None:

@@ -349,7 +349,7 @@ async def test_a_peer_that_does_not_come_is_given_up_after_the_dial_timeout() ->
         lines.gate.set()
         through.handler.board = Switchboard(RUN, through.peer, lines, lambda *_: None, SystemClock())
         caller.persona.book.contacts[absent.peer] = replace(absent.contact(), via=(through.peer,))
-        with pytest.raises(Unreachable, match="was called and has opened no link within 0.5 s"):
+        with pytest.raises(Unreachable, match=r"was called and has opened no link within 0\.5 s"):
             await caller.transport.ask(absent.peer, STATUS, LONG)
 
 

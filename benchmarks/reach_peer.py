@@ -1,0 +1,183 @@
+"""One peer of `benchmarks/reach.py`, in the place where it was started: finds out how it is reached, and takes or sends tensors.
+
+Says what it has to say as JSON, a line each, and ends when its stdin does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import uvloop
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from node.clock import SystemClock
+from node.events import Event, Reach
+from node.presence import Presence, Whereabouts, present
+from node.reach.keeper import reachable
+from node.reach.standing import ReachMode
+from protocol.codecs import Encoded
+from protocol.directory import DirectorySettings
+from protocol.identity import Identity
+from protocol.join_link import parse_link
+from protocol.tensor_spec import DType, TensorSpec
+from swarm.messages import Close, Forward, MicrobatchControl, MicrobatchTensor, Purpose
+from swarm.vocabulary import Hop, MicrobatchId, ModuleId, PeerId, PeerState, RunId
+from swarm.vocabulary import Path as Way
+
+TENSOR = TensorSpec((4, 512, 1024), DType.FLOAT32)
+TENSORS_PER_BATCH = 32
+IN_FLIGHT = 4
+BATCHES = 6
+PATIENCE_S = 120.0
+
+
+class Listener:
+    """Takes a node's events and keeps how it is reached."""
+
+    def __init__(self) -> None:
+        self.found: asyncio.Future[Reach] = asyncio.get_running_loop().create_future()
+
+    def emit(self, event: Event) -> None:
+        if isinstance(event, Reach) and not self.found.done():
+            self.found.set_result(event)
+
+
+class Counter:
+    """Stands where a carrier would: takes tensors into a few buffers, and counts whole batches."""
+
+    def __init__(self) -> None:
+        self._free = [memoryview(bytearray(TENSOR.byte_length)) for _ in range(2 * IN_FLIGHT)]
+        self._received = 0
+        self.batches: asyncio.Queue[PeerId] = asyncio.Queue()
+        self.whole = asyncio.Event()
+
+    def admit(self, sender: PeerId, message: MicrobatchTensor, tensor: TensorSpec) -> memoryview:
+        return self._free.pop()
+
+    def received(self, message: MicrobatchTensor, encoded: Encoded) -> None:
+        self._free.append(encoded.data)
+        self._received += 1
+        if self._received % TENSORS_PER_BATCH == 0:
+            self.batches.put_nowait(message.microbatch.data_node)
+
+    def broken_off(self, message: MicrobatchTensor, buffer: memoryview) -> None:
+        self._free.append(buffer)
+
+    def told(self, sender: PeerId, message: MicrobatchControl) -> None:
+        self.whole.set()
+
+    def link_down(self, peer: PeerId, error: Exception) -> None:
+        return
+
+
+def say(**words: object) -> None:
+    print(json.dumps(words), flush=True)
+
+
+async def receive(presence: Presence, counter: Counter, events: Listener) -> None:
+    """Serves, says how it is reached, and answers every batch; until cancelled."""
+    presence.own.take(ModuleId(1))
+    presence.own.state = PeerState.SERVING
+    presence.neighbourhood.announce()
+    say(peer=presence.own.peer, link=str(presence.link))
+
+    async def tell_step() -> None:
+        reach = await events.found
+        say(step=reach.step, reason=reach.reason)
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(tell_step())
+        while True:
+            sender = await counter.batches.get()
+            await presence.transport.tell(sender, Close(MicrobatchId(sender, 0), "whole"))
+
+
+async def send(presence: Presence, counter: Counter, receiver: PeerId, step: str) -> None:
+    """Waits until the receiver announces what goes with its step, and says the rate of each batch after the first, in MB/s."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not _is_announced(presence, receiver, step):
+            presence.neighbourhood.changed.clear()
+            await presence.neighbourhood.changed.wait()
+    began = time.perf_counter()
+    await presence.transport.connect(receiver)
+    say(connected_s=round(time.perf_counter() - began, 4))
+    own = presence.own.peer
+    way = Way(own, (Hop(ModuleId(1), receiver),))
+    data = memoryview(bytearray(os.urandom(TENSOR.byte_length)))
+
+    async def some(numbers: range) -> None:
+        for number in numbers:
+            message = Forward(MicrobatchId(own, number), way, 0, Purpose.TRAIN, 60.0)
+            await presence.transport.send(receiver, message, TENSOR, data)
+
+    rates = []
+    for _ in range(BATCHES + 1):
+        counter.whole.clear()
+        began = time.perf_counter()
+        async with asyncio.TaskGroup() as tasks:
+            for first in range(IN_FLIGHT):
+                tasks.create_task(some(range(first, TENSORS_PER_BATCH, IN_FLIGHT)))
+        await counter.whole.wait()
+        rates.append(TENSOR.byte_length * TENSORS_PER_BATCH / (time.perf_counter() - began) / 1e6)
+    say(mb_per_s=rates[1:])
+
+
+def _is_announced(presence: Presence, receiver: PeerId, step: str) -> bool:
+    known = presence.membership.get(receiver)
+    return known is not None and known.is_reachable and bool(known.via) == (step not in ("direct", "mapped"))
+
+
+async def main(arguments: argparse.Namespace, over: asyncio.Event) -> None:
+    link = None if arguments.link is None else parse_link(arguments.link)
+    run = RunId(arguments.run) if link is None else link.run
+    where = Whereabouts(listen=arguments.listen)
+    settings = DirectorySettings(arguments.listen, 0, (), () if link is None else link.peers)
+    counter, events = Counter(), Listener()
+    async with present(Identity.generate(), run, where, settings, SystemClock(), events) as presence:
+        presence.reception.carrier = counter  # type: ignore[assignment]
+        async with reachable(ReachMode.AUTO, None, presence, events):
+            work = asyncio.create_task(
+                receive(presence, counter, events)
+                if arguments.to is None
+                else send(presence, counter, PeerId(arguments.to), arguments.step)
+            )
+            ending = asyncio.create_task(over.wait())
+            await asyncio.wait((work, ending), return_when=asyncio.FIRST_COMPLETED)
+            ending.cancel()
+            if not work.done():
+                work.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await work
+
+
+def run_until_stdin_ends(arguments: argparse.Namespace) -> None:
+    async def run() -> None:
+        loop, over = asyncio.get_running_loop(), asyncio.Event()
+
+        def wait() -> None:
+            sys.stdin.buffer.read()
+            loop.call_soon_threadsafe(over.set)
+
+        threading.Thread(target=wait, daemon=True).start()
+        await main(arguments, over)
+
+    uvloop.run(run())
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--listen", required=True)
+    parser.add_argument("--run", help="of the first peer")
+    parser.add_argument("--link", help="of the others")
+    parser.add_argument("--to", help="peer to send to; none: receive")
+    parser.add_argument("--step", default="", help="that the receiver stands on")
+    run_until_stdin_ends(parser.parse_args())
