@@ -21,3 +21,8 @@ class KnownPeers:
 
     def contact(self, peer: PeerId) -> Contact | None:
         return self._contacts.get(peer)
+
+    def relay_of(self, peer: PeerId) -> str:
+        """The multiaddr at which the peer serves tunnels; empty when it does not, or is not known."""
+        contact = self._contacts.get(peer)
+        return "" if contact is None else contact.relay

@@ -42,6 +42,8 @@ class NodeOptions:
     dht_port: int = 0
     """Of the DHT; 0 for any free one."""
     reach: ReachMode = ReachMode.AUTO
+    relay_bytes_per_hour: int = 0
+    """What it carries in any hour for peers that cannot dial each other; 0: it does not."""
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:N`, `mps`, or `auto` for the best there is."""
     threads: int | None = None
@@ -80,6 +82,8 @@ class NodeOptions:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
         if not self.checkpoint_every_s > 0:
             raise ConfigError(f"checkpoint_every_s must be more than 0, not {self.checkpoint_every_s}")
+        if self.relay_bytes_per_hour < 0:
+            raise ConfigError(f"relay_bytes_per_hour must not be negative, but is {self.relay_bytes_per_hour}")
         if self.stage is not None and self.stage < 0:
             raise ConfigError(f"stage must not be negative, but is {self.stage}")
         if self.memory is not None and self.memory < 0:

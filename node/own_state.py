@@ -32,6 +32,8 @@ class OwnState:
     reach: Standing = NOT_LOOKED
     via: tuple[PeerId, ...] = ()
     """Through whom it can be called while it has no addresses."""
+    relay: str = ""
+    """The multiaddr at which it serves tunnels for others; empty when it does not."""
     incarnation: int = field(init=False)
     """When this life began, for others to tell it from the one before."""
     _sequence: int = field(default=0, init=False)
@@ -66,4 +68,5 @@ class OwnState:
             sequence=self._sequence,
             expires_at=wall + RECORD_LIFETIME_S,
             via=self.via,
+            relay=self.relay,
         )

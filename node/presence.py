@@ -27,6 +27,7 @@ from protocol.seams import Clock, Question, QuestionAbout
 from protocol.settings import TransportSettings
 from protocol.signed_manifest import SignedManifest, read_signed_manifest
 from protocol.transport import GrpcTransport
+from protocol.tunnels import RelayTunnels
 from swarm.announcement import Announcement
 from swarm.errors import ManifestError, PeerError, Unreachable
 from swarm.membership import Membership
@@ -53,6 +54,10 @@ class Whereabouts:
     port: int = 0
     dht_port: int = 0
 
+    def local(self, port: int) -> str:
+        """`host:port` of a port of ours, for this machine itself."""
+        return f"{'127.0.0.1' if self.listen in ANY_HOST else self.listen}:{port}"
+
     def told_host(self, initial_peers: tuple[str, ...]) -> str:
         """The host that others are told: as wished, else the address bound to, else the one that leads to the first initial peer."""
         if self.advertise:
@@ -70,6 +75,10 @@ class Presence:
     reception: Reception
     directory: DhtDirectory
     transport: GrpcTransport
+    tunnels: RelayTunnels
+    book: KnownPeers
+    local_address: str
+    """`host:port` at which this machine's own programs reach the node."""
 
     @property
     def membership(self) -> Membership:
@@ -160,19 +169,18 @@ async def present(
     neighbourhood = Neighbourhood(identity, own, membership, book, clock, events)
     reception = Reception(neighbourhood)
     async with AsyncExitStack() as stack:
-        directory, transport = (
-            DhtDirectory(settings, identity, run, clock),
-            GrpcTransport(
-                identity,
-                credentials,
-                run,
-                book,
-                reception,
-                clock,
-                TransportSettings(listen_host=where.listen, listen_port=where.port),
-                own_record=neighbourhood.own_record,
-                ways=Ways(Calls(book, clock, neighbourhood.own_record, lambda: bool(own.addresses))),
-            ),
+        directory = DhtDirectory(settings, identity, run, clock)
+        tunnels = RelayTunnels(directory, book.relay_of)
+        transport = GrpcTransport(
+            identity,
+            credentials,
+            run,
+            book,
+            reception,
+            clock,
+            TransportSettings(listen_host=where.listen, listen_port=where.port),
+            own_record=neighbourhood.own_record,
+            ways=Ways(Calls(book, clock, neighbourhood.own_record, lambda: bool(own.addresses)), tunnels),
         )
         await stack.enter_async_context(transport)
         host = await asyncio.to_thread(where.told_host, settings.initial_peers)  # names may have to be looked up
@@ -181,7 +189,9 @@ async def present(
         tasks = await stack.enter_async_context(task_scope())
         running = tasks.create_task(neighbourhood.run(directory, transport))
         try:
-            yield Presence(run, own, neighbourhood, reception, directory, transport)
+            yield Presence(
+                run, own, neighbourhood, reception, directory, transport, tunnels, book, where.local(transport.port)
+            )
         finally:
             running.cancel()
 

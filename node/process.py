@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -59,7 +60,7 @@ async def run_node(options: NodeOptions, events: EventSink, stop: asyncio.Event,
         torch.set_num_threads(options.threads)
     initial = options.link.peers if options.link is not None else ()
     where = Whereabouts(options.listen, options.advertise, options.port, options.dht_port)
-    settings = _directory(where, initial, identity, signed)
+    settings = _directory(where, initial, identity, signed, options.relay_bytes_per_hour)
     with _logged(options, identity.peer, events) as logged:
         async with (
             leave_requests(options.identity_path, stop.set),
@@ -173,16 +174,20 @@ def _run_of(options: NodeOptions) -> RunId:
 
 
 def _directory(
-    where: Whereabouts, initial: tuple[str, ...], identity: Identity, signed: SignedManifest | None
+    where: Whereabouts,
+    initial: tuple[str, ...],
+    identity: Identity,
+    signed: SignedManifest | None,
+    relay_bytes_per_hour: int,
 ) -> DirectorySettings:
     others = tuple(address for address in initial if not address.endswith(f"/{identity.peer}"))
     announce = (multiaddr_of(where.advertise, where.dht_port),) if where.advertise and where.dht_port else ()
-    if signed is None:
-        return DirectorySettings(where.listen, where.dht_port, announce, others)
-    stages = signed.manifest.stages
-    return DirectorySettings(
-        where.listen, where.dht_port, announce, others, stages=stages.count, experts=stages.experts
+    settings = DirectorySettings(
+        where.listen, where.dht_port, announce, others, relay_bytes_per_hour=relay_bytes_per_hour
     )
+    if signed is None:
+        return settings
+    return replace(settings, stages=signed.manifest.stages.count, experts=signed.manifest.stages.experts)
 
 
 def _always(text: bytes) -> Callable[[Question], Awaitable[bytes]]:

@@ -9,6 +9,7 @@ from node.compute import ComputeThread
 from node.duty import Duty
 from node.events import BusySeconds, NodeSummary
 from node.own_state import OwnState
+from protocol.tunnels import RelayTunnels
 
 
 def node_summary(own: OwnState, duty: Duty, compute: ComputeThread) -> NodeSummary:
@@ -29,7 +30,7 @@ def node_summary(own: OwnState, duty: Duty, compute: ComputeThread) -> NodeSumma
     )
 
 
-def status_json(own: OwnState, duty: Duty) -> bytes:
+def status_json(own: OwnState, duty: Duty, tunnels: RelayTunnels) -> bytes:
     """docs/PROTOCOL.md lists the keys."""
     account, custody = duty.account(), duty.carrier.custody
     report = {
@@ -39,6 +40,8 @@ def status_json(own: OwnState, duty: Duty) -> bytes:
         "addresses": list(own.addresses),
         "via": list(own.via),
         "reach": {"step": own.reach.step.value, "reason": own.reach.reason},
+        "relay": {"at": own.relay, **dataclasses.asdict(tunnels.carried())},
+        "relays": [dataclasses.asdict(attachment) for attachment in tunnels.attachments()],
         "unix_ms": int(own.clock.wall() * 1000),
         "slots": custody.slots,
         "free_slots": custody.slots - custody.used_slots,

@@ -146,7 +146,7 @@ def _answering_status(presence: Presence, duty: Duty) -> Iterator[None]:
     """Within the block, whoever asks learns how far the node is."""
 
     async def answer(question: Question) -> bytes:
-        return status_json(presence.own, duty)
+        return status_json(presence.own, duty, presence.tunnels)
 
     presence.reception.answers[QuestionAbout.STATUS] = answer
     try:

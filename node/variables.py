@@ -20,6 +20,7 @@ SETTINGS: Final = (
     "port",
     "dht-port",
     "reach",
+    "serve-relay",
     "device",
     "threads",
     "slots",

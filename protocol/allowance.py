@@ -29,9 +29,17 @@ class Allowance:
         self._buckets.move_to_end(name)
         if len(self._buckets) > MAX_REMEMBERED:
             self._buckets.popitem(last=False)
-        bucket.left = min(self._burst, bucket.left + max(0.0, now - bucket.at) / self._refill_s)
+        bucket.left = self._refilled(bucket, now)
         bucket.at = now
         if bucket.left < amount:
             return False
         bucket.left -= amount
         return True
+
+    def left(self, name: str, now: float) -> int:
+        """How much may be done for `name` at `now`."""
+        bucket = self._buckets.get(name)
+        return self._burst if bucket is None else int(self._refilled(bucket, now))
+
+    def _refilled(self, bucket: _Bucket, now: float) -> float:
+        return min(self._burst, bucket.left + max(0.0, now - bucket.at) / self._refill_s)

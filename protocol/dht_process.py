@@ -25,6 +25,8 @@ slim_hivemind.install()
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError  # noqa: E402
 
 from protocol.dht_service import DhtService  # noqa: E402
+from protocol.relay.child import ChildTunnels  # noqa: E402
+from protocol.relay.streams import Libp2pStreams  # noqa: E402
 from swarm.errors import ResourceExhausted, SkipstoneError  # noqa: E402
 
 log = logging.getLogger(__name__)
@@ -38,6 +40,33 @@ class _Finished(Exception):
     """Ends the task group: the node closed our stdin, or p2pd is gone."""
 
 
+class _Doing:
+    """What requests are carried out with."""
+
+    def __init__(self, service: DhtService, tunnels: ChildTunnels) -> None:
+        self._service = service
+        self._tunnels = tunnels
+
+    async def carry_out(self, request: dht_process_pb2.DhtRequest, reply: dht_process_pb2.DhtReply) -> None:
+        match request.WhichOneof("kind"):
+            case "store":
+                await self._service.store(request.store)
+            case "find":
+                reply.records.extend(await self._service.find(list(request.find.keys)))
+            case "status":
+                await self.describe(reply)
+            case "attach":
+                self._tunnels.attach(request.attach)
+            case "open_tunnel":
+                reply.port = await self._tunnels.open(request.open_tunnel)
+            case kind:
+                reply.failed = f"unexpected request {kind}"
+
+    async def describe(self, reply: dht_process_pb2.DhtReply) -> None:
+        reply.situation.CopyFrom(await self._service.situation())
+        self._tunnels.describe(reply.situation)
+
+
 class _Desk:
     """Takes requests from the node and answers each once, several at a time."""
 
@@ -47,10 +76,10 @@ class _Desk:
         self._writing = asyncio.Lock()
         self._free = asyncio.Semaphore(MAX_CONCURRENT_REQUESTS)
 
-    async def serve(self, service: DhtService, tasks: asyncio.TaskGroup) -> None:
+    async def serve(self, doing: _Doing, tasks: asyncio.TaskGroup) -> None:
         while (request := await self.next()) is not None:
             await self._free.acquire()
-            tasks.create_task(self._answer(service, request))
+            tasks.create_task(self._answer(doing, request))
         raise _Finished("the node closed the pipe")
 
     async def next(self) -> dht_process_pb2.DhtRequest | None:
@@ -62,10 +91,10 @@ class _Desk:
             self._writer.write(data)
             await self._writer.drain()
 
-    async def _answer(self, service: DhtService, request: dht_process_pb2.DhtRequest) -> None:
+    async def _answer(self, doing: _Doing, request: dht_process_pb2.DhtRequest) -> None:
         reply = dht_process_pb2.DhtReply(number=request.number)
         try:
-            await _carry_out(service, request, reply)
+            await doing.carry_out(request, reply)
         except Exception as error:
             # hivemind has no exceptions of its own for a network that lets it down: it may be anything, assertions included.
             log.debug("request %d failed", request.number, exc_info=True)
@@ -78,18 +107,6 @@ class _Desk:
             await self.reply(dht_process_pb2.DhtReply(number=request.number, failed=str(error)))
         except ConnectionError:
             raise _Finished("the node is gone") from None
-
-
-async def _carry_out(service: DhtService, request: dht_process_pb2.DhtRequest, reply: dht_process_pb2.DhtReply) -> None:
-    match request.WhichOneof("kind"):
-        case "store":
-            await service.store(request.store)
-        case "find":
-            reply.records.extend(await service.find(list(request.find.keys)))
-        case "status":
-            reply.situation.CopyFrom(await service.situation())
-        case kind:
-            reply.failed = f"unexpected request {kind}"
 
 
 async def _run(desk: _Desk) -> None:
@@ -115,9 +132,12 @@ async def _start_and_serve(desk: _Desk, request: dht_process_pb2.DhtRequest) -> 
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(service.stay_joined())
             tasks.create_task(_watch_daemon(service))
+            doing = _Doing(service, await ChildTunnels.start(Libp2pStreams(service.daemon), request.start, tasks))
             await service.first_join()
-            await desk.reply(dht_process_pb2.DhtReply(number=request.number, situation=await service.situation()))
-            await desk.serve(service, tasks)
+            reply = dht_process_pb2.DhtReply(number=request.number)
+            await doing.describe(reply)
+            await desk.reply(reply)
+            await desk.serve(doing, tasks)
     except* _Finished as finished:
         log.info("stopping: %s", finished.exceptions[0])
     finally:

@@ -27,7 +27,7 @@ from protocol.dht_guards import (
     node_id_of,
 )
 from protocol.generated import dht_process_pb2
-from protocol.p2p_daemon import start_daemon
+from protocol.p2p_daemon import any_answers, start_daemon
 from protocol.record_store import RecordStore, owners_per_key
 from swarm.errors import Unreachable
 from swarm.vocabulary import RunId
@@ -66,6 +66,11 @@ class DhtService:
             await daemon.shutdown()
             raise
         return cls(node, initial_peers, client=start.client)
+
+    @property
+    def daemon(self) -> P2P:
+        """For streams of other kinds."""
+        return self._node.p2p
 
     async def stop(self) -> None:
         if self._node.p2p._child.returncode is None:
@@ -145,7 +150,7 @@ class DhtService:
     async def _greet(self, peer: PeerID, addresses: list[Multiaddr]) -> bool:
         try:
             async with asyncio.timeout(DIAL_TIMEOUT_S):
-                if not await _any_answers(addresses):
+                if not await any_answers(addresses):
                     return False
                 await self._node.p2p._client.connect(peer, addresses)
                 node_id = await self._node.protocol.call_ping(peer)
@@ -177,25 +182,6 @@ async def _guarded_node(daemon: P2P, start: dht_process_pb2.DhtStart) -> DHTNode
     node.protocol.storage = GuardedStorage(RecordStore(time.time, owners_per_key(keys)))
     node.protocol.cache = GuardedStorage(RecordStore(time.time, owners_of_key=0, max_records=0))
     return node
-
-
-async def _any_answers(addresses: list[Multiaddr]) -> bool:
-    """Whether somebody listens at one of the addresses. p2pd is only asked to dial then: after a dial that failed it refuses
-    to try again for 5 s and more, too long for a swarm whose nodes all start at once."""
-    answers = await asyncio.gather(*(_answers(address) for address in addresses))
-    return any(answers)
-
-
-async def _answers(address: Multiaddr) -> bool:
-    hosts = [address[name] for name in ("ip4", "ip6", "dns", "dns4", "dns6") if name in address]
-    if not hosts or "tcp" not in address or "p2p-circuit" in address:
-        return True  # not ours to tell
-    try:
-        _, writer = await asyncio.open_connection(hosts[0], int(address["tcp"]))
-    except OSError:
-        return False
-    writer.close()
-    return True
 
 
 def _by_peer(multiaddrs: Any, own: str) -> dict[PeerID, list[Multiaddr]]:

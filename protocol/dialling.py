@@ -6,19 +6,24 @@ Dialling is address after address, TLS pinned to the peer's certificate, then bo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from typing import NoReturn
+from typing import Final, NoReturn, TypeAlias
 
 from protocol.calling import NoCalls, NoTunnels
 from protocol.certificates import TlsCredentials
 from protocol.frames import Hello, decode, encode
 from protocol.handshake import Duplicate, expect_hello, objection_error, objection_to
-from protocol.seams import Ask, Caller, Clock, Contact, Tunnels
+from protocol.seams import Ask, Caller, Clock, Contact, FarEnd, Tunnels
 from protocol.settings import TransportSettings
-from protocol.streams import DialledStream, far_end_at, open_channel
+from protocol.streams import DialledStream, far_end_at, far_end_of_tunnel, open_channel
 from swarm.errors import PeerError, Rejected, Unreachable
 from swarm.vocabulary import PeerId, short
+
+TUNNEL_RETRY_S: Final = 1.0
+"""Opening a tunnel costs three peers more than a dial costs two."""
+
+Attempt: TypeAlias = Callable[[], Awaitable[tuple[DialledStream, Hello]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,21 +67,35 @@ class Dialler:
         if contact.addresses:
             return await self._dialled(contact)
         if not self._ways.caller.can_be_dialled():
-            address = await self._ways.tunnels.way_to(contact)
-            return await self._dialled(replace(contact, addresses=(address,)))
+            return await self._tunnelled(contact)
         return await self._wait_for_call(contact)
 
     async def _dialled(self, contact: Contact) -> tuple[DialledStream, Hello]:
-        limit_s = self._settings.dial_timeout_s
-        deadline = self._clock.monotonic() + limit_s
+        async def attempt() -> tuple[DialledStream, Hello]:
+            return await dial(contact, self._credentials, self._own(), self._settings.dial_timeout_s)
+
+        return await self._until_wanted(attempt, self._settings.first_retry_s)
+
+    async def _tunnelled(self, contact: Contact) -> tuple[DialledStream, Hello]:
+        """Each attempt needs a tunnel of its own: one is good for one connection."""
+
+        async def attempt() -> tuple[DialledStream, Hello]:
+            address = await self._ways.tunnels.way_to(contact)
+            through = replace(contact, addresses=(address,))
+            return await dial(through, self._credentials, self._own(), self._settings.dial_timeout_s, far_end_of_tunnel)
+
+        return await self._until_wanted(attempt, TUNNEL_RETRY_S)
+
+    async def _until_wanted(self, attempt: Attempt, pause_s: float) -> tuple[DialledStream, Hello]:
+        deadline = self._clock.monotonic() + self._settings.dial_timeout_s
         while True:
             try:
-                return await dial(contact, self._credentials, self._own(), limit_s)
+                return await attempt()
             except Duplicate:
                 # Its stream is on the way to us and will end this attempt; unless it died, and then ours is wanted again.
                 if self._clock.monotonic() > deadline:
                     raise
-                await asyncio.sleep(self._settings.first_retry_s)
+                await asyncio.sleep(pause_s)
 
     async def _wait_for_call(self, contact: Contact) -> NoReturn:
         limit_s = self._settings.dial_timeout_s
@@ -93,9 +112,13 @@ class Dialler:
 
 
 async def dial(
-    contact: Contact, credentials: TlsCredentials, own: Hello, timeout_s: float
+    contact: Contact,
+    credentials: TlsCredentials,
+    own: Hello,
+    timeout_s: float,
+    far_end: Callable[[str, bytes], FarEnd] = far_end_at,
 ) -> tuple[DialledStream, Hello]:
-    """A stream on which both sides have said Hello, and the peer's.
+    """A stream on which both sides have said Hello, and the peer's. `far_end` says what an address and a certificate make of its other end.
 
     Raises:
         Unreachable: no address answered in time; Duplicate when the peer has a stream to us.
@@ -104,7 +127,7 @@ async def dial(
     """
     try:
         async with asyncio.timeout(timeout_s):
-            stream = await _first_that_answers(contact, credentials, encode(own), timeout_s)
+            stream = await _first_that_answers(contact, credentials, encode(own), timeout_s, far_end)
             return await _introduced(stream, contact, own)
     except TimeoutError:
         raise Unreachable(
@@ -113,14 +136,18 @@ async def dial(
 
 
 async def _first_that_answers(
-    contact: Contact, credentials: TlsCredentials, hello: bytes, timeout_s: float
+    contact: Contact,
+    credentials: TlsCredentials,
+    hello: bytes,
+    timeout_s: float,
+    far_end: Callable[[str, bytes], FarEnd],
 ) -> DialledStream:
     """A connected stream with our Hello on it. The last address's error counts: earlier ones are more direct, not truer."""
     error: PeerError = Unreachable(f"no address is known of {short(contact.peer)}")
     for address in contact.addresses:
         try:
             channel = open_channel(contact, address, credentials)
-            stream = DialledStream(channel, far_end_at(address, contact.certificate))
+            stream = DialledStream(channel, far_end(address, contact.certificate))
         except Unreachable as unusable:
             error = unusable
             continue

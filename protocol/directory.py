@@ -7,6 +7,7 @@ it finds is checked once more: nothing a DHT says is believed for any other reas
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import ipaddress
 import logging
 import random
@@ -52,6 +53,8 @@ class DirectorySettings:
     """Multiaddrs (`/ip4/.../tcp/.../p2p/12D3Koo...`) of nodes that are in the DHT; none for a swarm's first node."""
     client: bool = False
     """Keep nothing for others and do not be asked: for a node that cannot be dialled."""
+    relay_bytes_per_hour: int = 0
+    """Carry tunnels for others, up to so much in any hour (`protocol.relay`); 0: none."""
     stages: int = MAX_STAGES
     experts: int = MAX_EXPERTS
     """Of the run's manifest: records of modules that do not exist are not kept."""
@@ -119,7 +122,7 @@ class DhtDirectory:
         self._situation = dht_process_pb2.DhtSituation()
         self._port = settings.port
         self._starts = 0
-        self._published: dht_process_pb2.DhtStore | None = None
+        self._kept: dict[str, dht_process_pb2.DhtRequest] = {}
         self._sequences = LatestSequences()
 
     async def __aenter__(self) -> Self:
@@ -156,13 +159,13 @@ class DhtDirectory:
             Unreachable: the DHT could not store it just now, or no other node has it yet; call again later.
             ProtocolViolation: no peer would accept this announcement.
         """
-        self._published = dht_process_pb2.DhtStore(
+        store = dht_process_pb2.DhtStore(
             key=directory_key(announcement.run, announcement.module),
             owner=announcement.peer,
             record=encode_record(announcement, self._identity),
             expires_at=announcement.expires_at,
         )
-        await self._store(self._running(), self._published)
+        await self.keep("record", dht_process_pb2.DhtRequest(store=store))
 
     async def look_up(self, modules: Sequence[ModuleId]) -> list[Announcement]:
         """The newest valid record of every peer under these modules or among the visitors.
@@ -181,6 +184,39 @@ class DhtDirectory:
                 if announcement.sequence > newest[announcement.peer].sequence:
                     newest[announcement.peer] = announcement
         return list(newest.values())
+
+    async def ask(self, request: dht_process_pb2.DhtRequest, timeout_s: float) -> dht_process_pb2.DhtReply:
+        """Has the DHT's process do something else (`proto/dht_process.proto`).
+
+        Raises:
+            Unreachable: it could not, or there is none just now.
+        """
+        return await self._running().ask(request, timeout_s)
+
+    async def keep(self, name: str, request: dht_process_pb2.DhtRequest) -> None:
+        """The same, now and whenever the DHT was restarted, until another request takes the name."""
+        self._kept[name] = request
+        await self.ask(request, self._settings.publish_timeout_s)
+
+    def take_part(self, *, client: bool) -> None:
+        """From now on takes part as a client, or not (`DirectorySettings.client`). When that is a change, the DHT is started again within
+        seconds: it is away for a moment, and tunnels end."""
+        self._settings = dataclasses.replace(self._settings, client=client)
+
+    @property
+    def serves_tunnels(self) -> bool:
+        """Whether it carries tunnels for others."""
+        return self._settings.relay_bytes_per_hour > 0
+
+    @property
+    def port(self) -> int:
+        """The TCP port that the DHT listens on."""
+        return self._port
+
+    @property
+    def situation(self) -> dht_process_pb2.DhtSituation:
+        """As of the last heartbeat."""
+        return self._situation
 
     def multiaddrs(self) -> list[str]:
         """Where others can join the DHT through us, with our peer id: what goes into a join link."""
@@ -227,7 +263,8 @@ class DhtDirectory:
                 if not started.done():
                     started.set_exception(_as_ours(error))
                     return
-                log.warning("the DHT has to be restarted: %s", error)
+                level = logging.INFO if isinstance(error, _TakesPartAnew) else logging.WARNING
+                log.log(level, "the DHT has to be restarted: %s", error)
             if self._clock.monotonic() - began > STEADY_S:
                 pause_s = RESTART_PAUSE_S[0]
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311  # no secret
@@ -238,9 +275,10 @@ class DhtDirectory:
 
         Raises:
             ConfigError: it did not start.
-            Unreachable: it ended or fell silent.
+            Unreachable: it ended or fell silent, or is not to go on like this.
         """
-        async with running_child(self._start_message(), self._identity) as (child, situation):
+        start = self._start_message()
+        async with running_child(start, self._identity) as (child, situation):
             self._situation = situation
             self._port = self._port or _port_of(situation.multiaddrs)
             self._starts += 1
@@ -248,14 +286,16 @@ class DhtDirectory:
             try:
                 if not started.done():
                     started.set_result(None)
-                await self._publish_again(child)
-                await self._watch(child)
+                await self._ask_again(child)
+                await self._watch(child, start.client)
             finally:
                 self._child = None
 
-    async def _watch(self, child: DhtChild) -> None:
-        """Returns never; raises Unreachable when the child is gone or does not answer."""
+    async def _watch(self, child: DhtChild, client: bool) -> None:
+        """Returns never; raises Unreachable when the child is gone, does not answer, or takes part in another way than it is to."""
         while True:
+            if client != self._settings.client:
+                raise _TakesPartAnew(f"from now on it is {'no' if client else 'a'} client")
             try:
                 async with asyncio.timeout(HEARTBEAT_S):
                     await child.ended.wait()
@@ -265,16 +305,14 @@ class DhtDirectory:
             else:
                 raise Unreachable(f"the DHT process has ended ({child.last_words()})")
 
-    async def _publish_again(self, child: DhtChild) -> None:
-        if self._published is None or self._published.expires_at <= self._clock.wall():
-            return
-        try:
-            await self._store(child, self._published)
-        except Unreachable as error:
-            log.info("our record is not stored again yet: %s", error)
-
-    async def _store(self, child: DhtChild, store: dht_process_pb2.DhtStore) -> None:
-        await child.ask(dht_process_pb2.DhtRequest(store=store), self._settings.publish_timeout_s)
+    async def _ask_again(self, child: DhtChild) -> None:
+        for name, request in list(self._kept.items()):
+            if request.WhichOneof("kind") == "store" and request.store.expires_at <= self._clock.wall():
+                continue
+            try:
+                await child.ask(request, self._settings.publish_timeout_s)
+            except Unreachable as error:
+                log.info("our %s: not yet again: %s", name, error)
 
     def _start_message(self) -> dht_process_pb2.DhtStart:
         settings = self._settings
@@ -289,7 +327,13 @@ class DhtDirectory:
             initial_peers=settings.initial_peers,
             client=settings.client,
             timeout_s=settings.startup_timeout_s,
+            relay_bytes_per_hour=settings.relay_bytes_per_hour,
+            relay_before=self._situation.relay if self._situation.HasField("relay") else None,
         )
+
+
+class _TakesPartAnew(Unreachable):
+    """The DHT is ended because the node wants it so."""
 
 
 def _as_ours(error: SkipstoneError | OSError) -> SkipstoneError:

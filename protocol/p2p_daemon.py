@@ -5,6 +5,7 @@ This module imports hivemind, so it belongs into the DHT's process.
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import os
 import socket
@@ -14,6 +15,7 @@ from typing import Any
 
 from hivemind.p2p import P2P
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
+from hivemind.utils.multiaddr import Multiaddr
 
 from protocol import die_with_parent
 from protocol.generated import dht_process_pb2
@@ -70,6 +72,25 @@ async def start_daemon(start: dht_process_pb2.DhtStart) -> P2P:
         await daemon.shutdown()
         raise IdentityError(f"the DHT came up as {daemon.peer_id}, not as {start.peer}")
     return daemon
+
+
+async def any_answers(addresses: list[Multiaddr]) -> bool:
+    """Whether somebody listens at one of the addresses. p2pd is only asked to dial then: after a dial that failed it refuses
+    to try again for 5 s and more, too long for a swarm whose nodes all start at once."""
+    answers = await asyncio.gather(*(_answers(address) for address in addresses))
+    return any(answers)
+
+
+async def _answers(address: Multiaddr) -> bool:
+    hosts = [address[name] for name in ("ip4", "ip6", "dns", "dns4", "dns6") if name in address]
+    if not hosts or "tcp" not in address or "p2p-circuit" in address:
+        return True  # not ours to tell
+    try:
+        _, writer = await asyncio.open_connection(hosts[0], int(address["tcp"]))
+    except OSError:
+        return False
+    writer.close()
+    return True
 
 
 def _check_port(address: ipaddress.IPv4Address | ipaddress.IPv6Address, port: int) -> None:

@@ -182,6 +182,12 @@ def far_end_at(address: str, certificate: bytes) -> FarEnd:
     return FarEnd(address.rpartition(":")[0].strip("[]"), certificate)
 
 
+def far_end_of_tunnel(_local: str, certificate: bytes) -> FarEnd:
+    """The far end of a stream through a tunnel: nobody knows where it is. The local address must not pass for the peer's, which would
+    make this node look into its own ports for it."""
+    return FarEnd("", certificate)
+
+
 def _host_of_caller(name: str) -> str:
     """The IP address in gRPC's name for a caller, such as `ipv4:192.0.2.1:4002` or `ipv6:%5B2001:db8::1%5D:4002`; empty if there is none.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from swarm.announcement import Announcement
 from swarm.vocabulary import ModuleId, PeerId, PeerState
@@ -34,6 +34,13 @@ def by_worth(
         return not near, announcement.peer not in kept, _draw(own, announcement.peer)
 
     return [announcement.peer for announcement in sorted(fit, key=worth)]
+
+
+def relays_first(order: Sequence[PeerId], relaying: Collection[PeerId], wanted: int = 2) -> list[PeerId]:
+    """The same with the first `wanted` of those that serve tunnels before all others: without one of them, peers that cannot be dialled
+    either have no way to us."""
+    chosen = [peer for peer in order if peer in relaying][:wanted]
+    return chosen + [peer for peer in order if peer not in chosen]
 
 
 def _is_near(own: ModuleId | None, other: ModuleId, stages: int) -> bool:

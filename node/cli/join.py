@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from node.options import NodeOptions
     from protocol.join_link import JoinLink
 
+MEGABYTE = 10**6
+MAX_MEGABYTES = 10**9
+"""In an hour; more than any line carries."""
+
 
 def join(
     target: Annotated[
@@ -42,6 +46,18 @@ def join(
     port: Annotated[int, setting("port", "Port of the node; 0 for any.")] = 0,
     dht_port: Annotated[int, setting("dht-port", "Port of its DHT; 0 for any.")] = 0,
     reach: Annotated[ReachMode, setting("reach", "auto asks the router for a port if need be.")] = ReachMode.AUTO,
+    serve_relay: Annotated[
+        int,
+        typer.Option(
+            "--serve-relay",
+            envvar=variable("serve-relay"),
+            show_envvar=False,
+            metavar="MEGABYTES_PER_HOUR",
+            min=0,
+            max=MAX_MEGABYTES,
+            help="Carry so much in an hour for peers that cannot dial each other; 0 carries nothing.",
+        ),
+    ] = 0,
     device: Annotated[str, setting("device", "cpu, cuda, cuda:N, mps or auto.")] = "auto",
     threads: Annotated[int | None, setting("threads", "CPU threads for computing.")] = None,
     slots: Annotated[int | None, setting("slots", "Microbatches held at a time.")] = None,
@@ -79,6 +95,7 @@ def join(
         port=port,
         dht_port=dht_port,
         reach=reach,
+        relay_bytes_per_hour=serve_relay * MEGABYTE,
         device=device,
         threads=threads,
         slots=slots,

@@ -16,7 +16,7 @@ from node.cli.live import download_bar
 from node.cli.options import StagesPerPath
 from node.cli.output import announce, print_json, run_loop
 from node.cli.paths_view import paths_views
-from node.cli.text import count, harmless, loss_text, number_in, path_text, peer_name, round_text
+from node.cli.text import count, harmless, loss_text, megabytes, number_in, path_text, peer_name, round_text
 from node.variables import variable
 
 if TYPE_CHECKING:
@@ -133,7 +133,16 @@ def _address_cell(peer: Mapping[str, Any]) -> Text:
     where = ", ".join(str(address) for address in peer["addresses"])
     if peer["via"]:
         where = f"via {', '.join(peer_name(str(other)) for other in peer['via'])}"
-    return Text(harmless(where if step in (None, "unknown") else f"{where} ({step})".strip()))
+    if step not in (None, "unknown"):
+        where = f"{where} ({step})".strip()
+    return Text(harmless(where + _relay_text((peer["answered"] or {}).get("relay"))))
+
+
+def _relay_text(said: Any) -> str:
+    """What a peer that serves tunnels says that it has carried."""
+    if not isinstance(said, dict) or not said.get("at"):
+        return ""
+    return f", relay: {megabytes(number_in(said, 'carried_bytes'))} carried"
 
 
 def _round_cell(peer: Mapping[str, Any]) -> RenderableType:

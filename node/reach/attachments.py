@@ -7,7 +7,7 @@ import logging
 from typing import Final, Protocol
 
 from node.own_state import OwnState
-from swarm.attachment import by_worth
+from swarm.attachment import by_worth, relays_first
 from swarm.errors import PeerError
 from swarm.membership import Membership
 from swarm.vocabulary import PeerId, short
@@ -44,8 +44,9 @@ class Attachments:
 
     async def hold(self) -> tuple[PeerId, ...]:
         """Sees to it that links to the best peers stand, as far as they can be had. Returns those that do, at most three."""
-        known = (a for a in self._membership.peers() if not self._membership.is_given_up(a.peer))
+        known = [a for a in self._membership.peers() if not self._membership.is_given_up(a.peer)]
         best = by_worth(self._own.peer, self._own.module, known, self._held)
+        best = relays_first(best, {a.peer for a in known if a.relay})
         order = sorted(best, key=self._is_avoided)[:MAX_TRIED]
         held: list[PeerId] = []
         while order and len(held) < WANTED:

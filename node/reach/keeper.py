@@ -18,6 +18,7 @@ from node.reach.dial_back import Witness, witnesses_of
 from node.reach.ladder import climb
 from node.reach.nat_pmp import NatPmp
 from node.reach.port_mapping import PortMapper, Router
+from node.reach.relaying import keep_in_step, without_tunnels
 from node.reach.standing import NOT_LOOKED, ReachMode, ReachStep, Standing, held_by
 from node.reach.switchboard import Switchboard
 from node.reach.upnp import Upnp
@@ -102,11 +103,15 @@ async def reachable(
     try:
         with _of_use_to_others(presence):
             async with task_scope() as tasks:
-                watching = tasks.create_task(watch(climbing, hold, adoption, router))
+                running = (
+                    tasks.create_task(watch(climbing, hold, adoption, router)),
+                    tasks.create_task(keep_in_step(presence)),
+                )
                 try:
                     yield
                 finally:
-                    watching.cancel()
+                    for task in running:
+                        task.cancel()
     finally:
         if router is not None:
             await router.close()
@@ -170,7 +175,7 @@ def _of_use_to_others(presence: Presence) -> Iterator[None]:
     transport, neighbourhood, clock = presence.transport, presence.neighbourhood, presence.own.clock
     switchboard = Switchboard(presence.run, presence.own.peer, transport, neighbourhood.announced, clock)
     answers = {
-        QuestionAbout.DIAL_BACK: Witness(transport.far_end, clock).answer,
+        QuestionAbout.DIAL_BACK: Witness(without_tunnels(presence.own, transport.far_end), clock).answer,
         QuestionAbout.CALL: switchboard.pass_on,
         QuestionAbout.CALLED: switchboard.follow,
     }

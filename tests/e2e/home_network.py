@@ -52,6 +52,14 @@ table inet home {
     chain mapped_out { }
 }
 """
+_SHUT = """
+table inet shut {
+    chain input {
+        type filter hook input priority 0; policy accept;
+        iifname "eth0" ct state new drop
+    }
+}
+"""
 _MINIUPNPD = """
 ext_ifname=wan
 listening_ip=lan
@@ -107,6 +115,11 @@ class HomeNetwork:
             text=True,
         ).stdout.split()
         return [int(rules[at + 1]) for at, word in enumerate(rules) if word == "dport"]
+
+    def shut(self, index: int) -> None:
+        """From now on nobody can connect to this public host; it can connect to others."""
+        command = (*self.inside(index), "nft", "-f", "-")
+        subprocess.run(command, check=True, capture_output=True, text=True, input=_SHUT)
 
     @contextmanager
     def mapping_router(self, folder: Path, *, upnp: bool = True, natpmp: bool = True) -> Iterator[None]:

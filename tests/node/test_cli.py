@@ -142,11 +142,26 @@ class TestJoin:
             events.emit(Step(1, 5.5, 10, 2.0, "me"))
 
         pretend(monkeypatch, run_node=run_node)
-        result = run("join", LINK, "--stage", "2", "--memory", "1MiB", "--steps", "3", "--port", "9", "--json")
+        result = run(
+            "join",
+            LINK,
+            "--stage",
+            "2",
+            "--memory",
+            "1MiB",
+            "--steps",
+            "3",
+            "--port",
+            "9",
+            "--serve-relay",
+            "50",
+            "--json",
+        )
         assert result.exit_code == 0, result.output
         (options,) = seen
         assert (str(options.link), options.manifest_path) == (LINK, None)
         assert (options.stage, options.memory, options.steps, options.port) == (2, 2**20, 3, 9)
+        assert options.relay_bytes_per_hour == 50_000_000
         assert options.identity_path == tmp_path / "home" / "identity.key"
         assert [json.loads(line)["event"] for line in result.stdout.splitlines()] == ["step"]
 

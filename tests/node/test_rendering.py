@@ -93,6 +93,14 @@ def test_status_shows_how_a_peer_is_reached() -> None:
         assert "\x1b" not in status_of({"reach": odd})
 
 
+def test_status_shows_what_a_relay_has_carried() -> None:
+    said = {"at": "/ip4/25.0.0.1/tcp/4001/p2p/12D3KooWpeer1abc", "carried_bytes": 12_300_000}
+    assert "relay: 12.3 MB carried" in status_of({"relay": said})
+    assert "relay" not in status_of({"relay": {**said, "at": ""}})
+    for odd in (None, "yes", [], {"at": "\x1b[2J", "carried_bytes": HOSTILE}):
+        assert "\x1b" not in status_of({"relay": odd})
+
+
 def status_of(answered: object) -> str:
     peer = {
         "peer": "12D3KooWpeer1abc",

@@ -67,3 +67,11 @@ class Marked:
 
     def network_daemons(self) -> set[int]:
         return {process for process, command in self.processes().items() if command.split(" ")[0].endswith("/p2pd")}
+
+    def network_daemon_of(self, process: int | None) -> int:
+        """The daemon of the DHT process with this id."""
+        return next(daemon for daemon in self.network_daemons() if parent_of(daemon) == process)
+
+
+def parent_of(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])

@@ -61,6 +61,22 @@ async def test_a_client_stores_with_others_only() -> None:
         assert set(await found(one, MODULE)) == {SECOND.peer}
 
 
+async def test_who_becomes_a_client_keeps_its_name_and_record_and_nothing_for_others() -> None:
+    async with directory(FIRST) as one, directory(SECOND, one) as two:
+        await two.publish(announced(SECOND, module=ModuleId(2)))
+        before = two.multiaddrs()
+        two.take_part(client=True)
+        await until(lambda: two.statistics.restarts == 1 and two.statistics.running)
+        await published_again(one, FIRST)
+        assert set(await found(one, ModuleId(2), MODULE)) == {FIRST.peer, SECOND.peer}
+        assert two.multiaddrs() == before
+        await until(lambda: one.statistics.records == 2)
+        assert two.statistics.records == 0
+        two.take_part(client=True)
+        two.take_part(client=False)
+        await until(lambda: two.statistics.restarts == 2)
+
+
 async def test_whoever_starts_before_its_initial_peer_joins_when_that_comes(unused_port: int) -> None:
     late = f"/ip4/127.0.0.1/tcp/{unused_port}/p2p/{FIRST.peer}"
     async with directory(SECOND, initial_peers=(late,)) as early:
