@@ -1,0 +1,72 @@
+"""Follows the event logs of a swarm while they are written: when microbatches are completed, and how far rounds are."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from node.event_lines import event_from_json
+from node.events import Completed, RoundProgress
+
+LOOK_S = 0.02
+READ_BYTES = 1 << 20
+_COMPLETED = f'{{"event":"{Completed.NAME}"'.encode()
+_PROGRESS = f'{{"event":"{RoundProgress.NAME}"'.encode()
+
+
+class Watch:
+    """`run` carries it; `close` when it is over.
+
+    Args:
+        now: seconds, on the scale of the diary.
+    """
+
+    def __init__(self, folder: Path, now: Callable[[], float]) -> None:
+        self.completed: list[float] = []
+        """When each completed microbatch was seen in its data node's log, to LOOK_S and the machine's load."""
+        self._folder = folder
+        self._now = now
+        self._files: dict[Path, tuple[int, bytes]] = {}
+        self._wanted: dict[asyncio.Future[RoundProgress], Callable[[RoundProgress], bool]] = {}
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            self._look()
+            await asyncio.sleep(LOOK_S)
+
+    async def until(self, wanted: Callable[[RoundProgress], bool]) -> RoundProgress:
+        """The next word on a round that is wanted."""
+        found: asyncio.Future[RoundProgress] = asyncio.get_running_loop().create_future()
+        self._wanted[found] = wanted
+        try:
+            return await found
+        finally:
+            del self._wanted[found]
+
+    def close(self) -> None:
+        """Lets the files go."""
+        for file, _ in self._files.values():
+            os.close(file)
+        self._files.clear()
+
+    def _look(self) -> None:
+        for path in self._folder.glob("*.jsonl"):
+            if path not in self._files:
+                self._files[path] = os.open(path, os.O_RDONLY), b""
+        for path, (file, rest) in tuple(self._files.items()):
+            *lines, rest = (rest + os.read(file, READ_BYTES)).split(b"\n")
+            self._files[path] = file, rest
+            for line in lines:
+                self._take(line)
+
+    def _take(self, line: bytes) -> None:
+        if line.startswith(_COMPLETED):
+            self.completed.append(self._now())
+        elif self._wanted and line.startswith(_PROGRESS):
+            event = event_from_json(line)
+            for found, wanted in self._wanted.items():
+                if isinstance(event, RoundProgress) and not found.done() and wanted(event):
+                    found.set_result(event)
