@@ -117,6 +117,13 @@ class Bench:
         await asyncio.sleep(LOOK_S)  # the swarm lets go of it
         return self.lab.swarm.ends[peer]
 
+    async def restarted(self, peer: int) -> None:
+        """Starts a peer that has ended again, as itself, and waits until it serves. From now on its end is its own."""
+        self.lab.swarm.restart_peer(peer)
+        self.lab.killed.discard(peer)
+        self.note(f"peer {peer} started again")
+        await self.serving(peer)
+
     async def serving(self, peer: int) -> None:
         """Waits until the peer says that it serves."""
         await until(lambda: self.lab.swarm.progress.peers[peer].state == "serving")

@@ -186,8 +186,7 @@ class Crash:
             bench.miss(f"peer {peer} ended with {end.exit_code} before it came to `{self.point}`")
         bench.fault(f"peer {peer} killed at `{self.point}`")
         if self.again:
-            bench.lab.swarm.restart_peer(peer)
-            await bench.serving(peer)
+            await bench.restarted(peer)
             bench.note(f"peer {peer} serves again")
 
 
@@ -222,9 +221,7 @@ class Restart:
     async def _again(self, bench: Bench, peer: int) -> None:
         await bench.ended(peer)
         await bench.after(self.gap_s)
-        bench.lab.swarm.restart_peer(peer)
-        bench.note(f"peer {peer} started again")
-        await bench.serving(peer)
+        await bench.restarted(peer)
         bench.end(f"peer {peer} serves again")
 
 

@@ -63,7 +63,11 @@ def losses(report: Report) -> dict[str, int]:
 
 def _of_failures(facts: Facts) -> list[str]:
     """An odd peer that is left out may give up, but not break."""
-    return [f"peer {peer} ended with exit code {code}" for peer, code in sorted(facts.failures.items())]
+    return [
+        f"peer {peer} ended with exit code {code}"
+        for peer, code in sorted(facts.failures.items())
+        if facts.odd.get(peer, True) or code not in REFUSALS
+    ]
 
 
 def _of_odd_peers(facts: Facts) -> list[str]:
