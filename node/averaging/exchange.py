@@ -191,6 +191,7 @@ class Exchange:
     # ---- what comes in ---------------------------------------------------------------------------------------------
 
     def _take(self, sender: PeerId, message: RoundPiece, piece: Piece, buffer: memoryview) -> None:
+        crash_point("piece arrived")
         if self._tasks is None:  # over
             self._arrivals.give_back(buffer)
         elif isinstance(message, Contribution):
@@ -199,7 +200,6 @@ class Exchange:
             self._tasks.create_task(self._receive_result(sender, piece, buffer))
 
     async def _add(self, sender: PeerId, piece: Piece, buffer: memoryview) -> None:
-        crash_point("piece arrived")
         added = await self._on_thread(partial(self._reduction.add, piece, sender, buffer, self._room))
         self._arrivals.give_back(buffer)
         if added.objection is not None:

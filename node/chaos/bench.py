@@ -29,7 +29,7 @@ class Mark:
     """A line of the diary."""
 
     at_s: float
-    """After the swarm's first step."""
+    """After all were at work."""
     kind: Kind
     what: str
     lasts: bool = False
@@ -40,7 +40,7 @@ class Bench:
     """Made for one run of a scenario.
 
     Args:
-        now: seconds since the swarm's first step.
+        now: seconds since all were at work.
         tell: is handed every line of the diary.
     """
 

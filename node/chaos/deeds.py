@@ -184,6 +184,7 @@ class Crash:
         end = await bench.ended(peer)
         if end.exit_code != 128 + signal.SIGKILL:
             bench.miss(f"peer {peer} ended with {end.exit_code} before it came to `{self.point}`")
+            return
         bench.fault(f"peer {peer} killed at `{self.point}`")
         if self.again:
             await bench.restarted(peer)

@@ -25,7 +25,7 @@ from node.wan.laboratory import Laboratory, Saving, laboratory
 from swarm.errors import SkipstoneError, Stalled
 
 START_LIMIT_S = 180.0
-DEED_LIMIT_S = 120.0
+DEED_LIMIT_S = 150.0
 """For what a deed waits for, such as a peer that comes to its crash point: after the scenario's duration."""
 LOOK_S = 0.1
 CALM_S = 1.0
@@ -42,7 +42,7 @@ class Trial:
     plan: ChaosPlan
     started_after_s: float
     seconds: float
-    """From the first step to the end of the trial."""
+    """From the moment when all were at work to the end of the trial."""
     pace: float
     """Microbatches a second before the first fault."""
     recoveries: tuple[Recovery, ...]
@@ -83,7 +83,7 @@ class Trying:
             bench = Bench(lab, watch, self._now, self._tell)
             reading = tasks.create_task(_read_events(lab))
             async with _cancelled_at_the_end(tasks, watch.run()):
-                await self._first_step(lab, watch)
+                await self._all_at_work(lab, watch)
                 async with _cancelled_at_the_end(tasks, self._look_on(lab)):
                     await self._follow(bench)
                     await self._recovered(bench)
@@ -118,16 +118,18 @@ class Trying:
 
     # ---- the course of things ------------------------------------------------------------------------------------
 
-    async def _first_step(self, lab: Laboratory, watch: Watch) -> None:
+    async def _all_at_work(self, lab: Laboratory, watch: Watch) -> None:
+        """Until everybody serves and a step is done: who does not serve yet cannot be missed."""
         deadline = time.monotonic() + START_LIMIT_S
-        while not (lab.swarm.progress.step and watch.completed):
-            if self._stop.is_set():
-                break
-            if time.monotonic() > deadline or lab.swarm.progress.is_over:
-                raise Stalled(
-                    f"the swarm has not finished a step within {START_LIMIT_S:.0f} s", hint="Look into its logs."
-                )
-            await asyncio.sleep(LOOK_S)
+
+        def over() -> bool:
+            progress = lab.swarm.progress
+            if time.monotonic() > deadline or progress.is_over:
+                raise Stalled(f"the swarm is not at work after {START_LIMIT_S:.0f} s", hint="Look into its logs.")
+            all_serve = all(peer.state == "serving" for peer in progress.peers.values())
+            return all_serve and progress.step > 0 and bool(watch.completed)
+
+        await self._until(over)
         self._began = time.monotonic()
 
     async def _follow(self, bench: Bench) -> None:
