@@ -28,7 +28,8 @@ SMALL_RUN: Final[Mapping[str, Any]] = {
     },
 }
 """What a scenario's manifest is unless it says otherwise: faults show as well in a small model, which leaves the machine time for them."""
-USUAL_GROUP: Final = {"name": "peers", "peers": 5, "profile": "none"}
+USUAL_GROUP: Final = {"name": "peers", "peers": 5, "profile": "none", "latency_ms": 40}
+"""Links that are long enough to bound the pace: otherwise it would be the machine's, and suffer from every process that starts."""
 USUAL_RECOVERY_S: Final = 30.0
 
 

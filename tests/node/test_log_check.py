@@ -250,6 +250,16 @@ def test_a_peer_that_has_moved_answers_for_its_new_module_only() -> None:
     assert [rule for rule, _ in rules(back)] == ["one digest a round", "the same end"]
 
 
+def test_a_peer_that_stops_before_it_serves_again_answers_for_nothing() -> None:
+    ahead = Log(A, [commit(A, 1), commit(A, 2), commit(A, 3, NEXT)])
+    before = Log(A2, [commit(A2, 1)], end=None)
+    joining, serving = (NodeStatus(A2, "1.0", state, "", "") for state in ("joining", "serving"))
+    restored = Restored(A2, "1.0", 1, ANCHOR)
+    assert judged(ahead, before, Log(A2, [joining, restored], began=2)).violations == ()
+    served = judged(ahead, before, Log(A2, [joining, restored, serving], began=2))
+    assert [rule for rule, _ in rules(served)] == ["the same end"]
+
+
 # ---- files -------------------------------------------------------------------------------------------------------------
 
 
