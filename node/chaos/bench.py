@@ -106,10 +106,6 @@ class Bench:
         self.waiting.append(what)
         self.lab.spawn(do())
 
-    async def after(self, seconds: float) -> None:
-        """Waits."""
-        await asyncio.sleep(seconds)
-
     async def ended(self, peer: int) -> ChildEnd:
         """Waits until the peer's process is gone, and everything that it has started."""
         swarm = self.lab.swarm

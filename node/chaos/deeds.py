@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
 import signal
@@ -178,7 +179,7 @@ class Crash:
     async def _follow(self, bench: Bench, peer: int) -> None:
         if self.leave_after_s:
             await bench.serving(peer)
-            await bench.after(self.leave_after_s)
+            await asyncio.sleep(self.leave_after_s)
             bench.lab.swarm.terminate(peer)
         bench.lab.killed.add(peer)
         end = await bench.ended(peer)
@@ -221,7 +222,7 @@ class Restart:
 
     async def _again(self, bench: Bench, peer: int) -> None:
         await bench.ended(peer)
-        await bench.after(self.gap_s)
+        await asyncio.sleep(self.gap_s)
         await bench.restarted(peer)
         bench.end(f"peer {peer} serves again")
 

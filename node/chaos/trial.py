@@ -61,7 +61,6 @@ class Trying:
         self._stop = stop
         self._began = math.inf
         self._served: list[tuple[float, bool]] = []
-        self._frozen: dict[int, float] = {}
         self._resources = Resources()
         self._lab: Laboratory | None = None
 
@@ -91,7 +90,6 @@ class Trying:
             lab.calm()
             await lab.swarm.stop()
             await reading
-        watch.close()
         completed = tuple(at for at in watch.completed if 0 <= at <= seconds)
         return await self._trial(bench, completed, started, seconds)
 
@@ -153,9 +151,7 @@ class Trying:
             bench.miss(f"{happening.NAME} was not possible: {error}")
             return
         match happening:
-            case Freeze(_, peers, for_s):
-                until = self._now() + for_s
-                self._frozen |= dict.fromkeys(peers, until)
+            case Freeze(_, _, for_s):
                 bench.lasts(what, for_s, lambda: None)
             case Heal():
                 bench.end(what)
@@ -197,11 +193,10 @@ class Trying:
             await asyncio.sleep(LOOK_S)
 
     def _all_served(self, lab: Laboratory) -> bool:
-        now = self._now()
         serving = {
             peer.stage
             for index, peer in lab.swarm.progress.peers.items()
-            if peer.exit_code is None and peer.state == "serving" and self._frozen.get(index, 0.0) <= now
+            if peer.exit_code is None and peer.state == "serving" and index not in lab.frozen
         }
         return len(serving) == self._plan.scenario.manifest.stages.count
 

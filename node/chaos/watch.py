@@ -17,7 +17,7 @@ _PROGRESS = f'{{"event":"{RoundProgress.NAME}"'.encode()
 
 
 class Watch:
-    """`run` carries it; `close` when it is over.
+    """`run` carries it.
 
     Args:
         now: seconds, on the scale of the diary.
@@ -33,9 +33,13 @@ class Watch:
 
     async def run(self) -> None:
         """Until cancelled."""
-        while True:
-            self._look()
-            await asyncio.sleep(LOOK_S)
+        try:
+            while True:
+                self._look()
+                await asyncio.sleep(LOOK_S)
+        finally:
+            for file, _ in self._files.values():
+                os.close(file)
 
     async def until(self, wanted: Callable[[RoundProgress], bool]) -> RoundProgress:
         """The next word on a round that is wanted."""
@@ -45,12 +49,6 @@ class Watch:
             return await found
         finally:
             del self._wanted[found]
-
-    def close(self) -> None:
-        """Lets the files go."""
-        for file, _ in self._files.values():
-            os.close(file)
-        self._files.clear()
 
     def _look(self) -> None:
         for path in self._folder.glob("*.jsonl"):

@@ -52,7 +52,9 @@ def chaos(
     if json:
         print_json(report_json(done))
     else:
-        typer.echo(f"{sum(each.passed for each in done)} of {len(plans)} passed; begin with {out / 'report.md'}")
+        typer.echo(
+            f"{sum(each.passed for each in done)} of {len(done)} passed, of {len(plans)} asked for; begin with {out / 'report.md'}"
+        )
     all_passed = len(done) == len(plans) and all(each.passed for each in done)
     raise typer.Exit(exit_code or (0 if all_passed else 1))
 

@@ -57,6 +57,11 @@ class Laboratory:
         self._thaw_at: dict[int, float] = {}
         """When (of the event loop) each frozen peer goes on."""
 
+    @property
+    def frozen(self) -> frozenset[int]:
+        """Peers that stand still now."""
+        return frozenset(self._thaw_at)
+
     def carry_out(self, happening: Happening) -> str:
         """Does it, and says in words what was done. Raises ConfigError for what a laboratory does not know."""
         match happening:
