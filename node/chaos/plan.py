@@ -22,13 +22,13 @@ SMALL_RUN: Final[Mapping[str, Any]] = {
     "training": {
         "rows": 2,
         "inner_tokens": 256,
-        "inner_steps": 10,
+        "inner_steps": 4,
         "staleness": 1,
         "schedule": {"kind": "constant", "warmup_steps": 5, "total_steps": 1_000_000},
     },
 }
 """What a scenario's manifest is unless it says otherwise: faults show as well in a small model, which leaves the machine time for them."""
-USUAL_GROUP: Final = {"name": "peers", "peers": 5, "profile": "none", "latency_ms": 40}
+USUAL_GROUP: Final = {"name": "peers", "peers": 5, "profile": "none", "latency_ms": 20}
 """Links that are long enough to bound the pace: otherwise it would be the machine's, and suffer from every process that starts."""
 USUAL_RECOVERY_S: Final = 30.0
 
