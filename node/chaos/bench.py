@@ -120,6 +120,11 @@ class Bench:
         self.note(f"peer {peer} started again")
         await self.serving(peer)
 
+    async def visited(self, peer: int) -> None:
+        """Waits until a gradient of the peer's has counted."""
+        name = self.lab.swarm.peers[peer].peer
+        await until(lambda: name in self.watch.visited)
+
     async def serving(self, peer: int) -> None:
         """Waits until the peer says that it serves."""
         await until(lambda: self.lab.swarm.progress.peers[peer].state == "serving")

@@ -245,6 +245,8 @@ class Odd:
         command = (sys.executable, "-P", "-m", "node.chaos.odd_node", *self.oddities, "--")
         peer = bench.lab.start(self.stage, self.site, command)
         bench.odd[peer] = self.works
+        if self.works:
+            bench.later(bench.visited(peer), f"somebody to work with peer {peer}")
         bench.fault(f"peer {peer} started for stage {self.stage} with {' '.join(self.oddities)}")
 
 

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from node.event_lines import event_from_json
-from node.events import Completed, RoundProgress
+from node.events import Completed, RoundProgress, Visit
 
 LOOK_S = 0.02
 READ_BYTES = 1 << 20
 _COMPLETED = f'{{"event":"{Completed.NAME}"'.encode()
+_VISIT = f'{{"event":"{Visit.NAME}"'.encode()
 _PROGRESS = f'{{"event":"{RoundProgress.NAME}"'.encode()
 
 
@@ -26,6 +27,8 @@ class Watch:
     def __init__(self, folder: Path, now: Callable[[], float]) -> None:
         self.completed: list[float] = []
         """When each completed microbatch was seen in its data node's log, to LOOK_S and the machine's load."""
+        self.visited: set[str] = set()
+        """Peers whose gradients have counted."""
         self._folder = folder
         self._now = now
         self._files: dict[Path, tuple[int, bytes]] = {}
@@ -58,11 +61,13 @@ class Watch:
             *lines, rest = (rest + os.read(file, READ_BYTES)).split(b"\n")
             self._files[path] = file, rest
             for line in lines:
-                self._take(line)
+                self._take(path.name.partition("-")[0], line)
 
-    def _take(self, line: bytes) -> None:
+    def _take(self, peer: str, line: bytes) -> None:
         if line.startswith(_COMPLETED):
             self.completed.append(self._now())
+        elif line.startswith(_VISIT):
+            self.visited.add(peer)
         elif self._wanted and line.startswith(_PROGRESS):
             event = event_from_json(line)
             for found, wanted in self._wanted.items():
