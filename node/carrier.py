@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from node.admission import Admission
 from node.buffers import BufferPool
 from node.compute import ComputeThread, Priority
+from node.crash_points import crash_point
 from node.loads import Load, Loads
 from node.optimization import StepFigures
 from node.task_scope import task_scope
@@ -191,6 +192,7 @@ class Carrier:
         return held or message.microbatch.data_node == self.custody.own
 
     def received(self, message: MicrobatchTensor, tensor: Encoded) -> None:
+        crash_point("arrived")
         self._arrived = tensor
         self.handle(ForwardArrived(message) if isinstance(message, Forward) else BackwardArrived(message))
         if self._arrived is not None:  # a second copy, or forgotten meanwhile: nothing is computed from it
@@ -335,12 +337,14 @@ class Carrier:
         check = codec is not Codec.NONE and self._encoded % CHECKED_EVERY == 1
         tensors = load.input, load.gradient
         job = Job(load.ticket, action.key, action.work, action.purpose, *tensors, codec, check)
+        crash_point(f"before {action.work.name.lower()}")
         try:
             output, seconds = await self._compute.run(priority, lambda: self._timed(job))
         except SkipstoneError as error:
             if not load.forgotten:
                 self.handle(ComputeFailed(action.key, str(error)))
             return
+        crash_point(f"after {action.work.name.lower()}")
         if output.error is not None:
             self.codecs.measured(traffic, codec, output.error)
         if output.step_due:
@@ -395,6 +399,7 @@ class Carrier:
         self.codecs.sending(action.to, name, tensor.data.nbytes)
         try:
             await self.transport.send(action.to, message, tensor.spec, tensor.data)
+            crash_point("sent")
         except PeerError as error:
             self.codecs.not_accepted(action.to, name)
             self._on_failure(action.to, error)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from node.carrier import Carrier
+from node.crash_points import crash_point
 from node.data.packing import Microbatch
 from node.data.position import ReadingPosition
 from node.data_worker import DataWorker
@@ -172,7 +173,9 @@ class DataNode:
         if flight is not None:
             self._events.emit(Visit(self.flights.own, str(ModuleId(0)), str(microbatch)))
             hops = tuple(f"{hop.module}@{hop.peer}" for hop in path.hops)
+            crash_point("before completed")
             self._events.emit(Completed(self.flights.own, str(microbatch), hops))
+            crash_point("after completed")
             for hop in path.hops:
                 stage = hop.module.stage
                 self.progress.visits[stage] = self.progress.visits.get(stage, 0) + 1

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from node.crash_points import crash_point
 from node.model.visit import Visit, backward, forward
 from node.optimization import Accumulator, Addition, InnerOptimizer, StepFigures
 from node.tensors import device_errors
@@ -143,6 +144,7 @@ class HopWorker:
         gradients = backward(self.part, visit, gradient)
         assert gradients.source is not None
         self._add(job, gradients.parameters)
+        crash_point("gradient added")
         output = self.wire.output(gradients.source, job, step_due=self.optimizer.due)
         self._timed(self._forward_s + time.perf_counter() - begun)
         return output

@@ -130,6 +130,7 @@ class LocalSetup:
         self._places = places
         self._count = 0
         self._ended: set[int] = set()
+        self._returned: set[int] = set()
         try:
             self._folder = Path(tempfile.mkdtemp(prefix="skipstone-"))
         except OSError as error:
@@ -157,6 +158,11 @@ class LocalSetup:
         """The peer is gone: nobody can join through it any more."""
         self._ended.add(index)
 
+    def returns(self, index: int) -> None:
+        """The peer is started again, and joins what is there."""
+        self._ended.discard(index)
+        self._returned.add(index)
+
     def add(self, stage: int) -> PlannedPeer:
         """Plans one more peer."""
         port, dht_port = _free_ports(2)
@@ -166,7 +172,8 @@ class LocalSetup:
 
     def arguments(self, peer: PlannedPeer) -> list[str]:
         """What follows `skipstone` on its command line. The first peer brings the manifest, the others ask for it."""
-        target = str(self._manifest_path) if peer.index == 0 else str(self.link)
+        begins = peer.index == 0 and peer.index not in self._returned
+        target = str(self._manifest_path) if begins else str(self.link)
         arguments = ["join", target, "--json", "--stop-on-eof"]
         if self._options.moving and peer.stage > 0:
             arguments.append("--move")

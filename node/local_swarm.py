@@ -116,8 +116,8 @@ class LocalSwarm:
             self._news.clear()
             await self._news.wait()
 
-    def start_peer(self, stage: int) -> int:
-        """Starts one more node for a stage and returns its index.
+    def start_peer(self, stage: int, command: Sequence[str] | None = None) -> int:
+        """Starts one more node for a stage, with a command of its own if there is one, and returns its index.
 
         Raises:
             ConfigError: there is no such stage.
@@ -128,8 +128,20 @@ class LocalSwarm:
         if self._stopping.is_set():
             raise SkipstoneError("a peer cannot be started: the swarm is stopping")
         peer = self._setup.add(stage)
-        self._start(peer)
+        self._start(peer, command)
         return peer.index
+
+    def restart_peer(self, index: int) -> None:
+        """Starts a node that has ended again: with its identity, its ports and, where there are any, its checkpoints.
+
+        Raises:
+            SkipstoneError: it runs, or the swarm is stopping already.
+        """
+        if index in self._nodes or self._stopping.is_set():
+            raise SkipstoneError(f"peer {index} cannot be started again: it runs, or the swarm is stopping")
+        del self.ends[index]
+        self._setup.returns(index)
+        self._start(self._setup.peers[index])
 
     def kill(self, index: int, number: signal.Signals = signal.SIGKILL) -> None:
         """Sends a signal to a node and all it has started, as if it happened to the whole machine it stands for."""
@@ -161,9 +173,9 @@ class LocalSwarm:
         while self._nodes:
             await asyncio.wait(self._nodes.values())
 
-    def _start(self, peer: PlannedPeer) -> None:
+    def _start(self, peer: PlannedPeer, command: Sequence[str] | None = None) -> None:
         self.progress = peer_started(self.progress, peer.index, peer.stage, peer.peer)
-        task = self._tasks.create_task(self._run(peer), name=f"peer-{peer.index}")
+        task = self._tasks.create_task(self._run(peer, command), name=f"peer-{peer.index}")
         self._nodes[peer.index] = task
         task.add_done_callback(lambda _: self._gone(peer.index))
 
@@ -171,9 +183,9 @@ class LocalSwarm:
         del self._nodes[index]
         self._news.set()
 
-    async def _run(self, peer: PlannedPeer) -> None:
+    async def _run(self, peer: PlannedPeer, command: Sequence[str] | None) -> None:
         """Starts a node and follows it to its end."""
-        command = peer.place.command or self._command
+        command = command or peer.place.command or self._command
         try:
             child = ChildProcess((*command, *self._setup.arguments(peer)), self._setup.environment())
         except ResourceExhausted as error:

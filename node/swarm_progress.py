@@ -151,8 +151,12 @@ class Progressed:
 
 
 def peer_started(state: SwarmProgress, index: int, stage: int, peer: str) -> SwarmProgress:
-    """A process has been started that is to host `stage`."""
-    return replace(state, peers={**state.peers, index: PeerProgress(stage, peer)})
+    """A process has been started that is to host `stage`. One that is started again goes on counting."""
+    starting, before = PeerProgress(stage, peer), state.peers.get(index)
+    if before is not None:
+        steps, tokens = before.reported_steps, before.reported_tokens
+        starting = replace(starting, reported_steps=steps, reported_tokens=tokens, came_after=before.came_after)
+    return replace(state, peers={**state.peers, index: starting})
 
 
 def peer_exited(state: SwarmProgress, index: int, exit_code: int) -> Progressed:

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, asynccontextmanager, contextmanag
 
 from node.assignment import Assignment
 from node.checkpoint.folder import CheckpointFolder
+from node.crash_points import crash_point
 from node.data_duty import data_duty
 from node.duty import Duty, Hook
 from node.events import EventSink, LastPeer, Move, NodeStatus, Note
@@ -109,6 +110,7 @@ async def _serve(duty: Duty, given: Assignment, next_module: NextModule, stop: a
 async def _drain(duty: Duty, given: Assignment) -> None:
     """Others are told first. What comes all the same is refused if there is somebody to take it, and done if not."""
     _become(PeerState.DRAINING, given)
+    crash_point("draining")
     duty.carrier.takes_new_work = not _replicas(given)
     await duty.drain(DRAIN_S)
 

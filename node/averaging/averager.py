@@ -23,6 +23,7 @@ from node.averaging.progress import Watch
 from node.averaging.replica import LocalReplica
 from node.averaging.shelf import Shelf
 from node.compute import ComputeThread
+from node.crash_points import crash_point
 from node.optimization import StepFigures
 from node.task_scope import task_scope
 from protocol.seams import Clock, Refusal, Transport
@@ -311,6 +312,7 @@ class Averager:
             self._start_catching_up(CatchUp(action.version, others, "its result was not kept"))
             return
         self._shelf.put(staged.anchor)
+        crash_point("committing")
         self.keeper.committed(staged.snapshot)
         self._hooks.anchored(staged.anchor)
         self.stepped()
@@ -318,6 +320,7 @@ class Averager:
 
     async def _settle(self, bench: RoundBench, action: CommitStaged, before: Anchor, staged: StagedRound) -> None:
         await self.keeper.carry(staged.snapshot, staged.anchor, staged.sent)
+        crash_point("committed")
         version, roster = staged.anchor.version, action.roster
         traffic = bench.traffic(roster.round.number)
         self._hooks.settled(

@@ -24,6 +24,7 @@ from node.averaging.partial_state import KeptChunks, PartialState
 from node.averaging.space import Space
 from node.averaging.state_codec import ChunkDecoder, may_come_as
 from node.buffers import BufferPool
+from node.crash_points import crash_point
 from node.task_scope import set_or_after, task_scope
 from protocol.hash_list import HashList
 from protocol.seams import Clock, Refusal, Transport
@@ -311,6 +312,7 @@ class _Fetching:
             self._pool.give_back(self._arriving.pop((sender, chunk)).buffer)
         if matches:
             self.received_bytes[sender] += tensor.raw_bytes
+        crash_point("chunk arrived")
         self.handle(ChunkCame(sender, chunk, matches))
         self._tell_progress()
 

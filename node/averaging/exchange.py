@@ -30,6 +30,7 @@ from node.averaging.reduction import NormLimit, Reduction, read_encoding
 from node.averaging.source import Source
 from node.averaging.staging import Staging
 from node.compute import ComputeThread, Priority
+from node.crash_points import crash_point
 from node.task_scope import task_scope
 from protocol.codecs import encoded_bytes
 from protocol.seams import Clock, Transport
@@ -180,6 +181,7 @@ class Exchange:
             self._report(LinkLost(peer))
             return False
         self.sent_bytes += data.nbytes
+        crash_point("piece sent")
         return True
 
     def _largest_encoding(self, reducer: PeerId) -> int:
@@ -189,6 +191,7 @@ class Exchange:
     # ---- what comes in ---------------------------------------------------------------------------------------------
 
     def _take(self, sender: PeerId, message: RoundPiece, piece: Piece, buffer: memoryview) -> None:
+        crash_point("piece arrived")
         if self._tasks is None:  # over
             self._arrivals.give_back(buffer)
         elif isinstance(message, Contribution):
@@ -214,6 +217,7 @@ class Exchange:
 
     async def _pass_on(self, piece: Piece, data: memoryview) -> None:
         """All contributions to a piece of our shard are in: the same bytes go to all, and to ourselves."""
+        crash_point("reduced")
         for queue in self._results.values():
             queue.put_nowait((piece, data))
         await self._apply(self.plan.own, piece, data)
@@ -238,6 +242,7 @@ class Exchange:
                 partial(self._staging.finish, roster.round.number, roster.steps, roster.tokens)
             )
             self._complete.set()
+            crash_point("staged")
             self._staged(anchor)
         return True
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
+from node.crash_points import crash_point
+
 
 class Storage(Protocol):
     """Every method raises OSError when the disk does not do its part."""
@@ -71,7 +73,11 @@ class DiskStorage:
 
 def write_durably(storage: Storage, target: Path, beside: Path, pieces: Iterable[memoryview]) -> None:
     """Writes beside the target and renames, each made durable: whatever happens, the target is the old file or the new one."""
+    crash_point("before write")
     storage.write(beside, pieces)
+    crash_point("before sync")
     storage.sync(beside)
+    crash_point("before rename")
     storage.rename(beside, target)
+    crash_point("after rename")
     storage.sync(target.parent)

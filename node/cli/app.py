@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from node.cli.chaos import chaos
 from node.cli.check import check
 from node.cli.doctor import doctor
 from node.cli.export import export
@@ -91,6 +92,7 @@ app.command()(solo)
 app.command()(simulate)
 app.command()(check)
 app.command()(wan)
+app.command()(chaos)
 app.command("eval")(evaluate)
 app.command()(export)
 app.command()(generate)

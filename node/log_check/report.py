@@ -10,6 +10,7 @@ from node.event_lines import event_from_json
 from node.events import Ended, Event, Started
 from node.log_check.findings import Findings, Life, Spot, Violation
 from node.log_check.rounds import RoundCheck
+from node.log_check.tokens import TokenCheck
 from node.log_check.visits import VisitCheck
 from swarm.errors import ProtocolViolation
 
@@ -46,7 +47,7 @@ class LogCheck:
     """Reads logs one after the other, a peer's in the order of their start."""
 
     def __init__(self) -> None:
-        self._checks = (VisitCheck(), RoundCheck())
+        self._checks = (VisitCheck(), RoundCheck(), TokenCheck())
         self._own = Findings()
         self._lives: list[Life] = []
         self._torn = 0

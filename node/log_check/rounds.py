@@ -6,7 +6,8 @@ The rules, over the events `round`, `caught_up` and `restored`, of which each sa
 * one digest a round: two digests for one (module, round) are a fork, which a partition of the network can bring about. It has
   healed when there is one side that all peers of the other sides have joined: each of them later reports `caught_up` or `restored`
   with a (round, digest) that the first side has held at that round or later. A fork that has not healed is a violation. Peers
-  whose last log has no clean end hold nothing any more, and need not have joined; nor need those that have moved to another module.
+  whose last log has no clean end hold nothing any more, and need not have joined; nor need those that have moved to another module,
+  or were started again and stopped before they served.
 * the same end: of the replicas of a module that stopped in good order, those that did so within END_MS of the last one hold the
   same digest of the newest round; one that is a single round behind is let pass if it holds what the others held then,
   because a node that is asked to stop while a round is being applied may go before it has it. One that is two behind has
@@ -22,6 +23,7 @@ from node.events import CaughtUp, Event, NodeStatus, Restored, RoundCommitted
 from node.log_check.findings import Findings, Life, Spot
 
 END_MS = 60_000
+JOINING = "joining"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +55,14 @@ class RoundCheck:
         self._last_lives: dict[str, Life] = {}
         self._last_modules: dict[str, str] = {}
         """What each peer hosted at the end of its last log, where it says so."""
+        self._joining: set[str] = set()
+        """Who says at the end of its last log that it does not serve yet: what it has restored is behind, and nobody uses it."""
 
     def begin(self, life: Life) -> None:
         """Another log."""
         self._last_lives[life.peer] = life
         self._last_modules.pop(life.peer, None)
+        self._joining.discard(life.peer)
 
     def take(self, life: Life, spot: Spot, event: Event) -> None:
         """One line of it."""
@@ -68,8 +73,9 @@ class RoundCheck:
             case CaughtUp() | Restored():
                 self._findings.count(event.NAME)
                 fetched = True
-            case NodeStatus(peer, module) if module is not None:
+            case NodeStatus(peer, module, state) if module is not None:
                 self._last_modules[peer] = module
+                (self._joining.add if state == JOINING else self._joining.discard)(peer)
                 return
             case _:
                 return
@@ -121,7 +127,7 @@ class RoundCheck:
                 continue
             for peer, at in peers.items():
                 joined = any(held.fetched and held.anchor in lineage for held in histories[peer][at + 1 :])
-                if not joined and self._last_lives[peer].ended_well and self._stayed(peer, module):
+                if not joined and self._last_lives[peer].ended_well and self._held_it(peer, module):
                     apart.append(peer)
         return apart
 
@@ -131,7 +137,7 @@ class RoundCheck:
         ends = {}
         for peer, history in histories.items():
             ended_ms = self._last_lives[peer].ended_ms
-            if ended_ms is not None and history[-1].life is self._last_lives[peer] and self._stayed(peer, module):
+            if ended_ms is not None and history[-1].life is self._last_lives[peer] and self._held_it(peer, module):
                 ends[peer] = (ended_ms, history[-1])
         last_ms = max((ended_ms for ended_ms, _ in ends.values()), default=0)
         together = {peer: held for peer, (ended_ms, held) in ends.items() if last_ms - ended_ms <= END_MS}
@@ -153,5 +159,6 @@ class RoundCheck:
                 )
                 self._findings.violate("the same end", held.spot, message)
 
-    def _stayed(self, peer: str, module: str) -> bool:
-        return self._last_modules.get(peer, module) == module
+    def _held_it(self, peer: str, module: str) -> bool:
+        """Whether the peer had a part in the module at its end."""
+        return self._last_modules.get(peer, module) == module and peer not in self._joining

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from node.wan import regions
@@ -43,6 +43,12 @@ class _Access:
         self.down.bytes_per_s = site.shape.down_bytes_per_s
 
 
+@dataclass(slots=True)
+class _Breaks:
+    every_bytes: int
+    left_bytes: int
+
+
 class Emulation:
     """Settable at any time; everything that is under way at the moment follows. For one event loop.
 
@@ -55,6 +61,8 @@ class Emulation:
         self._outside = _Access(Site())
         self._between: dict[Way, TokenBucket] = {}
         self._sides: dict[int, int] = {}
+        self._blocked: frozenset[Way] = frozenset()
+        self._breaks: dict[int, _Breaks] = {}
         self._connections: Counter[Way] = Counter()
         self._passed: Counter[Way] = Counter()
         self._changed = asyncio.Event()
@@ -82,8 +90,22 @@ class Emulation:
         """Ends a partition. Faults of single links stay."""
         self.partition(())
 
+    def block(self, ways: Iterable[Way]) -> None:
+        """Nothing is delivered on these ways any more, and nobody is told; what was blocked before no longer is."""
+        self._blocked = frozenset(ways)
+        self._tell()
+
+    def break_every(self, member: int, size_bytes: int | None) -> None:
+        """Whenever so many more bytes have come to a member, the connection that brought the last one is reset right behind it. None ends that."""
+        if size_bytes is None:
+            self._breaks.pop(member, None)
+        else:
+            self._breaks[member] = _Breaks(size_bytes, size_bytes)
+
     def clear(self) -> None:
         """An ideal network."""
+        self._breaks.clear()
+        self.block(())
         for member in self._members:
             self.place(member, Site())
         self.heal()
@@ -101,6 +123,8 @@ class Emulation:
     def passes(self, way: Way) -> bool:
         """Whether anything is delivered on that way now."""
         source, target = way
+        if way in self._blocked:
+            return False
         if not (self.site(source).shape.carries_up and self.site(target).shape.carries_down):
             return False
         if source is None or target is None or source not in self._sides or target not in self._sides:
@@ -148,6 +172,17 @@ class Emulation:
         """Brings a piece into the receiver's link; returns when it is through, and counts it."""
         self._passed[way] += size_bytes
         return self._access(way[1]).down.grant(size_bytes, now)
+
+    def before_break(self, way: Way, size_bytes: int) -> int | None:
+        """Takes a piece that is about to be handed over. Returns how much of it comes before a break; None when there is none in it."""
+        breaks = None if way[1] is None else self._breaks.get(way[1])
+        if breaks is None:
+            return None
+        breaks.left_bytes -= size_bytes
+        if breaks.left_bytes > 0:
+            return None
+        through, breaks.left_bytes = size_bytes + breaks.left_bytes, breaks.every_bytes
+        return through
 
     def passed(self) -> dict[Way, int]:
         """Bytes so far, by way."""

@@ -1,14 +1,25 @@
 """What can happen in a scenario: one frozen dataclass for each, with the time it happens at.
 
-Whoever adds a kind adds a reader to `scenario.ACTIONS` (or hands in a table of its own) and says in `runner` how it is done.
+Whoever adds a kind hands a reader for it to `scenario.read_scenario` and carries it out beside `Laboratory.carry_out`, which knows those below.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from node.wan.link_shape import ShapeChange, Site
+
+
+class Happening(Protocol):
+    """Something that happens in a scenario."""
+
+    NAME: ClassVar[str]
+
+    @property
+    def at_s(self) -> float:
+        """Seconds after the swarm's first step."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +96,3 @@ class ReplaceOne:
 
     NAME: ClassVar[str] = "replace"
     at_s: float
-
-
-Happening = Reshape | Kill | Stop | Start | Freeze | Partition | Heal | ReplaceOne

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import random
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from node.local_setup import LocalSwarmOptions, Place, PlannedPeer
@@ -21,7 +23,7 @@ from node.wan.profiles import profile_of
 from node.wan.proxy import Door, ListenWatch, Proxy
 from node.wan.scenario import Scenario
 from node.wan.sockets import Callers, Endpoint, descendants, require_proc
-from swarm.errors import ResourceExhausted
+from swarm.errors import ConfigError, ResourceExhausted
 
 MAX_MEMBERS = 60_000
 
@@ -50,11 +52,18 @@ class Laboratory:
         self._watch = watch
         self._callers = Callers(swarm.processes)
         self._random = randomness
-        self._spawn = spawn
-        self._frozen: set[int] = set()
+        self.spawn = spawn
+        """Starts a task that lives no longer than the laboratory."""
+        self._thaw_at: dict[int, float] = {}
+        """When (of the event loop) each frozen peer goes on."""
+
+    @property
+    def frozen(self) -> frozenset[int]:
+        """Peers that stand still now."""
+        return frozenset(self._thaw_at)
 
     def carry_out(self, happening: Happening) -> str:
-        """Does it, and says in words what was done."""
+        """Does it, and says in words what was done. Raises ConfigError for what a laboratory does not know."""
         match happening:
             case Reshape(_, peers, profile, change):
                 for peer in peers:
@@ -64,7 +73,7 @@ class Laboratory:
                 return f"{_named(peers)} got another link: {what or 'the same'}"
             case Kill(_, peers):
                 for peer in peers:
-                    self._kill(peer)
+                    self.kill(peer)
                 return f"{_named(peers)} killed"
             case Stop(_, peers):
                 for peer in peers:
@@ -83,10 +92,18 @@ class Laboratory:
                 return "the partition is healed"
             case ReplaceOne():
                 return self._replace_one()
+            case _:
+                raise ConfigError(f"{happening.NAME} is nothing that a laboratory can do")
 
-    def start(self, stage: int, site: Site) -> int:
-        """Starts a peer and returns its index. Errors as `LocalSwarm.start_peer`."""
-        index = self.swarm.start_peer(stage)
+    def kill(self, peer: int) -> None:
+        """With SIGKILL, and all that it has started."""
+        self.killed.add(peer)
+        self._thaw({peer} & self._thaw_at.keys())  # what it has started could not see its end otherwise
+        self.swarm.kill(peer)
+
+    def start(self, stage: int, site: Site, command: Sequence[str] | None = None) -> int:
+        """Starts a peer and returns its index. Arguments and errors as `LocalSwarm.start_peer`."""
+        index = self.swarm.start_peer(stage, command)
         self.admit(self.swarm.peers[index], site)
         return index
 
@@ -95,20 +112,15 @@ class Laboratory:
         self.emulation.place(peer.index, site)
         for port in (peer.port, peer.dht_port):
             door = Door(peer.index, (peer.place.told_host, port), (peer.place.host, port))
-            self._spawn(Proxy(door, self.emulation, self._find_caller).run(self._watch))
+            self.spawn(Proxy(door, self.emulation, self._find_caller).run(self._watch))
 
     def calm(self) -> None:
         """Ends everything that was done to the network and to frozen peers, so that nodes can stop in good order."""
-        self._thaw(set(self._frozen))
+        self._thaw(set(self._thaw_at))
         self.emulation.clear()
 
     async def _find_caller(self, source: Endpoint, target: Endpoint) -> Member:
         return await asyncio.to_thread(self._callers.caller, source, target)
-
-    def _kill(self, peer: int) -> None:
-        self.killed.add(peer)
-        self._thaw({peer} & self._frozen)  # what it has started could not see its end otherwise
-        self.swarm.kill(peer)
 
     def _replace_one(self) -> str:
         serving: dict[int, list[int]] = {}
@@ -120,37 +132,50 @@ class Laboratory:
             return "nobody could be spared to be replaced"
         victim = self._random.choice(spare)
         stage, site = self.swarm.progress.peers[victim].stage, self.emulation.site(victim)
-        self._kill(victim)
+        self.kill(victim)
         return f"peer {victim} killed; peer {self.start(stage, site)} started in its place for stage {stage}"
 
     # ---- standing still ------------------------------------------------------------------------------------------
 
     def _freeze(self, peers: Sequence[int], for_s: float) -> None:
-        self._frozen.update(peers)
+        until = asyncio.get_running_loop().time() + for_s
+        self._thaw_at |= {peer: max(until, self._thaw_at.get(peer, 0.0)) for peer in peers}
         self._signal(set(peers), signal.SIGSTOP)
-        self._spawn(self._thaw_later(set(peers), for_s))
+        self.spawn(self._thaw_later(set(peers), until))
 
-    async def _thaw_later(self, peers: set[int], for_s: float) -> None:
-        await asyncio.sleep(for_s)
-        self._thaw(peers & self._frozen)
+    async def _thaw_later(self, peers: set[int], until: float) -> None:
+        """Those that were frozen again meanwhile, for longer, have a timer of their own."""
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(max(0.0, until - loop.time()))
+        self._thaw({peer for peer in peers if self._thaw_at.get(peer, math.inf) <= until})
 
     def _thaw(self, peers: set[int]) -> None:
-        self._frozen -= peers
+        for peer in peers:
+            self._thaw_at.pop(peer, None)
         self._signal(peers, signal.SIGCONT)
 
     def _signal(self, peers: set[int], number: signal.Signals) -> None:
         """To every process of these peers. The DHT's is in a session of its own, so a process group is not enough."""
-        for pid in self._processes_of(peers):
+        for pid in self.processes_of(peers):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def _processes_of(self, peers: set[int]) -> Iterator[int]:
+    def processes_of(self, peers: set[int]) -> Iterator[int]:
+        """Of these peers: their nodes' processes and all that those have started."""
         roots = {pid for index, pid in self.swarm.processes().items() if index in peers}
         return (pid for _, pid in descendants(roots)) if roots else iter(())
 
 
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """Where the peers save their states, and every how many seconds."""
+
+    folder: Path
+    every_s: float
+
+
 @asynccontextmanager
-async def laboratory(scenario: Scenario, log_dir: Path) -> AsyncIterator[Laboratory]:
+async def laboratory(scenario: Scenario, log_dir: Path, saving: Saving | None = None) -> AsyncIterator[Laboratory]:
     """The scenario's swarm, started; its nodes are stopped in good order at the end, and killed after an exception.
 
     Raises:
@@ -159,6 +184,8 @@ async def laboratory(scenario: Scenario, log_dir: Path) -> AsyncIterator[Laborat
     """
     require_proc()
     options = LocalSwarmOptions(peers=scenario.peers, steps=None, threads=scenario.threads, log_dir=log_dir)
+    if saving is not None:
+        options = replace(options, checkpoint_dir=saving.folder, checkpoint_every_s=saving.every_s)
     swarm = LocalSwarm(scenario.manifest, options, places=place)
     watch = ListenWatch()
     victims = random.Random(f"{scenario.seed} victims")  # noqa: S311 - no secret

@@ -62,7 +62,7 @@ class Pipe:
         """Returns when the sender's end of stream has been handed on, or the receiver takes nothing more.
 
         Raises:
-            ExceptionGroup: of one ConnectionReset, when the sender's breaking off has come through.
+            ExceptionGroup: of one ConnectionReset, when the sender's breaking off has come through, or the network resets the connection.
         """
         async with asyncio.TaskGroup() as tasks:
             taking = tasks.create_task(self._take_in())
@@ -99,6 +99,10 @@ class Pipe:
                 self._end(reset=held.reset)
                 return
             await self._until(self._emulation.arrive(self._way, len(held.data), self._now()))
+            whole = self._emulation.before_break(self._way, len(held.data))
+            if whole is not None:
+                await self._write(held.data[:whole])
+                raise ConnectionReset
             if not await self._write(held.data):
                 taking.cancel()
                 return

@@ -253,12 +253,13 @@ def _manifest(changes: dict[str, Any], name: str, seed: int) -> Manifest:
     from node.default_manifest import default_manifest
 
     base = default_manifest(seed, name).model_dump(mode="json", exclude_none=True)
-    return manifest_from_table(_merged(base, changes))
+    return manifest_from_table(merged(base, changes))
 
 
-def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
+def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """The base with what the changes say otherwise, tables within tables likewise."""
+    result = dict(base)
     for key, value in changes.items():
-        under = merged.get(key)
-        merged[key] = _merged(under, value) if isinstance(under, dict) and isinstance(value, dict) else value
-    return merged
+        under = result.get(key)
+        result[key] = merged(under, value) if isinstance(under, dict) and isinstance(value, dict) else value
+    return result

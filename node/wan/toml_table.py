@@ -45,6 +45,13 @@ class Table:
             raise ConfigError(f"{self.path(key)} must be {what} from {least:g} to {most:g}, not {value!r}")
         return value
 
+    def flag(self, key: str) -> bool:
+        """Yes or no; no when it is not there."""
+        value = self._take(key, (False,))
+        if not isinstance(value, bool):
+            raise ConfigError(f"{self.path(key)} must be true or false, not {value!r}")
+        return value
+
     def items(self, key: str) -> list[Any]:
         """A list of anything; it must be there."""
         value = self._take(key, ())

@@ -27,6 +27,7 @@ from node.events import (
     Retracted,
     RoundCommitted,
     Started,
+    Step,
     Visit,
 )
 from node.log_check.findings import Spot
@@ -249,6 +250,16 @@ def test_a_peer_that_has_moved_answers_for_its_new_module_only() -> None:
     assert [rule for rule, _ in rules(back)] == ["one digest a round", "the same end"]
 
 
+def test_a_peer_that_stops_before_it_serves_again_answers_for_nothing() -> None:
+    ahead = Log(A, [commit(A, 1), commit(A, 2), commit(A, 3, NEXT)])
+    before = Log(A2, [commit(A2, 1)], end=None)
+    joining, serving = (NodeStatus(A2, "1.0", state, "", "") for state in ("joining", "serving"))
+    restored = Restored(A2, "1.0", 1, ANCHOR)
+    assert judged(ahead, before, Log(A2, [joining, restored], began=2)).violations == ()
+    served = judged(ahead, before, Log(A2, [joining, restored, serving], began=2))
+    assert [rule for rule, _ in rules(served)] == ["the same end"]
+
+
 # ---- files -------------------------------------------------------------------------------------------------------------
 
 
@@ -294,3 +305,36 @@ def test_the_parts_of_a_log_are_one_and_a_missing_one_is_found(tmp_path: Path) -
     result = CliRunner().invoke(app, ["check", str(tmp_path)])
     assert result.exit_code == 1
     assert "part 2 of this log is missing" in result.stdout
+
+
+# ---- tokens ------------------------------------------------------------------------------------------------------------
+
+
+def data_log(*counted: tuple[int, int, int], before: MicrobatchCounts | None = None) -> Log:
+    """Of a data node: (completed before it, step, tokens) for each step."""
+    events: list[Event] = [] if before is None else [Continued(D, before)]
+    number = 100 if before is None else 200
+    for done, step, tokens in counted:
+        for _ in range(done):
+            number += 1
+            events += [visit(D, f"dddddd#{number}"), Completed(D, f"dddddd#{number}", ())]
+        events.append(Step(step, 1.0, tokens, 1.0, D))
+    return Log(D, events)
+
+
+def test_every_completed_microbatch_counts_the_same_tokens() -> None:
+    assert judged(data_log((4, 1, 256), (3, 2, 448), (5, 3, 768))).violations == ()
+    continued = data_log((2, 9, 5000), (1, 10, 5064), before=MicrobatchCounts(90, 80, 0, 0))
+    assert judged(data_log((4, 1, 256)), continued).violations == (), "what it had before the snapshot is not here"
+
+
+@pytest.mark.parametrize("tokens", [447, 512, 256])
+def test_tokens_without_a_microbatch_and_microbatches_without_tokens_are_found(tokens: int) -> None:
+    report = judged(data_log((4, 1, 256), (3, 2, tokens)))
+    assert [found.rule for found in report.violations] == ["tokens"]
+    assert "3 completed microbatches of 64 each" in report.violations[0].message
+
+
+def test_a_step_that_is_left_out_or_done_again_is_found() -> None:
+    assert [found.rule for found in judged(data_log((4, 1, 256), (4, 3, 512))).violations] == ["steps go forward"]
+    assert [found.rule for found in judged(data_log((4, 2, 256), (4, 2, 512))).violations] == ["steps go forward"]

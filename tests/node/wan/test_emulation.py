@@ -139,3 +139,25 @@ def test_impossible_links_and_unknown_profiles_are_refused() -> None:
     with pytest.raises(ConfigError, match="no profile"):
         profile_of("modem")
     assert {"home-adsl", "home-fibre", "mobile", "transatlantic", "gcp-london"} <= PROFILES.keys()
+
+
+def test_a_way_can_be_blocked_alone() -> None:
+    network = emulation(SLOW, FAR, FAR)
+    network.block([(0, 1)])
+    assert not network.passes((0, 1))
+    assert network.passes((1, 0))
+    assert network.passes((0, 2))
+    network.clear()
+    assert network.passes((0, 1))
+
+
+def test_a_connection_breaks_behind_every_so_many_bytes() -> None:
+    network = emulation(SLOW, FAR, FAR)
+    network.break_every(1, 100)
+    assert network.before_break((0, 2), 1000) is None
+    assert network.before_break((0, 1), 60) is None
+    assert network.before_break((2, 1), 50) == 40, "all connections to the peer count together"
+    assert network.before_break((0, 1), 99) is None, "counted anew"
+    assert network.before_break((0, 1), 1) == 1
+    network.break_every(1, None)
+    assert network.before_break((0, 1), 1000) is None

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 from node import local_swarm
+from node.chaos.deeds import Crash
 from node.wan.happenings import Freeze, Heal, Kill, Partition, ReplaceOne, Reshape, Start, Stop
 from node.wan.laboratory import Laboratory, laboratory, place
 from node.wan.link_shape import Fault, LinkShape, ShapeChange
 from node.wan.profiles import profile_of
 from node.wan.scenario import scenario_from_table
 from node.wan.sockets import descendants
-from swarm.errors import ResourceExhausted
+from swarm.errors import ConfigError, ResourceExhausted
 from tests.node.wan.test_scenario import BASE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the emulation reads /proc")
@@ -89,6 +90,32 @@ async def test_frozen_peers_stand_still_with_all_they_have_started_and_go_on(lab
     await until(lambda: states_of(root) == {"T"})
     lab.calm()
     assert "T" not in states_of(root)
+
+
+async def test_a_peer_that_is_frozen_again_stands_still_as_long_as_the_longer_time(lab: Laboratory) -> None:
+    roots = lab.swarm.processes()
+    lab.carry_out(Freeze(0, (1, 2), 0.3))
+    lab.carry_out(Freeze(0, (2,), 600.0))
+    await until(lambda: "T" not in states_of(roots[1]))
+    await asyncio.sleep(0.1)  # both were due to go on at the same moment
+    assert states_of(roots[2]) == {"T"}
+    lab.calm()
+    assert "T" not in states_of(roots[2])
+
+
+async def test_a_peer_with_a_command_of_its_own_starts_again_without_it(lab: Laboratory) -> None:
+    command = ("/usr/bin/env", "STAND_IN=crash:1", *STAND_IN)
+    index = lab.start(1, profile_of("none").site, command)
+    await until(lambda: index in lab.swarm.ends and index not in lab.swarm.processes())
+    assert lab.swarm.ends[index].exit_code == 71
+    lab.swarm.restart_peer(index)
+    await until(lambda: lab.swarm.progress.peers[index].state == "serving")
+    assert index not in lab.swarm.ends
+
+
+async def test_a_laboratory_says_so_when_it_cannot_do_something(lab: Laboratory) -> None:
+    with pytest.raises(ConfigError, match="crash"):
+        lab.carry_out(Crash(0, 1, "sent", 1, False, 0.0, profile_of("none").site))
 
 
 async def test_a_replaced_peer_is_none_of_the_last_ones(lab: Laboratory) -> None:

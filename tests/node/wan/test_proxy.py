@@ -157,6 +157,34 @@ async def test_a_reset_is_seen_at_both_ends_and_new_calls_are_refused() -> None:
         await until_open(at.outside)
 
 
+async def test_a_connection_is_reset_in_the_middle_of_what_it_carries_and_a_new_one_is_not() -> None:
+    got = bytearray()
+    broken = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(100):
+                got.extend(data)
+                writer.write(data)
+        except OSError:
+            broken.set()
+
+    async with stage(serve, IDEAL, IDEAL) as at:
+        at.emulation.break_every(NODE, 1000)
+        async with at.call() as (reader, writer):
+            writer.write(bytes(1500))
+            with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)) as ended:
+                await reader.readexactly(1500)
+            assert ended.type is ConnectionResetError
+        await broken.wait()
+        assert len(got) <= 1000, "a reset may overtake what came just before it"
+        got.clear()
+        async with at.call() as (reader, writer):
+            writer.write(bytes(999))
+            writer.write_eof()
+            assert len(await reader.read(-1)) == 999
+
+
 async def test_a_broken_connection_is_broken_for_the_other_side_too() -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readexactly(4)

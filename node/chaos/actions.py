@@ -1,0 +1,113 @@
+"""How a scenario's events are read that only chaos knows. Together with those of `node.wan.scenario`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from node.chaos.deeds import (
+    DHT_CHILD,
+    P2P_DAEMON,
+    Child,
+    Crash,
+    FreezeConvener,
+    FullDisk,
+    Odd,
+    OneWay,
+    Resets,
+    Restart,
+    Worsen,
+)
+from node.crash_points import POINTS
+from node.wan.happenings import Happening
+from node.wan.scenario import ACTIONS, LONGEST_S, Cast, ReadAction
+from node.wan.toml_table import Table
+from swarm.errors import ConfigError
+
+CHILDREN: Final = {"dht": DHT_CHILD, "p2pd": P2P_DAEMON}
+MAX_CLOCK_S: Final = 10 * 365 * 24 * 3600.0
+
+
+def _for(table: Table) -> float:
+    return table.number("for", 0.1, LONGEST_S)
+
+
+def _worsen(table: Table, at_s: float, cast: Cast) -> tuple[Happening, ...]:
+    return (Worsen(at_s, cast.read_peers(table), table.shape_change(), _for(table)),)
+
+
+def _one_way(table: Table, at_s: float, cast: Cast) -> tuple[Happening, ...]:
+    return (OneWay(at_s, cast.read_peers(table, "from"), cast.read_peers(table, "to"), _for(table)),)
+
+
+def _resets(table: Table, at_s: float, cast: Cast) -> tuple[Happening, ...]:
+    every = int(table.number("every_bytes", 1, 2**40, whole=True))
+    return (Resets(at_s, cast.read_peers(table), every, _for(table)),)
+
+
+def _child(table: Table, at_s: float, cast: Cast) -> tuple[Happening, ...]:
+    which = _one_of(table, "which", CHILDREN)
+    return (Child(at_s, cast.read_peers(table), CHILDREN[which], table.number("for", 0.1, LONGEST_S, 0.0)),)
+
+
+def _crash(table: Table, at_s: float, cast: Cast) -> tuple[Happening, ...]:
+    return (
+        Crash(
+            at_s,
+            _stage(table, cast),
+            _one_of(table, "point", POINTS),
+            int(table.number("nth", 1, 10**9, 1, whole=True)),
+            table.flag("again"),
+            table.number("leave_after", 0.1, LONGEST_S, 0.0),
+            cast.groups[0].site,
+        ),
+    )
+
+
+def _restart(table: Table, at_s: float, cast: Cast) -> tuple[Happening, ...]:
+    politely = table.flag("politely")
+    return (Restart(at_s, cast.read_peers(table), politely, table.number("gap", 0.0, LONGEST_S, 0.0)),)
+
+
+def _odd(table: Table, at_s: float, cast: Cast) -> tuple[Happening, ...]:
+    oddities: list[str] = []
+    ahead_s = table.number("clock", -MAX_CLOCK_S, MAX_CLOCK_S, 0.0)
+    if ahead_s:
+        oddities.append(f"--clock={ahead_s:g}")
+    versions = table.text_or_none("protocol")
+    if versions is not None:
+        if not all(part.isdecimal() for part in versions.split("-")) or versions.count("-") != 1:
+            raise ConfigError(f"{table.path('protocol')} must be versions like `1-2`, not {versions!r}")
+        oddities.append(f"--protocol={versions}")
+    if not oddities:
+        raise ConfigError(f"{table.path('clock')} and {table.path('protocol')} are missing: there is nothing odd")
+    return (Odd(at_s, _stage(table, cast), tuple(oddities), table.flag("works"), cast.groups[0].site),)
+
+
+def _freeze_convener(table: Table, at_s: float, cast: Cast) -> tuple[Happening, ...]:
+    return (FreezeConvener(at_s, _stage(table, cast), _for(table)),)
+
+
+def _stage(table: Table, cast: Cast) -> int:
+    return int(table.number("stage", 0, cast.stages - 1, whole=True))
+
+
+def _one_of(table: Table, key: str, known: Mapping[str, str]) -> str:
+    text = table.text(key)
+    if text not in known:
+        raise ConfigError(f"{table.path(key)}: {text!r} is none of {', '.join(known)}")
+    return text
+
+
+CHAOS_ACTIONS: Final[Mapping[str, ReadAction]] = {
+    **ACTIONS,
+    "worsen": _worsen,
+    "one_way": _one_way,
+    "resets": _resets,
+    "child": _child,
+    "full_disk": lambda table, at_s, cast: (FullDisk(at_s, cast.read_peers(table), _for(table)),),
+    "crash": _crash,
+    "restart": _restart,
+    "odd": _odd,
+    "freeze_convener": _freeze_convener,
+}

@@ -1,0 +1,184 @@
+"""report.md and report.json of several trials: a row for each, and below it what happened when."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from node.chaos.bench import Kind
+from node.chaos.plan import ChaosPlan
+from node.chaos.recovery import SHARE, WINDOW_S, Recovery
+from node.chaos.trial import Trial
+from node.chaos.verdict import losses, objections
+
+SHOWN_OBJECTIONS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A scenario, what was seen of it, and what speaks against it. There is no trial when its swarm could not be started."""
+
+    plan: ChaosPlan
+    trial: Trial | None
+    objections: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        return not self.objections
+
+    @property
+    def counted(self) -> tuple[Recovery, ...]:
+        """The recoveries for which the limit holds."""
+        return () if self.trial is None else tuple(each for each in self.trial.recoveries if each.counts)
+
+    @property
+    def recovery_s(self) -> float:
+        """The longest."""
+        return max((each.seconds for each in self.counted), default=math.nan)
+
+    def as_json(self) -> dict[str, Any]:
+        """One entry of report.json. Seconds are null for never."""
+        trial = self.trial
+        found: dict[str, Any] = {
+            "name": self.plan.name,
+            "fault": self.plan.fault,
+            "seed": self.plan.scenario.seed,
+            "passed": self.passed,
+            "objections": list(self.objections),
+            "recovery_s": _finite(self.recovery_s),
+            "recovery_limit_s": self.plan.expected.recovery_s,
+        }
+        if trial is None:
+            return found
+        peaks = trial.facts.resources
+        return found | {
+            "started_after_s": round(trial.started_after_s, 2),
+            "seconds": round(trial.seconds, 2),
+            "microbatches_per_s_before": round(trial.pace, 2),
+            "recoveries": [_recovery_json(each) for each in trial.recoveries],
+            "lost": losses(trial.facts.report),
+            "counts": trial.facts.report.counts,
+            "peaks": {
+                "memory_bytes": peaks.memory_bytes,
+                "descriptors": peaks.descriptors,
+                "threads": peaks.threads,
+            },
+            "events": [{"at": round(m.at_s, 2), "kind": m.kind.value, "what": m.what} for m in trial.marks],
+        }
+
+
+def judged(trial: Trial) -> Judged:
+    """With the verdict."""
+    return Judged(trial.plan, trial, objections(trial.plan.expected, trial.facts, trial.pace, trial.recoveries))
+
+
+def report_json(all_judged: Sequence[Judged]) -> dict[str, Any]:
+    """The whole file."""
+    return {
+        "passed": all(each.passed for each in all_judged),
+        "window_s": WINDOW_S,
+        "share": SHARE,
+        "scenarios": [each.as_json() for each in all_judged],
+    }
+
+
+def report_text(all_judged: Sequence[Judged], picture: str | None) -> str:
+    """The whole file. `picture` is the name of one beside it."""
+    passed = sum(each.passed for each in all_judged)
+    parts = [
+        "# Chaos",
+        f"{passed} of {len(all_judged)} scenarios passed.",
+        table(all_judged),
+        f"Recovery: seconds until a window of {WINDOW_S:g} s begins in which at least {SHARE:g} of the pace before the first fault"
+        " is made, and every module has a serving replica; the longest of the scenario, from the fault, or from its end where it lasts."
+        " What the pace did meanwhile is below and in report.json.",
+        *([f"![{picture}]({picture})"] if picture else []),
+        *(_section(each) for each in all_judged),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def table(all_judged: Sequence[Judged]) -> str:
+    """A row for each scenario."""
+    head = ["scenario", "fault", "passed", "recovery s", "pace back s", "all served s", "pace before /s", "lost"]
+    lines = [_row(head), _row(["---"] * len(head))]
+    for each in all_judged:
+        pace = max((_or_never(recovery.pace_s) for recovery in each.counted), default=math.nan)
+        served = max((_or_never(recovery.served_s) for recovery in each.counted), default=math.nan)
+        trial = each.trial
+        lost = {} if trial is None else losses(trial.facts.report)
+        lines.append(
+            _row(
+                [
+                    each.plan.name,
+                    each.plan.fault,
+                    "yes" if each.passed else "**no**",
+                    *(_seconds(value) for value in (each.recovery_s, pace, served)),
+                    "-" if trial is None else f"{trial.pace:.1f}",
+                    ", ".join(f"{number} {what}" for what, number in lost.items()) or "nothing",
+                ]
+            )
+        )
+    return "\n".join(lines)
+
+
+def _section(each: Judged) -> str:
+    lines = [f"## {each.plan.name}", "", each.plan.fault + ".", ""]
+    lines += [f"* **{objection}**" for objection in each.objections[:SHOWN_OBJECTIONS]]
+    if len(each.objections) > SHOWN_OBJECTIONS:
+        lines.append(f"* and {len(each.objections) - SHOWN_OBJECTIONS} more")
+    trial = each.trial
+    if trial is None:
+        return "\n".join(lines)
+    peaks = trial.facts.resources
+    counts = ", ".join(f"{what} {number}" for what, number in sorted(trial.facts.report.counts.items()))
+    lines += [
+        f"* check: {len(trial.facts.report.violations)} violations; {trial.facts.report.logs} logs; {counts}",
+        f"* most of a node: {peaks.memory_bytes / 2**20:.0f} MiB, {peaks.descriptors} descriptors, {peaks.threads} threads",
+        "",
+        *_diary(trial),
+    ]
+    return "\n".join(lines)
+
+
+def _diary(trial: Trial) -> list[str]:
+    found = {(each.at_s, each.what): each for each in trial.recoveries}
+    lines = []
+    for mark in trial.marks:
+        recovery = found.get((mark.at_s, mark.what))
+        after = ""
+        if mark.kind is not Kind.NOTE and recovery is not None:
+            after = f"; pace back after {_seconds(_or_never(recovery.pace_s))} s, all served after {_seconds(_or_never(recovery.served_s))} s"
+        lines.append(f"* {mark.at_s:.1f} s: {mark.what}{after}")
+    return lines
+
+
+def _recovery_json(recovery: Recovery) -> dict[str, Any]:
+    return {
+        "at": round(recovery.at_s, 2),
+        "what": recovery.what,
+        "from": "end" if recovery.after_end else "fault",
+        "limited": recovery.counts,
+        "pace_s": _finite(_or_never(recovery.pace_s)),
+        "served_s": _finite(_or_never(recovery.served_s)),
+    }
+
+
+def _or_never(value: float | None) -> float:
+    return math.inf if value is None else value
+
+
+def _finite(value: float) -> float | None:
+    return round(value, 2) if math.isfinite(value) else None
+
+
+def _seconds(value: float) -> str:
+    if math.isnan(value):
+        return "-"
+    return f"{value:.1f}" if math.isfinite(value) else "never"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

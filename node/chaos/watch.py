@@ -1,0 +1,75 @@
+"""Follows the event logs of a swarm while they are written: when microbatches are completed, and how far rounds are."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from node.event_lines import event_from_json
+from node.events import Completed, RoundProgress, Visit
+
+LOOK_S = 0.02
+READ_BYTES = 1 << 20
+_COMPLETED = f'{{"event":"{Completed.NAME}"'.encode()
+_VISIT = f'{{"event":"{Visit.NAME}"'.encode()
+_PROGRESS = f'{{"event":"{RoundProgress.NAME}"'.encode()
+
+
+class Watch:
+    """`run` carries it.
+
+    Args:
+        now: seconds, on the scale of the diary.
+    """
+
+    def __init__(self, folder: Path, now: Callable[[], float]) -> None:
+        self.completed: list[float] = []
+        """When each completed microbatch was seen in its data node's log, to LOOK_S and the machine's load."""
+        self.visited: set[str] = set()
+        """Peers whose gradients have counted."""
+        self._folder = folder
+        self._now = now
+        self._files: dict[Path, tuple[int, bytes]] = {}
+        self._wanted: dict[asyncio.Future[RoundProgress], Callable[[RoundProgress], bool]] = {}
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        try:
+            while True:
+                self._look()
+                await asyncio.sleep(LOOK_S)
+        finally:
+            for file, _ in self._files.values():
+                os.close(file)
+
+    async def until(self, wanted: Callable[[RoundProgress], bool]) -> RoundProgress:
+        """The next word on a round that is wanted."""
+        found: asyncio.Future[RoundProgress] = asyncio.get_running_loop().create_future()
+        self._wanted[found] = wanted
+        try:
+            return await found
+        finally:
+            del self._wanted[found]
+
+    def _look(self) -> None:
+        for path in self._folder.glob("*.jsonl"):
+            if path not in self._files:
+                self._files[path] = os.open(path, os.O_RDONLY), b""
+        for path, (file, rest) in tuple(self._files.items()):
+            *lines, rest = (rest + os.read(file, READ_BYTES)).split(b"\n")
+            self._files[path] = file, rest
+            for line in lines:
+                self._take(path.name.partition("-")[0], line)
+
+    def _take(self, peer: str, line: bytes) -> None:
+        if line.startswith(_COMPLETED):
+            self.completed.append(self._now())
+        elif line.startswith(_VISIT):
+            self.visited.add(peer)
+        elif self._wanted and line.startswith(_PROGRESS):
+            event = event_from_json(line)
+            for found, wanted in self._wanted.items():
+                if isinstance(event, RoundProgress) and not found.done() and wanted(event):
+                    found.set_result(event)

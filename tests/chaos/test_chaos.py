@@ -1,0 +1,36 @@
+"""A few of the scenarios of `skipstone chaos`, through the command, with everything that it judges. The others are for `skipstone chaos all`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(sys.platform != "linux", reason="the laboratory reads /proc"),
+]
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.mark.parametrize("name", ["crash-backward", "one-way", "stage-lost"])
+def test_a_scenario_is_passed(tmp_path: Path, name: str) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, "-P", "-m", "node", "chaos", name, "--out", str(out), "--json"]
+    ran = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=280
+    )
+    assert ran.returncode == 0, ran.stderr + (out / "report.md").read_text()
+    report = json.loads(ran.stdout)
+    assert report == json.loads((out / "report.json").read_text())
+    (scenario,) = report["scenarios"]
+    assert scenario["passed"]
+    assert scenario["recovery_s"] <= scenario["recovery_limit_s"]
+    assert [event for event in scenario["events"] if event["kind"] == "fault"]
+    assert (out / name / "scenario.toml").is_file()
