@@ -9,15 +9,19 @@ import pytest
 
 from node.own_state import OwnState
 from node.presence import Whereabouts
+from node.reach.attachments import Attachments
 from node.reach.dial_back import Witness
 from node.reach.relaying import RelayPart, without_tunnels
 from node.reach.standing import ReachStep, Standing
 from protocol.dial_back import DialBackOutcome, decode_dial_back
+from protocol.identity import Identity
 from protocol.seams import FarEnd, Question, QuestionAbout
 from swarm.attachment import relays_first
 from swarm.errors import Unreachable
-from swarm.vocabulary import PeerId, RunId
+from swarm.membership import Membership
+from swarm.vocabulary import ModuleId, PeerId, PeerState, RunId
 from tests.node.small_swarm import ManualClock
+from tests.protocol.announcements import MODULE, RUN, announced
 
 ME, ONE, TWO, THREE = (PeerId(name) for name in ("me", "one", "two", "three"))
 RELAYS = {ONE: "/ip4/25.0.0.1/tcp/1/p2p/one", THREE: "/ip4/25.0.0.3/tcp/3/p2p/three"}
@@ -106,6 +110,26 @@ def test_two_relays_come_before_the_others() -> None:
     order = [PeerId(name) for name in "abcdef"]
     assert relays_first(order, {"c", "e", "f"}) == ["c", "e", "a", "b", "d", "f"]
     assert relays_first(order, set()) == order
+
+
+class Anybody:
+    """Links that can all be had."""
+
+    async def connect(self, peer: PeerId) -> None:
+        return
+
+
+async def test_a_node_holds_on_to_relays_even_where_others_are_nearer() -> None:
+    own = OwnState(RUN, ME, b"", ManualClock(), state=PeerState.SERVING, module=MODULE)
+    membership = Membership(RUN, ME)
+    relaying = Identity.generate()
+    relay = f"/ip4/25.0.0.1/tcp/4001/p2p/{relaying.peer}"
+    far = announced(relaying, module=ModuleId(4), relay=relay)
+    for announcement in (*(announced(Identity.generate()) for _ in range(5)), far):
+        membership.observe(announcement, now=0.0, wall=announcement.expires_at - 60)
+    held = await Attachments(own, membership, Anybody()).hold()
+    assert held[0] == relaying.peer
+    assert len(held) == 3
 
 
 def test_tunnels_lead_to_where_the_node_listens() -> None:
