@@ -39,7 +39,7 @@ from tests.e2e.lying import Company, keep_company
 from tests.e2e.parting import THREE_AND_ONE, TWO_AND_TWO, part, parted_run
 from tests.e2e.round_watch import LogTail, RoundWatch, watching
 from tests.e2e.small_run import write_text
-from tests.e2e.split_network import split_network, why_not
+from tests.e2e.split_network import split_network, why_no_namespaces
 from tests.e2e.striking import MODULE, STAGE, Blow, Role, Striker, heavy_run, replicas_of, see_it_through
 
 LIMIT_S = 5.0
@@ -128,7 +128,7 @@ def parameters(manifest: Manifest) -> int:
 
 
 async def partitions(folder: pathlib.Path) -> dict[str, object]:
-    reason = why_not()
+    reason = why_no_namespaces()
     if reason is not None:
         return {"skipped": reason}
     return {

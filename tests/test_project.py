@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,34 @@ def test_nothing_is_unpickled(path: Path) -> None:
             assert (node.value.id, node.attr) != ("torch", "load"), f"line {node.lineno}"
         if isinstance(node, ast.keyword):
             assert node.arg != "allow_pickle", f"line {node.value.lineno}"
+
+
+@cache
+def names_in(path: Path) -> set[str]:
+    """What a module defines or imports at its top level, also under a condition."""
+    found: set[str] = set()
+    for node in ast.walk(parsed(path)):
+        match node:
+            case ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name):
+                found.add(name)
+            case ast.Name(name, ast.Store()):
+                found.add(name)
+            case ast.alias(name, asname):
+                found.add(asname or top(name))
+    return found
+
+
+@pytest.mark.parametrize("path", sources("tests", "benchmarks"), ids=name_of)
+def test_what_is_imported_from_us_is_there(path: Path) -> None:
+    """mypy looks at the packages only; a benchmark that nobody runs in the tests would be found broken by its user."""
+    for node in ast.walk(parsed(path)):
+        if not isinstance(node, ast.ImportFrom) or top(node.module or "") not in {*PACKAGES, "tests", "benchmarks"}:
+            continue
+        place = ROOT / (node.module or "").replace(".", "/")
+        module = place.with_suffix(".py") if place.with_suffix(".py").exists() else place / "__init__.py"
+        for alias in node.names:
+            there = (place / f"{alias.name}.py").exists() or (place / alias.name).is_dir()
+            assert there or (module.exists() and alias.name in names_in(module)), f"{node.module}.{alias.name}"
 
 
 def public_definitions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
