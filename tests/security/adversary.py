@@ -1,0 +1,166 @@
+"""A peer that belongs to the run and means no good: what it can find out, who it can say that it is, and what it can send.
+
+Anybody can be one: whoever has the link of a run can make an identity with a certificate that its peers accept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+
+from node.clock import SystemClock
+from protocol.chunks import MAX_CHUNK_BYTES
+from protocol.directory import DhtDirectory, DirectorySettings
+from protocol.frame_parts import TensorFrame
+from protocol.frames import Hello
+from protocol.identity import Identity
+from protocol.join_link import JoinLink
+from protocol.records import encode_record
+from protocol.seams import Contact
+from protocol.tensor_spec import TensorSpec
+from swarm.announcement import Announcement
+from swarm.errors import PeerError, Unreachable
+from swarm.messages import Forward, Purpose, TensorMessage
+from swarm.vocabulary import (
+    PROTOCOL_VERSIONS,
+    AnchorVersion,
+    Hop,
+    MicrobatchId,
+    ModuleId,
+    Path,
+    PeerId,
+    PeerState,
+)
+from tests.protocol.link_peers import SETTINGS, BareStream, Node, Persona, Recorder, node, stream_to
+
+LONGEST_LIFETIME_S = 3600.0
+RECORD_LIFETIME_S = 300.0
+NOWHERE = "127.0.0.1:9"
+"""An address where nobody answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """The run as anybody sees it who has its link."""
+
+    link: JoinLink
+    announced: dict[ModuleId, Announcement]
+    """One serving peer of each module."""
+    tensor: TensorSpec
+
+    def contact(self, module: ModuleId) -> Contact:
+        """How to reach the peer that serves it."""
+        known = self.announced[module]
+        return Contact(known.peer, known.addresses, known.certificate)
+
+    def persona(self) -> Persona:
+        """A new identity with a certificate of the run, that knows everybody."""
+        persona = Persona(run=self.link.run)
+        persona.book.contacts = {self.announced[module].peer: self.contact(module) for module in self.announced}
+        return persona
+
+    @property
+    def victim(self) -> Contact:
+        return self.contact(ModuleId(1))
+
+    @property
+    def data_node(self) -> Contact:
+        return self.contact(ModuleId(0))
+
+    @property
+    def everybody(self) -> tuple[Contact, ...]:
+        return tuple(self.contact(module) for module in self.announced)
+
+    def anchor(self, module: ModuleId) -> AnchorVersion:
+        """Where the module stood when it was looked up."""
+        anchor = self.announced[module].anchor
+        assert anchor is not None
+        return anchor
+
+    def forward(self, own: PeerId, number: int = 0, module: ModuleId | None = None) -> Forward:
+        """Hidden states for the victim, as a data node would send them."""
+        last = Hop(ModuleId(2), self.contact(ModuleId(2)).peer)
+        path = Path(own, (Hop(module or ModuleId(1), self.victim.peer), last))
+        return Forward(MicrobatchId(own, number), path, 0, Purpose.TRAIN, LONGEST_LIFETIME_S)
+
+    def record(self, persona: Persona, module: ModuleId | None = None, **lies: object) -> bytes:
+        """What the persona says of itself, signed: that it serves the module faster than anybody, or, without one, that it is a visitor."""
+        return encode_record(self.announcement(persona, module, **lies), persona.identity)
+
+    def announcement(self, persona: Persona, module: ModuleId | None = None, **lies: object) -> Announcement:
+        """As `record`, not signed."""
+        now = time.time()
+        honest = Announcement(
+            run=self.link.run,
+            peer=persona.peer,
+            state=PeerState.VISITING if module is None else PeerState.SERVING,
+            module=module,
+            addresses=(NOWHERE,),
+            certificate=persona.credentials.certificate_der,
+            versions=PROTOCOL_VERSIONS,
+            tokens_per_second=0.0 if module is None else 1e9,
+            slots=0 if module is None else 65_536,
+            free_slots=0 if module is None else 65_536,
+            steps=0,
+            anchor=None if module is None else self.anchor(module),
+            incarnation=int(now * 1000),
+            sequence=int(now * 1000),
+            expires_at=now + RECORD_LIFETIME_S,
+        )
+        return replace(honest, **lies)  # type: ignore[arg-type]
+
+    @asynccontextmanager
+    async def attack(
+        self, on: Contact | None = None, *, serving: ModuleId | None = None, introduced: bool = True
+    ) -> AsyncIterator[tuple[PeerId, BareStream]]:
+        """A stream to the victim, or another, on which anything can be said; the caller claims to serve a module, or nothing."""
+        persona = self.persona()
+        hello = Hello(persona.peer, self.link.run, PROTOCOL_VERSIONS, self.record(persona, serving))
+        async with stream_to(on or self.victim, persona, hello=hello, introduced=introduced) as stream:
+            yield persona.peer, stream
+
+    @asynccontextmanager
+    async def attacks(self, count: int, on: Contact | None = None) -> AsyncIterator[list[BareStream]]:
+        """So many streams, each of another identity; those that are turned away are left out."""
+        async with AsyncExitStack() as stack:
+            streams = []
+            for _ in range(count):
+                with suppress(PeerError, AssertionError):
+                    _, stream = await stack.enter_async_context(self.attack(on))
+                    streams.append(stream)
+            yield streams
+
+    @asynccontextmanager
+    async def peer(self, serving: ModuleId | None = None, handler: Recorder | None = None) -> AsyncIterator[Node]:
+        """A peer with a real transport."""
+        persona = self.persona()
+        record = self.record(persona, serving)
+        async with node(persona, handler=handler, settings=SETTINGS, record=record) as intruder:
+            yield intruder
+
+
+async def find_targets(link: JoinLink, tensor: TensorSpec, modules: Sequence[ModuleId]) -> Targets:
+    """Asks the directory, as a visitor."""
+    announced = dict[ModuleId, Announcement]()
+    async with visitors_directory(link) as directory:
+        while announced.keys() != set(modules):
+            with suppress(Unreachable):
+                for a in await directory.look_up(modules):
+                    if a.module is not None and a.state is PeerState.SERVING and a.anchor is not None:
+                        announced[a.module] = a
+            await asyncio.sleep(0.1)
+    return Targets(link, announced, tensor)
+
+
+def visitors_directory(link: JoinLink, identity: Identity | None = None) -> DhtDirectory:
+    """A place in the run's DHT."""
+    settings = DirectorySettings("127.0.0.1", 0, (), link.peers, client=True)
+    return DhtDirectory(settings, identity or Identity.generate(), link.run, SystemClock())
+
+
+def header(message: TensorMessage, tensor: TensorSpec, chunks: int | None = None) -> TensorFrame:
+    fewest = -(-tensor.byte_length // MAX_CHUNK_BYTES)
+    return TensorFrame(message, tensor, 1, fewest if chunks is None else chunks)
