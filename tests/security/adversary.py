@@ -11,7 +11,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
+import grpc
+
 from node.clock import SystemClock
+from protocol.certificates import pem_of
 from protocol.chunks import MAX_CHUNK_BYTES
 from protocol.directory import DhtDirectory, DirectorySettings
 from protocol.frame_parts import TensorFrame
@@ -20,6 +23,7 @@ from protocol.identity import Identity
 from protocol.join_link import JoinLink
 from protocol.records import encode_record
 from protocol.seams import Contact
+from protocol.streams import DialledStream
 from protocol.tensor_spec import TensorSpec
 from swarm.announcement import Announcement
 from swarm.errors import PeerError, Unreachable
@@ -34,10 +38,11 @@ from swarm.vocabulary import (
     PeerId,
     PeerState,
 )
-from tests.protocol.link_peers import SETTINGS, BareStream, Node, Persona, Recorder, node, stream_to
+from tests.protocol.link_peers import SETTINGS, BareStream, Node, Persona, Recorder, node
 
 LONGEST_LIFETIME_S = 3600.0
 RECORD_LIFETIME_S = 300.0
+HARD_OF_HEARING = (("grpc.http2.lookahead_bytes", 65_536), ("grpc.http2.bdp_probe", 0))
 NOWHERE = "127.0.0.1:9"
 """An address where nobody answers."""
 
@@ -114,13 +119,33 @@ class Targets:
 
     @asynccontextmanager
     async def attack(
-        self, on: Contact | None = None, *, serving: ModuleId | None = None, introduced: bool = True
+        self,
+        on: Contact | None = None,
+        *,
+        persona: Persona | None = None,
+        record: bytes | None = None,
+        introduced: bool = True,
+        deaf: bool = False,
     ) -> AsyncIterator[tuple[PeerId, BareStream]]:
-        """A stream to the victim, or another, on which anything can be said; the caller claims to serve a module, or nothing."""
-        persona = self.persona()
-        hello = Hello(persona.peer, self.link.run, PROTOCOL_VERSIONS, self.record(persona, serving))
-        async with stream_to(on or self.victim, persona, hello=hello, introduced=introduced) as stream:
+        """A stream to the victim, or another, on which anything can be said.
+
+        Args:
+            persona: who attacks; somebody new if not given.
+            record: what it says of itself; that it is a visitor, if not given.
+            introduced: whether a Hello has been said, and answered.
+            deaf: there is hardly any room for what the attacked says.
+        """
+        persona = persona or self.persona()
+        record = self.record(persona) if record is None else record
+        hello = Hello(persona.peer, self.link.run, PROTOCOL_VERSIONS, record)
+        stream = BareStream(DialledStream(_channel(on or self.victim, persona, deaf=deaf)))
+        try:
+            if introduced:
+                await stream.say(hello)
+                assert isinstance(await stream.hear(), Hello)
             yield persona.peer, stream
+        finally:
+            await stream.stream.close()
 
     @asynccontextmanager
     async def attacks(self, count: int, on: Contact | None = None) -> AsyncIterator[list[BareStream]]:
@@ -140,6 +165,15 @@ class Targets:
         record = self.record(persona, serving)
         async with node(persona, handler=handler, settings=SETTINGS, record=record) as intruder:
             yield intruder
+
+
+def _channel(to: Contact, persona: Persona, *, deaf: bool) -> grpc.aio.Channel:
+    """A channel of the adversary's own making."""
+    secured = grpc.ssl_channel_credentials(
+        pem_of(to.certificate), persona.credentials.private_key_pem, persona.credentials.certificate_pem
+    )
+    options = (("grpc.ssl_target_name_override", to.peer), ("grpc.use_local_subchannel_pool", 1))
+    return grpc.aio.secure_channel(to.addresses[0], secured, (*options, *(HARD_OF_HEARING if deaf else ())))
 
 
 async def find_targets(link: JoinLink, tensor: TensorSpec, modules: Sequence[ModuleId]) -> Targets:
