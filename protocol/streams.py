@@ -270,11 +270,16 @@ def make_server(
     return server, server.add_secure_port(address, secured)
 
 
+def _printable(text: str) -> str:
+    """The text of a gRPC status is the other side's, who may be anybody: without what could drive a terminal."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
+
+
 def stream_error(error: BaseException) -> PeerError:
     """What an error of grpc.aio means to us."""
     if not isinstance(error, grpc.aio.AioRpcError):
         return Unreachable("the stream broke")
-    details = (error.details() or "no details")[:300]
+    details = _printable((error.details() or "no details")[:300])
     match error.code():
         case grpc.StatusCode.UNIMPLEMENTED:
             return Rejected("what answers at that address is no Skipstone node")

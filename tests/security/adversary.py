@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
 import grpc
@@ -26,7 +26,7 @@ from protocol.seams import Contact
 from protocol.streams import DialledStream
 from protocol.tensor_spec import TensorSpec
 from swarm.announcement import Announcement
-from swarm.errors import PeerError, Unreachable
+from swarm.errors import Unreachable
 from swarm.messages import Forward, Purpose, TensorMessage
 from swarm.vocabulary import (
     PROTOCOL_VERSIONS,
@@ -137,26 +137,8 @@ class Targets:
         """
         persona = persona or self.persona()
         record = self.record(persona) if record is None else record
-        hello = Hello(persona.peer, self.link.run, PROTOCOL_VERSIONS, record)
-        stream = BareStream(DialledStream(_channel(on or self.victim, persona, deaf=deaf)))
-        try:
-            if introduced:
-                await stream.say(hello)
-                assert isinstance(await stream.hear(), Hello)
+        async with hostile_stream(on or self.victim, persona, record, introduced=introduced, deaf=deaf) as stream:
             yield persona.peer, stream
-        finally:
-            await stream.stream.close()
-
-    @asynccontextmanager
-    async def attacks(self, count: int, on: Contact | None = None) -> AsyncIterator[list[BareStream]]:
-        """So many streams, each of another identity; those that are turned away are left out."""
-        async with AsyncExitStack() as stack:
-            streams = []
-            for _ in range(count):
-                with suppress(PeerError, AssertionError):
-                    _, stream = await stack.enter_async_context(self.attack(on))
-                    streams.append(stream)
-            yield streams
 
     @asynccontextmanager
     async def peer(self, serving: ModuleId | None = None, handler: Recorder | None = None) -> AsyncIterator[Node]:
@@ -165,6 +147,21 @@ class Targets:
         record = self.record(persona, serving)
         async with node(persona, handler=handler, settings=SETTINGS, record=record) as intruder:
             yield intruder
+
+
+@asynccontextmanager
+async def hostile_stream(
+    to: Contact, persona: Persona, record: bytes = b"", *, introduced: bool = True, deaf: bool = False
+) -> AsyncIterator[BareStream]:
+    """See `Targets.attack`."""
+    stream = BareStream(DialledStream(_channel(to, persona, deaf=deaf)))
+    try:
+        if introduced:
+            await stream.say(Hello(persona.peer, persona.run, PROTOCOL_VERSIONS, record))
+            assert isinstance(await stream.hear(), Hello)
+        yield stream
+    finally:
+        await stream.stream.close()
 
 
 def _channel(to: Contact, persona: Persona, *, deaf: bool) -> grpc.aio.Channel:

@@ -6,10 +6,12 @@ Every process logs at debug level into a file of its own, and every object that 
 
 from __future__ import annotations
 
+import asyncio
+import os
 import re
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +26,11 @@ from tests.e2e.small_run import Watch, small_run, write_text
 from tests.security.adversary import Targets, find_targets
 from tests.security.watching import sitecustomize
 
+BESIEGED = [pytest.mark.e2e, pytest.mark.timeout(400), pytest.mark.asyncio(loop_scope="package")]
+"""Marks of tests that share the one swarm; its start counts towards the time of the first."""
 PEERS = 4
+START_S = 300.0
+"""A bound for the start on a busy machine; it says nothing about speed."""
 MAY_GROW_BYTES = 64 * 2**20
 MAY_STAY_OPEN = 16
 """File descriptors."""
@@ -79,6 +85,16 @@ class Siege:
         """All event logs."""
         return "".join(path.read_text() for path in sorted((self.folder / "events").iterdir()))
 
+    def command_lines(self) -> str:
+        """As everybody on the machine can read them."""
+        group = set(self.swarm.processes().values())
+        found = []
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError, ValueError):
+                if entry.name.isdigit() and os.getpgid(int(entry.name)) in group:
+                    found.append((entry / "cmdline").read_bytes().decode(errors="replace"))
+        return "\n".join(found)
+
     def is_unhurt(self) -> None:
         """Nobody has ended, and nobody was surprised."""
         assert self.swarm.ends == {}
@@ -105,7 +121,9 @@ async def siege(folder: Path) -> AsyncIterator[Siege]:
         patch.setenv("PYTHONPATH", str(Path(sitecustomize.__file__).parent))
         async with LocalSwarm(manifest, options) as swarm:
             watch = Watch(swarm)
-            await watch.step(3)
+            async with asyncio.timeout(START_S):
+                while swarm.progress.step < 3:
+                    await asyncio.sleep(0.1)
             shown = time.time()
             targets = await find_targets(swarm.link, hidden_tensor(manifest), manifest.modules())
             yield Siege(swarm, watch, targets, folder, begun, shown)

@@ -7,8 +7,6 @@ import json
 from collections import Counter
 from contextlib import suppress
 
-import pytest
-
 from node.data_duty import NUMBERS_A_SECOND
 from protocol.chunks import encode_chunk
 from protocol.frames import FarewellReason, Frame
@@ -29,9 +27,9 @@ from swarm.messages import (
 from swarm.vocabulary import Hop, MicrobatchId, ModuleId, Path, PeerId
 from tests.protocol.link_peers import LONG, Node
 from tests.security.adversary import Targets, header
-from tests.security.siege import MAY_GROW_BYTES, Siege
+from tests.security.siege import BESIEGED, MAY_GROW_BYTES, Siege
 
-pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="package")]
+pytestmark = BESIEGED
 
 FORWARDS = 200
 
