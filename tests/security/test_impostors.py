@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -29,8 +30,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 STATUS = Question(QuestionAbout.STATUS)
 STAGE = ModuleId(1)
-GIVEN = 3
-"""Microbatches that an impostor must have been given, so that the test is about something."""
+MOST_KEPT = 1
+"""Microbatches that somebody gets who has never brought one back."""
 
 Sent = tuple[Forward | Backward, TensorSpec]
 
@@ -113,7 +114,10 @@ def shortens(hop: FalseHop, sender: PeerId, message: Forward) -> None:
 
 
 HIDDEN = hidden_tensor(small_run(Path("text"), blocks=(0, 1, 1)))
-LIES = (swallows, claims, puts_off, poisons, returns, shortens)
+QUICK = (puts_off, poisons, returns)
+"""Lies that come out at once."""
+SLOW = (swallows, claims, shortens)
+"""Lies that come out when a microbatch's time is over, after a minute; or with the end of the liar's link."""
 
 
 def nothing_finite() -> bytes:
@@ -177,10 +181,40 @@ async def speak(here: Company, own: Node) -> None:
         await asyncio.sleep(0.5)
 
 
-async def test_training_goes_on_beside_hops_that_lie(tmp_path: Path) -> None:
+async def test_training_goes_on_beside_hops_that_spoil_what_they_get(tmp_path: Path) -> None:
     async with company(tmp_path) as here:
-        for lie in LIES:
+        for lie in QUICK:
             async with impostor(here, lie) as false_hop:
-                await false_hop.until(lambda hop=false_hop: hop.given >= GIVEN)
+                await false_hop.until(lambda hop=false_hop: hop.given)
+                await here.goes_on(10)
+
+
+async def test_a_hop_that_keeps_what_it_gets_is_given_one_microbatch(tmp_path: Path) -> None:
+    """It holds the others up only while it is there: its link's end is the end of what it had."""
+    async with company(tmp_path) as here:
+        async with impostor(here, swallows) as false_hop:
+            await false_hop.until(lambda: false_hop.given)
+            await asyncio.sleep(2.0)
+            assert false_hop.given <= MOST_KEPT
+        await here.goes_on()
+
+
+# ---- as a command: python -m tests.security.test_impostors -----------------------------------------------------------
+
+
+async def all_lies(minutes: float) -> None:
+    """Each of them for so long; prints what came of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        async with company(Path(folder)) as here:
+            for lie in (*QUICK, *SLOW):
+                first = here.swarm.progress.step
+                async with impostor(here, lie) as false_hop:
+                    await asyncio.sleep(60 * minutes)
+                    print(
+                        f"{lie.__name__}: given {false_hop.given}, {here.swarm.progress.step - first} steps", flush=True
+                    )
                 await here.goes_on()
-            await here.goes_on()
+
+
+if __name__ == "__main__":
+    asyncio.run(all_lies(1.5))
