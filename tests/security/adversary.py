@@ -151,10 +151,16 @@ class Targets:
 
 @asynccontextmanager
 async def hostile_stream(
-    to: Contact, persona: Persona, record: bytes = b"", *, introduced: bool = True, deaf: bool = False
+    to: Contact,
+    persona: Persona,
+    record: bytes = b"",
+    *,
+    introduced: bool = True,
+    deaf: bool = False,
+    compression: grpc.Compression = grpc.Compression.NoCompression,
 ) -> AsyncIterator[BareStream]:
     """See `Targets.attack`."""
-    stream = BareStream(DialledStream(_channel(to, persona, deaf=deaf)))
+    stream = BareStream(DialledStream(_channel(to, persona, deaf=deaf, compression=compression)))
     try:
         if introduced:
             await stream.say(Hello(persona.peer, persona.run, PROTOCOL_VERSIONS, record))
@@ -164,13 +170,14 @@ async def hostile_stream(
         await stream.stream.close()
 
 
-def _channel(to: Contact, persona: Persona, *, deaf: bool) -> grpc.aio.Channel:
+def _channel(to: Contact, persona: Persona, *, deaf: bool, compression: grpc.Compression) -> grpc.aio.Channel:
     """A channel of the adversary's own making."""
     secured = grpc.ssl_channel_credentials(
         pem_of(to.certificate), persona.credentials.private_key_pem, persona.credentials.certificate_pem
     )
     options = (("grpc.ssl_target_name_override", to.peer), ("grpc.use_local_subchannel_pool", 1))
-    return grpc.aio.secure_channel(to.addresses[0], secured, (*options, *(HARD_OF_HEARING if deaf else ())))
+    options = (*options, *(HARD_OF_HEARING if deaf else ()), ("grpc.max_send_message_length", -1))
+    return grpc.aio.secure_channel(to.addresses[0], secured, options, compression)
 
 
 async def find_targets(link: JoinLink, tensor: TensorSpec, modules: Sequence[ModuleId]) -> Targets:

@@ -43,8 +43,9 @@ def questions(targets: Targets, own: PeerId, number: int) -> Frame:
 
 def forged_records(targets: Targets, own: PeerId, number: int) -> Frame:
     """Each is another one, whole but for its signature."""
-    persona = targets.persona()
-    record = bytearray(targets.record(persona))
+    if targets.link.run not in _RECORDS:
+        _RECORDS[targets.link.run] = targets.record(targets.persona())
+    record = bytearray(_RECORDS[targets.link.run])
     at = 40 + number % 60  # in the signature
     record[at] ^= 1 + number // 60 % 255
     return AnnouncementFrame(bytes(record))
@@ -69,6 +70,7 @@ FLOODS: dict[str, tuple[Flood, ModuleId]] = {
     "recalls": (recalls, ModuleId(1)),
 }
 """What is said, and whom it is said to."""
+_RECORDS: dict[str, bytes] = {}
 PREPARED = 1000
 """Frames that are made once, and said again and again."""
 

@@ -6,19 +6,21 @@ How much each flood costs is measured by `python -m tests.security.floods`.
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from itertools import count, islice
 
+import grpc
 import pytest
 
 from node.carrier import MAX_WAITING_TELLS
 from protocol.seams import Contact
-from swarm.messages import Unsettled
+from swarm.errors import PeerError
+from swarm.messages import Close, Unsettled
 from swarm.vocabulary import MicrobatchId
 from tests.node.small_swarm import DATA, small_swarm
 from tests.node.small_swarm import A as HOP
 from tests.node.small_swarm import B as LAST_HOP
-from tests.protocol.link_peers import Persona, node
+from tests.protocol.link_peers import BareStream, Persona, node
 from tests.security.adversary import hostile_stream
 from tests.security.floods import FLOODS, flooded
 from tests.security.siege import BESIEGED, MAY_GROW_BYTES, MAY_STAY_OPEN, Siege
@@ -37,25 +39,35 @@ async def test_who_stalls_is_let_go_and_holds_up_nobody(scene: Siege) -> None:
     victim = scene.targets.victim
     files, memory = scene.open_files(victim), scene.peak_bytes(victim)
     async with AsyncExitStack() as stack:
-        for _ in range(STALLED):
-            await stack.enter_async_context(scene.targets.attack(victim))
-        for _ in range(NAMELESS):
-            await stack.enter_async_context(scene.targets.attack(victim, introduced=False))
-        for writer in [await connection(victim) for _ in range(SPEECHLESS)]:
+        for introduced in (*[True] * STALLED, *[False] * NAMELESS):
+            _, stream = await stack.enter_async_context(scene.targets.attack(victim, introduced=introduced))
+            stack.push_async_callback(to_its_end, stream)
+        readers = []
+        for reader, writer in [await connection(victim) for _ in range(SPEECHLESS)]:
             stack.callback(writer.close)
+            readers.append(reader)
         assert scene.open_files(victim) > files + STALLED + SPEECHLESS // 2, "they are there"
         await scene.goes_on(5)
         async with asyncio.timeout(LET_GO_S):
-            while scene.open_files(victim) > files + MAY_STAY_OPEN:
-                await asyncio.sleep(0.2)
+            assert [await reader.read() for reader in readers] == [b""] * SPEECHLESS, "hung up on"
+    async with asyncio.timeout(LET_GO_S):
+        while scene.open_files(victim) > files + MAY_STAY_OPEN:
+            await asyncio.sleep(0.2)
     assert scene.peak_bytes(victim) - memory < MAY_GROW_BYTES
 
 
-async def connection(to: Contact) -> asyncio.StreamWriter:
+async def to_its_end(stream: BareStream) -> None:
+    """What the victim still says, until it ends the stream."""
+    async with asyncio.timeout(LET_GO_S):
+        with suppress(PeerError):
+            while await stream.stream.read() is not None:
+                pass
+
+
+async def connection(to: Contact) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """TCP, and not a word."""
     host, _, port = to.addresses[0].rpartition(":")
-    _, writer = await asyncio.open_connection(host, int(port))
-    return writer
+    return await asyncio.open_connection(host, int(port))
 
 
 @pytest.mark.parametrize("deaf", [False, True], ids=["listening", "deaf"])
@@ -92,3 +104,16 @@ async def test_who_asks_and_never_reads_collects_few_messages() -> None:
                     pass
             assert await ask() <= MAX_WAITING_TELLS + 1
             assert server.handler.downs == []
+
+
+async def test_what_grpc_has_compressed_is_not_taken() -> None:
+    """64 MiB of zeros are 64 KiB on the line; what cannot be inflated cannot be a bomb."""
+    async with node() as server, node() as honest:
+        hostile, contact = Persona(), server.persona.contact(server.port)
+        async with hostile_stream(contact, hostile, introduced=False, compression=grpc.Compression.Gzip) as stream:
+            await stream.say(bytes(64 * 2**20))
+            with pytest.raises(PeerError):
+                await stream.farewell()
+        assert server.handler.ups == []
+        honest.persona.knows(server.persona, server.port)
+        await honest.transport.tell(server.peer, Close(MicrobatchId(honest.peer, 0), ""))

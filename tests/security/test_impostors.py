@@ -181,17 +181,13 @@ async def speak(here: Company, own: Node) -> None:
         await asyncio.sleep(0.5)
 
 
-async def test_training_goes_on_beside_hops_that_spoil_what_they_get(tmp_path: Path) -> None:
+async def test_training_goes_on_beside_hops_that_lie(tmp_path: Path) -> None:
+    """Who spoils what it gets soon gets nothing any more; who keeps it gets one, which is free again when its link ends."""
     async with company(tmp_path) as here:
         for lie in QUICK:
             async with impostor(here, lie) as false_hop:
                 await false_hop.until(lambda hop=false_hop: hop.given)
                 await here.goes_on(10)
-
-
-async def test_a_hop_that_keeps_what_it_gets_is_given_one_microbatch(tmp_path: Path) -> None:
-    """It holds the others up only while it is there: its link's end is the end of what it had."""
-    async with company(tmp_path) as here:
         async with impostor(here, swallows) as false_hop:
             await false_hop.until(lambda: false_hop.given)
             await asyncio.sleep(2.0)

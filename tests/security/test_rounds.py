@@ -43,7 +43,6 @@ MODULE = ModuleId(1)
 PIECE = TensorSpec((64,), DType.FLOAT32)
 FAR = 40
 """Rounds ahead for which lies are told: more than are held meanwhile."""
-STRANGERS_WORDS = 3
 
 
 def versions(scene: Siege) -> tuple[AnchorVersion, AnchorVersion]:
@@ -66,7 +65,7 @@ def lies(scene: Siege, own: PeerId, convener: PeerId) -> Iterator[ControlMessage
         yield Roster(attempt, base, members, 1, 1, Codec.NONE, "")
         yield Pulse(attempt, (victim,), (victim,))
         yield Prepared(attempt, made_up)
-        yield Commit(attempt, made_up, (victim, own, convener))
+        yield Commit(attempt, made_up, tuple(dict.fromkeys((victim, own, convener))))
         yield Declined(attempt, DeclineReason.PAST, made_up)
         yield Dissolved(attempt, "a lie")
 

@@ -24,7 +24,7 @@ ESCAPES = "\x1b]0;owned\x07\x1b[2J\x1b[1;31m"
 FORGED = "2026-01-01 00:00:00,000 ERROR node: all is lost"
 WORDS = f"{ESCAPES}\r\n{FORGED}\n\u202e"
 BUILDS_CODE = {"eval", "exec", "compile", "__import__"}
-LOADS_CODE = {("yaml", "load"), ("torch", "load"), ("jit", "load"), ("package", "PackageImporter"), ("ctypes", "CDLL")}
+LOADS_CODE = {("yaml", "load"), ("torch", "load"), ("jit", "load"), ("package", "PackageImporter")}
 
 
 async def test_what_strangers_write_cannot_draw_on_a_terminal_or_forge_a_line(scene: Siege) -> None:
