@@ -128,9 +128,11 @@ async def test_what_a_dialled_peer_says_through_grpc_cannot_draw(detail: str) ->
 
     server, port = make_server(serve, persona.credentials, "127.0.0.1:0", 4)
     await server.start()
-    async with node() as caller:
-        caller.persona.knows(persona, port)
-        with pytest.raises(Rejected) as raised:
-            await caller.transport.tell(persona.peer, Close(MicrobatchId(caller.peer, 0), ""))
-        assert str(raised.value).isprintable()
-    await server.stop(0)
+    try:
+        async with node() as caller:
+            caller.persona.knows(persona, port)
+            with pytest.raises(Rejected) as raised:
+                await caller.transport.tell(persona.peer, Close(MicrobatchId(caller.peer, 0), ""))
+            assert str(raised.value).isprintable()
+    finally:
+        await server.stop(0)
