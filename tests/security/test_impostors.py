@@ -20,7 +20,7 @@ from protocol.seams import Question, QuestionAbout
 from protocol.tensor_spec import TensorSpec
 from swarm.errors import PeerError
 from swarm.messages import Backward, Direction, Forward, Receipt, ReceiptStatus, TensorMessage
-from swarm.vocabulary import ModuleId, PeerId, PeerState
+from swarm.vocabulary import MicrobatchId, ModuleId, PeerId, PeerState
 from swarm.vocabulary import Path as Route
 from tests.e2e.small_run import Watch, small_run, write_text
 from tests.protocol.link_peers import SETTINGS, Node, Recorder, node
@@ -30,8 +30,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 STATUS = Question(QuestionAbout.STATUS)
 STAGE = ModuleId(1)
-MOST_KEPT = 1
-"""Microbatches that somebody gets who has never brought one back."""
+MOST_KEPT = 2
+"""Different microbatches that somebody gets who has never brought one back: one, and one that another hop's repair may bring. Believed, it
+had all of the four or five that are under way.
+"""
 
 Sent = tuple[Forward | Backward, TensorSpec]
 
@@ -43,11 +45,13 @@ class FalseHop(Recorder):
     lie: Callable[[FalseHop, PeerId, Forward], None] = lambda hop, sender, message: None
     node: Node | None = None
     given: int = 0
+    kept: set[MicrobatchId] = field(default_factory=set)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def received(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec, buffer: memoryview) -> None:
         if isinstance(message, Forward):
             self.given += 1
+            self.kept.add(message.microbatch)
             self.lie(self, sender, message)
 
     def say(self, to: PeerId, message: Receipt) -> None:
@@ -191,7 +195,7 @@ async def test_training_goes_on_beside_hops_that_lie(tmp_path: Path) -> None:
         async with impostor(here, swallows) as false_hop:
             await false_hop.until(lambda: false_hop.given)
             await asyncio.sleep(2.0)
-            assert false_hop.given <= MOST_KEPT
+            assert len(false_hop.kept) <= MOST_KEPT
         await here.goes_on()
 
 
