@@ -19,6 +19,7 @@ from node.crash_points import crash_point
 from node.loads import Load, Loads
 from node.optimization import StepFigures
 from node.task_scope import task_scope
+from node.telling import Tellings
 from node.work import AsTheyAre, CodecChooser, Job, NobodyCounts, NoPathEnds, Output, PathEnds, VisitCounter, Worker
 from protocol.codecs import Encoded
 from protocol.seams import Clock, Refusal, Transport
@@ -80,6 +81,8 @@ BUSY_RETRY_S = 0.1
 CHECKED_EVERY = 64
 """Encodings of which the error is measured: decoding costs less than encoding, so this is about one percent of it."""
 
+MAX_WAITING_TELLS = 256
+"""Messages on the way to one peer. What is more is dropped, as for a peer that cannot be reached."""
 BUFFERS_A_SLOT = 6
 """Two tensors come to a holding, the input and the gradient, and of every slot two more holdings may be unsettled."""
 
@@ -121,6 +124,7 @@ class Carrier:
         # A data node's own are held besides the slots.
         self._pool = BufferPool(worker.tensor.raw_bytes, BUFFERS_A_SLOT * custody.slots + 64)
         self._loads = Loads()
+        self._tellings = Tellings(MAX_WAITING_TELLS)
         self._owed = 0
         self._paid = asyncio.Event()
         self._arrived: Encoded | None = None
@@ -266,7 +270,7 @@ class Carrier:
                 case Tell(to, message) if to == self.custody.own:
                     asyncio.get_running_loop().call_soon(self.told, to, message)
                 case Tell(to, message):
-                    self._owe(self._telling(to, message))
+                    self._tell(to, message)
                 case KeepGradient(key):
                     self._loads.of(key).gradient, self._arrived = self._arrived, None
                 case Confirmed(key):
@@ -406,6 +410,14 @@ class Carrier:
             self.handle(PeerLost(action.to, str(error)))
         self.wire_s += self._clock.monotonic() - begun
 
+    def _tell(self, to: PeerId, message: MicrobatchControl) -> None:
+        if self._tasks is None:
+            return
+        if self._tellings.begin(to):
+            self._owe(self._telling(to, message))
+        else:
+            log.debug("%s reads nothing: %s is not said", to, type(message).__name__)
+
     async def _telling(self, to: PeerId, message: MicrobatchControl) -> None:
         assert self.transport is not None
         try:
@@ -413,6 +425,8 @@ class Carrier:
         except PeerError as error:
             log.debug("could not tell %s: %s", to, error)
             self._on_failure(to, error)
+        finally:
+            self._tellings.end(to)
 
     # ---- tensors ---------------------------------------------------------------------------------------------------
 

@@ -165,7 +165,7 @@ class DataNode:
 
     def finished(self, microbatch: MicrobatchId, path: Path) -> None:
         self._times.completed(microbatch, self._clock.monotonic())
-        text = self._forget(microbatch)
+        text = self._worker.texts.pop(microbatch, None)
         if text is not None:
             self.reading.came_back(text)
         flight = self.flights.get(microbatch)
@@ -196,7 +196,8 @@ class DataNode:
         if self._evaluator.awaits(microbatch):
             self._evaluator.lost(microbatch, detail)
             return
-        text = self._forget(microbatch)
+        self._times.lost(microbatch, self._clock.monotonic())
+        text = self._worker.texts.pop(microbatch, None)
         flight = self.flights.abandon(microbatch)
         self._carrier.abandon(microbatch, detail)
         if flight is not None:
@@ -221,7 +222,3 @@ class DataNode:
             self._again.append(text)
         else:
             self.reading.dropped(text)
-
-    def _forget(self, microbatch: MicrobatchId) -> Microbatch | None:
-        self._times.forget(microbatch)
-        return self._worker.texts.pop(microbatch, None)

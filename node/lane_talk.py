@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from node.own_state import OwnState
 from node.task_scope import set_or_after, task_scope
+from node.telling import Tellings
 from protocol.seams import Transport
 from swarm.announcement import Announcement
 from swarm.errors import PeerError
@@ -33,8 +34,8 @@ LOOK_S: Final = 2.0
 """Between two looks at what has been measured."""
 BETWEEN_LOOKS_S: Final = 0.2
 """However often somebody comes, goes, or says how it is."""
-MAX_MESSAGES: Final = 256
-"""Under way to others; what is more is dropped, as a network drops it: the talk repeats what matters."""
+MAX_WAITING_TELLS: Final = 32
+"""Messages on the way to one data node; what is more is dropped, as a network drops it: the talk repeats what matters."""
 
 
 class LaneTalk:
@@ -57,7 +58,7 @@ class LaneTalk:
         self._looked = self._look_at = 0.0
         self._transport: Transport | None = None
         self._tasks: asyncio.TaskGroup | None = None
-        self._under_way = 0
+        self._tellings = Tellings(MAX_WAITING_TELLS)
         self.lanes: Lanes = ()
         """The standing routes of our microbatches, taken in turn; none before the first look, and while a stage has nobody."""
 
@@ -131,8 +132,7 @@ class LaneTalk:
             )
 
     def _tell(self, action: Tell) -> None:
-        if self._tasks is not None and self._under_way < MAX_MESSAGES:
-            self._under_way += 1
+        if self._tasks is not None and self._tellings.begin(action.to):
             self._tasks.create_task(self._telling(action))
 
     async def _telling(self, action: Tell) -> None:
@@ -142,7 +142,7 @@ class LaneTalk:
         except PeerError as error:
             log.debug("could not tell %s of lanes: %s", action.to, error)
         finally:
-            self._under_way -= 1
+            self._tellings.end(action.to)
 
     # ---- looking -------------------------------------------------------------------------------------------------
 

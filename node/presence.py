@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from node.address_book import KnownPeers
+from node.asking import Told, first_good
 from node.events import EventSink
 from node.local_address import address_towards
 from node.neighbourhood import Neighbourhood
@@ -29,9 +30,9 @@ from protocol.signed_manifest import SignedManifest, read_signed_manifest
 from protocol.transport import GrpcTransport
 from protocol.tunnels import RelayTunnels
 from swarm.announcement import Announcement
-from swarm.errors import ManifestError, PeerError, Unreachable
+from swarm.errors import Unreachable
 from swarm.membership import Membership
-from swarm.vocabulary import PeerId, PeerState, RunId, short
+from swarm.vocabulary import PeerId, PeerState, RunId
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,8 @@ ASK_TIMEOUT_S = 10.0
 PAUSE_S = 0.3
 LOOK_AROUND_S = 1.5
 """Enough for one look-up of every module."""
+ASKED_AT_ONCE = 16
+"""For the manifest: whoever has it answers at once, and who never answers holds up nobody."""
 MAX_LINK_PEERS = 4
 ANY_HOST = ("0.0.0.0", "::", "[::]")  # noqa: S104 - names of "all interfaces", not a decision to bind to them
 
@@ -79,6 +82,8 @@ class Presence:
     book: KnownPeers
     local_address: str
     """`host:port` at which this machine's own programs reach the node."""
+    introduced: frozenset[PeerId]
+    """Who was named in the link that led here."""
 
     @property
     def membership(self) -> Membership:
@@ -110,7 +115,7 @@ class Presence:
             log.info("the directory learns of our leaving by silence: %s", error)
 
     async def fetch_manifest(self, patience_s: float) -> SignedManifest:
-        """Asks the peers that are seen, one after the other, until one gives the run's manifest.
+        """Asks the peers that are seen, several at once and those in the link first, until one gives the run's manifest.
 
         Raises:
             Unreachable: none did within `patience_s` seconds.
@@ -120,7 +125,8 @@ class Presence:
             text = await self.transport.ask(peer, Question(QuestionAbout.MANIFEST), ASK_TIMEOUT_S)
             return read_signed_manifest(text, self.run)
 
-        return await self.first_answer(ask, lambda state: True, patience_s, "has given this run's manifest")
+        what = "has given this run's manifest"
+        return await self.first_answer(ask, lambda state: True, patience_s, what, ASKED_AT_ONCE)
 
     async def first_answer(
         self,
@@ -128,24 +134,25 @@ class Presence:
         wanted: Callable[[PeerId], bool],
         patience_s: float,
         what: str,
+        at_once: int = 1,
     ) -> Answer:
         """The first good answer of any wanted peer; `what` completes "no peer ..." for a person.
 
         Raises:
-            Unreachable: there was none within `patience_s` seconds (and the time that the last one asked took).
+            Unreachable: there was none within `patience_s` seconds (and the time that the last ones asked took).
         """
         last = "none was found in the directory"
         loop = asyncio.get_running_loop()
         deadline = loop.time() + patience_s
         while True:
-            for announcement in self.others():
-                if not announcement.is_reachable or not wanted(announcement.peer):
-                    continue
-                try:
-                    return await ask(announcement.peer)
-                except (PeerError, ManifestError) as error:
-                    last = f"{short(announcement.peer)}: {error}"
-                    log.info("%s", last)
+            peers = [known.peer for known in self.others() if known.is_reachable and wanted(known.peer)]
+            peers.sort(key=lambda peer: peer not in self.introduced)
+            for first in range(0, len(peers), at_once):
+                result = await first_good(peers[first : first + at_once], ask)
+                if isinstance(result, Told):
+                    return result.answer
+                last = result
+                log.info("%s", last)
             if loop.time() >= deadline:
                 raise Unreachable(
                     f"no peer {what} within {patience_s:.0f} s; {last}",
@@ -189,8 +196,18 @@ async def present(
         tasks = await stack.enter_async_context(task_scope())
         running = tasks.create_task(neighbourhood.run(directory, transport))
         try:
+            introduced = frozenset(PeerId(multiaddr.rpartition("/")[2]) for multiaddr in settings.initial_peers)
             yield Presence(
-                run, own, neighbourhood, reception, directory, transport, tunnels, book, where.local(transport.port)
+                run,
+                own,
+                neighbourhood,
+                reception,
+                directory,
+                transport,
+                tunnels,
+                book,
+                where.local(transport.port),
+                introduced,
             )
         finally:
             running.cancel()

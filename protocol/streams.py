@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import logging
 import re
 import ssl
 from collections.abc import Awaitable, Callable
@@ -57,6 +58,7 @@ _CHANNEL_OPTIONS: Final = (
     ("grpc.use_local_subchannel_pool", 1),
 )
 
+_GRPC_LOG: Final = "grpc._cython.cygrpc"
 _ADDRESS: Final = re.compile(
     r"(?P<host>[A-Za-z0-9](?:[A-Za-z0-9.-]{0,252})|\[[0-9A-Fa-f:.]{2,45}\]):(?P<port>[0-9]{1,5})"
 )
@@ -264,6 +266,7 @@ def make_server(
     Raises:
         RuntimeError: the address cannot be bound.
     """
+    logging.getLogger(_GRPC_LOG).addFilter(_is_news)
     server = grpc.aio.server(options=(*_SERVER_OPTIONS, *_limits(max_frame_bytes)), maximum_concurrent_rpcs=max_streams)
     methods = {METHOD: grpc.stream_stream_rpc_method_handler(serve)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
@@ -276,11 +279,21 @@ def make_server(
     return server, server.add_secure_port(address, secured)
 
 
+def _printable(text: str) -> str:
+    """The text of a gRPC status is the other side's, who may be anybody: without what could drive a terminal."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """gRPC writes an error with a traceback when a caller cuts its stream just as it ends: anybody could fill a log with that."""
+    return not record.getMessage().startswith("ExecuteBatchError raised in core")
+
+
 def stream_error(error: BaseException) -> PeerError:
     """What an error of grpc.aio means to us."""
     if not isinstance(error, grpc.aio.AioRpcError):
         return Unreachable("the stream broke")
-    details = (error.details() or "no details")[:300]
+    details = _printable((error.details() or "no details")[:300])
     match error.code():
         case grpc.StatusCode.UNIMPLEMENTED:
             return Rejected("what answers at that address is no Skipstone node")

@@ -139,17 +139,22 @@ class Planner:
     ) -> Reasoned[PeerId | None]:
         """The replica of `module` with the smallest expected finish time, or None when there is none outside `without`."""
         candidates = [a for a in self._membership.replicas(module, now) if a.peer not in without]
-        return self._first_to_finish(module, candidates, lambda a: self._after_all(a, in_flight))
+        return self._first_to_finish(module, candidates, in_flight, lambda a: self._after_all(a, in_flight))
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
     def _first_to_finish(
-        self, module: ModuleId, candidates: Sequence[Announcement], finish: Callable[[Announcement], Reasoned[float]]
+        self,
+        module: ModuleId,
+        candidates: Sequence[Announcement],
+        in_flight: Mapping[PeerId, int],
+        finish: Callable[[Announcement], Reasoned[float]],
     ) -> Reasoned[PeerId | None]:
         if not candidates:
             return Reasoned(None, f"module {module} has no peer left")
         expected = {a.peer: finish(a) for a in candidates}
-        best = min(candidates, key=lambda a: (expected[a.peer].value, a.peer)).peer
+        on_trial = self._on_trial([a.peer for a in candidates], in_flight)
+        best = min(candidates, key=lambda a: (a.peer in on_trial, expected[a.peer].value, a.peer)).peer
         figure = expected[best]
         return Reasoned(
             best, f"{module} by {short(best)}: {figure.value * 1e3:.0f} ms, {figure.reason}, of {len(candidates)}"
@@ -164,16 +169,30 @@ class Planner:
         def finish(announcement: Announcement) -> Reasoned[float]:
             return self._after(announcement, in_flight.get(announcement.peer, 0))
 
-        best = self._first_to_finish(hop.module, tuple(live.values()), finish)
+        best = self._first_to_finish(hop.module, tuple(live.values()), in_flight, finish)
         if hop.peer not in live or best.value is None:
             return Reasoned(best.value, f"{short(hop.peer)} of the lane is not there; {best.reason}")
         if try_another:
             oldest = self._estimates.longest_unmeasured(sorted(live))
             return Reasoned(oldest, f"{hop.module} by {short(oldest)}, to measure it again")
+        if hop.peer in self._on_trial(list(live), in_flight) and best.value != hop.peer:
+            return Reasoned(
+                best.value, f"{short(hop.peer)} of the lane has not brought anything back yet; {best.reason}"
+            )
         usual, fastest = finish(live[hop.peer]), finish(live[best.value])
         if usual.value > LEAVE_FACTOR * fastest.value:
             return Reasoned(best.value, f"{short(hop.peer)} of the lane is crowded; {best.reason}")
         return Reasoned(hop.peer, f"{hop.module} by {short(hop.peer)}, its lane")
+
+    def _on_trial(self, replicas: Sequence[PeerId], in_flight: Mapping[PeerId, int]) -> frozenset[PeerId]:
+        """Of a module's replicas those that have a microbatch of ours and have never brought one back, if others have.
+
+        Announcing any speed costs nothing: whoever did would have everything that we have under way.
+        """
+        unmeasured = frozenset(peer for peer in replicas if self._estimates.measured(peer) is None)
+        if len(unmeasured) == len(replicas):
+            return frozenset()
+        return frozenset(peer for peer in unmeasured if in_flight.get(peer, 0))
 
     def _joined(
         self, modules: Sequence[ModuleId], chosen: Sequence[Reasoned[PeerId | None]]

@@ -9,6 +9,7 @@ that time: a peer that says that it is fast and is not looks as slow as it is. W
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,10 @@ from swarm.paths.measurements import ASSUMED_BACKWARD_FACTOR, Measurements
 from swarm.vocabulary import MicrobatchId, Path, PeerId
 
 MAX_JOURNEYS: Final = 4096
+LOST_S: Final = 10.0
+"""A microbatch that is lost counts as a visit of at least so long: failing at once must not look like speed."""
+LOST_TIMES: Final = 3.0
+"""But as no more than so many usual visits of a peer that was measured before: it may be somebody else's fault."""
 
 
 @dataclass(slots=True)
@@ -93,9 +98,16 @@ class PathTimes:
         if journey is not None and len(journey.passed) >= 2 * len(journey.path.hops):
             self._measurements.came_home(now - journey.begun - journey.resting_s, journey.sent_s)
 
-    def forget(self, microbatch: MicrobatchId) -> None:
-        """It will not come back."""
-        self._journeys.pop(microbatch, None)
+    def lost(self, microbatch: MicrobatchId, now: float) -> None:
+        """It will not come back. Who is to blame cannot be seen from here, so it counts against every hop of its path: honest ones make up
+        for it on other paths, and one on which everything is lost does not.
+        """
+        journey = self._journeys.pop(microbatch, None)
+        if journey is not None:
+            for hop in journey.path.hops:
+                known = self._estimates.measured(hop.peer)
+                most = math.inf if known is None else LOST_TIMES * known.seconds_per_token * self._tokens
+                self._estimates.penalize(hop.peer, min(max(LOST_S, now - journey.begun), most), self._tokens)
 
     # ---- samples -------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -26,6 +26,7 @@ from node.compute import ComputeThread
 from node.crash_points import crash_point
 from node.optimization import StepFigures
 from node.task_scope import task_scope
+from node.telling import Tellings
 from protocol.seams import Clock, Refusal, Transport
 from protocol.tensor_spec import TensorSpec
 from swarm.errors import PeerError, ResourceExhausted, SkipstoneError, StateError
@@ -147,7 +148,7 @@ class Averager:
         self._events: deque[Event] = deque()
         self._handling = False
         self._fellows: tuple[Fellow, ...] | None = None
-        self._telling: Counter[PeerId] = Counter()
+        self._tellings = Tellings(MAX_WAITING_TELLS)
         self._begun: tuple[int, float] = (0, 0.0)
         """Which round we took a snapshot for last, and when."""
         self._catching: asyncio.Task[None] | None = None
@@ -270,11 +271,10 @@ class Averager:
     def _tell(self, action: Tell) -> None:
         if action.to == self._parts.own:
             self._events.append(Arrived(action.to, action.message))
-        elif self._telling[action.to] >= MAX_WAITING_TELLS:
-            self._events.append(LinkLost(action.to))
-        else:
-            self._telling[action.to] += 1
+        elif self._tellings.begin(action.to):
             self._spawn(self._telling_it(action))
+        else:
+            self._events.append(LinkLost(action.to))
 
     async def _telling_it(self, action: Tell) -> None:
         assert self._transport is not None
@@ -284,7 +284,7 @@ class Averager:
             log.debug("%s could not be told: %s", action.to, error)
             self.handle(LinkLost(action.to))
         finally:
-            self._telling[action.to] -= 1
+            self._tellings.end(action.to)
 
     async def _take_snapshot(self, bench: RoundBench, action: TakeSnapshot) -> None:
         number = action.round.number

@@ -160,6 +160,8 @@ class ModuleRounds:
     def admit(self, sender: PeerId, message: RoundTensor, tensor: TensorSpec) -> memoryview | Refusal:
         if isinstance(message, StateChunk):
             return self._desk.admit(sender, message, tensor)
+        if not self._given.presence.membership.hosts(sender, self._given.module):
+            return Refusal(False, "only replicas of a module have a part in its rounds")
         return self._averager.admit(sender, message, tensor)
 
     def received(self, sender: PeerId, message: RoundTensor, tensor: TensorSpec, buffer: memoryview) -> None:

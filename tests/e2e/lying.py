@@ -1,4 +1,4 @@
-"""One replica of four lies in every round (`tests/e2e/liar.py`): what the others make of it."""
+"""One replica of four lies in every round (`tests/security/liar.py`): what the others make of it."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Company:
 
 
 def liar_among(kind: str) -> Places:
-    """The last node contributes a lie of this kind (`tests.e2e.liar.LIES`)."""
-    place = Place(command=(sys.executable, "-P", "-m", "tests.e2e.liar", kind))
+    """The last node contributes a lie of this kind (`tests.security.liar.LIES`)."""
+    place = Place(command=(sys.executable, "-P", "-m", "tests.security.liar", kind))
     return lambda index: place if index == LIAR else Place()
 
 

@@ -179,6 +179,27 @@ def test_a_measurement_outlives_every_further_lie() -> None:
     assert chosen(planner) == FAST
 
 
+def test_who_has_brought_nothing_back_gets_one_at_a_time_where_others_have() -> None:
+    planner, estimates = planner_with(announcement("liar", speed=100_000), announcement("fast", speed=1000))
+    assert chosen(planner, {LIAR: 3}) == LIAR, "nobody was measured yet: what is announced is all there is"
+    estimates.observe(FAST, seconds=1.0, tokens=TOKENS, queue=0)
+    assert chosen(planner) == LIAR
+    assert chosen(planner, {LIAR: 1, FAST: 9}) == FAST
+    estimates.observe(LIAR, seconds=0.01, tokens=TOKENS, queue=0)
+    assert chosen(planner, {LIAR: 1}) == LIAR, "it was no lie"
+
+
+def test_a_lane_is_left_while_its_peer_has_one_and_has_brought_nothing_back() -> None:
+    members, estimates = Membership(RUN, OWN), Estimates()
+    for one in (announcement("liar", speed=100_000), announcement("fast", speed=1000)):
+        members.observe(one, now=0, wall=0)
+    lane = (Hop(ModuleId(1), LIAR),)
+    planner = Planner(ONE_STAGE, members, estimates, TOKENS, lambda: (lane,))
+    estimates.observe(FAST, seconds=1.0, tokens=TOKENS, queue=0)
+    assert planner.plan(1, {}, NOW).value == Path(OWN, lane)
+    assert planner.plan(1, {LIAR: 1}, NOW).value == Path(OWN, (Hop(ModuleId(1), FAST),))
+
+
 def test_failing_never_looks_like_speed() -> None:
     planner, estimates = planner_with(announcement("slow", speed=900), announcement("fast", speed=1000))
     estimates.penalize(FAST, seconds=30.0, tokens=TOKENS)

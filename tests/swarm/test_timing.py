@@ -7,7 +7,7 @@ import pytest
 from swarm.estimates import Estimates
 from swarm.messages import Direction, Receipt, ReceiptStatus
 from swarm.paths.measurements import Measurements
-from swarm.timing import MAX_JOURNEYS, PathTimes
+from swarm.timing import LOST_S, MAX_JOURNEYS, PathTimes
 from swarm.vocabulary import MicrobatchId, PeerId
 from tests.swarm.announcements import announcement
 from tests.swarm.custody_desk import A2, ABC, BACK, DATA, MICROBATCH, OUT, A, B, C
@@ -114,14 +114,25 @@ def test_a_way_back_without_a_way_out_is_no_measurement() -> None:
     assert travel.seconds(A) is None
 
 
-def test_what_is_forgotten_or_was_never_launched_is_ignored() -> None:
+def test_what_was_never_launched_is_ignored() -> None:
     travel = Travel()
     travel.out()
-    travel.times.forget(MICROBATCH)
-    travel.times.forget(MicrobatchId(DATA, 99))
+    travel.times.lost(MicrobatchId(DATA, 99), 11.0)
+    assert travel.seconds(A) is None
+
+
+def test_what_is_lost_counts_against_everybody_on_its_path_however_fast_that_went() -> None:
+    """A hop that spoils everything at once must not look fast; one that was measured before is not ruined by somebody else's fault."""
+    travel = Travel()
+    travel.estimates.observe(B, 1.0, TOKENS, 0)
+    travel.out()
+    travel.times.lost(MICROBATCH, 10.5)
     travel.times.turned(MICROBATCH, 11.0)
     travel.back()
-    assert travel.seconds(A) is None
+    assert [travel.seconds(peer) for peer in (A, B, C)] == pytest.approx([10.5, 1.2, 10.5])
+    travel.times.launched(MICROBATCH, ABC, {}, 20.0)
+    travel.times.lost(MICROBATCH, 20.001)
+    assert travel.seconds(A) == pytest.approx(0.9 * 10.5 + 0.1 * LOST_S)
 
 
 # ---- claims ----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A node that computes honestly and lies in rounds: `python -m tests.e2e.liar KIND join ...`, the rest as `skipstone` has it.
+"""A node that computes honestly and lies in rounds: `python -m tests.security.liar KIND join ...`, the rest as `skipstone` has it.
 
 It is the real node but for what it contributes, so it is invited, convenes on its turn and reduces a shard like the others.
 """

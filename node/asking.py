@@ -1,0 +1,49 @@
+"""Asking strangers: several at once, because one that never answers must not keep the others from doing so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from node.task_scope import task_scope
+from swarm.errors import ManifestError, PeerError
+from swarm.vocabulary import PeerId, short
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class Told(Generic[Answer]):
+    """What somebody answered."""
+
+    answer: Answer
+
+
+async def first_good(peers: Sequence[PeerId], ask: Callable[[PeerId], Awaitable[Answer]]) -> Told[Answer] | str:
+    """Asks all of them at once. Returns the first good answer, or, when there is none, why the last one gave none.
+
+    Args:
+        ask: raises PeerError or ManifestError for an answer that is none, or not good.
+    """
+
+    async def attempt(peer: PeerId) -> Told[Answer] | str:
+        try:
+            return Told(await ask(peer))
+        except (PeerError, ManifestError) as error:
+            return f"{short(peer)}: {error}"
+
+    why = "nobody was asked"
+    async with task_scope() as tasks:
+        waiting = {tasks.create_task(attempt(peer)) for peer in peers}
+        while waiting:
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                result = task.result()
+                if isinstance(result, Told):
+                    for other in waiting:
+                        other.cancel()
+                    return result
+                why = result
+    return why

@@ -1,0 +1,204 @@
+"""A peer that belongs to the run and means no good: what it can find out, who it can say that it is, and what it can send.
+
+Anybody can be one: whoever has the link of a run can make an identity with a certificate that its peers accept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+
+import grpc
+
+from node.clock import SystemClock
+from protocol.certificates import pem_of
+from protocol.chunks import MAX_CHUNK_BYTES
+from protocol.directory import DhtDirectory, DirectorySettings
+from protocol.frame_parts import TensorFrame
+from protocol.frames import Hello
+from protocol.identity import Identity
+from protocol.join_link import JoinLink
+from protocol.records import encode_record
+from protocol.seams import Contact
+from protocol.streams import DialledStream
+from protocol.tensor_spec import TensorSpec
+from swarm.announcement import Announcement
+from swarm.errors import Unreachable
+from swarm.messages import Forward, Purpose, TensorMessage
+from swarm.vocabulary import (
+    PROTOCOL_VERSIONS,
+    AnchorVersion,
+    Hop,
+    MicrobatchId,
+    ModuleId,
+    Path,
+    PeerId,
+    PeerState,
+)
+from tests.protocol.link_peers import SETTINGS, BareStream, Node, Persona, Recorder, node
+
+LONGEST_LIFETIME_S = 3600.0
+RECORD_LIFETIME_S = 300.0
+HARD_OF_HEARING = (("grpc.http2.lookahead_bytes", 65_536), ("grpc.http2.bdp_probe", 0))
+NOWHERE = "127.0.0.1:9"
+"""An address where nobody answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """The run as anybody sees it who has its link."""
+
+    link: JoinLink
+    announced: dict[ModuleId, Announcement]
+    """One serving peer of each module."""
+    tensor: TensorSpec
+
+    def contact(self, module: ModuleId) -> Contact:
+        """How to reach the peer that serves it."""
+        known = self.announced[module]
+        return Contact(known.peer, known.addresses, known.certificate)
+
+    def persona(self) -> Persona:
+        """A new identity with a certificate of the run, that knows everybody."""
+        persona = Persona(run=self.link.run)
+        persona.book.contacts = {self.announced[module].peer: self.contact(module) for module in self.announced}
+        return persona
+
+    @property
+    def victim(self) -> Contact:
+        return self.contact(ModuleId(1))
+
+    @property
+    def data_node(self) -> Contact:
+        return self.contact(ModuleId(0))
+
+    @property
+    def everybody(self) -> tuple[Contact, ...]:
+        return tuple(self.contact(module) for module in self.announced)
+
+    def anchor(self, module: ModuleId) -> AnchorVersion:
+        """Where the module stood when it was looked up."""
+        anchor = self.announced[module].anchor
+        assert anchor is not None
+        return anchor
+
+    def forward(self, own: PeerId, number: int = 0, module: ModuleId | None = None) -> Forward:
+        """Hidden states for the victim, as a data node would send them."""
+        last = Hop(ModuleId(2), self.contact(ModuleId(2)).peer)
+        path = Path(own, (Hop(module or ModuleId(1), self.victim.peer), last))
+        return Forward(MicrobatchId(own, number), path, 0, Purpose.TRAIN, LONGEST_LIFETIME_S)
+
+    def record(self, persona: Persona, module: ModuleId | None = None, **lies: object) -> bytes:
+        """What the persona says of itself, signed: that it serves the module faster than anybody, or, without one, that it is a visitor."""
+        return encode_record(self.announcement(persona, module, **lies), persona.identity)
+
+    def announcement(self, persona: Persona, module: ModuleId | None = None, **lies: object) -> Announcement:
+        """As `record`, not signed."""
+        now = time.time()
+        honest = Announcement(
+            run=self.link.run,
+            peer=persona.peer,
+            state=PeerState.VISITING if module is None else PeerState.SERVING,
+            module=module,
+            addresses=(NOWHERE,),
+            certificate=persona.credentials.certificate_der,
+            versions=PROTOCOL_VERSIONS,
+            tokens_per_second=0.0 if module is None else 1e9,
+            slots=0 if module is None else 65_536,
+            free_slots=0 if module is None else 65_536,
+            steps=0,
+            anchor=None if module is None else self.anchor(module),
+            incarnation=int(now * 1000),
+            sequence=int(now * 1000),
+            expires_at=now + RECORD_LIFETIME_S,
+        )
+        return replace(honest, **lies)  # type: ignore[arg-type]
+
+    @asynccontextmanager
+    async def attack(
+        self,
+        on: Contact | None = None,
+        *,
+        persona: Persona | None = None,
+        record: bytes | None = None,
+        introduced: bool = True,
+        deaf: bool = False,
+    ) -> AsyncIterator[tuple[PeerId, BareStream]]:
+        """A stream to the victim, or another, on which anything can be said.
+
+        Args:
+            persona: who attacks; somebody new if not given.
+            record: what it says of itself; that it is a visitor, if not given.
+            introduced: whether a Hello has been said, and answered.
+            deaf: there is hardly any room for what the attacked says.
+        """
+        persona = persona or self.persona()
+        record = self.record(persona) if record is None else record
+        async with hostile_stream(on or self.victim, persona, record, introduced=introduced, deaf=deaf) as stream:
+            yield persona.peer, stream
+
+    @asynccontextmanager
+    async def peer(self, serving: ModuleId | None = None, handler: Recorder | None = None) -> AsyncIterator[Node]:
+        """A peer with a real transport."""
+        persona = self.persona()
+        record = self.record(persona, serving)
+        async with node(persona, handler=handler, settings=SETTINGS, record=record) as intruder:
+            yield intruder
+
+
+@asynccontextmanager
+async def hostile_stream(
+    to: Contact,
+    persona: Persona,
+    record: bytes = b"",
+    *,
+    introduced: bool = True,
+    deaf: bool = False,
+    compression: grpc.Compression = grpc.Compression.NoCompression,
+) -> AsyncIterator[BareStream]:
+    """See `Targets.attack`."""
+    stream = BareStream(DialledStream(_channel(to, persona, deaf=deaf, compression=compression)))
+    try:
+        if introduced:
+            await stream.say(Hello(persona.peer, persona.run, PROTOCOL_VERSIONS, record))
+            assert isinstance(await stream.hear(), Hello)
+        yield stream
+    finally:
+        await stream.stream.close()
+
+
+def _channel(to: Contact, persona: Persona, *, deaf: bool, compression: grpc.Compression) -> grpc.aio.Channel:
+    """A channel of the adversary's own making."""
+    secured = grpc.ssl_channel_credentials(
+        pem_of(to.certificate), persona.credentials.private_key_pem, persona.credentials.certificate_pem
+    )
+    options = (("grpc.ssl_target_name_override", to.peer), ("grpc.use_local_subchannel_pool", 1))
+    options = (*options, *(HARD_OF_HEARING if deaf else ()), ("grpc.max_send_message_length", -1))
+    return grpc.aio.secure_channel(to.addresses[0], secured, options, compression)
+
+
+async def find_targets(link: JoinLink, tensor: TensorSpec, modules: Sequence[ModuleId]) -> Targets:
+    """Asks the directory, as a visitor."""
+    announced = dict[ModuleId, Announcement]()
+    async with visitors_directory(link) as directory:
+        while announced.keys() != set(modules):
+            with suppress(Unreachable):
+                for a in await directory.look_up(modules):
+                    if a.module is not None and a.state is PeerState.SERVING and a.anchor is not None:
+                        announced[a.module] = a
+            await asyncio.sleep(0.1)
+    return Targets(link, announced, tensor)
+
+
+def visitors_directory(link: JoinLink, identity: Identity | None = None) -> DhtDirectory:
+    """A place in the run's DHT."""
+    settings = DirectorySettings("127.0.0.1", 0, (), link.peers, client=True)
+    return DhtDirectory(settings, identity or Identity.generate(), link.run, SystemClock())
+
+
+def header(message: TensorMessage, tensor: TensorSpec, chunks: int | None = None) -> TensorFrame:
+    fewest = -(-tensor.byte_length // MAX_CHUNK_BYTES)
+    return TensorFrame(message, tensor, 1, fewest if chunks is None else chunks)

@@ -1,0 +1,129 @@
+"""A swarm of real processes in full work that is attacked, and what tells whether it minds.
+
+Every process logs at debug level into a file of its own, and every object that it makes from a pickle is noted there
+(`watching/sitecustomize.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from node.admission import hidden_tensor
+from node.events import MicrobatchCounts, RoundCommitted
+from node.local_setup import LocalSwarmOptions
+from node.local_swarm import LocalSwarm
+from protocol.seams import Contact
+from tests.e2e.small_run import Watch, small_run, write_text
+from tests.security.adversary import Targets, find_targets
+from tests.security.watching import sitecustomize
+
+BESIEGED = [pytest.mark.e2e, pytest.mark.timeout(400), pytest.mark.asyncio(loop_scope="package")]
+"""Marks of tests that share the one swarm; its start counts towards the time of the first."""
+PEERS = 4
+START_S = 300.0
+"""A bound for the start on a busy machine; it says nothing about speed."""
+MAY_GROW_BYTES = 64 * 2**20
+MAY_STAY_OPEN = 16
+"""File descriptors."""
+
+
+@dataclass(eq=False)
+class Siege:
+    """A swarm in full work, and what an adversary knows of it."""
+
+    swarm: LocalSwarm
+    watch: Watch
+    targets: Targets
+    folder: Path
+    begun: float
+    """Unix time before the data node started."""
+    shown: float
+    """Unix time when it had taken its first steps."""
+
+    async def goes_on(self, steps: int = 3) -> None:
+        """So many more steps are taken, all of honest microbatches."""
+        await self.watch.step(self.swarm.progress.step + steps)
+
+    async def holds_a_round(self) -> RoundCommitted:
+        """Two replicas agree on a new anchor."""
+        event = await self.watch.until(lambda e: isinstance(e, RoundCommitted) and len(e.members) > 1)
+        assert isinstance(event, RoundCommitted)
+        return event
+
+    def process_of(self, target: Contact) -> int:
+        index = next(peer.index for peer in self.swarm.peers if peer.peer == target.peer)
+        return self.swarm.processes()[index]
+
+    def peak_bytes(self, target: Contact) -> int:
+        """The most memory that the process has had so far (VmHWM)."""
+        status = Path(f"/proc/{self.process_of(target)}/status").read_text()
+        found = re.search(r"VmHWM:\s+(\d+) kB", status)
+        assert found is not None
+        return int(found[1]) * 1024
+
+    def open_files(self, target: Contact) -> int:
+        return sum(1 for _ in Path(f"/proc/{self.process_of(target)}/fd").iterdir())
+
+    def seconds_of_the_start(self) -> range:
+        """One of these is the second in which the data node started, from which it counts its microbatches."""
+        return range(int(self.begun), int(self.shown) + 1)
+
+    def logs(self) -> str:
+        """All that every process of the swarm has written to standard error so far."""
+        return "".join(path.read_text(errors="surrogateescape") for path in sorted((self.folder / "stderr").iterdir()))
+
+    def events(self) -> str:
+        """All event logs."""
+        return "".join(path.read_text() for path in sorted((self.folder / "events").iterdir()))
+
+    def command_lines(self) -> str:
+        """As everybody on the machine can read them."""
+        group = set(self.swarm.processes().values())
+        found = []
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError, ValueError):
+                if entry.name.isdigit() and os.getpgid(int(entry.name)) in group:
+                    found.append((entry / "cmdline").read_bytes().decode(errors="replace"))
+        return "\n".join(found)
+
+    def is_unhurt(self) -> None:
+        """Nobody has ended, and nobody was surprised."""
+        assert self.swarm.ends == {}
+        assert "Traceback" not in self.logs()
+
+    async def to_the_end(self) -> MicrobatchCounts:
+        """Stops the swarm; what its data node counted."""
+        self.swarm.request_stop()
+        await self.watch.to_the_end(self.swarm)
+        assert {end.exit_code for end in self.swarm.ends.values()} == {0}
+        assert "Traceback" not in self.logs()
+        [counts] = [summary.microbatches for summary in self.watch.summaries() if summary.module == "0.0"]
+        return counts
+
+
+@asynccontextmanager
+async def siege(folder: Path) -> AsyncIterator[Siege]:
+    """A data node, two replicas of stage 1, one of stage 2; in full work when the block begins."""
+    manifest, begun = small_run(write_text(folder / "text"), blocks=(0, 1, 1), inner_steps=20), time.time()
+    (folder / "stderr").mkdir()
+    options = LocalSwarmOptions(peers=PEERS, threads=1, log_dir=folder / "events", log_level="debug")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(sitecustomize.FOLDER, str(folder / "stderr"))
+        patch.setenv("PYTHONPATH", str(Path(sitecustomize.__file__).parent))
+        async with LocalSwarm(manifest, options) as swarm:
+            watch = Watch(swarm)
+            async with asyncio.timeout(START_S):
+                while swarm.progress.step < 3:
+                    await asyncio.sleep(0.1)
+            shown = time.time()
+            targets = await find_targets(swarm.link, hidden_tensor(manifest), manifest.modules())
+            yield Siege(swarm, watch, targets, folder, begun, shown)

@@ -1,0 +1,124 @@
+"""Members that waste what a node has: links, file descriptors, memory, its time. Each is bounded, and honest work goes on.
+
+How much each flood costs is measured by `python -m tests.security.floods`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack, suppress
+from itertools import count, islice
+
+import grpc
+import pytest
+
+from node.carrier import MAX_WAITING_TELLS
+from protocol.seams import Contact
+from swarm.errors import PeerError, Rejected
+from swarm.messages import Close, Unsettled
+from swarm.vocabulary import MicrobatchId
+from tests.node.small_swarm import DATA, small_swarm
+from tests.node.small_swarm import A as HOP
+from tests.node.small_swarm import B as LAST_HOP
+from tests.protocol.link_peers import BareStream, Persona, node
+from tests.security.adversary import hostile_stream
+from tests.security.floods import FLOODS, flooded
+from tests.security.siege import BESIEGED, MAY_GROW_BYTES, MAY_STAY_OPEN, Siege
+
+pytestmark = BESIEGED
+
+STALLED = 40
+NAMELESS = 20
+SPEECHLESS = 100
+A_FLOOD = 100
+"""Frames, before anything is looked at."""
+LET_GO_S = 45.0
+"""For what takes 5 s (no TLS), 3 s (no Hello) and 10 s (no word) on a machine with nothing else to do."""
+
+
+async def test_who_stalls_is_let_go_and_holds_up_nobody(scene: Siege) -> None:
+    """Three kinds at once: connections that say nothing, streams without a Hello, links on which nothing more is said or read."""
+    victim = scene.targets.victim
+    files, memory = scene.open_files(victim), scene.peak_bytes(victim)
+    async with AsyncExitStack() as stack:
+        for introduced in (*[True] * STALLED, *[False] * NAMELESS):
+            _, stream = await stack.enter_async_context(scene.targets.attack(victim, introduced=introduced))
+            stack.push_async_callback(to_its_end, stream)
+        readers = []
+        for reader, writer in [await connection(victim) for _ in range(SPEECHLESS)]:
+            stack.callback(writer.close)
+            readers.append(reader)
+        assert scene.open_files(victim) > files + STALLED + SPEECHLESS // 2, "they are there"
+        await scene.goes_on(5)
+        async with asyncio.timeout(LET_GO_S):
+            assert [await reader.read() for reader in readers] == [b""] * SPEECHLESS, "hung up on"
+    async with asyncio.timeout(LET_GO_S):
+        while scene.open_files(victim) > files + MAY_STAY_OPEN:
+            await asyncio.sleep(0.2)
+    assert scene.peak_bytes(victim) - memory < MAY_GROW_BYTES
+
+
+async def to_its_end(stream: BareStream) -> None:
+    """What the victim still says, until it ends the stream."""
+    async with asyncio.timeout(LET_GO_S):
+        with suppress(PeerError):
+            while await stream.stream.read() is not None:
+                pass
+
+
+async def connection(to: Contact) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """TCP, and not a word."""
+    host, _, port = to.addresses[0].rpartition(":")
+    return await asyncio.open_connection(host, int(port))
+
+
+@pytest.mark.parametrize("deaf", [False, True], ids=["listening", "deaf"])
+@pytest.mark.parametrize("kind", FLOODS)
+async def test_a_flood_of_small_frames_stops_nobody(scene: Siege, kind: str, deaf: bool) -> None:
+    target = scene.targets.contact(FLOODS[kind][1])
+    memory = scene.peak_bytes(target)
+    async with flooded(scene.targets, kind, 2, deaf=deaf) as poured:
+        async with asyncio.timeout(LET_GO_S):
+            while poured.said < A_FLOOD:
+                await asyncio.sleep(0.02)
+        await scene.goes_on()
+    assert scene.peak_bytes(target) - memory < MAY_GROW_BYTES
+
+
+async def test_who_asks_and_never_reads_collects_few_messages() -> None:
+    """A data node answers every hop that asks whether its gradient counts; to one that does not read, answers wait."""
+    async with small_swarm(HOP, LAST_HOP) as swarm, node() as server:
+        carrier = swarm[DATA].carrier
+        carrier.transport = server.transport
+        hostile = Persona()
+        async with hostile_stream(server.persona.contact(server.port), hostile, deaf=True):
+            await server.handler.until(lambda: hostile.peer in server.handler.ups)
+            before = len(asyncio.all_tasks())
+            numbers = count()
+
+            async def ask() -> int:
+                """Asks some more; how many messages wait then."""
+                for number in islice(numbers, 2 * MAX_WAITING_TELLS):
+                    carrier.told(hostile.peer, Unsettled(MicrobatchId(DATA, number)))
+                await asyncio.sleep(0.02)
+                return len(asyncio.all_tasks()) - before
+
+            async with asyncio.timeout(60):
+                while await ask() < MAX_WAITING_TELLS:
+                    pass
+            assert await ask() <= MAX_WAITING_TELLS + 1
+            assert server.handler.downs == []
+
+
+async def test_what_grpc_has_compressed_is_not_taken() -> None:
+    """64 MiB of zeros are 64 KiB on the line; what cannot be inflated cannot be a bomb."""
+    async with node() as server, node() as honest:
+        hostile, contact = Persona(), server.persona.contact(server.port)
+        async with hostile_stream(contact, hostile, introduced=False, compression=grpc.Compression.Gzip) as stream:
+            with suppress(PeerError):
+                await stream.say(bytes(64 * 2**20))
+            with pytest.raises(Rejected, match="no Skipstone node"):  # UNIMPLEMENTED, before anything is inflated
+                await stream.farewell()
+        assert server.handler.ups == []
+        honest.persona.knows(server.persona, server.port)
+        await honest.transport.tell(server.peer, Close(MicrobatchId(honest.peer, 0), ""))

@@ -1,0 +1,220 @@
+"""Peers that say they serve a stage, are given microbatches, and do not do what they say: training goes on, and the account adds up."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from node.admission import hidden_tensor
+from node.local_setup import LocalSwarmOptions
+from node.local_swarm import LocalSwarm
+from protocol.seams import Question, QuestionAbout
+from protocol.tensor_spec import TensorSpec
+from swarm.errors import PeerError
+from swarm.messages import Backward, Direction, Forward, Receipt, ReceiptStatus, TensorMessage
+from swarm.vocabulary import MicrobatchId, ModuleId, PeerId, PeerState
+from swarm.vocabulary import Path as Route
+from tests.e2e.small_run import Watch, small_run, write_text
+from tests.protocol.link_peers import SETTINGS, Node, Recorder, node
+from tests.security.adversary import Targets, find_targets
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+STATUS = Question(QuestionAbout.STATUS)
+STAGE = ModuleId(1)
+MOST_KEPT = 2
+"""Different microbatches that somebody gets who has never brought one back: one, and one that another hop's repair may bring. Believed, it
+had all of the four or five that are under way.
+"""
+
+Sent = tuple[Forward | Backward, TensorSpec]
+
+
+@dataclass
+class FalseHop(Recorder):
+    """Takes every microbatch and answers as it likes."""
+
+    lie: Callable[[FalseHop, PeerId, Forward], None] = lambda hop, sender, message: None
+    node: Node | None = None
+    given: int = 0
+    kept: set[MicrobatchId] = field(default_factory=set)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def received(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec, buffer: memoryview) -> None:
+        if isinstance(message, Forward):
+            self.given += 1
+            self.kept.add(message.microbatch)
+            self.lie(self, sender, message)
+
+    def say(self, to: PeerId, message: Receipt) -> None:
+        assert self.node is not None
+        self._spawn(self.node.transport.tell(to, message))
+
+    def send(self, to: PeerId, message: Forward | Backward, tensor: TensorSpec, data: bytes) -> None:
+        assert self.node is not None
+        self._spawn(self.node.transport.send(to, message, tensor, memoryview(bytearray(data))))
+
+    def _spawn(self, work: object) -> None:
+        async def carefully() -> None:
+            try:
+                await work  # type: ignore[misc]
+            except PeerError:
+                return  # it has been found out, and its link ended
+
+        task = asyncio.create_task(carefully())
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+
+def receipt(message: Forward, status: ReceiptStatus, retry_after_s: float = 0.0) -> Receipt:
+    return Receipt(message.microbatch, Direction.FORWARD, message.position, status, retry_after_s)
+
+
+def swallows(hop: FalseHop, sender: PeerId, message: Forward) -> None:
+    """Takes it, and that was that."""
+    hop.say(sender, receipt(message, ReceiptStatus.ACCEPTED))
+
+
+def claims(hop: FalseHop, sender: PeerId, message: Forward) -> None:
+    """Says that it is done and passed on."""
+    for to in (sender, message.path.data_node):
+        hop.say(to, receipt(message, ReceiptStatus.ACCEPTED))
+        hop.say(to, receipt(message, ReceiptStatus.PASSED_ON))
+
+
+def puts_off(hop: FalseHop, sender: PeerId, message: Forward) -> None:
+    """Is busy, for ten years."""
+    hop.say(sender, receipt(message, ReceiptStatus.BUSY, 3e8))
+
+
+def poisons(hop: FalseHop, sender: PeerId, message: Forward) -> None:
+    """Hands on hidden states that are no numbers."""
+    claims(hop, sender, message)
+    onward = Forward(message.microbatch, message.path, message.position + 1, message.purpose, message.lifetime_s)
+    hop.send(message.path.peer_at(message.position + 1), onward, HIDDEN, nothing_finite())
+
+
+def returns(hop: FalseHop, sender: PeerId, message: Forward) -> None:
+    """Makes up a gradient at once, and gives it to its predecessor as if the rest of the path had been walked."""
+    claims(hop, sender, message)
+    back = Backward(message.microbatch, message.path, message.position - 1)
+    hop.send(sender, back, HIDDEN, nothing_finite())
+
+
+def shortens(hop: FalseHop, sender: PeerId, message: Forward) -> None:
+    """Leaves all other hops out: hands it to its data node as if it were the last one."""
+    claims(hop, sender, message)
+    alone = Route(message.path.data_node, message.path.hops[: message.position + 1])
+    end = Forward(message.microbatch, alone, message.position + 1, message.purpose, message.lifetime_s)
+    hop.send(message.path.data_node, end, HIDDEN, bytes(HIDDEN.byte_length))
+
+
+HIDDEN = hidden_tensor(small_run(Path("text"), blocks=(0, 1, 1)))
+QUICK = (puts_off, poisons, returns)
+"""Lies that come out at once."""
+SLOW = (swallows, claims, shortens)
+"""Lies that come out when a microbatch's time is over, after a minute; or with the end of the liar's link."""
+
+
+def nothing_finite() -> bytes:
+    return np.full(HIDDEN.elements, np.nan, np.float32).tobytes()
+
+
+@dataclass(eq=False)
+class Company:
+    """A swarm that knows no better than to believe what is announced."""
+
+    swarm: LocalSwarm
+    watch: Watch
+    targets: Targets
+
+    async def goes_on(self, steps: int = 3) -> None:
+        await self.watch.step(self.swarm.progress.step + steps)
+
+
+@asynccontextmanager
+async def company(folder: Path) -> AsyncIterator[Company]:
+    """Every stage has one honest peer. At the end each microbatch has been completed or given up, once."""
+    manifest = small_run(write_text(folder / "text"), blocks=(0, 1, 1))
+    async with LocalSwarm(manifest, LocalSwarmOptions(peers=3, threads=1)) as swarm:
+        watch = Watch(swarm)
+        await watch.step(3)
+        targets = await find_targets(swarm.link, HIDDEN, manifest.modules())
+        yield Company(swarm, watch, targets)
+        swarm.request_stop()
+        await watch.to_the_end(swarm)
+        assert {end.exit_code for end in swarm.ends.values()} == {0}
+        [counts] = [summary.microbatches for summary in watch.summaries() if summary.module == "0.0"]
+        assert counts.started == counts.completed + counts.abandoned
+        assert counts.duplicated == 0
+        assert all(math.isfinite(loss) for loss in watch.losses())
+
+
+@asynccontextmanager
+async def impostor(here: Company, lie: Callable[[FalseHop, PeerId, Forward], None]) -> AsyncIterator[FalseHop]:
+    """Serves stage 1, faster than anybody, by its own account."""
+    handler, persona = FalseHop(lie=lie), here.targets.persona()
+    async with node(persona, handler=handler, settings=SETTINGS) as own:
+        handler.node = own
+        speaking = asyncio.create_task(speak(here, own))
+        try:
+            yield handler
+        finally:
+            speaking.cancel()
+            await asyncio.wait((speaking, *handler.tasks))
+
+
+async def speak(here: Company, own: Node) -> None:
+    """Tells everybody again and again, so that it is believed after each time that it was found out."""
+    while True:
+        record = here.targets.record(own.persona, STAGE, addresses=(f"127.0.0.1:{own.port}",), state=PeerState.SERVING)
+        for target in here.targets.everybody:
+            try:
+                await own.transport.ask(target.peer, STATUS, 5.0)
+            except PeerError:
+                continue
+        own.transport.announce(record)
+        await asyncio.sleep(0.5)
+
+
+async def test_training_goes_on_beside_hops_that_lie(tmp_path: Path) -> None:
+    """Who spoils what it gets soon gets nothing any more; who keeps it gets one, which is free again when its link ends."""
+    async with company(tmp_path) as here:
+        for lie in QUICK:
+            async with impostor(here, lie) as false_hop:
+                await false_hop.until(lambda hop=false_hop: hop.given)
+                await here.goes_on(10)
+        async with impostor(here, swallows) as false_hop:
+            await false_hop.until(lambda: false_hop.given)
+            await asyncio.sleep(2.0)
+            assert len(false_hop.kept) <= MOST_KEPT
+        await here.goes_on()
+
+
+# ---- as a command: python -m tests.security.test_impostors -----------------------------------------------------------
+
+
+async def all_lies(minutes: float) -> None:
+    """Each of them for so long; prints what came of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        async with company(Path(folder)) as here:
+            for lie in (*QUICK, *SLOW):
+                first = here.swarm.progress.step
+                async with impostor(here, lie) as false_hop:
+                    await asyncio.sleep(60 * minutes)
+                    print(
+                        f"{lie.__name__}: given {false_hop.given}, {here.swarm.progress.step - first} steps", flush=True
+                    )
+                await here.goes_on()
+
+
+if __name__ == "__main__":
+    asyncio.run(all_lies(1.5))

@@ -1,0 +1,160 @@
+"""A peer with a valid certificate of the run sends what it must not, in numbers: each time it is told why not, and the swarm goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from contextlib import suppress
+
+from node.data_duty import NUMBERS_A_SECOND
+from protocol.chunks import encode_chunk
+from protocol.frames import FarewellReason, Frame
+from protocol.seams import Question, QuestionAbout
+from protocol.tensor_spec import DType, TensorSpec
+from swarm.messages import (
+    ArrivalHint,
+    Close,
+    ControlMessage,
+    Direction,
+    Recall,
+    Receipt,
+    ReceiptStatus,
+    Settled,
+    Stranded,
+    Unsettled,
+)
+from swarm.vocabulary import Hop, MicrobatchId, ModuleId, Path, PeerId
+from tests.protocol.link_peers import LONG, Node
+from tests.security.adversary import Targets, header
+from tests.security.siege import BESIEGED, MAY_GROW_BYTES, Siege
+
+pytestmark = BESIEGED
+
+FORWARDS = 200
+
+
+def forbidden(targets: Targets, own: PeerId) -> dict[str, list[Frame | bytes]]:
+    """What ends the link, by the reason that is given."""
+    message, tensor, honest = targets.forward(own), targets.tensor, targets.data_node.peer
+    another = targets.forward(honest)
+    half_gigabyte = TensorSpec((8192, 16384), DType.FLOAT32)
+    half_precision = TensorSpec(tensor.shape, DType.BFLOAT16)
+    piece = encode_chunk(1, 0, memoryview(bytes(4096)))
+    return {
+        "a tensor (1, 32, 32) FLOAT32 was announced": [header(message, TensorSpec((1, 32, 32), DType.FLOAT32))],
+        "a tensor (2, 32, 32) BFLOAT16 was announced": [header(message, half_precision)],
+        "a tensor (8192, 16384) FLOAT32 was announced": [header(message, half_gigabyte)],
+        "module 9.0, which the manifest does not have": [header(targets.forward(own, module=ModuleId(9)), tensor)],
+        "sent what only": [header(another, tensor)],
+        "0 was due": [header(message, tensor, chunks=2), encode_chunk(1, 1, memoryview(bytes(4096)))],
+        "1 was due": [header(message, tensor, chunks=2), piece, piece],
+        "frame": [b"\xff" * 1000],
+    }
+
+
+async def test_what_is_forbidden_is_refused_with_the_reason_and_disturbs_nobody(scene: Siege) -> None:
+    targets, before = scene.targets, scene.peak_bytes(scene.targets.victim)
+    for reason in forbidden(targets, PeerId("")):
+        async with targets.attack() as (own, stream):
+            for frame in forbidden(targets, own)[reason]:
+                await stream.say(frame)
+            farewell = await stream.farewell()
+            assert farewell.reason is FarewellReason.VIOLATION
+            assert reason in farewell.detail
+    await _break_off(targets)
+    await _shout_at_the_port(targets)
+    await scene.goes_on()
+    assert scene.peak_bytes(targets.victim) - before < MAY_GROW_BYTES
+
+
+async def test_a_flood_of_microbatches_leaves_room_for_others(scene: Siege) -> None:
+    """The adversary plays a data node that never takes its results back. Its slots are free again 20 s after it has gone."""
+    targets, before = scene.targets, scene.peak_bytes(scene.targets.victim)
+    async with targets.peer() as intruder:
+        receipts = await _flood(targets, intruder)
+        told = Counter(receipt.status for receipt in receipts)
+        assert told == {ReceiptStatus.ACCEPTED: 12, ReceiptStatus.BUSY: FORWARDS - 12}
+        reasons = {receipt.detail for receipt in receipts} - {""}
+        assert "12 slots are taken by this data node, the rest is for others" in reasons
+        assert reasons <= {"12 slots are taken by this data node, the rest is for others", "all 16 slots are taken"}
+        await scene.goes_on(5)
+    assert scene.peak_bytes(targets.victim) - before < MAY_GROW_BYTES
+
+
+async def test_forged_news_of_others_microbatches_changes_nothing(scene: Siege) -> None:
+    """What it changes would show in the data node's account at the end of the siege."""
+    async with scene.targets.peer() as intruder:
+        data_node, victim = scene.targets.data_node.peer, scene.targets.victim.peer
+        for second in scene.seconds_of_the_start():
+            started = await _started(intruder, data_node)
+            for number in range(max(0, started - 10), started + 30):
+                microbatch = MicrobatchId(data_node, second * NUMBERS_A_SECOND + number)
+                for lie in lies_about(microbatch, intruder.peer):
+                    await intruder.transport.tell(data_node, lie)
+                    await intruder.transport.tell(victim, lie)
+        await scene.goes_on()
+
+
+def lies_about(microbatch: MicrobatchId, own: PeerId) -> tuple[ControlMessage, ...]:
+    path = Path(microbatch.data_node, (Hop(ModuleId(1), own), Hop(ModuleId(2), own)))
+    return (
+        Stranded(microbatch, Direction.FORWARD, 0, "a lie"),
+        Receipt(microbatch, Direction.FORWARD, 0, ReceiptStatus.PASSED_ON),
+        Receipt(microbatch, Direction.BACKWARD, -1, ReceiptStatus.ACCEPTED),
+        Receipt(microbatch, Direction.FORWARD, 0, ReceiptStatus.REFUSED, detail="a lie"),
+        Recall(microbatch, path, 0),
+        Settled(microbatch, path),
+        Unsettled(microbatch),
+        ArrivalHint(microbatch, 0, 1e300),
+        Close(microbatch, "a lie"),
+    )
+
+
+async def _started(intruder: Node, data_node: PeerId) -> int:
+    """How many microbatches have set out, as the data node tells everybody."""
+    status = json.loads(await intruder.transport.ask(data_node, Question(QuestionAbout.STATUS), LONG))
+    return int(status["counts"]["started"])
+
+
+async def _flood(targets: Targets, intruder: Node) -> list[Receipt]:
+    """Sends microbatches; the first receipt for each."""
+    data = memoryview(bytearray(targets.tensor.byte_length))
+    for number in range(FORWARDS):
+        message = targets.forward(intruder.peer, number)
+        await intruder.transport.send(targets.victim.peer, message, targets.tensor, data)
+    first: dict[MicrobatchId, Receipt] = {}
+
+    def all_answered() -> bool:
+        for _, message in intruder.handler.messages:
+            if isinstance(message, Receipt):
+                first.setdefault(message.microbatch, message)
+        return len(first) == FORWARDS
+
+    await intruder.handler.until(all_answered)
+    return list(first.values())
+
+
+async def _break_off(targets: Targets) -> None:
+    """Ends a stream in the middle of a tensor."""
+    async with targets.attack() as (own, stream):
+        await stream.say(header(targets.forward(own), targets.tensor, chunks=2))
+        await stream.say(encode_chunk(1, 0, memoryview(bytes(4096))))
+        await stream.stream.half_close()
+        while await stream.hear() is not None:
+            pass
+
+
+async def _shout_at_the_port(targets: Targets) -> None:
+    """Speaks no TLS to the victim's port, and is hung up on."""
+    host, _, port = targets.victim.addresses[0].rpartition(":")
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\xff\xff" + bytes(70_000)):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(garbage)
+        async with asyncio.timeout(LONG):
+            with suppress(ConnectionError):  # hung up on with what it sent unread
+                while await reader.read(4096):
+                    pass
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
