@@ -171,11 +171,13 @@ class DataNode:
         flight = self.flights.get(microbatch)
         step = self.flights.complete(microbatch)
         if flight is not None:
-            self._events.emit(Visit(self.flights.own, str(ModuleId(0)), str(microbatch)))
             hops = tuple(f"{hop.module}@{hop.peer}" for hop in path.hops)
             crash_point("before completed")
             self._events.emit(Completed(self.flights.own, str(microbatch), hops))
-            crash_point("after completed")
+            crash_point(
+                "after completed"
+            )  # a visit without its completion would be one too many, the other way round it is lost
+            self._events.emit(Visit(self.flights.own, str(ModuleId(0)), str(microbatch)))
             for hop in path.hops:
                 stage = hop.module.stage
                 self.progress.visits[stage] = self.progress.visits.get(stage, 0) + 1

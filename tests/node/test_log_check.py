@@ -307,6 +307,15 @@ def test_the_parts_of_a_log_are_one_and_a_missing_one_is_found(tmp_path: Path) -
     assert "part 2 of this log is missing" in result.stdout
 
 
+def test_a_data_node_that_is_killed_while_it_writes_may_lack_its_own_visit_but_not_the_completion() -> None:
+    """Therefore it writes the completion first."""
+    hops = [Log(A, [visit(A)]), Log(B, [visit(B)])]
+    report = judged(Log(D, [completed(A, B)], end=None), *hops)
+    assert report.violations == ()
+    assert report.counts["lost with a killed peer"] == 1
+    assert [rule for rule, _ in rules(judged(Log(D, [visit(D)], end=None)))] == ["exactly once"]
+
+
 # ---- tokens ------------------------------------------------------------------------------------------------------------
 
 
