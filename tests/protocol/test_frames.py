@@ -23,7 +23,7 @@ from protocol.frames import (
     encode,
 )
 from protocol.generated import link_pb2 as wire
-from protocol.identity import Identity
+from protocol.identity import peer_id_of
 from protocol.microbatch_frames import MAX_LIFETIME_MS
 from protocol.question_frames import AnswerFrame, QuestionFrame
 from protocol.seams import Question, QuestionAbout
@@ -46,7 +46,7 @@ from swarm.messages import (
 from swarm.vocabulary import MAX_HOPS, Hop, MicrobatchId, ModuleId, Path, RunId, VersionRange
 from tests.protocol.damage import assert_refused_or_another_valid_frame
 
-PEERS = [Identity.generate().peer for _ in range(3)]
+PEERS = [peer_id_of(bytes([number]) * 32) for number in range(3)]
 RUN = "ab" * 32
 
 uint32 = st.integers(0, 2**32 - 1)
