@@ -9,6 +9,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 PROTOS := $(wildcard proto/*.proto)
+# Two tests at a time: most of those that take long wait for processes to start or for each other.
+WORKERS ?= 2
 
 # The first interpreter that runs and is new enough.
 FIND_PYTHON = for candidate in $(PYTHON) python3.11 python3.12 python3.13 python3; do \
@@ -32,7 +34,7 @@ swarm:
 test:
 	@echo "skipstone: running the tests"
 	@$(MAKE) --no-print-directory --silent $(VENV)/.dev
-	@$(BIN)/python -m pytest -m "not docker" $(ARGS)
+	@$(BIN)/python -m pytest -m "not docker" -n $(WORKERS) --dist loadgroup $(ARGS)
 
 containers:
 	@echo "skipstone: testing a swarm of containers"

@@ -4,8 +4,8 @@ The rules, over the events `round`, `caught_up` and `restored`, of which each sa
 
 * rounds go forward: within one log the round of a peer and module never becomes smaller.
 * one digest a round: two digests for one (module, round) are a fork, which a partition of the network can bring about. It has
-  healed when there is one side that all peers of the other sides have joined: each of them later reports `caught_up` or `restored`
-  with a (round, digest) that the first side has held at that round or later. A fork that has not healed is a violation. Peers
+  healed when there is one side that all peers of the other sides have joined: each of them later reports `caught_up` or `restored`,
+  or in another life anything, with a (round, digest) that the first side has held at that round or later. A fork that has not healed is a violation. Peers
   whose last log has no clean end hold nothing any more, and need not have joined; nor need those that have moved to another module,
   or were started again and stopped before they served.
 * the same end: of the replicas of a module that stopped in good order, those that did so within END_MS of the last one hold the
@@ -126,7 +126,9 @@ class RoundCheck:
             if other == digest:
                 continue
             for peer, at in peers.items():
-                joined = any(held.fetched and held.anchor in lineage for held in histories[peer][at + 1 :])
+                life = histories[peer][at].life
+                later = (held for held in histories[peer][at + 1 :] if held.fetched or held.life is not life)
+                joined = any(held.anchor in lineage for held in later)
                 if not joined and self._last_lives[peer].ended_well and self._held_it(peer, module):
                     apart.append(peer)
         return apart

@@ -226,6 +226,14 @@ def test_a_fork_that_ended_with_a_killed_process_is_over() -> None:
     assert report.violations == ()
 
 
+def test_a_fork_is_over_when_its_side_comes_back_from_a_checkpoint_and_goes_on_with_the_others() -> None:
+    killed = Log(A2, [commit(A2, 1), commit(A2, 2, OTHER)], end=None)
+    back = Log(A2, [Restored(A2, "1.0", 1, ANCHOR), commit(A2, 2, NEXT)], began=5)
+    report = judged(Log(A, [commit(A, 1), commit(A, 2, NEXT)]), killed, back)
+    assert report.violations == ()
+    assert report.counts["forks healed"] == 1
+
+
 def test_a_round_that_goes_back_is_found_but_not_over_a_restart() -> None:
     report = judged(Log(A, [commit(A, 2), caught_up(A, 1, OTHER), commit(A, 2)]))
     assert rules(report) == [("rounds go forward", f"{A}:3")]
