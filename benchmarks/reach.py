@@ -39,6 +39,8 @@ from tests.e2e.home_network import HomeNetwork, home_network, why_no_home, why_n
 from tests.e2e.home_node import environment, node_at
 from tests.e2e.small_run import Watch, small_run, write_text
 
+RELAYED_BYTES = 10**12
+"""More than is sent: the cap is not what is measured."""
 PUBLIC_HOSTS = 3
 BYSTANDER, STRANGER, DIRECT_PLACE = range(PUBLIC_HOSTS)
 
@@ -53,12 +55,17 @@ class Way:
     surroundings: Callable[[HomeNetwork, Path], AbstractContextManager[None]] = lambda network, folder: nullcontext()
     why_not: Callable[[], str | None] = lambda: None
     """What this machine lacks for it, besides `why_no_home`."""
+    found: str = ""
+    """What the peer says of itself, if not the step."""
+    stranger_is_shut: bool = False
+    """Nobody can dial the stranger either. Then the link alone is measured: of such a pair one would have to be the data node."""
 
 
 WAYS = (
     Way("direct", DIRECT_PLACE),
     Way("mapped", "home", lambda network, folder: network.mapping_router(folder, upnp=False), why_no_mapping),
     Way("reverse", "home"),
+    Way("relay", "home", found="reverse", stranger_is_shut=True),
 )
 """In this order, the first is what the others are compared with."""
 
@@ -67,7 +74,7 @@ WAYS = (
 class Measured:
     connect_s: float
     mb_per_s: float
-    tokens_per_s: float
+    tokens_per_s: float | None
 
 
 class PeerProcess:
@@ -105,11 +112,12 @@ def peer_at(network: HomeNetwork, where: int | str, *arguments: str) -> Iterator
 
 def measure_link(network: HomeNetwork, way: Way) -> tuple[float, float]:
     """Seconds to connect, and MB/s, from a stranger."""
-    with peer_at(network, BYSTANDER, "--run", secrets.token_hex(32)) as bystander:
+    relaying = ("--relay-bytes", str(RELAYED_BYTES)) if way.stranger_is_shut else ()
+    with peer_at(network, BYSTANDER, "--run", secrets.token_hex(32), *relaying) as bystander:
         link = str(bystander.hear()["link"])
         with peer_at(network, way.place, "--link", link) as receiver:
             peer, found = str(receiver.hear()["peer"]), receiver.hear()
-            if found["step"] != way.step:
+            if found["step"] != (way.found or way.step):
                 raise SystemExit(f"wanted the step {way.step}, found {found['step']}: {found['reason']}")
             with peer_at(network, STRANGER, "--link", link, "--to", peer, "--step", way.step) as stranger:
                 return float(stranger.hear()["connected_s"]), statistics.median(stranger.hear()["mb_per_s"])
@@ -149,14 +157,19 @@ def measure(way: Way, training_steps: int) -> Measured:
     """In a network of its own, made and removed."""
     with tempfile.TemporaryDirectory() as name, home_network(PUBLIC_HOSTS) as network:
         folder = Path(name)
+        if way.stranger_is_shut:
+            network.shut(STRANGER)
         with way.surroundings(network, folder):
             connect_s, mb_per_s = measure_link(network, way)
-            tokens_per_s = asyncio.run(measure_training(network, way, folder, training_steps))
+            tokens_per_s = None
+            if not way.stranger_is_shut:
+                tokens_per_s = asyncio.run(measure_training(network, way, folder, training_steps))
     return Measured(connect_s, mb_per_s, tokens_per_s)
 
 
 def medians(rounds: list[Measured]) -> dict[str, float]:
-    keys = asdict(rounds[0])
+    """Of what was measured."""
+    keys = (key for key, value in asdict(rounds[0]).items() if value is not None)
     return {key: round(statistics.median(asdict(one)[key] for one in rounds), 4) for key in keys}
 
 
@@ -166,8 +179,9 @@ def table(results: list[dict[str, Any]]) -> str:
         if "skipped" in result:
             lines.append(f"{result['step']:<10}skipped: {result['skipped']}")
             continue
-        shares = f"{result.get('mb_share', 1.0):.2f} and {result.get('tokens_share', 1.0):.2f}"
-        figures = f"{result['connect_s']:>12.3f}{result['mb_per_s']:>10.0f}{result['tokens_per_s']:>12.0f}"
+        shares = " and ".join(f"{result[key]:.2f}" for key in ("mb_share", "tokens_share") if key in result)
+        tokens = f"{result['tokens_per_s']:.0f}" if "tokens_per_s" in result else "-"
+        figures = f"{result['connect_s']:>12.3f}{result['mb_per_s']:>10.0f}{tokens:>12}"
         lines.append(f"{result['step']:<10}{figures}{shares:>20}")
     return "\n".join(lines)
 
@@ -202,10 +216,8 @@ def results_of(step: str, lack: str | None, found: dict[str, list[Measured]]) ->
     if WAYS[0].step not in found:
         return {"step": step, **own}
     first = medians(found[WAYS[0].step])
-    shares = {
-        "mb_share": round(own["mb_per_s"] / first["mb_per_s"], 3),
-        "tokens_share": round(own["tokens_per_s"] / first["tokens_per_s"], 3),
-    }
+    figures = {"mb_share": "mb_per_s", "tokens_share": "tokens_per_s"}
+    shares = {share: round(own[figure] / first[figure], 3) for share, figure in figures.items() if figure in own}
     return {"step": step, **own, **shares}
 
 

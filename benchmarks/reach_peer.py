@@ -38,6 +38,7 @@ TENSORS_PER_BATCH = 32
 IN_FLIGHT = 4
 BATCHES = 6
 PATIENCE_S = 120.0
+RELAY = "relay"
 
 
 class Listener:
@@ -75,6 +76,9 @@ class Counter:
     def told(self, sender: PeerId, message: MicrobatchControl) -> None:
         self.whole.set()
 
+    def link_up(self, peer: PeerId) -> None:
+        return
+
     def link_down(self, peer: PeerId, error: Exception) -> None:
         return
 
@@ -101,9 +105,11 @@ async def receive(presence: Presence, counter: Counter, events: Listener) -> Non
             await presence.transport.tell(sender, Close(MicrobatchId(sender, 0), "whole"))
 
 
-async def send(presence: Presence, counter: Counter, receiver: PeerId, step: str) -> None:
+async def send(presence: Presence, counter: Counter, events: Listener, receiver: PeerId, step: str) -> None:
     """Waits until the receiver announces what goes with its step, and says the rate of each batch after the first, in MB/s."""
     async with asyncio.timeout(PATIENCE_S):
+        if step == RELAY:
+            await events.found  # before it knows that it cannot be dialled it would call the other and wait for it
         while not _is_announced(presence, receiver, step):
             presence.neighbourhood.changed.clear()
             await presence.neighbourhood.changed.wait()
@@ -133,14 +139,17 @@ async def send(presence: Presence, counter: Counter, receiver: PeerId, step: str
 
 def _is_announced(presence: Presence, receiver: PeerId, step: str) -> bool:
     known = presence.membership.get(receiver)
-    return known is not None and known.is_reachable and bool(known.via) == (step not in ("direct", "mapped"))
+    if known is None or not known.is_reachable or bool(known.via) != (step not in ("direct", "mapped")):
+        return False
+    return step != RELAY or any(via is not None and via.relay for via in map(presence.membership.get, known.via))
 
 
 async def main(arguments: argparse.Namespace, over: asyncio.Event) -> None:
     link = None if arguments.link is None else parse_link(arguments.link)
     run = RunId(arguments.run) if link is None else link.run
     where = Whereabouts(listen=arguments.listen)
-    settings = DirectorySettings(arguments.listen, 0, (), () if link is None else link.peers)
+    peers = () if link is None else link.peers
+    settings = DirectorySettings(arguments.listen, 0, (), peers, relay_bytes_per_hour=arguments.relay_bytes)
     counter, events = Counter(), Listener()
     async with present(Identity.generate(), run, where, settings, SystemClock(), events) as presence:
         presence.reception.carrier = counter  # type: ignore[assignment]
@@ -148,7 +157,7 @@ async def main(arguments: argparse.Namespace, over: asyncio.Event) -> None:
             work = asyncio.create_task(
                 receive(presence, counter, events)
                 if arguments.to is None
-                else send(presence, counter, PeerId(arguments.to), arguments.step)
+                else send(presence, counter, events, PeerId(arguments.to), arguments.step)
             )
             ending = asyncio.create_task(over.wait())
             await asyncio.wait((work, ending), return_when=asyncio.FIRST_COMPLETED)
@@ -180,4 +189,5 @@ if __name__ == "__main__":
     parser.add_argument("--link", help="of the others")
     parser.add_argument("--to", help="peer to send to; none: receive")
     parser.add_argument("--step", default="", help="that the receiver stands on")
+    parser.add_argument("--relay-bytes", type=int, default=0, help="in an hour, that it carries for others")
     run_until_stdin_ends(parser.parse_args())

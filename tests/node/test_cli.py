@@ -181,7 +181,12 @@ class TestJoin:
         self, monkeypatch: pytest.MonkeyPatch, error: SkipstoneError, grouped: bool
     ) -> None:
         async def run_node(options: NodeOptions, events: EventSink, stop: asyncio.Event) -> None:
-            raise ExceptionGroup("tasks", [error]) if grouped else error
+            if not grouped:
+                raise error
+            try:
+                raise error
+            except SkipstoneError as raised:
+                raise ExceptionGroup("tasks", [raised]) from None
 
         pretend(monkeypatch, run_node=run_node)
         result = run("join", LINK)

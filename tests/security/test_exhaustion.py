@@ -14,7 +14,7 @@ import pytest
 
 from node.carrier import MAX_WAITING_TELLS
 from protocol.seams import Contact
-from swarm.errors import PeerError, Rejected
+from swarm.errors import PeerError, Rejected, Unreachable
 from swarm.messages import Close, Unsettled
 from swarm.vocabulary import MicrobatchId
 from tests.node.small_swarm import DATA, small_swarm
@@ -117,7 +117,8 @@ async def test_what_grpc_has_compressed_is_not_taken() -> None:
         async with hostile_stream(contact, hostile, introduced=False, compression=grpc.Compression.Gzip) as stream:
             with suppress(PeerError):
                 await stream.say(bytes(64 * 2**20))
-            with pytest.raises(Rejected, match="no Skipstone node"):  # UNIMPLEMENTED, before anything is inflated
+            # UNIMPLEMENTED, before anything is inflated; or the call was cut while it was still being sent.
+            with pytest.raises((Rejected, Unreachable), match=r"no Skipstone node|the stream broke"):
                 await stream.farewell()
         assert server.handler.ups == []
         honest.persona.knows(server.persona, server.port)
