@@ -201,7 +201,11 @@ def main() -> None:
     for number in range(arguments.rounds):
         for way in wanted:
             if lacks[way.step] is None:
-                one = measure(way, arguments.training_steps)
+                try:
+                    one = measure(way, arguments.training_steps)
+                except SystemExit as failure:
+                    lacks[way.step] = f"it failed: {failure}"
+                    continue
                 found.setdefault(way.step, []).append(one)
                 print(f"round {number + 1}, {way.step}: {one}", file=sys.stderr)
     results = [results_of(way.step, lacks[way.step], found) for way in wanted]
