@@ -87,6 +87,20 @@ def say(**words: object) -> None:
     print(json.dumps(words), flush=True)
 
 
+async def settled(presence: Presence, events: Listener) -> Reach:
+    """How it is reached, when all that follows from that is done: a hidden node starts its DHT again, as a client, and tunnels end with the old one."""
+    reach = await events.found
+    async with asyncio.timeout(PATIENCE_S):
+        while reach.step == "reverse" and not _runs_again(presence):  # noqa: ASYNC110 - the directory tells nobody
+            await asyncio.sleep(0.1)
+    return reach
+
+
+def _runs_again(presence: Presence) -> bool:
+    figures = presence.directory.statistics
+    return figures.running and figures.restarts > 0
+
+
 async def receive(presence: Presence, counter: Counter, events: Listener) -> None:
     """Serves, says how it is reached, and answers every batch; until cancelled."""
     presence.own.take(ModuleId(1))
@@ -95,7 +109,7 @@ async def receive(presence: Presence, counter: Counter, events: Listener) -> Non
     say(peer=presence.own.peer, link=str(presence.link))
 
     async def tell_step() -> None:
-        reach = await events.found
+        reach = await settled(presence, events)
         say(step=reach.step, reason=reach.reason)
 
     async with asyncio.TaskGroup() as tasks:
@@ -109,7 +123,9 @@ async def send(presence: Presence, counter: Counter, events: Listener, receiver:
     """Waits until the receiver announces what goes with its step, and says the rate of each batch after the first, in MB/s."""
     async with asyncio.timeout(PATIENCE_S):
         if step == RELAY:
-            await events.found  # before it knows that it cannot be dialled it would call the other and wait for it
+            await settled(
+                presence, events
+            )  # before it knows that it cannot be dialled it would call the other and wait for it
         while not _is_announced(presence, receiver, step):
             presence.neighbourhood.changed.clear()
             await presence.neighbourhood.changed.wait()
