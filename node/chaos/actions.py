@@ -54,7 +54,7 @@ def _crash(table: Table, at_s: float, cast: Cast) -> tuple[Happening, ...]:
     return (
         Crash(
             at_s,
-            _stage(table, cast),
+            cast.read_stage(table),
             _one_of(table, "point", POINTS),
             int(table.number("nth", 1, 10**9, 1, whole=True)),
             table.flag("again"),
@@ -81,15 +81,11 @@ def _odd(table: Table, at_s: float, cast: Cast) -> tuple[Happening, ...]:
         oddities.append(f"--protocol={versions}")
     if not oddities:
         raise ConfigError(f"{table.path('clock')} and {table.path('protocol')} are missing: there is nothing odd")
-    return (Odd(at_s, _stage(table, cast), tuple(oddities), table.flag("works"), cast.groups[0].site),)
+    return (Odd(at_s, cast.read_stage(table), tuple(oddities), table.flag("works"), cast.groups[0].site),)
 
 
 def _freeze_convener(table: Table, at_s: float, cast: Cast) -> tuple[Happening, ...]:
-    return (FreezeConvener(at_s, _stage(table, cast), _for(table)),)
-
-
-def _stage(table: Table, cast: Cast) -> int:
-    return int(table.number("stage", 0, cast.stages - 1, whole=True))
+    return (FreezeConvener(at_s, cast.read_stage(table), _for(table)),)
 
 
 def _one_of(table: Table, key: str, known: Mapping[str, str]) -> str:

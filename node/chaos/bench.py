@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 
 from node.chaos.watch import Watch
@@ -136,9 +136,3 @@ async def until(over: Callable[[], bool]) -> None:
         if over():
             return
         await asyncio.sleep(LOOK_S)
-
-
-def named(peers: Sequence[int]) -> str:
-    """In words."""
-    numbers = ", ".join(str(peer) for peer in peers)
-    return f"peer {numbers}" if len(peers) == 1 else f"peers {numbers}"

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import resource
 import signal
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Protocol, runtime_checkable
 
-from node.chaos.bench import Bench, named
+from node.chaos.bench import Bench
 from node.crash_points import VARIABLE, crash_at
 from node.events import RoundProgress
 from node.local_setup import node_command
 from node.wan.emulation import Way
-from node.wan.happenings import Freeze
+from node.wan.happenings import Freeze, named
+from node.wan.laboratory import send_signal
 from node.wan.link_shape import ShapeChange, Site
 
 DHT_CHILD = "protocol.dht_process"
@@ -123,11 +122,11 @@ class Child:
         if len(pids) < len(self.peers):
             bench.miss(f"only {what} were there")
         if not self.for_s:
-            _signal(pids, signal.SIGKILL)
+            send_signal(pids, signal.SIGKILL)
             bench.fault(f"{what} killed")
             return
-        _signal(pids, signal.SIGSTOP)
-        bench.lasts(f"{what} stand still", self.for_s, lambda: _signal(pids, signal.SIGCONT))
+        send_signal(pids, signal.SIGSTOP)
+        bench.lasts(f"{what} stand still", self.for_s, lambda: send_signal(pids, signal.SIGCONT))
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,11 +281,3 @@ def _runs(pid: int, which: str) -> bool:
     except OSError:  # it has ended
         return False
     return which in words if which == DHT_CHILD else Path(words[0]).name == which
-
-
-def _signal(pids: Sequence[int], number: signal.Signals) -> None:
-    for pid in pids:
-        try:
-            os.kill(pid, number)
-        except ProcessLookupError:  # it has ended, as it does with its node
-            continue

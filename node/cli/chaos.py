@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from node.cli.interrupts import Interrupts
-from node.cli.output import announce, print_json, run_loop, tell
+from node.cli.interrupts import until_stopped
+from node.cli.output import announce, print_json, run_loop
 from node.cli.text import duration, harmless
 from swarm.errors import ConfigError
 
 if TYPE_CHECKING:
     from node.chaos.plan import ChaosPlan
     from node.chaos.report import Judged
-    from node.chaos.series import Series
 
 
 def chaos(
@@ -48,7 +47,7 @@ def chaos(
     series = Series(
         out, stop, voice.began, lambda mark: voice.say(f"  {duration(mark.at_s)}  {mark.what}"), voice.ended
     )
-    done, exit_code = run_loop(_run(series, plans, stop))
+    done, exit_code = run_loop(until_stopped(series.run(plans), stop, series.kill))
     if json:
         print_json(report_json(done))
     else:
@@ -57,18 +56,6 @@ def chaos(
         )
     all_passed = len(done) == len(plans) and all(each.passed for each in done)
     raise typer.Exit(exit_code or (0 if all_passed else 1))
-
-
-async def _run(series: Series, plans: list[ChaosPlan], stop: asyncio.Event) -> tuple[list[Judged], int]:
-    """What was judged, and 128 + the signal's number when one ended it."""
-    loop = asyncio.get_running_loop()
-
-    def ask() -> None:
-        tell("\nstopping in good order; once more to stop at once")
-        loop.call_soon_threadsafe(stop.set)
-
-    with Interrupts(ask, lambda _: series.kill()) as interrupts:
-        return await series.run(plans), interrupts.exit_code
 
 
 class _Voice:

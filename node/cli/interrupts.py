@@ -14,9 +14,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
+
+from node.cli.output import tell
+
+Result = TypeVar("Result")
 
 STOP_LIMIT_S = 20.0
 """A stop in good order takes no longer than this; whoever waits for one may then use force."""
@@ -94,3 +98,19 @@ def stop_on_end_of_input(ask: Callable[[], None]) -> None:
         end_by(STOP_LIMIT_S + 5)
 
     threading.Thread(target=watch, name="end-of-input", daemon=True).start()
+
+
+async def until_stopped(work: Awaitable[Result], stop: asyncio.Event, kill: Callable[[], None]) -> tuple[Result, int]:
+    """The result of work that ends in good order when `stop` is set, and 128 + the signal's number when one ended it.
+
+    Args:
+        kill: ends at once whatever the work has started; called from a signal handler.
+    """
+    loop = asyncio.get_running_loop()
+
+    def ask() -> None:
+        tell("\nstopping in good order; once more to stop at once")
+        loop.call_soon_threadsafe(stop.set)
+
+    with Interrupts(ask, lambda _: kill()) as interrupts:
+        return await work, interrupts.exit_code

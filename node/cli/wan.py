@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from node.cli.interrupts import Interrupts
-from node.cli.output import announce, print_json, run_loop, tell
+from node.cli.interrupts import until_stopped
+from node.cli.output import announce, print_json, run_loop
 from node.cli.text import count, duration, harmless, loss_text, megabytes
 from swarm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from node.wan.experiment import Experiment, Result
+    from node.wan.experiment import Result
     from node.wan.metrics import Row
     from node.wan.runner import News
 
@@ -58,25 +58,13 @@ def wan(
     teller = _Teller(as_json=json)
     stop = asyncio.Event()
     experiment = Experiment(read, text, out, teller.tell, stop)
-    result, exit_code = run_loop(_run(experiment, stop, compare=compare))
+    result, exit_code = run_loop(until_stopped(experiment.run(compare=compare), stop, experiment.kill))
     teller.end()
     if json:
         print_json(result.as_json())
     else:
         _show(result, out)
     raise typer.Exit(exit_code or (1 if result.outcome.check.violations else 0))
-
-
-async def _run(experiment: Experiment, stop: asyncio.Event, *, compare: bool) -> tuple[Result, int]:
-    """The result, and 128 + the signal's number when one ended it."""
-    loop = asyncio.get_running_loop()
-
-    def ask() -> None:
-        tell("\nstopping in good order; once more to stop at once")
-        loop.call_soon_threadsafe(stop.set)
-
-    with Interrupts(ask, lambda _: experiment.kill()) as interrupts:
-        return await experiment.run(compare=compare), interrupts.exit_code
 
 
 class _Teller:

@@ -5,6 +5,7 @@ Whoever adds a kind hands a reader for it to `scenario.read_scenario` and carrie
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -96,3 +97,9 @@ class ReplaceOne:
 
     NAME: ClassVar[str] = "replace"
     at_s: float
+
+
+def named(peers: Sequence[int]) -> str:
+    """In words."""
+    numbers = ", ".join(str(peer) for peer in peers)
+    return f"peer {numbers}" if len(peers) == 1 else f"peers {numbers}"

@@ -8,7 +8,7 @@ import math
 import os
 import random
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from node.local_setup import LocalSwarmOptions, Place, PlannedPeer
 from node.local_swarm import LocalSwarm
 from node.task_scope import task_scope
 from node.wan.emulation import Emulation, Member
-from node.wan.happenings import Freeze, Happening, Heal, Kill, Partition, ReplaceOne, Reshape, Start, Stop
+from node.wan.happenings import Freeze, Happening, Heal, Kill, Partition, ReplaceOne, Reshape, Start, Stop, named
 from node.wan.link_shape import Site
 from node.wan.profiles import profile_of
 from node.wan.proxy import Door, ListenWatch, Proxy
@@ -70,23 +70,23 @@ class Laboratory:
                     before = self.emulation.site(peer) if profile is None else profile_of(profile).site
                     self.emulation.place(peer, Site(change.applied_to(before.shape), before.region))
                 what = ", ".join(filter(None, (profile, *change.in_words())))
-                return f"{_named(peers)} got another link: {what or 'the same'}"
+                return f"{named(peers)} got another link: {what or 'the same'}"
             case Kill(_, peers):
                 for peer in peers:
                     self.kill(peer)
-                return f"{_named(peers)} killed"
+                return f"{named(peers)} killed"
             case Stop(_, peers):
                 for peer in peers:
                     self.swarm.terminate(peer)
-                return f"{_named(peers)} asked to leave"
+                return f"{named(peers)} asked to leave"
             case Start(_, stage, site):
                 return f"peer {self.start(stage, site)} started for stage {stage}"
             case Freeze(_, peers, for_s):
                 self._freeze(peers, for_s)
-                return f"{_named(peers)} frozen for {for_s:g} s"
+                return f"{named(peers)} frozen for {for_s:g} s"
             case Partition(_, sides):
                 self.emulation.partition(sides)
-                return f"partition: {' | '.join(_named(side) for side in sides)}"
+                return f"partition: {' | '.join(named(side) for side in sides)}"
             case Heal():
                 self.emulation.heal()
                 return "the partition is healed"
@@ -156,9 +156,7 @@ class Laboratory:
 
     def _signal(self, peers: set[int], number: signal.Signals) -> None:
         """To every process of these peers. The DHT's is in a session of its own, so a process group is not enough."""
-        for pid in self.processes_of(peers):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+        send_signal(self.processes_of(peers), number)
 
     def processes_of(self, peers: set[int]) -> Iterator[int]:
         """Of these peers: their nodes' processes and all that those have started."""
@@ -218,6 +216,8 @@ async def _background() -> AsyncIterator[Spawn]:
                 task.cancel()
 
 
-def _named(peers: Sequence[int]) -> str:
-    numbers = ", ".join(str(peer) for peer in peers)
-    return f"peer {numbers}" if len(peers) == 1 else f"peers {numbers}"
+def send_signal(pids: Iterable[int], number: signal.Signals) -> None:
+    """To each of them that is still there."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)

@@ -90,6 +90,10 @@ class Cast:
     def peers(self) -> int:
         return sum(len(group.peers) for group in self.groups)
 
+    def read_stage(self, table: Table) -> int:
+        """Raises ConfigError."""
+        return int(table.number("stage", 0, self.stages - 1, whole=True))
+
     def read_peers(self, table: Table, key: str = "peers") -> tuple[int, ...]:
         """A list of indices and names of groups, as indices. Raises ConfigError."""
         return self._members(table.items(key), table.path(key))
@@ -133,7 +137,7 @@ def _shape(table: Table, at_s: float, cast: Cast) -> tuple[Happening, ...]:
 
 
 def _start(table: Table, at_s: float, cast: Cast) -> tuple[Happening, ...]:
-    stage = int(table.number("stage", 0, cast.stages - 1, whole=True))
+    stage = cast.read_stage(table)
     profile = table.text_or_none("profile")
     site = cast.groups[0].site if profile is None else profile_of(profile).site
     return (Start(at_s, stage, site),)
