@@ -206,6 +206,8 @@ class LocalSwarm:
         self._take(peer_exited(self.progress, peer.index, end.exit_code))
         if end.exit_code:
             self._tell_of_failure(peer, end)
+        else:  # there may be nothing else to come that shows whoever watches that the run is over
+            self._take(noted(self.progress, Note("info", f"{_name(peer)} ended in good order")))
 
     def _heard(self, peer: PlannedPeer, line: bytes) -> None:
         try:

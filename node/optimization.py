@@ -16,6 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from node.adamw import AdamW, Moments
 from node.checkpoint.state import InnerState
 from node.schedule import learning_rate
 from node.tensors import copied
@@ -125,10 +126,10 @@ class StepFigures:
 
 
 class InnerOptimizer:
-    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) over one module's parameters, which are float32.
+    """AdamW over one module's parameters, which are float32.
 
     A module is one part, or two for stage 0: those have their own accumulators and visits but step together, and their
-    gradients are clipped as one. Vectors (norms) are not decayed: pulling a scale towards 0 regularises nothing.
+    gradients are clipped as one.
     """
 
     def __init__(self, training: TrainingSection, accumulators: Sequence[Accumulator]) -> None:
@@ -138,16 +139,7 @@ class InnerOptimizer:
         self._training = training
         self._accumulators = tuple(accumulators)
         self._parameters = [parameter for accumulator in accumulators for parameter in accumulator.parameters]
-        matrices = [parameter for parameter in self._parameters if parameter.dim() >= 2]
-        vectors = [parameter for parameter in self._parameters if parameter.dim() < 2]
-        inner = training.inner
-        self._adamw = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": inner.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-            lr=inner.learning_rate,
-            betas=(inner.beta1, inner.beta2),
-            eps=inner.epsilon,
-            fused=True,  # one pass over memory on CPU and CUDA alike
-        )
+        self._adamw = AdamW(self._parameters, training.inner)
 
     @property
     def due(self) -> bool:
@@ -169,9 +161,7 @@ class InnerOptimizer:
         self.steps += 1
         self._ramp = min(RAMP_STEPS, self._ramp + 1)
         rate = learning_rate(self._training, self.steps) * (self._ramp / RAMP_STEPS)
-        for group in self._adamw.param_groups:
-            group["lr"] = rate
-        self._adamw.step()
+        self._adamw.step(rate)
         for accumulator in self._accumulators:
             accumulator.start_over()
         return StepFigures(self.steps, visits, norm.item(), rate)
@@ -180,10 +170,10 @@ class InnerOptimizer:
         """A copy of the state on the CPU, by the names that the module has for its parameters (`parameters_of`)."""
         moments, variances, steps = dict[str, Tensor](), dict[str, Tensor](), dict[str, int]()
         for name, parameter in self._named(names).items():
-            state = self._adamw.state.get(parameter)
-            if state:
-                moments[name], variances[name] = copied(state["exp_avg"]), copied(state["exp_avg_sq"])
-                steps[name] = int(state["step"].item())
+            state = self._adamw.moments.get(parameter)
+            if state is not None:
+                moments[name], variances[name] = copied(state.mean), copied(state.variance)
+                steps[name] = int(state.steps.item())
         return InnerState(self.steps, moments, variances, steps)
 
     def import_state(self, names: Mapping[str, Tensor], saved: InnerState) -> None:
@@ -199,14 +189,14 @@ class InnerOptimizer:
             ):
                 raise StateError("the saved optimizer is of another model")
         self.steps = saved.steps
-        self._adamw.state.clear()
+        self._adamw.moments.clear()
         for name, count in saved.adam_steps.items():
             parameter = named[name]
-            self._adamw.state[parameter] = {
-                "step": torch.tensor(float(count), device=parameter.device),  # where the fused kernel wants it
-                "exp_avg": saved.exp_avg[name].to(parameter.device, parameter.dtype, copy=True),
-                "exp_avg_sq": saved.exp_avg_sq[name].to(parameter.device, parameter.dtype, copy=True),
-            }
+            self._adamw.moments[parameter] = Moments(
+                saved.exp_avg[name].to(parameter.device, parameter.dtype, copy=True),
+                saved.exp_avg_sq[name].to(parameter.device, parameter.dtype, copy=True),
+                torch.tensor(float(count), device=parameter.device),
+            )
 
     def _named(self, names: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
         """The parameters by name. They are told apart by their memory: the named ones are detached."""
@@ -217,7 +207,7 @@ class InnerOptimizer:
         """The parameters have become others, with so many steps behind them: forgets the moments, and rises to the schedule's rate over RAMP_STEPS."""
         self.steps = steps
         self._ramp = 0
-        self._adamw.state.clear()
+        self._adamw.moments.clear()
 
 
 def are_finite(gradients: Sequence[Tensor]) -> bool:

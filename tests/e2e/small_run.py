@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from node.events import Event, NodeSummary, Step
+from node.events import Event, NodeStatus, NodeSummary, Step
 from node.local_swarm import LocalSwarm
 from protocol.manifest import Manifest, manifest_from_table
 
@@ -62,12 +62,23 @@ class Watch:
 
     async def until(self, wanted: Callable[[Event], bool]) -> Event:
         """The next event that is wanted."""
-        async with asyncio.timeout(PATIENCE_S):
-            async for event in self._events:
-                self.seen.append(event)
-                if wanted(event):
-                    return event
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                async for event in self._events:
+                    self.seen.append(event)
+                    if wanted(event):
+                        return event
+        except TimeoutError:
+            raise AssertionError(f"it did not come within {PATIENCE_S:.0f} s, after {self.seen[-30:]}") from None
         raise AssertionError("the swarm ended before it came")
+
+    async def under_way(self, swarm: LocalSwarm) -> None:
+        """Until every node serves and five steps are done: steps begin before all replicas of a stage are there."""
+        waited_for = {peer.peer for peer in swarm.peers}
+        while not all(self.states(peer)[-1:] == ["serving"] for peer in waited_for):
+            await self.until(lambda event: isinstance(event, NodeStatus) and event.state == "serving")
+        if swarm.progress.step < 5:
+            await self.step(5)
 
     async def step(self, number: int) -> Event:
         return await self.until(lambda event: isinstance(event, Step) and event.step >= number)
@@ -79,6 +90,9 @@ class Watch:
                 self.seen.append(event)
                 if swarm.progress.is_over:
                     swarm.request_stop()
+
+    def states(self, peer: str) -> list[str]:
+        return [event.state for event in self.seen if isinstance(event, NodeStatus) and event.peer == peer]
 
     def losses(self) -> list[float]:
         return [event.loss for event in self.seen if isinstance(event, Step)]

@@ -43,7 +43,7 @@ async def test_gradients_count_exactly_once_when_a_replica_is_lost_under_way(
     options = LocalSwarmOptions(peers=5, threads=1, log_dir=tmp_path / "logs")
     async with LocalSwarm(manifest, options) as swarm:
         watch = Watch(swarm)
-        await watch.step(5)
+        await watch.under_way(swarm)
         victim = next(peer for peer in swarm.peers if peer.stage == REPLICATED)
         swarm.kill(victim.index, number)
         await watch.until(lambda event: event == PeerChange(victim.peer, "down", getattr(event, "reason", "")))
@@ -72,7 +72,7 @@ async def test_work_goes_to_the_other_replica(tmp_path: Path, number: signal.Sig
     manifest = small_run(write_text(tmp_path / "text"))
     async with LocalSwarm(manifest, LocalSwarmOptions(peers=5, steps=40, threads=1)) as swarm:
         watch = Watch(swarm)
-        await watch.step(5)
+        await watch.under_way(swarm)
         victim = next(peer.index for peer in swarm.peers if peer.stage == REPLICATED)
         swarm.kill(victim, number)
         await watch.step(40)

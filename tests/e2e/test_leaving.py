@@ -27,10 +27,6 @@ REPLICATED = 1
 """The stage that has a second peer, the fifth of the swarm."""
 
 
-def states_of(watch: Watch, peer: str) -> list[str]:
-    return [event.state for event in watch.seen if isinstance(event, NodeStatus) and event.peer == peer]
-
-
 def assert_nothing_lost(watch: Watch, completed: int, *, abandoned: bool = False) -> None:
     """Everything that was started is complete, and every stage has learnt from each microbatch once."""
     data = [summary for summary in watch.summaries() if summary.module == "0.0"]
@@ -51,7 +47,7 @@ async def test_a_replica_leaves_and_nothing_is_abandoned(tmp_path: Path, how: st
     manifest = small_run(write_text(tmp_path / "text"))
     async with LocalSwarm(manifest, LocalSwarmOptions(peers=5, steps=40, threads=1)) as swarm:
         watch = Watch(swarm)
-        await watch.step(5)
+        await watch.under_way(swarm)
         leaver = [peer for peer in swarm.peers if peer.stage == REPLICATED][-1]
         if how == "leave":
             await ask_to_leave(leaver.identity_path, STOP_LIMIT_S)
@@ -64,7 +60,7 @@ async def test_a_replica_leaves_and_nothing_is_abandoned(tmp_path: Path, how: st
         assert swarm.ends[leaver.index].exit_code == 0
         assert not door_path(leaver.identity_path).exists()
         await watch.to_the_end(swarm)
-    assert states_of(watch, leaver.peer)[-2:] == ["serving", "draining"]
+    assert watch.states(leaver.peer)[-2:] == ["serving", "draining"]
     assert_nothing_lost(watch, 40 * manifest.microbatches_per_step)
 
 
@@ -72,7 +68,7 @@ async def test_a_second_signal_ends_a_draining_node_at_once(tmp_path: Path) -> N
     manifest = small_run(write_text(tmp_path / "text"))
     async with LocalSwarm(manifest, LocalSwarmOptions(peers=5, steps=20, threads=1)) as swarm:
         watch = Watch(swarm)
-        await watch.step(3)
+        await watch.under_way(swarm)
         leaver = [peer for peer in swarm.peers if peer.stage == REPLICATED][-1]
         swarm.terminate(leaver.index)
         await watch.until(
@@ -101,7 +97,7 @@ async def test_a_peer_moves_to_a_stage_that_has_lost_its_last_one(tmp_path: Path
     manifest = small_run(write_text(tmp_path / "text"))
     async with LocalSwarm(manifest, LocalSwarmOptions(peers=5, threads=1, moving=True)) as swarm:
         watch = Watch(swarm)
-        await watch.step(5)
+        await watch.under_way(swarm)
         swarm.kill(2, signal.SIGKILL)
         await watch.until(lambda event: isinstance(event, Resumed) and event.module == "2.0")
         moves = [event for event in watch.seen if isinstance(event, Move)]
@@ -111,7 +107,7 @@ async def test_a_peer_moves_to_a_stage_that_has_lost_its_last_one(tmp_path: Path
         await watch.until(lambda event: len(watch.losses()) > before + 3)
         swarm.request_stop()
         await watch.to_the_end(swarm)
-    assert states_of(watch, moves[0].peer)[-5:] == ["serving", "draining", "joining", "serving", "draining"]
+    assert watch.states(moves[0].peer)[-5:] == ["serving", "draining", "joining", "serving", "draining"]
     assert [e.exit_code for index, e in sorted(swarm.ends.items()) if index != 2] == [0, 0, 0, 0]
     completed = next(s.microbatches.completed for s in watch.summaries() if s.module == "0.0")
     assert_nothing_lost(watch, completed, abandoned=True)
