@@ -10,7 +10,8 @@ For each step, the median of the rounds:
 
 * `connect_s`: until a stranger on a public host has a link to the peer
 * `mb_per_s`: of tensors of 8.39 MB, 4 at a time, from that stranger to the peer (median of 6 batches of 32)
-* `tokens_per_s`: of a small run of two stages, whose data node is on a public host and whose only other node is the peer
+* `tokens_per_s`: of a small run of three stages, each with one node: the data node on a public host, the peer, and a third one,
+  also on a public host. For `relay` that third one cannot be dialled either, and the data node relays between the two.
 """
 
 from __future__ import annotations
@@ -33,16 +34,17 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from node.events import NodeStatus, Step
-from node.local_setup import LocalSwarmOptions
+from node.local_setup import LocalSwarmOptions, Place
 from node.local_swarm import LocalSwarm
 from tests.e2e.home_network import HomeNetwork, home_network, why_no_home, why_no_mapping
-from tests.e2e.home_node import environment, node_at
+from tests.e2e.home_node import WatchedNode, environment, node_at
 from tests.e2e.small_run import Watch, small_run, write_text
 
 RELAYED_BYTES = 10**12
 """More than is sent: the cap is not what is measured."""
-PUBLIC_HOSTS = 3
-BYSTANDER, STRANGER, DIRECT_PLACE = range(PUBLIC_HOSTS)
+PUBLIC_HOSTS = 5
+BYSTANDER, _, _, STRANGER, DIRECT_PLACE = range(PUBLIC_HOSTS)
+"""The first three are where a run begins, with one node for each of its stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ class Way:
     found: str = ""
     """What the peer says of itself, if not the step."""
     stranger_is_shut: bool = False
-    """Nobody can dial the stranger either. Then the link alone is measured: of such a pair one would have to be the data node."""
+    """Nobody can dial the stranger either."""
 
 
 WAYS = (
@@ -74,7 +76,7 @@ WAYS = (
 class Measured:
     connect_s: float
     mb_per_s: float
-    tokens_per_s: float | None
+    tokens_per_s: float
 
 
 class PeerProcess:
@@ -125,19 +127,22 @@ def measure_link(network: HomeNetwork, way: Way) -> tuple[float, float]:
 
 async def measure_training(network: HomeNetwork, way: Way, folder: Path, steps: int) -> float:
     """Tokens per second of so many steps of a run that the peer is needed for."""
-    manifest = small_run(write_text(folder / "text"), blocks=(0, 1))
-    options = LocalSwarmOptions(peers=2, threads=1)
-    async with LocalSwarm(manifest, options, places=network.place) as swarm:
+    manifest = small_run(write_text(folder / "text"), blocks=(0, 1, 1))
+    options = LocalSwarmOptions(peers=3, threads=1)
+    async with LocalSwarm(manifest, options, places=lambda index: _place(network, index)) as swarm:
         watch = Watch(swarm)
         await watch.step(1)
-        async with node_at(network, way.place, folder, str(swarm.link)) as node:
-            reached = await node.reached()
-            if reached.step != way.step:
-                raise SystemExit(f"wanted the step {way.step}, found {reached.step}: {reached.reason}")
-            await node.until(NodeStatus, lambda event: event.state == "serving")
-            swarm.terminate(1)
-            while 1 not in swarm.ends:
-                await watch.until(lambda event: True)
+        link = str(swarm.link)
+        async with (
+            node_at(network, way.place, folder, link) as peer,
+            node_at(network, STRANGER, folder, link, stage=2) as stranger,
+        ):
+            await _serving_at(peer, way.found or way.step)
+            await _serving_at(stranger, "reverse" if way.stranger_is_shut else "direct")
+            for index in (1, 2):
+                swarm.terminate(index)
+                while index not in swarm.ends:
+                    await watch.until(lambda event: True)
             first = await _step(watch, swarm.progress.step + 2)
             began, before = time.perf_counter(), first.tokens
             last = await _step(watch, first.step + steps)
@@ -145,6 +150,18 @@ async def measure_training(network: HomeNetwork, way: Way, folder: Path, steps: 
             swarm.request_stop()
             await watch.to_the_end(swarm)
     return rate
+
+
+def _place(network: HomeNetwork, index: int) -> Place:
+    return network.relaying_place(index) if index == BYSTANDER else network.place(index)
+
+
+async def _serving_at(node: WatchedNode, step: str) -> None:
+    """Until the node serves, and stands where it should."""
+    reached = await node.reached()
+    if reached.step != step:
+        raise SystemExit(f"wanted the step {step}, found {reached.step}: {reached.reason}")
+    await node.until(NodeStatus, lambda event: event.state == "serving")
 
 
 async def _step(watch: Watch, number: int) -> Step:
@@ -161,16 +178,13 @@ def measure(way: Way, training_steps: int) -> Measured:
             network.shut(STRANGER)
         with way.surroundings(network, folder):
             connect_s, mb_per_s = measure_link(network, way)
-            tokens_per_s = None
-            if not way.stranger_is_shut:
-                tokens_per_s = asyncio.run(measure_training(network, way, folder, training_steps))
+            tokens_per_s = asyncio.run(measure_training(network, way, folder, training_steps))
     return Measured(connect_s, mb_per_s, tokens_per_s)
 
 
 def medians(rounds: list[Measured]) -> dict[str, float]:
     """Of what was measured."""
-    keys = (key for key, value in asdict(rounds[0]).items() if value is not None)
-    return {key: round(statistics.median(asdict(one)[key] for one in rounds), 4) for key in keys}
+    return {key: round(statistics.median(asdict(one)[key] for one in rounds), 4) for key in asdict(rounds[0])}
 
 
 def table(results: list[dict[str, Any]]) -> str:
@@ -180,8 +194,7 @@ def table(results: list[dict[str, Any]]) -> str:
             lines.append(f"{result['step']:<10}skipped: {result['skipped']}")
             continue
         shares = " and ".join(f"{result[key]:.2f}" for key in ("mb_share", "tokens_share") if key in result)
-        tokens = f"{result['tokens_per_s']:.0f}" if "tokens_per_s" in result else "-"
-        figures = f"{result['connect_s']:>12.3f}{result['mb_per_s']:>10.0f}{tokens:>12}"
+        figures = f"{result['connect_s']:>12.3f}{result['mb_per_s']:>10.0f}{result['tokens_per_s']:>12.0f}"
         lines.append(f"{result['step']:<10}{figures}{shares:>20}")
     return "\n".join(lines)
 
@@ -221,7 +234,7 @@ def results_of(step: str, lack: str | None, found: dict[str, list[Measured]]) ->
         return {"step": step, **own}
     first = medians(found[WAYS[0].step])
     figures = {"mb_share": "mb_per_s", "tokens_share": "tokens_per_s"}
-    shares = {share: round(own[figure] / first[figure], 3) for share, figure in figures.items() if figure in own}
+    shares = {share: round(own[figure] / first[figure], 3) for share, figure in figures.items()}
     return {"step": step, **own, **shares}
 
 

@@ -206,7 +206,7 @@ class Exchange:
             self._report(PieceRejected(self.plan.roster.round, sender, added.objection))
             return
         self._tell_of_piece(sender)
-        self._progress.added(sender)
+        self._progress.added(sender, piece)
         self._tell_owing()
         if added.encoding is not None:
             await self._pass_on(piece, added.encoding)

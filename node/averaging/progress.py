@@ -35,12 +35,12 @@ class ExchangeProgress:
         self._plan = plan
         self._watch = watch
         contributors = frozenset(plan.contributors) - {plan.own}
-        own = plan.shards[plan.own]
-        self._contributions_due = {peer: len(own) for peer in contributors}
+        self._awaited = {piece: set(contributors) for piece in plan.shards[plan.own] if contributors}
+        """Whose contributions to each piece of our shard are not in yet, in the order in which they are sent."""
         self._results_due = {peer: len(plan.shards[peer]) for peer in plan.others}
         self._contributed = dict.fromkeys(plan.others, 0)
         self._unapplied = set(plan.pieces)
-        self._all = len(self._unapplied) + sum(self._contributions_due.values())
+        self._all = len(self._unapplied) + len(self._awaited) * len(contributors)
         self._taken_in = 0
         self._told: int | None = None
         self._tell()
@@ -49,9 +49,11 @@ class ExchangeProgress:
         """We have sent a piece to its reducer."""
         self._contributed[reducer] += 1
 
-    def added(self, sender: PeerId) -> None:
-        """A contribution to our shard is in its sum."""
-        self._contributions_due[sender] -= 1
+    def added(self, sender: PeerId, piece: Piece) -> None:
+        """A contribution to a piece of our shard is in its sum."""
+        self._awaited[piece].discard(sender)
+        if not self._awaited[piece]:
+            del self._awaited[piece]
         self._take_in()
 
     def applied(self, piece: Piece) -> bool:
@@ -66,10 +68,11 @@ class ExchangeProgress:
         """Who could send us something now and has not.
 
         As long as contributions to our shard are due, nobody is blamed for results: whoever keeps us waiting may keep the other reducers
-        waiting, too.
+        waiting, too. And only those are blamed who have not contributed to the first piece that lacks something: the others may be held
+        up by that very piece, because a member sends no more than a window ahead of the results.
         """
-        late = frozenset(peer for peer, due in self._contributions_due.items() if due)
-        return late or frozenset(peer for peer in self._results_due if self._owes_result(peer))
+        late = next(iter(self._awaited.values()), ())
+        return frozenset(late) or frozenset(peer for peer in self._results_due if self._owes_result(peer))
 
     def _owes_result(self, reducer: PeerId) -> bool:
         due = self._results_due[reducer]

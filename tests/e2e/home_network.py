@@ -24,6 +24,7 @@ HOME = "192.168.77.10"
 _ROUTER_INSIDE = "192.168.77.1"
 _PUBLIC = "25.0.0.{}"
 _PATIENCE_S = 20.0
+_RELAYED_MB_PER_HOUR = 1000
 _counter = itertools.count()
 
 _RULES = """
@@ -101,6 +102,13 @@ class HomeNetwork:
     def place(self, index: int) -> Place:
         """A public host, for `node.local_swarm.LocalSwarm`."""
         return Place(host=_PUBLIC.format(10 + index), command=(*self.inside(index), *node_command()))
+
+    def relaying_place(self, index: int) -> Place:
+        """Likewise, for a node that carries what others say to each other."""
+        return Place(
+            host=_PUBLIC.format(10 + index),
+            command=(*self.inside(index), "env", f"SKIPSTONE_SERVE_RELAY={_RELAYED_MB_PER_HOUR}", *node_command()),
+        )
 
     def inside(self, where: int | str) -> tuple[str, ...]:
         """What a command is started with to run on a public host, or in `home` or `router`."""

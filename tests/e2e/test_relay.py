@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from node.events import NodeStatus, RoundCommitted
-from node.local_setup import LocalSwarmOptions, Place, node_command
+from node.local_setup import LocalSwarmOptions, Place
 from node.local_swarm import LocalSwarm
 from tests.e2e.home_network import HomeNetwork, home_network, why_no_home
 from tests.e2e.home_node import PATIENCE_S, WatchedNode, asks, node_at
@@ -53,8 +52,7 @@ async def test_nodes_that_nobody_can_dial_average_through_a_relay(tmp_path: Path
 
 def place(network: HomeNetwork, index: int) -> Place:
     """One of them relays."""
-    command = (*network.inside(index), "env", "SKIPSTONE_SERVE_RELAY=1000", *node_command())
-    return replace(network.place(index), command=command) if index == RELAYING else network.place(index)
+    return network.relaying_place(index) if index == RELAYING else network.place(index)
 
 
 async def hidden(node: WatchedNode) -> str:

@@ -229,14 +229,32 @@ async def test_buffers_are_bounded() -> None:
             assert held <= 2 * 8 * largest
 
 
+def test_who_is_held_up_by_another_owes_nothing() -> None:
+    """All have sent what they may before there are results; what is missing then is missing because of one of them."""
+    base = base_anchor(small_layout(12 * 2**18))
+    roster = roster_of(base, [(PeerId(name), 1 / 3, 1.0) for name in "abc"])
+    plan = Plan(PeerId("a"), base.layout, roster)
+    progress = ExchangeProgress(plan)
+    first, second, *rest = plan.shards[PeerId("a")]
+    assert rest, "the shard has to be longer than what is sent ahead here"
+    assert progress.owing() == {"b", "c"}
+    progress.added(PeerId("b"), first)
+    progress.added(PeerId("b"), second)
+    assert progress.owing() == {"c"}
+    progress.added(PeerId("c"), first)
+    assert progress.owing() == {"c"}
+    progress.added(PeerId("c"), second)
+    assert progress.owing() == {"b", "c"}
+
+
 def test_another_tenth_of_the_pieces_is_told_once() -> None:
     base = base_anchor(small_layout(12 * 2**18))
     roster = roster_of(base, [(PeerId("a"), 0.5, 1.0), (PeerId("b"), 0.5, 1.0)])
     plan, told = Plan(PeerId("a"), base.layout, roster), list[HowFar]()
     progress = ExchangeProgress(plan, told.append)
     own = plan.shards[PeerId("a")]
-    for _ in own:
-        progress.added(PeerId("b"))
+    for piece in own:
+        progress.added(PeerId("b"), piece)
     for piece in plan.pieces:
         progress.applied(piece)
     assert [how_far.percent for how_far in told] == sorted({how_far.percent for how_far in told})
