@@ -131,7 +131,7 @@ class Attempts:
     def _remember_delays(self) -> None:
         """The attempt that ends has come to nothing here."""
         if self.part is not None:
-            for peer in self.part.waiting_for(self._outlook.now):
+            for peer in self.part.was_waiting_for(self._outlook.now):
                 self._outlook.offences.kept_waiting(peer, self._outlook.now)
 
     def forget(self, why: str) -> Actions:

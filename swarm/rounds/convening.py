@@ -270,10 +270,7 @@ class Convening:
 
     def _waited_for(self, members: dict[PeerId, Guest], now: float) -> Verdict | None:
         """Somebody's pieces do not come through, though it lives. That may pass by itself, so it has two pulses' time."""
-        accusers: defaultdict[PeerId, set[PeerId]] = defaultdict(set)
-        for peer, guest in members.items():
-            for accused in guest.waiting_for & members.keys():
-                accusers[accused].add(peer)
+        accusers = credible_accusers({peer: guest.waiting_for & members.keys() for peer, guest in members.items()})
         if not accusers:
             self._accused_since = None
             return None
@@ -308,3 +305,16 @@ class Convening:
         return TryAgain(
             frozenset(unprepared) if len(unprepared) < len(members) - 1 else frozenset(), "it takes too long"
         )
+
+
+def credible_accusers(accusations: dict[PeerId, frozenset[PeerId]]) -> dict[PeerId, set[PeerId]]:
+    """Who is accused by whom, without those who accuse all the others and are accused themselves: one that hears nobody, or makes that up,
+    is more likely at fault than everybody else."""
+    accused = frozenset[PeerId]().union(*accusations.values())
+    sweeping = {peer for peer, named in accusations.items() if peer in accused and len(named) == len(accusations) - 1}
+    credible = accusations.keys() - sweeping
+    accusers: defaultdict[PeerId, set[PeerId]] = defaultdict(set)
+    for peer in credible if any(accusations[peer] for peer in credible) else accusations:
+        for named in accusations[peer]:
+            accusers[named].add(peer)
+    return accusers

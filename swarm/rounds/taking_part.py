@@ -79,8 +79,15 @@ class Participation:
 
     def waiting_for(self, now: float) -> tuple[PeerId, ...]:
         """Those that owe us pieces, and none has come for longer than one should take."""
-        late = {peer for peer, since in self.owing.items() if now - since > self._patience_s()}
-        return tuple(sorted(late | (self.broken & self.owing.keys())))
+        return tuple(sorted(self._late(now, self._patience_s())))
+
+    def was_waiting_for(self, now: float) -> frozenset[PeerId]:
+        """Those that had a part in it when the attempt ends in vain: others may have lost patience a little before us."""
+        return self._late(now, self._patience_s() / 2)
+
+    def _late(self, now: float, patience_s: float) -> frozenset[PeerId]:
+        late = {peer for peer, since in self.owing.items() if now - since > patience_s}
+        return frozenset(late | (self.broken & self.owing.keys()))
 
     def stalled(self, now: float) -> bool:
         """Whether the result will hardly become complete here any more: nothing has come since the commit for longer than a

@@ -22,6 +22,7 @@ from swarm.round_messages import (
     RoundControl,
     RoundId,
 )
+from swarm.rounds.convening import credible_accusers
 from swarm.rounds.machine import RoundMachine
 from swarm.rounds.words import (
     Action,
@@ -289,6 +290,29 @@ def test_rejected_pieces_are_told_and_a_repeated_offender_is_heard_no_more() -> 
     desk.feed(PieceRejected(ATTEMPT, C, "not finite"))
     desk.wait(4.0)
     assert desk.hear(C, Invitation(RoundId(MODULE, 5, 2, C), BASE)) == []
+
+
+def test_who_accuses_everybody_and_is_accused_is_not_believed() -> None:
+    """A liar among four, of which one has not lost its patience yet; all but the liar would be cleared without this."""
+    waiting = {US: {D}, B: {D}, C: set[PeerId](), D: {US, B, C}}
+    assert credible_accusers({peer: frozenset(named) for peer, named in waiting.items()}) == {D: {US, B}}
+
+
+def test_who_waits_for_all_and_is_not_accused_is_believed() -> None:
+    waiting = {US: frozenset[PeerId](), B: frozenset({US, C}), C: frozenset[PeerId]()}
+    assert credible_accusers(waiting) == {US: {B}, C: {B}}
+
+
+def test_where_all_accuse_all_everybody_is_believed() -> None:
+    everybody = {US, B, C}
+    waiting = {peer: frozenset(everybody - {peer}) for peer in everybody}
+    assert credible_accusers(waiting) == {peer: everybody - {peer} for peer in everybody}
+
+
+def test_who_cannot_reach_one_reducer_is_the_one_who_is_accused_by_it() -> None:
+    """The others only pass on what that reducer waits for."""
+    waiting = {US: frozenset({C}), B: frozenset({C}), C: frozenset({D}), D: frozenset[PeerId]()}
+    assert credible_accusers(waiting) == {C: {US, B}, D: {C}}
 
 
 def test_a_broken_update_is_declined() -> None:
