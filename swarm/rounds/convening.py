@@ -269,16 +269,18 @@ class Convening:
         return self._convicted(worst, accusers[worst], "sent what cannot be used")
 
     def _waited_for(self, members: dict[PeerId, Guest], now: float) -> Verdict | None:
-        """Somebody's pieces do not come through, though it lives. That may pass by itself, so it has two pulses' time."""
+        """Somebody's pieces do not come through, though it lives. That may pass by itself, so it has two pulses' time, unless most of the
+        others say so."""
         accusers = credible_accusers({peer: guest.waiting_for & members.keys() for peer, guest in members.items()})
         if not accusers:
             self._accused_since = None
             return None
         if self._accused_since is None:
             self._accused_since = now
-        if now - self._accused_since < 2 * self._rules.pulse_s:
-            return None
         worst = max(accusers, key=lambda peer: self._blame(peer, accusers[peer], members))
+        by_most = len(accusers[worst]) > max(1, (len(members) - 1) // 2)
+        if not by_most and now - self._accused_since < 2 * self._rules.pulse_s:
+            return None
         return self._convicted(worst, accusers[worst], "waited for in vain")
 
     def _convicted(self, accused: PeerId, accusers: set[PeerId], why: str) -> TryAgain:

@@ -32,7 +32,7 @@ class Sentence:
 
 
 FOR_RUBBISH: Final = Sentence(free=1, first_s=60.0, longest_s=3600.0)
-FOR_WAITING: Final = Sentence(free=2, first_s=30.0, longest_s=600.0)
+FOR_WAITING: Final = Sentence(free=1, first_s=30.0, longest_s=600.0)
 """Milder: a link between two honest peers may be at fault."""
 
 
