@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help swarm test containers lint proto docs bench clean
+.PHONY: help swarm test test-long containers lint proto docs bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -20,6 +20,7 @@ FIND_PYTHON = for candidate in $(PYTHON) python3.11 python3.12 python3.13 python
 help:
 	@echo "make swarm   train with a local swarm of real processes (ARGS=... goes to skipstone up)"
 	@echo "make test    run the tests"
+	@echo "make test-long   run the few that shorter ones make nearly superfluous (3 minutes)"
 	@echo "make containers   test the image and the compose file on a container engine (5 minutes and more)"
 	@echo "make lint    ruff, its formatter in check mode, mypy"
 	@echo "make proto   generate protocol/generated from proto/"
@@ -34,7 +35,12 @@ swarm:
 test:
 	@echo "skipstone: running the tests"
 	@$(MAKE) --no-print-directory --silent $(VENV)/.dev
-	@$(BIN)/python -m pytest -m "not docker" -n $(WORKERS) --dist loadgroup $(ARGS)
+	@$(BIN)/python -m pytest -m "not docker and not long" -n $(WORKERS) --dist loadgroup $(ARGS)
+
+test-long:
+	@echo "skipstone: running the tests that are left out of 'make test'"
+	@$(MAKE) --no-print-directory --silent $(VENV)/.dev
+	@$(BIN)/python -m pytest -m long $(ARGS)
 
 containers:
 	@echo "skipstone: testing a swarm of containers"

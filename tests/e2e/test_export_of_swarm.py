@@ -56,6 +56,7 @@ async def test_a_running_swarm_is_exported_as_its_replicas_agreed(tmp_path: Path
         assert tuple(mine) == proven[module][: layout.chunks]
 
 
+@pytest.mark.long
 async def test_what_a_swarm_has_not_got_is_named(tmp_path: Path) -> None:
     manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 1, 1), inner_steps=100_000)
     async with LocalSwarm(manifest, LocalSwarmOptions(peers=3, threads=1)) as swarm:

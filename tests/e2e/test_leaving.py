@@ -42,7 +42,7 @@ def assert_nothing_lost(watch: Watch, completed: int, *, abandoned: bool = False
             assert sum(summary.accumulated for summary in replicas) == completed, f"stage {stage}"
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "leave"])
+@pytest.mark.parametrize("how", ["SIGTERM", pytest.param("leave", marks=pytest.mark.long)])
 async def test_a_replica_leaves_and_nothing_is_abandoned(tmp_path: Path, how: str) -> None:
     manifest = small_run(write_text(tmp_path / "text"))
     async with LocalSwarm(manifest, LocalSwarmOptions(peers=5, steps=40, threads=1)) as swarm:
@@ -64,6 +64,7 @@ async def test_a_replica_leaves_and_nothing_is_abandoned(tmp_path: Path, how: st
     assert_nothing_lost(watch, 40 * manifest.microbatches_per_step)
 
 
+@pytest.mark.long
 async def test_a_second_signal_ends_a_draining_node_at_once(tmp_path: Path) -> None:
     manifest = small_run(write_text(tmp_path / "text"))
     async with LocalSwarm(manifest, LocalSwarmOptions(peers=5, steps=20, threads=1)) as swarm:

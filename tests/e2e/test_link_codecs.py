@@ -49,7 +49,10 @@ def chosen(answers: list[dict[str, Any]]) -> set[str]:
 
 @pytest.mark.parametrize(
     ("bytes_per_s", "expected"),
-    [(SLOW_BYTES_PER_S, {"activations int4", "gradients int8"}), (None, {"activations none", "gradients none"})],
+    [
+        (SLOW_BYTES_PER_S, {"activations int4", "gradients int8"}),
+        pytest.param(None, {"activations none", "gradients none"}, marks=pytest.mark.long),
+    ],
 )
 async def test_what_a_link_carries_decides(tmp_path: Path, bytes_per_s: float | None, expected: set[str]) -> None:
     manifest, network = compressible(write_text(tmp_path / "text")), tmp_path / "network.json"

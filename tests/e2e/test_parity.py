@@ -25,7 +25,10 @@ pytestmark = pytest.mark.e2e
 STEPS = 20
 
 
-@pytest.mark.parametrize("inner_steps", [50, 4], ids=["without a round", "with five rounds"])
+@pytest.mark.parametrize(
+    "inner_steps",
+    [pytest.param(50, id="without a round", marks=pytest.mark.long), pytest.param(4, id="with five rounds")],
+)
 async def test_a_swarm_equals_one_process(tmp_path: Path, inner_steps: int) -> None:
     await _compare(small_run(write_text(tmp_path / "text"), inner_steps=inner_steps), tmp_path)
 
