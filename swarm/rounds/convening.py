@@ -259,10 +259,7 @@ class Convening:
 
     def _rejected(self, members: dict[PeerId, Guest]) -> Verdict | None:
         """Somebody sent what cannot be used."""
-        accusers: defaultdict[PeerId, set[PeerId]] = defaultdict(set)
-        for peer, guest in members.items():
-            for accused in guest.rejected & members.keys():
-                accusers[accused].add(peer)
+        accusers = _by_accused({peer: guest.rejected & members.keys() for peer, guest in members.items()})
         if not accusers:
             return None
         worst = max(accusers, key=lambda peer: (len(accusers[peer]), peer))
@@ -314,9 +311,14 @@ def credible_accusers(accusations: dict[PeerId, frozenset[PeerId]]) -> dict[Peer
     is more likely at fault than everybody else."""
     accused = frozenset[PeerId]().union(*accusations.values())
     sweeping = {peer for peer, named in accusations.items() if peer in accused and len(named) == len(accusations) - 1}
-    credible = accusations.keys() - sweeping
+    credible = {peer: named for peer, named in accusations.items() if peer not in sweeping}
+    return _by_accused(credible) or _by_accused(accusations)
+
+
+def _by_accused(accusations: dict[PeerId, frozenset[PeerId]]) -> dict[PeerId, set[PeerId]]:
+    """The accusers of each."""
     accusers: defaultdict[PeerId, set[PeerId]] = defaultdict(set)
-    for peer in credible if any(accusations[peer] for peer in credible) else accusations:
-        for named in accusations[peer]:
+    for peer, accused in accusations.items():
+        for named in accused:
             accusers[named].add(peer)
     return accusers

@@ -293,7 +293,7 @@ def test_rejected_pieces_are_told_and_a_repeated_offender_is_heard_no_more() -> 
 
 
 def test_who_accuses_everybody_and_is_accused_is_not_believed() -> None:
-    """A liar among four, of which one has not lost its patience yet; all but the liar would be cleared without this."""
+    """A liar among four, of which one has not lost its patience yet: that one seems to hear everybody, and would have to go."""
     waiting = {US: {D}, B: {D}, C: set[PeerId](), D: {US, B, C}}
     assert credible_accusers({peer: frozenset(named) for peer, named in waiting.items()}) == {D: {US, B}}
 
