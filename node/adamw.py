@@ -1,7 +1,7 @@
 """The inner optimizer's arithmetic: AdamW over tensors, with its state in plain sight.
 
-PyTorch's own kernel without `torch.optim.Optimizer`, whose first use imports the compiler: a second of CPU time and some
-eighty megabytes for every node that starts.
+PyTorch's own kernel without `torch.optim.Optimizer`, whose first use imports the compiler: up to a second of CPU time for every node
+that starts.
 """
 
 from __future__ import annotations
