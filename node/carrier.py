@@ -7,18 +7,17 @@ compute thread and the tasks that go with them.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from node.admission import Admission
 from node.buffers import BufferPool
+from node.chores import Chores
 from node.compute import ComputeThread, Priority
 from node.crash_points import crash_point
 from node.loads import Load, Loads
 from node.optimization import StepFigures
-from node.task_scope import task_scope
 from node.telling import Tellings
 from node.work import AsTheyAre, CodecChooser, Job, NobodyCounts, NoPathEnds, Output, PathEnds, VisitCounter, Worker
 from protocol.codecs import Encoded
@@ -125,24 +124,19 @@ class Carrier:
         self._pool = BufferPool(worker.tensor.raw_bytes, BUFFERS_A_SLOT * custody.slots + 64)
         self._loads = Loads()
         self._tellings = Tellings(MAX_WAITING_TELLS)
-        self._owed = 0
-        self._paid = asyncio.Event()
+        self._chores = Chores()
+        """The node may let go of its module when nothing of them is owed: messages to others, and inner steps that are due."""
         self._arrived: Encoded | None = None
-        self._tasks: asyncio.TaskGroup | None = None
 
     # ---- running -------------------------------------------------------------------------------------------------
 
     async def run(self, transport: Transport) -> None:
         """Until cancelled."""
         self.transport = transport
-        async with task_scope() as tasks:
-            self._tasks = tasks
-            try:
-                while True:
-                    await asyncio.sleep(TICK_S)
-                    self.handle(Tick())
-            finally:
-                self._tasks = None
+        async with self._chores.running():
+            while True:
+                await asyncio.sleep(TICK_S)
+                self.handle(Tick())
 
     def handle(self, event: Event) -> None:
         """Gives the event to custody and carries out what follows."""
@@ -155,16 +149,12 @@ class Carrier:
     async def nothing_owed(self, patience_s: float) -> None:
         """Returns when every message to others has been handed to the links and every inner step that is due has been taken, or
         after `patience_s` seconds."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(patience_s):
-                while self._owed:
-                    self._paid.clear()
-                    await self._paid.wait()
+        await self._chores.nothing_owed(patience_s)
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing is held and nothing is owed (see `nothing_owed`)."""
-        return len(self.custody) == 0 and not self._owed
+        return len(self.custody) == 0 and not self._chores.owed
 
     # ---- what comes in by the links ----------------------------------------------------------------------------------
 
@@ -264,9 +254,9 @@ class Carrier:
         for action in actions:
             match action:
                 case Compute():
-                    self._spawn_with(self._load_for(action), self._computation, action)
+                    self._begin_with(self._load_for(action), self._computation, action)
                 case SendOutput():
-                    self._spawn_with(self._loads[action.key], self._sending, action)
+                    self._begin_with(self._loads[action.key], self._sending, action)
                 case Tell(to, message) if to == self.custody.own:
                     asyncio.get_running_loop().call_soon(self.told, to, message)
                 case Tell(to, message):
@@ -276,36 +266,14 @@ class Carrier:
                 case Confirmed(key):
                     self._visits.visited(key.microbatch)
                 case Retract(key):
-                    self._spawn_with(self._loads[key], self._retraction, action)
+                    self._begin_with(self._loads[key], self._retraction, action)
                 case Forget(key, reason):
                     log.debug("%s at %d: %s", key.microbatch, key.position, reason)
                     self._forget(key)
                 case Finished(microbatch, path):
                     self.ends.finished(microbatch, path)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        if self._tasks is None:  # stopping: what is left undone ends with the node
-            work.close()
-        else:
-            self._tasks.create_task(work)
-
-    def _owe(self, work: Coroutine[Any, Any, None]) -> None:
-        """Starts what is to be done before the node lets go of its module. Counted from now on: the task may begin later."""
-        if self._tasks is None:
-            work.close()
-            return
-
-        async def pay() -> None:
-            try:
-                await work
-            finally:
-                self._owed -= 1
-                self._paid.set()
-
-        self._owed += 1
-        self._spawn(pay())
-
-    def _spawn_with(
+    def _begin_with(
         self, load: Load, work: Callable[[UsingTask, Load], Coroutine[Any, Any, None]], action: UsingTask
     ) -> None:
         """Starts a task that uses a load. From now on: what is forgotten before the task first runs is not given back under its hands."""
@@ -319,7 +287,7 @@ class Carrier:
                 if load.is_idle:
                     self._release(load)
 
-        self._spawn(use())
+        self._chores.begin(use())
 
     def _load_for(self, action: Compute) -> Load:
         """The holding's tensors, the one that has just arrived among them."""
@@ -352,7 +320,7 @@ class Carrier:
         if output.error is not None:
             self.codecs.measured(traffic, codec, output.error)
         if output.step_due:
-            self._owe(self._step())
+            self._chores.owe(self._step())
             await asyncio.sleep(0)  # the step's place in the queue comes before whatever this result brings about
         if not load.forgotten:
             self._computed(action, load, output, seconds)
@@ -411,10 +379,10 @@ class Carrier:
         self.wire_s += self._clock.monotonic() - begun
 
     def _tell(self, to: PeerId, message: MicrobatchControl) -> None:
-        if self._tasks is None:
+        if not self._chores.are_running:
             return
         if self._tellings.begin(to):
-            self._owe(self._telling(to, message))
+            self._chores.owe(self._telling(to, message))
         else:
             log.debug("%s reads nothing: %s is not said", to, type(message).__name__)
 
@@ -436,7 +404,7 @@ class Carrier:
             self._release(load)
 
     def _release(self, load: Load) -> None:
-        self._spawn(self._freeing(load))
+        self._chores.begin(self._freeing(load))
 
     async def _freeing(self, load: Load) -> None:
         """Only when the compute thread has let go of them may the buffers be written again."""

@@ -30,6 +30,7 @@ from protocol.handshake import meaning_of
 from protocol.inbox import Inbox
 from protocol.meter import Meter
 from protocol.outbox import Outbox
+from protocol.patience import CommonPatience, Patience
 from protocol.question_frames import AnswerFrame, QuestionFrame
 from protocol.questions import Answering, Asking
 from protocol.seams import Clock, FarEnd, LinkFigures, LinkHandler, Question
@@ -54,6 +55,7 @@ class LinkSurroundings:
     handler: LinkHandler
     clock: Clock
     settings: TransportSettings
+    patience: CommonPatience
 
 
 class Link:
@@ -86,6 +88,7 @@ class Link:
         self._settings = settings
         self._on_end = on_end
         self._meter = Meter(surroundings.clock)
+        self._patience = Patience(surroundings.patience, self.since)
         self._asking = Asking(peer)
         self._inbox = Inbox(
             peer,
@@ -151,6 +154,7 @@ class Link:
 
         if await self.outbox.send(lane, octets.nbytes, make):
             self._meter.transferred(octets.nbytes, self._clock.monotonic() - started)
+            self._patience.exchanged()
 
     async def tell(self, message: ControlMessage) -> None:
         await self.outbox.put(encode(message))
@@ -181,8 +185,17 @@ class Link:
         while (data := await self._stream.read()) is not None:
             if self._error is None:
                 self._meter.heard(len(data))
-                self._dispatch(decode(data), answering)
+                frame = decode(data)
+                self._dispatch(frame, answering)
+                if not isinstance(frame, Chunk):
+                    await self._before_the_next()
         raise Unreachable(f"the stream to {short(self.peer)} ended without a farewell")
+
+    async def _before_the_next(self) -> None:
+        """Who says too much is read later; not after the end, whose last words have to be heard."""
+        pause_s = self._patience.heard(self._clock.monotonic())
+        if pause_s > 0 and self._error is None:
+            await asyncio.sleep(pause_s)
 
     async def _write(self) -> None:
         await self.outbox.pump(self._write_frame)
@@ -210,7 +223,8 @@ class Link:
     def _dispatch(self, frame: Frame, answering: Answering) -> None:
         match frame:
             case Chunk():
-                self._inbox.add(frame)
+                if self._inbox.add(frame):
+                    self._patience.exchanged()
             case TensorFrame():
                 self._inbox.open(frame)
             case Ping(token):

@@ -26,6 +26,7 @@ from protocol.frames import AnnouncementFrame, Farewell, FarewellReason, Hello, 
 from protocol.handshake import expect_hello, objection_to
 from protocol.identity import Identity
 from protocol.link import Link, LinkSurroundings
+from protocol.patience import CommonPatience
 from protocol.seams import AddressBook, Clock, Contact, FarEnd, LinkFigures, LinkHandler, Question
 from protocol.settings import TransportSettings
 from protocol.streams import AcceptedStream, DialledStream, ServicerContext, make_server
@@ -77,7 +78,7 @@ class GrpcTransport:
         self._settings = settings
         self._own_record = own_record
         self._door = Door(run)
-        self._surroundings = LinkSurroundings(handler, clock, settings)
+        self._surroundings = LinkSurroundings(handler, clock, settings, CommonPatience(clock.monotonic()))
         self._backoff = Backoff(clock, settings.first_retry_s, settings.longest_retry_s, jitter)
         self._dialler = Dialler(credentials, self._own_hello, self.ask, clock, settings, ways)
         self._links: dict[PeerId, Link] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -21,12 +22,14 @@ from protocol.frames import (
     Frame,
     Hello,
     Ping,
+    Pong,
     SmallFrame,
     encode,
 )
 from protocol.generated import link_pb2 as wire
 from protocol.inbox import MAX_OPEN_TRANSFERS
 from protocol.outbox import MAX_WAITING_BYTES
+from protocol.patience import COMMON_A_SECOND, COMMON_SAVED, FRAMES_A_SECOND, IN_ADVANCE, PAUSE_AFTER
 from protocol.question_frames import AnswerFrame, QuestionFrame
 from protocol.seams import Question, QuestionAbout, Refusal
 from protocol.streams import AcceptedStream, DialledStream, make_server, open_channel, target_of
@@ -286,6 +289,25 @@ async def test_who_asks_more_than_may_be_open_is_refused() -> None:
 
 TELLS = 16_000
 """Several times what may wait, and what the system keeps on the way besides."""
+
+
+async def test_who_says_more_than_its_due_is_read_later_and_loses_nothing() -> None:
+    due = IN_ADVANCE + COMMON_SAVED + PAUSE_AFTER
+    many = int(due + COMMON_A_SECOND + FRAMES_A_SECOND)
+    begun = time.monotonic()
+    async with server_and_honest() as (server, _), attack(server) as (_, stream):
+
+        async def shout() -> None:
+            for token in range(many):
+                await stream.say(Ping(token))
+
+        async with asyncio.timeout(LONG), asyncio.TaskGroup() as tasks:
+            tasks.create_task(shout())
+            for token in range(many):
+                while not isinstance(answer := await stream.hear(), Pong):
+                    assert isinstance(answer, Ping), answer
+                assert answer.token == token
+    assert time.monotonic() - begun >= 1
 
 
 async def test_a_peer_that_does_not_read_makes_senders_wait_and_holds_no_memory() -> None:
