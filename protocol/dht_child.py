@@ -110,7 +110,7 @@ class DhtChild:
         return "; ".join(self._last_lines)
 
     async def stop(self) -> None:
-        """Closes its stdin, which it takes as a request to end; kills it, and p2pd with it, when it does not."""
+        """Closes its stdin, which it takes as a request to end, and waits a while until it does. `end` has to follow."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.close()
@@ -118,14 +118,15 @@ class DhtChild:
                 await self._process.wait()
         except TimeoutError:
             log.warning("the DHT process did not stop within %.0f s; it is killed", STOP_PATIENCE_S)
-        finally:
-            self.kill()
-        await self._process.wait()
 
-    def kill(self) -> None:
-        """Ends the process group, so that p2pd goes too where the kernel does not see to it. Harmless when all are gone."""
+    async def end(self) -> None:
+        """Kills what is left of the process group, so that p2pd goes too where the kernel does not see to it, and waits until the pipes
+        are closed, too. Harmless when all are gone."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_PATIENCE_S):
+                await self._process.communicate()
 
 
 @contextlib.asynccontextmanager
@@ -163,17 +164,7 @@ async def running_child(
 
 @contextlib.asynccontextmanager
 async def _process() -> AsyncIterator[DhtChild]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "protocol.dht_process",
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env=_environment(),
-        start_new_session=True,  # a group of its own to kill, and no Ctrl-C from the terminal: we stop it in order
-    )
-    child = DhtChild(process)
+    child = DhtChild(await _started())
     failure: SkipstoneError | None = None
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -187,9 +178,31 @@ async def _process() -> AsyncIterator[DhtChild]:
                 for reader in readers:
                     reader.cancel()
     finally:
-        child.kill()
+        await child.end()
     if failure is not None:
         raise failure
+
+
+async def _started() -> asyncio.subprocess.Process:
+    """Whole, or ended again when cancelled: asyncio's own way to give up half-way leaves open the pipes that it has not come to yet."""
+    starting = asyncio.ensure_future(
+        asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "protocol.dht_process",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=_environment(),
+            start_new_session=True,  # a group of its own to kill, and no Ctrl-C from the terminal: we stop it in order
+        )
+    )
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        with contextlib.suppress(OSError):  # it could not be started in any case
+            await DhtChild(await starting).end()
+        raise
 
 
 def _environment() -> dict[str, str]:

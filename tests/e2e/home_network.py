@@ -101,14 +101,11 @@ class HomeNetwork:
 
     def place(self, index: int) -> Place:
         """A public host, for `node.local_swarm.LocalSwarm`."""
-        return Place(host=_PUBLIC.format(10 + index), command=(*self.inside(index), *node_command()))
+        return self._place(index)
 
     def relaying_place(self, index: int) -> Place:
         """Likewise, for a node that carries what others say to each other."""
-        return Place(
-            host=_PUBLIC.format(10 + index),
-            command=(*self.inside(index), "env", f"SKIPSTONE_SERVE_RELAY={_RELAYED_MB_PER_HOUR}", *node_command()),
-        )
+        return self._place(index, f"SKIPSTONE_SERVE_RELAY={_RELAYED_MB_PER_HOUR}")
 
     def inside(self, where: int | str) -> tuple[str, ...]:
         """What a command is started with to run on a public host, or in `home` or `router`."""
@@ -170,6 +167,10 @@ class HomeNetwork:
         for where in (*map(str, range(self.public)), "home", "router"):
             subprocess.run(("ip", "netns", "del", f"{self.name}-{where}"), capture_output=True, check=False)
         subprocess.run(("ip", "netns", "del", self.name), capture_output=True, check=False)
+
+    def _place(self, index: int, *variables: str) -> Place:
+        command = (*self.inside(index), "env", *variables, *node_command())
+        return Place(host=_PUBLIC.format(10 + index), command=command)
 
     def _plug_in(self, where: str, device: str, address: str) -> None:
         namespace, port = f"{self.name}-{where}", f"to-{where}"
