@@ -21,7 +21,7 @@ help:
 	@echo "make swarm   train with a local swarm of real processes (ARGS=... goes to skipstone up)"
 	@echo "make test    run the tests"
 	@echo "make test-long   run the few that shorter ones make nearly superfluous (3 minutes)"
-	@echo "make containers   test the image and the compose file on a container engine (5 minutes and more)"
+	@echo "make containers   test the image and the compose file on a container engine (3 minutes and more)"
 	@echo "make lint    ruff, its formatter in check mode, mypy"
 	@echo "make proto   generate protocol/generated from proto/"
 	@echo "make docs    generate the reference in docs/PROTOCOL.md"

@@ -125,7 +125,7 @@ class Neighbourhood:
             await self._transport.ask(peer, Question(QuestionAbout.STATUS), PROBE_TIMEOUT_S)
         except (Unreachable, Stalled) as error:
             log.debug("%s does not answer: %s", peer, error)
-            self.membership.give_up(peer)
+            self.membership.give_up(peer, self._clock.monotonic())
             self.changed.set()
         except PeerError as error:
             log.debug("%s is there, but has nothing to say: %s", peer, error)
@@ -162,8 +162,9 @@ class Neighbourhood:
         while True:
             wait = RECORD_LIFETIME_S / 3
             try:
-                transport.announce(self.own_record())
-                await directory.publish(self._own.announcement())
+                announcement = self._own.announcement()
+                transport.announce(encode_record(announcement, self._identity))
+                await directory.publish(announcement)
             except Unreachable as error:
                 log.info("directory: %s", error)
                 wait = PUBLISH_RETRY_S

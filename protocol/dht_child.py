@@ -14,6 +14,7 @@ import tempfile
 from collections import deque
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 from protocol.child_pipe import pack, receive
 from protocol.generated import dht_process_pb2
@@ -178,13 +179,13 @@ async def _process() -> AsyncIterator[DhtChild]:
                 for reader in readers:
                     reader.cancel()
     finally:
-        await child.end()
+        await _done(asyncio.ensure_future(child.end()))
     if failure is not None:
         raise failure
 
 
 async def _started() -> asyncio.subprocess.Process:
-    """Whole, or ended again when cancelled: asyncio's own way to give up half-way leaves open the pipes that it has not come to yet."""
+    """Whole, or ended again when cancelled."""
     starting = asyncio.ensure_future(
         asyncio.create_subprocess_exec(
             sys.executable,
@@ -198,11 +199,28 @@ async def _started() -> asyncio.subprocess.Process:
         )
     )
     try:
-        return await asyncio.shield(starting)
+        await _done(starting)
     except asyncio.CancelledError:
-        with contextlib.suppress(OSError):  # it could not be started in any case
-            await DhtChild(await starting).end()
+        if starting.exception() is None:
+            await _done(asyncio.ensure_future(DhtChild(starting.result()).end()))
         raise
+    return starting.result()
+
+
+async def _done(short: asyncio.Future[Any]) -> None:
+    """Waits until it is; whoever cancels meanwhile has to wait, too.
+
+    A second cancellation, as it comes when a group of tasks around us ends, would stop asyncio from cleaning up after the first: the process was left
+    running and its pipes open.
+    """
+    cancelled = None
+    while not short.done():
+        try:
+            await asyncio.wait((short,))
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
 
 
 def _environment() -> dict[str, str]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from protocol.allowance import TokenBucket
+
 FRAMES_A_TENSOR: Final = 16.0
 """Due for each tensor that has been exchanged, either way. Its header, receipts and the rest are two (measured with `skipstone up`)."""
 FRAMES_A_SECOND: Final = 50.0
@@ -27,48 +29,27 @@ PAUSE_AFTER: Final = 2.0
 """Frames that are read beyond all that before there is a pause: half as many pauses, twice as long."""
 
 
-class _Account:
-    """A token bucket. Times are monotonic seconds."""
-
-    def __init__(self, left: float, most: float, a_second: float, now: float) -> None:
-        self.left = left
-        self._most = most
-        self._a_second = a_second
-        self._at = now
-
-    def earn(self, frames: float) -> None:
-        self.left = min(self._most, self.left + frames)
-
-    def refill(self, now: float) -> None:
-        self.earn(max(0.0, now - self._at) * self._a_second)
-        self._at = max(self._at, now)
-
-
 class CommonPatience:
     """What all links of a transport draw on when they have used up their own."""
 
     def __init__(self, now: float) -> None:
-        self._account = _Account(COMMON_SAVED, COMMON_SAVED, COMMON_A_SECOND, now)
+        self._bucket = TokenBucket(COMMON_SAVED, 1 / COMMON_A_SECOND, now)
 
     def exchanged(self) -> None:
         """A whole tensor has arrived or has been sent."""
-        self._account.earn(COMMON_A_TENSOR)
+        self._bucket.earn(COMMON_A_TENSOR)
 
     def take(self, now: float) -> bool:
         """Whether there is one frame left; then it is taken."""
-        self._account.refill(now)
-        if self._account.left < 1:
-            return False
-        self._account.left -= 1
-        return True
+        return self._bucket.take(now)
 
 
 class Patience:
-    """One link's."""
+    """One link's. Times are monotonic seconds."""
 
     def __init__(self, common: CommonPatience, now: float) -> None:
         self._common = common
-        self._own = _Account(IN_ADVANCE, MOST_SAVED, FRAMES_A_SECOND, now)
+        self._own = TokenBucket(MOST_SAVED, 1 / FRAMES_A_SECOND, now, left=IN_ADVANCE)
 
     def exchanged(self) -> None:
         """A whole tensor has arrived or has been sent."""
@@ -77,8 +58,7 @@ class Patience:
 
     def heard(self, now: float) -> float:
         """Counts one small frame; returns how many seconds to wait before the next one is read."""
-        self._own.refill(now)
-        if self._own.left < 1 and self._common.take(now):
+        if self._own.take(now) or self._common.take(now):
             return 0.0
-        self._own.left -= 1
-        return 0.0 if self._own.left > -PAUSE_AFTER else -self._own.left / FRAMES_A_SECOND
+        left = self._own.borrow(now)
+        return 0.0 if left > -PAUSE_AFTER else -left / FRAMES_A_SECOND

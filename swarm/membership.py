@@ -31,8 +31,16 @@ class Change(enum.Enum):
 class _Member:
     announcement: Announcement
     expires: float
+    heard: float
+    """When the announcement was."""
     failures: int = 0
+    failed_ms: float = -math.inf
+    """A moment no later than its last failure, by the clock that dates its announcements."""
     suspect_until: float = 0.0
+
+    def suspect(self, now: float, until: float) -> None:
+        self.suspect_until = until
+        self.failed_ms = max(self.failed_ms, self.announcement.sequence + (now - self.heard) * 1e3)
 
 
 class Membership:
@@ -55,14 +63,18 @@ class Membership:
             return Change.IGNORED
         known = self._members.get(announcement.peer)
         if known is None:
-            self._members[announcement.peer] = _Member(announcement, now + remaining)
+            self._members[announcement.peer] = _Member(announcement, now + remaining, now)
             evicted = self._evict_one() if len(self._members) > MAX_PEERS else None
             return Change.IGNORED if evicted == announcement.peer else Change.NEW
         if announcement.sequence <= known.announcement.sequence:
             return Change.IGNORED
         known.announcement = announcement
         known.expires = now + remaining
-        known.suspect_until = min(known.suspect_until, now + _pause_s(known.failures))
+        known.heard = now
+        if (
+            announcement.sequence > known.failed_ms
+        ):  # else it is from before; the directory is slower than a broken link
+            known.suspect_until = min(known.suspect_until, now + _pause_s(known.failures))
         return Change.UPDATED
 
     def expire(self, now: float) -> list[PeerId]:
@@ -86,16 +98,13 @@ class Membership:
         if member is None or member.suspect_until > now:
             return
         member.failures += 1
-        if member.failures == 1:
-            member.suspect_until = now + FIRST_PAUSE_S
-        else:
-            self.give_up(peer)
+        member.suspect(now, now + FIRST_PAUSE_S if member.failures == 1 else math.inf)
 
-    def give_up(self, peer: PeerId) -> None:
-        """No work for the peer until it has been heard of again: a dead peer announces nothing."""
+    def give_up(self, peer: PeerId, now: float) -> None:
+        """No work for the peer until it has announced something since: a dead peer announces nothing."""
         member = self._members.get(peer)
         if member is not None:
-            member.suspect_until = math.inf
+            member.suspect(now, math.inf)
 
     def recover(self, peer: PeerId) -> None:
         """The peer has been heard again: a link to it stands."""

@@ -41,7 +41,7 @@ def test_replicas_with_a_state_are_those_that_tell_of_one_and_can_be_reached() -
     members.observe(replace(announcement("elsewhere", 2), anchor=anchor), now=0, wall=0)
     members.observe(announcement("without"), now=0, wall=0)
     assert [known.peer for known in members.with_state(ModuleId(1))] == ["serving", "draining"]
-    members.give_up(PeerId("serving"))
+    members.give_up(PeerId("serving"), 0)
     assert [known.peer for known in members.with_state(ModuleId(1))] == ["draining"]
 
 
@@ -94,8 +94,33 @@ def test_after_a_first_failure_it_is_tried_again_soon_and_then_not_before_it_is_
     assert not members.is_served(ModuleId(1), 59.0)
     members.observe(announcement("a", sequence=1), now=59, wall=59)
     assert is_asked(members, 59.0) == [], "an old record says nothing about now"
-    members.observe(announcement("a", sequence=2), now=59, wall=59)
+    members.observe(announcement("a", sequence=59_001), now=59, wall=59)
     assert is_asked(members, 59.0) == [A]
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_what_it_announced_before_it_fell_silent_is_no_sign_of_life(failures: int) -> None:
+    """The directory brings news later than a link that breaks."""
+    members = view()
+    members.observe(announcement("a", sequence=7_000_000), now=10, wall=0)
+    members.fail(A, 12.0)
+    if failures == 2:
+        members.give_up(A, 12.1)
+    members.observe(announcement("a", sequence=7_002_000), now=12.2, wall=0)
+    assert is_asked(members, 12.2) == []
+    members.give_up(A, 12.3)
+    members.observe(announcement("a", sequence=7_002_100), now=12.4, wall=0)
+    assert is_asked(members, 12.4) == [], "not another one either"
+    members.observe(announcement("a", sequence=7_002_301), now=12.5, wall=0)
+    assert is_asked(members, 12.5) == [A]
+
+
+def test_what_a_peer_announces_after_a_link_to_it_broke_brings_it_back_at_once() -> None:
+    members = view()
+    members.observe(announcement("a", sequence=7_000_000), now=10, wall=0)
+    members.fail(A, 10.1)
+    members.observe(announcement("a", sequence=7_000_101), now=10.2, wall=0)
+    assert is_asked(members, 10.2) == [A]
 
 
 def test_who_announces_but_never_answers_is_tried_less_and_less() -> None:
@@ -104,10 +129,10 @@ def test_who_announces_but_never_answers_is_tried_less_and_less() -> None:
     now = 0.0
     members.fail(A, now)
     pauses = []
-    for sequence in range(2, 12):
+    for later in range(2, 12):
         now += FIRST_PAUSE_S
         members.fail(A, now)
-        members.observe(announcement("a", sequence=sequence), now=now, wall=0)
+        members.observe(announcement("a", sequence=int(now * 1000) + later), now=now, wall=0)
         pause = next(
             pause for pause in (0, 1, 2, 4, 8, 16, 32, LONGEST_PAUSE_S) if not members.is_suspect(A, now + pause)
         )

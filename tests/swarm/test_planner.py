@@ -81,10 +81,10 @@ def test_a_stage_that_has_lost_its_last_peer_is_left_out_until_one_serves_it(*, 
 
     whole = [stages_of(number) for number in range(3)]
     assert whole == [list(stages) for stages in sets]
-    members.give_up(PeerId("p2"))
+    members.give_up(PeerId("p2"), NOW)
     assert [stages_of(number) for number in range(3)] == [[stage for stage in stages if stage != 2] for stages in sets]
     assert planner.unserved(NOW) == (ModuleId(2),)
-    members.give_up(PeerId("p3"))  # two are more than a path may miss
+    members.give_up(PeerId("p3"), NOW)  # two are more than a path may miss
     assert {str(stages_of(number)) for number in range(3) if 1 not in sets[number]} == {
         str(NoReplica((ModuleId(2), ModuleId(3))))
     }
@@ -287,7 +287,7 @@ def test_a_peer_of_the_lane_that_is_gone_or_crowded_is_replaced_and_the_stages_s
     on = OnLanes()
     assert on.path(2, a1=2, a2=1) == ["a1", "b1"], "half as long again is not much longer"
     assert on.path(2, a1=3) == ["a2", "b1"]
-    on.members.give_up(PeerId("b1"))
+    on.members.give_up(PeerId("b1"), NOW)
     assert on.path(2) == ["a1", "b2"]
 
 

@@ -74,7 +74,7 @@ async def test_who_could_not_be_had_is_tried_last_for_a_minute() -> None:
 async def test_who_was_given_up_is_not_tried() -> None:
     bench = Bench(12)
     held = await bench.attachments.hold()
-    bench.membership.give_up(held[0])
+    bench.membership.give_up(held[0], bench.clock.now)
     bench.links.asked.clear()
     assert held[0] not in await bench.attachments.hold()
     assert held[0] not in bench.links.asked
