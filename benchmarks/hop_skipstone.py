@@ -22,7 +22,7 @@ from node.admission import Admission, hidden_tensor
 from node.carrier import Carrier
 from node.clock import SystemClock
 from node.compute import ComputeThread
-from node.duty import DEFAULT_SLOTS
+from node.duty import DEFAULT_SLOTS, PlannedReplicas
 from node.events import Event
 from node.hop_worker import HopWorker
 from node.neighbourhood import Neighbourhood
@@ -39,10 +39,13 @@ from protocol.tensor_spec import TensorSpec
 from protocol.transport import GrpcTransport
 from swarm.custody import Custody
 from swarm.errors import SkipstoneError
+from swarm.estimates import Estimates
 from swarm.holdings import Started, Work
 from swarm.membership import Membership
 from swarm.messages import Forward, Purpose, Receipt
-from swarm.vocabulary import Hop, MicrobatchId, ModuleId, Path, PeerId, PeerState, Reasoned, RunId
+from swarm.paths.rules import PathRules
+from swarm.planner import Planner
+from swarm.vocabulary import Hop, MicrobatchId, ModuleId, Path, PeerId, PeerState, RunId
 
 RUN = RunId("0" * 64)
 STAGE = ModuleId(1)
@@ -151,12 +154,8 @@ async def peer_of_two(
     )
     torch.set_num_threads(threads_of_each_peer())
     with ComputeThread() as compute:
-        custody = Custody(
-            identity.peer,
-            DEFAULT_SLOTS,
-            lambda *_: Reasoned(None, "the stage has one replica"),
-            neighbourhood.membership.hosts,
-        )
+        planner = Planner(PathRules(2, 1), neighbourhood.membership, Estimates(), manifest.microbatch_tokens)
+        custody = Custody(identity.peer, DEFAULT_SLOTS, PlannedReplicas(planner, neighbourhood.membership, clock))
         admission = Admission(manifest, identity.peer, module)
         carrier = Carrier(
             custody, admission, worker, compute, clock, neighbourhood.link_down, lambda figures: None, ends

@@ -16,10 +16,10 @@ from node.events import EventSink, InnerStep, Load, MicrobatchCounts, Retracted,
 from node.link_codecs import LinkCodecs
 from node.optimization import StepFigures
 from node.work import Worker
-from protocol.seams import Question, QuestionAbout
+from protocol.seams import Clock, Question, QuestionAbout
 from swarm.custody import Custody
+from swarm.membership import Membership
 from swarm.planner import Planner
-from swarm.shelf import ChooseReplica
 from swarm.vocabulary import MicrobatchId, ModuleId, PeerId, Reasoned
 
 DEFAULT_SLOTS = 16
@@ -96,12 +96,36 @@ class LoggedVisits:
         self._events.emit(Retracted(self._peer, self._module, str(microbatch)))
 
 
+class PlannedReplicas:
+    """`swarm.shelf.Replicas` by what the planner and the membership view know now."""
+
+    def __init__(self, planner: Planner, membership: Membership, clock: Clock) -> None:
+        self._planner = planner
+        self._membership = membership
+        self._clock = clock
+
+    @property
+    def fewest_hops(self) -> int:
+        return self._planner.rules.fewest
+
+    def choose(self, module: ModuleId, without: frozenset[PeerId]) -> Reasoned[PeerId | None]:
+        return self._planner.replica(module, without, {}, self._clock.monotonic())
+
+    def hosts(self, peer: PeerId, module: ModuleId) -> bool:
+        return self._membership.hosts(peer, module)
+
+    def is_given_up(self, peer: PeerId) -> bool:
+        return self._membership.is_given_up(peer)
+
+    def goes_round(self, module: ModuleId) -> bool:
+        return self._planner.goes_round(module, self._clock.monotonic())
+
+
 def carrier_for(given: Assignment, worker: Worker, planner: Planner, rounds: ModuleRounds) -> Carrier:
     """Carries for the replica that the node hosts; repair asks the planner who stands in."""
     own, clock, module = given.presence.own, SystemClock(), str(given.module)
     slots = given.options.slots or DEFAULT_SLOTS
-    hosts, fewest = given.presence.membership.hosts, planner.rules.fewest
-    custody = Custody(own.peer, slots, _stand_in(planner, clock), hosts, fewest)
+    custody = Custody(own.peer, slots, PlannedReplicas(planner, given.presence.membership, clock))
     own.slots, own.used_slots = custody.slots, lambda: custody.used_slots
 
     def stepped(figures: StepFigures) -> None:
@@ -130,10 +154,3 @@ def link_codecs(given: Assignment, worker: Worker, clock: SystemClock) -> LinkCo
         return tokens / min(known) if known else 0.0
 
     return LinkCodecs(given.manifest, worker.tensor, clock, visit_s, transport.round_trip_s)
-
-
-def _stand_in(planner: Planner, clock: SystemClock) -> ChooseReplica:
-    def choose(module: ModuleId, without: frozenset[PeerId]) -> Reasoned[PeerId | None]:
-        return planner.replica(module, without, {}, clock.monotonic())
-
-    return choose

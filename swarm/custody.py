@@ -50,9 +50,9 @@ from swarm.holdings import (
 )
 from swarm.messages import Backward, Close, Direction, Forward, Receipt, ReceiptStatus, Stranded
 from swarm.settling import Settling
-from swarm.shelf import ChooseReplica, Hosts, Shelf, receipt_for
+from swarm.shelf import Replicas, Shelf, receipt_for
 from swarm.standing_in import StandingIn
-from swarm.vocabulary import MAX_HOPS, MicrobatchId, PeerId, Reasoned
+from swarm.vocabulary import MicrobatchId, PeerId, Reasoned
 from swarm.way_back import WayBack
 from swarm.way_out import WayOut, received
 
@@ -63,21 +63,16 @@ class Custody:
     Args:
         own: this peer.
         slots: how many microbatches of other peers may be held at once (a data node's own are not counted).
-        choose: names a stand-in for a hop.
-        hosts: whether a peer announces a module; gradients and recalls are taken from replicas only.
-        fewest_hops: a hop that nobody stands in for is skipped where at least so many are left. As a default none is.
     """
 
-    def __init__(
-        self, own: PeerId, slots: int, choose: ChooseReplica, hosts: Hosts, fewest_hops: int = MAX_HOPS
-    ) -> None:
+    def __init__(self, own: PeerId, slots: int, replicas: Replicas) -> None:
         self.own = own
         self.slots = slots
         self._shelf = Shelf(own, slots)
         self._settling = Settling(self._shelf)
-        self._way_back = WayBack(self._shelf, self._settling, choose, hosts)
-        self._way_out = WayOut(self._shelf, self._way_back, choose, fewest_hops)
-        self._standing_in = StandingIn(self._shelf, self._settling, self._way_out, hosts)
+        self._way_back = WayBack(self._shelf, self._settling, replicas)
+        self._way_out = WayOut(self._shelf, self._way_back, replicas)
+        self._standing_in = StandingIn(self._shelf, self._settling, self._way_out, replicas)
 
     # ---- looking ---------------------------------------------------------------------------------------------
 

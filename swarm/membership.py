@@ -158,6 +158,10 @@ class Membership:
         """Whether a module has a peer that has not been given up, suspect for a moment or not."""
         return any(member.suspect_until < math.inf for member in self._serving(module, now))
 
+    def reaches_somebody(self) -> bool:
+        """Whether there is a peer that has not been given up."""
+        return any(member.suspect_until < math.inf for member in self._members.values())
+
     def _serving(self, module: ModuleId, now: float) -> list[_Member]:
         return [
             member

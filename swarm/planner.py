@@ -126,7 +126,14 @@ class Planner:
 
     def leaves_out(self, module: ModuleId, now: float) -> bool:
         """Whether paths go round a module that has lost its last peer, until one serves it again."""
-        may_be = self.rules.fewest < self.rules.per_path and module in self._visited
+        return module in self._visited and self.goes_round(module, now)
+
+    def goes_round(self, module: ModuleId, now: float) -> bool:
+        """Whether paths do without a module that they have visited: nobody serves it, and the rules allow shorter ones.
+
+        Not where nobody at all is in reach: then it is rather this peer that is cut off.
+        """
+        may_be = self.rules.fewest < self.rules.per_path and self._membership.reaches_somebody()
         return may_be and not self._membership.is_served(module, now)
 
     def hosts_one_of(self, peer: PeerId, path: Path) -> bool:

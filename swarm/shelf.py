@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 from swarm.holdings import ON_THE_WAY_BACK, ON_THE_WAY_OUT, Action, Forget, Holding, Key, Phase, Tell
 from swarm.messages import Backward, Direction, Forward, Recall, Receipt, ReceiptStatus, Stranded
@@ -22,10 +22,25 @@ KEPT_FOR_OTHERS = 4
 UNSETTLED_PER_SLOT = 2
 """A hop that has so many microbatches a slot whose data node has not said that they count takes no new ones."""
 
-ChooseReplica = Callable[[ModuleId, frozenset[PeerId]], Reasoned[PeerId | None]]
-"""Names the best replica of a module outside the given set, or None."""
-Hosts = Callable[[PeerId, ModuleId], bool]
-"""Whether a peer says of itself that it hosts the module, as far as this peer knows."""
+
+class Replicas(Protocol):
+    """Whom a holder could hand a microbatch to, as far as this peer knows."""
+
+    @property
+    def fewest_hops(self) -> int:
+        """A hop that nobody stands in for is skipped where at least so many are left; with MAX_HOPS none is."""
+
+    def choose(self, module: ModuleId, without: frozenset[PeerId]) -> Reasoned[PeerId | None]:
+        """The best replica of a module outside the given set, or None."""
+
+    def hosts(self, peer: PeerId, module: ModuleId) -> bool:
+        """Whether a peer says of itself that it hosts the module; gradients and recalls are taken from replicas only."""
+
+    def is_given_up(self, peer: PeerId) -> bool:
+        """Whether it does not answer any more, so that more than a link has broken."""
+
+    def goes_round(self, module: ModuleId) -> bool:
+        """Whether new paths do without the module, because nobody who serves it can be reached: then nobody waits for it."""
 
 
 class Shelf:

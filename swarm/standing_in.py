@@ -23,7 +23,7 @@ from swarm.holdings import (
 )
 from swarm.messages import Backward, Forward, Purpose, Recall, Receipt, ReceiptStatus
 from swarm.settling import Settling
-from swarm.shelf import RETRY_S, Hosts, Shelf, joined, receipt_for, same_modules
+from swarm.shelf import RETRY_S, Replicas, Shelf, joined, receipt_for, same_modules
 from swarm.vocabulary import Path, PeerId, Reasoned
 from swarm.way_out import WayOut
 
@@ -40,11 +40,11 @@ _NOT_YET = (Phase.RECEIVING, Phase.FORWARD, Phase.RECEIVING_GRADIENT, Phase.RECA
 class StandingIn:
     """Both sides of it: the stand-in, and the hop before it."""
 
-    def __init__(self, shelf: Shelf, settling: Settling, way_out: WayOut, hosts: Hosts) -> None:
+    def __init__(self, shelf: Shelf, settling: Settling, way_out: WayOut, replicas: Replicas) -> None:
         self._shelf = shelf
         self._settling = settling
         self._way_out = way_out
-        self._hosts = hosts
+        self._replicas = replicas
 
     # ---- the stand-in --------------------------------------------------------------------------------------------
 
@@ -139,7 +139,7 @@ class StandingIn:
         if not same_modules(holding.path, message.path, message.position + 1):
             return "this microbatch is held here on another path"
         known = holding.path.hops[message.position + 1]
-        if known.peer != sender and not self._hosts(sender, known.module):
+        if known.peer != sender and not self._replicas.hosts(sender, known.module):
             return "a stand-in has to host the module of the hop that it replaces"
         return ""
 

@@ -28,8 +28,7 @@ from swarm.settling import Settling
 from swarm.shelf import (
     PATIENCE_S,
     RETRY_S,
-    ChooseReplica,
-    Hosts,
+    Replicas,
     Shelf,
     joined,
     offered,
@@ -42,17 +41,17 @@ from swarm.shelf import (
 from swarm.vocabulary import ModuleId, PeerId, Reasoned
 
 STAND_IN_AFTER_S = 1.0
-"""A peer that cannot be reached for so long is replaced. Not at once as on the way out: a stand-in computes the visit anew."""
+"""A peer that cannot be reached for so long is replaced, or as soon as it is given up. Not at once as on the way out: a stand-in computes the visit
+anew."""
 
 
 class WayBack:
     """What follows from events about gradients."""
 
-    def __init__(self, shelf: Shelf, settling: Settling, choose: ChooseReplica, hosts: Hosts) -> None:
+    def __init__(self, shelf: Shelf, settling: Settling, replicas: Replicas) -> None:
         self._shelf = shelf
         self._settling = settling
-        self._choose = choose
-        self._hosts = hosts
+        self._replicas = replicas
 
     def expects(self, holding: Holding, message: Backward) -> Reasoned[Place]:
         """Whether this gradient is wanted by one that is held."""
@@ -63,7 +62,7 @@ class WayBack:
             return Reasoned(Place.REFUSED, "this microbatch is held here on another path")
         if holding.path.peer_at(message.position + 1) == sender:
             later = holding.phase in (Phase.RECEIVING, Phase.FORWARD)
-        elif self._hosts(sender, message.path.hops[message.position + 1].module):
+        elif self._replicas.hosts(sender, message.path.hops[message.position + 1].module):
             later = holding.phase in (Phase.RECEIVING, Phase.FORWARD, Phase.RECEIVING_GRADIENT, Phase.RECALLING)
         else:
             return Reasoned(Place.REFUSED, "it does not come from a replica of the next module")
@@ -123,9 +122,9 @@ class WayBack:
     def target_failed(self, holding: Holding, detail: str, now: float) -> list[Action]:
         """The same peer again for a moment, because links break and come back; then another; in the end nobody."""
         since = now if holding.failing_since is None else holding.failing_since
-        if now - since >= STAND_IN_AFTER_S and (elsewhere := self._elsewhere(holding, now)):
+        if self._may_be_replaced(holding, since, now) and (elsewhere := self._elsewhere(holding, now)):
             return elsewhere
-        if now - since >= PATIENCE_S:
+        if now - since >= PATIENCE_S or self._waits_for_nobody(holding):
             return self._give_up(holding, detail, now)
         self._shelf.put(replace(holding, phase=Phase.HANDING_BACK, failing_since=since, retry_at=now + RETRY_S))
         return []
@@ -133,8 +132,11 @@ class WayBack:
     def retry(self, holding: Holding, target: PeerId, now: float) -> list[Action]:
         """Offers it again to the same peer, or to a replica that has come up meanwhile."""
         since = holding.failing_since
-        if since is not None and now - since >= STAND_IN_AFTER_S and (elsewhere := self._elsewhere(holding, now)):
-            return elsewhere
+        if since is not None:
+            if self._may_be_replaced(holding, since, now) and (elsewhere := self._elsewhere(holding, now)):
+                return elsewhere
+            if self._waits_for_nobody(holding):
+                return self._give_up(holding, "nobody serves the module before", now)
         retried = replace(offered(holding, now), retry_at=None)
         self._shelf.put(retried)
         return [_sending(retried, target)]
@@ -172,7 +174,7 @@ class WayBack:
             return []
         if holding.tried:
             busy = holding.busy | {holding.target}
-            other = self._choose(_module_before(holding), holding.tried | busy).value
+            other = self._replicas.choose(_module_before(holding), holding.tried | busy).value
             if other is not None:
                 return self.hand_back(replace(holding, busy=busy), other, now)
         self._shelf.put(put_off(holding, receipt.retry_after_s, now))
@@ -183,12 +185,20 @@ class WayBack:
         if holding.key.position < 1 or holding.target is None:
             return []
         tried, module = holding.tried | {holding.target}, _module_before(holding)
-        other = self._choose(module, tried | holding.busy)
+        other = self._replicas.choose(module, tried | holding.busy)
         if other.value is None:
-            other = self._choose(module, tried)  # one that was busy is better than none
+            other = self._replicas.choose(module, tried)  # one that was busy is better than none
         if other.value is None:
             return []
         return self.hand_back(replace(holding, tried=tried, refusals=0), other.value, now)
+
+    def _may_be_replaced(self, holding: Holding, since: float, now: float) -> bool:
+        gone = holding.target is not None and self._replicas.is_given_up(holding.target)
+        return gone or now - since >= STAND_IN_AFTER_S
+
+    def _waits_for_nobody(self, holding: Holding) -> bool:
+        """Whether a microbatch sent anew would be home before one that waits for somebody to stand in."""
+        return holding.key.position >= 1 and self._replicas.goes_round(_module_before(holding))
 
     def _give_up(self, holding: Holding, detail: str, now: float) -> list[Action]:
         """Its data node abandons it, unless it came home by another way; then the word that settles it comes back."""

@@ -1,8 +1,8 @@
 """A microbatch's way out: RECEIVING -> FORWARD -> HANDING_ON -> GUARDING -> AWAITING.
 
 A lost, busy or refusing peer is replaced by another replica of the same module, from the output that is kept. Where there is
-none, the holder tries the same peer again for PATIENCE_S, and then skips that stage if the run's rules allow a path without
-it; else it reports the microbatch Stranded.
+none, the holder tries the same peer again for PATIENCE_S, or until new paths go round that stage, and then skips it if the run's
+rules allow a path without it; else it reports the microbatch Stranded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from swarm.messages import Direction, Forward, Purpose, Receipt, ReceiptStatus
 from swarm.shelf import (
     PATIENCE_S,
     RETRY_S,
-    ChooseReplica,
+    Replicas,
     Shelf,
     joined,
     offered,
@@ -44,11 +44,10 @@ _PASSED = (ReceiptStatus.ACCEPTED, ReceiptStatus.PASSED_ON)
 class WayOut:
     """What follows from events about hidden states."""
 
-    def __init__(self, shelf: Shelf, way_back: WayBack, choose: ChooseReplica, fewest_hops: int) -> None:
+    def __init__(self, shelf: Shelf, way_back: WayBack, replicas: Replicas) -> None:
         self._shelf = shelf
         self._way_back = way_back
-        self._choose = choose
-        self._fewest_hops = fewest_hops
+        self._replicas = replicas
 
     def start(self, event: Started, now: float) -> list[Action]:
         """At the data node: a microbatch sets out."""
@@ -102,15 +101,18 @@ class WayOut:
         if elsewhere:
             return elsewhere
         since = now if holding.failing_since is None else holding.failing_since
-        if now - since >= PATIENCE_S:
+        if now - since >= PATIENCE_S or self._goes_round(holding):
             return self._past(holding, detail, now)
         self._shelf.put(replace(holding, phase=Phase.HANDING_ON, failing_since=since, retry_at=now + RETRY_S))
         return []
 
     def retry(self, holding: Holding, target: PeerId, now: float) -> list[Action]:
         """Offers it again to the same peer, or to a replica that has come up meanwhile."""
-        if holding.failing_since is not None and (elsewhere := self._elsewhere(holding, now)):
-            return elsewhere
+        if holding.failing_since is not None:
+            if elsewhere := self._elsewhere(holding, now):
+                return elsewhere
+            if self._goes_round(holding):
+                return self._past(holding, "nobody serves it", now)
         retried = replace(offered(holding, now), retry_at=None)
         self._shelf.put(retried)
         return [_sending(retried, target)]
@@ -178,7 +180,7 @@ class WayOut:
         if holding.key.position + 1 < len(holding.path.hops):
             module = holding.path.hops[holding.key.position + 1].module
             busy = holding.busy | {holding.target}
-            other = self._choose(module, holding.tried | busy).value
+            other = self._replicas.choose(module, holding.tried | busy).value
             if other is not None:
                 return self.hand_on(replace(holding, busy=busy), other, now)
         self._shelf.put(put_off(holding, receipt.retry_after_s, now))
@@ -191,17 +193,25 @@ class WayOut:
             return []
         tried = holding.tried | {holding.target}
         module = holding.path.hops[position].module
-        other = self._choose(module, tried | holding.busy)
+        other = self._replicas.choose(module, tried | holding.busy)
         if other.value is None:
-            other = self._choose(module, tried)  # one that was busy is better than none
+            other = self._replicas.choose(module, tried)  # one that was busy is better than none
         if other.value is None:
             return []
         return self.hand_on(replace(holding, tried=tried, refusals=0), other.value, now)
 
+    def _may_skip(self, holding: Holding) -> bool:
+        hops = len(holding.path.hops)
+        return holding.key.position + 1 < hops > self._replicas.fewest_hops and holding.purpose is Purpose.TRAIN
+
+    def _goes_round(self, holding: Holding) -> bool:
+        """Whether it skips the next hop now, as new paths do."""
+        return self._may_skip(holding) and self._replicas.goes_round(holding.path.hops[holding.key.position + 1].module)
+
     def _past(self, holding: Holding, detail: str, now: float) -> list[Action]:
         """Skips the hop that nobody can take, or strands it there."""
         position, hops = holding.key.position + 1, len(holding.path.hops)
-        if position < hops > self._fewest_hops and holding.purpose is Purpose.TRAIN:
+        if self._may_skip(holding):
             path = holding.path.without(position)
             fresh = replace(holding, path=path, tried=frozenset(), busy=frozenset(), refusals=0, failing_since=None)
             return self.hand_on(fresh, path.peer_at(position), now)

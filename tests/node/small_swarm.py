@@ -37,7 +37,7 @@ from swarm.messages import (
     Receipt,
     ReceiptStatus,
 )
-from swarm.vocabulary import Codec, Hop, MicrobatchId, ModuleId, Path, PeerId, Reasoned
+from swarm.vocabulary import MAX_HOPS, Codec, Hop, MicrobatchId, ModuleId, Path, PeerId, Reasoned
 from tests.node.small_manifest import small_manifest
 
 CPU = torch.device("cpu")
@@ -267,7 +267,7 @@ class SmallSwarm:
         steps: list[StepFigures] = []
         visits = CountedVisits()
         carrier = Carrier(
-            Custody(own, 4, self._choose, lambda peer, module: MODULES.get(peer) == module),
+            Custody(own, 4, self),
             Admission(self.manifest, own, MODULES[own]),
             gated,
             compute,
@@ -280,9 +280,22 @@ class SmallSwarm:
         )
         return Member(own, gated, carrier, compute, steps, visits)
 
-    def _choose(self, module: ModuleId, without: frozenset[PeerId]) -> Reasoned[PeerId | None]:
+    # ---- swarm.shelf.Replicas ------------------------------------------------------------------------------------
+
+    fewest_hops = MAX_HOPS
+
+    def choose(self, module: ModuleId, without: frozenset[PeerId]) -> Reasoned[PeerId | None]:
         able = [p for p in self.members if MODULES[p] == module and p not in without | self.dead]
         return Reasoned(able[0] if able else None, "the first that is left")
+
+    def hosts(self, peer: PeerId, module: ModuleId) -> bool:
+        return MODULES.get(peer) == module
+
+    def is_given_up(self, peer: PeerId) -> bool:
+        return False
+
+    def goes_round(self, module: ModuleId) -> bool:
+        return False
 
     # ---- what a test does ----------------------------------------------------------------------------------------
 

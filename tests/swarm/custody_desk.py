@@ -47,20 +47,34 @@ def receipt(direction: Direction, position: int, status: ReceiptStatus, retry_af
 
 
 class Desk:
-    """One peer's custody, with shorthand for what may happen to it. `dead` are the replicas that the chooser leaves out."""
+    """One peer's custody, with shorthand for what may happen to it. `dead` are the replicas that the chooser leaves out, `gone` the stages
+    that new paths go round, `given_up` who does not answer any more."""
 
     def __init__(self, own: PeerId, slots: int = 2, fewest_hops: int = MAX_HOPS) -> None:
         self.own = own
         self.now = 100.0
         self.dead: set[PeerId] = set()
-        self.custody = Custody(own, slots, self._choose, self._hosts, fewest_hops)
+        self.fewest_hops = fewest_hops
+        self.gone: set[int] = set()
+        self.given_up: set[PeerId] = set()
+        self.custody = Custody(own, slots, self)
 
-    def _choose(self, module: ModuleId, without: frozenset[PeerId]) -> Reasoned[PeerId | None]:
+    # ---- swarm.shelf.Replicas ------------------------------------------------------------------------------------
+
+    def choose(self, module: ModuleId, without: frozenset[PeerId]) -> Reasoned[PeerId | None]:
         left = [peer for peer in REPLICAS[module.stage] if peer not in without | self.dead]
         return Reasoned(left[0], "the first") if left else Reasoned(None, f"module {module} has no peer left")
 
-    def _hosts(self, peer: PeerId, module: ModuleId) -> bool:
+    def hosts(self, peer: PeerId, module: ModuleId) -> bool:
         return peer in REPLICAS.get(module.stage, ())
+
+    def is_given_up(self, peer: PeerId) -> bool:
+        return peer in self.given_up
+
+    def goes_round(self, module: ModuleId) -> bool:
+        return module.stage in self.gone
+
+    # ---- what a test does ----------------------------------------------------------------------------------------
 
     def held(self, position: int) -> Holding | None:
         return self.custody.get(Key(MICROBATCH, position))

@@ -90,7 +90,8 @@ class Peer:
         self.stopping = False
         self.speed_s = world.random.uniform(0.02, 0.3)
         self.membership = Membership(RUN, own)
-        self.custody = Custody(own, shape.slots, self._stand_in, self.membership.hosts, shape.path_rules.fewest)
+        self.fewest_hops = shape.path_rules.fewest
+        self.custody = Custody(own, shape.slots, self)
         self.planner = Planner(shape.path_rules, self.membership, Estimates(), tokens=1000)
         self.flights = (
             Flights(own, shape.rules, first_number=incarnation * NUMBERS_A_LIFE) if module.stage == 0 else None
@@ -150,9 +151,20 @@ class Peer:
             self.world.shape.slots, free, 0, None, self.incarnation, int(now * 1000) + self.incarnation, now + 5.0,
         )  # fmt: skip
 
-    def _stand_in(self, module: ModuleId, without: frozenset[PeerId]) -> Reasoned[PeerId | None]:
+    # ---- swarm.shelf.Replicas ------------------------------------------------------------------------------------
+
+    def choose(self, module: ModuleId, without: frozenset[PeerId]) -> Reasoned[PeerId | None]:
         load = in_flight_by_peer([holding.path for holding in self.custody.holdings()])
         return self.planner.replica(module, without, load, self.world.time.now)
+
+    def hosts(self, peer: PeerId, module: ModuleId) -> bool:
+        return self.membership.hosts(peer, module)
+
+    def is_given_up(self, peer: PeerId) -> bool:
+        return self.membership.is_given_up(peer)
+
+    def goes_round(self, module: ModuleId) -> bool:
+        return self.planner.goes_round(module, self.world.time.now)
 
     # ---- a data node's part --------------------------------------------------------------------------------------
 

@@ -258,6 +258,19 @@ def test_a_lost_predecessor_is_tried_again_and_then_replaced_from_the_gradient_t
     assert desk.phase(1) is Phase.GUARDING_BACK
 
 
+def test_a_predecessor_that_has_been_given_up_is_replaced_without_waiting_for_its_link() -> None:
+    desk = handing_back()
+    assert desk.lose(A) == []
+    desk.given_up = {A}
+    assert desk.wait(RETRY_S + 0.01) == [sent(A2, Backward(MICROBATCH, ABC.with_peer(0, A2), 0), 1)]
+
+
+def test_a_predecessor_known_to_be_given_up_is_replaced_at_once() -> None:
+    desk = handing_back()
+    desk.given_up = {A}
+    assert desk.lose(A) == [sent(A2, Backward(MICROBATCH, ABC.with_peer(0, A2), 0), 1)]
+
+
 @pytest.mark.parametrize("guarding", [False, True])
 def test_with_nobody_to_stand_in_the_data_node_is_told_and_asked_what_counts(guarding: bool) -> None:
     desk = handing_back()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from swarm.holdings import Compute, Finished, Forget, Key, Phase, SendOutput, Tell, Work
 from swarm.messages import Backward, Purpose, Recall
+from swarm.shelf import RETRY_S
 from swarm.vocabulary import Path, PeerId
 from tests.swarm.custody_desk import (
     ABC,
@@ -52,6 +53,40 @@ def test_one_that_refuses_and_has_no_stand_in_is_skipped_at_once() -> None:
     desk = desk_of(A)
     desk.handing_on()
     assert desk.receipt(B, OUT, 1, REFUSED) == [offer(C, AC, 1)]
+
+
+def test_what_new_paths_go_round_is_skipped_without_waiting_for_it() -> None:
+    desk = desk_of(A)
+    desk.handing_on()
+    assert desk.lose(B) == [], "a link may have broken"
+    desk.gone = {2}
+    assert desk.wait(RETRY_S + 0.01) == [offer(C, AC, 1)]
+
+
+def test_who_is_known_to_be_gone_when_the_offer_fails_is_skipped_at_once() -> None:
+    desk = desk_of(A)
+    desk.guarding()
+    desk.gone = {2}
+    assert desk.lose(B) == [offer(C, AC, 1)]
+
+
+def test_a_gradient_for_a_hop_that_new_paths_go_round_does_not_wait_for_anybody() -> None:
+    """Sent anew, its microbatch is home before somebody could have learned that module."""
+    desk = desk_of(C)
+    desk.forward(2)
+    desk.computed(2)
+    desk.backward(2)
+    desk.computed(2)
+    assert desk.lose(B) == []
+    desk.gone = {2}
+    assert desk.wait(RETRY_S + 0.01) == [stranded(BACK, 1, "nobody serves the module before")]
+
+
+def test_who_must_not_skip_waits_for_it_though_others_go_round() -> None:
+    desk = desk_of(A, fewest_hops=3)
+    desk.handing_on()
+    desk.gone = {2}
+    assert stranded(OUT, 1, "the link broke; module 2.0 has no peer left to stand in") in desk.lose_for_good(B)
 
 
 def test_after_the_last_hop_comes_the_data_node() -> None:

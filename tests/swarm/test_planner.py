@@ -84,6 +84,7 @@ def test_a_stage_that_has_lost_its_last_peer_is_left_out_until_one_serves_it(*, 
     members.give_up(PeerId("p2"), NOW)
     assert [stages_of(number) for number in range(3)] == [[stage for stage in stages if stage != 2] for stages in sets]
     assert planner.unserved(NOW) == (ModuleId(2),)
+    assert [planner.goes_round(ModuleId(stage), NOW) for stage in (1, 2, 3)] == [False, True, False]
     members.give_up(PeerId("p3"), NOW)  # two are more than a path may miss
     assert {str(stages_of(number)) for number in range(3) if 1 not in sets[number]} == {
         str(NoReplica((ModuleId(2), ModuleId(3))))
@@ -91,6 +92,18 @@ def test_a_stage_that_has_lost_its_last_peer_is_left_out_until_one_serves_it(*, 
     members.recover(PeerId("p2"))
     members.recover(PeerId("p3"))
     assert [stages_of(number) for number in range(3)] == whole
+
+
+def test_whoever_reaches_nobody_goes_round_nobody() -> None:
+    """It is cut off itself."""
+    members = Membership(RUN, OWN)
+    for stage in (1, 2):
+        members.observe(announcement(f"p{stage}", stage), now=0, wall=0)
+    planner = Planner(PathRules(stages=4, per_path=2), members, Estimates(), TOKENS)
+    members.give_up(PeerId("p2"), NOW)
+    assert planner.goes_round(ModuleId(2), NOW)
+    members.give_up(PeerId("p1"), NOW)
+    assert not planner.goes_round(ModuleId(2), NOW)
 
 
 def test_a_stage_that_nobody_has_served_yet_is_waited_for() -> None:
