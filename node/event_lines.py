@@ -42,9 +42,11 @@ class JsonLinesSink:
             self._on_closed()
 
 
-def event_to_json(event: Event) -> str:
-    """One line without its end, `event` first."""
+def event_to_json(event: Event, ms: int | None = None) -> str:
+    """One line without its end, `event` first; last, if given, when it was, in milliseconds since the log began."""
     table = {"event": event.NAME, **dataclasses.asdict(event)}
+    if ms is not None:
+        table["ms"] = ms
     return json.dumps(_finite(table), allow_nan=False, separators=(",", ":"))
 
 

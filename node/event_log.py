@@ -32,14 +32,25 @@ class EventLog:
 
     Args:
         name: of the first file, without its end.
+        unix_ms: of the start. Each line says how many milliseconds later it was, by a clock that does not jump: `monotonic`, in seconds.
     """
 
-    def __init__(self, folder: Path, name: str, peer: str, unix_ms: int, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        peer: str,
+        unix_ms: int,
+        max_bytes: int = MAX_BYTES,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._folder = folder
         self._name = name
         self._peer = peer
         self._unix_ms = unix_ms
         self._max_bytes = max_bytes
+        self._monotonic = monotonic
+        self._began = monotonic()
         self._part = 0
         self._written = 0
         self._file: int | None = None
@@ -82,7 +93,8 @@ class EventLog:
 
     def _append(self, event: Event) -> None:
         if self._file is not None:
-            line = event_to_json(event).encode() + b"\n"
+            ms = round((self._monotonic() - self._began) * 1000)
+            line = event_to_json(event, ms).encode() + b"\n"
             self._written += os.write(self._file, line)
 
     def _close(self) -> None:

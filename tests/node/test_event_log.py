@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -40,6 +41,15 @@ def test_everything_is_logged_and_what_nobody_watches_is_kept_from_the_stream(tm
     logged = events_in(tmp_path / "deep" / "er" / "peer-12345.jsonl")
     assert logged == [Started("peer", 12345, 1), note, VISIT, Abandoned("aaaaaa#2", "lost"), Ended("peer", 1)]
     assert stream.events == [note, Abandoned("aaaaaa#2", "lost")]
+
+
+def test_each_line_says_when_it_was(tmp_path: Path) -> None:
+    seconds = iter((100.0, 100.0, 100.25, 103.5))
+    with EventLog(tmp_path, "peer-1", "peer", 1, monotonic=lambda: next(seconds)) as event_log:
+        event_log.emit(VISIT)
+        event_log.emit(VISIT)
+    lines = (tmp_path / "peer-1.jsonl").read_bytes().splitlines()
+    assert [json.loads(line)["ms"] for line in lines] == [0, 250, 3500]
 
 
 def test_a_file_that_is_full_is_followed_by_another_and_nothing_is_lost(tmp_path: Path) -> None:
