@@ -200,7 +200,9 @@ class Carrier:
     def told(self, sender: PeerId, message: MicrobatchControl) -> None:
         match message:
             case Receipt():
-                if message.status is ReceiptStatus.PASSED_ON and self._may_report(sender, message):
+                if message.status is ReceiptStatus.PASSED_ON and self._is_of_ours(
+                    sender, message, self.ends.may_have_held
+                ):
                     self.custody.touch(Key(message.microbatch, -1), self._clock.monotonic())
                     self.ends.passed(sender, message)
                 self._note_answer(sender, message)
@@ -213,16 +215,18 @@ class Carrier:
                 self.handle(SettledArrived(sender, message))
             case Unsettled():
                 self.handle(UnsettledArrived(sender, message))
-            case Stranded() if self._may_report(sender, message):
+            case Stranded() if self._is_of_ours(sender, message, self.ends.may_hold):
                 self._stranded(message)
             case _:
                 log.debug("%s from %s needs no action", type(message).__name__, sender)
 
-    def _may_report(self, sender: PeerId, message: Receipt | Stranded) -> bool:
-        """Whether it is about a microbatch of ours, from ourselves or from somebody who can have it."""
+    def _is_of_ours(
+        self, sender: PeerId, message: Receipt | Stranded, may_know: Callable[[PeerId, MicrobatchId], bool]
+    ) -> bool:
+        """Whether it is about a microbatch of ours, from ourselves or from somebody who may know about it."""
         if message.microbatch.data_node != self.custody.own:
             return False
-        return sender == self.custody.own or self.ends.may_hold(sender, message.microbatch)
+        return sender == self.custody.own or may_know(sender, message.microbatch)
 
     def link_up(self, peer: PeerId) -> None:
         self.handle(PeerBack(peer))

@@ -213,6 +213,10 @@ class DataNode:
             return self._evaluator.awaits(microbatch)
         return self._planner.hosts_one_of(peer, flight.path)
 
+    def may_have_held(self, peer: PeerId, microbatch: MicrobatchId) -> bool:
+        path = self._times.path_of(microbatch)
+        return self.may_hold(peer, microbatch) if path is None else self._planner.hosts_one_of(peer, path)
+
     def passed(self, sender: PeerId, receipt: Receipt) -> None:
         self._times.passed(sender, receipt, self._clock.monotonic())
 

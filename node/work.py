@@ -101,8 +101,12 @@ class PathEnds(Protocol):
         """Whether the peer hosts a module on the microbatch's path. Which replica has it may have changed on the way."""
         ...
 
+    def may_have_held(self, peer: PeerId, microbatch: MicrobatchId) -> bool:
+        """Likewise, also of a microbatch that has come home, as long as receipts for it are expected."""
+        ...
+
     def passed(self, sender: PeerId, receipt: Receipt) -> None:
-        """A peer says that it has passed one of our microbatches on."""
+        """A peer says that it has passed one of our microbatches on, which may be home already."""
         ...
 
 
@@ -119,6 +123,9 @@ class NoPathEnds:
     def lost(self, microbatch: MicrobatchId, detail: str) -> None: ...
 
     def may_hold(self, peer: PeerId, microbatch: MicrobatchId) -> bool:
+        return False
+
+    def may_have_held(self, peer: PeerId, microbatch: MicrobatchId) -> bool:
         return False
 
     def passed(self, sender: PeerId, receipt: Receipt) -> None: ...

@@ -71,9 +71,7 @@ class Membership:
         known.announcement = announcement
         known.expires = now + remaining
         known.heard = now
-        if (
-            announcement.sequence > known.failed_ms
-        ):  # else it is from before; the directory is slower than a broken link
+        if announcement.sequence > known.failed_ms:  # else it is from before: the directory is slow
             known.suspect_until = min(known.suspect_until, now + _pause_s(known.failures))
         return Change.UPDATED
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from swarm.estimates import Estimates
 from swarm.messages import Direction, Receipt, ReceiptStatus
@@ -57,10 +59,45 @@ def test_the_queue_that_it_found_is_taken_out() -> None:
     assert travel.seconds(B) == pytest.approx(2.0)
 
 
+def test_receipts_that_come_when_it_is_home_already_count() -> None:
+    """As they do wherever a round trip is longer than what we compute: those of the first hop always."""
+    travel = Travel()
+    travel.out()
+    travel.times.completed(MICROBATCH, 15.0)
+    travel.back()
+    assert [travel.seconds(peer) for peer in (A, B, C)] == pytest.approx([3.0, 6.0, 9.0])
+
+
+@given(st.permutations(range(7)))
+def test_the_order_in_which_receipts_come_does_not_matter(order: list[int]) -> None:
+    words: list[tuple[PeerId, Direction, int, float]] = [
+        (A, OUT, 0, 1.0),
+        (B, OUT, 1, 3.0),
+        (C, OUT, 2, 6.0),
+        (DATA, BACK, 3, 10.0),
+        (C, BACK, 2, 16.0),
+        (B, BACK, 1, 20.0),
+        (A, BACK, 0, 22.0),
+    ]
+    travel = Travel()
+    for place in order:
+        travel.passed(*words[place])
+    assert [travel.seconds(peer) for peer in (A, B, C)] == pytest.approx([3.0, 6.0, 9.0])
+
+
+def test_a_visit_whose_two_ways_were_anothers_each_is_nobodys_measurement() -> None:
+    travel = Travel()
+    travel.out()
+    travel.back(first=A2)
+    assert [travel.seconds(peer) for peer in (A, A2)] == [None, None]
+    assert travel.seconds(B) == pytest.approx(6.0)
+
+
 def test_who_stood_in_is_measured_instead_of_who_was_planned() -> None:
     travel = Travel()
     travel.passed(A2, OUT, 0, 1.0)
     travel.times.turned(MICROBATCH, 10.0)
+    travel.passed(B, BACK, 1, 10.0)
     travel.passed(A2, BACK, 0, 14.0)
     assert travel.seconds(A2) == pytest.approx(5.0)
     assert travel.seconds(A) is None
