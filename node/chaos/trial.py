@@ -6,11 +6,12 @@ import asyncio
 import math
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from node.chaos.agreement import Held, stand_together
 from node.chaos.bench import Bench, Kind, Mark, until
 from node.chaos.deeds import Deed
 from node.chaos.plan import ChaosPlan
@@ -161,17 +162,15 @@ class Trying:
                 bench.note(what)
 
     async def _recovered(self, bench: Bench) -> None:
-        """Until the swarm is back after everything that was done to it, or the scenario's limit has passed."""
+        """Until the swarm is back after everything that was done to it and stands together, or the scenario's limit has passed."""
         last_s = max((mark.at_s for mark in bench.marks if mark.kind is not Kind.NOTE), default=0.0)
         limit_s = last_s + self._plan.expected.recovery_s + WINDOW_S
 
         def over() -> bool:
             now = self._now()
-            return now >= limit_s or all(
-                math.isfinite(each.seconds)
-                for each in self._recoveries(bench, bench.watch.completed, now)
-                if each.counts
-            )
+            recoveries = self._recoveries(bench, bench.watch.completed, now)
+            back = all(math.isfinite(each.seconds) for each in recoveries if each.counts)
+            return now >= limit_s or (back and stand_together(self._anchors(bench)))
 
         await self._until(over)
         await self._until_s(self._now() + CALM_S)
@@ -199,6 +198,12 @@ class Trying:
             if peer.exit_code is None and peer.state == "serving" and index not in lab.frozen
         }
         return len(serving) == self._plan.scenario.manifest.stages.count
+
+    def _anchors(self, bench: Bench) -> list[Sequence[Held]]:
+        """Of each serving replica that has been in a round."""
+        peers = bench.lab.swarm.progress.peers.values()
+        serving = [peer.peer for peer in peers if peer.exit_code is None and peer.state == "serving"]
+        return [tuple(bench.watch.anchors[peer]) for peer in serving if peer in bench.watch.anchors]
 
     def _first_fault(self, bench: Bench) -> float:
         """From then on the pace is no measure any more: also newcomers take the machine's time."""

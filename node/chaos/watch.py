@@ -1,20 +1,24 @@
-"""Follows the event logs of a swarm while they are written: when microbatches are completed, and how far rounds are."""
+"""Follows the event logs of a swarm while they are written: when microbatches are completed, how far rounds are, and what came of them."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from node.chaos.agreement import Held
 from node.event_lines import event_from_json
-from node.events import Completed, RoundProgress, Visit
+from node.events import CaughtUp, Completed, Restored, RoundCommitted, RoundProgress, Visit
 
 LOOK_S = 0.02
 READ_BYTES = 1 << 20
 _COMPLETED = f'{{"event":"{Completed.NAME}"'.encode()
 _VISIT = f'{{"event":"{Visit.NAME}"'.encode()
 _PROGRESS = f'{{"event":"{RoundProgress.NAME}"'.encode()
+_ANCHORS = tuple(f'{{"event":"{kind.NAME}"'.encode() for kind in (RoundCommitted, CaughtUp, Restored))
+_ANCHORS_KEPT = 2
 
 
 class Watch:
@@ -29,6 +33,8 @@ class Watch:
         """When each completed microbatch was seen in its data node's log, to LOOK_S and the machine's load."""
         self.visited: set[str] = set()
         """Peers whose gradients have counted."""
+        self.anchors: dict[str, deque[Held]] = {}
+        """Of each peer the last ones that it has taken over."""
         self._folder = folder
         self._now = now
         self._files: dict[Path, tuple[int, bytes]] = {}
@@ -68,6 +74,11 @@ class Watch:
             self.completed.append(self._now())
         elif line.startswith(_VISIT):
             self.visited.add(peer)
+        elif line.startswith(_ANCHORS):
+            event = event_from_json(line)
+            if isinstance(event, RoundCommitted | CaughtUp | Restored):
+                held = Held(event.module, event.round, event.digest)
+                self.anchors.setdefault(event.peer, deque(maxlen=_ANCHORS_KEPT)).append(held)
         elif self._wanted and line.startswith(_PROGRESS):
             event = event_from_json(line)
             for found, wanted in self._wanted.items():
