@@ -201,12 +201,14 @@ class WayBack:
         return holding.key.position >= 1 and self._replicas.goes_round(_module_before(holding))
 
     def _give_up(self, holding: Holding, detail: str, now: float) -> list[Action]:
-        """Its data node abandons it, unless it came home by another way; then the word that settles it comes back."""
+        """Its data node abandons it, unless it came home by another way; then the word that settles it comes back. Whoever still guards it after us has
+        nothing more to do either but to ask for that word."""
         told = stranded(holding, Direction.BACKWARD, holding.key.position - 1, detail)
         if holding.is_end:
             return [self._shelf.drop(holding.key, detail), told]
         self._settling.enter(holding, now)
-        return [told]
+        released = Receipt(holding.key.microbatch, Direction.BACKWARD, holding.key.position, ReceiptStatus.PASSED_ON)
+        return [told, Tell(holding.path.peer_at(holding.key.position + 1), released)]
 
 
 def _module_before(holding: Holding) -> ModuleId:

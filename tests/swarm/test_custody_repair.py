@@ -8,6 +8,7 @@ import pytest
 
 from swarm.holdings import (
     ComputeFailed,
+    Confirmed,
     Forget,
     Key,
     Phase,
@@ -29,12 +30,14 @@ from tests.swarm.custody_desk import (
     DATA,
     MICROBATCH,
     OUT,
+    PASSED_ON,
     REFUSED,
     A,
     B,
     C,
     Desk,
     offer,
+    receipt,
     sent,
     stranded,
 )
@@ -244,6 +247,11 @@ def handing_back(position: int = 1, own: PeerId = B) -> Desk:
     return desk
 
 
+def released_by(position: int, guard: PeerId) -> Tell:
+    """Whoever keeps its gradient in case that the hop at `position` is lost need not any more."""
+    return Tell(guard, receipt(BACK, position, PASSED_ON))
+
+
 @pytest.mark.parametrize("guarding", [False, True])
 def test_a_lost_predecessor_is_tried_again_and_then_replaced_from_the_gradient_that_is_kept(guarding: bool) -> None:
     desk = handing_back()
@@ -277,21 +285,32 @@ def test_with_nobody_to_stand_in_the_data_node_is_told_and_asked_what_counts(gua
     desk.dead = {A2}
     if guarding:
         desk.receipt(A, BACK, 0, ACCEPTED)
-    assert desk.lose_for_good(A) == [stranded(BACK, 0, "the link broke")]
+    assert desk.lose_for_good(A) == [stranded(BACK, 0, "the link broke"), released_by(1, C)]
     assert desk.phase(1) is Phase.SETTLING
     assert desk.wait(ASK_S) == [Tell(DATA, Unsettled(MICROBATCH))]
 
 
+def test_who_guards_a_gradient_that_came_home_though_nobody_said_so_asks_what_counts() -> None:
+    """The link to the data node broke just when it had the gradient: it has completed the microbatch and refuses a second copy."""
+    first, second = handing_back(0, A), handing_back(1, B)
+    second.receipt(A, BACK, 0, ACCEPTED)
+    assert second.phase(1) is Phase.GUARDING_BACK
+    assert released_by(0, B) in first.receipt(DATA, BACK, -1, REFUSED)
+    second.receipt(A, BACK, 0, PASSED_ON)
+    assert second.wait(ASK_S) == [Tell(DATA, Unsettled(MICROBATCH))]
+    assert Confirmed(Key(MICROBATCH, 1)) in second.settled(ABC)
+
+
 def test_nobody_stands_in_for_a_data_node_on_the_way_back() -> None:
     desk = handing_back(0, A)
-    assert desk.lose_for_good(DATA) == [stranded(BACK, -1, "the link broke")]
+    assert desk.lose_for_good(DATA) == [stranded(BACK, -1, "the link broke"), released_by(0, B)]
 
 
 def test_a_refused_gradient_goes_to_a_stand_in_at_once_and_strands_without_one() -> None:
     desk = handing_back()
     assert desk.receipt(A, BACK, 0, REFUSED) == [sent(A2, Backward(MICROBATCH, ABC.with_peer(0, A2), 0), 1)]
     assert desk.receipt(A2, BACK, 0, ACCEPTED) != []
-    assert desk.receipt(A2, BACK, 0, REFUSED) == [stranded(BACK, 0, "refused: ")]
+    assert desk.receipt(A2, BACK, 0, REFUSED) == [stranded(BACK, 0, "refused: "), released_by(1, C)]
 
 
 def test_a_busy_stand_in_is_replaced_by_another_and_the_original_waited_for() -> None:

@@ -79,7 +79,10 @@ def test_a_gradient_for_a_hop_that_new_paths_go_round_does_not_wait_for_anybody(
     desk.computed(2)
     assert desk.lose(B) == []
     desk.gone = {2}
-    assert desk.wait(RETRY_S + 0.01) == [stranded(BACK, 1, "nobody serves the module before")]
+    assert desk.wait(RETRY_S + 0.01) == [
+        stranded(BACK, 1, "nobody serves the module before"),
+        Tell(DATA, receipt(BACK, 2, PASSED_ON)),
+    ]
 
 
 def test_who_must_not_skip_waits_for_it_though_others_go_round() -> None:
