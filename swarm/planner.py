@@ -54,9 +54,10 @@ def visited_stages(rules: PathRules, number: int) -> tuple[int, ...]:
 
 
 def hop_to_try(lanes: Lanes, number: int) -> int | None:
-    """At which hop of its lane microbatch `number` tries somebody else; each hop of each lane has its turn."""
+    """At which hop of its lane microbatch `number` tries somebody else; each hop of each lane has its turn, and the next try is at another hop, so that
+    newcomers of no stage wait until all lanes have had theirs."""
     lane, (turn, rest) = lanes[number % len(lanes)], divmod(number, TRY_EVERY)
-    return None if rest or not lane else turn // len(lanes) % len(lane)
+    return None if rest or not lane else sum(divmod(turn, len(lanes))) % len(lane)
 
 
 class Planner:

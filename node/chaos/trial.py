@@ -24,13 +24,14 @@ from node.task_scope import task_scope
 from node.wan.happenings import Freeze, Happening, Heal, Kill, Partition, ReplaceOne, Reshape
 from node.wan.laboratory import Laboratory, Saving, laboratory
 from swarm.errors import SkipstoneError, Stalled
+from swarm.settling import ASK_S
 
 START_LIMIT_S = 180.0
 DEED_LIMIT_S = 150.0
 """For what a deed waits for, such as a peer that comes to its crash point: after the scenario's duration."""
 LOOK_S = 0.1
-CALM_S = 1.0
-"""After the last recovery, before the swarm is stopped."""
+CALM_S = ASK_S + 1.0
+"""After the last recovery, before the swarm is stopped: a hop that has not heard whether its gradient counts asks in time."""
 LOGS = "logs"
 CHECKPOINTS = "checkpoints"
 _FAULTS = (Kill, Partition, ReplaceOne, Reshape)

@@ -337,6 +337,11 @@ def test_every_hop_of_every_lane_is_tried_some_day(count: int, length: int) -> N
     assert len(tried) == count * length
 
 
+def test_no_stage_waits_for_its_first_try_until_all_lanes_have_had_theirs() -> None:
+    lanes = (tuple(Hop(ModuleId(stage), PeerId(f"p{stage}")) for stage in range(12)),) * 24
+    assert {hop_to_try(lanes, TRY_EVERY * turn) for turn in range(12)} == set(range(12))
+
+
 def test_without_lanes_the_ring_decides() -> None:
     on = OnLanes()
     on.lanes = ()
