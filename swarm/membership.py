@@ -38,6 +38,10 @@ class _Member:
     """A moment no later than its last failure, by the clock that dates its announcements."""
     suspect_until: float = 0.0
 
+    @property
+    def is_given_up(self) -> bool:
+        return self.suspect_until == math.inf
+
     def suspect(self, now: float, until: float) -> None:
         self.suspect_until = until
         self.failed_ms = max(self.failed_ms, self.announcement.sequence + (now - self.heard) * 1e3)
@@ -131,7 +135,7 @@ class Membership:
     def is_given_up(self, peer: PeerId) -> bool:
         """Whether it is out of reach and has not been heard of since."""
         member = self._members.get(peer)
-        return member is not None and member.suspect_until == math.inf
+        return member is not None and member.is_given_up
 
     def peers(self) -> Iterable[Announcement]:
         """Every known announcement, suspect ones included."""
@@ -154,11 +158,11 @@ class Membership:
 
     def is_served(self, module: ModuleId, now: float) -> bool:
         """Whether a module has a peer that has not been given up, suspect for a moment or not."""
-        return any(member.suspect_until < math.inf for member in self._serving(module, now))
+        return not all(member.is_given_up for member in self._serving(module, now))
 
     def reaches_somebody(self) -> bool:
         """Whether there is a peer that has not been given up."""
-        return any(member.suspect_until < math.inf for member in self._members.values())
+        return not all(member.is_given_up for member in self._members.values())
 
     def _serving(self, module: ModuleId, now: float) -> list[_Member]:
         return [

@@ -62,7 +62,7 @@ class _Journey:
     def since(self, mark: _Mark) -> float | None:
         """When the hop of this mark began to have it: when the one before it passed it on. At the ends what we know ourselves does as well."""
         direction, position = mark
-        before = self.words.get((direction, position + _BEFORE[direction]))
+        before = self.words.get((direction, position - _STEP[direction]))
         if before is not None:
             return before.at
         if direction is Direction.FORWARD:
@@ -70,7 +70,12 @@ class _Journey:
         return self.turned if position == len(self.path.hops) - 1 else None
 
 
-_BEFORE: Final = {Direction.FORWARD: -1, Direction.BACKWARD: 1}
+_STEP: Final = {Direction.FORWARD: 1, Direction.BACKWARD: -1}
+
+
+def _after(mark: _Mark) -> int:
+    """The position to which it was passed on."""
+    return mark[1] + _STEP[mark[0]]
 
 
 class PathTimes:
@@ -124,7 +129,7 @@ class PathTimes:
             return
         journey.words[mark] = _Word(sender, receipt, now)
         self._note_ends(journey, sender, receipt)
-        for known in (mark, (direction, position - _BEFORE[direction])):
+        for known in (mark, (direction, _after(mark))):
             self._note_visit(journey, known)
         self._note_home(receipt.microbatch, journey)
 
@@ -189,7 +194,7 @@ class PathTimes:
             self._measurements.came_home(journey.home - journey.begun - journey.resting_s, journey.sent_s)
 
     def _note_way(self, journey: _Journey, here: PeerId, receipt: Receipt) -> None:
-        position = receipt.position - _BEFORE[receipt.direction]
+        position = _after((receipt.direction, receipt.position))
         if -1 <= position <= len(journey.path.hops):
             self._measurements.sent(here, journey.path.peer_at(position), receipt.sent_s)
             journey.sent_s += receipt.sent_s

@@ -20,6 +20,7 @@ from node.chaos.resources import Resources
 from node.chaos.verdict import Facts
 from node.chaos.watch import Watch
 from node.log_files import check_folder
+from node.swarm_progress import PeerProgress
 from node.task_scope import task_scope
 from node.wan.happenings import Freeze, Happening, Heal, Kill, Partition, ReplaceOne, Reshape
 from node.wan.laboratory import Laboratory, Saving, laboratory
@@ -193,18 +194,13 @@ class Trying:
             await asyncio.sleep(LOOK_S)
 
     def _all_served(self, lab: Laboratory) -> bool:
-        serving = {
-            peer.stage
-            for index, peer in lab.swarm.progress.peers.items()
-            if peer.exit_code is None and peer.state == "serving" and index not in lab.frozen
-        }
-        return len(serving) == self._plan.scenario.manifest.stages.count
+        stages = {peer.stage for index, peer in _serving(lab).items() if index not in lab.frozen}
+        return len(stages) == self._plan.scenario.manifest.stages.count
 
     def _anchors(self, bench: Bench) -> list[Sequence[Held]]:
         """Of each serving replica that has been in a round."""
-        peers = bench.lab.swarm.progress.peers.values()
-        serving = [peer.peer for peer in peers if peer.exit_code is None and peer.state == "serving"]
-        return [tuple(bench.watch.anchors[peer]) for peer in serving if peer in bench.watch.anchors]
+        serving, anchors = _serving(bench.lab).values(), bench.watch.anchors
+        return [tuple(anchors[peer.peer]) for peer in serving if peer.peer in anchors]
 
     def _first_fault(self, bench: Bench) -> float:
         """From then on the pace is no measure any more: also newcomers take the machine's time."""
@@ -225,6 +221,12 @@ class Trying:
             for mark in bench.marks
             if mark.kind is not Kind.NOTE
         )
+
+
+def _serving(lab: Laboratory) -> dict[int, PeerProgress]:
+    """The living nodes that say so, frozen ones included, by number."""
+    peers = lab.swarm.progress.peers.items()
+    return {index: peer for index, peer in peers if peer.exit_code is None and peer.state == "serving"}
 
 
 async def _read_events(lab: Laboratory) -> None:
