@@ -85,7 +85,7 @@ def manifest_of(task: Task) -> Manifest:
     """The run."""
     return manifest_from_table(
         {
-            "protocol": 1,
+            "protocol": 2,
             "name": "codecs",
             "seed": 1,
             "model": {

@@ -54,7 +54,7 @@ def manifest_of(task: Task, seed: int) -> Manifest:
     """The run that the task is."""
     return manifest_from_table(
         {
-            "protocol": 1,
+            "protocol": 2,
             "name": "codecs",
             "seed": seed,
             "model": {

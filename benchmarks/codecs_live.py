@@ -65,7 +65,7 @@ def run_of(text: Path, limit: str) -> Manifest:
     tokens = ROWS * TOKENS
     return manifest_from_table(
         {
-            "protocol": 1,
+            "protocol": 2,
             "name": "links",
             "seed": 5,
             "model": {

@@ -57,7 +57,7 @@ def manifest_for(shape: tuple[int, int, int]) -> Manifest:
     """A run with one hop whose hidden states have this shape, and whose inner step is never due."""
     rows, tokens, hidden = shape
     return Manifest(
-        protocol=1,
+        protocol=2,
         name="hop",
         model=ModelSection(vocabulary=257, hidden=hidden, heads=8, kv_heads=8, feed_forward=hidden, sequence=tokens),
         stages=StagesSection(blocks=(0, 1)),

@@ -50,7 +50,7 @@ def joiner_run(hidden: int, blocks: int) -> Manifest:
     """Steps of one small microbatch, so that even a short transfer has several."""
     return manifest_from_table(
         {
-            "protocol": 1,
+            "protocol": 2,
             "name": "joiner",
             "seed": 3,
             "model": {

@@ -71,7 +71,7 @@ def manifest_of(task: Task, seed: int, inner_rate: float, replicas: int, rule: R
     outer = {"inner_steps": rule.inner_steps, "outer": _outer(rule)} if rule is not None else {}
     return manifest_from_table(
         {
-            "protocol": 1,
+            "protocol": 2,
             "name": "parity",
             "seed": seed,
             "model": {

@@ -133,7 +133,7 @@ def manifest_of(task: Task, seed: int, visited: int) -> Manifest:
     """The run of an arm. A round with nobody else changes nothing: plain means of one replica."""
     return manifest_from_table(
         {
-            "protocol": 1,
+            "protocol": 2,
             "name": "skipping",
             "seed": seed,
             "model": {

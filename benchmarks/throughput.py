@@ -32,7 +32,7 @@ def large_run() -> Manifest:
     """Eight blocks of 512 in two stages behind a data node that has only embedding and head."""
     return manifest_from_table(
         {
-            "protocol": 1,
+            "protocol": 2,
             "name": "throughput",
             "seed": 5,
             "model": {

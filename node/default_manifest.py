@@ -19,7 +19,7 @@ def default_manifest(seed: int, name: str = "stdlib-demo") -> Manifest:
     """
     return manifest_from_table(
         {
-            "protocol": 1,
+            "protocol": 2,
             "name": name,
             "seed": seed,
             "model": {

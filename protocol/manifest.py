@@ -237,10 +237,24 @@ def manifest_from_table(table: dict[str, Any]) -> Manifest:
     Raises:
         ManifestError: names the key, what stands there and what is allowed.
     """
+    _check_protocol(table.get("protocol"))
     try:
         return Manifest.model_validate(_tuples(table))
     except ValidationError as error:
         raise ManifestError("manifest: " + "; ".join(_explain(dict(item)) for item in error.errors()[:5])) from None
+
+
+def _check_protocol(version: object) -> None:
+    """Before the rest: of a run of another protocol nothing else need be right."""
+    lowest, highest = PROTOCOL_VERSIONS.lowest, PROTOCOL_VERSIONS.highest
+    if type(version) is int and not lowest <= version <= highest:
+        spoken = f"{lowest}" if lowest == highest else f"{lowest} to {highest}"
+        advice = (
+            "its author has to make a new run with 'skipstone new'" if version < lowest else "a newer Skipstone may"
+        )
+        raise ManifestError(
+            f"manifest: this run needs protocol version {version}; this Skipstone speaks version {spoken}; {advice}"
+        )
 
 
 def parse_toml(text: bytes) -> dict[str, Any]:

@@ -155,7 +155,7 @@ class VersionRange:
         return highest if highest >= max(self.lowest, other.lowest) else None
 
 
-PROTOCOL_VERSIONS = VersionRange(1, 1)
+PROTOCOL_VERSIONS = VersionRange(2, 2)
 """What this code speaks."""
 
 

@@ -20,7 +20,7 @@ def small_run(
     """A byte-level model of `text` with a step of four microbatches."""
     return manifest_from_table(
         {
-            "protocol": 1,
+            "protocol": 2,
             "name": "small",
             "seed": 11,
             "model": {

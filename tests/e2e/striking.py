@@ -24,7 +24,7 @@ def heavy_run(text: Path, *, blocks: int, feed_forward: int = 4096, inner_steps:
     """One stage that is much to exchange and little to compute: 3.3 million parameters a block, 16 tokens a microbatch."""
     return manifest_from_table(
         {
-            "protocol": 1,
+            "protocol": 2,
             "name": "heavy",
             "seed": 11,
             "model": {

@@ -10,7 +10,7 @@ from protocol.manifest import Manifest, manifest_from_table
 def small_manifest(**changes: Any) -> Manifest:
     """Two groups of query heads, three stages. A key of `changes` is `section__key`, or `seed`."""
     table: dict[str, Any] = {
-        "protocol": 1,
+        "protocol": 2,
         "name": "small",
         "seed": 3,
         "model": {

@@ -31,7 +31,7 @@ STAND_IN = (sys.executable, str(Path(__file__).parent / "stand_in_node.py"))
 def manifest(blocks: tuple[int, ...] = (0, 1, 1)) -> Manifest:
     return manifest_from_table(
         {
-            "protocol": 1,
+            "protocol": 2,
             "name": "test",
             "model": {
                 "vocabulary": 257,

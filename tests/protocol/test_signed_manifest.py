@@ -28,7 +28,7 @@ Table = dict[str, Any]
 Keys = tuple[str, ...]
 
 SMALL: Table = {
-    "protocol": 1,
+    "protocol": 2,
     "name": "small",
     "model": {"vocabulary": 257, "hidden": 64, "heads": 4, "kv_heads": 2, "feed_forward": 128, "sequence": 32},
     "stages": {"blocks": [1, 1, 1]},
@@ -55,7 +55,7 @@ def tables(draw: st.DrawFn) -> Table:
         stages["per_path"] = draw(st.integers(1, len(stages["blocks"]) - 1))
     inner = {"learning_rate": draw(positive), "beta1": draw(below_one | st.just(-0.0)), "epsilon": draw(positive)}
     return {
-        "protocol": 1,
+        "protocol": 2,
         "name": draw(st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True)),
         "seed": draw(st.integers(0, 2**63 - 1)),
         "model": {
@@ -136,7 +136,7 @@ def test_the_run_id_of_a_known_manifest_never_changes() -> None:
         b'{"codecs":{"activations":"none","gradients":"none","pseudo_gradients":"none","state":"planes"},'
         b'"data":{"held_out":0.02,"source":"python-stdlib","tokenizer":"bytes","tokenizer_sha256":null},'
         b'"model":{"dtype":"float32","family":"llama","feed_forward":128,"heads":4,"hidden":64,"kv_heads":2,'
-        b'"norm_epsilon":1e-05,"rope_theta":10000.0,"sequence":32,"vocabulary":257},"name":"small","protocol":1,"seed":0,'
+        b'"norm_epsilon":1e-05,"rope_theta":10000.0,"sequence":32,"vocabulary":257},"name":"small","protocol":2,"seed":0,'
         b'"stages":{"blocks":[1,1,1],"experts":1,"per_path":null,"reordering":"none"},'
         b'"training":{"fragments":1,"inner":{"beta1":0.9,"beta2":0.95,"clip_norm":1.0,"epsilon":1e-08,"learning_rate":0.001,'
         b'"name":"adamw","weight_decay":0.1},"inner_steps":50,"inner_tokens":128,'
@@ -410,3 +410,9 @@ def test_a_value_that_cannot_be_read_back_is_not_signed() -> None:
     table = changed(SMALL | {"data": {}}, ("data", "source"), "path:" + "." * 100)
     with pytest.raises(ManifestError, match="dots"):
         sign_manifest(manifest_from_table(table), AUTHOR)
+
+
+@pytest.mark.parametrize(("version", "advice"), [(1, "make a new run"), (99, "a newer Skipstone")])
+def test_a_run_of_another_protocol_is_refused_with_a_sentence(version: int, advice: str) -> None:
+    with pytest.raises(ManifestError, match=f"needs protocol version {version}; this Skipstone speaks .*{advice}"):
+        manifest_from_table({"protocol": version, "whatever": "else"})

@@ -413,10 +413,10 @@ async def test_another_grpc_method_is_unknown() -> None:
 
 async def test_a_dialler_without_a_common_version_is_told() -> None:
     async with server_and_honest() as (server, _), attack(server, introduced=False) as (hostile, stream):
-        await stream.say(replace(hello_of(hostile), versions=VersionRange(2, 3)))
+        await stream.say(replace(hello_of(hostile), versions=VersionRange(3, 4)))
         farewell = await stream.farewell()
         assert farewell.reason is FarewellReason.WRONG_VERSION
-        assert "1 to 1" in farewell.detail
+        assert "2 to 2" in farewell.detail
 
 
 @asynccontextmanager

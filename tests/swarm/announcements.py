@@ -19,7 +19,7 @@ def announcement(
     slots: int = 8,
     free_slots: int = 8,
     run: RunId = RUN,
-    versions: VersionRange = VersionRange(1, 1),  # noqa: B008 - immutable
+    versions: VersionRange = VersionRange(2, 2),  # noqa: B008 - immutable
 ) -> Announcement:
     module = None if stage is None else ModuleId(stage)
     return Announcement(

@@ -147,7 +147,7 @@ class Peer:
         now, free = self.world.time.now, self.world.shape.slots - self.custody.used_slots
         state = PeerState.DRAINING if self.draining else PeerState.SERVING
         return Announcement(
-            RUN, self.id, state, self.module, (), b"", VersionRange(1, 1), 1000 / self.speed_s,
+            RUN, self.id, state, self.module, (), b"", VersionRange(2, 2), 1000 / self.speed_s,
             self.world.shape.slots, free, 0, None, self.incarnation, int(now * 1000) + self.incarnation, now + 5.0,
         )  # fmt: skip
 
