@@ -65,7 +65,7 @@ class Whereabouts:
         """The host that others are told: as wished, else the address bound to, else the one that leads to the first initial peer."""
         if self.advertise:
             return self.advertise
-        return _address_towards(initial_peers) if self.listen in ANY_HOST else self.listen
+        return address_to_reach(initial_peers) if self.listen in ANY_HOST else self.listen
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +213,7 @@ async def present(
             running.cancel()
 
 
-def _address_towards(multiaddrs: tuple[str, ...]) -> str:
+def address_to_reach(multiaddrs: tuple[str, ...]) -> str:
     """This machine's IPv4 address on the way to the first of them that can be found; it is sent no packet for that."""
     for multiaddr in multiaddrs:
         parts = multiaddr.split("/")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractAsyncContextManager
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from node.clock import SystemClock
 from node.events import Event
-from node.presence import Presence, Whereabouts, present
+from node.presence import Presence, Whereabouts, address_to_reach, present
 from protocol.directory import DirectorySettings
 from protocol.identity import Identity
 from protocol.join_link import JoinLink
@@ -19,12 +21,15 @@ class _Silent:
         return
 
 
-def visit(
-    link: JoinLink,
-    listen: str = "0.0.0.0",  # noqa: S104 - it may be reached by whoever it asks
-    port: int = 0,
-) -> AbstractAsyncContextManager[Presence]:
-    """A visitor's presence on this machine: any port unless one is given, a key of its own, and nothing kept for others in the DHT."""
-    where = Whereabouts(listen=listen, port=port)
-    settings = DirectorySettings(where.listen, 0, (), link.peers, client=True)
-    return present(Identity.generate(), link.run, where, settings, SystemClock(), _Silent())
+@asynccontextmanager
+async def visit(link: JoinLink, listen: str | None = None, port: int = 0) -> AsyncIterator[Presence]:
+    """A visitor's presence on this machine: any port unless one is given, a key of its own, and nothing kept for others in the DHT.
+
+    Its DHT listens nowhere. For links it listens where the first peer of `link` is reached from, and on no other interface: a peer that nobody can
+    dial has to be called, and dials whoever calls it.
+    """
+    own = listen or await asyncio.to_thread(address_to_reach, link.peers)  # names may have to be looked up
+    settings = DirectorySettings("", 0, (), link.peers, client=True)
+    where = Whereabouts(listen=own, port=port)
+    async with present(Identity.generate(), link.run, where, settings, SystemClock(), _Silent()) as presence:
+        yield presence

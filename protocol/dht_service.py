@@ -128,9 +128,10 @@ class DhtService:
 
     async def situation(self) -> dht_process_pb2.DhtSituation:
         """Asks p2pd, so that an answer also says that p2pd is well."""
-        addresses = await self._node.get_visible_maddrs(latest=True)
+        _, addresses = await self._node.p2p._client.identify()
+        own = Multiaddr(f"/p2p/{self.daemon.peer_id}")
         return dht_process_pb2.DhtSituation(
-            multiaddrs=[str(address) for address in addresses],
+            multiaddrs=[str(address.encapsulate(own)) for address in addresses],
             peers=self._peers_known(),
             records=len(self._node.protocol.storage),
         )

@@ -44,7 +44,7 @@ class DirectorySettings:
     """How this node takes part in the DHT."""
 
     host: str = "0.0.0.0"  # noqa: S104  # peers are to reach it
-    """IP address to listen on."""
+    """IP address to listen on; empty: none, for a client that only asks."""
     port: int = 0
     """TCP port to listen on; 0 for any free one, which is kept when the DHT has to be restarted."""
     announce: tuple[str, ...] = ()
@@ -64,7 +64,8 @@ class DirectorySettings:
 
     def __post_init__(self) -> None:
         try:
-            ipaddress.ip_address(self.host)
+            if self.host or not self.client:
+                ipaddress.ip_address(self.host)
         except ValueError:
             raise ConfigError(f"directory: {self.host!r} is not an IP address to listen on") from None
         for multiaddr in self.initial_peers:

@@ -23,6 +23,9 @@ from swarm.errors import ConfigError, IdentityError
 
 _MEMORY_GOAL = "512MiB"
 """For Go's garbage collector: p2pd itself limits nothing."""
+_CONNECTIONS = {"connLo": 160, "connHi": 256, "connGrace": "20s"}
+"""p2pd's connection manager: above `connHi` connections it closes those that are least worth to it and older than `connGrace`, until `connLo` are left. Its own
+defaults (256, 512, two minutes) let a flood of idle connections stay too long beside a node's other files."""
 
 
 class _Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
@@ -30,14 +33,16 @@ class _Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
 
     @staticmethod
     def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
-        command: list[str] = P2P._make_process_args(*args, **kwargs)
+        command: list[str] = P2P._make_process_args(*args, **kwargs, **_CONNECTIONS)
         return [sys.executable, "-I", "-S", str(die_with_parent.__file__), str(os.getpid()), *command]
 
 
 async def start_daemon(start: dht_process_pb2.DhtStart) -> P2P:
     """Starts p2pd and connects to it. It is not given the initial peers: it would refuse to start while they are away.
 
-    Relaying for others is left off: p2pd's relay service gives away up to 4 GiB per circuit without asking its owner.
+    Relaying for others is left off: p2pd's relay service gives away up to 4 GiB per circuit without asking its owner. It never asks a router for
+    a port either, whatever the node does for its own (`node.reach`): whoever answers its call on the local network would be listened to. Nor does
+    it dial back for others (AutoNAT). Without `start.host` it listens nowhere.
 
     Raises:
         ConfigError: it does not start; most often because the port is taken.
@@ -46,18 +51,20 @@ async def start_daemon(start: dht_process_pb2.DhtStart) -> P2P:
     os.environ.setdefault("GOMEMLIMIT", _MEMORY_GOAL)
     folder = Path(start.folder)
     _Daemon._UNIX_SOCKET_PREFIX = f"/unix{folder}/"
-    address = ipaddress.ip_address(start.host)
-    outside = not address.is_loopback
+    listening: dict[str, Any] = {"host_maddrs": None, "no_listen": True}
     try:
-        _check_port(address, start.port)
+        if start.host:
+            address = ipaddress.ip_address(start.host)
+            _check_port(address, start.port)
+            listening = {"host_maddrs": [f"/ip{address.version}/{address}/tcp/{start.port}"]}
         daemon = await _Daemon.create(
-            host_maddrs=[f"/ip{address.version}/{address}/tcp/{start.port}"],
+            **listening,
             announce_maddrs=list(start.announce) or None,
             identity_path=str(folder / start.identity),
             check_if_identity_free=False,  # hivemind's check takes every key for RSA
             dht_mode="client" if start.client else "server",
-            auto_nat=outside,
-            nat_port_map=outside,
+            auto_nat=False,
+            nat_port_map=False,
             use_relay=False,
             use_auto_relay=False,
             startup_timeout=start.timeout_s,

@@ -55,6 +55,14 @@ async def test_two_directories_see_each_other() -> None:
         assert one.multiaddrs()[0].endswith(f"/p2p/{FIRST.peer}")
 
 
+async def test_a_client_need_not_listen_anywhere() -> None:
+    async with directory(FIRST) as one, directory(SECOND, one, client=True, host="") as client:
+        sequence = await published_again(client, SECOND)
+        assert await found(one, MODULE) == {SECOND.peer: sequence}
+        assert client.multiaddrs() == []
+        assert client.port == 0
+
+
 async def test_a_client_stores_with_others_only() -> None:
     async with directory(FIRST) as one, directory(SECOND, one, client=True) as client:
         await client.publish(announced(SECOND))
