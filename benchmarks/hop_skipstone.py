@@ -22,11 +22,12 @@ from node.admission import Admission, hidden_tensor
 from node.carrier import Carrier
 from node.clock import SystemClock
 from node.compute import ComputeThread
-from node.duty import DEFAULT_SLOTS, PlannedReplicas
+from node.duty import PlannedReplicas
 from node.events import Event
 from node.hop_worker import HopWorker
 from node.neighbourhood import Neighbourhood
 from node.optimization import Accumulator, InnerOptimizer, StepFigures
+from node.options import DEFAULT_SLOTS
 from node.own_state import OwnState
 from node.reception import Reception
 from node.wire import Wire

@@ -144,7 +144,8 @@ class DataDuty:
 async def data_duty(given: Assignment) -> AsyncIterator[DataDuty]:
     """The duty of a data node, its text open and the first microbatches being packed."""
     manifest, own, clock = given.manifest, given.presence.own, SystemClock()
-    worker = await given.compute.run(Priority.UPKEEP, lambda: host_stage_zero(manifest, given.device))
+    slots = given.options.slots_held
+    worker = await given.compute.run(Priority.UPKEEP, lambda: host_stage_zero(manifest, given.device, slots))
     if given.resumed.state is not None:
         await given.compute.run(Priority.UPKEEP, partial(restore_stage_zero, worker, given.resumed.state))
     position, progress = position_of(given.resumed), progress_of(given.resumed)

@@ -22,8 +22,6 @@ from swarm.membership import Membership
 from swarm.planner import Planner
 from swarm.vocabulary import MicrobatchId, ModuleId, PeerId, Reasoned
 
-DEFAULT_SLOTS = 16
-
 NO_COUNTS = MicrobatchCounts()
 
 Answering = Callable[[Question], Awaitable[bytes]]
@@ -124,8 +122,7 @@ class PlannedReplicas:
 def carrier_for(given: Assignment, worker: Worker, planner: Planner, rounds: ModuleRounds) -> Carrier:
     """Carries for the replica that the node hosts; repair asks the planner who stands in."""
     own, clock, module = given.presence.own, SystemClock(), str(given.module)
-    slots = given.options.slots or DEFAULT_SLOTS
-    custody = Custody(own.peer, slots, PlannedReplicas(planner, given.presence.membership, clock))
+    custody = Custody(own.peer, given.options.slots_held, PlannedReplicas(planner, given.presence.membership, clock))
     own.slots, own.used_slots = custody.slots, lambda: custody.used_slots
 
     def stepped(figures: StepFigures) -> None:

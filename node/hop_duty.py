@@ -103,7 +103,8 @@ async def hop_duty(given: Assignment) -> AsyncIterator[HopDuty]:
     """The duty of a stage peer, built but not prepared."""
     manifest, device = given.manifest, given.device
     budget = default_graph_budget(device).value if given.options.memory is None else given.options.memory
-    worker = await given.compute.run(Priority.UPKEEP, lambda: host_hop(manifest, given.module, device, budget))
+    slots = given.options.slots_held
+    worker = await given.compute.run(Priority.UPKEEP, lambda: host_hop(manifest, given.module, device, budget, slots))
     if given.resumed.state is not None:
         await given.compute.run(Priority.UPKEEP, partial(restore_hop, worker, given.resumed.state))
     given.presence.own.steps = worker.optimizer.steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from node.model.build import block_parameters
@@ -50,6 +50,7 @@ class Mover:
     """Decides for one node in one module, from when it is made.
 
     Args:
+        fitting: those of the modules that this machine has room for once it has let go of its own.
         jitter: returns a number from 0 to 1.
     """
 
@@ -57,6 +58,7 @@ class Mover:
         self,
         presence: Presence,
         manifest: Manifest,
+        fitting: Callable[[Sequence[ModuleId]], Iterable[ModuleId]],
         clock: Clock,
         rules: MoveRules,
         periods: MovePeriods,
@@ -64,6 +66,7 @@ class Mover:
     ) -> None:
         self._presence = presence
         self._manifest = manifest
+        self._fitting = fitting
         self._clock = clock
         self._periods = periods
         self._jitter = jitter
@@ -86,8 +89,8 @@ class Mover:
 
     def _some_module_is_empty(self, now: float) -> bool:
         """Only a hint that a look is worth while: it does not count those that join."""
-        membership, own = self._presence.membership, self._presence.own.module
-        return not all(membership.is_served(m, now) for m in self._manifest.modules() if m.stage > 0 and m != own)
+        served = self._presence.membership.served(now) | {self._presence.own.module}
+        return not all(module in served for module in self._manifest.modules() if module.stage > 0)
 
     def _standing(self, now: float) -> Standing:
         membership, own = self._presence.membership, self._presence.own
@@ -95,7 +98,7 @@ class Mover:
         goals = [m for m in self._manifest.modules() if m.stage > 0 and m != own.module]
         rates = (link.goodput_bytes_per_s for link in self._presence.transport.figures().values())
         rate = max(rates, default=0.0) or UNMEASURED_BYTES_PER_S
-        move_s = {module: SETTING_UP_S + self._state_bytes(module) / rate for module in goals}
+        move_s = {module: SETTING_UP_S + self._state_bytes(module) / rate for module in self._fitting(goals)}
         return Standing(own.announcement(), others, now - self._since, move_s)
 
     def _state_bytes(self, module: ModuleId) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Sequence
 
 from node.address_book import KnownPeers
@@ -22,6 +23,8 @@ log = logging.getLogger(__name__)
 
 LOOK_UP_EAGER_S = 0.5
 LOOK_UP_CALM_S = 5.0
+LOOKED_UP_AT_ONCE = 256
+"""Modules; more are looked up in turns, so that a run with many costs the directory no more in a second than one with few."""
 PUSH_S = 2.0
 PUBLISH_RETRY_S = 1.0
 PROBE_TIMEOUT_S = 5.0
@@ -137,8 +140,9 @@ class Neighbourhood:
         decides whether a newcomer is needed there.
         """
         known = [a for a in self.membership.peers() if a.module is not None]
-        few = [m for m in modules if sum(a.module == m for a in known) <= FEW_REPLICAS]
-        asked = [a.peer for a in known if a.module in few and a.is_reachable][:MAX_ASKED]
+        replicas, wanted = Counter(a.module for a in known), frozenset(modules)
+        few = [a for a in known if a.module in wanted and replicas[a.module] <= FEW_REPLICAS]
+        asked = [a.peer for a in few if a.is_reachable][:MAX_ASKED]
         await asyncio.gather(*(self._probe(peer) for peer in asked))
         return [a for a in known if not self.membership.is_given_up(a.peer)]
 
@@ -148,8 +152,13 @@ class Neighbourhood:
         while True:
             watched = self._modules
             try:
-                self._observe(await directory.look_up(watched))
-                if watched == self._modules:
+                for start in range(0, len(watched), LOOKED_UP_AT_ONCE):
+                    self._observe(await directory.look_up(watched[start : start + LOOKED_UP_AT_ONCE]))
+                    if watched is not self._modules:
+                        break
+                    if start + LOOKED_UP_AT_ONCE < len(watched):
+                        await asyncio.sleep(LOOK_UP_EAGER_S)
+                else:
                     self.looked.set()
             except Unreachable as error:
                 log.info("directory: %s", error)
@@ -191,6 +200,5 @@ class Neighbourhood:
     def _is_complete(self) -> bool:
         """Whether every module but our own has somebody to go to; while not, news is wanted fast."""
         now = self._clock.monotonic()
-        others = [module for module in self._modules if module != self._own.module]
         joining = self._own.state in (PeerState.VISITING, PeerState.JOINING)
-        return not joining and all(self.membership.replicas(module, now) for module in others)
+        return not joining and self.membership.with_replicas(now) | {self._own.module} >= set(self._modules)

@@ -11,6 +11,7 @@ from node.reach.standing import ReachMode
 from protocol.join_link import JoinLink
 from swarm.errors import ConfigError
 
+DEFAULT_SLOTS = 16
 _UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
@@ -64,6 +65,11 @@ class NodeOptions:
     """Folder that gets the node's event log; None for no log."""
     patience_s: float = 60.0
     """How long the peers named by the link may be out of reach at the start before the node gives up."""
+
+    @property
+    def slots_held(self) -> int:
+        """Microbatches that it holds at a time."""
+        return self.slots or DEFAULT_SLOTS
 
     @property
     def may_move(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -22,6 +22,7 @@ from node.options import NodeOptions
 from node.presence import Presence, Whereabouts, present
 from node.reach.keeper import reachable
 from node.resume import Resumed, find_own
+from node.room import modules_that_fit, need_of, none_fits, room_on
 from node.saving import SaveRequests
 from node.task_scope import unless
 from node.tenure import Moving, serve_module
@@ -92,7 +93,7 @@ async def _serve(
     presence.neighbourhood.watch(signed.manifest.modules())
     presence.reception.answers[QuestionAbout.MANIFEST] = _always(signed.text)
     resumed = await _find_own(options, presence, signed, events)
-    chosen = await _choose(options, presence, signed.manifest, resumed)
+    chosen = await _choose(options, presence, signed.manifest, resumed, device)
     events.emit(Note("info", f"module {chosen.value}: {chosen.reason}"))
     folder = None
     if options.checkpoint_dir is not None:
@@ -112,7 +113,14 @@ def readiness_to_move(given: Assignment) -> NextModule:
     """When the node of this assignment moves: by what it sees of the swarm, or never."""
     if given.module.stage == 0 or not given.options.may_move:
         return stay_for_ever
-    return Mover(given.presence, given.manifest, given.presence.own.clock, MoveRules(), MovePeriods()).next_module
+    manifest, slots = given.manifest, given.options.slots_held
+    own = need_of(manifest, (given.module,), slots)
+
+    def fitting(modules: Sequence[ModuleId]) -> Iterable[ModuleId]:
+        return modules_that_fit(manifest, modules, room_on(given.device).and_back(own), slots)
+
+    mover = Mover(given.presence, manifest, fitting, given.presence.own.clock, MoveRules(), MovePeriods())
+    return mover.next_module
 
 
 @contextmanager
@@ -129,8 +137,14 @@ def _logged(options: NodeOptions, peer: PeerId, stream: EventSink) -> Iterator[E
         event_log.emit(Ended(peer, int(SystemClock().wall() * 1000)))
 
 
-async def _choose(options: NodeOptions, presence: Presence, manifest: Manifest, resumed: Resumed) -> Reasoned[ModuleId]:
-    """The module asked for, else the one it had, else the one that needs a peer most after a short look around."""
+async def _choose(
+    options: NodeOptions, presence: Presence, manifest: Manifest, resumed: Resumed, device: torch.device
+) -> Reasoned[ModuleId]:
+    """The module asked for, else the one it had, else the one that needs a peer most after a short look around, of those that fit.
+
+    Raises:
+        ResourceExhausted: no module that it may take fits into this machine.
+    """
     if options.stage is not None:
         if options.stage >= manifest.stages.count:
             raise ConfigError(
@@ -141,10 +155,14 @@ async def _choose(options: NodeOptions, presence: Presence, manifest: Manifest, 
         return Reasoned(resumed.module, "the one in its checkpoint")
     if options.link is None:
         return Reasoned(ModuleId(0), "the first node of a run is a data node")
+    allowed = [module for module in manifest.modules() if module.stage > 0 or options.reads_text]
+    room = room_on(device)
+    fitting = list(modules_that_fit(manifest, allowed, room, options.slots_held))
+    if not fitting:
+        raise none_fits(manifest, allowed, room, options.slots_held)
     await asyncio.sleep(LOOK_AROUND_S)
     alive = await presence.neighbourhood.alive(manifest.modules())
-    allowed = [module for module in manifest.modules() if module.stage > 0 or options.reads_text]
-    return choose_module(presence.own.peer, allowed, alive, workload_of(manifest))
+    return choose_module(presence.own.peer, fitting, alive, workload_of(manifest))
 
 
 async def _find_own(options: NodeOptions, presence: Presence, signed: SignedManifest, events: EventSink) -> Resumed:

@@ -31,8 +31,10 @@ from node.model.initial import parameters_of
 from node.model.parts import BlockStack, EmbeddingPart, HeadPart
 from node.optimization import Accumulator, Addition, InnerOptimizer, StepFigures
 from node.path_rules import path_rules
+from node.room import require_room
 from node.solo_progress import Event, SoloProgress
 from node.solo_state import Hosted, load_solo, save_solo
+from node.tensors import device_errors
 from protocol.manifest import Manifest
 from swarm.errors import ConfigError, ResourceExhausted, StateError
 from swarm.planner import visited_stages
@@ -119,9 +121,11 @@ class WholeModel:
                 hint="Use a manifest with stages.experts = 1.",
             )
         self.device = device
-        self.embedding: EmbeddingPart = build_embedding(manifest).to(device)
-        self.head: HeadPart = build_head(manifest).to(device)
-        self.stacks: list[BlockStack] = [build_block_stack(manifest, m).to(device) for m in manifest.modules()[1:]]
+        require_room(manifest, manifest.modules(), device, 1)
+        with device_errors():
+            self.embedding: EmbeddingPart = build_embedding(manifest).to(device)
+            self.head: HeadPart = build_head(manifest).to(device)
+            self.stacks: list[BlockStack] = [build_block_stack(manifest, m).to(device) for m in manifest.modules()[1:]]
 
     def modules(self) -> list[tuple[ModuleId, tuple[nn.Module, ...]]]:
         """Each module's parts, in order of stage."""

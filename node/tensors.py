@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -13,13 +14,18 @@ from protocol.codecs.memory import ELEMENT_TYPES
 from swarm.errors import ProtocolViolation, ResourceExhausted
 from swarm.vocabulary import Codec
 
+_CPU_ALLOCATOR: Final = "DefaultCPUAllocator"
+"""Names itself in the plain RuntimeError that torch has for a machine without memory."""
+
 
 @contextmanager
 def device_errors() -> Iterator[None]:
     """Maps the compute device's running out of memory to ResourceExhausted, which costs one microbatch and not the node."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:  # OutOfMemoryError is a RuntimeError
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and _CPU_ALLOCATOR not in str(error):
+            raise
         raise ResourceExhausted(
             f"the compute device is out of memory: {str(error)[:200]}",
             hint="Start the node with a smaller --memory or fewer --slots.",

@@ -9,12 +9,13 @@ Sizes are in tokens, rows (sequences) and elements; learning rates and ratios ar
 from __future__ import annotations
 
 import tomllib
+from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from swarm.errors import ManifestError
-from swarm.vocabulary import MAX_EXPERTS, MAX_FRAGMENTS, MAX_STAGES, PROTOCOL_VERSIONS, ModuleId
+from swarm.vocabulary import MAX_EXPERTS, MAX_FRAGMENTS, MAX_MODULES, MAX_STAGES, PROTOCOL_VERSIONS, ModuleId
 
 MAX_MANIFEST_BYTES = 64 * 1024
 MAX_DOTS_PER_LINE = 64
@@ -94,6 +95,10 @@ class StagesSection(_Section):
             raise ValueError("blocks: every stage but stage 0 needs at least 1 block")
         if sum(self.blocks) == 0:
             raise ValueError("blocks: the model needs at least 1 block")
+        if (modules := 1 + (self.count - 1) * self.experts) > MAX_MODULES:
+            raise ValueError(
+                f"{self.count} stages with {self.experts} experts each make {modules} modules; a run has {MAX_MODULES} at most"
+            )
         if self.per_path is not None and not min(1, self.count - 1) <= self.per_path <= self.count - 1:
             raise ValueError(f"per_path ({self.per_path}) must be from 1 to {self.count - 1}, the stages after stage 0")
         return self
@@ -213,7 +218,16 @@ class Manifest(_Section):
         return (self.training.rows, self.model.sequence, self.model.hidden)
 
     def modules(self) -> tuple[ModuleId, ...]:
-        """Every module of the run, in order of stage and expert."""
+        """Every module of the run, in order of stage and expert; at most MAX_MODULES."""
+        return self._modules
+
+    def has(self, module: ModuleId) -> bool:
+        """Whether it is one of the run's."""
+        experts = self.stages.experts if module.stage else 1
+        return module.stage < self.stages.count and module.expert < experts
+
+    @cached_property
+    def _modules(self) -> tuple[ModuleId, ...]:
         rest = (ModuleId(s, e) for s in range(1, self.stages.count) for e in range(self.stages.experts))
         return (ModuleId(0), *rest)
 

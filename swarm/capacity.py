@@ -7,8 +7,9 @@ the power of a module's replicas together, divided by the work that a token of t
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 
 from swarm.announcement import Announcement
@@ -33,17 +34,26 @@ class Workload:
     modules: tuple[ModuleId, ...]
     cost: tuple[float, ...]
     per_path: int
+    _work: dict[ModuleId, float] = field(init=False, repr=False, compare=False)
 
-    def demand(self, module: ModuleId) -> float:
-        """The share of all paths that visit the module."""
-        if module.stage == 0:
-            return 1.0
-        experts = sum(other.stage == module.stage for other in self.modules)
-        return self.per_path / (len(self.cost) - 1) / experts
+    def __post_init__(self) -> None:
+        experts = Counter(module.stage for module in self.modules)
+        work = {
+            module: self.cost[module.stage] * self._demand(module.stage, experts[module.stage])
+            for module in self.modules
+        }
+        object.__setattr__(self, "_work", work)
+
+    def __contains__(self, module: ModuleId) -> bool:
+        return module in self._work
 
     def work(self, module: ModuleId) -> float:
         """What one token of training asks of the module on average, in units of cost."""
-        return self.cost[module.stage] * self.demand(module)
+        return self._work[module]
+
+    def _demand(self, stage: int, experts: int) -> float:
+        """The share of all paths that visit one module of the stage."""
+        return self.per_path / (len(self.cost) - 1) / experts if stage else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +68,7 @@ class Host:
 
 def hosts_of(announcements: Iterable[Announcement], workload: Workload) -> tuple[Host, ...]:
     """Everybody who hosts a module of the run. Who announces no speed is taken to be as powerful as the middle of the others."""
-    hosting = [(a, a.module) for a in announcements if a.module is not None and a.module in workload.modules]
+    hosting = [(a, a.module) for a in announcements if a.module is not None and a.module in workload]
     powers = [a.tokens_per_second * workload.cost[module.stage] for a, module in hosting]
     usual = usual_power(powers)
     return tuple(

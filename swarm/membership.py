@@ -160,18 +160,23 @@ class Membership:
         """Whether a module has a peer that has not been given up, suspect for a moment or not."""
         return not all(member.is_given_up for member in self._serving(module, now))
 
+    def served(self, now: float) -> set[ModuleId | None]:
+        """All modules that are."""
+        serving = (member for member in self._members.values() if _serves(member, now) and not member.is_given_up)
+        return {member.announcement.module for member in serving}
+
+    def with_replicas(self, now: float) -> set[ModuleId | None]:
+        """The modules that have `replicas`."""
+        serving = (member for member in self._members.values() if _serves(member, now))
+        return {member.announcement.module for member in serving if member.suspect_until <= now}
+
     def reaches_somebody(self) -> bool:
         """Whether there is a peer that has not been given up."""
         return not all(member.is_given_up for member in self._members.values())
 
     def _serving(self, module: ModuleId, now: float) -> list[_Member]:
         return [
-            member
-            for member in self._members.values()
-            if member.announcement.module == module
-            and member.announcement.state is PeerState.SERVING
-            and member.expires > now
-            and member.announcement.versions.common(PROTOCOL_VERSIONS) is not None
+            member for member in self._members.values() if member.announcement.module == module and _serves(member, now)
         ]
 
     def _evict_one(self) -> PeerId:
@@ -183,6 +188,15 @@ class Membership:
         victim = min(self._members.values(), key=worth).announcement.peer
         del self._members[victim]
         return victim
+
+
+def _serves(member: _Member, now: float) -> bool:
+    announcement = member.announcement
+    return (
+        announcement.state is PeerState.SERVING
+        and member.expires > now
+        and announcement.versions.common(PROTOCOL_VERSIONS) is not None
+    )
 
 
 def _pause_s(failures: int) -> float:

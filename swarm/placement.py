@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import inf
 
 from swarm.announcement import Announcement
 from swarm.capacity import ABOUT_EQUAL, Workload, allowed_throughput, draw, hosts_of, usual_power
@@ -19,7 +20,7 @@ def choose_module(
     """The module that brings the swarm the highest throughput when the newcomer takes it.
 
     Where several are about equally good, the one that is shortest of peers; where these are about equal too, the newcomer's
-    hash decides, so that several newcomers at once spread out.
+    hash decides, so that several newcomers at once spread out. Takes time in proportion to modules and announcements.
 
     Args:
         modules: those it may take, at least one; a peer that cannot read the text leaves stage 0 out.
@@ -30,13 +31,16 @@ def choose_module(
     allowed = allowed_throughput(hosts, workload)
     power = power or usual_power(host.power for host in hosts)
 
-    def with_us(module: ModuleId) -> float:
-        """The swarm's throughput if the newcomer takes the module."""
-        ours = allowed[module] + power / workload.work(module)
-        return min([ours, *(allowed[other] for other in workload.modules if other != module)])
+    weakest = min(allowed, key=allowed.__getitem__)
+    next_weakest = min((value for module, value in allowed.items() if module != weakest), default=inf)
+    with_us = {}
+    """The swarm's throughput if the newcomer takes the module."""
+    for module in modules:
+        others = next_weakest if module == weakest else allowed[weakest]
+        with_us[module] = min(allowed[module] + power / workload.work(module), others)
 
-    best = max(with_us(module) for module in modules)
-    helpful = [module for module in modules if with_us(module) >= best * (1 - ABOUT_EQUAL)]
+    best = max(with_us.values())
+    helpful = [module for module in modules if with_us[module] >= best * (1 - ABOUT_EQUAL)]
     least = min(allowed[module] for module in helpful)
     shortest = [module for module in helpful if allowed[module] <= least * (1 + ABOUT_EQUAL)]
     chosen = max(shortest, key=lambda module: draw(own, module))

@@ -122,8 +122,9 @@ class Planner:
 
     def unserved(self, now: float) -> tuple[ModuleId, ...]:
         """The modules that no peer serves any more, whether or not the next path would need them."""
+        served = self._membership.served(now)
         modules = (ModuleId(stage) for stage in range(1, self.rules.stages))
-        return tuple(module for module in modules if not self._membership.is_served(module, now))
+        return tuple(module for module in modules if module not in served)
 
     def leaves_out(self, module: ModuleId, now: float) -> bool:
         """Whether paths go round a module that has lost its last peer, until one serves it again."""

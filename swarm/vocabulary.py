@@ -20,6 +20,8 @@ RunId = NewType("RunId", str)
 
 MAX_STAGES = 1024
 MAX_EXPERTS = 1024
+MAX_MODULES = 4096
+"""Of one run. Everything that a node does for each module (look-ups, placement, views) is bounded by this."""
 MAX_MICROBATCH_NUMBER = 2**48 - 1
 MAX_HOPS = 256
 MAX_FRAGMENTS = 64

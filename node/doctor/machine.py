@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
 from node.doctor.finding import Finding, Level
+from node.free_memory import GIB, available_memory
+from swarm.vocabulary import Reasoned
 
-GIB: Final = 2**30
 LITTLE_MEMORY_BYTES: Final = 4 * GIB
 NO_MEMORY_BYTES: Final = 1 * GIB
 """Torch, gRPC and the DHT's process alone take more than half of that."""
@@ -20,13 +21,10 @@ FEW_FILES: Final = 1024
 """256 links and the DHT's connections, twice over."""
 TOO_FEW_FILES: Final = 256
 
-_MEMORY: Final = Path("/proc/meminfo")
-_CONTROL_GROUP: Final = Path("/sys/fs/cgroup")
 
-
-def look_at_memory(meminfo: Path = _MEMORY, control_group: Path = _CONTROL_GROUP) -> Sequence[Finding]:
+def look_at_memory(memory: Callable[[], Reasoned[int | None]] = available_memory) -> Sequence[Finding]:
     """What is available: to the machine, or to the container that limits it."""
-    available = available_memory(meminfo, control_group)
+    available = memory().value
     if available is None:
         return [Finding("memory", Level.SKIP, "this system does not say how much is free")]
     found = f"{available / GIB:.1f} GiB available"
@@ -42,24 +40,6 @@ def look_at_memory(meminfo: Path = _MEMORY, control_group: Path = _CONTROL_GROUP
     if available < LITTLE_MEMORY_BYTES:
         return [Finding("memory", Level.WARN, found, "Enough for small stages; close other programs for larger ones.")]
     return [Finding("memory", Level.OK, found)]
-
-
-def available_memory(meminfo: Path, control_group: Path) -> int | None:
-    """Bytes, by Linux's files; elsewhere what POSIX says is free, or None."""
-    try:
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
-        machine = int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        try:
-            return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        except (ValueError, OSError, AttributeError):
-            return None
-    try:
-        limit = int((control_group / "memory.max").read_text())
-        used = int((control_group / "memory.current").read_text())
-    except (OSError, ValueError):  # there is no limit, or no such file
-        return machine
-    return min(machine, max(0, limit - used))
 
 
 def look_at_disk(folders: Iterable[tuple[str, Path]]) -> Sequence[Finding]:

@@ -14,7 +14,7 @@ def build_block_stack(manifest: Manifest, module: ModuleId) -> BlockStack:
     Raises:
         ValueError: the manifest has no such module, or it is stage 0's, which has an embedding and a head instead.
     """
-    if module.stage == 0 or module not in manifest.modules():
+    if module.stage == 0 or not manifest.has(module):
         raise ValueError(f"module {module} is not a stack of blocks of this run")
     blocks = manifest.stages.blocks
     stack = BlockStack(manifest.model, sum(blocks[: module.stage]), blocks[module.stage])

@@ -21,7 +21,7 @@ def parameter_shapes(manifest: Manifest, module: ModuleId) -> dict[str, Shape]:
     Raises:
         ValueError: the manifest has no such module.
     """
-    if module not in manifest.modules():
+    if not manifest.has(module):
         raise ValueError(f"this run has no module {module}")
     blocks, model = manifest.stages.blocks, manifest.model
     first = sum(blocks[: module.stage])

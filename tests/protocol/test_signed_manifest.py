@@ -21,7 +21,7 @@ from protocol.manifest import MAX_MANIFEST_BYTES, Manifest, manifest_from_table,
 from protocol.manifest_text import toml_of, toml_value
 from protocol.signed_manifest import canonical, read_signed_manifest, render, run_id_of, sign_manifest
 from swarm.errors import ManifestError
-from swarm.vocabulary import RunId
+from swarm.vocabulary import MAX_MODULES, ModuleId, RunId
 
 AUTHOR = Identity.generate()
 Table = dict[str, Any]
@@ -416,3 +416,17 @@ def test_a_value_that_cannot_be_read_back_is_not_signed() -> None:
 def test_a_run_of_another_protocol_is_refused_with_a_sentence(version: int, advice: str) -> None:
     with pytest.raises(ManifestError, match=f"needs protocol version {version}; this Skipstone speaks .*{advice}"):
         manifest_from_table({"protocol": version, "whatever": "else"})
+
+
+def test_a_run_has_4096_modules_at_most() -> None:
+    def stages(count: int, experts: int) -> Table:
+        return SMALL | {"stages": {"blocks": [1] * count, "experts": experts}}
+
+    manifest = manifest_from_table(stages(64, 65))
+    assert len(manifest.modules()) == MAX_MODULES
+    assert all(manifest.has(module) for module in manifest.modules())
+    assert not any(manifest.has(module) for module in (ModuleId(0, 1), ModuleId(64), ModuleId(1, 65)))
+    with pytest.raises(ManifestError, match="1024 stages with 1024 experts each make 1047553 modules; a run has 4096"):
+        manifest_from_table(stages(1024, 1024))
+    with pytest.raises(ManifestError, match="a run has 4096 at most"):
+        manifest_from_table(stages(64, 66))

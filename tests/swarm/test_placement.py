@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import cProfile
+import pstats
 from collections import Counter
+from dataclasses import replace
 
 from swarm.announcement import Announcement
 from swarm.capacity import Workload
@@ -87,3 +90,17 @@ def test_who_announces_no_speed_counts_as_an_average_peer() -> None:
     present = [announcement("0", 0), announcement("new", 1, speed=0.0), announcement("b", 2), announcement("c", 3)]
     chosen = {choose_module(PeerId(f"n{n}"), MODULES, present, work(*EVEN)).value for n in range(50)}
     assert chosen == set(MODULES)
+
+
+def calls_to_choose(stages: int, experts: int) -> int:
+    """How many calls of functions it takes to choose among the modules, with a peer for nearly all of them."""
+    modules = (ModuleId(0), *(ModuleId(stage, expert) for stage in range(1, stages) for expert in range(experts)))
+    present = [replace(announcement(f"p{n}"), module=module) for n, module in enumerate(modules[:-1])]
+    with cProfile.Profile() as profile:
+        chosen = choose_module(PeerId("n"), modules, present, Workload(modules, (1.0,) * stages, per_path=stages - 1))
+    assert chosen.value == modules[-1]
+    return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
+
+
+def test_four_times_the_modules_and_peers_take_four_times_the_work() -> None:
+    assert calls_to_choose(33, 32) < 5 * calls_to_choose(9, 32)
