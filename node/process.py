@@ -16,7 +16,7 @@ from node.compute import ComputeThread
 from node.device import choose_device
 from node.event_log import Both, Watched, open_event_log
 from node.events import Ended, EventSink, Note
-from node.leave import leave_requests
+from node.leave import leave_requests, sole_use
 from node.moving import MovePeriods, Mover, NextModule, stay_for_ever, workload_of
 from node.options import NodeOptions
 from node.presence import Presence, Whereabouts, present
@@ -64,6 +64,7 @@ async def run_node(options: NodeOptions, events: EventSink, stop: asyncio.Event,
     settings = _directory(where, initial, identity, signed, options.relay_bytes_per_hour)
     with _logged(options, identity.peer, events) as logged:
         async with (
+            sole_use(options.identity_path),
             leave_requests(options.identity_path, stop.set),
             present(identity, run, where, settings, clock, logged) as presence,
         ):

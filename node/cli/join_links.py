@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from node.cli.output import write_whole
 from node.events import Event, EventSink, NodeStatus
 
 if TYPE_CHECKING:
@@ -56,9 +56,7 @@ class LinkFile:
             self._write(event.link)
 
     def _write(self, link: str) -> None:
-        partial = self._path.with_name(f".{self._path.name}.part")
         try:
-            partial.write_text(link + "\n")
-            os.replace(partial, self._path)
+            write_whole(self._path, f"{link}\n".encode())
         except OSError as error:
             log.warning("the join link cannot be written to %s: %s", self._path, error.strerror or error)

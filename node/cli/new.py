@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import secrets
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +9,7 @@ import typer
 
 from node.cli.manifests import ManifestChanges, chosen_manifest, parse_blocks
 from node.cli.options import VisitedPerPath
+from node.cli.output import write_whole
 from swarm.errors import ConfigError
 
 
@@ -53,11 +51,7 @@ def _write(file: Path, text: bytes) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    partial = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
     try:
-        partial.write_bytes(text)
-        os.replace(partial, file)
+        write_whole(file, text)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
         raise ConfigError(f"{file} cannot be written: {error.strerror or error}") from error

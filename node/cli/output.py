@@ -7,8 +7,11 @@ import contextlib
 import enum
 import json
 import logging
+import os
+import secrets
 import sys
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any, TypeVar
 
 import typer
@@ -65,3 +68,22 @@ def run_loop(main: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run(main)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(main)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Puts a whole file at `path`, or leaves what was there.
+
+    Its beginnings have a name that nobody can guess and that must be free: in a folder that others may write to, a link laid there beforehand would
+    otherwise lead the writing to any file of ours.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    with partial.open("xb") as file:
+        file.write(data)
+    try:
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink()
+        raise

@@ -176,6 +176,23 @@ class TestLinkFile:
         sink.emit(serving(LINK))
         assert not (tmp_path / "link").exists()
 
+    @pytest.mark.parametrize("trap", [".link.part", "link"])
+    def test_a_link_that_another_user_laid_there_is_not_followed(self, tmp_path: Path, trap: str) -> None:
+        (tmp_path / "precious").write_text("mine")
+        (tmp_path / trap).symlink_to(tmp_path / "precious")
+        LinkFile(tmp_path / "link", Heard()).emit(serving(LINK))
+        assert (tmp_path / "precious").read_text() == "mine"
+        assert str(link_in(str(tmp_path / "link"))) == LINK
+
+    def test_the_name_of_its_beginnings_cannot_be_guessed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        moved: list[str] = []
+        monkeypatch.setattr("os.replace", lambda source, target: moved.append(Path(source).name))
+        for _ in range(2):
+            LinkFile(tmp_path / "link", Heard()).emit(serving(LINK))
+        assert len({*moved}) == 2
+
     def test_a_node_goes_on_without_it(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         heard = Heard()
         LinkFile(tmp_path / "nowhere" / "link", heard).emit(serving(LINK))
