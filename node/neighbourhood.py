@@ -15,7 +15,7 @@ from protocol.identity import Identity
 from protocol.records import decode_announced, encode_record
 from protocol.seams import Clock, Directory, Question, QuestionAbout, Transport
 from swarm.announcement import Announcement
-from swarm.errors import PeerError, ProtocolViolation, Stalled, Unreachable
+from swarm.errors import IdentityError, PeerError, ProtocolViolation, Stalled, Unreachable
 from swarm.membership import Change, Membership
 from swarm.vocabulary import ModuleId, PeerId, PeerState
 
@@ -90,7 +90,10 @@ class Neighbourhood:
     # ---- what the links bring ------------------------------------------------------------------------------------
 
     def announced(self, sender: PeerId, record: bytes) -> None:
-        """A linked peer speaks for itself; what is not its own valid record is left out."""
+        """A linked peer speaks for itself; what is not its own valid record is left out.
+
+        Save one that proves that another process has our key, and is in use: the peer that hands it on was linked to the older of the two.
+        """
         try:
             announcement = decode_announced(record, run=self.membership.run, now=self._clock.wall())
         except ProtocolViolation as error:
@@ -98,6 +101,8 @@ class Neighbourhood:
             return
         if announcement.peer == sender:
             self._observe([announcement])
+        elif self._own.is_of_another_process(announcement) and self._tasks is not None:
+            self._tasks.create_task(_end_for_twin(announcement))
 
     def link_up(self, peer: PeerId) -> None:
         self._linked.add(peer)
@@ -202,3 +207,11 @@ class Neighbourhood:
         now = self._clock.monotonic()
         joining = self._own.state in (PeerState.VISITING, PeerState.JOINING)
         return not joining and self.membership.with_replicas(now) | {self._own.module} >= set(self._modules)
+
+
+async def _end_for_twin(twin: Announcement) -> None:
+    where = f" at {', '.join(twin.addresses)}" if twin.addresses else ""
+    raise IdentityError(
+        f"another node with this key ({twin.peer}) is in the run{where}, and was there first; this one ends",
+        hint="Every machine needs a key of its own: start with --identity FILE, or stop the other node. Of a machine that was copied, delete the copied key.",
+    )

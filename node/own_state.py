@@ -11,6 +11,8 @@ from swarm.announcement import Announcement
 from swarm.vocabulary import PROTOCOL_VERSIONS, AnchorVersion, ModuleId, PeerId, PeerState, RunId
 
 RECORD_LIFETIME_S = 60.0
+FORMER_LIFE_MS = 5000
+"""By so much records of a former life of this node may be later than its present one began: its clock may have been set in between."""
 
 
 @dataclass(slots=True)
@@ -46,6 +48,17 @@ class OwnState:
         self.state, self.module = PeerState.JOINING, module
         self.slots, self.used_slots = 0, lambda: 0
         self.tokens_per_second, self.steps, self.anchor = 0.0, 0, None
+
+    def is_of_another_process(self, said: Announcement) -> bool:
+        """Whether a record that is signed with our key was made by another process while this one ran; `said` has been verified.
+
+        The certificate is each process's own, and a record of a former life is from before this one.
+        """
+        return (
+            said.peer == self.peer
+            and said.certificate != self.certificate
+            and said.sequence > self.incarnation + FORMER_LIFE_MS
+        )
 
     def announcement(self) -> Announcement:
         """A new record of how things are now, with a higher sequence than any before."""

@@ -1,8 +1,8 @@
-"""How long to leave a peer alone after dialling it failed."""
+"""How long to leave a peer alone after dialling it failed, or when links to it do not last."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Final
 
@@ -10,6 +10,8 @@ from protocol.seams import Clock
 from swarm.vocabulary import PeerId
 
 MAX_REMEMBERED_PEERS: Final = 1024
+MOST_REPLACED: Final = 3
+REPLACED_WITHIN_S: Final = 10.0
 
 
 class Backoff:
@@ -37,3 +39,23 @@ class Backoff:
 
     def succeeded(self, peer: PeerId) -> None:
         self._failures.pop(peer, None)
+
+
+class Turnover:
+    """Counts how often a link to a peer has been replaced by another of late. Honest peers do that when they start again."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._replaced: OrderedDict[PeerId, deque[float]] = OrderedDict()
+
+    def replaced(self, peer: PeerId) -> None:
+        """A link was."""
+        self._replaced.setdefault(peer, deque(maxlen=MOST_REPLACED)).append(self._clock.monotonic())
+        self._replaced.move_to_end(peer)
+        if len(self._replaced) > MAX_REMEMBERED_PEERS:
+            self._replaced.popitem(last=False)
+
+    def is_high(self, peer: PeerId) -> bool:
+        """Whether the peer's links were replaced MOST_REPLACED times within REPLACED_WITHIN_S."""
+        times = self._replaced.get(peer, ())
+        return len(times) == MOST_REPLACED and self._clock.monotonic() - times[0] < REPLACED_WITHIN_S

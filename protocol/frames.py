@@ -93,6 +93,8 @@ from swarm.vocabulary import PeerId, RunId, VersionRange
 MAX_SMALL_FRAME_BYTES: Final = 72 * 1024
 """Of every frame that is not a chunk: a path of 256 hops takes about 20 KiB, a roster of 256 members about 24 KiB, the lanes of two data nodes at most 60 KiB, an answer 64 KiB."""
 
+MAX_AGE_MS: Final = 2**48
+
 _RUN_ID: Final = re.compile(r"[0-9a-f]{64}")
 
 
@@ -104,6 +106,7 @@ class FarewellReason(enum.Enum):
     WRONG_VERSION = 4
     NOT_YOU = 5
     VIOLATION = 6
+    SAME_KEY = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +116,10 @@ class Hello:
     versions: VersionRange
     record: bytes
     """A SignedRecord, unchecked; empty when the peer has none yet."""
+    incarnation: int = 0
+    """Of the process, 64 bits at random."""
+    age_ms: int = 0
+    """Of the process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +141,8 @@ class Cancel:
 class Farewell:
     reason: FarewellReason
     detail: str = ""
+    record: bytes = b""
+    """With SAME_KEY: a SignedRecord of the other process, unchecked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +202,9 @@ def _wire_frame(frame: SmallFrame) -> wire.Frame:
             return wire.Frame(pong=wire.Pong(token=token))
         case Cancel(transfer):
             return wire.Frame(cancel=wire.Cancel(transfer=transfer))
-        case Farewell(reason, detail):
-            return wire.Frame(farewell=wire.Farewell(reason=wire_number(reason), detail=detail[:DETAIL_CHARACTERS]))
+        case Farewell(reason, detail, record):
+            said = wire.Farewell(reason=wire_number(reason), detail=detail[:DETAIL_CHARACTERS], record=record)
+            return wire.Frame(farewell=said)
         case QuestionFrame():
             return wire.Frame(question=wire_question(frame))
         case AnswerFrame():
@@ -226,6 +236,8 @@ def _wire_hello(hello: Hello) -> wire.Hello:
         lowest_version=hello.versions.lowest,
         highest_version=hello.versions.highest,
         announcement=hello.record,
+        incarnation=hello.incarnation,
+        age_ms=hello.age_ms,
     )
 
 
@@ -234,16 +246,21 @@ def _read_hello(hello: wire.Hello) -> Hello:
         raise ProtocolViolation("hello: the run is not 64 hexadecimal digits")
     if not 1 <= hello.lowest_version <= hello.highest_version:
         raise ProtocolViolation(f"hello: no protocol versions from {hello.lowest_version} to {hello.highest_version}")
+    if hello.age_ms >= MAX_AGE_MS:
+        raise ProtocolViolation(f"hello: no process is {hello.age_ms} ms old")
     return Hello(
         checked_peer(hello.peer),
         RunId(hello.run),
         VersionRange(hello.lowest_version, hello.highest_version),
         read_record(hello.announcement) if hello.announcement else b"",
+        hello.incarnation,
+        hello.age_ms,
     )
 
 
 def _read_farewell(farewell: wire.Farewell) -> Farewell:
-    return Farewell(read_enum(FarewellReason, farewell.reason, "farewell reason"), read_detail(farewell.detail))
+    record = read_record(farewell.record) if farewell.record else b""
+    return Farewell(read_enum(FarewellReason, farewell.reason, "farewell reason"), read_detail(farewell.detail), record)
 
 
 _READERS: Final[dict[str, Callable[[Any], SmallFrame]]] = {

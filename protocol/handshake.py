@@ -48,6 +48,8 @@ def meaning_of(farewell: Farewell, peer: PeerId) -> PeerError:
             return Unreachable(f"{short(peer)} leaves{said}")
         case FarewellReason.DUPLICATE:
             return Duplicate(f"{short(peer)} has another stream to us{said}")
+        case FarewellReason.SAME_KEY:
+            return SameKey(f"{short(peer)} is linked to another process with our key{said}", farewell.record)
         case FarewellReason.UNSPECIFIED:
             return Unreachable(f"{short(peer)} closed the stream{said}")
 
@@ -56,6 +58,14 @@ def objection_error(objection: Farewell, peer: PeerId) -> PeerError:
     """Our own objection to a peer's Hello as an error for the one who dialled."""
     kind = StaleVersion if objection.reason is FarewellReason.WRONG_VERSION else Rejected
     return kind(f"{short(peer)} was refused ({objection.reason.name.lower()}): {objection.detail}")
+
+
+class SameKey(Rejected):
+    """The peer says that another process uses our identity; `record` is to prove it."""
+
+    def __init__(self, message: str, record: bytes) -> None:
+        super().__init__(message)
+        self.record = record
 
 
 class Duplicate(Unreachable):

@@ -59,12 +59,13 @@ class LinkSurroundings:
 
 
 class Link:
-    """A link to `peer` on a stream where it has said Hello. `dialled` says whether this side opened it."""
+    """A link to `peer` on a stream where it has said this Hello. `dialled` says whether this side opened it."""
 
     def __init__(
         self,
         peer: PeerId,
         stream: Stream,
+        hello: Hello,
         *,
         dialled: bool,
         far_end: FarEnd | None,
@@ -76,6 +77,11 @@ class Link:
         self.dialled = dialled
         self.far_end = far_end
         self.since = surroundings.clock.monotonic()
+        self.incarnation = hello.incarnation
+        self.began = self.since - hello.age_ms / 1e3
+        """When the peer's process did, by our monotonic clock."""
+        self.record = hello.record
+        """The peer's newest, unchecked."""
         self.outbox = Outbox(
             {
                 Lane.MICROBATCHES: ByteBudget(settings.send_budget_bytes, settings.max_open_transfers),
@@ -103,6 +109,7 @@ class Link:
         self._last_words: Farewell | None = None
         self._error: PeerError | None = None
         self._over = asyncio.Event()
+        self._ponged = asyncio.Event()
 
     async def run(self) -> None:
         """Carries the stream until the link ends; call it once."""
@@ -169,6 +176,22 @@ class Link:
         except PeerError as error:
             self.end(error)
 
+    @property
+    def is_over(self) -> bool:
+        return self._error is not None
+
+    async def answers(self, within_s: float) -> bool:
+        """Whether the process at the other end is there: it answers a ping in time, and the link still stands then."""
+        self._ponged.clear()
+        self.say(Ping(self._meter.ping()))
+        waiting = [asyncio.ensure_future(event.wait()) for event in (self._ponged, self._over)]
+        try:
+            await asyncio.wait(waiting, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in waiting:
+                each.cancel()
+        return self._ponged.is_set() and not self._over.is_set()
+
     def figures(self) -> LinkFigures:
         return self._meter.figures()
 
@@ -230,7 +253,8 @@ class Link:
             case Ping(token):
                 self.say(Pong(token))
             case Pong(token):
-                self._meter.pong(token)
+                if self._meter.pong(token):
+                    self._ponged.set()
             case Cancel(transfer):
                 self._cancelled(transfer)
             case QuestionFrame():
@@ -238,6 +262,7 @@ class Link:
             case AnswerFrame():
                 self._asking.answered(frame)
             case AnnouncementFrame(record):
+                self.record = record
                 self._handler.announced(self.peer, record)
             case Farewell():
                 raise meaning_of(frame, self.peer)

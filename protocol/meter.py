@@ -45,12 +45,14 @@ class Meter:
         self._pinged_at = self._clock.monotonic()
         return self._open_token
 
-    def pong(self, token: int) -> None:
+    def pong(self, token: int) -> bool:
+        """Whether it answers the last ping."""
         if token != self._open_token:
-            return
+            return False
         self._open_token = None
         sample = self._clock.monotonic() - self._pinged_at
         self._round_trip_s += (sample - self._round_trip_s) * (_ROUND_TRIP_GAIN if self._round_trip_s else 1)
+        return True
 
     @property
     def ping_is_open(self) -> bool:

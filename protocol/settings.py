@@ -48,6 +48,8 @@ class TransportSettings:
     """For connecting, TLS and both Hellos, over all addresses of a peer."""
     hello_timeout_s: float = 3.0
     """Who opens a stream and says no Hello for so long is dropped."""
+    proof_of_life_s: float = 2.0
+    """For the answer to a ping that tells a process whose key another one shows from one that it has replaced. The other waits for a Hello meanwhile."""
     first_retry_s: float = 0.2
     """After a dial that failed the next one waits this long, then twice as long each time, less a random part."""
     longest_retry_s: float = 5.0
@@ -67,6 +69,7 @@ class TransportSettings:
         _require("slowest_bytes_per_s", self.slowest_bytes_per_s, 1, 2**40)
         _require("dial_timeout_s", self.dial_timeout_s, 0.01, 600)
         _require("hello_timeout_s", self.hello_timeout_s, 0.01, 600)
+        _require("proof_of_life_s", self.proof_of_life_s, 0.01, 600)
         _require("first_retry_s", self.first_retry_s, 0.001, 60)
         _require("longest_retry_s", self.longest_retry_s, self.first_retry_s, 600)
         _require("farewell_grace_s", self.farewell_grace_s, 0, 1)

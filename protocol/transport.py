@@ -4,6 +4,9 @@ Who may connect: whoever shows a certificate of the run that proves its peer id.
 time, the stream dialled by the one with the smaller peer id is kept: that one lets the other's dial wait for its own,
 and the other takes the incoming stream at once and drops its own dial. So no stream that carries anything is ever
 given up for another, except when the peer has lost its end (a restart).
+
+A stream that another process with the same key opens is no restart while the one that is linked answers a ping: then somebody runs the
+same identity twice, and the older process is kept. The younger one is told so, and ends (`node.neighbourhood`).
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import secrets
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from types import TracebackType
@@ -18,12 +22,12 @@ from typing import Final, Self
 
 import grpc
 
-from protocol.backoff import Backoff
+from protocol.backoff import Backoff, Turnover
 from protocol.certificates import TlsCredentials
 from protocol.dialling import Dialler, Ways
 from protocol.door import Door
 from protocol.frames import AnnouncementFrame, Farewell, FarewellReason, Hello, decode, encode
-from protocol.handshake import expect_hello, objection_to
+from protocol.handshake import SameKey, expect_hello, objection_to
 from protocol.identity import Identity
 from protocol.link import Link, LinkSurroundings
 from protocol.patience import CommonPatience
@@ -37,6 +41,8 @@ from swarm.vocabulary import PROTOCOL_VERSIONS, PeerId, RunId, short
 
 _SPARE_STREAMS: Final = 16
 """Streams beyond `max_links` that may be in their handshake."""
+_ABOUT_AS_OLD_S: Final = 1.0
+"""Of two processes with one key the one that is linked counts as the older, unless the other is by more than this: a Hello takes time to arrive."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,6 +85,10 @@ class GrpcTransport:
         self._own_record = own_record
         self._door = Door(run)
         self._surroundings = LinkSurroundings(handler, clock, settings, CommonPatience(clock.monotonic()))
+        self.incarnation = secrets.randbits(64)
+        """Tells this process from others with its key."""
+        self._began = clock.monotonic()
+        self._turnover = Turnover(clock)
         self._backoff = Backoff(clock, settings.first_retry_s, settings.longest_retry_s, jitter)
         self._dialler = Dialler(credentials, self._own_hello, self.ask, clock, settings, ways)
         self._links: dict[PeerId, Link] = {}
@@ -171,8 +181,12 @@ class GrpcTransport:
         old = self._links.get(link.peer)
         if old is not None:
             old.end(Unreachable(f"{short(link.peer)} has opened a new link"), Farewell(FarewellReason.DUPLICATE))
+            self._turnover.replaced(link.peer)
         self._links[link.peer] = link
-        self._backoff.succeeded(link.peer)
+        if self._turnover.is_high(link.peer):
+            self._backoff.failed(link.peer)
+        else:
+            self._backoff.succeeded(link.peer)
         self._handler.link_up(link.peer)
         if hello.record:
             self._handler.announced(link.peer, hello.record)
@@ -186,15 +200,22 @@ class GrpcTransport:
         if self._links.get(link.peer) is link:
             del self._links[link.peer]
             self._handler.link_down(link.peer, error)
+            self._hear_of_twin(link.peer, error)
+
+    def _hear_of_twin(self, peer: PeerId, error: PeerError) -> None:
+        """Hands on what is to prove that another process uses our identity."""
+        if isinstance(error, SameKey) and error.record:
+            self._handler.announced(peer, error.record)
 
     def _has_room_for(self, peer: PeerId) -> bool:
         others = (self._links.keys() | self._dials.keys()) - {peer}
         return len(others) < self._settings.max_links
 
-    def _link(self, peer: PeerId, stream: AcceptedStream | DialledStream) -> Link:
+    def _link(self, peer: PeerId, stream: AcceptedStream | DialledStream, hello: Hello) -> Link:
         return Link(
             peer,
             stream,
+            hello,
             dialled=isinstance(stream, DialledStream),
             far_end=stream.far_end(),
             surroundings=self._surroundings,
@@ -202,7 +223,8 @@ class GrpcTransport:
         )
 
     def _own_hello(self) -> Hello:
-        return Hello(self._peer, self._run, PROTOCOL_VERSIONS, self._own_record())
+        age_ms = int(1e3 * (self._clock.monotonic() - self._began))
+        return Hello(self._peer, self._run, PROTOCOL_VERSIONS, self._own_record(), self.incarnation, age_ms)
 
     # ---- dialling -----------------------------------------------------------------------------------------------
 
@@ -220,11 +242,12 @@ class GrpcTransport:
         except PeerError as error:
             self._backoff.failed(peer)
             self._give_up(peer, error)
+            self._hear_of_twin(peer, error)
             return
         except asyncio.CancelledError:
             self._give_up(peer, Unreachable("this node is leaving"))
             raise
-        link = self._link(peer, stream)
+        link = self._link(peer, stream, hello)
         self._install(link, hello)
         await link.run()
 
@@ -266,7 +289,7 @@ class GrpcTransport:
         try:
             async with asyncio.timeout(self._settings.hello_timeout_s):
                 hello = expect_hello(decode(await stream.read() or b""), peer)
-            objection = objection_to(hello, self._run, peer) or await self._objection_to_link(peer)
+            objection = objection_to(hello, self._run, peer) or await self._objection_to_link(hello)
         except ProtocolViolation as error:
             objection = Farewell(FarewellReason.VIOLATION, str(error))
         except TimeoutError:
@@ -277,13 +300,14 @@ class GrpcTransport:
             with contextlib.suppress(PeerError):
                 await stream.write(encode(objection))
             return
-        link = self._link(peer, stream)
+        link = self._link(peer, stream, hello)
         link.say(self._own_hello())
         self._install(link, hello)
         await link.run()
 
-    async def _objection_to_link(self, peer: PeerId) -> Farewell | None:
+    async def _objection_to_link(self, hello: Hello) -> Farewell | None:
         """Why a stream from a peer that may speak to us is not taken, if so."""
+        peer = hello.peer
         wins = self._peer < peer
         attempt = self._dials.get(peer)
         if attempt is not None and wins and not self._dialler.has_called(peer):
@@ -296,9 +320,30 @@ class GrpcTransport:
             return (
                 None if self._has_room_for(peer) else Farewell(FarewellReason.UNSPECIFIED, "no room for another link")
             )
+        if self._turnover.is_high(peer):
+            return Farewell(FarewellReason.UNSPECIFIED, "links to you are replaced too often")
+        if link.incarnation != hello.incarnation and await link.answers(self._settings.proof_of_life_s):
+            return self._objection_to_twin(link, hello)
         age_s = self._clock.monotonic() - link.since
-        if link.dialled and wins and age_s < self._settings.dial_timeout_s:
+        if link.dialled and wins and age_s < self._settings.dial_timeout_s and not link.is_over:
             return Farewell(FarewellReason.DUPLICATE)
+        return None
+
+    def _objection_to_twin(self, link: Link, hello: Hello) -> Farewell | None:
+        """Two processes have one key, and both are alive. The link of the older one is kept, or ended in favour of the stream at hand."""
+        now = self._clock.monotonic()
+        if link.began < now - hello.age_ms / 1e3 + _ABOUT_AS_OLD_S:
+            return Farewell(
+                FarewellReason.SAME_KEY,
+                f"another process with this key runs since {now - link.began:.0f} s",
+                link.record,
+            )
+        said = Farewell(
+            FarewellReason.SAME_KEY,
+            f"another process with this key runs since {hello.age_ms / 1e3:.0f} s",
+            hello.record,
+        )
+        link.end(Unreachable(f"{short(link.peer)} runs twice, and the older process is kept"), said)
         return None
 
     # ---- tasks --------------------------------------------------------------------------------------------------

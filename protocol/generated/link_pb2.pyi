@@ -142,21 +142,25 @@ class Frame(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., farewell: _Optional[_Union[Farewell, _Mapping]] = ..., forward: _Optional[_Union[Forward, _Mapping]] = ..., backward: _Optional[_Union[Backward, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., stranded: _Optional[_Union[Stranded, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ..., arrival_hint: _Optional[_Union[ArrivalHint, _Mapping]] = ..., question: _Optional[_Union[Question, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., announcement: _Optional[bytes] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., invitation: _Optional[_Union[Invitation, _Mapping]] = ..., accepting: _Optional[_Union[Accepting, _Mapping]] = ..., entry: _Optional[_Union[Entry, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ..., roster: _Optional[_Union[Roster, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., reduced: _Optional[_Union[Reduced, _Mapping]] = ..., pulse: _Optional[_Union[Pulse, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., dissolved: _Optional[_Union[Dissolved, _Mapping]] = ..., state_request: _Optional[_Union[StateRequest, _Mapping]] = ..., state_chunk: _Optional[_Union[StateChunk, _Mapping]] = ..., state_refused: _Optional[_Union[StateRefused, _Mapping]] = ..., recall: _Optional[_Union[Recall, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., unsettled: _Optional[_Union[Unsettled, _Mapping]] = ..., lane_told: _Optional[_Union[LaneTold, _Mapping]] = ..., lane_heard: _Optional[_Union[LaneHeard, _Mapping]] = ..., lane_offer: _Optional[_Union[LaneOffer, _Mapping]] = ..., lane_accept: _Optional[_Union[LaneAccept, _Mapping]] = ..., lane_decline: _Optional[_Union[LaneDecline, _Mapping]] = ..., lane_abandon: _Optional[_Union[LaneAbandon, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("peer", "run", "lowest_version", "highest_version", "announcement")
+    __slots__ = ("peer", "run", "lowest_version", "highest_version", "announcement", "incarnation", "age_ms")
     PEER_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     LOWEST_VERSION_FIELD_NUMBER: _ClassVar[int]
     HIGHEST_VERSION_FIELD_NUMBER: _ClassVar[int]
     ANNOUNCEMENT_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    AGE_MS_FIELD_NUMBER: _ClassVar[int]
     peer: str
     run: str
     lowest_version: int
     highest_version: int
     announcement: bytes
-    def __init__(self, peer: _Optional[str] = ..., run: _Optional[str] = ..., lowest_version: _Optional[int] = ..., highest_version: _Optional[int] = ..., announcement: _Optional[bytes] = ...) -> None: ...
+    incarnation: int
+    age_ms: int
+    def __init__(self, peer: _Optional[str] = ..., run: _Optional[str] = ..., lowest_version: _Optional[int] = ..., highest_version: _Optional[int] = ..., announcement: _Optional[bytes] = ..., incarnation: _Optional[int] = ..., age_ms: _Optional[int] = ...) -> None: ...
 
 class Farewell(_message.Message):
-    __slots__ = ("reason", "detail")
+    __slots__ = ("reason", "detail", "record")
     class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         UNSPECIFIED: _ClassVar[Farewell.Reason]
@@ -166,6 +170,7 @@ class Farewell(_message.Message):
         WRONG_VERSION: _ClassVar[Farewell.Reason]
         NOT_YOU: _ClassVar[Farewell.Reason]
         VIOLATION: _ClassVar[Farewell.Reason]
+        SAME_KEY: _ClassVar[Farewell.Reason]
     UNSPECIFIED: Farewell.Reason
     LEAVING: Farewell.Reason
     DUPLICATE: Farewell.Reason
@@ -173,11 +178,14 @@ class Farewell(_message.Message):
     WRONG_VERSION: Farewell.Reason
     NOT_YOU: Farewell.Reason
     VIOLATION: Farewell.Reason
+    SAME_KEY: Farewell.Reason
     REASON_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
     reason: Farewell.Reason
     detail: str
-    def __init__(self, reason: _Optional[_Union[Farewell.Reason, str]] = ..., detail: _Optional[str] = ...) -> None: ...
+    record: bytes
+    def __init__(self, reason: _Optional[_Union[Farewell.Reason, str]] = ..., detail: _Optional[str] = ..., record: _Optional[bytes] = ...) -> None: ...
 
 class Ping(_message.Message):
     __slots__ = ("token",)

@@ -11,14 +11,14 @@ import pytest
 from node.address_book import KnownPeers
 from node.events import Event, PeerChange
 from node.neighbourhood import Neighbourhood
-from node.own_state import OwnState
+from node.own_state import FORMER_LIFE_MS, OwnState
 from protocol.certificates import make_credentials
 from protocol.identity import Identity
 from protocol.records import encode_record
 from protocol.seams import LinkFigures, Question, QuestionAbout
 from protocol.tensor_spec import TensorSpec
 from swarm.announcement import Announcement
-from swarm.errors import Stalled, Unreachable
+from swarm.errors import IdentityError, Stalled, Unreachable
 from swarm.membership import FIRST_PAUSE_S, Membership
 from swarm.messages import ControlMessage, TensorMessage
 from swarm.vocabulary import ModuleId, PeerId, PeerState, RunId
@@ -87,8 +87,8 @@ class Events:
 class Other:
     """Another peer of the run, which signs what it says."""
 
-    def __init__(self, clock: ManualClock, run: RunId = RUN) -> None:
-        self.identity = Identity.generate()
+    def __init__(self, clock: ManualClock, run: RunId = RUN, identity: Identity | None = None) -> None:
+        self.identity = identity or Identity.generate()
         certificate = make_credentials(self.identity, run).certificate_der
         self.state = OwnState(run, self.peer, certificate, clock, ("127.0.0.1:4000",), PeerState.SERVING, MODULE)
 
@@ -105,7 +105,7 @@ class Place:
 
     def __init__(self) -> None:
         self.clock, self.links, self.shelf, self.events = ManualClock(), Links(), Shelf(), Events()
-        identity = Identity.generate()
+        self.identity = identity = Identity.generate()
         own = OwnState(RUN, identity.peer, make_credentials(identity, RUN).certificate_der, self.clock)
         own.addresses = ("127.0.0.1:4001",)
         self.membership, self.book = Membership(RUN, identity.peer), KnownPeers()
@@ -277,3 +277,23 @@ async def test_a_peer_whose_last_word_is_that_it_hosts_nothing_is_forgotten_with
         assert there.membership.get(other.peer) is None
         assert there.book.contact(other.peer) is None
         assert there.links.asked == [], "nobody asks whether it is still there"
+
+
+async def test_proof_that_another_process_has_our_key_ends_the_node() -> None:
+    there = Place()
+    running = asyncio.create_task(there.neighbourhood.run(there.shelf, there.links))
+    await until(lambda: there.shelf.published)
+    told_by, twin = Other(there.clock), Other(there.clock, identity=there.identity)
+    former, stranger = twin.record(), Other(there.clock).record()
+    there.clock.now += FORMER_LIFE_MS / 1000 + 1
+    for record in (former, stranger, there.neighbourhood.own_record(), b"nothing"):
+        there.neighbourhood.announced(told_by.peer, record)
+    await asyncio.sleep(0)
+    assert not running.done(), "a record of a former life, of somebody else, or our own proves nothing"
+    there.neighbourhood.announced(told_by.peer, twin.record())
+    with pytest.raises(
+        IdentityError, match=r"another node with this key .* at 127.0.0.1:4000, and was there first"
+    ) as told:
+        await running
+    assert told.value.exit_code == 78
+    assert "--identity FILE" in told.value.hint

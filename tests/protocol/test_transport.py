@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from dataclasses import replace
 
 import pytest
 
@@ -243,7 +244,7 @@ async def test_a_second_stream_from_the_peer_that_loses_is_a_duplicate() -> None
         introduce(left, right)
         await left.transport.tell(right.peer, close_of(left.peer))
         async with bare_stream(larger, left, introduced=False) as stream:
-            await stream.say(hello_of(larger))
+            await stream.say(replace(hello_of(larger), incarnation=right.transport.incarnation))
             assert await stream.farewell() == Farewell(FarewellReason.DUPLICATE)
         await left.transport.tell(right.peer, close_of(left.peer, 1))
         await right.handler.until(lambda: len(right.handler.messages) == 2)
@@ -280,19 +281,21 @@ async def test_a_peer_that_restarts_on_its_port_is_reached_again(with_new_certif
 
 
 async def test_a_peer_that_has_lost_its_end_replaces_the_link() -> None:
-    """Its host lost power, say: nothing told us that the former stream is dead."""
+    """Its host lost power, say: nothing told us that the former stream is dead, but nobody answers there."""
     persona = Persona()
-    async with node() as server, node(persona) as former:
-        introduce(server, former)
-        await former.transport.tell(server.peer, close_of(former.peer))
-        await server.handler.until(lambda: server.handler.ups)
-        async with node(persona) as reborn:
-            await reborn.transport.tell(server.peer, close_of(reborn.peer, 1))
-            await server.handler.until(lambda: len(server.handler.messages) == 2)
-            assert server.handler.ups == [persona.peer, persona.peer]
-            assert [peer for peer, _ in server.handler.downs] == [persona.peer]
-            await server.transport.tell(persona.peer, close_of(server.peer))
-            await reborn.handler.until(lambda: reborn.handler.messages)
+    hello = replace(hello_of(persona), incarnation=1, age_ms=10_000)
+    async with (
+        node(settings=with_settings(proof_of_life_s=0.1)) as server,
+        bare_stream(persona, server, hello=hello),
+        node(persona) as reborn,
+    ):
+        introduce(server, reborn)
+        await reborn.transport.tell(server.peer, close_of(reborn.peer, 1))
+        await server.handler.until(lambda: server.handler.messages)
+        assert server.handler.ups == [persona.peer, persona.peer]
+        assert [peer for peer, _ in server.handler.downs] == [persona.peer]
+        await server.transport.tell(persona.peer, close_of(server.peer))
+        await reborn.handler.until(lambda: reborn.handler.messages)
 
 
 async def test_a_port_in_use_is_a_configuration_error() -> None:
