@@ -1,14 +1,15 @@
-"""Asking strangers: several at once, because one that never answers must not keep the others from doing so."""
+"""Asking strangers: several at once, because one that never answers must not keep the others from doing so; and their answers are only data."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from node.task_scope import task_scope
-from swarm.errors import ManifestError, PeerError
+from swarm.errors import ManifestError, PeerError, ProtocolViolation
 from swarm.vocabulary import PeerId, short
 
 Answer = TypeVar("Answer")
@@ -47,3 +48,14 @@ async def first_good(peers: Sequence[PeerId], ask: Callable[[PeerId], Awaitable[
                     return result
                 why = result
     return why
+
+
+def parse_answer(text: bytes) -> dict[str, Any]:
+    """A peer's answer to a question whose answer is JSON. Raises ProtocolViolation when it is not a JSON object."""
+    try:
+        table = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ProtocolViolation("the answer is not JSON") from None
+    if not isinstance(table, dict):
+        raise ProtocolViolation("the answer is not a JSON object")
+    return table

@@ -11,6 +11,7 @@ from node.compute import ComputeThread
 from node.events import EventSink
 from node.options import NodeOptions
 from node.presence import Presence
+from node.proofs import Proofs
 from node.resume import Resumed
 from node.saving import SaveRequests
 from protocol.manifest import Manifest
@@ -31,4 +32,5 @@ class Assignment:
     finished: Callable[[], None]
     """To be called when a data node has done the steps it was asked for."""
     saves: SaveRequests
+    proofs: Proofs
     resumed: Resumed

@@ -128,6 +128,7 @@ class DataDuty:
             loss_last=progress.loss_last,
             waiting_for=tuple(str(module) for module in progress.waiting_for),
             visits=tuple(sorted(progress.visits.items())),
+            measured=self._data_node.measured.peers(),
             paths=self._talk.describe(),
         )
 

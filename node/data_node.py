@@ -16,6 +16,7 @@ from node.data.position import ReadingPosition
 from node.data_worker import DataWorker
 from node.evaluation import Evaluator
 from node.events import Abandoned, Completed, EventSink, Resumed, Step, Visit, Waiting
+from node.proofs import Measured
 from node.rate import Rate
 from node.task_scope import set_or_after
 from protocol.seams import Clock
@@ -81,6 +82,7 @@ class DataNode:
         self.flights = parts.flights
         self.progress, self.reading = parts.progress, parts.reading
         self.rate = Rate(clock)
+        self.measured = Measured()
         self.stopping = False
         self._planner, self._times, self._evaluator = parts.planner, parts.times, parts.evaluator
         self._worker, self._carrier, self._texts = parts.worker, parts.carrier, parts.texts
@@ -179,6 +181,7 @@ class DataNode:
             )  # a visit without its completion would be one too many, the other way round it is lost
             self._events.emit(Visit(self.flights.own, str(ModuleId(0)), str(microbatch)))
             for hop in path.hops:
+                self.measured.add(hop.peer)
                 stage = hop.module.stage
                 self.progress.visits[stage] = self.progress.visits.get(stage, 0) + 1
             self.progress.tokens += self._tokens

@@ -15,6 +15,7 @@ from node.clock import SystemClock
 from node.events import EventSink, InnerStep, Load, MicrobatchCounts, Retracted, Visit
 from node.link_codecs import LinkCodecs
 from node.optimization import StepFigures
+from node.proofs import Proofs
 from node.work import Worker
 from protocol.seams import Clock, Question, QuestionAbout
 from swarm.custody import Custody
@@ -45,6 +46,8 @@ class Account:
     waiting_for: tuple[str, ...] = ()
     visits: tuple[tuple[int, int], ...] = ()
     """Of a data node: stage and completed visits."""
+    measured: tuple[PeerId, ...] = ()
+    """Of a data node: the peers whose visits have come home of late, for those who want to know whom they can leave a module to."""
     paths: dict[str, Any] | None = None
     """Of a data node: its lanes, and how long its microbatches wait (`node.lane_talk.LaneTalk.describe`)."""
 
@@ -82,12 +85,14 @@ class Duty(Protocol):
 class LoggedVisits:
     """`node.work.VisitCounter` that reports each visit."""
 
-    def __init__(self, peer: PeerId, module: str, events: EventSink) -> None:
+    def __init__(self, peer: PeerId, module: str, events: EventSink, proofs: Proofs) -> None:
         self._peer = peer
         self._module = module
         self._events = events
+        self._proofs = proofs
 
     def visited(self, microbatch: MicrobatchId) -> None:
+        self._proofs.worked_on(microbatch)
         self._events.emit(Visit(self._peer, self._module, str(microbatch)))
 
     def retracted(self, microbatch: MicrobatchId) -> None:
@@ -134,8 +139,9 @@ def carrier_for(given: Assignment, worker: Worker, planner: Planner, rounds: Mod
     admission = Admission(given.manifest, own.peer, given.module)
     codecs = link_codecs(given, worker, clock)
     rounds.goodput = codecs.best_bytes_per_s
+    given.proofs.in_rounds = rounds.fellows_of_last_round
     on_failure = given.presence.neighbourhood.link_down
-    visits = LoggedVisits(own.peer, module, given.events)
+    visits = LoggedVisits(own.peer, module, given.events, given.proofs)
     return Carrier(custody, admission, worker, given.compute, clock, on_failure, stepped, visits=visits, codecs=codecs)
 
 

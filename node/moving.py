@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from node.model.build import block_parameters
 from node.presence import Presence
+from node.proofs import Proofs
 from protocol.manifest import Manifest
 from protocol.seams import Clock
 from swarm.capacity import Workload
@@ -58,6 +59,7 @@ class Mover:
         self,
         presence: Presence,
         manifest: Manifest,
+        proofs: Proofs,
         fitting: Callable[[Sequence[ModuleId]], Iterable[ModuleId]],
         clock: Clock,
         rules: MoveRules,
@@ -66,6 +68,7 @@ class Mover:
     ) -> None:
         self._presence = presence
         self._manifest = manifest
+        self._proofs = proofs
         self._fitting = fitting
         self._clock = clock
         self._periods = periods
@@ -83,6 +86,7 @@ class Mover:
             if not due and not self._some_module_is_empty(now):
                 continue
             looked = now if due else looked
+            await self._proofs.refresh()
             goal = self._watch.consider(self._standing(now), now)
             if goal.value is not None:
                 return Reasoned(goal.value, goal.reason)
@@ -99,7 +103,7 @@ class Mover:
         rates = (link.goodput_bytes_per_s for link in self._presence.transport.figures().values())
         rate = max(rates, default=0.0) or UNMEASURED_BYTES_PER_S
         move_s = {module: SETTING_UP_S + self._state_bytes(module) / rate for module in self._fitting(goals)}
-        return Standing(own.announcement(), others, now - self._since, move_s)
+        return Standing(own.announcement(), others, now - self._since, move_s, self._proofs.proven)
 
     def _state_bytes(self, module: ModuleId) -> int:
         blocks = self._manifest.stages.blocks[module.stage]

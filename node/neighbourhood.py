@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from node.address_book import KnownPeers
+from node.asking import parse_answer
 from node.events import EventSink, PeerChange
 from node.own_state import RECORD_LIFETIME_S, OwnState
 from node.task_scope import set_or_after, task_scope
@@ -137,6 +138,19 @@ class Neighbourhood:
             self.changed.set()
         except PeerError as error:
             log.debug("%s is there, but has nothing to say: %s", peer, error)
+
+    async def serves(self, peer: PeerId, module: ModuleId) -> bool:
+        """Whether the peer answers, when asked, that it serves the module. A refusal is no such answer."""
+        assert self._transport is not None
+        try:
+            said = parse_answer(await self._transport.ask(peer, Question(QuestionAbout.STATUS), PROBE_TIMEOUT_S))
+        except (Unreachable, Stalled):
+            self.membership.give_up(peer, self._clock.monotonic())
+            self.changed.set()
+            return False
+        except PeerError:
+            return False
+        return (said.get("module"), said.get("state")) == (str(module), PeerState.SERVING.name.lower())
 
     async def alive(self, modules: Sequence[ModuleId]) -> list[Announcement]:
         """Everybody's announcements, without the peers that do not answer any more.

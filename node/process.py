@@ -20,6 +20,7 @@ from node.leave import leave_requests, sole_use
 from node.moving import MovePeriods, Mover, NextModule, stay_for_ever, workload_of
 from node.options import NodeOptions
 from node.presence import Presence, Whereabouts, present
+from node.proofs import Proofs
 from node.reach.keeper import reachable
 from node.resume import Resumed, find_own
 from node.room import modules_that_fit, need_of, none_fits, room_on
@@ -102,8 +103,9 @@ async def _serve(
     module: ModuleId | None = chosen.value
     with ComputeThread() as compute:
         while module is not None and not stop.is_set():
+            saves, proofs = SaveRequests(), Proofs(presence)
             given = Assignment(
-                options, presence, signed.manifest, module, device, compute, events, stop.set, SaveRequests(), resumed
+                options, presence, signed.manifest, module, device, compute, events, stop.set, saves, proofs, resumed
             )
             module = await serve_module(given, moving, folder, stop)
             resumed = Resumed()
@@ -120,7 +122,7 @@ def readiness_to_move(given: Assignment) -> NextModule:
     def fitting(modules: Sequence[ModuleId]) -> Iterable[ModuleId]:
         return modules_that_fit(manifest, modules, room_on(given.device).and_back(own), slots)
 
-    mover = Mover(given.presence, manifest, fitting, given.presence.own.clock, MoveRules(), MovePeriods())
+    mover = Mover(given.presence, manifest, given.proofs, fitting, given.presence.own.clock, MoveRules(), MovePeriods())
     return mover.next_module
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import dataclass
 from typing import Any
 
+from node.asking import parse_answer
 from node.loss_report import WHOLE_MODEL, AskedPaths, loss_in, loss_report
 from node.presence import Presence
 from node.visiting import visit
 from protocol.join_link import JoinLink
 from protocol.seams import Question, QuestionAbout
 from swarm.announcement import Announcement
-from swarm.errors import PeerError, ProtocolViolation
+from swarm.errors import PeerError
 from swarm.vocabulary import ModuleId, PeerId
 
 STATUS_TIMEOUT_S = 5.0
@@ -99,17 +99,6 @@ async def _ask_all(presence: Presence, announcements: list[Announcement]) -> lis
             return None
 
     return list(await asyncio.gather(*(ask(announcement.peer) for announcement in announcements)))
-
-
-def parse_answer(text: bytes) -> dict[str, Any]:
-    """A peer's answer to a question whose answer is JSON. Raises ProtocolViolation when it is not a JSON object."""
-    try:
-        table = json.loads(text)
-    except (ValueError, RecursionError):
-        raise ProtocolViolation("the answer is not JSON") from None
-    if not isinstance(table, dict):
-        raise ProtocolViolation("the answer is not a JSON object")
-    return table
 
 
 def _summary(link: JoinLink, name: str, stages: int, reports: list[PeerReport]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from node.report import node_summary, status_json
 from node.saving import Saver
 from node.task_scope import task_scope, unless
 from protocol.seams import Question, QuestionAbout
+from swarm.announcement import Announcement
 from swarm.vocabulary import ModuleId, PeerState, Reasoned
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,8 @@ DRAIN_S = 12.0
 HAND_OVER_S = 3.0
 """For everything that is to be done for the others after that."""
 REPORT_S = 2.0
+MAX_ASKED = 16
+"""Replicas that are asked whether they stay, before this one goes."""
 
 Moving = Callable[[Assignment], NextModule]
 
@@ -93,7 +96,7 @@ async def _serve(duty: Duty, given: Assignment, next_module: NextModule, stop: a
         _become(PeerState.SERVING, given)
         duty.carrier.takes_new_work = True
         goal = await unless(stop, next_module())
-        if goal is not None and not await _others_serve(given):
+        if goal is not None and not await others_serve(given):
             continue
         if goal is not None:
             _tell_of_move(given, goal)
@@ -102,7 +105,7 @@ async def _serve(duty: Duty, given: Assignment, next_module: NextModule, stop: a
             _tell_if_last(given)
             return None
         assert goal is not None, "without a stop there was a goal"
-        if await _others_serve(given):  # asked again: another replica may have begun to leave at the same moment
+        if await others_serve(given):  # asked again: another replica may have begun to leave at the same moment
             return goal.value
         given.events.emit(Note("info", f"stays in module {given.module}: nobody else serves it any more"))
 
@@ -115,15 +118,18 @@ async def _drain(duty: Duty, given: Assignment) -> None:
     await duty.drain(DRAIN_S)
 
 
-async def _others_serve(given: Assignment) -> bool:
-    """Whether another replica says so now, when asked."""
-    await given.presence.neighbourhood.alive((given.module,))
-    return bool(_replicas(given))
+async def others_serve(given: Assignment) -> bool:
+    """Whether another replica that is proven to work says so now, when asked. What only announces itself may be a liar, who would be left alone here."""
+    await given.proofs.refresh()
+    presence, proven = given.presence, given.proofs.proven
+    asked = [a.peer for a in _replicas(given) if a.peer in proven][:MAX_ASKED]
+    answers = await asyncio.gather(*(presence.neighbourhood.serves(peer, given.module) for peer in asked))
+    return any(answers)
 
 
-def _replicas(given: Assignment) -> int:
+def _replicas(given: Assignment) -> list[Announcement]:
     presence = given.presence
-    return len(presence.membership.replicas(given.module, presence.own.clock.monotonic()))
+    return presence.membership.replicas(given.module, presence.own.clock.monotonic())
 
 
 def _tell_of_move(given: Assignment, goal: Reasoned[ModuleId]) -> None:

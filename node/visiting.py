@@ -28,8 +28,9 @@ async def visit(link: JoinLink, listen: str | None = None, port: int = 0) -> Asy
     Its DHT listens nowhere. For links it listens where the first peer of `link` is reached from, and on no other interface: a peer that nobody can
     dial has to be called, and dials whoever calls it.
     """
-    own = listen or await asyncio.to_thread(address_to_reach, link.peers)  # names may have to be looked up
+    if listen is None:
+        listen = await asyncio.to_thread(address_to_reach, link.peers)  # names may have to be looked up
     settings = DirectorySettings("", 0, (), link.peers, client=True)
-    where = Whereabouts(listen=own, port=port)
+    where = Whereabouts(listen=listen, port=port)
     async with present(Identity.generate(), link.run, where, settings, SystemClock(), _Silent()) as presence:
         yield presence

@@ -57,5 +57,7 @@ class Turnover:
 
     def is_high(self, peer: PeerId) -> bool:
         """Whether the peer's links were replaced MOST_REPLACED times within REPLACED_WITHIN_S."""
-        times = self._replaced.get(peer, ())
-        return len(times) == MOST_REPLACED and self._clock.monotonic() - times[0] < REPLACED_WITHIN_S
+        times = self._replaced.get(peer)
+        return (
+            times is not None and len(times) == MOST_REPLACED and self._clock.monotonic() - times[0] < REPLACED_WITHIN_S
+        )

@@ -17,6 +17,8 @@ from swarm.vocabulary import ModuleId, PeerId, PeerState
 
 COUNTED = (PeerState.SERVING, PeerState.JOINING)
 """Peers that join count as if they served already: else everybody would go where somebody is going."""
+MOST_BELIEVED = 4.0
+"""Times the median of what the run's peers announce: what a peer says beyond that counts only when somebody has worked with it."""
 ABOUT_EQUAL = 0.1
 """Figures that differ by less are taken for equal: measured speeds always differ a little."""
 
@@ -58,7 +60,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A replica as its announcement tells of it. `power` is in units of cost per second."""
+    """A replica as its announcement tells of it. `power` is in units of cost per second, as far as it is believed."""
 
     peer: PeerId
     module: ModuleId
@@ -66,13 +68,23 @@ class Host:
     power: float
 
 
-def hosts_of(announcements: Iterable[Announcement], workload: Workload) -> tuple[Host, ...]:
-    """Everybody who hosts a module of the run. Who announces no speed is taken to be as powerful as the middle of the others."""
+def hosts_of(
+    announcements: Iterable[Announcement], workload: Workload, proven: frozenset[PeerId] = frozenset()
+) -> tuple[Host, ...]:
+    """Everybody who hosts a module of the run. Who announces no speed is taken to be as powerful as the middle of the others.
+
+    Args:
+        proven: peers that are believed whatever they announce; others up to MOST_BELIEVED.
+    """
     hosting = [(a, a.module) for a in announcements if a.module is not None and a.module in workload]
     powers = [a.tokens_per_second * workload.cost[module.stage] for a, module in hosting]
     usual = usual_power(powers)
+
+    def believed(peer: PeerId, power: float) -> float:
+        return power if peer in proven else min(power, MOST_BELIEVED * usual)
+
     return tuple(
-        Host(a.peer, module, a.state, power if power > 0 else usual)
+        Host(a.peer, module, a.state, believed(a.peer, power) if power > 0 else usual)
         for (a, module), power in zip(hosting, powers, strict=True)
     )
 

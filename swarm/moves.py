@@ -5,12 +5,14 @@ concerned, before and after. That grows by at least `min_gain` with every move, 
 circles while speeds and peers stay the same.
 
 Everybody ranks the possible movers by the same rule. The first moves; the next ones wait their turn (`turn_s` each), because the
-first may be one that does not want to move, and nobody can see that. While a peer drains that may be on its way there, nobody else
+first may be one that does not want to move, and nobody can see that. Nobody goes who is the last in its module that is proven to do its work: whoever
+else says that it serves there may be lying, and would be left alone with the module. While a peer drains that may be on its way there, nobody else
 sets out, for as long as a turn. One that has arrived (JOINING) counts at its new module, where nobody is missed any more.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -49,12 +51,18 @@ class Standing:
         served_s: seconds that it has served its module.
         move_s: for each module it may move to, the seconds without it that the move would cost: drain, download, preparation.
             Modules that are left out are never moved to.
+        proven: peers that have done their work before somebody's eyes (`proven_by`), or in a round with us.
     """
 
     own: Announcement
     others: tuple[Announcement, ...]
     served_s: float
     move_s: Mapping[ModuleId, float]
+    proven: frozenset[PeerId] = frozenset()
+
+    def hosts(self, workload: Workload) -> tuple[Host, ...]:
+        """Everybody, this peer included."""
+        return hosts_of((self.own, *self.others), workload, self.proven | {self.own.peer})
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +111,17 @@ def strongest_wish(standing: Standing, workload: Workload, rules: MoveRules) -> 
 
     Data nodes never move: their text and their account are theirs.
     """
-    hosts = hosts_of((standing.own, *standing.others), workload)
+    hosts = standing.hosts(workload)
     allowed = allowed_throughput(hosts, workload)
     goals = [module for module in workload.modules if module in standing.move_s or module == standing.own.module]
     if not goals:
         return None
     target = min(goals, key=lambda module: (allowed[module], module))
+    spare = _who_can_be_spared(standing, hosts)
     values = {
         host.peer: _value(host, target, allowed, workload, rules)
         for host in hosts
-        if host.module != target and host.module.stage > 0 and _can_be_spared(host, hosts)
+        if host.module != target and host.module.stage > 0 and host.peer in spare
     }
     worth = {peer: value for peer, value in values.items() if value is not None}
     on_the_way = frozenset(host.peer for host in hosts if host.peer in worth and host.state is PeerState.DRAINING)
@@ -144,7 +153,7 @@ def _if_it_pays(
     standing: Standing, target: ModuleId, workload: Workload, rules: MoveRules
 ) -> Reasoned[ModuleId | None]:
     """Whether more is trained within the horizon by moving than by staying."""
-    hosts = hosts_of((standing.own, *standing.others), workload)
+    hosts = standing.hosts(workload)
     allowed = allowed_throughput(hosts, workload)
     own = next(host for host in hosts if host.peer == standing.own.peer)
     away = allowed[own.module] - own.power / workload.work(own.module)
@@ -159,13 +168,31 @@ def _if_it_pays(
     return Reasoned(target, f"module {target} is the weakest; this peer there makes it {percent:.0f} % faster")
 
 
-def _can_be_spared(host: Host, hosts: tuple[Host, ...]) -> bool:
-    """Whether it serves (or did, a moment ago), and others serve its module besides it."""
-    if host.state not in (PeerState.SERVING, PeerState.DRAINING):
-        return False
-    return any(
-        other.module == host.module and other.state is PeerState.SERVING and other.peer != host.peer for other in hosts
+def _who_can_be_spared(standing: Standing, hosts: tuple[Host, ...]) -> frozenset[PeerId]:
+    """Those who serve (or did, a moment ago) and leave others behind. We only leave if one of these is proven; what others know we do not."""
+    serving = Counter(host.module for host in hosts if host.state is PeerState.SERVING)
+    own = standing.own.peer
+    proven_there = any(
+        host.module == standing.own.module and host.state is PeerState.SERVING and host.peer in standing.proven - {own}
+        for host in hosts
     )
+    return frozenset(
+        host.peer
+        for host in hosts
+        if host.state in (PeerState.SERVING, PeerState.DRAINING)
+        and serving[host.module] > (host.state is PeerState.SERVING)
+        and (host.peer != own or proven_there)
+    )
+
+
+def proven_by(words: Mapping[PeerId, frozenset[PeerId]]) -> frozenset[PeerId]:
+    """The peers that more than half of the data nodes say have worked for them.
+
+    Args:
+        words: of each data node that was asked and has answered; only such whose microbatches we have computed ourselves.
+    """
+    votes = Counter(peer for measured in words.values() for peer in measured)
+    return frozenset(peer for peer, count in votes.items() if 2 * count > len(words))
 
 
 def _value(

@@ -29,6 +29,11 @@ class RoundNews:
         self._download: CatchingUp | None = None
         self._began = self._told = 0.0
 
+    @property
+    def settled(self) -> RoundSettled | None:
+        """The last round in which we had a part."""
+        return None if self._last is None else self._last[0]
+
     # ---- what happens ------------------------------------------------------------------------------------------------
 
     def restored(self, version: AnchorVersion) -> None:

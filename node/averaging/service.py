@@ -197,6 +197,13 @@ class ModuleRounds:
         )
         return tuple(sorted(found, key=lambda fellow: fellow.peer))
 
+    def fellows_of_last_round(self) -> frozenset[PeerId]:
+        """Those who contributed to the round that made our anchor; nobody where it was made otherwise."""
+        settled = self.news.settled
+        if settled is None or settled.version != self._shelf.current.version:
+            return frozenset()
+        return frozenset(settled.contributors) - {self._own.peer}
+
     async def _catch_up(self, version: AnchorVersion, donors: Sequence[PeerId]) -> Anchor:
         known = self._shelf.current
         self.news.fetching(version)

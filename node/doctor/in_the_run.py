@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from node.asking import parse_answer
 from node.doctor.finding import Finding, Level, bounded_async
 from node.presence import Presence
-from node.queries import parse_answer
 from node.reach.attachments import Attachments
 from node.reach.dial_back import witnesses_of
 from node.reach.keeper import ways_to_map

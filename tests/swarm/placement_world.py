@@ -137,7 +137,8 @@ class World:
         if all(hosts.values()) and (self.tick + member.phase) % CHECK_TICKS:
             return
         move_s = dict.fromkeys(MODULES[1:], (JOIN_TICKS + DRAIN_TICKS) * TICK_S)
-        standing = Standing(self._announced(member), others, here * TICK_S, move_s)
+        proven = frozenset(other.peer for other in others)  # everybody here is honest, and has worked
+        standing = Standing(self._announced(member), others, here * TICK_S, move_s, proven)
         goal = member.watch.consider(standing, self.tick * TICK_S).value
         if goal is not None:
             member.goal = goal
