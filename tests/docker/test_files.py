@@ -18,15 +18,21 @@ OF_THE_ENTRYPOINT = {"SKIPSTONE_RUN", "SKIPSTONE_IDENTITIES", "SKIPSTONE_HOME"}
 KNOWN_VARIABLES = {variable(setting) for setting in SETTINGS} | OF_THE_ENTRYPOINT
 READ_BY_BOTH = {
     "build",
+    "cap_drop",
     "command",
     "depends_on",
     "deploy",
     "environment",
     "image",
     "logging",
+    "mem_limit",
+    "pids_limit",
+    "read_only",
     "restart",
     "scale",
+    "security_opt",
     "stop_grace_period",
+    "tmpfs",
     "volumes",
 }
 """Keys of a service that we use and that docker-compose 1.29 and Compose v2 both know."""
@@ -58,12 +64,24 @@ def test_what_is_scaled_has_nothing_that_only_one_can_have() -> None:
     assert not {"SKIPSTONE_IDENTITY", "SKIPSTONE_ADVERTISE", "SKIPSTONE_STAGE"} & set(stage["environment"])
 
 
-def test_each_service_keeps_its_identities_apart() -> None:
+@pytest.mark.parametrize("what", ["identities", "checkpoints"])
+def test_each_service_keeps_its_own_apart(what: str) -> None:
     services = compose("docker-compose.yml")["services"]
-    mounts = [
-        [mount.split(":")[0] for mount in service["volumes"] if "identities" in mount] for service in services.values()
-    ]
+    mounts = [[mount.split(":")[0] for mount in service["volumes"] if what in mount] for service in services.values()]
     assert len({name for (name,) in mounts}) == len(services)
+
+
+def test_what_a_container_may_take_and_change_is_bounded() -> None:
+    home = re.search(r"SKIPSTONE_HOME=(\S+)", (FOLDER / "Dockerfile").read_text())
+    assert home is not None
+    for service in compose("docker-compose.yml")["services"].values():
+        assert service["mem_limit"]
+        assert service["pids_limit"] <= 1024
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+        assert service["read_only"] is True
+        writable = [mount.split(":")[0] for mount in service["tmpfs"]]
+        assert str(Path(home[1]).parent) in writable, "where the entrypoint lays the link to its identity"
 
 
 def test_only_the_first_node_writes_the_link() -> None:
