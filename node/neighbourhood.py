@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from node.address_book import KnownPeers
 from node.events import EventSink, PeerChange
-from node.own_state import RECORD_LIFETIME_S, OwnState
+from node.own_state import OwnState
 from node.task_scope import set_or_after, task_scope
 from protocol.identity import Identity
-from protocol.records import decode_announced, encode_record
+from protocol.records import RECORD_LIFETIME_S, decode_announced, encode_record
 from protocol.seams import Clock, Directory, Question, QuestionAbout, Transport
 from swarm.announcement import Announcement
 from swarm.errors import PeerError, ProtocolViolation, Stalled, Unreachable
@@ -25,6 +25,8 @@ LOOK_UP_CALM_S = 5.0
 PUSH_S = 2.0
 PUBLISH_RETRY_S = 1.0
 PROBE_TIMEOUT_S = 5.0
+CLOCK_STEP_S = 5.0
+"""What the wall clock gains or loses against the steady one between two looks, from which it is worth a word."""
 FEW_REPLICAS = 2
 MAX_ASKED = 64
 
@@ -48,6 +50,9 @@ class Neighbourhood:
         """Set when the directory has been read for the modules that are watched; it may have known nobody."""
         self._identity = identity
         self._own = own
+        self._own_record = b""
+        """The last one that could be encoded; none before the first."""
+        self._is_encodable = True
         self._book = book
         self._clock = clock
         self._events = events
@@ -69,8 +74,21 @@ class Neighbourhood:
         self._publish_now.set()
 
     def own_record(self) -> bytes:
-        """A fresh signed record of this node."""
-        return encode_record(self._own.announcement(), self._identity)
+        """A fresh signed record of this node; the last one while how things are cannot be said in a record (a figure out of bounds, say)."""
+        return self._encoded(self._own.announcement())
+
+    def _encoded(self, announcement: Announcement) -> bytes:
+        try:
+            self._own_record = encode_record(announcement, self._identity)
+        except ProtocolViolation as error:
+            if self._is_encodable:
+                log.warning(
+                    "what this node has to say of itself cannot be said; others go by the last record: %s", error
+                )
+            self._is_encodable = False
+        else:
+            self._is_encodable = True
+        return self._own_record
 
     async def run(self, directory: Directory, transport: Transport) -> None:
         """Until cancelled."""
@@ -84,17 +102,30 @@ class Neighbourhood:
             finally:
                 self._tasks = None
 
+    @property
+    def own_module(self) -> ModuleId | None:
+        return self._own.module
+
+    def module_of(self, peer: PeerId) -> ModuleId | None:
+        """What the peer says it hosts; None of one that is not known or only visits."""
+        known = self.membership.get(peer)
+        return None if known is None else known.module
+
     # ---- what the links bring ------------------------------------------------------------------------------------
 
     def announced(self, sender: PeerId, record: bytes) -> None:
-        """A linked peer speaks for itself; what is not its own valid record is left out."""
+        """A linked peer speaks for itself; what is not its own valid record is left out.
+
+        It holds for RECORD_LIFETIME_S from now: on a link from its owner a record is fresh, so a clock that jumps, here or there, costs
+        nobody the peers that it is linked with.
+        """
         try:
-            announcement = decode_announced(record, run=self.membership.run, now=self._clock.wall())
+            announcement = decode_announced(record, run=self.membership.run, now=None)
         except ProtocolViolation as error:
             log.debug("record from %s: %s", sender, error)
             return
         if announcement.peer == sender:
-            self._observe([announcement])
+            self._observe([announcement], wall=announcement.expires_at - RECORD_LIFETIME_S)
 
     def link_up(self, peer: PeerId) -> None:
         self._linked.add(peer)
@@ -148,7 +179,7 @@ class Neighbourhood:
         while True:
             watched = self._modules
             try:
-                self._observe(await directory.look_up(watched))
+                self._observe(await directory.look_up(watched), self._clock.wall())
                 if watched == self._modules:
                     self.looked.set()
             except Unreachable as error:
@@ -163,8 +194,11 @@ class Neighbourhood:
             wait = RECORD_LIFETIME_S / 3
             try:
                 announcement = self._own.announcement()
-                transport.announce(encode_record(announcement, self._identity))
-                await directory.publish(announcement)
+                transport.announce(self._encoded(announcement))
+                if self._is_encodable:
+                    await directory.publish(announcement)
+                else:
+                    wait = PUBLISH_RETRY_S
             except Unreachable as error:
                 log.info("directory: %s", error)
                 wait = PUBLISH_RETRY_S
@@ -172,14 +206,25 @@ class Neighbourhood:
 
     async def _push_for_ever(self, transport: Transport) -> None:
         """Load and progress reach those who use us faster than the directory could carry them."""
+        offset_s = self._clock_offset_s()
         while True:
             await asyncio.sleep(PUSH_S)
+            before_s, offset_s = offset_s, self._clock_offset_s()
+            if abs(offset_s - before_s) > CLOCK_STEP_S:
+                log.warning(
+                    "this machine's clock was set by %+.0f s (or the machine slept); links go on, newcomers find this node while it is right",
+                    offset_s - before_s,
+                )
+                self.announce()
             transport.announce(self.own_record())
+
+    def _clock_offset_s(self) -> float:
+        return self._clock.wall() - self._clock.monotonic()
 
     # ---- the view ------------------------------------------------------------------------------------------------
 
-    def _observe(self, announcements: Sequence[Announcement]) -> None:
-        now, wall = self._clock.monotonic(), self._clock.wall()
+    def _observe(self, announcements: Sequence[Announcement], wall: float) -> None:
+        now = self._clock.monotonic()
         changes = [self.membership.observe(a, now=now, wall=wall) for a in announcements]
         if any(change is not Change.IGNORED for change in changes):
             self._publish_view()

@@ -12,7 +12,7 @@ from protocol.certificates import TlsCredentials, make_credentials
 from protocol.dialling import Ways
 from protocol.frames import Farewell, Frame, Hello, decode, encode
 from protocol.identity import Identity
-from protocol.seams import Contact, Question, Refusal
+from protocol.seams import Contact, Question, Refusal, Topic
 from protocol.settings import TransportSettings
 from protocol.streams import DialledStream, open_channel
 from protocol.tensor_spec import DType, TensorSpec
@@ -90,6 +90,12 @@ class Recorder:
         if self.answer_gate is not None:
             await self.answer_gate.wait()
         return self.answering(question)
+
+    def serves(self, sender: PeerId) -> bool:
+        return True
+
+    def minds(self, sender: PeerId, topic: Topic) -> bool:
+        return True
 
     def link_up(self, peer: PeerId) -> None:
         self.ups.append(peer)
