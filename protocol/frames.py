@@ -197,7 +197,9 @@ def _kind_of(data: bytes) -> str:
     """Of one field the whole frame consists of: its tag, its length, and so many bytes. protobuf would take several, and believe the last."""
     if len(data) > MAX_SMALL_FRAME_BYTES:
         raise ProtocolViolation(f"a frame of {len(data)} bytes that is no chunk is longer than {MAX_SMALL_FRAME_BYTES}")
-    tag, at = _varint(data, 0)
+    tag, at = _varint(data, 0) if data else (_BYTES, 0)
+    if tag & 7 != _BYTES:
+        raise ProtocolViolation(f"{len(data)} bytes are not a frame")
     kind = _KINDS.get(tag)
     if kind is None:
         raise ProtocolViolation("a frame of unknown kind, or a chunk whose fields are not in order")
@@ -316,8 +318,12 @@ _READERS: Final[dict[str, Callable[[Any], SmallFrame]]] = {
     "announcement": lambda record: AnnouncementFrame(read_record(record)),
 }
 
-_KINDS: Final = {field.number << 3 | 2: field.name for field in wire.Frame.DESCRIPTOR.fields if field.name in _READERS}
-"""By tag: every kind is a field of bytes with a length before them."""
+_BYTES: Final = 2
+"""The wire type of what has a length before it, as every kind has."""
+_KINDS: Final = {
+    field.number << 3 | _BYTES: field.name for field in wire.Frame.DESCRIPTOR.fields if field.name in _READERS
+}
+"""By tag."""
 _TOPICS: Final = {
     **dict.fromkeys(
         ("receipt", "stranded", "close", "arrival_hint", "recall", "settled", "unsettled"), Topic.MICROBATCHES

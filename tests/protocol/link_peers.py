@@ -53,6 +53,9 @@ class Recorder:
     admit_error: PeerError | None = None
     answering: Callable[[Question], bytes] = lambda question: question.about.value.encode()
     answer_gate: asyncio.Event | None = None
+    is_served: bool = True
+    """By everybody who speaks to it."""
+    minded: tuple[Topic, ...] = tuple(Topic)
     admitted: list[TensorMessage] = field(default_factory=list)
     tensors: list[tuple[PeerId, TensorMessage, TensorSpec, bytes]] = field(default_factory=list)
     broken: list[tuple[TensorMessage, PeerError]] = field(default_factory=list)
@@ -92,10 +95,10 @@ class Recorder:
         return self.answering(question)
 
     def serves(self, sender: PeerId) -> bool:
-        return True
+        return self.is_served
 
     def minds(self, sender: PeerId, topic: Topic) -> bool:
-        return True
+        return topic in self.minded
 
     def link_up(self, peer: PeerId) -> None:
         self.ups.append(peer)
