@@ -189,10 +189,11 @@ class Link:
                 self._meter.heard(len(data))
                 small = not is_chunk(data)
                 topic = topic_of(data) if small else None
-                if topic is None or self._handler.minds(self.peer, topic):
-                    self._dispatch(decode(data), answering)
-                if small:
-                    await self._before_the_next(len(data))
+                frame = decode(data) if topic is None or self._handler.minds(self.peer, topic) else None
+                if frame is not None:
+                    self._dispatch(frame, answering)
+                if small:  # answers are as long as we have asked for, and cost little to read
+                    await self._before_the_next(0 if isinstance(frame, AnswerFrame) else len(data))
         raise Unreachable(f"the stream to {short(self.peer)} ended without a farewell")
 
     async def _before_the_next(self, octets: int) -> None:

@@ -66,11 +66,11 @@ class Membership:
         if announcement.run != self.run or announcement.peer == self.own or remaining <= 0:
             return Change.IGNORED
         known = self._members.get(announcement.peer)
-        if known is None:
+        if known is None or known.expires <= now:
             self._members[announcement.peer] = _Member(announcement, now + remaining, now)
             evicted = self._evict_one() if len(self._members) > MAX_PEERS else None
             return Change.IGNORED if evicted == announcement.peer else Change.NEW
-        if announcement.sequence <= known.announcement.sequence and now < known.expires:
+        if announcement.sequence <= known.announcement.sequence:
             return Change.IGNORED
         known.announcement = announcement
         known.expires = now + remaining
