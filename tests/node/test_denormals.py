@@ -9,8 +9,14 @@ import torch
 from node.averaging.outer import TINY, OuterRule
 from node.compute import ComputeThread, Priority
 from node.device import flush_denormals, flushed_denormals, gradual_underflow
-from protocol.codecs import decode_into, encode_into, encoded_bytes
-from swarm.vocabulary import Codec
+from node.hosting import host_hop
+from node.work import Job
+from protocol.codecs import Encoded, decode_into, encode, encode_into, encoded_bytes
+from swarm.holdings import Key, Work
+from swarm.messages import Purpose
+from swarm.vocabulary import Codec, MicrobatchId, ModuleId, PeerId
+from tests.node.small_manifest import small_manifest
+from tests.node.small_swarm import CPU
 
 DENORMAL = 1e-40
 LARGE = 2**17
@@ -43,6 +49,34 @@ async def test_both_compute_threads_flush_and_the_others_do_not(name: str) -> No
         assert await thread.run(Priority.TRAIN, torch_flushes)
         assert await thread.run(Priority.TRAIN, numpy_flushes)
     assert not numpy_flushes()
+
+
+@needs_flushing
+@pytest.mark.parametrize(("inputs", "gradients"), [(1e-42, 1e-3), (1e-40, 1e-40), (0.02, 1e-40)])
+async def test_a_hop_takes_what_is_next_to_nothing_for_nothing(inputs: float, gradients: float) -> None:
+    """What costs fifty times as much when it is computed with is a zero before anything is multiplied by it."""
+    manifest = small_manifest()
+    usual = torch.randn(manifest.hidden_shape, generator=torch.Generator().manual_seed(0))
+
+    def visit(source: torch.Tensor, gradient: torch.Tensor) -> list[bytes]:
+        worker = host_hop(manifest, ModuleId(1), CPU, 1 << 30)
+        key = Key(MicrobatchId(PeerId("data"), 1), 0)
+        given = [(Work.FORWARD, source, None), (Work.BACKWARD, None, gradient)]
+        outputs = [worker.compute(Job(1, key, w, Purpose.TRAIN, encoded(i), encoded(g))) for w, i, g in given]
+        return [bytes(output.tensor.data) for output in outputs if output.tensor is not None]
+
+    def encoded(tensor: torch.Tensor | None) -> Encoded | None:
+        return None if tensor is None else encode(tensor.clone(), Codec.NONE)
+
+    def flushed(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.where(tensor.abs() < torch.finfo(torch.float32).tiny, 0.0, tensor)
+
+    source, gradient = inputs * usual, gradients * usual
+    with ComputeThread() as thread:
+        hostile = await thread.run(Priority.TRAIN, lambda: visit(source, gradient))
+        clean = await thread.run(Priority.TRAIN, lambda: visit(flushed(source), flushed(gradient)))
+    assert len(hostile) == 2
+    assert hostile == clean
 
 
 @needs_flushing
