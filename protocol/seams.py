@@ -231,7 +231,7 @@ class Transport(Protocol):
         ...
 
     def announce(self, record: bytes) -> None:
-        """Hands our own new signed record to every peer we have a link to."""
+        """Hands our own new signed record to every peer we have a link to; b"" when there is none yet, which nobody is told."""
         ...
 
     def figures(self) -> dict[PeerId, LinkFigures]:
