@@ -5,7 +5,7 @@ pays less. So frames are weighed: one, and one more for each BYTES_A_FRAME. Who 
 than its due is not cut off and loses nothing: the next frame is read later. Its stream's window fills up meanwhile, and the sender waits,
 as it does for any peer that reads slowly.
 
-What is left over for all links together is for the peers that serve a module: strangers with the link get what is due to each, and no more.
+What is left over for all links together is for the peers that serve a module: strangers with the link get half of what is due to each, and no more.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ FRAMES_A_TENSOR: Final = 16.0
 """Due for each tensor that has been exchanged, either way. Its header, receipts and the rest are two (measured with `skipstone up`)."""
 BYTES_A_FRAME: Final = 256.0
 """To read a frame of 60 KiB takes as long as to read some 200 pings (measured with the talk about lanes, the dearest)."""
+STRANGERS: Final = 2.0
+"""How much more a frame weighs of who is not known to serve: newcomers and visitors say some four frames a second, records included."""
 FRAMES_A_SECOND: Final = 50.0
 """Due to each link besides."""
 IN_ADVANCE: Final = 200.0
@@ -31,8 +33,9 @@ COMMON_A_TENSOR: Final = 8.0
 report to it, two frames for each microbatch; talk about paths and rounds goes with the work, too."""
 COMMON_SAVED: Final = 1000.0
 PAUSE_AFTER: Final = 2.0
-"""Frames that are read beyond all that before there is a pause: half as many pauses, twice as long. The longest frame there is makes
-one of 6 s, less than a link may be silent."""
+"""Frames that are read beyond all that before there is a pause: half as many pauses, twice as long."""
+LONGEST_PAUSE_S: Final = 5.0
+"""Less than a link may be silent before its peer is taken for stalled. What is still owed then, the next pause has to bring in."""
 
 
 class CommonPatience:
@@ -67,8 +70,8 @@ class Patience:
 
         `serves` says whether its sender is known to serve a module of the run.
         """
-        weight = 1.0 + octets / BYTES_A_FRAME
+        weight = (1.0 + octets / BYTES_A_FRAME) * (1.0 if serves else STRANGERS)
         if self._own.take(now, weight) or (serves and self._common.take(now, weight)):
             return 0.0
         left = self._own.borrow(now, weight)
-        return 0.0 if left > -PAUSE_AFTER else -left / FRAMES_A_SECOND
+        return 0.0 if left > -PAUSE_AFTER else min(LONGEST_PAUSE_S, -left / FRAMES_A_SECOND)

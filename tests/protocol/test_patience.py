@@ -11,14 +11,16 @@ from protocol.patience import (
     FRAMES_A_SECOND,
     FRAMES_A_TENSOR,
     IN_ADVANCE,
+    LONGEST_PAUSE_S,
     MOST_SAVED,
     PAUSE_AFTER,
+    STRANGERS,
     CommonPatience,
     Patience,
 )
 from protocol.settings import TransportSettings
 
-LONGEST_PAUSE_S = PAUSE_AFTER / FRAMES_A_SECOND
+SHORT_PAUSE_S = PAUSE_AFTER / FRAMES_A_SECOND
 NONE_LEFT_UNTIL = 1e9
 """Of a common account whose time has not come yet: it has what it has saved, and gets no more."""
 
@@ -49,7 +51,7 @@ def test_what_is_due_is_read_at_once() -> None:
 def test_what_is_more_is_read_at_its_pace_in_short_pauses() -> None:
     patience = Patience(drained(), 0.0)
     assert frames_in(patience, 60.0) == pytest.approx(IN_ADVANCE + 60 * FRAMES_A_SECOND, abs=2 * PAUSE_AFTER)
-    assert max(patience.heard(60.0) for _ in range(int(PAUSE_AFTER))) <= LONGEST_PAUSE_S + 1.001 / FRAMES_A_SECOND
+    assert max(patience.heard(60.0) for _ in range(int(PAUSE_AFTER))) <= SHORT_PAUSE_S + 1.001 / FRAMES_A_SECOND
 
 
 def test_what_all_say_beyond_their_due_is_bounded_for_all_together() -> None:
@@ -90,28 +92,31 @@ def test_nobody_saves_without_limit() -> None:
 LONGEST = MAX_SMALL_FRAME_BYTES
 
 
-@pytest.mark.parametrize("octets", [1, 256, 4096, 60 * 1024, LONGEST])
-def test_a_frame_weighs_what_its_bytes_do(octets: int) -> None:
-    weight = 1 + octets / BYTES_A_FRAME
+@pytest.mark.parametrize("serves", [True, False])
+@pytest.mark.parametrize("octets", [1, 256, 4096, 30 * 1024])
+def test_a_frame_weighs_what_its_bytes_do_and_twice_as_much_from_a_stranger(octets: int, serves: bool) -> None:
+    weight = (1 + octets / BYTES_A_FRAME) * (1 if serves else STRANGERS)
     patience = Patience(drained(), 0.0)
     due = (IN_ADVANCE + 600 * FRAMES_A_SECOND) / weight
-    assert frames_in(patience, 600.0, octets=octets) == pytest.approx(due, abs=3 + PAUSE_AFTER / weight)
+    read = frames_in(patience, 600.0, octets=octets, serves=serves)
+    assert read == pytest.approx(due, abs=3 + PAUSE_AFTER / weight)
 
 
-def test_after_the_longest_frame_the_link_is_not_silent_for_too_long() -> None:
+@pytest.mark.parametrize("serves", [True, False])
+def test_after_the_longest_frame_the_link_is_not_silent_for_too_long(serves: bool) -> None:
     patience = Patience(drained(), 0.0)
     pauses, now = [], 0.0
     for _ in range(20):
-        pauses.append(patience.heard(now, LONGEST))
+        pauses.append(patience.heard(now, LONGEST, serves=serves))
         now += pauses[-1]
-    assert max(pauses) < TransportSettings().stall_after_s - TransportSettings().ping_period_s
+    assert pauses[-1] == LONGEST_PAUSE_S < TransportSettings().stall_after_s - TransportSettings().ping_period_s
 
 
 def test_who_serves_nothing_has_no_part_in_what_is_common() -> None:
     common = CommonPatience(0.0)
     strangers = [Patience(common, 0.0) for _ in range(64)]
     for stranger in strangers:
-        assert frames_in(stranger, 0.0, serves=False) <= IN_ADVANCE + PAUSE_AFTER + 1
+        assert frames_in(stranger, 0.0, serves=False) <= IN_ADVANCE / STRANGERS + PAUSE_AFTER + 1
     member = Patience(common, 0.0)
     assert frames_in(member, 0.0) >= IN_ADVANCE + COMMON_SAVED
 

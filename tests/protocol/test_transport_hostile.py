@@ -29,7 +29,15 @@ from protocol.frames import (
 from protocol.generated import link_pb2 as wire
 from protocol.inbox import MAX_OPEN_TRANSFERS
 from protocol.outbox import MAX_WAITING_BYTES
-from protocol.patience import BYTES_A_FRAME, COMMON_A_SECOND, COMMON_SAVED, FRAMES_A_SECOND, IN_ADVANCE, PAUSE_AFTER
+from protocol.patience import (
+    BYTES_A_FRAME,
+    COMMON_A_SECOND,
+    COMMON_SAVED,
+    FRAMES_A_SECOND,
+    IN_ADVANCE,
+    PAUSE_AFTER,
+    STRANGERS,
+)
 from protocol.question_frames import AnswerFrame, QuestionFrame
 from protocol.seams import Question, QuestionAbout, Refusal, Topic
 from protocol.streams import AcceptedStream, DialledStream, make_server, open_channel, target_of
@@ -330,7 +338,7 @@ async def test_long_frames_of_who_serves_nothing_are_read_later() -> None:
     async with server_and_honest() as (server, _), attack(server) as (_, stream):
         server.handler.is_served, server.handler.minded = False, ()
         frame = long_frame(size)
-        weight = 1 + len(frame) / BYTES_A_FRAME
+        weight = STRANGERS * (1 + len(frame) / BYTES_A_FRAME)
         begun = time.monotonic()
         for _ in range(int(IN_ADVANCE / weight) + 1):
             await stream.say(frame)
