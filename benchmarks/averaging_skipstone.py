@@ -27,7 +27,7 @@ from node.compute import ComputeThread
 from node.optimization import StepFigures
 from protocol.certificates import make_credentials
 from protocol.identity import Identity
-from protocol.seams import Contact, Question, QuestionAbout, Refusal
+from protocol.seams import Contact, Question, QuestionAbout, Refusal, Topic
 from protocol.settings import TransportSettings
 from protocol.tensor_spec import TensorSpec
 from protocol.transport import GrpcTransport
@@ -85,6 +85,12 @@ class Handler:
         if question.about is QuestionAbout.STATUS:
             return b"{}"
         raise Rejected("only rounds are held here")
+
+    def serves(self, sender: PeerId) -> bool:
+        return True
+
+    def minds(self, sender: PeerId, topic: Topic) -> bool:
+        return True
 
     def link_up(self, peer: PeerId) -> None:
         return

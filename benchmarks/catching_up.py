@@ -37,7 +37,7 @@ from node.compute import ComputeThread
 from node.task_scope import task_scope
 from protocol.certificates import make_credentials
 from protocol.identity import Identity
-from protocol.seams import Contact, Question, Refusal
+from protocol.seams import Contact, Question, Refusal, Topic
 from protocol.settings import TransportSettings
 from protocol.tensor_spec import TensorSpec
 from protocol.transport import GrpcTransport
@@ -96,6 +96,12 @@ class Handler:
     async def answer(self, sender: PeerId, question: Question) -> bytes:
         assert self.desk.donor is not None
         return await self.desk.donor.answer(question)
+
+    def serves(self, sender: PeerId) -> bool:
+        return True
+
+    def minds(self, sender: PeerId, topic: Topic) -> bool:
+        return True
 
     def link_up(self, peer: PeerId) -> None:
         return

@@ -28,6 +28,7 @@ from protocol.codecs import Encoded
 from protocol.directory import DirectorySettings
 from protocol.identity import Identity
 from protocol.join_link import parse_link
+from protocol.seams import Topic
 from protocol.tensor_spec import DType, TensorSpec
 from swarm.messages import Close, Forward, MicrobatchControl, MicrobatchTensor, Purpose
 from swarm.vocabulary import Hop, MicrobatchId, ModuleId, PeerId, PeerState, RunId
@@ -75,6 +76,12 @@ class Counter:
 
     def told(self, sender: PeerId, message: MicrobatchControl) -> None:
         self.whole.set()
+
+    def serves(self, sender: PeerId) -> bool:
+        return True
+
+    def minds(self, sender: PeerId, topic: Topic) -> bool:
+        return True
 
     def link_up(self, peer: PeerId) -> None:
         return

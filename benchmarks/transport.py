@@ -25,7 +25,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 from benchmarks.raw_stream import RUN, process, raw_mb_per_s
 from protocol.certificates import TlsCredentials, make_credentials
 from protocol.identity import Identity
-from protocol.seams import Contact, Question
+from protocol.seams import Contact, Question, Topic
 from protocol.settings import TransportSettings
 from protocol.tensor_spec import DType, TensorSpec
 from protocol.transport import GrpcTransport
@@ -88,6 +88,12 @@ class Counter:
 
     async def answer(self, sender: PeerId, question: Question) -> bytes:
         return b""
+
+    def serves(self, sender: PeerId) -> bool:
+        return True
+
+    def minds(self, sender: PeerId, topic: Topic) -> bool:
+        return True
 
     def link_up(self, peer: PeerId) -> None:
         return

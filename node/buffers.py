@@ -23,12 +23,16 @@ class BufferPool:
         """A writable buffer of `size_bytes` bytes with whatever it held before.
 
         Raises:
-            ResourceExhausted: `limit` buffers are in use.
+            ResourceExhausted: `limit` buffers are in use, or this machine has no memory for another.
         """
         if self.in_use >= self.limit:
             raise ResourceExhausted(f"all {self.limit} receive buffers of {self.size_bytes} bytes are in use")
+        try:
+            buffer = self._free.pop() if self._free else memoryview(bytearray(self.size_bytes))
+        except MemoryError:
+            raise ResourceExhausted(f"no memory for a receive buffer of {self.size_bytes} bytes") from None
         self.in_use += 1
-        return self._free.pop() if self._free else memoryview(bytearray(self.size_bytes))
+        return buffer
 
     def give_back(self, buffer: memoryview) -> None:
         """Nothing may read or write `buffer` afterwards. A part of it will do."""

@@ -25,7 +25,7 @@ from protocol.seams import Clock, Refusal, Transport
 from protocol.tensor_spec import TensorSpec
 from swarm.codec_choice import Traffic
 from swarm.custody import Custody
-from swarm.errors import PeerError, SkipstoneError
+from swarm.errors import PeerError, ResourceExhausted, SkipstoneError
 from swarm.holdings import (
     Action,
     BackwardArrived,
@@ -161,7 +161,13 @@ class Carrier:
     def admit(self, sender: PeerId, message: MicrobatchTensor, tensor: TensorSpec) -> memoryview | Refusal:
         self._admission.check(sender, message, tensor)
         refusal = self._refusal(message)
-        return self._pool.take()[: tensor.byte_length] if refusal is None else refusal
+        if refusal is not None:
+            return refusal
+        try:
+            return self._pool.take()[: tensor.byte_length]
+        except ResourceExhausted as error:
+            self.handle(BrokenOff(message))
+            return Refusal(True, str(error), BUSY_RETRY_S)
 
     def _refusal(self, message: MicrobatchTensor) -> Refusal | None:
         """Why it is not taken; None when a place for it has been reserved."""

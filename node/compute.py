@@ -12,6 +12,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from node.device import flush_denormals
 from swarm.errors import ResourceExhausted, StateError
 
 Result = TypeVar("Result")
@@ -32,7 +33,7 @@ GIVEN_WAY = 16
 
 
 class ComputeThread:
-    """Runs jobs one at a time, the most urgent first, away from the event loop.
+    """Runs jobs one at a time, the most urgent first, away from the event loop. Denormal numbers are zero there.
 
     Args:
         limit: jobs waiting at most; the callers' own bounds keep well below it.
@@ -111,6 +112,7 @@ class ComputeThread:
             raise StateError("the compute thread has stopped")
 
     def _work(self) -> None:
+        flush_denormals()  # first: torch's workers do as the thread that starts them
         self._set_up()
         ended: float | None = None
         while True:

@@ -122,8 +122,9 @@ class DataWorker:
         visit = forward(self.stage.head, hidden, labels)
         gradients = backward(self.stage.head, visit)
         assert gradients.source is not None
+        output = self.wire.output(gradients.source, job, visit.result.item())  # before the gradient counts, as at a hop
         self._add(self.stage.head_sum, job, gradients.parameters)
-        return self.wire.output(gradients.source, job, visit.result.item())
+        return output
 
     def _finish(self, job: Job, text: Microbatch) -> Output:
         gradient = self.wire.received(job.gradient)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -143,11 +143,11 @@ class HopWorker:
             self.recomputed += 1
         gradients = backward(self.part, visit, gradient)
         assert gradients.source is not None
+        output = self.wire.output(gradients.source, job)  # before the gradient counts: it may fail for want of memory
         self._add(job, gradients.parameters)
         crash_point("gradient added")
-        output = self.wire.output(gradients.source, job, step_due=self.optimizer.due)
         self._timed(self._forward_s + time.perf_counter() - begun)
-        return output
+        return replace(output, step_due=self.optimizer.due)
 
     def _timed(self, seconds: float) -> None:
         speed = self._tokens / max(1e-9, seconds)

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from node.address_book import KnownPeers
 from node.asking import parse_answer
 from node.events import EventSink, PeerChange
-from node.own_state import RECORD_LIFETIME_S, OwnState
+from node.own_state import OwnState
 from node.task_scope import set_or_after, task_scope
 from protocol.identity import Identity
-from protocol.records import decode_announced, encode_record
+from protocol.records import RECORD_LIFETIME_S, decode_announced, encode_record
 from protocol.seams import Clock, Directory, Question, QuestionAbout, Transport
 from swarm.announcement import Announcement
 from swarm.errors import IdentityError, PeerError, ProtocolViolation, Stalled, Unreachable
@@ -29,6 +29,8 @@ LOOKED_UP_AT_ONCE = 256
 PUSH_S = 2.0
 PUBLISH_RETRY_S = 1.0
 PROBE_TIMEOUT_S = 5.0
+CLOCK_STEP_S = 5.0
+"""What the wall clock gains or loses against the steady one between two looks, from which it is worth a word."""
 FEW_REPLICAS = 2
 MAX_ASKED = 64
 
@@ -52,6 +54,9 @@ class Neighbourhood:
         """Set when the directory has been read for the modules that are watched; it may have known nobody."""
         self._identity = identity
         self._own = own
+        self._own_record = b""
+        """The last one that could be encoded; none before the first."""
+        self._is_encodable = True
         self._book = book
         self._clock = clock
         self._events = events
@@ -73,8 +78,21 @@ class Neighbourhood:
         self._publish_now.set()
 
     def own_record(self) -> bytes:
-        """A fresh signed record of this node."""
-        return encode_record(self._own.announcement(), self._identity)
+        """A fresh signed record of this node; the last one while how things are cannot be said in a record (a figure out of bounds, say)."""
+        return self._encoded(self._own.announcement())
+
+    def _encoded(self, announcement: Announcement) -> bytes:
+        try:
+            self._own_record = encode_record(announcement, self._identity)
+        except ProtocolViolation as error:
+            if self._is_encodable:
+                log.warning(
+                    "what this node has to say of itself cannot be said; others go by the last record: %s", error
+                )
+            self._is_encodable = False
+        else:
+            self._is_encodable = True
+        return self._own_record
 
     async def run(self, directory: Directory, transport: Transport) -> None:
         """Until cancelled."""
@@ -88,20 +106,32 @@ class Neighbourhood:
             finally:
                 self._tasks = None
 
+    @property
+    def own_module(self) -> ModuleId | None:
+        return self._own.module
+
+    def module_of(self, peer: PeerId) -> ModuleId | None:
+        """What the peer says it hosts; None of one that is not known or only visits."""
+        known = self.membership.get(peer)
+        return None if known is None else known.module
+
     # ---- what the links bring ------------------------------------------------------------------------------------
 
     def announced(self, sender: PeerId, record: bytes) -> None:
         """A linked peer speaks for itself; what is not its own valid record is left out.
 
+        It holds for RECORD_LIFETIME_S from now: on a link from its owner a record is fresh, so a clock that jumps, here or there, costs
+        nobody the peers that it is linked with.
+
         Save one that proves that another process has our key, and is in use: the peer that hands it on was linked to the older of the two.
         """
         try:
-            announcement = decode_announced(record, run=self.membership.run, now=self._clock.wall())
+            announcement = decode_announced(record, run=self.membership.run, now=None)
         except ProtocolViolation as error:
             log.debug("record from %s: %s", sender, error)
             return
         if announcement.peer == sender:
-            self._observe([announcement])
+            self._observe([announcement], wall=announcement.expires_at - RECORD_LIFETIME_S)
         elif self._own.is_of_another_process(announcement) and self._tasks is not None:
             self._tasks.create_task(_end_for_twin(announcement))
 
@@ -172,7 +202,8 @@ class Neighbourhood:
             watched = self._modules
             try:
                 for start in range(0, len(watched), LOOKED_UP_AT_ONCE):
-                    self._observe(await directory.look_up(watched[start : start + LOOKED_UP_AT_ONCE]))
+                    found = await directory.look_up(watched[start : start + LOOKED_UP_AT_ONCE])
+                    self._observe(found, self._clock.wall())
                     if watched is not self._modules:
                         break
                     if start + LOOKED_UP_AT_ONCE < len(watched):
@@ -191,8 +222,11 @@ class Neighbourhood:
             wait = RECORD_LIFETIME_S / 3
             try:
                 announcement = self._own.announcement()
-                transport.announce(encode_record(announcement, self._identity))
-                await directory.publish(announcement)
+                transport.announce(self._encoded(announcement))
+                if self._is_encodable:
+                    await directory.publish(announcement)
+                else:
+                    wait = PUBLISH_RETRY_S
             except Unreachable as error:
                 log.info("directory: %s", error)
                 wait = PUBLISH_RETRY_S
@@ -200,14 +234,25 @@ class Neighbourhood:
 
     async def _push_for_ever(self, transport: Transport) -> None:
         """Load and progress reach those who use us faster than the directory could carry them."""
+        offset_s = self._clock_offset_s()
         while True:
             await asyncio.sleep(PUSH_S)
+            before_s, offset_s = offset_s, self._clock_offset_s()
+            if abs(offset_s - before_s) > CLOCK_STEP_S:
+                log.warning(
+                    "this machine's clock was set by %+.0f s (or the machine slept); links go on, newcomers find this node while it is right",
+                    offset_s - before_s,
+                )
+                self.announce()
             transport.announce(self.own_record())
+
+    def _clock_offset_s(self) -> float:
+        return self._clock.wall() - self._clock.monotonic()
 
     # ---- the view ------------------------------------------------------------------------------------------------
 
-    def _observe(self, announcements: Sequence[Announcement]) -> None:
-        now, wall = self._clock.monotonic(), self._clock.wall()
+    def _observe(self, announcements: Sequence[Announcement], wall: float) -> None:
+        now = self._clock.monotonic()
         changes = [self.membership.observe(a, now=now, wall=wall) for a in announcements]
         if any(change is not Change.IGNORED for change in changes):
             self._publish_view()

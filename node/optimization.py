@@ -67,14 +67,14 @@ class Accumulator:
     def add(self, microbatch: MicrobatchId, tokens: int, gradients: Sequence[Tensor]) -> Addition:
         """Adds a microbatch's gradients, given in the order of the part's parameters, or says why not.
 
-        All or nothing: a gradient with one element that is not finite leaves no trace, not even of its id.
+        All or nothing: a gradient with one element that is not finite leaves no trace, not even of its id; nor does one for which there is no
+        memory.
         """
         if self.has(microbatch):
             return Addition.DUPLICATE
         if not are_finite(gradients):
             return Addition.NOT_FINITE
-        for total, gradient in zip(self._sums, gradients, strict=True):
-            total.add_(gradient)
+        self._fold(gradients, 1)
         self._current.add(microbatch)
         self.visits += 1
         self.tokens += tokens
@@ -90,12 +90,19 @@ class Accumulator:
         added = next((ids for ids in (self._current, *self._recent) if microbatch in ids), None)
         if added is None or not are_finite(gradients):
             return False
-        for total, gradient in zip(self._sums, gradients, strict=True):
-            total.sub_(gradient)
+        self._fold(gradients, -1)
         added.remove(microbatch)
         self.visits -= 1
         self.tokens -= tokens
         return True
+
+    def _fold(self, gradients: Sequence[Tensor], sign: int) -> None:
+        """Into the sums. On the CPU torch makes a wider copy of each gradient for it: here room for all is had before the first is added."""
+        largest = max((total.numel() for total in self._sums), default=0)
+        room = torch.empty(largest, dtype=self._sums[0].dtype, device=self._sums[0].device) if self._sums else None
+        for total, gradient in zip(self._sums, gradients, strict=True):
+            assert room is not None
+            total.add_(room[: total.numel()].view_as(total).copy_(gradient), alpha=sign)
 
     def hand_over_mean(self) -> None:
         """Puts the mean over the visits into the parameters' `.grad`; without visits there is none and `.grad` is None."""

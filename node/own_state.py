@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from node.reach.standing import NOT_LOOKED, Standing
+from protocol.records import RECORD_LIFETIME_S
 from protocol.seams import Clock
 from swarm.announcement import Announcement
 from swarm.vocabulary import PROTOCOL_VERSIONS, AnchorVersion, ModuleId, PeerId, PeerState, RunId
 
-RECORD_LIFETIME_S = 60.0
 FORMER_LIFE_MS = 5000
 """By so much records of a former life of this node may be later than its present one began: its clock may have been set in between."""
 
@@ -39,9 +39,12 @@ class OwnState:
     incarnation: int = field(init=False)
     """When this life began, for others to tell it from the one before."""
     _sequence: int = field(default=0, init=False)
+    _began: float = field(init=False)
+    """By the clock that never goes back."""
 
     def __post_init__(self) -> None:
-        self.incarnation = int(self.clock.wall() * 1000)
+        self.incarnation = max(1, int(self.clock.wall() * 1000))
+        self._began = self.clock.monotonic()
 
     def take(self, module: ModuleId) -> None:
         """A module is chosen; what is known of its replica here is still to come."""
@@ -52,18 +55,25 @@ class OwnState:
     def is_of_another_process(self, said: Announcement) -> bool:
         """Whether a record that is signed with our key was made by another process while this one ran; `said` has been verified.
 
-        The certificate is each process's own, and a record of a former life is from before this one.
+        The certificate is each process's own, and a record of a former life is from before this one, or, where the clock has been set since, of another
+        time.
         """
+        age_s = self.clock.wall() - (said.expires_at - RECORD_LIFETIME_S)
         return (
             said.peer == self.peer
+            and abs(age_s) < RECORD_LIFETIME_S
             and said.certificate != self.certificate
             and said.sequence > self.incarnation + FORMER_LIFE_MS
         )
 
     def announcement(self) -> Announcement:
-        """A new record of how things are now, with a higher sequence than any before."""
-        wall = self.clock.wall()
-        self._sequence = max(self._sequence + 1, int(wall * 1000))
+        """A new record of how things are now, with a higher sequence than any before.
+
+        The sequence goes on from the beginning of this life with the time that has passed since, so that it rises whatever is done to the
+        wall clock. That one dates the expiry alone: once a wrong clock has been set right, the next record is as good as anybody's.
+        """
+        lived_ms = int((self.clock.monotonic() - self._began) * 1000)
+        self._sequence = max(self._sequence + 1, self.incarnation + lived_ms)
         return Announcement(
             run=self.run,
             peer=self.peer,
@@ -79,7 +89,7 @@ class OwnState:
             anchor=self.anchor,
             incarnation=self.incarnation,
             sequence=self._sequence,
-            expires_at=wall + RECORD_LIFETIME_S,
+            expires_at=self.clock.wall() + RECORD_LIFETIME_S,
             via=self.via,
             relay=self.relay,
         )

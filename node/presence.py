@@ -30,7 +30,7 @@ from protocol.signed_manifest import SignedManifest, read_signed_manifest
 from protocol.transport import GrpcTransport
 from protocol.tunnels import RelayTunnels
 from swarm.announcement import Announcement
-from swarm.errors import Unreachable
+from swarm.errors import ProtocolViolation, Unreachable
 from swarm.membership import Membership
 from swarm.vocabulary import PeerId, PeerState, RunId
 
@@ -111,7 +111,7 @@ class Presence:
         try:
             async with asyncio.timeout(limit_s):
                 await self.directory.publish(self.own.announcement())
-        except (Unreachable, TimeoutError) as error:
+        except (Unreachable, ProtocolViolation, TimeoutError) as error:
             log.info("the directory learns of our leaving by silence: %s", error)
 
     async def fetch_manifest(self, patience_s: float) -> SignedManifest:

@@ -8,7 +8,7 @@ from typing import Protocol
 from node.carrier import Carrier
 from node.neighbourhood import Neighbourhood
 from protocol.codecs import Encoded
-from protocol.seams import Question, QuestionAbout, Refusal
+from protocol.seams import Question, QuestionAbout, Refusal, Topic
 from protocol.tensor_spec import TensorSpec
 from swarm.errors import PeerError, Rejected
 from swarm.lane_messages import LaneControl
@@ -20,7 +20,7 @@ from swarm.messages import (
     TensorMessage,
 )
 from swarm.round_messages import RoundControl, RoundPiece, StateChunk, StateControl
-from swarm.vocabulary import PeerId
+from swarm.vocabulary import ModuleId, PeerId
 
 Answering = Callable[[Question], Awaitable[bytes]]
 AnsweringAsker = Callable[[PeerId, Question], Awaitable[bytes]]
@@ -52,7 +52,7 @@ class LaneReceiver(Protocol):
 class Reception:
     """`protocol.seams.LinkHandler`. Before a node hosts a module there is neither carrier nor rounds, and tensors are refused.
 
-    Only a data node minds lanes; elsewhere what is said of them is ignored.
+    Only a data node minds lanes, and only of other data nodes; of rounds only what the other replicas of the own module say means anything.
     """
 
     def __init__(self, neighbourhood: Neighbourhood) -> None:
@@ -85,6 +85,21 @@ class Reception:
                 self.carrier.broken_off(message, buffer)
         elif self.rounds is not None:
             self.rounds.broken_off(sender, message, buffer, error)
+
+    def serves(self, sender: PeerId) -> bool:
+        return self._neighbourhood.module_of(sender) is not None
+
+    def minds(self, sender: PeerId, topic: Topic) -> bool:
+        match topic:
+            case Topic.MICROBATCHES:
+                return self.carrier is not None
+            case Topic.STATE:  # visitors fetch it, too
+                return self.rounds is not None
+            case Topic.ROUNDS:
+                own = self._neighbourhood.own_module
+                return self.rounds is not None and self._neighbourhood.module_of(sender) == own
+            case Topic.LANES:
+                return self.lanes is not None and self._neighbourhood.module_of(sender) == ModuleId(0)
 
     def told(self, sender: PeerId, message: ControlMessage) -> None:
         if isinstance(message, MicrobatchControl):

@@ -25,6 +25,7 @@ from node.checkpoint.gather import Gathered
 from node.data.documents import Documents
 from node.data.feed import TrainingFeed, open_documents
 from node.data.packing import Microbatch
+from node.device import flushed_denormals
 from node.model import visit
 from node.model.build import build_block_stack, build_embedding, build_head
 from node.model.initial import parameters_of
@@ -71,18 +72,19 @@ def train_solo(
     """
     if threads is not None:
         torch.set_num_threads(threads)
-    model = WholeModel(manifest, device)
-    trainer = SoloTrainer(manifest, model, open_documents(manifest))
-    keeper = _Keeper(checkpoint, trainer, on_event, save_every_s, monotonic)
-    keeper.resume()
-    progress = SoloProgress(trainer, monotonic)
-    while trainer.steps < steps:
-        loss = trainer.step(should_stop)
-        if loss is None:
-            break
-        on_event(progress.step_event(loss, trainer))
-        keeper.save_if_due()
-    keeper.save()
+    with flushed_denormals():  # as a node computes
+        model = WholeModel(manifest, device)
+        trainer = SoloTrainer(manifest, model, open_documents(manifest))
+        keeper = _Keeper(checkpoint, trainer, on_event, save_every_s, monotonic)
+        keeper.resume()
+        progress = SoloProgress(trainer, monotonic)
+        while trainer.steps < steps:
+            loss = trainer.step(should_stop)
+            if loss is None:
+                break
+            on_event(progress.step_event(loss, trainer))
+            keeper.save_if_due()
+        keeper.save()
     summary = progress.summary_event(trainer)
     on_event(summary)
     return summary

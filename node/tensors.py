@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -14,8 +15,10 @@ from protocol.codecs.memory import ELEMENT_TYPES
 from swarm.errors import ProtocolViolation, ResourceExhausted
 from swarm.vocabulary import Codec
 
-_CPU_ALLOCATOR: Final = "DefaultCPUAllocator"
-"""Names itself in the plain RuntimeError that torch has for a machine without memory."""
+_NO_MEMORY: Final = re.compile(
+    "can't allocate memory|not enough memory|bad_alloc|could not create a (memory|primitive)", re.IGNORECASE
+)
+"""What torch says of it on the CPU, and oneDNN and C++ underneath it: bare RuntimeErrors."""
 
 
 @contextmanager
@@ -23,8 +26,8 @@ def device_errors() -> Iterator[None]:
     """Maps the compute device's running out of memory to ResourceExhausted, which costs one microbatch and not the node."""
     try:
         yield
-    except (RuntimeError, MemoryError) as error:  # OutOfMemoryError is a RuntimeError
-        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and _CPU_ALLOCATOR not in str(error):
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError, too
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and not _NO_MEMORY.search(str(error)):
             raise
         raise ResourceExhausted(
             f"the compute device is out of memory: {str(error)[:200]}",

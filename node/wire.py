@@ -28,11 +28,11 @@ class Wire:
         self.codec_s += time.perf_counter() - begun
         return received
 
-    def output(self, tensor: Tensor, job: Job, loss: float | None = None, *, step_due: bool = False) -> Output:
+    def output(self, tensor: Tensor, job: Job, loss: float | None = None) -> Output:
         """What a job sends on, encoded as it wishes. With NONE, on the CPU, it is the memory of the tensor itself, which must not be written any more."""
         begun = time.perf_counter()
         tensor = tensor.detach().contiguous()
         encoded = encode(tensor, job.codec)
         error = relative_error(tensor, encoded) if job.check_codec and encoded.spec.codec is job.codec else None
         self.codec_s += time.perf_counter() - begun
-        return Output(encoded, loss, step_due, error)
+        return Output(encoded, loss, error=error)

@@ -29,6 +29,7 @@ from protocol.dht_guards import (
 from protocol.generated import dht_process_pb2
 from protocol.p2p_daemon import any_answers, start_daemon
 from protocol.record_store import RecordStore, owners_per_key
+from protocol.records import MAX_LIFETIME_S
 from swarm.errors import Unreachable
 from swarm.vocabulary import RunId
 
@@ -180,7 +181,7 @@ async def _guarded_node(daemon: P2P, start: dht_process_pb2.DhtStart) -> DHTNode
         cache_on_store=False,
         reuse_get_requests=False,
     )
-    node.protocol.storage = GuardedStorage(RecordStore(time.time, owners_per_key(keys)))
+    node.protocol.storage = GuardedStorage(RecordStore(time.time, owners_per_key(keys), longest_s=MAX_LIFETIME_S))
     node.protocol.cache = GuardedStorage(RecordStore(time.time, owners_of_key=0, max_records=0))
     return node
 

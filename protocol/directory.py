@@ -88,17 +88,21 @@ class DirectoryStatistics:
 
 
 class LatestSequences:
-    """The newest sequence seen of each peer, so that what was replaced cannot come back. Forgets the longest unseen peer."""
+    """The newest record seen of each peer until it expires, so that what was replaced cannot come back. Forgets the longest unseen peer.
+
+    Not for ever: a peer that has begun with a clock far ahead of ours, and is started again when it is right, counts from less.
+    """
 
     def __init__(self, limit: int = MAX_REMEMBERED_PEERS) -> None:
         self._limit = limit
-        self._latest: OrderedDict[PeerId, int] = OrderedDict()
+        self._latest: OrderedDict[PeerId, tuple[int, float]] = OrderedDict()
 
-    def is_current(self, announcement: Announcement) -> bool:
-        """Whether nothing newer of this peer has been seen; remembers it if so."""
-        if announcement.sequence < self._latest.get(announcement.peer, 0):
+    def is_current(self, announcement: Announcement, now: float) -> bool:
+        """Whether nothing newer of this peer has been seen that still holds at `now` (Unix time); remembers it if so."""
+        sequence, expires_at = self._latest.get(announcement.peer, (0, 0.0))
+        if announcement.sequence < sequence and now < expires_at:
             return False
-        self._latest[announcement.peer] = announcement.sequence
+        self._latest[announcement.peer] = announcement.sequence, announcement.expires_at
         self._latest.move_to_end(announcement.peer)
         if len(self._latest) > self._limit:
             self._latest.popitem(last=False)
@@ -252,7 +256,7 @@ class DhtDirectory:
             except ProtocolViolation as violation:
                 log.debug("a record from the DHT is left out: %s", violation)
         newest_first = sorted(valid, key=lambda announcement: -announcement.sequence)
-        return [announcement for announcement in newest_first if self._sequences.is_current(announcement)]
+        return [announcement for announcement in newest_first if self._sequences.is_current(announcement, now)]
 
     async def _supervise(self, started: asyncio.Future[None]) -> None:
         pause_s, longest_s = RESTART_PAUSE_S

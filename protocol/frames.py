@@ -66,6 +66,7 @@ from protocol.round_frames import (
     read_reduced,
     read_roster,
 )
+from protocol.seams import Topic
 from protocol.state_frames import (
     encode_state,
     encode_state_chunk,
@@ -171,25 +172,60 @@ def encode(frame: SmallFrame) -> bytes:
     return data
 
 
+def is_chunk(data: bytes) -> bool:
+    """Whether what a peer sent claims to be a chunk of a tensor; else it is a small frame."""
+    return data[:1] == bytes((CHUNK_TAG,))
+
+
+def topic_of(data: bytes) -> Topic | None:
+    """What a small frame is about, as its first bytes say; None when that concerns everybody, or when it announces a tensor.
+
+    Raises:
+        ProtocolViolation: it is too long, or not exactly one field of a known kind.
+    """
+    return _TOPICS.get(_kind_of(data))
+
+
 def decode(data: bytes) -> Frame:
     """What a peer sent.
 
     Raises:
         ProtocolViolation: says what is wrong with it.
     """
-    if data and data[0] == CHUNK_TAG:
+    if is_chunk(data):
         return decode_chunk(data)
-    if len(data) > MAX_SMALL_FRAME_BYTES:
-        raise ProtocolViolation(f"a frame of {len(data)} bytes that is no chunk is longer than {MAX_SMALL_FRAME_BYTES}")
+    kind = _kind_of(data)
     try:
         frame = wire.Frame.FromString(data)
     except DecodeError:
         raise ProtocolViolation(f"{len(data)} bytes are not a frame") from None
-    kind = frame.WhichOneof("kind")
-    read = _READERS.get(kind or "")
-    if kind is None or read is None:
+    return _READERS[kind](getattr(frame, kind))
+
+
+def _kind_of(data: bytes) -> str:
+    """Of one field the whole frame consists of: its tag, its length, and so many bytes. protobuf would take several, and believe the last."""
+    if len(data) > MAX_SMALL_FRAME_BYTES:
+        raise ProtocolViolation(f"a frame of {len(data)} bytes that is no chunk is longer than {MAX_SMALL_FRAME_BYTES}")
+    tag, at = _varint(data, 0) if data else (_BYTES, 0)
+    if tag & 7 != _BYTES:
+        raise ProtocolViolation(f"{len(data)} bytes are not a frame")
+    kind = _KINDS.get(tag)
+    if kind is None:
         raise ProtocolViolation("a frame of unknown kind, or a chunk whose fields are not in order")
-    return read(getattr(frame, kind))
+    length, at = _varint(data, at)
+    if at + length != len(data):
+        raise ProtocolViolation(f"a frame of {len(data)} bytes is not exactly one field")
+    return kind
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """The number there, of at most three bytes, and the place behind it."""
+    value = 0
+    for place, octet in enumerate(data[at : at + 3]):
+        value |= (octet & 0x7F) << 7 * place
+        if octet < 0x80:
+            return value, at + place + 1
+    raise ProtocolViolation(f"{len(data)} bytes are not a frame")
 
 
 def _wire_frame(frame: SmallFrame) -> wire.Frame:
@@ -298,3 +334,33 @@ _READERS: Final[dict[str, Callable[[Any], SmallFrame]]] = {
     **LANE_READERS,
     "announcement": lambda record: AnnouncementFrame(read_record(record)),
 }
+
+_BYTES: Final = 2
+"""The wire type of what has a length before it, as every kind has."""
+_KINDS: Final = {
+    field.number << 3 | _BYTES: field.name for field in wire.Frame.DESCRIPTOR.fields if field.name in _READERS
+}
+"""By tag."""
+_TOPICS: Final = {
+    **dict.fromkeys(
+        ("receipt", "stranded", "close", "arrival_hint", "recall", "settled", "unsettled"), Topic.MICROBATCHES
+    ),
+    **dict.fromkeys(
+        (
+            "progress",
+            "invitation",
+            "accepting",
+            "entry",
+            "declined",
+            "roster",
+            "pulse",
+            "prepared",
+            "commit",
+            "dissolved",
+        ),
+        Topic.ROUNDS,
+    ),
+    **dict.fromkeys(("state_request", "state_refused"), Topic.STATE),
+    **dict.fromkeys(LANE_READERS, Topic.LANES),
+}
+"""Of what only says something. Who sends a tensor is told when it is not wanted."""

@@ -73,8 +73,8 @@ class Inbox:
         deadline = now + self._stall_after_s + admitted.nbytes / self._slowest_bytes_per_s
         self._arrivals[number] = Assembly(frame, admitted, now, deadline)
 
-    def add(self, chunk: Chunk) -> bool:
-        """Takes a chunk; returns whether it was the last of a tensor that was wanted, which is then handed over.
+    def add(self, chunk: Chunk) -> TensorFrame | None:
+        """Takes a chunk. When it was the last of a tensor that was wanted, that is handed over, and its header returned.
 
         Raises:
             ProtocolViolation: of no open transfer, out of order, of a wrong size, or damaged.
@@ -86,11 +86,12 @@ class Inbox:
         if arrival.complete:
             del self._arrivals[chunk.transfer]
         if not isinstance(arrival, Assembly):
-            return False
+            return None
         arrival.progressed_at = self._clock.monotonic()
-        if arrival.complete:
-            self._handler.received(self._peer, arrival.frame.message, arrival.frame.tensor, arrival.buffer)
-        return arrival.complete
+        if not arrival.complete:
+            return None
+        self._handler.received(self._peer, arrival.frame.message, arrival.frame.tensor, arrival.buffer)
+        return arrival.frame
 
     def withdrawn(self, transfer: int) -> None:
         """The sender will not send the rest."""

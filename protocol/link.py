@@ -25,6 +25,8 @@ from protocol.frames import (
     SmallFrame,
     decode,
     encode,
+    is_chunk,
+    topic_of,
 )
 from protocol.handshake import meaning_of
 from protocol.inbox import Inbox
@@ -161,7 +163,7 @@ class Link:
 
         if await self.outbox.send(lane, octets.nbytes, make):
             self._meter.transferred(octets.nbytes, self._clock.monotonic() - started)
-            self._patience.exchanged()
+            self._patience.exchanged(_hops_of(message))
 
     async def tell(self, message: ControlMessage) -> None:
         await self.outbox.put(encode(message))
@@ -208,15 +210,19 @@ class Link:
         while (data := await self._stream.read()) is not None:
             if self._error is None:
                 self._meter.heard(len(data))
-                frame = decode(data)
-                self._dispatch(frame, answering)
-                if not isinstance(frame, Chunk):
-                    await self._before_the_next()
+                small = not is_chunk(data)
+                topic = topic_of(data) if small else None
+                frame = decode(data) if topic is None or self._handler.minds(self.peer, topic) else None
+                if frame is not None:
+                    self._dispatch(frame, answering)
+                if small:  # answers are as long as we have asked for, and cost little to read
+                    await self._before_the_next(0 if isinstance(frame, AnswerFrame) else len(data))
         raise Unreachable(f"the stream to {short(self.peer)} ended without a farewell")
 
-    async def _before_the_next(self) -> None:
+    async def _before_the_next(self, octets: int) -> None:
         """Who says too much is read later; not after the end, whose last words have to be heard."""
-        pause_s = self._patience.heard(self._clock.monotonic())
+        serves = self._handler.serves(self.peer)
+        pause_s = self._patience.heard(self._clock.monotonic(), octets, serves=serves)
         if pause_s > 0 and self._error is None:
             await asyncio.sleep(pause_s)
 
@@ -246,8 +252,8 @@ class Link:
     def _dispatch(self, frame: Frame, answering: Answering) -> None:
         match frame:
             case Chunk():
-                if self._inbox.add(frame):
-                    self._patience.exchanged()
+                if (whole := self._inbox.add(frame)) is not None:
+                    self._patience.exchanged(_hops_of(whole.message))
             case TensorFrame():
                 self._inbox.open(frame)
             case Ping(token):
@@ -276,3 +282,7 @@ class Link:
             self._inbox.withdrawn(transfer)
         else:
             self.outbox.stop(transfer)
+
+
+def _hops_of(message: TensorMessage) -> int:
+    return len(message.path.hops) if isinstance(message, Forward | Backward) else 0

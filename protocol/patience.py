@@ -1,8 +1,11 @@
-"""How often a peer is listened to: small frames are in proportion to the tensors that are exchanged with it.
+"""How much of a peer is listened to: small frames are in proportion to the tensors that are exchanged with it.
 
-Each frame costs its reader the same few dozen microseconds of the event loop, however little it says, and the sender less. Who says more
+Each frame costs its reader the same few dozen microseconds of the event loop, however little it says, and more the longer it is; its sender
+pays less. So frames are weighed: one, and one more for each BYTES_A_FRAME. Who says more
 than its due is not cut off and loses nothing: the next frame is read later. Its stream's window fills up meanwhile, and the sender waits,
 as it does for any peer that reads slowly.
+
+What is left over for all links together is for the peers that serve a module: strangers with the link get half of what is due to each, and no more.
 """
 
 from __future__ import annotations
@@ -13,6 +16,10 @@ from protocol.allowance import TokenBucket
 
 FRAMES_A_TENSOR: Final = 16.0
 """Due for each tensor that has been exchanged, either way. Its header, receipts and the rest are two (measured with `skipstone up`)."""
+BYTES_A_FRAME: Final = 256.0
+"""To read a frame of 60 KiB takes as long as to read some 200 pings (measured with the talk about lanes, the dearest)."""
+STRANGERS: Final = 2.0
+"""How much more a frame weighs of who is not known to serve: newcomers and visitors say some four frames a second, records included."""
 FRAMES_A_SECOND: Final = 50.0
 """Due to each link besides."""
 IN_ADVANCE: Final = 200.0
@@ -27,6 +34,8 @@ report to it, two frames for each microbatch; talk about paths and rounds goes w
 COMMON_SAVED: Final = 1000.0
 PAUSE_AFTER: Final = 2.0
 """Frames that are read beyond all that before there is a pause: half as many pauses, twice as long."""
+LONGEST_PAUSE_S: Final = 5.0
+"""Less than a link may be silent before its peer is taken for stalled. What is still owed then, the next pause has to bring in."""
 
 
 class CommonPatience:
@@ -35,13 +44,13 @@ class CommonPatience:
     def __init__(self, now: float) -> None:
         self._bucket = TokenBucket(COMMON_SAVED, 1 / COMMON_A_SECOND, now)
 
-    def exchanged(self) -> None:
-        """A whole tensor has arrived or has been sent."""
-        self._bucket.earn(COMMON_A_TENSOR)
+    def exchanged(self, hops: int) -> None:
+        """A whole tensor has arrived or has been sent, whose path has so many hops."""
+        self._bucket.earn(COMMON_A_TENSOR + hops)
 
-    def take(self, now: float) -> bool:
-        """Whether there is one frame left; then it is taken."""
-        return self._bucket.take(now)
+    def take(self, now: float, weight: float = 1.0) -> bool:
+        """Whether there is so much left; then it is taken."""
+        return self._bucket.take(now, weight)
 
 
 class Patience:
@@ -51,14 +60,18 @@ class Patience:
         self._common = common
         self._own = TokenBucket(MOST_SAVED, 1 / FRAMES_A_SECOND, now, left=IN_ADVANCE)
 
-    def exchanged(self) -> None:
-        """A whole tensor has arrived or has been sent."""
-        self._own.earn(FRAMES_A_TENSOR)
-        self._common.exchanged()
+    def exchanged(self, hops: int = 0) -> None:
+        """A whole tensor has arrived or has been sent. A path makes each frame that names it longer by a third of a frame a hop."""
+        self._own.earn(FRAMES_A_TENSOR + hops)
+        self._common.exchanged(hops)
 
-    def heard(self, now: float) -> float:
-        """Counts one small frame; returns how many seconds to wait before the next one is read."""
-        if self._own.take(now) or self._common.take(now):
+    def heard(self, now: float, octets: int = 0, *, serves: bool = True) -> float:
+        """Weighs one small frame of so many bytes; returns how many seconds to wait before the next one is read.
+
+        `serves` says whether its sender is known to serve a module of the run.
+        """
+        weight = (1.0 + octets / BYTES_A_FRAME) * (1.0 if serves else STRANGERS)
+        if self._own.take(now, weight) or (serves and self._common.take(now, weight)):
             return 0.0
-        left = self._own.borrow(now)
-        return 0.0 if left > -PAUSE_AFTER else -left / FRAMES_A_SECOND
+        left = self._own.borrow(now, weight)
+        return 0.0 if left > -PAUSE_AFTER else min(LONGEST_PAUSE_S, -left / FRAMES_A_SECOND)

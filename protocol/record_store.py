@@ -14,6 +14,7 @@ The bounds, and who gives way when one is reached:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,6 +45,8 @@ class RecordStore:
     now: Callable[[], float]
     owners_of_key: int = MAX_OWNERS_OF_KEY
     max_records: int = MAX_RECORDS
+    longest_s: float = math.inf
+    """What expires later than so many seconds from now is not kept any more: this machine's clock was ahead when it came."""
     _rooms: dict[Any, dict[str, Kept]] = field(default_factory=dict)
     _keys_of: dict[str, dict[Any, None]] = field(default_factory=dict)
     _count: int = 0
@@ -53,13 +56,14 @@ class RecordStore:
 
     def put(self, key: Any, owner: str, kept: Kept) -> bool:
         """Whether it was taken: it is newer than what the owner has here, or there is room for it."""
-        if kept.expires_at <= self.now():
+        if not self._holds(kept):
             return False
         present = self._rooms.get(key, {}).get(owner)
         if present is not None:
-            if kept.expires_at > present.expires_at:
+            is_newer = kept.expires_at > present.expires_at or not self._holds(present)
+            if is_newer:
                 self._rooms[key][owner] = kept
-            return kept.expires_at > present.expires_at
+            return is_newer
         if self._is_full(key):
             self._drop_expired()
             if self._is_full(key):
@@ -74,21 +78,22 @@ class RecordStore:
 
     def of_key(self, key: Any) -> dict[str, Kept]:
         """The records under a key that have not expired."""
-        now = self.now()
-        return {owner: kept for owner, kept in self._rooms.get(key, {}).items() if kept.expires_at > now}
+        return {owner: kept for owner, kept in self._rooms.get(key, {}).items() if self._holds(kept)}
 
     def keys(self) -> Iterator[Any]:
         self._drop_expired()
         return iter(tuple(self._rooms))
 
+    def _holds(self, kept: Kept) -> bool:
+        return 0 < kept.expires_at - self.now() <= self.longest_s
+
     def _is_full(self, key: Any) -> bool:
         return len(self._rooms.get(key, ())) >= self.owners_of_key or self._count >= self.max_records
 
     def _drop_expired(self) -> None:
-        now = self.now()
         for key, room in tuple(self._rooms.items()):
             for owner, kept in tuple(room.items()):
-                if kept.expires_at <= now:
+                if not self._holds(kept):
                     self._remove(key, owner)
 
     def _remove(self, key: Any, owner: str) -> None:

@@ -8,11 +8,11 @@ written out) is refused.
 
 from __future__ import annotations
 
-import functools
 import ipaddress
 import math
 import re
-from typing import TypeVar
+from collections import OrderedDict
+from typing import Final, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
@@ -27,10 +27,11 @@ from swarm.vocabulary import AnchorVersion, ModuleId, PeerId, PeerState, RunId, 
 
 KEY_PREFIX = "skipstone/"
 MAX_RECORD_BYTES = 2048
-MAX_LIFETIME_S = 600.0
-"""From now to a record's expiry, and from its signing to its expiry."""
-MAX_CLOCK_SKEW_S = 60.0
-"""How far ahead of ours the signer's clock may be. Bounded, so that no owner can lock itself out with a sequence from next year."""
+RECORD_LIFETIME_S = 60.0
+"""From signing to expiry, by the signer's clock."""
+MAX_LIFETIME_S = 2 * RECORD_LIFETIME_S
+"""From now to expiry: the signer's clock may be a minute ahead of ours. (One that is a minute behind has none left.) Whoever keeps records
+prefers what expires later, so this is also how long a clock that was ahead and has been set right can stand in its owner's way."""
 MAX_ADDRESSES = 8
 MAX_ADDRESS_LENGTH = 64
 MAX_VIA = 4
@@ -41,7 +42,7 @@ MAX_SLOTS = 65_536
 MAX_INCARNATION = 2**48 - 1
 
 _DOMAIN = b"skipstone-record:"
-_CACHED_RECORDS = 4096
+_REMEMBERED_RECORDS: Final = 4096
 _NO_ANCHOR = AnchorVersion(0, 0, 0, 0, b"")
 """What the fields say of a peer that has none."""
 _RUN = re.compile(r"[0-9a-f]{64}")
@@ -65,7 +66,8 @@ def encode_record(announcement: Announcement, identity: Identity) -> bytes:
     """
     if announcement.peer != identity.peer:
         raise ProtocolViolation(f"record: peer {announcement.peer} cannot be announced with the key of {identity.peer}")
-    _check(announcement)
+    _check_fields(announcement)
+    _check_certificate(announcement)
     body = _body_of(announcement)
     record: bytes = records_pb2.SignedRecord(
         public_key=identity.public_key,
@@ -83,51 +85,57 @@ def decode_record(data: bytes, *, key: str, now: float) -> Announcement:
     Raises:
         ProtocolViolation: it is malformed, forged, expired, or belongs under another key; the message says which.
     """
-    announcement = _verified(_bounded(data))
+    announcement = _read(data, None, now)
     own_key = directory_key(announcement.run, announcement.module)
     if own_key != key:
         raise ProtocolViolation(f"record: signed for {own_key}, found under {key[:100]}")
-    _check_time(announcement, now)
     return announcement
 
 
-def decode_announced(data: bytes, *, run: RunId, now: float) -> Announcement:
-    """Checks a record that a peer of the run handed over on a link, where no key comes with it.
+def decode_announced(data: bytes, *, run: RunId, now: float | None) -> Announcement:
+    """Checks a record that a peer of the run handed over, where no key comes with it.
+
+    `now` is None when its owner says it on a link of its own: then it is fresh, whatever the two clocks say.
 
     Raises:
         ProtocolViolation: it is malformed, forged, expired, or of another run.
     """
-    announcement = _verified(_bounded(data))
-    if announcement.run != run:
-        raise ProtocolViolation(f"record: belongs to run {announcement.run}, not {run}")
-    _check_time(announcement, now)
+    return _read(data, run, now)
+
+
+_verified: OrderedDict[bytes, Announcement] = OrderedDict()
+"""What was found true of records whenever they are read. The same bytes come back from every replica of a key at every look-up, and the
+two signatures (record and certificate) are the expensive part of the work. Refusals are not remembered, so junk cannot fill it."""
+
+
+def _read(data: bytes, run: RunId | None, now: float | None) -> Announcement:
+    """What costs little comes first: whatever is too long, of another run or out of date is refused before a signature is checked."""
+    if len(data) > MAX_RECORD_BYTES:
+        raise ProtocolViolation(f"record: {len(data)} bytes are more than the {MAX_RECORD_BYTES} allowed")
+    data = bytes(data)
+    known = _verified.get(data)
+    if known is not None:
+        _check_run_and_time(known, run, now)
+        return known
+    envelope = _parse(records_pb2.SignedRecord(), data, "record")
+    announcement = _announcement_of(_parse(records_pb2.Announcement(), envelope.body, "record body"))
+    _check_run_and_time(announcement, run, now)
+    _check_fields(announcement)
+    _check_signature(envelope, announcement)
+    _check_certificate(announcement)
+    _verified[data] = announcement
+    if len(_verified) > _REMEMBERED_RECORDS:
+        _verified.popitem(last=False)
     return announcement
 
 
-def _bounded(data: bytes) -> bytes:
-    if len(data) > MAX_RECORD_BYTES:
-        raise ProtocolViolation(f"record: {len(data)} bytes are more than the {MAX_RECORD_BYTES} allowed")
-    return bytes(data)
-
-
-@functools.lru_cache(maxsize=_CACHED_RECORDS)
-def _verified(data: bytes) -> Announcement:
-    """Everything about a record that does not depend on when it is read.
-
-    Remembered, because the same bytes come back from every replica of a key at every look-up, and the two signatures (record
-    and certificate) are the expensive part of the work. A refusal raises and is not remembered, so junk cannot fill the cache.
-    """
-    envelope = _parse(records_pb2.SignedRecord(), data, "record")
-    body = _parse(records_pb2.Announcement(), envelope.body, "record body")
-    announcement = _announcement_of(body)
+def _check_signature(envelope: records_pb2.SignedRecord, announcement: Announcement) -> None:
     if len(envelope.public_key) != 32 or len(envelope.signature) != 64:
         raise ProtocolViolation("record: a public key has 32 bytes and a signature 64")
     if peer_id_of(envelope.public_key) != announcement.peer:
         raise ProtocolViolation(f"record: names {announcement.peer[:64]} but carries another peer's key")
     if not verify(envelope.public_key, envelope.signature, _signed_bytes(announcement, envelope.body)):
         raise ProtocolViolation(f"record: the signature of {announcement.peer} does not match")
-    _check(announcement)
-    return announcement
 
 
 def _signed_bytes(announcement: Announcement, body: bytes) -> bytes:
@@ -206,13 +214,16 @@ def _announcement_of(body: records_pb2.Announcement) -> Announcement:
     )
 
 
-def _check(announcement: Announcement) -> None:
+def _check_fields(announcement: Announcement) -> None:
     """The bounds on every field, the same when we write and when we read."""
     _check_names(announcement)
     _check_ways(announcement)
     _check_figures(announcement)
     if len(announcement.certificate) > MAX_CERTIFICATE_BYTES:
         raise ProtocolViolation(f"record: a certificate has at most {MAX_CERTIFICATE_BYTES} bytes")
+
+
+def _check_certificate(announcement: Announcement) -> None:
     if peer_of_certificate(announcement.certificate, announcement.run) != announcement.peer:
         raise ProtocolViolation(f"record: the certificate does not belong to {announcement.peer}")
 
@@ -271,20 +282,20 @@ def _check_figures(announcement: Announcement) -> None:
         checked_version(announcement.anchor)
     if not math.isfinite(announcement.expires_at):
         raise ProtocolViolation(f"record: expiry {announcement.expires_at} is no time")
-    lifetime_s = announcement.expires_at - announcement.sequence / 1000
-    if not 0 < lifetime_s <= MAX_LIFETIME_S:
-        raise ProtocolViolation(
-            f"record: expires {lifetime_s:.0f} s after it was signed; 0 to {MAX_LIFETIME_S:.0f} are allowed"
-        )
+    if not 1 <= announcement.sequence <= MAX_COUNT:
+        raise ProtocolViolation(f"record: sequence {announcement.sequence} is not from 1 to {MAX_COUNT}")
 
 
-def _check_time(announcement: Announcement, now: float) -> None:
+def _check_run_and_time(announcement: Announcement, run: RunId | None, now: float | None) -> None:
+    if run is not None and announcement.run != run:
+        raise ProtocolViolation(f"record: belongs to run {announcement.run[:64]}, not {run}")
+    if now is None:
+        return
     left_s = announcement.expires_at - now
     if not 0 < left_s <= MAX_LIFETIME_S:
-        raise ProtocolViolation(f"record: expires in {left_s:.0f} s; 0 to {MAX_LIFETIME_S:.0f} are allowed")
-    ahead_s = announcement.sequence / 1000 - now
-    if ahead_s > MAX_CLOCK_SKEW_S:
-        raise ProtocolViolation(f"record: signed {ahead_s:.0f} s in the future; is a clock wrong?")
+        raise ProtocolViolation(
+            f"record: expires in {left_s:.0f} s; 0 to {MAX_LIFETIME_S:.0f} are allowed; is a clock wrong?"
+        )
 
 
 def _check_address(address: str) -> None:

@@ -133,6 +133,15 @@ class FarEnd:
     """DER."""
 
 
+class Topic(enum.Enum):
+    """What a small frame is about that not every node minds."""
+
+    MICROBATCHES = "microbatches"
+    ROUNDS = "rounds"
+    STATE = "state"
+    LANES = "lanes"
+
+
 class LinkHandler(Protocol):
     """What the node does with what arrives. All methods but `answer` run on the event loop and must not block it."""
 
@@ -153,6 +162,14 @@ class LinkHandler(Protocol):
 
     def broken_off(self, sender: PeerId, message: TensorMessage, buffer: memoryview, error: PeerError) -> None:
         """The tensor admitted before will not be completed; the buffer is the handler's again."""
+        ...
+
+    def serves(self, sender: PeerId) -> bool:
+        """Whether the peer is known to host a module of the run: those that do are listened to more."""
+        ...
+
+    def minds(self, sender: PeerId, topic: Topic) -> bool:
+        """Whether this peer's word about the topic means anything here. Asked before a frame is decoded, which is left out if not."""
         ...
 
     def told(self, sender: PeerId, message: ControlMessage) -> None:
@@ -214,7 +231,7 @@ class Transport(Protocol):
         ...
 
     def announce(self, record: bytes) -> None:
-        """Hands our own new signed record to every peer we have a link to."""
+        """Hands our own new signed record to every peer we have a link to; b"" when there is none yet, which nobody is told."""
         ...
 
     def figures(self) -> dict[PeerId, LinkFigures]:

@@ -149,7 +149,7 @@ class GrpcTransport:
         return peer in self._links
 
     def announce(self, record: bytes) -> None:
-        for link in list(self._links.values()):
+        for link in list(self._links.values()) if record else ():
             link.say(AnnouncementFrame(record))
 
     def figures(self) -> dict[PeerId, LinkFigures]:

@@ -35,7 +35,8 @@ class Announcement:
     incarnation: int
     """Unix time in milliseconds at which the announcing process started, from 1: another one is another life, which remembers nothing."""
     sequence: int
-    """Unix time in milliseconds at signing, strictly increasing for each peer: an older record never replaces a newer."""
+    """Milliseconds of this life so far, counted from `incarnation` by a clock that never goes back, strictly increasing: while a record holds,
+    an older one never replaces it."""
     expires_at: float
     """Unix time in seconds."""
     via: tuple[PeerId, ...] = ()

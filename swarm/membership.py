@@ -61,12 +61,12 @@ class Membership:
         self._members: dict[PeerId, _Member] = {}
 
     def observe(self, announcement: Announcement, *, now: float, wall: float) -> Change:
-        """Takes in an announcement. An older one, of another run, of ourselves or expired, changes nothing."""
+        """Takes in an announcement. One of another run, of ourselves, expired, or older than one that still holds changes nothing."""
         remaining = announcement.expires_at - wall
         if announcement.run != self.run or announcement.peer == self.own or remaining <= 0:
             return Change.IGNORED
         known = self._members.get(announcement.peer)
-        if known is None:
+        if known is None or known.expires <= now:
             self._members[announcement.peer] = _Member(announcement, now + remaining, now)
             evicted = self._evict_one() if len(self._members) > MAX_PEERS else None
             return Change.IGNORED if evicted == announcement.peer else Change.NEW

@@ -31,6 +31,7 @@ from node.averaging.source import Source
 from node.averaging.staging import Staging
 from node.compute import ComputeThread, Priority
 from node.crash_points import crash_point
+from node.device import gradual_underflow
 from node.task_scope import task_scope
 from protocol.codecs import encoded_bytes
 from protocol.seams import Clock, Transport
@@ -249,7 +250,8 @@ class Exchange:
     def _step(self, piece: Piece, data: memoryview) -> str | None:
         """On the thread."""
         try:
-            gradient = read_encoding(self.plan.codecs.result, data, self._room[: piece.elements])
+            with gradual_underflow():  # all members are to read the same
+                gradient = read_encoding(self.plan.codecs.result, data, self._room[: piece.elements])
         except ProtocolViolation as error:
             return str(error)
         objection = self._result_limit.objection(gradient)

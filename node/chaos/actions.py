@@ -74,14 +74,20 @@ def _odd(table: Table, at_s: float, cast: Cast) -> tuple[Happening, ...]:
     ahead_s = table.number("clock", -MAX_CLOCK_S, MAX_CLOCK_S, 0.0)
     if ahead_s:
         oddities.append(f"--clock={ahead_s:g}")
+    step_s, step_after_s = table.number("step", -MAX_CLOCK_S, MAX_CLOCK_S, 0.0), 0.0
+    if step_s:
+        oddities.append(f"--step={step_s:g}")
+        step_after_s = table.number("step_after", 1.0, LONGEST_S)
     versions = table.text_or_none("protocol")
     if versions is not None:
         if not all(part.isdecimal() for part in versions.split("-")) or versions.count("-") != 1:
             raise ConfigError(f"{table.path('protocol')} must be versions like `1-2`, not {versions!r}")
         oddities.append(f"--protocol={versions}")
     if not oddities:
-        raise ConfigError(f"{table.path('clock')} and {table.path('protocol')} are missing: there is nothing odd")
-    return (Odd(at_s, cast.read_stage(table), tuple(oddities), table.flag("works"), cast.groups[0].site),)
+        missing = " and ".join(table.path(key) for key in ("clock", "step", "protocol"))
+        raise ConfigError(f"{missing} are missing: there is nothing odd")
+    stage, works, site = cast.read_stage(table), table.flag("works"), cast.groups[0].site
+    return (Odd(at_s, stage, tuple(oddities), works, site, step_after_s, starts_right=not ahead_s),)
 
 
 def _freeze_convener(table: Table, at_s: float, cast: Cast) -> tuple[Happening, ...]:

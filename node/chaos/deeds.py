@@ -24,6 +24,9 @@ P2P_DAEMON = "p2pd"
 IN_AN_EXCHANGE = range(1, 100)
 """Percent of its pieces: a convener is frozen when it has taken in some and not all."""
 
+OUTLIVED_S = 65.0
+"""No record that a peer has signed holds so long: who still knows it then has heard from it since."""
+
 
 @runtime_checkable
 class Deed(Protocol):
@@ -238,15 +241,32 @@ class Odd:
     works: bool
     """Whether the others are to work with it, or to leave it out."""
     site: Site
+    step_after_s: float = 0.0
+    """So long after its start, and not before it is worked with if its clock is right until then, its clock is set; 0: never."""
+    starts_right: bool = True
 
     def do(self, bench: Bench) -> None:
         """See `Deed`."""
         command = (sys.executable, "-P", "-m", "node.chaos.odd_node", *self.oddities, "--")
         peer = bench.lab.start(self.stage, self.site, command)
         bench.odd[peer] = self.works
-        if self.works:
+        if self.step_after_s:
+            bench.later(self._step(bench, peer), f"peer {peer} to be worked with after its clock was set")
+        elif self.works:
             bench.later(bench.visited(peer), f"somebody to work with peer {peer}")
         bench.fault(f"peer {peer} started for stage {self.stage} with {' '.join(self.oddities)}")
+
+    async def _step(self, bench: Bench, peer: int) -> None:
+        await asyncio.sleep(self.step_after_s)
+        if self.starts_right:
+            await bench.visited(peer)
+        send_signal((bench.lab.swarm.processes()[peer],), signal.SIGUSR1)
+        bench.fault(f"the clock of peer {peer} is set")
+        if self.starts_right:
+            await asyncio.sleep(OUTLIVED_S)
+        bench.watch.visited.discard(bench.lab.swarm.peers[peer].peer)
+        await bench.visited(peer)
+        bench.note(f"peer {peer} is worked with after its clock was set")
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from node.averaging.state_codec import STATE_CODECS
 from node.averaging.state_desk import StateDesk
 from node.compute import ComputeThread
 from node.task_scope import task_scope
-from protocol.seams import LinkFigures, Question, Refusal
+from protocol.seams import LinkFigures, Question, Refusal, Topic
 from protocol.settings import TransportSettings
 from protocol.tensor_spec import TensorSpec
 from protocol.transport import GrpcTransport
@@ -139,6 +139,12 @@ class DeskHandler:
         if self.desk is None or self.desk.donor is None:
             raise Rejected("there is nothing here")
         return await self.desk.donor.answer(question)
+
+    def serves(self, sender: PeerId) -> bool:
+        return True
+
+    def minds(self, sender: PeerId, topic: Topic) -> bool:
+        return True
 
     def link_up(self, peer: PeerId) -> None:
         return

@@ -231,6 +231,26 @@ async def test_without_a_buffer_a_tensor_is_refused_as_busy_and_comes_again() ->
         await swarm.all_clear()
 
 
+async def test_without_memory_for_a_buffer_a_tensor_is_refused_as_busy_and_comes_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def nothing_left(size: int) -> bytearray:
+        raise MemoryError
+
+    async with small_swarm(A, B) as swarm:
+        monkeypatch.setattr("node.buffers.bytearray", nothing_left, raising=False)
+        microbatch = swarm.launch(1, AB)
+        await until(lambda: swarm.refused)
+        peer, refusal = swarm.refused[0]
+        assert (peer, refusal.busy) == (A, True)
+        assert "no memory" in refusal.detail
+        assert swarm[A].is_clear
+        monkeypatch.undo()
+        swarm.wait(refusal.retry_after_s)
+        await until(lambda: swarm.ends.done == [microbatch])
+        await swarm.all_clear()
+
+
 async def test_without_a_slot_a_tensor_is_refused_as_busy_and_no_buffer_is_taken() -> None:
     async with small_swarm(A, B) as swarm:
         carrier, tensor = swarm[A].carrier, hop(swarm, A).tensor

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import pytest
 
@@ -14,7 +16,7 @@ from node.neighbourhood import Neighbourhood
 from node.own_state import FORMER_LIFE_MS, OwnState
 from protocol.certificates import make_credentials
 from protocol.identity import Identity
-from protocol.records import encode_record
+from protocol.records import decode_announced, encode_record
 from protocol.seams import LinkFigures, Question, QuestionAbout
 from protocol.tensor_spec import TensorSpec
 from swarm.announcement import Announcement
@@ -84,6 +86,16 @@ class Events:
         self.seen.append(event)
 
 
+@dataclass
+class SetClock(ManualClock):
+    """Somebody sets its wall clock."""
+
+    set_by_s: float = 0.0
+
+    def wall(self) -> float:
+        return super().wall() + self.set_by_s
+
+
 class Other:
     """Another peer of the run, which signs what it says."""
 
@@ -104,9 +116,9 @@ class Place:
     """One node's neighbourhood, with everything around it in a test's hands."""
 
     def __init__(self) -> None:
-        self.clock, self.links, self.shelf, self.events = ManualClock(), Links(), Shelf(), Events()
+        self.clock, self.links, self.shelf, self.events = SetClock(), Links(), Shelf(), Events()
         self.identity = identity = Identity.generate()
-        own = OwnState(RUN, identity.peer, make_credentials(identity, RUN).certificate_der, self.clock)
+        self.own = own = OwnState(RUN, identity.peer, make_credentials(identity, RUN).certificate_der, self.clock)
         own.addresses = ("127.0.0.1:4001",)
         self.membership, self.book = Membership(RUN, identity.peer), KnownPeers()
         self.neighbourhood = Neighbourhood(identity, own, self.membership, self.book, self.clock, self.events)
@@ -297,3 +309,71 @@ async def test_proof_that_another_process_has_our_key_ends_the_node() -> None:
         await running
     assert told.value.exit_code == 78
     assert "--identity FILE" in told.value.hint
+
+
+STEPS_S = [-7200.0, -300.0, -45.0, 45.0, 300.0, 7200.0]
+
+
+@pytest.mark.parametrize("step_s", STEPS_S)
+async def test_a_node_whose_clock_is_set_hears_those_it_is_linked_with_and_is_heard_by_them(step_s: float) -> None:
+    async with place() as there:
+        other = Other(ManualClock())
+        there.meets(other)
+        there.clock.set_by_s = step_s
+        for _ in range(60):  # two minutes: no record of before holds any more
+            there.clock.now += 2.0
+            other.state.clock.now += 2.0  # type: ignore[attr-defined]
+            there.neighbourhood.announced(other.peer, other.record())
+            assert there.membership.expire(there.clock.now) == []
+        assert there.may_use(other)
+        listening = Place()
+        for _ in range(60):
+            listening.clock.now += 2.0
+            there.clock.now += 2.0
+            listening.neighbourhood.announced(there.own.peer, there.neighbourhood.own_record())
+            assert listening.membership.expire(listening.clock.now) == []
+        assert listening.membership.get(there.own.peer) is not None
+
+
+@pytest.mark.parametrize("step_s", STEPS_S)
+async def test_a_clock_that_was_wrong_and_is_set_right_is_taken_by_everybody_at_once(step_s: float) -> None:
+    there = Place()
+    there.clock.set_by_s = step_s
+    wrong = Other(there.clock)
+    listening, right = Place(), ManualClock()
+    listening.neighbourhood.announced(wrong.peer, wrong.record())
+    there.clock.set_by_s = 0.0
+    there.clock.now += 2.0
+    right.now += 2.0
+    record = wrong.record()
+    listening.clock.now += 2.0
+    assert decode_announced(record, run=RUN, now=right.wall()).expires_at == right.wall() + 60.0
+    known = listening.membership.get(wrong.peer)
+    listening.neighbourhood.announced(wrong.peer, record)
+    assert listening.membership.get(wrong.peer) != known, "the order is not that of the wall clock"
+
+
+async def test_what_cannot_be_said_is_a_warning_and_the_last_record_stays(caplog: pytest.LogCaptureFixture) -> None:
+    async with place() as there:
+        last, published = there.neighbourhood.own_record(), len(there.shelf.published)
+        there.own.steps = 2**48 + 1
+        for _ in range(2):
+            said = len(there.links.announced)
+            there.neighbourhood.announce()
+            await until(lambda said=said: len(there.links.announced) > said)
+            assert there.neighbourhood.own_record() == last == there.links.announced[-1]
+        assert len(there.shelf.published) == published
+        assert [record.levelno for record in caplog.records] == [logging.WARNING], "said once"
+        assert "step 281474976710657 is out of range" in caplog.text
+        there.own.steps = 3
+        there.neighbourhood.announce()
+        await until(lambda: len(there.shelf.published) > published)
+        assert decode_announced(there.links.announced[-1], run=RUN, now=None).steps == 3
+
+
+async def test_a_clock_that_jumps_is_told_of(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("node.neighbourhood.PUSH_S", 0.001)
+    async with place() as there:
+        there.clock.set_by_s = -300.0
+        await until(lambda: caplog.records)
+        assert "set by -300 s" in caplog.text

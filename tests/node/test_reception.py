@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from node.neighbourhood import Neighbourhood
 from node.reception import Reception
-from protocol.seams import Question, QuestionAbout, Refusal
+from protocol.seams import Question, QuestionAbout, Refusal, Topic
 from protocol.tensor_spec import DType, TensorSpec
 from swarm.errors import Rejected, Unreachable
 from swarm.lane_messages import Heard
@@ -137,3 +138,29 @@ def test_without_a_module_tensors_are_refused_and_the_rest_is_ignored(message: T
     receives.told(A, Close(MICROBATCH, "over"))
     receives.told(A, ROUND_WORDS[0])  # type: ignore[arg-type]
     receives.link_down(A, ERROR)
+
+
+class View:
+    """Stands for the neighbourhood: who hosts what."""
+
+    own_module = MODULE
+
+    def module_of(self, peer: PeerId) -> ModuleId | None:
+        return {A: MODULE, B: ModuleId(0)}.get(peer)
+
+
+def minded(receives: Reception, sender: PeerId) -> set[Topic]:
+    return {topic for topic in Topic if receives.minds(sender, topic)}
+
+
+def test_whose_word_about_what_means_anything() -> None:
+    stranger, view = PeerId("c"), cast(Neighbourhood, View())
+    receives = Reception(view)
+    assert [minded(receives, peer) for peer in (A, B, stranger)] == [set(), set(), set()], "nothing is hosted yet"
+    receives.carrier, receives.rounds = Noted(), Noted()  # type: ignore[assignment]
+    assert minded(receives, A) == {Topic.MICROBATCHES, Topic.STATE, Topic.ROUNDS}
+    assert minded(receives, B) == minded(receives, stranger) == {Topic.MICROBATCHES, Topic.STATE}
+    receives.lanes = Noted()
+    assert Topic.LANES in minded(receives, B)
+    assert Topic.LANES not in minded(receives, A) | minded(receives, stranger)
+    assert [receives.serves(peer) for peer in (A, B, stranger)] == [True, True, False]

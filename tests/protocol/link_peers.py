@@ -12,7 +12,7 @@ from protocol.certificates import TlsCredentials, make_credentials
 from protocol.dialling import Ways
 from protocol.frames import Farewell, Frame, Hello, decode, encode
 from protocol.identity import Identity
-from protocol.seams import Contact, Question, Refusal
+from protocol.seams import Contact, Question, Refusal, Topic
 from protocol.settings import TransportSettings
 from protocol.streams import DialledStream, open_channel
 from protocol.tensor_spec import DType, TensorSpec
@@ -53,6 +53,9 @@ class Recorder:
     admit_error: PeerError | None = None
     answering: Callable[[Question], bytes] = lambda question: question.about.value.encode()
     answer_gate: asyncio.Event | None = None
+    is_served: bool = True
+    """By everybody who speaks to it."""
+    minded: tuple[Topic, ...] = tuple(Topic)
     admitted: list[TensorMessage] = field(default_factory=list)
     tensors: list[tuple[PeerId, TensorMessage, TensorSpec, bytes]] = field(default_factory=list)
     broken: list[tuple[TensorMessage, PeerError]] = field(default_factory=list)
@@ -90,6 +93,12 @@ class Recorder:
         if self.answer_gate is not None:
             await self.answer_gate.wait()
         return self.answering(question)
+
+    def serves(self, sender: PeerId) -> bool:
+        return self.is_served
+
+    def minds(self, sender: PeerId, topic: Topic) -> bool:
+        return topic in self.minded
 
     def link_up(self, peer: PeerId) -> None:
         self.ups.append(peer)

@@ -199,12 +199,21 @@ async def test_the_callers_error_arrives_as_it_is() -> None:
 def test_what_was_replaced_does_not_come_back() -> None:
     sequences = LatestSequences(limit=2)
     new, old = announced(FIRST, sequence=2_000), announced(FIRST, sequence=1_000)
-    assert sequences.is_current(new)
-    assert not sequences.is_current(old)
-    assert sequences.is_current(new)
+    now = new.expires_at - 60
+    assert sequences.is_current(new, now)
+    assert not sequences.is_current(old, now)
+    assert sequences.is_current(new, now)
     for identity in (SECOND, Identity.generate()):
-        assert sequences.is_current(announced(identity))
-    assert sequences.is_current(old), "only so many peers are remembered"
+        assert sequences.is_current(announced(identity), now)
+    assert sequences.is_current(old, now), "only so many peers are remembered"
+
+
+def test_who_began_with_a_clock_far_ahead_and_starts_again_is_heard_when_the_old_record_has_run_out() -> None:
+    sequences = LatestSequences()
+    ahead, right = announced(FIRST, sequence=2_000), announced(FIRST, sequence=1_000)
+    assert sequences.is_current(ahead, ahead.expires_at - 60)
+    assert not sequences.is_current(right, ahead.expires_at - 1)
+    assert sequences.is_current(right, ahead.expires_at)
 
 
 @pytest.mark.parametrize(

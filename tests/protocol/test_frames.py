@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 import pytest
+from google.protobuf.descriptor import FieldDescriptor
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,12 +22,14 @@ from protocol.frames import (
     Pong,
     decode,
     encode,
+    is_chunk,
+    topic_of,
 )
 from protocol.generated import link_pb2 as wire
 from protocol.identity import peer_id_of
 from protocol.microbatch_frames import MAX_LIFETIME_MS
 from protocol.question_frames import AnswerFrame, QuestionFrame
-from protocol.seams import Question, QuestionAbout
+from protocol.seams import Question, QuestionAbout, Topic
 from protocol.tensor_spec import DType, TensorSpec
 from swarm.errors import ProtocolViolation
 from swarm.messages import (
@@ -292,6 +295,51 @@ def test_a_lying_tensor_header_is_refused(lie: dict[str, object]) -> None:
 def test_what_is_out_of_bounds_is_refused(frame: bytes) -> None:
     with pytest.raises(ProtocolViolation):
         decode(frame)
+
+
+def varint(number: int) -> bytes:
+    return bytes((number,)) if number < 0x80 else bytes((number & 0x7F | 0x80, *varint(number >> 7)))
+
+
+@pytest.mark.parametrize("field", list(wire.Frame.DESCRIPTOR.fields), ids=lambda field: field.name)
+@pytest.mark.parametrize("length", [0, 1, 127, 128, MAX_SMALL_FRAME_BYTES - 5])
+def test_the_topic_is_known_before_anything_is_read(field: FieldDescriptor, length: int) -> None:
+    frame = varint(field.number << 3 | 2) + varint(length) + b"\xff" * length
+    if field.name == "chunk":
+        assert is_chunk(frame)
+        return
+    assert not is_chunk(frame)
+    assert topic_of(frame) is TOPICS.get(field.name)
+    if length and field.name != "announcement":
+        with pytest.raises(ProtocolViolation):
+            decode(frame)
+
+
+TOPICS = {
+    **dict.fromkeys(
+        ["receipt", "stranded", "close", "arrival_hint", "recall", "settled", "unsettled"], Topic.MICROBATCHES
+    ),
+    **dict.fromkeys(["progress", "invitation", "accepting", "entry", "declined", "roster", "pulse"], Topic.ROUNDS),
+    **dict.fromkeys(["prepared", "commit", "dissolved"], Topic.ROUNDS),
+    **dict.fromkeys(["state_request", "state_refused"], Topic.STATE),
+    **dict.fromkeys(
+        ["lane_told", "lane_heard", "lane_offer", "lane_accept", "lane_decline", "lane_abandon"], Topic.LANES
+    ),
+}
+
+PING, HEARD = encode(Ping(1)), wire.Frame(lane_heard=wire.LaneHeard(epoch=bytes(8), version=1)).SerializeToString()
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [PING + HEARD, HEARD + PING, PING + PING, PING[:-1], PING + b"\0", HEARD[:1], b"\x80\x80\x80\x01", b"\xff" * 9],
+    ids=["a ping, then a lane", "a lane, then a ping", "twice", "cut", "more", "half a tag", "long tag", "no tag"],
+)
+def test_a_frame_is_one_field_and_nothing_else(frame: bytes) -> None:
+    """protobuf would merge them and believe the last: the first bytes would not tell what it is."""
+    for read in (topic_of, decode):
+        with pytest.raises(ProtocolViolation):
+            read(frame)
 
 
 def test_details_are_cut_when_sent_and_made_harmless_when_read() -> None:

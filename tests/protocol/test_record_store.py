@@ -69,3 +69,19 @@ def test_room_is_shared_out_among_the_runs_keys() -> None:
     assert owners_per_key(5) == 256
     assert owners_per_key(1024) == 16
     assert owners_per_key(1_000_000) == 8
+
+
+def test_what_was_kept_while_our_clock_was_ahead_does_not_stand_in_its_owners_way() -> None:
+    clock = HandClock()
+    clock.time += 300.0
+    store = RecordStore(clock.now, longest_s=120.0)
+    assert store.put("key", "owner", Kept(b"ahead", clock.now() + 60.0))
+    assert not store.put("key", "other", Kept(b"for ever", clock.now() + 121.0))
+    clock.time -= 300.0
+    assert store.of_key("key") == {}
+    right = Kept(b"right", clock.now() + 60.0)
+    assert store.put("key", "owner", right)
+    assert store.of_key("key") == {"owner": right}
+    clock.time -= 300.0
+    assert list(store.keys()) == []
+    assert len(store) == 0

@@ -29,9 +29,17 @@ from protocol.frames import (
 from protocol.generated import link_pb2 as wire
 from protocol.inbox import MAX_OPEN_TRANSFERS
 from protocol.outbox import MAX_WAITING_BYTES
-from protocol.patience import COMMON_A_SECOND, COMMON_SAVED, FRAMES_A_SECOND, IN_ADVANCE, PAUSE_AFTER
+from protocol.patience import (
+    BYTES_A_FRAME,
+    COMMON_A_SECOND,
+    COMMON_SAVED,
+    FRAMES_A_SECOND,
+    IN_ADVANCE,
+    PAUSE_AFTER,
+    STRANGERS,
+)
 from protocol.question_frames import AnswerFrame, QuestionFrame
-from protocol.seams import Question, QuestionAbout, Refusal
+from protocol.seams import Question, QuestionAbout, Refusal, Topic
 from protocol.streams import AcceptedStream, DialledStream, make_server, open_channel, target_of
 from protocol.tensor_spec import DType, TensorSpec
 from swarm.errors import PeerError, ProtocolViolation, Rejected, StaleVersion, Stalled, Unreachable
@@ -308,6 +316,42 @@ async def test_who_says_more_than_its_due_is_read_later_and_loses_nothing() -> N
                     assert isinstance(answer, Ping), answer
                 assert answer.token == token
     assert time.monotonic() - begun >= 1
+
+
+async def test_what_nobody_minds_is_left_out_unread_and_the_link_stays() -> None:
+    async with server_and_honest() as (server, _), attack(server) as (hostile, stream):
+        server.handler.minded = (Topic.MICROBATCHES,)
+        for kind in ("lane_told", "roster", "state_refused"):
+            number = wire.Frame.DESCRIPTOR.fields_by_name[kind].number
+            tag = number << 3 | 2
+            await stream.say(bytes((tag & 0x7F | 0x80, tag >> 7, 9)) + b"\xff" * 9)  # no protobuf at all
+        await stream.say(encode(Close(MicrobatchId(hostile.peer, 1), "")))
+        await server.handler.until(lambda: server.handler.messages)
+        assert server.handler.downs == []
+        server.handler.minded = tuple(Topic)
+        await stream.say(bytes((34 << 3 & 0x7F | 0x82, 34 << 3 >> 7, 9)) + b"\xff" * 9)
+        assert (await stream.farewell()).reason is FarewellReason.VIOLATION
+
+
+async def test_long_frames_of_who_serves_nothing_are_read_later() -> None:
+    size = 40 * 1024
+    async with server_and_honest() as (server, _), attack(server) as (_, stream):
+        server.handler.is_served, server.handler.minded = False, ()
+        frame = long_frame(size)
+        weight = STRANGERS * (1 + len(frame) / BYTES_A_FRAME)
+        begun = time.monotonic()
+        for _ in range(int(IN_ADVANCE / weight) + 1):
+            await stream.say(frame)
+        await stream.say(Ping(7))
+        async with asyncio.timeout(LONG):
+            while await stream.hear() != Pong(7):
+                pass
+        assert time.monotonic() - begun >= (weight - IN_ADVANCE % weight - PAUSE_AFTER) / FRAMES_A_SECOND - 0.2
+
+
+def long_frame(size: int) -> bytes:
+    """Of lanes; nobody looks at what is in it."""
+    return wire.Frame(lane_told=wire.LaneTold(epoch=bytes(size))).SerializeToString()
 
 
 async def test_a_peer_that_does_not_read_makes_senders_wait_and_holds_no_memory() -> None:

@@ -41,7 +41,7 @@ from swarm.vocabulary import (
 from tests.protocol.link_peers import SETTINGS, BareStream, Node, Persona, Recorder, node
 
 LONGEST_LIFETIME_S = 3600.0
-RECORD_LIFETIME_S = 300.0
+RECORD_LIFETIME_S = 100.0
 HARD_OF_HEARING = (("grpc.http2.lookahead_bytes", 65_536), ("grpc.http2.bdp_probe", 0))
 NOWHERE = "127.0.0.1:9"
 """An address where nobody answers."""

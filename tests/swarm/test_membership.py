@@ -182,3 +182,13 @@ def test_a_flood_pushes_out_none_of_those_that_stay(monkeypatch: pytest.MonkeyPa
         )
         assert members.observe(flood, now=0, wall=0) is Change.IGNORED
     assert {a.peer for a in members.peers()} == lasting
+
+
+def test_who_counts_from_less_in_its_next_life_is_news_as_soon_as_the_old_record_has_run_out() -> None:
+    """It began with a clock far ahead, and has been started again with the right one."""
+    members = Membership(RUN, OWN)
+    members.observe(announcement("a", sequence=9_000_000, expires_at=60.0), now=0, wall=0)
+    members.give_up(PeerId("a"), now=1)
+    assert members.observe(announcement("a", sequence=1_000, expires_at=119.0), now=59, wall=59) is Change.IGNORED
+    assert members.observe(announcement("a", sequence=1_001, expires_at=120.0), now=60, wall=60) is Change.NEW
+    assert not members.is_given_up(PeerId("a"))

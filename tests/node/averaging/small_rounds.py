@@ -22,7 +22,7 @@ from node.clock import SystemClock
 from node.compute import ComputeThread, Priority
 from node.optimization import StepFigures
 from node.task_scope import task_scope
-from protocol.seams import LinkFigures, Question, Refusal, Transport
+from protocol.seams import LinkFigures, Question, Refusal, Topic, Transport
 from protocol.settings import TransportSettings
 from protocol.tensor_spec import TensorSpec
 from protocol.transport import GrpcTransport
@@ -249,6 +249,12 @@ class LinkEnd:
 
     async def answer(self, sender: PeerId, question: Question) -> bytes:
         raise Rejected("nothing is answered here")
+
+    def serves(self, sender: PeerId) -> bool:
+        return True
+
+    def minds(self, sender: PeerId, topic: Topic) -> bool:
+        return True
 
     def link_up(self, peer: PeerId) -> None:
         return

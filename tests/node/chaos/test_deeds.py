@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import subprocess
 import sys
 import tomllib
 from collections.abc import AsyncIterator
@@ -23,6 +24,7 @@ from node.wan.link_shape import Fault, ShapeChange, Site
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the laboratory reads /proc")
 
+ROOT = Path(__file__).parent.parent.parent.parent
 STAND_IN = (sys.executable, str(Path(__file__).parent.parent / "stand_in_node.py"))
 PLAN = 'name = "test"\nduration = 9\n[chaos]\nfault = "some"\n'
 
@@ -127,3 +129,17 @@ async def test_the_look_out_reads_logs_while_they_are_written(tmp_path: Path) ->
     assert await waiting == progress
     assert (watch.completed, watch.visited) == ([7.0], {"a"})
     running.cancel()
+
+
+def test_the_clock_of_an_odd_node_is_wrong_and_is_set_when_it_is_told() -> None:
+    text = """
+import os, signal, time
+from node.chaos.odd_node import _set_clock
+_set_clock(300.0, -3900.0)
+from node.clock import SystemClock
+assert abs(SystemClock().wall() - time.time() - 300) < 5
+os.kill(os.getpid(), signal.SIGUSR1)
+assert abs(SystemClock().wall() - time.time() + 3600) < 5
+"""
+    ran = subprocess.run([sys.executable, "-c", text], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr

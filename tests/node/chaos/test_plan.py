@@ -65,9 +65,11 @@ def test_deeds_are_read() -> None:
         + event("restart", "peers = [1, 2]\npolitely = true", at=6)
         + event("odd", 'stage = 2\nclock = -5\nprotocol = "1-2"\nworks = true', at=7)
         + event("freeze_convener", "stage = 1\nfor = 4", at=8)
+        + event("odd", "stage = 1\nclock = 300\nstep = -300\nstep_after = 9\nworks = true", at=8.5)
+        + event("odd", "stage = 1\nstep = 30\nstep_after = 9", at=8.7)
         + event("kill", "peers = [4]", at=9)
     )
-    worsen, one_way, resets, child, crash, restart, odd, convener, _ = read.scenario.happenings
+    worsen, one_way, resets, child, crash, restart, odd, convener, set_right, set_wrong, _ = read.scenario.happenings
     assert isinstance(worsen, Worsen)
     assert worsen.change.fault is Fault.HALF_OPEN
     assert one_way == OneWay(2, (0,), (0, 1, 2, 3, 4), 4)
@@ -78,7 +80,16 @@ def test_deeds_are_read() -> None:
     assert restart == Restart(6, (1, 2), True, 0.0)
     assert isinstance(odd, Odd)
     assert (odd.oddities, odd.works) == (("--clock=-5", "--protocol=1-2"), True)
+    assert odd.step_after_s == 0
     assert convener == FreezeConvener(8, 1, 4)
+    assert isinstance(set_right, Odd)
+    assert isinstance(set_wrong, Odd)
+    assert (set_right.oddities, set_right.step_after_s, set_right.starts_right) == (
+        ("--clock=300", "--step=-300"),
+        9,
+        False,
+    )
+    assert (set_wrong.oddities, set_wrong.step_after_s, set_wrong.starts_right) == (("--step=30",), 9, True)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +101,7 @@ def test_deeds_are_read() -> None:
         (event("child", 'peers = [1]\nwhich = "cat"'), "which"),
         (event("odd", "stage = 1"), "nothing odd"),
         (event("odd", 'stage = 1\nprotocol = "2"'), "protocol"),
+        (event("odd", "stage = 1\nstep = -30"), "step_after"),
         (event("explode", ""), "explode"),
         (event("resets", "peers = [1]\nfor = 3"), "every_bytes"),
     ],
