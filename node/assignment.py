@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from node.compute import ComputeThread
+from node.data.places import Places
 from node.events import EventSink
 from node.options import NodeOptions
 from node.presence import Presence
 from node.resume import Resumed
 from node.saving import SaveRequests
 from protocol.manifest import Manifest
-from swarm.vocabulary import ModuleId
+from swarm.vocabulary import ModuleId, Reasoned
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,3 +33,5 @@ class Assignment:
     """To be called when a data node has done the steps it was asked for."""
     saves: SaveRequests
     resumed: Resumed
+    text: Reasoned[Places | None]
+    """What of this machine may be opened for the run's text; never None for a data node."""
