@@ -72,7 +72,8 @@ def _parameters(manifest: Manifest) -> int:
 
     model, blocks = manifest.model, manifest.stages.blocks
     apart = blocks[0] + sum(blocks[1:]) * manifest.stages.experts
-    return apart * block_parameters(model) + (2 * model.vocabulary + 1) * model.hidden
+    norms = 2 * model.hidden
+    return apart * (block_parameters(model) + norms) + (2 * model.vocabulary + 1) * model.hidden
 
 
 def _reading(manifest: Manifest, options: NodeOptions, text: Reasoned[Places | None]) -> str:

@@ -170,7 +170,7 @@ class _RowNames(Sequence[str]):
 
 
 def _load_data_set(name: str, config: str | None, split: str) -> Any:
-    """Without the person's token, so that nothing private is read, and without code of the data set."""
+    """Without the person's token, so that nothing private is read, and without code of the data set, which `datasets` runs no more since version 4."""
     try:
         import datasets  # an extra: heavy, and not needed for local text
         from huggingface_hub import HfApi
@@ -179,6 +179,11 @@ def _load_data_set(name: str, config: str | None, split: str) -> Any:
             "data.source names a Hugging Face data set, and the `datasets` library is not installed",
             hint="Install it with `pip install 'skipstone[datasets]'`, or use another data.source.",
         ) from None
+    if int(datasets.__version__.partition(".")[0]) < 4:
+        raise ConfigError(
+            f"data.source: version {datasets.__version__} of the `datasets` library can run code that a data set brings along",
+            hint="Install a newer one with `pip install 'skipstone[datasets]'`.",
+        )
     if os.path.lexists(name):  # the library would take that
         raise ConfigError(
             f"data.source: there is a file or folder {name} here, which would be read in place of the hub's data set",
@@ -187,11 +192,11 @@ def _load_data_set(name: str, config: str | None, split: str) -> Any:
     try:
         files = HfApi(token=False).dataset_info(name, files_metadata=True, token=False).siblings or ()
         size = sum(file.size or 0 for file in files)
-        if size > MAX_HUB_BYTES:
-            raise ConfigError(f"data.source: the data set {name!r} has {size} bytes, more than {MAX_HUB_BYTES}")
-        rows = datasets.load_dataset(name, config, split=split, token=False, trust_remote_code=False)
-    except (OSError, ValueError) as error:  # the library's own errors derive from these two
+        rows = datasets.load_dataset(name, config, split=split, token=False) if size <= MAX_HUB_BYTES else None
+    except Exception as error:  # of these libraries, and of those that they fetch with
         raise ConfigError(f"data.source: the data set {name!r} cannot be loaded: {error}") from error
+    if rows is None:
+        raise ConfigError(f"data.source: the data set {name!r} has {size} bytes, more than {MAX_HUB_BYTES}")
     if len(rows) > MAX_DOCUMENTS:
         raise ConfigError(f"data.source: the data set {name!r} has {len(rows)} rows, more than {MAX_DOCUMENTS}")
     return rows

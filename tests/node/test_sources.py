@@ -235,10 +235,12 @@ def test_only_an_owner_and_a_name_are_looked_up_on_a_hub(name: str) -> None:
 class Hub:
     """Stands in for the libraries of the Hugging Face hub."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...] = (10,)) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...] = (10,), version: str = "4.1.0") -> None:
         self.asked: list[dict[str, object]] = []
         self._files = [types.SimpleNamespace(size=size) for size in sizes]
-        monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=self._load))
+        monkeypatch.setitem(
+            sys.modules, "datasets", types.SimpleNamespace(load_dataset=self._load, __version__=version)
+        )
         monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(HfApi=self._api))
 
     def _api(self, token: object) -> object:
@@ -265,13 +267,19 @@ class TestHub:
         source = open_source(DataSection(source="huggingface:some/set"), None)
         assert source.read("0") == b"hello"
         assert [said["token"] for said in hub.asked] == [False, False, False]
-        assert hub.asked[-1] == {"split": "train", "token": False, "trust_remote_code": False}
+        assert hub.asked[-1] == {"split": "train", "token": False}
 
     def test_a_folder_of_that_name_is_not_taken_for_it(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         hub = Hub(monkeypatch)
         (tmp_path / "some" / "set").mkdir(parents=True)
         monkeypatch.chdir(tmp_path)
         with pytest.raises(ConfigError, match="would be read in place"):
+            open_source(DataSection(source="huggingface:some/set"), None)
+        assert hub.asked == []
+
+    def test_a_library_that_runs_code_of_data_sets_is_not_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        hub = Hub(monkeypatch, version="3.6.0")
+        with pytest.raises(ConfigError, match="can run code"):
             open_source(DataSection(source="huggingface:some/set"), None)
         assert hub.asked == []
 
