@@ -59,7 +59,7 @@ def description(
         f"model     {count(_parameters(manifest))} parameters in {_number(manifest.stages.count, 'stage')}"
         f"{f' of {manifest.stages.experts} experts' if manifest.stages.experts > 1 else ''}",
         f"reads     {_reading(manifest, options, text)}",
-        "sends     hidden states of its text, gradients and parameters to the peers of this run; whoever serves the next stage can turn"
+        "sends     hidden states of the run's text, gradients and parameters to the peers of this run; whoever serves the next stage can turn"
         " hidden states back into text",
         f"may use   {_use(options)}",
     )
