@@ -13,7 +13,7 @@ import stat
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import BinaryIO, Final
 
 from protocol.manifest import FilesSection
@@ -31,8 +31,8 @@ _OPEN_FLAGS: Final = (
     | getattr(os, "O_BINARY", 0)
 )
 
-Wanted = Callable[[PurePosixPath], bool]
-"""Says of a file's relative name whether it belongs to the text."""
+Wanted = Callable[[str], bool]
+"""Says of a name, without the folders that it is in, whether it belongs to the text."""
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -94,7 +94,7 @@ class Listing:
     def section(self) -> FilesSection:
         """What a manifest says about these files; there must be some with text in them.
 
-        Names and sizes only: that takes a second for some 100,000 files, however large they are. With their contents every start of a data node
+        Names and sizes only: that takes some seconds for 100,000 files, however large they are. With their contents every start of a data node
         would read the whole text first. It is to notice the wrong folder, and files that were changed, come or gone; whoever changes a
         file on his own disk without changing its size trains on what he has made of it, as he could anyway.
         """
@@ -119,20 +119,28 @@ class Listing:
         )
 
 
-def files_below(root: Path, wanted: Wanted = lambda _: True) -> Listing:
+def _any(name: str) -> bool:
+    return True
+
+
+def files_below(root: Path, folder: Wanted = _any, file: Wanted = _any) -> Listing:
     """Regular files, no links: a link may lead out of the folder, or round in a circle. Empty ones hold no text.
+
+    Args:
+        folder: which folders are looked into.
+        file: which files are taken.
 
     Raises:
         OSError: the folder is not there.
         ConfigError: too many files.
     """
     root = resolved(root)
-    return Listing(root, _walk(root, wanted))
+    return Listing(root, _walk(str(root), folder, file))
 
 
 def visible_below(root: Path) -> Listing:
     """As `files_below`, without files and folders whose names begin with a dot."""
-    return files_below(root, lambda name: not any(part.startswith(".") for part in name.parts))
+    return files_below(root, _is_visible, _is_visible)
 
 
 def single_file(path: Path) -> Listing:
@@ -143,16 +151,18 @@ def single_file(path: Path) -> Listing:
     return Listing(path.parent, iter([(path.name, found.st_size)] if found.st_size else []))
 
 
-def _walk(root: Path, wanted: Wanted) -> Iterator[tuple[str, int]]:
-    for folder, folders, names in os.walk(root):
-        below = Path(folder)
-        folders[:] = [name for name in folders if not _is_machine(below / name)]
-        for name in names:
-            relative = PurePosixPath((below / name).relative_to(root).as_posix())
-            if wanted(relative):
-                found = os.lstat(below / name)
-                if stat.S_ISREG(found.st_mode) and found.st_size:
-                    yield str(relative), found.st_size
+def _walk(root: str, folder: Wanted, file: Wanted) -> Iterator[tuple[str, int]]:
+    for at, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if folder(name) and not _is_machine(Path(at, name))]
+        prefix = "" if at == root else f"{Path(at).relative_to(root).as_posix()}/"
+        for name in filter(file, names):
+            found = os.lstat(os.path.join(at, name))
+            if stat.S_ISREG(found.st_mode) and found.st_size:
+                yield prefix + name, found.st_size
+
+
+def _is_visible(name: str) -> bool:
+    return not name.startswith(".")
 
 
 def _is_machine(real: Path) -> bool:

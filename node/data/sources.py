@@ -12,7 +12,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 from node.data.listing import Listing, files_below, single_file, visible_below
@@ -118,7 +118,7 @@ class _DocumentNames(Sequence[str]):
 
 def python_standard_library() -> FileSource:
     """The `.py` files of the running Python's standard library, without its tests."""
-    return FileSource(files_below(Path(sysconfig.get_path("stdlib")), _is_library), DOCUMENT_BYTES)
+    return FileSource(files_below(Path(sysconfig.get_path("stdlib")), _is_of_the_library, _is_source), DOCUMENT_BYTES)
 
 
 def files_at(path: Path) -> FileSource:
@@ -202,8 +202,10 @@ def _load_data_set(name: str, config: str | None, split: str) -> Any:
     return rows
 
 
-def _is_library(relative: PurePosixPath) -> bool:
+def _is_of_the_library(folder: str) -> bool:
+    return folder not in _NOT_THE_LIBRARY
+
+
+def _is_source(file: str) -> bool:
     """`_sysconfigdata...` is written when Python is built, and differs between machines."""
-    if relative.suffix != ".py" or relative.name.startswith("_sysconfigdata"):
-        return False
-    return _NOT_THE_LIBRARY.isdisjoint(relative.parts)
+    return file.endswith(".py") and not file.startswith("_sysconfigdata")
