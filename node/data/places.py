@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from protocol.manifest import DataSection
+from swarm.errors import ConfigError
 from swarm.vocabulary import Reasoned
 
 
@@ -63,7 +64,7 @@ def may_open(named: str, option: str, told: Path | None, *, own: bool) -> Reason
             None,
             f"a hidden place is not opened because a manifest says so, so its {named} is not; name it with {option}",
         )
-    return Reasoned(path.expanduser(), "this machine's own manifest says so")
+    return Reasoned(_from_home(named), "this machine's own manifest says so")
 
 
 def tokenizer_place(data: DataSection, told: Path | None, *, own: bool) -> Reasoned[Path | None]:
@@ -96,5 +97,12 @@ def places(data: DataSection, told: ToldPlaces, *, own: bool) -> Reasoned[Places
 def as_written(data: DataSection) -> Places:
     """Of a manifest whose author runs it here, hidden places included: `solo`, `up`, benchmarks."""
     kind, _, rest = data.source.partition(":")
-    text = Path(rest).expanduser() if kind == "path" else None
-    return Places(text, None if data.tokenizer == "bytes" else Path(data.tokenizer.removeprefix("file:")).expanduser())
+    text = _from_home(rest) if kind == "path" else None
+    return Places(text, None if data.tokenizer == "bytes" else _from_home(data.tokenizer.removeprefix("file:")))
+
+
+def _from_home(path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:  # `~nobody`
+        raise ConfigError(f"{path}: {error}", hint="Write the whole path.") from None

@@ -133,6 +133,28 @@ def test_an_export_has_the_held_out_loss_of_its_checkpoint(tmp_path: Path) -> No
     assert losses[0]["subsets"] == [{"stages": [1, 2], "loss": losses[0]["loss"]}]
 
 
+def test_a_downloaded_folder_opens_nothing_here_and_one_s_own_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its manifest names text and a tokenizer that may be anybody's; who has signed it with this machine's key has named them himself."""
+    monkeypatch.setenv("SKIPSTONE_HOME", str(tmp_path))
+    (tmp_path / "text").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 3000)
+    manifest = small_manifest(
+        data__source=f"path:{tmp_path / 'text'}",
+        data__tokenizer=f"file:{tmp_path / 'text'}",
+        data__tokenizer_sha256="0" * 64,
+    )
+    checkpoint = save_checkpoint(tmp_path / "downloaded", manifest)
+    with pytest.raises(ConfigError, match="--text"):
+        asyncio.run(evaluate_model(str(checkpoint), 3))
+    with pytest.raises(ConfigError, match="--tokenizer"):
+        exported(checkpoint, tmp_path / "folder")
+    own = Identity.create(tmp_path / "identity.key")
+    (checkpoint / "manifest.toml").write_bytes(sign_manifest(manifest, own).text)
+    with pytest.raises(ConfigError, match="has SHA-256"):  # it was opened, and is another one
+        exported(checkpoint, tmp_path / "folder")
+
+
 def test_parts_of_a_model_are_measured_on_the_same_text(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 3000)
     manifest = small_manifest(data__source=f"path:{tmp_path / 'text'}")

@@ -8,6 +8,7 @@ import pytest
 
 from node.data.places import NOTHING_TOLD, Places, ToldPlaces, as_written, places, tokenizer_place
 from protocol.manifest import DataSection
+from swarm.errors import ConfigError
 
 SHA = "0" * 64
 HERE = Path("/here")
@@ -75,3 +76,8 @@ def test_whoever_runs_his_own_manifest_has_named_its_places() -> None:
     data = DataSection(source="path:~/.text", tokenizer="file:t.json", tokenizer_sha256=SHA)
     assert as_written(data) == Places(Path.home() / ".text", Path("t.json"))
     assert as_written(DataSection()) == Places()
+
+
+def test_a_home_that_nobody_has_is_said() -> None:
+    with pytest.raises(ConfigError, match="~nobody-of-that-name"):
+        places(DataSection(source="path:~nobody-of-that-name/text"), NOTHING_TOLD, own=True)
