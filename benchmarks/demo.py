@@ -31,7 +31,7 @@ def main() -> None:
     began = time.perf_counter()
     # Both streams are one, because the first line of `--json` goes to standard error.
     with subprocess.Popen(
-        [sys.executable, "-m", "node", "up", "--json"],
+        [sys.executable, "-P", "-m", "node", "up", "--json"],
         env=environment,
         cwd=root,
         stdout=subprocess.PIPE,

@@ -77,7 +77,9 @@ def solo(manifest: Manifest, steps: int) -> Measured:
     ).replace("benchmarks_throughput", Path(__file__).stem)
     folder = Path(__file__).parent
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(folder), str(folder.parent)))}
-    output = subprocess.run([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, check=True).stdout
+    output = subprocess.run(
+        [sys.executable, "-P", "-c", script], env=environment, stdout=subprocess.PIPE, check=True
+    ).stdout
     lines = [json.loads(line) for line in output.splitlines()]
     return Measured(rate([(at, event["tokens"]) for at, event in lines if event["event"] == "step"]), {})
 

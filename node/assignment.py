@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from node.compute import ComputeThread
+from node.data.places import Places
 from node.events import EventSink
 from node.options import NodeOptions
 from node.presence import Presence
@@ -15,7 +16,7 @@ from node.proofs import Proofs
 from node.resume import Resumed
 from node.saving import SaveRequests
 from protocol.manifest import Manifest
-from swarm.vocabulary import ModuleId
+from swarm.vocabulary import ModuleId, Reasoned
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,3 +35,5 @@ class Assignment:
     saves: SaveRequests
     proofs: Proofs
     resumed: Resumed
+    text: Reasoned[Places | None]
+    """What of this machine may be opened for the run's text; never None for a data node."""

@@ -153,7 +153,8 @@ async def data_duty(given: Assignment) -> AsyncIterator[DataDuty]:
     if position is not None:
         given.events.emit(Continued(own.peer, _reported(counts_of(position))))
     own.steps = worker.stage.optimizer.steps
-    documents = await asyncio.to_thread(open_documents, manifest)
+    assert given.text.value is not None, given.text.reason
+    documents = await asyncio.to_thread(open_documents, manifest, given.text.value)
     estimates, tokens = Estimates(), manifest.microbatch_tokens
     membership, measurements = given.presence.membership, Measurements(own.peer, tokens)
     rules = _flight_rules(given.options, manifest)

@@ -13,7 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from node.data.places import as_written
 from node.variables import without_settings
+from protocol.child_environment import with_packages
 from protocol.identity import Identity
 from protocol.join_link import JoinLink
 from protocol.manifest import Manifest
@@ -75,6 +77,8 @@ class LocalSwarmOptions:
     log_dir: Path | None = None
     """Folder that gets every node's event log."""
     log_level: str = "warning"
+    author_path: Path | None = None
+    """The key that signs the manifest; None for the first peer's."""
 
     @property
     def threads_per_node(self) -> int:
@@ -118,7 +122,7 @@ def assign_stages(peers: int, blocks: Sequence[int]) -> list[int]:
 
 class LocalSetup:
     """The folder of a local swarm, mode 0700: one key for each peer (unless there is a checkpoint folder, which then has them), and
-    the manifest, signed by the first.
+    the manifest.
 
     Call `remove` at the end.
     """
@@ -127,6 +131,7 @@ class LocalSetup:
         """Raises ConfigError for fewer peers than stages, ResourceExhausted when the folder or the ports cannot be had."""
         stages = assign_stages(options.peers, manifest.stages.blocks)
         self._options = options
+        self._text = _text_arguments(manifest)
         self._places = places
         self._count = 0
         self._ended: set[int] = set()
@@ -141,7 +146,7 @@ class LocalSetup:
             ports = iter(_free_ports(2 * len(stages)))
             self.peers = [self._plan(stage, next(ports), next(ports)) for stage in stages]
             self.run: RunId = run_id_of(manifest)
-            author = Identity.load(self.peers[0].identity_path)
+            author = Identity.load_or_create(options.author_path or self.peers[0].identity_path)
             self._manifest_path = self._folder / "manifest.toml"
             self._manifest_path.write_bytes(sign_manifest(manifest, author).text)
         except BaseException:
@@ -174,7 +179,7 @@ class LocalSetup:
         """What follows `skipstone` on its command line. The first peer brings the manifest, the others ask for it."""
         begins = peer.index == 0 and peer.index not in self._returned
         target = str(self._manifest_path) if begins else str(self.link)
-        arguments = ["join", target, "--json", "--stop-on-eof"]
+        arguments = ["join", target, "--json", "--stop-on-eof", "--yes"]
         if self._options.moving and peer.stage > 0:
             arguments.append("--move")
         settings = {
@@ -189,6 +194,8 @@ class LocalSetup:
         }
         if peer.stage == 0 and self._options.steps is not None:
             settings["--steps"] = self._options.steps
+        if peer.stage == 0:
+            arguments += self._text
         if self._options.checkpoint_dir is not None:
             settings["--checkpoint-dir"] = self._options.checkpoint_dir
             settings["--checkpoint-every"] = self._options.checkpoint_every_s
@@ -199,15 +206,11 @@ class LocalSetup:
         return arguments
 
     def environment(self) -> dict[str, str]:
-        """That of this process, but for settings meant for a node, which would reach all of them; with the packages findable
-        wherever it stands and no more threads than each node's share."""
-        packages = str(Path(__file__).parent.parent)
-        path = os.pathsep.join(filter(None, (packages, os.environ.get("PYTHONPATH"))))
-        return {
-            **without_settings(os.environ),
-            "PYTHONPATH": path,
-            "OMP_NUM_THREADS": str(self._options.threads_per_node),
-        }
+        """What a child is told of this process's, but for settings meant for a node, which would reach all of them; with the packages
+        findable wherever it stands and no more threads than each node's share."""
+        packages = str(Path(__file__).resolve().parent.parent)
+        threads = str(self._options.threads_per_node)
+        return with_packages(without_settings(os.environ), packages, OMP_NUM_THREADS=threads)
 
     def remove(self) -> None:
         """Removes the folder, with the keys that are in it."""
@@ -218,6 +221,14 @@ class LocalSetup:
         self._count += 1
         path = self._keys / f"peer-{index}.key"
         return PlannedPeer(index, stage, Identity.load_or_create(path).peer, path, port, dht_port, self._places(index))
+
+
+def _text_arguments(manifest: Manifest) -> list[str]:
+    """Whoever starts a swarm here has named its text: the nodes that read it, most of which join by link, may open it."""
+    where = as_written(manifest.data)
+    told = {"--text": where.text, "--tokenizer": where.tokenizer}
+    arguments = [word for option, path in told.items() if path is not None for word in (option, str(path.absolute()))]
+    return [*arguments, "--allow-hub"] if manifest.data.source.startswith("huggingface:") else arguments
 
 
 def node_command() -> tuple[str, ...]:

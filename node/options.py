@@ -7,9 +7,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from node.data.places import NOTHING_TOLD, ToldPlaces
 from node.reach.standing import ReachMode
+from protocol.identity import Identity
 from protocol.join_link import JoinLink
-from swarm.errors import ConfigError
+from swarm.errors import ConfigError, IdentityError
+from swarm.vocabulary import PeerId
 
 DEFAULT_SLOTS = 16
 _UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
@@ -34,6 +37,8 @@ class NodeOptions:
     """Whether it may change its module when the swarm needs it elsewhere; None: unless `stage` is given."""
     reads_text: bool = True
     """Whether it may choose stage 0, whose peers read the run's text."""
+    told: ToldPlaces = NOTHING_TOLD
+    """What the person says about the run's text; it decides too whether the node may choose stage 0."""
     listen: str = "0.0.0.0"  # noqa: S104 - a node exists to be reached from other machines; TLS decides who may speak
     """The local address that the gRPC server and the DHT bind to."""
     advertise: str | None = None
@@ -106,6 +111,14 @@ def parse_size(text: str) -> int:
     if match is None or match[2] not in _UNITS:
         raise ConfigError(f"{text!r} is not a size", hint="Write it as 512MiB or 2GiB.")
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+def own_peer() -> PeerId | None:
+    """Who this machine is by its default key; None when it has none, or none that can be used."""
+    try:
+        return Identity.load(default_identity_path()).peer
+    except IdentityError:
+        return None
 
 
 def default_identity_path() -> Path:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 
@@ -13,6 +14,7 @@ from node.assignment import Assignment
 from node.checkpoint.folder import CheckpointFolder
 from node.clock import SystemClock
 from node.compute import ComputeThread
+from node.data.places import Places, places
 from node.device import choose_device
 from node.event_log import Both, Watched, open_event_log
 from node.events import Ended, EventSink, Note
@@ -34,7 +36,7 @@ from protocol.manifest import Manifest
 from protocol.memory import keep_freed_memory
 from protocol.seams import Question, QuestionAbout
 from protocol.signed_manifest import SignedManifest, read_signed_manifest
-from swarm.errors import ConfigError
+from swarm.errors import ConfigError, Rejected
 from swarm.moves import MoveRules
 from swarm.placement import choose_module
 from swarm.vocabulary import ModuleId, PeerId, Reasoned, RunId
@@ -43,13 +45,29 @@ LOOK_AROUND_S = 2.0
 WITHDRAW_S = 2.0
 
 
-async def run_node(options: NodeOptions, events: EventSink, stop: asyncio.Event, moving: Moving | None = None) -> None:
+class Consent(Protocol):
+    """Tells the person at this machine what the run is, and asks whether to join it."""
+
+    async def __call__(self, signed: SignedManifest, text: Reasoned[Places | None], own: bool) -> bool:
+        """`own`: whether this machine's identity is the manifest's author."""
+        ...
+
+
+async def run_node(
+    options: NodeOptions,
+    events: EventSink,
+    stop: asyncio.Event,
+    moving: Moving | None = None,
+    consent: Consent | None = None,
+) -> None:
     """Runs one node until `stop` is set, or, for a data node, until its steps are done.
 
     Args:
         moving: says for each module that the node takes when it moves on; `readiness_to_move` if not given.
+        consent: asked before the node takes part; None for a node whose owner knows the run.
 
     Raises:
+        Rejected: there is no consent.
         SkipstoneError: it could not start, or something it cannot do without broke.
     """
     keep_freed_memory()
@@ -74,14 +92,19 @@ async def run_node(options: NodeOptions, events: EventSink, stop: asyncio.Event,
                 signed = await unless(stop, presence.fetch_manifest(options.patience_s))
                 if signed is None:
                     return
+            own = signed.author == identity.peer
+            text = places(signed.manifest.data, options.told, own=own)
+            if consent is not None and not await unless(stop, consent(signed, text, own)):
+                raise Rejected("the run was not joined", hint="Say yes when asked, or beforehand with --yes.")
             async with reachable(options.reach, options.advertise, presence, logged):
-                await _serve(options, presence, signed, device.value, logged, stop, moving or readiness_to_move)
+                await _serve(options, presence, signed, text, device.value, logged, stop, moving or readiness_to_move)
 
 
 async def _serve(
     options: NodeOptions,
     presence: Presence,
     signed: SignedManifest,
+    text: Reasoned[Places | None],
     device: torch.device,
     events: EventSink,
     stop: asyncio.Event,
@@ -95,7 +118,7 @@ async def _serve(
     presence.neighbourhood.watch(signed.manifest.modules())
     presence.reception.answers[QuestionAbout.MANIFEST] = _always(signed.text)
     resumed = await _find_own(options, presence, signed, events)
-    chosen = await _choose(options, presence, signed.manifest, resumed, device)
+    chosen = await _choose(options, presence, signed.manifest, resumed, device, text, events)
     events.emit(Note("info", f"module {chosen.value}: {chosen.reason}"))
     folder = None
     if options.checkpoint_dir is not None:
@@ -105,7 +128,18 @@ async def _serve(
         while module is not None and not stop.is_set():
             saves, proofs = SaveRequests(), Proofs(presence)
             given = Assignment(
-                options, presence, signed.manifest, module, device, compute, events, stop.set, saves, proofs, resumed
+                options,
+                presence,
+                signed.manifest,
+                module,
+                device,
+                compute,
+                events,
+                stop.set,
+                saves,
+                proofs,
+                resumed,
+                text,
             )
             module = await serve_module(given, moving, folder, stop)
             resumed = Resumed()
@@ -141,13 +175,25 @@ def _logged(options: NodeOptions, peer: PeerId, stream: EventSink) -> Iterator[E
 
 
 async def _choose(
-    options: NodeOptions, presence: Presence, manifest: Manifest, resumed: Resumed, device: torch.device
+    options: NodeOptions,
+    presence: Presence,
+    manifest: Manifest,
+    resumed: Resumed,
+    device: torch.device,
+    text: Reasoned[Places | None],
+    events: EventSink,
 ) -> Reasoned[ModuleId]:
     """The module asked for, else the one it had, else the one that needs a peer most after a short look around, of those that fit.
 
     Raises:
+        ConfigError: that would be stage 0, and the run's text may not be opened; or there is no such stage.
         ResourceExhausted: no module that it may take fits into this machine.
     """
+    wanted = options.stage if options.stage is not None or resumed.module is None else resumed.module.stage
+    if text.value is None and wanted == 0:
+        raise ConfigError(
+            f"this node can not take stage 0: {text.reason}", hint="Or take another stage with --no-data."
+        )
     if options.stage is not None:
         if options.stage >= manifest.stages.count:
             raise ConfigError(
@@ -156,9 +202,12 @@ async def _choose(
         return Reasoned(ModuleId(options.stage), "asked for")
     if resumed.module is not None:
         return Reasoned(resumed.module, "the one in its checkpoint")
-    if options.link is None:
+    reads_text = options.reads_text and text.value is not None
+    if options.reads_text and not reads_text:
+        events.emit(Note("warning", f"this node takes no stage 0: {text.reason}"))
+    if options.link is None and reads_text:
         return Reasoned(ModuleId(0), "the first node of a run is a data node")
-    allowed = [module for module in manifest.modules() if module.stage > 0 or options.reads_text]
+    allowed = [module for module in manifest.modules() if module.stage > 0 or reads_text]
     room = room_on(device)
     fitting = list(modules_that_fit(manifest, allowed, room, options.slots_held))
     if not fitting:

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+from protocol.child_environment import with_packages
 from protocol.child_pipe import pack, receive
 from protocol.generated import dht_process_pb2
 from protocol.identity import Identity
@@ -189,12 +190,13 @@ async def _started() -> asyncio.subprocess.Process:
     starting = asyncio.ensure_future(
         asyncio.create_subprocess_exec(
             sys.executable,
+            "-P",  # not from the folder in which the user stands
             "-m",
             "protocol.dht_process",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env=_environment(),
+            env=with_packages({"HIVEMIND_LOGLEVEL": "WARNING", **os.environ}, str(_SOURCES)),
             start_new_session=True,  # a group of its own to kill, and no Ctrl-C from the terminal: we stop it in order
         )
     )
@@ -221,12 +223,6 @@ async def _done(short: asyncio.Future[Any]) -> None:
             cancelled = error
     if cancelled is not None:
         raise cancelled
-
-
-def _environment() -> dict[str, str]:
-    inherited = os.environ.get("PYTHONPATH")
-    path = str(_SOURCES) if not inherited else f"{_SOURCES}{os.pathsep}{inherited}"
-    return {"HIVEMIND_LOGLEVEL": "WARNING", **os.environ, "PYTHONPATH": path}
 
 
 def _write_private(path: Path, data: bytes) -> None:

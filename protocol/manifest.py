@@ -8,11 +8,12 @@ Sizes are in tokens, rows (sequences) and elements; learning rates and ratios ar
 
 from __future__ import annotations
 
+import re
 import tomllib
 from functools import cached_property
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from swarm.errors import ManifestError
 from swarm.vocabulary import MAX_EXPERTS, MAX_FRAGMENTS, MAX_MODULES, MAX_STAGES, PROTOCOL_VERSIONS, ModuleId
@@ -22,6 +23,10 @@ MAX_DOTS_PER_LINE = 64
 """tomllib takes quadratic time over deeply dotted keys; 64 KiB of them would keep it busy for many seconds."""
 MAX_DEPTH = 8
 """Of nested tables and arrays; a manifest needs 3."""
+
+SOURCES: Final = "`python-stdlib`, `path:FILE-OR-FOLDER` and `huggingface:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]]`"
+_HUB: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(:[\w.-]{0,96}){0,3}", re.ASCII)
+"""OWNER/NAME, and nothing that could be a place on this machine."""
 
 Positive = Annotated[int, Field(gt=0)]
 Rate = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
@@ -104,17 +109,52 @@ class StagesSection(_Section):
         return self
 
 
+class FilesSection(_Section):
+    """The text's list of files. A data node whose files are others refuses to read them."""
+
+    count: Annotated[int, Field(ge=1, le=1_000_000)]
+    bytes: Annotated[int, Field(ge=1, lt=2**63)]
+    """Of all files together."""
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    """Of every file's name and size, in the order of names. Not of what is in them, which would have to be read whole at every start."""
+
+
 class DataSection(_Section):
     """Where text comes from. Every data node reads the same source and takes its share of the documents."""
 
     source: Annotated[str, Field(min_length=1, max_length=512)] = "python-stdlib"
-    """`python-stdlib`, `path:FILE-OR-FOLDER`, or `huggingface:NAME[:CONFIG[:SPLIT[:COLUMN]]]`."""
+    """`python-stdlib`, `path:FILE-OR-FOLDER`, or `huggingface:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]]`. A path says where the author has the text;
+    whoever joins by link says with --text where it lies there."""
+    files: FilesSection | None = None
+    """Only of `path:`; `skipstone new` writes it."""
     tokenizer: Annotated[str, Field(pattern=r"^(bytes|file:.+)$", max_length=512)] = "bytes"
     """`bytes`, or `file:TOKENIZER.json` in the format of the `tokenizers` library."""
     tokenizer_sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
     """Of the tokenizer file, so that all data nodes use the same one; required with `file:`."""
     held_out: Share = 0.02
     """Share of the documents that is never trained on."""
+
+    @field_validator("source")
+    @classmethod
+    def _source_is_known(cls, source: str) -> str:
+        kind, _, rest = source.partition(":")
+        known = (
+            source == "python-stdlib" or (kind == "path" and rest) or (kind == "huggingface" and _HUB.fullmatch(rest))
+        )
+        if not known:
+            raise ValueError(f"is none of {SOURCES}")
+        return _local_name(source, rest)
+
+    @field_validator("tokenizer")
+    @classmethod
+    def _tokenizer_is_local(cls, tokenizer: str) -> str:
+        return _local_name(tokenizer, tokenizer.removeprefix("file:"))
+
+    @model_validator(mode="after")
+    def _files_are_of_a_path(self) -> Self:
+        if self.files is not None and not self.source.startswith("path:"):
+            raise ValueError("files must not be given when source is not `path:...`")
+        return self
 
     @model_validator(mode="after")
     def _tokenizer_is_named(self) -> Self:
@@ -243,6 +283,15 @@ class Manifest(_Section):
                 "model.vocabulary must be at least 257 for the byte tokenizer (256 bytes and end of document)"
             )
         return self
+
+
+def _local_name(value: str, path: str) -> str:
+    """Raises ValueError for what is no path, and for one on another machine: Windows would prove who we are to whoever a manifest names."""
+    if "\0" in value:
+        raise ValueError("has a zero byte")
+    if len(path) > 1 and path[0] in "/\\" and path[1] in "/\\":
+        raise ValueError("is a path on another machine (it begins with two slashes)")
+    return value
 
 
 def manifest_from_table(table: dict[str, Any]) -> Manifest:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from node.cli.downloads import download_bar
+from node.cli.options import TokenizerPlace
 from node.cli.output import announce, print_json, run_loop
 from node.cli.text import count
 
@@ -20,6 +21,7 @@ def export(
         str, typer.Argument(metavar="LINK|SOURCE", help="A swarm's join link, or a checkpoint's or an exported folder.")
     ],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write: new or empty.")],
+    tokenizer: Annotated[Path | None, TokenizerPlace] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an older export.")] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
@@ -28,7 +30,7 @@ def export(
     Of a running swarm each module comes as of its last round.
     """
     announce("skipstone export: gathering the modules", as_json=json)
-    done = run_loop(_export(source, folder, replace=force, as_json=json))
+    done = run_loop(_export(source, folder, tokenizer, replace=force, as_json=json))
     if json:
         print_json({"path": str(done.path), "run": done.run, "files": done.files, "bytes": done.size_bytes})
     else:
@@ -36,12 +38,13 @@ def export(
         typer.echo(f"{done.path}: run {done.run[:12]}, {count(done.size_bytes)} bytes of parameters in {files}")
 
 
-async def _export(source: str, folder: Path, *, replace: bool, as_json: bool) -> Export:
+async def _export(source: str, folder: Path, tokenizer: Path | None, *, replace: bool, as_json: bool) -> Export:
+    from node.data.places import ToldPlaces
     from node.export.folder import export as write
     from node.export.folder import require_free
     from node.export.opening import open_model
 
     require_free(folder, replace=replace)  # said before anything is gathered for nothing
     with download_bar(silent=as_json) as on_progress:
-        async with open_model(source, on_progress) as opened:
-            return await write(opened.source, folder, tokenizer_file=opened.tokenizer_file, replace=replace)
+        async with open_model(source, on_progress, ToldPlaces(tokenizer=tokenizer)) as opened:
+            return await write(opened.source, folder, tokenizer_file=opened.tokenizer_file(), replace=replace)

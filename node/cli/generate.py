@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import secrets
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from node.cli.downloads import download_bar
-from node.cli.options import StagesPerPath
+from node.cli.options import StagesPerPath, TokenizerPlace
 from node.cli.output import print_json, run_loop, tell
 from node.cli.text import count, harmless_lines, path_text
 
@@ -30,6 +31,7 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Choose among the likeliest that have this probability.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="The same seed, the same text [default: a new one]")] = None,
     stages_per_path: Annotated[int | None, StagesPerPath] = None,
+    tokenizer: Annotated[Path | None, TokenizerPlace] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:N, mps or auto.")] = "auto",
     json: Annotated[bool, typer.Option("--json", help="One JSON object, at the end.")] = False,
 ) -> None:
@@ -41,17 +43,20 @@ def generate(
     from node.generation import Sampling
 
     sampling = Sampling(temperature, top_k, top_p, secrets.randbits(32) if seed is None else seed)
-    decoder, tokenizer = run_loop(_read(source, device, stages_per_path, as_json=json))
+    decoder, cutter = run_loop(_read(source, tokenizer, device, stages_per_path, as_json=json))
     if stages_per_path is not None:
         tell(path_text(decoder.stages))
     text = os.fsencode(prompt)  # the bytes that were typed, whatever the locale makes of them
-    begin = tokenizer.encode(text).tolist()
+    begin = cutter.encode(text).tolist()
     if len(begin) > decoder.sequence:
         tell(f"the prompt has {count(len(begin))} tokens; the model sees the last {count(decoder.sequence)}")
-    _write(decoder, tokenizer, begin, tokens, sampling, as_json=json)
+    _write(decoder, cutter, begin, tokens, sampling, as_json=json)
 
 
-async def _read(source: str, device: str, stages_per_path: int | None, *, as_json: bool) -> tuple[Decoder, Tokenizer]:
+async def _read(
+    source: str, tokenizer_file: Path | None, device: str, stages_per_path: int | None, *, as_json: bool
+) -> tuple[Decoder, Tokenizer]:
+    from node.data.places import ToldPlaces
     from node.device import choose_device
     from node.export.opening import open_model
     from node.export.source import read_decoder
@@ -59,7 +64,7 @@ async def _read(source: str, device: str, stages_per_path: int | None, *, as_jso
 
     where = choose_device(device).value
     with download_bar(silent=as_json) as on_progress:
-        async with open_model(source, on_progress) as opened:
+        async with open_model(source, on_progress, ToldPlaces(tokenizer=tokenizer_file)) as opened:
             (stages,) = AskedPaths(stages_per_path).of(opened.source.signed.manifest)
             tokenizer = opened.tokenizer()  # a small file that may not be there, before the large ones
             return (await read_decoder(opened.source, where)).through(stages), tokenizer

@@ -10,7 +10,7 @@ import typer
 
 from node.cli.interrupts import STOP_LIMIT_S, Interrupts, end_by, leave_at_once, stop_on_end_of_input
 from node.cli.join_links import LinkFile, link_in
-from node.cli.options import setting
+from node.cli.options import AllowHub, TextPlace, TokenizerPlace, setting
 from node.cli.output import LogLevel, announce, event_sink, run_loop, start_log, tell
 from node.reach.standing import ReachMode
 from node.variables import variable
@@ -40,6 +40,10 @@ def join(
         bool | None, setting("move", "Change stages when needed [default: unless --stage is given]", off="stay")
     ] = None,
     data: Annotated[bool, setting("data", "May take stage 0, which reads the text.", off="no-data")] = True,
+    text: Annotated[Path | None, TextPlace] = None,
+    tokenizer: Annotated[Path | None, TokenizerPlace] = None,
+    allow_hub: Annotated[bool, AllowHub] = False,
+    yes: Annotated[bool, setting("yes", "Join without being asked.")] = False,
     identity: Annotated[Path | None, setting("identity", "The node's key file; made when it is not there.")] = None,
     listen: Annotated[str, setting("listen", "Local address to bind to.")] = "0.0.0.0",  # noqa: S104 - see NodeOptions
     advertise: Annotated[str | None, setting("advertise", "Host that others reach this node at.")] = None,
@@ -80,6 +84,7 @@ def join(
     if not json:
         announce("skipstone join: starting a node", as_json=False)
     start_log(log_level)
+    from node.data.places import ToldPlaces
     from node.options import NodeOptions, default_identity_path, parse_size
 
     link, manifest_path = _parse_target(target)
@@ -90,6 +95,7 @@ def join(
         stage=stage,
         moving=move,
         reads_text=data,
+        told=ToldPlaces(text=text, tokenizer=tokenizer, hub=allow_hub),
         listen=listen,
         advertise=advertise,
         port=port,
@@ -107,20 +113,22 @@ def join(
         log_dir=log_dir,
         patience_s=patience,
     )
-    raise typer.Exit(run_loop(_join(options, link_file, as_json=json, stop_on_eof=stop_on_eof)))
+    raise typer.Exit(run_loop(_join(options, link_file, yes=yes, as_json=json, stop_on_eof=stop_on_eof)))
 
 
-async def _join(options: NodeOptions, link_file: Path | None, *, as_json: bool, stop_on_eof: bool) -> int:
+async def _join(options: NodeOptions, link_file: Path | None, *, yes: bool, as_json: bool, stop_on_eof: bool) -> int:
     """Runs the node and returns the exit code: leaving in good order is how a node ends, whoever asked for it."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     if stop_on_eof:
         stop_on_end_of_input(stop.set)
     with Interrupts(lambda: _ask_politely(loop, stop), leave_at_once):
+        from node.cli.consent import Consent
         from node.process import run_node
 
+        consent = Consent(options, yes=yes or stop_on_eof, as_json=as_json)  # else two would read standard input
         events = event_sink(as_json=as_json, on_closed=stop.set)
-        await run_node(options, events if link_file is None else LinkFile(link_file, events), stop)
+        await run_node(options, events if link_file is None else LinkFile(link_file, events), stop, consent=consent)
         return 0
 
 

@@ -31,6 +31,7 @@ def chosen_manifest(path: Path | None, changes: ManifestChanges) -> Manifest:
 
     Raises:
         ConfigError: the file cannot be read.
+        ConfigError: the text that it names is not here, and its list of files is not in the manifest yet.
         ManifestError: a value is wrong, or a signature that is there is not the author's.
     """
     from protocol.manifest import manifest_from_table
@@ -41,7 +42,7 @@ def chosen_manifest(path: Path | None, changes: ManifestChanges) -> Manifest:
         base = default_manifest(changes.seed or 0)
     else:
         base = _read(path)
-    return manifest_from_table(_changed(base.model_dump(), changes))
+    return _with_files(manifest_from_table(_changed(base.model_dump(), changes)))
 
 
 def parse_blocks(text: str | None) -> tuple[int, ...] | None:
@@ -72,13 +73,26 @@ def _read(path: Path) -> Manifest:
     return read_signed_manifest(text, None).manifest if "signature" in table else manifest_from_table(table)
 
 
+def _with_files(manifest: Manifest) -> Manifest:
+    """With the list of its text's files, which is for others to compare theirs with."""
+    if not manifest.data.source.startswith("path:") or manifest.data.files is not None:
+        return manifest
+    from node.data.places import as_written
+    from node.data.sources import files_at
+
+    place = as_written(manifest.data).text
+    assert place is not None, "it is a path"
+    files = files_at(place).listing.section()
+    return manifest.model_copy(update={"data": manifest.data.model_copy(update={"files": files})})
+
+
 def _changed(table: dict[str, Any], changes: ManifestChanges) -> dict[str, Any]:
     if changes.name is not None:
         table["name"] = changes.name
     if changes.seed is not None:
         table["seed"] = changes.seed
     if changes.source is not None:
-        table["data"]["source"] = changes.source
+        table["data"] |= {"source": changes.source, "files": None}
     if changes.blocks is not None:
         table["stages"] |= {"blocks": changes.blocks, "per_path": None}
     if changes.per_path is not None:

@@ -10,6 +10,7 @@ import typer
 from node.cli.manifests import ManifestChanges, chosen_manifest, parse_blocks
 from node.cli.options import VisitedPerPath
 from node.cli.output import write_whole
+from node.cli.text import count
 from swarm.errors import ConfigError
 
 
@@ -40,8 +41,12 @@ def new(
 
     signed = sign_manifest(manifest, Identity.load_or_create(identity or default_identity_path()))
     _write(file, signed.text)
+    files = manifest.data.files
     typer.echo(f"{file}: run {signed.run}")
     typer.echo(f"  {manifest.name}, {manifest.stages.count} stages, signed by {signed.author}")
+    typer.echo(
+        f"  text: {manifest.data.source}{'' if files is None else f', {count(files.count)} files, {count(files.bytes)} bytes'}"
+    )
     typer.echo(f"Start its first node with: skipstone join {file}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,13 +14,14 @@ from rich.text import Text
 from node.cli.codecs_view import codecs_views
 from node.cli.join_links import link_in
 from node.cli.live import download_bar
-from node.cli.options import StagesPerPath
+from node.cli.options import AllowHub, StagesPerPath, TextPlace, TokenizerPlace
 from node.cli.output import announce, print_json, run_loop
 from node.cli.paths_view import paths_views
 from node.cli.text import count, harmless, loss_text, megabytes, number_in, path_text, peer_name, round_text
 from node.variables import variable
 
 if TYPE_CHECKING:
+    from node.data.places import ToldPlaces
     from node.loss_report import AskedPaths
 
 _ROUND_WIDTH = len("3 peers")
@@ -60,18 +62,25 @@ def evaluate(
     every_subset: Annotated[
         bool, typer.Option("--every-subset", help="With --stages-per-path: the mean over the ring of such choices.")
     ] = False,
+    text: Annotated[Path | None, TextPlace] = None,
+    tokenizer: Annotated[Path | None, TokenizerPlace] = None,
+    allow_hub: Annotated[bool, AllowHub] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Measure the loss on held-out text, of a running swarm, a checkpoint or an exported folder."""
     announce("skipstone eval: measuring the held-out loss", as_json=json)
     if every_subset and stages_per_path is None:
         raise typer.BadParameter("needs --stages-per-path", param_hint="--every-subset")
+    from node.data.places import ToldPlaces
     from node.loss_report import AskedPaths
     from protocol.join_link import is_link
 
     paths = AskedPaths(stages_per_path, every_subset)
-    measure = _evaluate_swarm if is_link(target) else _evaluate_folder
-    answer = measure(target, microbatches, paths)
+    if is_link(target):
+        answer = _evaluate_swarm(target, microbatches, paths)
+    else:
+        told = ToldPlaces(text=text, tokenizer=tokenizer, hub=allow_hub)
+        answer = _evaluate_folder(target, microbatches, paths, told)
     if json:
         print_json(answer)
         return
@@ -164,7 +173,7 @@ def _evaluate_swarm(target: str, microbatches: int, paths: AskedPaths) -> dict[s
     return run_loop(query_evaluation(link, microbatches, paths))
 
 
-def _evaluate_folder(target: str, microbatches: int, paths: AskedPaths) -> dict[str, Any]:
+def _evaluate_folder(target: str, microbatches: int, paths: AskedPaths, told: ToldPlaces) -> dict[str, Any]:
     from node.export.evaluation import evaluate_model
 
-    return run_loop(evaluate_model(target, microbatches, paths=paths))
+    return run_loop(evaluate_model(target, microbatches, paths=paths, told=told))

@@ -63,10 +63,11 @@ def solo(
 
 
 def _checkpoint_folder(path: Path, manifest: Manifest) -> CheckpointFolder:
-    """A folder whose manifest is signed by a passing identity: nobody joins a solo run, and the signature changes no RunId."""
+    """A folder whose manifest this machine has signed, so that `eval` opens the text that it names."""
     from node.checkpoint.folder import CheckpointFolder
+    from node.options import default_identity_path
     from protocol.identity import Identity
     from protocol.signed_manifest import sign_manifest
 
-    signed = sign_manifest(manifest, Identity.generate())
+    signed = sign_manifest(manifest, Identity.load_or_create(default_identity_path()))
     return CheckpointFolder(path, signed.run, signed.text)

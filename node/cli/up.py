@@ -47,10 +47,14 @@ def up(
     announce("skipstone up: starting a local swarm", as_json=json)
     chosen = chosen_manifest(manifest, ManifestChanges(seed=seed, source=data, per_path=stages_per_path))
     if chosen.data.source.startswith("path:"):
+        from node.data.places import as_written
         from node.data.sources import open_source
 
-        open_source(chosen.data)  # a missing folder is said once, not by every node that was started for nothing
+        open_source(
+            chosen.data, as_written(chosen.data).text
+        )  # a missing folder is said once, not by every node that was started for nothing
     from node.local_setup import LocalSwarmOptions
+    from node.options import default_identity_path
 
     options = LocalSwarmOptions(
         peers=chosen.stages.count if peers is None else peers,
@@ -59,6 +63,8 @@ def up(
         checkpoint_dir=checkpoint_dir,
         checkpoint_every_s=checkpoint_every,
         log_dir=log_dir,
+        # Of what is kept this machine is the author: then `eval` opens the text that the manifest names.
+        author_path=None if checkpoint_dir is None else default_identity_path(),
     )
     raise typer.Exit(run_loop(_up(chosen, options, as_json=json)))
 

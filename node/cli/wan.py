@@ -50,11 +50,15 @@ def wan(
     read, text = read_scenario(scenario)
     if profile is not None:
         read, text = read.everywhere(profile), f"# run with --profile {profile}\n{text}"
+    from node.data.places import as_written
     from node.data.sources import open_source
     from node.wan.experiment import Experiment
 
     if read.manifest.data.source.startswith("path:"):
-        open_source(read.manifest.data)  # a missing folder is said once, not by every node that was started for nothing
+        data = read.manifest.data
+        open_source(
+            data, as_written(data).text
+        )  # a missing folder is said once, not by every node that was started for nothing
     teller = _Teller(as_json=json)
     stop = asyncio.Event()
     experiment = Experiment(read, text, out, teller.tell, stop)

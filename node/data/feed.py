@@ -7,6 +7,7 @@ from typing import Final
 
 from node.data.documents import Documents, Fragment, Place, is_held_out, owner
 from node.data.packing import Cursor, Microbatch, Packer
+from node.data.places import Places, as_written
 from node.data.sources import open_source
 from node.data.tokenizers import open_tokenizer
 from node.model.build import training_flops_per_token
@@ -17,13 +18,17 @@ from swarm.vocabulary import PeerId
 START: Final = Cursor()
 
 
-def open_documents(manifest: Manifest) -> Documents:
+def open_documents(manifest: Manifest, where: Places | None = None) -> Documents:
     """The manifest's source and tokenizer on this machine.
+
+    Args:
+        where: what may be opened; None for what is written in a manifest of one's own.
 
     Raises:
         ConfigError, ManifestError: as `open_source` and `open_tokenizer`.
     """
-    return Documents(open_source(manifest.data), open_tokenizer(manifest), manifest.seed)
+    where = where or as_written(manifest.data)
+    return Documents(open_source(manifest.data, where.text), open_tokenizer(manifest, where.tokenizer), manifest.seed)
 
 
 class TrainingFeed:

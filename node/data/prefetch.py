@@ -12,6 +12,7 @@ from typing import Self
 
 from node.data.feed import TrainingFeed
 from node.data.packing import Microbatch
+from swarm.errors import SkipstoneError
 from swarm.vocabulary import PeerId
 
 
@@ -70,6 +71,8 @@ class Prefetcher:
                 packed = self._feed.next(self._data_nodes())
             except Exception as error:  # handed to whoever asks for the next one
                 packed = error
+            except BaseException as error:  # a panic of a library: this thread must not end unheard
+                packed = SkipstoneError(f"the text cannot be packed: {type(error).__name__}: {error}")
             self._packed.put(packed)
             if not self._stopping.is_set():
                 self._loop.call_soon_threadsafe(self._arrived)

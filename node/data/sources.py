@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from array import array
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from node.data.listing import Listing, files_below, single_file, visible_below
 from protocol.manifest import DataSection
 from swarm.errors import ConfigError
 
@@ -19,7 +23,10 @@ DOCUMENT_BYTES: Final = 2**20
 """A longer file of a folder becomes several documents, so that no document needs more memory than this allows."""
 PIECE_BYTES: Final = 2**14
 """A source that is one file is cut into documents of this size: one document could neither be split nor held out."""
-MAX_FILES: Final = 1_000_000
+MAX_DOCUMENTS: Final = 2**24
+"""The order of an epoch takes 16 bytes for each."""
+MAX_HUB_BYTES: Final = 2**38
+"""All files of a data set of the hub together."""
 
 _NOT_THE_LIBRARY: Final = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 """Folders left out of `python-stdlib`: some systems install Python without its tests, and the rest is not Python's own."""
@@ -42,71 +49,92 @@ class Source(Protocol):
         ...
 
 
-def open_source(section: DataSection) -> Source:
-    """The source that the manifest names.
+def open_source(section: DataSection, place: Path | None) -> Source:
+    """The source that the manifest names; `place` is where its files lie here, if it has some (`node.data.places`).
 
     Raises:
-        ConfigError: it is not on this machine, holds no text, is of an unknown kind, or needs an extra that is not installed.
+        ConfigError: it is not on this machine, holds no text, is not the manifest's, or needs an extra that is not installed.
     """
     kind, _, rest = section.source.partition(":")
     if section.source == "python-stdlib":
         return python_standard_library()
-    if kind == "path" and rest:
-        return files_at(Path(rest).expanduser())
-    if kind == "huggingface" and rest:
+    if kind == "huggingface":
         return HuggingFaceSource(rest)
-    raise ConfigError(
-        f"data.source {section.source!r} is none of `python-stdlib`, `path:FILE-OR-FOLDER` and"
-        " `huggingface:NAME[:CONFIG[:SPLIT[:COLUMN]]]`"
-    )
+    if place is None:
+        raise ConfigError(
+            "the manifest names a path, and nobody has said where that text lies here",
+            hint="Say it with --text FILE-OR-FOLDER.",
+        )
+    source = files_at(place)
+    if section.files is not None:
+        source.listing.require(section.files)
+    return source
 
 
 class FileSource:
-    """Files below a folder. A file longer than `document_bytes` is several documents, named `NAME@OFFSET`."""
+    """Files of a listing. A file longer than `document_bytes` is several documents, named `NAME@OFFSET`."""
 
-    def __init__(self, root: Path, files: Sequence[Path], document_bytes: int) -> None:
+    def __init__(self, listing: Listing, document_bytes: int) -> None:
+        self.listing = listing
         self._document_bytes = document_bytes
-        self._places: dict[str, tuple[Path, int]] = {}
-        for file in files:
-            name = file.relative_to(root).as_posix()
-            for offset in range(0, file.stat().st_size, document_bytes):
-                self._places[f"{name}@{offset}" if offset else name] = (file, offset)
-        if not self._places:
-            raise ConfigError(
-                f"{root}: there is no text in it", hint="Name a file or a folder with text in data.source."
-            )
-        self.names = sorted(self._places)
+        self.names = _DocumentNames(listing, document_bytes)
+        if not self.names:
+            raise ConfigError(f"{listing.root}: there is no text in it", hint="Name a file or a folder with text.")
 
     def read(self, name: str) -> bytes:
-        path, offset = self._places[name]
-        with path.open("rb") as file:
-            file.seek(offset)
+        # A file that is called like a part of another one is read in its place.
+        base, _, offset = (name, "", "0") if self.listing.size_of(name) is not None else name.rpartition("@")
+        with self.listing.open(base) as file:
+            file.seek(int(offset))
             return file.read(self._document_bytes)
+
+
+class _DocumentNames(Sequence[str]):
+    """Made when they are asked for: a file may be long and sparse, and has millions of them."""
+
+    def __init__(self, listing: Listing, document_bytes: int) -> None:
+        self._listing = listing
+        self._document_bytes = document_bytes
+        self._ends = array("q", accumulate(-(-size // document_bytes) for size in listing.sizes))
+        """For each file, how many documents it and those before it have."""
+        if len(self) > MAX_DOCUMENTS:
+            raise ConfigError(
+                f"{listing.root}: {sum(listing.sizes)} bytes are more than {MAX_DOCUMENTS} documents of {document_bytes} bytes",
+                hint="Name a smaller part of it; a long text is better cut into several files.",
+            )
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[number] for number in range(len(self))[index]]
+        number = range(len(self))[index]
+        file = bisect_right(self._ends, number)
+        offset = (number - (self._ends[file - 1] if file else 0)) * self._document_bytes
+        name = self._listing.names[file]
+        return f"{name}@{offset}" if offset else name
 
 
 def python_standard_library() -> FileSource:
     """The `.py` files of the running Python's standard library, without its tests."""
-    root = Path(sysconfig.get_path("stdlib"))
-    return FileSource(
-        root, [file for file in _files_below(root) if _is_library(file.relative_to(root))], DOCUMENT_BYTES
-    )
+    return FileSource(files_below(Path(sysconfig.get_path("stdlib")), _is_of_the_library, _is_source), DOCUMENT_BYTES)
 
 
 def files_at(path: Path) -> FileSource:
     """One file, cut into small documents, or all files below a folder whose names do not begin with a dot.
 
     Raises:
-        ConfigError: there is no such file or folder, it cannot be read, or has no text.
+        ConfigError: there is no such file or folder, it cannot be read, is too large, or has no text.
     """
     try:
-        if path.is_file():
-            return FileSource(path.parent, [path], PIECE_BYTES)
         if path.is_dir():
-            visible = (file for file in _files_below(path) if not _is_hidden(file.relative_to(path)))
-            return FileSource(path, list(visible), DOCUMENT_BYTES)
+            return FileSource(visible_below(path), DOCUMENT_BYTES)
+        return FileSource(single_file(path), PIECE_BYTES)
+    except FileNotFoundError:
+        raise ConfigError(f"data.source: there is no file or folder {path} on this machine") from None
     except OSError as error:
         raise ConfigError(f"data.source: {path} cannot be read: {error.strerror}") from None
-    raise ConfigError(f"data.source: there is no file or folder {path} on this machine")
 
 
 class HuggingFaceSource:
@@ -142,38 +170,42 @@ class _RowNames(Sequence[str]):
 
 
 def _load_data_set(name: str, config: str | None, split: str) -> Any:
+    """Without the person's token, so that nothing private is read, and without code of the data set, which `datasets` runs no more since version 4."""
     try:
         import datasets  # an extra: heavy, and not needed for local text
+        from huggingface_hub import HfApi
     except ImportError:
         raise ConfigError(
             "data.source names a Hugging Face data set, and the `datasets` library is not installed",
             hint="Install it with `pip install 'skipstone[datasets]'`, or use another data.source.",
         ) from None
+    if int(datasets.__version__.partition(".")[0]) < 4:
+        raise ConfigError(
+            f"data.source: version {datasets.__version__} of the `datasets` library can run code that a data set brings along",
+            hint="Install a newer one with `pip install 'skipstone[datasets]'`.",
+        )
+    if os.path.lexists(name):  # the library would take that
+        raise ConfigError(
+            f"data.source: there is a file or folder {name} here, which would be read in place of the hub's data set",
+            hint="Start the node in another folder.",
+        )
     try:
-        return datasets.load_dataset(name, config, split=split)
-    except (OSError, ValueError) as error:  # the library's own errors derive from these two
+        files = HfApi(token=False).dataset_info(name, files_metadata=True, token=False).siblings or ()
+        size = sum(file.size or 0 for file in files)
+        rows = datasets.load_dataset(name, config, split=split, token=False) if size <= MAX_HUB_BYTES else None
+    except Exception as error:  # of these libraries, and of those that they fetch with
         raise ConfigError(f"data.source: the data set {name!r} cannot be loaded: {error}") from error
+    if rows is None:
+        raise ConfigError(f"data.source: the data set {name!r} has {size} bytes, more than {MAX_HUB_BYTES}")
+    if len(rows) > MAX_DOCUMENTS:
+        raise ConfigError(f"data.source: the data set {name!r} has {len(rows)} rows, more than {MAX_DOCUMENTS}")
+    return rows
 
 
-def _files_below(root: Path) -> Iterator[Path]:
-    """Regular files, no links: a link may lead out of the folder, or round in a circle."""
-    found = 0
-    for folder, _, names in os.walk(root):
-        for name in names:
-            file = Path(folder, name)
-            if file.is_file() and not file.is_symlink():
-                found += 1
-                if found > MAX_FILES:
-                    raise ConfigError(f"{root}: more than {MAX_FILES} files; name a smaller folder in data.source")
-                yield file
+def _is_of_the_library(folder: str) -> bool:
+    return folder not in _NOT_THE_LIBRARY
 
 
-def _is_library(relative: Path) -> bool:
+def _is_source(file: str) -> bool:
     """`_sysconfigdata...` is written when Python is built, and differs between machines."""
-    if relative.suffix != ".py" or relative.name.startswith("_sysconfigdata"):
-        return False
-    return _NOT_THE_LIBRARY.isdisjoint(relative.parts)
-
-
-def _is_hidden(relative: Path) -> bool:
-    return any(part.startswith(".") for part in relative.parts)
+    return file.endswith(".py") and not file.startswith("_sysconfigdata")

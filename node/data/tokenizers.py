@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from node.data.listing import open_regular, resolved
 from node.data.text_stream import ByteTextStream, TextStream, WindowTextStream
 from protocol.manifest import Manifest
 from swarm.errors import ConfigError, ManifestError
@@ -51,7 +54,7 @@ class FileTokenizer:
     """A tokenizer file, checked against the manifest's SHA-256 so that all data nodes cut text alike."""
 
     def __init__(self, path: Path, sha256: str) -> None:
-        self._tokenizer = _parse(path, _checked_text(path, sha256))
+        self._tokenizer = _parse(path, tokenizer_bytes(path, sha256).decode(errors="replace"))
         self.size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         found = ((name, self._tokenizer.token_to_id(name)) for name in END_OF_DOCUMENT_NAMES)
         end = next(((name, identifier) for name, identifier in found if identifier is not None), None)
@@ -65,16 +68,22 @@ class FileTokenizer:
         self.end_of_document: int = end[1]
 
     def encode(self, text: bytes) -> Tokens:
-        """Bytes that are not UTF-8 become U+FFFD."""
-        encoding = self._tokenizer.encode(text.decode(errors="replace"), add_special_tokens=False)
+        """Bytes that are not UTF-8 become U+FFFD. Raises ConfigError when the tokenizer cannot cut the text."""
+        with _panics_told():
+            encoding = self._tokenizer.encode(text.decode(errors="replace"), add_special_tokens=False)
         return np.asarray(encoding.ids, dtype=np.int64)
 
     def text_stream(self) -> TextStream:
-        return WindowTextStream(self._tokenizer.decode)
+        return WindowTextStream(self._decode)
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        with _panics_told():
+            text: str = self._tokenizer.decode(tokens)
+        return text
 
 
-def open_tokenizer(manifest: Manifest, file: Path | None = None) -> Tokenizer:
-    """The manifest's tokenizer. `file` is where its file lies, when not where the manifest says.
+def open_tokenizer(manifest: Manifest, file: Path | None) -> Tokenizer:
+    """The manifest's tokenizer. `file` is where its file lies here, if it has one (`node.data.places`).
 
     Raises:
         ConfigError: its file is not on this machine or is another one, or the library is not installed.
@@ -84,28 +93,32 @@ def open_tokenizer(manifest: Manifest, file: Path | None = None) -> Tokenizer:
     if data.tokenizer == "bytes":
         return ByteTokenizer()
     assert data.tokenizer_sha256 is not None, "the manifest's schema asks for it"
-    path = file or tokenizer_path(manifest)
-    tokenizer = FileTokenizer(path, data.tokenizer_sha256)
+    if file is None:
+        raise ConfigError(
+            "the manifest names a tokenizer file, and nobody has said where it lies here",
+            hint="Say it with --tokenizer FILE; the run's author says where to get it.",
+        )
+    tokenizer = FileTokenizer(file, data.tokenizer_sha256)
     if tokenizer.size > manifest.model.vocabulary:
         raise ManifestError(
-            f"model.vocabulary ({manifest.model.vocabulary}) is less than the {tokenizer.size} tokens of {path}"
+            f"model.vocabulary ({manifest.model.vocabulary}) is less than the {tokenizer.size} tokens of {file}"
         )
     return tokenizer
 
 
-def tokenizer_path(manifest: Manifest) -> Path:
-    """Where the manifest says that its tokenizer's file lies; it must not be the byte tokenizer."""
-    return Path(manifest.data.tokenizer.removeprefix("file:")).expanduser()
+def tokenizer_bytes(path: Path, sha256: str) -> bytes:
+    """The content of a tokenizer file that has this hash.
 
-
-def _checked_text(path: Path, sha256: str) -> str:
+    Raises:
+        ConfigError: it is not there, no regular file, too large, or another one.
+    """
     try:
-        with path.open("rb") as file:
+        with open_regular(resolved(path)) as file:  # whoever names a link means what it leads to
             content = file.read(MAX_TOKENIZER_BYTES + 1)
     except OSError as error:
         raise ConfigError(
             f"data.tokenizer: {path} cannot be read: {error.strerror}",
-            hint="Put the run's tokenizer file there; its author says where to get it.",
+            hint="Name the run's tokenizer file with --tokenizer; its author says where to get it.",
         ) from None
     if len(content) > MAX_TOKENIZER_BYTES:
         raise ConfigError(f"data.tokenizer: {path} is larger than {MAX_TOKENIZER_BYTES} bytes")
@@ -113,9 +126,24 @@ def _checked_text(path: Path, sha256: str) -> str:
     if found != sha256:
         raise ConfigError(
             f"data.tokenizer: {path} has SHA-256 {found}, the manifest asks for {sha256}",
-            hint="Put the run's own tokenizer file there; its author says where to get it.",
+            hint="Name the run's own tokenizer file with --tokenizer; its author says where to get it.",
         )
-    return content.decode(errors="replace")
+    return content
+
+
+@contextmanager
+def _panics_told() -> Iterator[None]:
+    """The library is Rust, and what its authors did not expect (a pattern that backtracks too far) is a panic: no `Exception`, so that nobody
+    would catch it, and known by its name alone."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise ConfigError(
+                f"data.tokenizer: the run's tokenizer cannot work with this text: {type(error).__name__}: {str(error)[:200]}",
+                hint="Tell the run's author; a pattern in the tokenizer's file may be at fault.",
+            ) from None
+        raise
 
 
 def _parse(path: Path, text: str) -> Any:
@@ -127,6 +155,7 @@ def _parse(path: Path, text: str) -> Any:
             hint="Install it with `pip install 'skipstone[tokenizers]'`.",
         ) from None
     try:
-        return tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises nothing more specific
-        raise ConfigError(f"data.tokenizer: {path} is not a tokenizer file: {error}") from error
+        with _panics_told():
+            return tokenizers.Tokenizer.from_str(text)
+    except ConfigError as error:
+        raise ConfigError(f"data.tokenizer: {path} is not a tokenizer file: {error}") from None

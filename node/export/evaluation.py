@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from node.data.documents import Documents
 from node.data.feed import held_out_microbatches
-from node.data.sources import open_source
+from node.data.places import NOTHING_TOLD, ToldPlaces
 from node.export.opening import OpenedModel, open_model
 from node.export.source import read_decoder
 from node.loss_report import WHOLE_MODEL, AskedPaths, Measured, loss_report
@@ -20,7 +19,11 @@ CPU = torch.device("cpu")
 
 
 async def evaluate_model(
-    target: str, microbatches: int, device: torch.device = CPU, paths: AskedPaths = WHOLE_MODEL
+    target: str,
+    microbatches: int,
+    device: torch.device = CPU,
+    paths: AskedPaths = WHOLE_MODEL,
+    told: ToldPlaces = NOTHING_TOLD,
 ) -> dict[str, Any]:
     """Mean loss over held-out text: see `node.loss_report.loss_report`.
 
@@ -28,7 +31,7 @@ async def evaluate_model(
         ConfigError: `target` names no model, the run's data is not here, or it has not so many stages.
         ManifestError, CorruptSnapshot, StateError: the model is damaged or incomplete.
     """
-    async with open_model(target) as opened:
+    async with open_model(target, told=told) as opened:
         decoder = await read_decoder(opened.source, device)
         return await asyncio.to_thread(_evaluate, opened, decoder, microbatches, paths)
 
@@ -36,6 +39,5 @@ async def evaluate_model(
 def _evaluate(opened: OpenedModel, decoder: Decoder, microbatches: int, paths: AskedPaths) -> dict[str, Any]:
     manifest = opened.source.signed.manifest
     subsets = paths.of(manifest)
-    documents = Documents(open_source(manifest.data), opened.tokenizer(), manifest.seed)
-    texts = list(held_out_microbatches(manifest, microbatches, documents))
+    texts = list(held_out_microbatches(manifest, microbatches, opened.documents()))
     return loss_report([(stages, Measured(**evaluate(decoder.through(stages), texts))) for stages in subsets])

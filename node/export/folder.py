@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from node.data.tokenizers import FileTokenizer, open_tokenizer, tokenizer_path
+from node.data.tokenizers import FileTokenizer, open_tokenizer, tokenizer_bytes
 from node.export import layout
 from node.export.exported_source import is_exported
 from node.export.hugging_face import (
@@ -62,7 +62,7 @@ async def export(
     Args:
         source: where the modules come from.
         target: a folder that is empty or not there, or an older export when `replace` is set.
-        tokenizer_file: where the run's tokenizer file lies, when not where the manifest says.
+        tokenizer_file: where the run's tokenizer file lies; None for bytes.
         replace: whether an older export may give way; anything else never does.
         shard_bytes: largest file of parameters.
 
@@ -166,7 +166,10 @@ def _write_tokenizer(folder: Path, manifest: Manifest, file: Path | None) -> Non
     tokenizer = open_tokenizer(manifest, file)
     if isinstance(tokenizer, FileTokenizer):
         name = tokenizer.end_of_document_name
-        shutil.copyfile(file or tokenizer_path(manifest), folder / layout.TOKENIZER)
+        assert file is not None, "a tokenizer was opened"
+        assert manifest.data.tokenizer_sha256 is not None, "the manifest's schema asks for it"
+        content = tokenizer_bytes(file, manifest.data.tokenizer_sha256)  # checked again: it is another reading
+        (folder / layout.TOKENIZER).write_bytes(content)
     else:
         name = BYTES_END_OF_DOCUMENT
         _write_json(folder / layout.TOKENIZER, byte_tokenizer())

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 
+from protocol.child_environment import child_environment
 from swarm.vocabulary import Reasoned
 
 _TRY_S = 5.0
@@ -22,8 +23,9 @@ def netem_works() -> Reasoned[bool]:
     if unshare is None or tc is None:
         return Reasoned(False, "the commands `unshare` (util-linux) and `tc` (iproute2) are not both installed")
     command = (unshare, "--net", tc, "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms")
+    environment = child_environment(os.environ)
     try:
-        tried = subprocess.run(command, capture_output=True, text=True, timeout=_TRY_S, check=False)  # noqa: S603
+        tried = subprocess.run(command, capture_output=True, text=True, timeout=_TRY_S, check=False, env=environment)  # noqa: S603
     except (OSError, subprocess.TimeoutExpired) as error:
         return Reasoned(False, f"netem could not be tried: {error}")
     if tried.returncode:

@@ -1,6 +1,6 @@
 """Stands in for `python -m node` where only the handling of processes is tested: same arguments, same events, no swarm.
 
-STAND_IN holds words: `crash:N` (stage N fails at once), `deaf:N` (stage N ignores the end of its input), `chatter:N` (stage N
+SKIPSTONE_STAND_IN holds words: `crash:N` (stage N fails at once), `deaf:N` (stage N ignores the end of its input), `chatter:N` (stage N
 writes a line that is no event), `grandchild:N` (stage N starts a process of its own that it does not end).
 """
 
@@ -25,12 +25,25 @@ def main() -> int:
     parser.add_argument("target")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--stop-on-eof", action="store_true")
+    parser.add_argument("--yes", action="store_true")
     parser.add_argument("--stage", type=int)
     parser.add_argument("--steps", type=int)
-    for name in ("identity", "listen", "advertise", "port", "dht-port", "threads", "log-level", "save", "log-dir"):
+    for name in (
+        "identity",
+        "listen",
+        "advertise",
+        "port",
+        "dht-port",
+        "threads",
+        "log-level",
+        "save",
+        "log-dir",
+        "text",
+        "tokenizer",
+    ):
         parser.add_argument(f"--{name}")
     options = parser.parse_args()
-    words = os.environ.get("STAND_IN", "").split()
+    words = os.environ.get("SKIPSTONE_STAND_IN", "").split()
     peer, module = f"pid-{os.getpid()}", f"{options.stage}.0"
     if f"crash:{options.stage}" in words:
         print("the cat is on fire", file=sys.stderr)

@@ -73,7 +73,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
 
 class TestNew:
     def test_it_writes_a_signed_manifest_with_the_changes(self, tmp_path: Path) -> None:
-        file = tmp_path / "run.toml"
+        file, text = tmp_path / "run.toml", tmp_path / "corpus"
+        text.mkdir()
+        (text / "a.txt").write_bytes(b"abc")
         result = run(
             "new",
             str(file),
@@ -84,7 +86,7 @@ class TestNew:
             "--stages",
             "0,1,1",
             "--data",
-            "path:corpus",
+            f"path:{text}",
             "--stages-per-path",
             "1",
         )
@@ -93,7 +95,9 @@ class TestNew:
         assert (signed.manifest.name, signed.manifest.seed) == ("mine", 7)
         assert signed.manifest.stages.blocks == (0, 1, 1)
         assert signed.manifest.stages.per_path == 1
-        assert signed.manifest.data.source == "path:corpus"
+        assert signed.manifest.data.source == f"path:{text}"
+        assert signed.manifest.data.files is not None
+        assert (signed.manifest.data.files.count, signed.manifest.data.files.bytes) == (1, 3)
         assert signed.run in result.stdout
         assert (tmp_path / "home" / "identity.key").stat().st_mode & 0o777 == 0o600
 
@@ -137,7 +141,7 @@ class TestJoin:
     def test_its_options_reach_the_node(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         seen: list[NodeOptions] = []
 
-        async def run_node(options: NodeOptions, events: EventSink, stop: asyncio.Event) -> None:
+        async def run_node(options: NodeOptions, events: EventSink, stop: asyncio.Event, **rest: object) -> None:
             seen.append(options)
             events.emit(Step(1, 5.5, 10, 2.0, "me"))
 
@@ -166,7 +170,7 @@ class TestJoin:
         assert [json.loads(line)["event"] for line in result.stdout.splitlines()] == ["step"]
 
     def test_plain_lines_without_json(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        async def run_node(options: NodeOptions, events: EventSink, stop: asyncio.Event) -> None:
+        async def run_node(options: NodeOptions, events: EventSink, stop: asyncio.Event, **rest: object) -> None:
             assert options.manifest_path == tmp_path / "run.toml"
             events.emit(Note("info", "hello"))
 
@@ -180,7 +184,7 @@ class TestJoin:
     def test_errors_end_it_with_their_code(
         self, monkeypatch: pytest.MonkeyPatch, error: SkipstoneError, grouped: bool
     ) -> None:
-        async def run_node(options: NodeOptions, events: EventSink, stop: asyncio.Event) -> None:
+        async def run_node(options: NodeOptions, events: EventSink, stop: asyncio.Event, **rest: object) -> None:
             if not grouped:
                 raise error
             try:
@@ -206,7 +210,7 @@ class TestJoin:
 WAITING_NODE = """
 import asyncio, sys, types
 from node.events import Note
-async def run_node(options, events, stop):
+async def run_node(options, events, stop, **rest):
     events.emit(Note("info", "up"))
     {body}
 module = types.ModuleType("node.process")
@@ -290,7 +294,7 @@ class TestUp:
         assert "--peers 5" in result.stderr
 
     def test_a_failed_node_is_the_exit_code(self, stand_ins: None, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("STAND_IN", "crash:0")
+        monkeypatch.setenv("SKIPSTONE_STAND_IN", "crash:0")
         result = run("up", "--steps", "2")
         assert result.exit_code == 71
         assert "the cat is on fire" in result.stdout
@@ -299,7 +303,7 @@ class TestUp:
     def test_ctrl_c(self, presses: int, words: str, tmp_path: Path) -> None:
         code = (
             "import os, tempfile; from node import local_swarm\n"
-            f"os.environ['STAND_IN'] = {words!r}; tempfile.tempdir = {str(tmp_path)!r}\n"
+            f"os.environ['SKIPSTONE_STAND_IN'] = {words!r}; tempfile.tempdir = {str(tmp_path)!r}\n"
             f"local_swarm.node_command = lambda: {STAND_IN!r}\n"
             "local_swarm.STOP_LIMIT_S = 3600.0\n"
             "from node.cli.app import main; main()"

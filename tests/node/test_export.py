@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from node.data.feed import held_out_microbatches
+from node.data.places import ToldPlaces
 from node.export import source as source_module
 from node.export.evaluation import evaluate_model
 from node.export.folder import Export, export
@@ -43,7 +44,7 @@ def exported(source: Path, target: Path, *, replace: bool = False, shard_bytes: 
             return await export(
                 opened.source,
                 target,
-                tokenizer_file=opened.tokenizer_file,
+                tokenizer_file=opened.tokenizer_file(),
                 replace=replace,
                 shard_bytes=shard_bytes,
             )
@@ -125,10 +126,33 @@ def test_an_export_has_the_held_out_loss_of_its_checkpoint(tmp_path: Path) -> No
     (tmp_path / "text").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 3000)
     checkpoint = save_checkpoint(tmp_path / "checkpoint", small_manifest(data__source=f"path:{tmp_path / 'text'}"))
     exported(checkpoint, tmp_path / "folder")
-    losses = [asyncio.run(evaluate_model(str(path), 3)) for path in (checkpoint, tmp_path / "folder")]
+    told = ToldPlaces(text=tmp_path / "text")
+    losses = [asyncio.run(evaluate_model(str(path), 3, told=told)) for path in (checkpoint, tmp_path / "folder")]
     assert losses[0] == losses[1]
     assert (losses[0]["tokens"], losses[0]["microbatches"]) == (96, 3)
     assert losses[0]["subsets"] == [{"stages": [1, 2], "loss": losses[0]["loss"]}]
+
+
+def test_a_downloaded_folder_opens_nothing_here_and_one_s_own_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its manifest names text and a tokenizer that may be anybody's; who has signed it with this machine's key has named them himself."""
+    monkeypatch.setenv("SKIPSTONE_HOME", str(tmp_path))
+    (tmp_path / "text").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 3000)
+    manifest = small_manifest(
+        data__source=f"path:{tmp_path / 'text'}",
+        data__tokenizer=f"file:{tmp_path / 'text'}",
+        data__tokenizer_sha256="0" * 64,
+    )
+    checkpoint = save_checkpoint(tmp_path / "downloaded", manifest)
+    with pytest.raises(ConfigError, match="--text"):
+        asyncio.run(evaluate_model(str(checkpoint), 3))
+    with pytest.raises(ConfigError, match="--tokenizer"):
+        exported(checkpoint, tmp_path / "folder")
+    own = Identity.create(tmp_path / "identity.key")
+    (checkpoint / "manifest.toml").write_bytes(sign_manifest(manifest, own).text)
+    with pytest.raises(ConfigError, match="has SHA-256"):  # it was opened, and is another one
+        exported(checkpoint, tmp_path / "folder")
 
 
 def test_parts_of_a_model_are_measured_on_the_same_text(tmp_path: Path) -> None:
@@ -136,14 +160,15 @@ def test_parts_of_a_model_are_measured_on_the_same_text(tmp_path: Path) -> None:
     manifest = small_manifest(data__source=f"path:{tmp_path / 'text'}")
     model = noisy_model(manifest)
     checkpoint = save_checkpoint(tmp_path / "checkpoint", manifest, model)
-    measured = asyncio.run(evaluate_model(str(checkpoint), 3, paths=AskedPaths(1, every_subset=True)))
+    told = ToldPlaces(text=tmp_path / "text")
+    measured = asyncio.run(evaluate_model(str(checkpoint), 3, paths=AskedPaths(1, every_subset=True), told=told))
     texts = list(held_out_microbatches(manifest, 3))
     expected = [sum(model.loss(text, (stage,)) for text in texts) / 3 for stage in (1, 2)]
     assert [subset["stages"] for subset in measured["subsets"]] == [[1], [2]]
     assert [subset["loss"] for subset in measured["subsets"]] == pytest.approx(expected, abs=1e-5)
     assert measured["loss"] == pytest.approx(sum(expected) / 2, abs=1e-5)
     assert expected[0] != pytest.approx(expected[1], abs=1e-3)
-    first = asyncio.run(evaluate_model(str(checkpoint), 3, paths=AskedPaths(1)))
+    first = asyncio.run(evaluate_model(str(checkpoint), 3, paths=AskedPaths(1), told=told))
     assert first["subsets"] == measured["subsets"][:1]
 
 

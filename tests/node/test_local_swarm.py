@@ -220,7 +220,7 @@ async def test_a_node_that_is_killed_is_reported_and_the_others_go_on() -> None:
 
 
 async def test_a_node_that_crashes_shows_what_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STAND_IN", "crash:2")
+    monkeypatch.setenv("SKIPSTONE_STAND_IN", "crash:2")
     async with local_swarm_of(3, steps=3) as swarm:
         seen = await until_step(swarm, 3)
         while 2 not in swarm.ends:
@@ -233,7 +233,7 @@ async def test_a_node_that_crashes_shows_what_it_said(monkeypatch: pytest.Monkey
 
 
 async def test_a_deaf_node_is_killed_when_the_limit_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STAND_IN", "deaf:1")
+    monkeypatch.setenv("SKIPSTONE_STAND_IN", "deaf:1")
     async with local_swarm_of(3, stop_limit_s=0.4) as swarm:
         await until_step(swarm, 1)
         await swarm.stop()
@@ -241,7 +241,7 @@ async def test_a_deaf_node_is_killed_when_the_limit_is_over(monkeypatch: pytest.
 
 
 async def test_kill_all_does_not_wait_for_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STAND_IN", "deaf:1")
+    monkeypatch.setenv("SKIPSTONE_STAND_IN", "deaf:1")
     async with local_swarm_of(3, stop_limit_s=3600) as swarm:
         await until_step(swarm, 1)
         swarm.request_stop()
@@ -266,7 +266,7 @@ async def test_a_command_that_cannot_be_started_is_a_failed_node() -> None:
 
 
 async def test_lines_that_are_no_events_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STAND_IN", "chatter:0")
+    monkeypatch.setenv("SKIPSTONE_STAND_IN", "chatter:0")
     async with local_swarm_of(3) as swarm:
         seen = await until_step(swarm, 1)
     assert any(isinstance(event, Note) and "not JSON: b'hello there'" in event.message for event in seen)

@@ -10,7 +10,7 @@ import pytest
 
 from node.data.packing import Microbatch
 from node.data.prefetch import Prefetcher
-from swarm.errors import ConfigError
+from swarm.errors import ConfigError, SkipstoneError
 from swarm.vocabulary import PeerId
 from tests.node.small_manifest import small_manifest
 from tests.node.small_swarm import text_of, until
@@ -92,6 +92,18 @@ async def test_an_error_surfaces_after_what_was_packed_before_it(error: Exceptio
             texts.ready()
         assert raised.value is error
         assert texts.ready() is None
+
+
+class PanicException(BaseException):
+    """What a library in Rust raises; no `Exception`."""
+
+
+async def test_the_thread_never_ends_unheard() -> None:
+    feed, arrivals = Feed(fails_after=0, error=PanicException("give up")), Arrivals()  # type: ignore[arg-type]
+    async with prefetcher(feed, arrivals) as texts:
+        await until(lambda: arrivals.count == 1)
+        with pytest.raises(SkipstoneError, match="PanicException: give up"):
+            texts.ready()
 
 
 async def test_leaving_with_an_error_unread_raises_nothing() -> None:

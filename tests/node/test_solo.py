@@ -13,6 +13,7 @@ import torch
 from node.checkpoint.folder import CheckpointFolder, load_newest
 from node.checkpoint.gather import gather_modules
 from node.data.feed import TrainingFeed, held_out_microbatches, open_documents
+from node.data.places import ToldPlaces
 from node.default_manifest import default_manifest
 from node.export.evaluation import evaluate_model
 from node.model.initial import digest_of
@@ -129,7 +130,7 @@ def test_a_checkpoint_gives_the_held_out_loss_of_the_trained_model(manifest: Man
     trained = WholeModel(manifest, CPU)
     trained.load(gather_modules(folder.path))
     assert digest_of(trained.head) != digest_of(WholeModel(manifest, CPU).head)
-    measured = asyncio.run(evaluate_model(str(folder.path), 5))
+    measured = asyncio.run(evaluate_model(str(folder.path), 5, told=ToldPlaces(text=tmp_path / "text")))
     expected = evaluate(trained, held_out_microbatches(manifest, 5))
     assert measured == {**expected, "subsets": [{"stages": [1, 2], "loss": expected["loss"]}]}
     assert measured["loss"] < 4

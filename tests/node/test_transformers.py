@@ -12,6 +12,7 @@ import pytest
 import tokenizers
 import torch
 
+from node.data.places import ToldPlaces
 from node.data.tokenizers import ByteTokenizer, open_tokenizer
 from node.export.folder import export
 from node.export.opening import open_model
@@ -32,13 +33,16 @@ def transformers() -> Any:
     return transformers
 
 
-def exported(tmp_path: Path, manifest: Manifest, shard_bytes: int = 4 * 10**9) -> tuple[Path, Any]:
+def exported(
+    tmp_path: Path, manifest: Manifest, shard_bytes: int = 4 * 10**9, tokenizer: Path | None = None
+) -> tuple[Path, Any]:
     model = noisy_model(manifest)
     checkpoint = save_checkpoint(tmp_path / "checkpoint", manifest, model)
 
     async def run() -> None:
-        async with open_model(str(checkpoint)) as opened:
-            await export(opened.source, tmp_path / "folder", shard_bytes=shard_bytes)
+        async with open_model(str(checkpoint), told=ToldPlaces(tokenizer=tokenizer)) as opened:
+            file = opened.tokenizer_file()
+            await export(opened.source, tmp_path / "folder", tokenizer_file=file, shard_bytes=shard_bytes)
 
     asyncio.run(run())
     return tmp_path / "folder", model
@@ -94,10 +98,10 @@ def test_a_tokenizer_file_is_the_same_tokenizer(transformers: Any, tmp_path: Pat
     file.write_text(made.to_str())
     sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
     manifest = small_manifest(data__tokenizer=f"file:{file}", data__tokenizer_sha256=sha256)
-    folder, _ = exported(tmp_path, manifest)
+    folder, _ = exported(tmp_path, manifest, tokenizer=file)
     assert (folder / "tokenizer.json").read_bytes() == file.read_bytes()
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     assert theirs("hello strange world!")["input_ids"] == [1, 0, 2, 3]
-    assert theirs.eos_token_id == open_tokenizer(manifest).end_of_document == 4
+    assert theirs.eos_token_id == open_tokenizer(manifest, file).end_of_document == 4
     file.unlink()  # the folder has all it needs
     assert open_tokenizer(manifest, folder / "tokenizer.json").encode(b"world").tolist() == [2]

@@ -40,7 +40,7 @@ def joined(monkeypatch: pytest.MonkeyPatch, *arguments: str, **variables: str) -
     """What a node would run with."""
     seen: list[NodeOptions] = []
 
-    async def run_node(options: NodeOptions, events: EventSink, stop: asyncio.Event) -> None:
+    async def run_node(options: NodeOptions, events: EventSink, stop: asyncio.Event, **rest: object) -> None:
         seen.append(options)
 
     monkeypatch.setitem(sys.modules, "node.process", types.SimpleNamespace(run_node=run_node))
@@ -200,7 +200,7 @@ class TestLinkFile:
         assert "cannot be written" in caplog.text
 
     def test_the_node_writes_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        async def run_node(options: NodeOptions, events: EventSink, stop: asyncio.Event) -> None:
+        async def run_node(options: NodeOptions, events: EventSink, stop: asyncio.Event, **rest: object) -> None:
             events.emit(serving(LINK))
 
         monkeypatch.setitem(sys.modules, "node.process", types.SimpleNamespace(run_node=run_node))

@@ -30,7 +30,7 @@ STAND_IN = (sys.executable, str(Path(__file__).parent.parent / "stand_in_node.py
 async def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Laboratory]:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(local_swarm, "node_command", lambda: STAND_IN)
-    monkeypatch.setenv("STAND_IN", "grandchild:2")
+    monkeypatch.setenv("SKIPSTONE_STAND_IN", "grandchild:2")
     async with laboratory(scenario_from_table(tomllib.loads(BASE)), tmp_path / "logs") as made:
         await until(lambda: all(peer.state == "serving" for peer in made.swarm.progress.peers.values()))
         yield made
@@ -104,7 +104,7 @@ async def test_a_peer_that_is_frozen_again_stands_still_as_long_as_the_longer_ti
 
 
 async def test_a_peer_with_a_command_of_its_own_starts_again_without_it(lab: Laboratory) -> None:
-    command = ("/usr/bin/env", "STAND_IN=crash:1", *STAND_IN)
+    command = ("/usr/bin/env", "SKIPSTONE_STAND_IN=crash:1", *STAND_IN)
     index = lab.start(1, profile_of("none").site, command)
     await until(lambda: index in lab.swarm.ends and index not in lab.swarm.processes())
     assert lab.swarm.ends[index].exit_code == 71

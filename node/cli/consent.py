@@ -1,0 +1,131 @@
+"""What a run is and what joining it means for this machine, said before it begins, and asked where somebody is there to answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import threading
+from typing import TYPE_CHECKING, Final
+
+import typer
+
+from node.cli.text import count, harmless
+
+if TYPE_CHECKING:
+    from node.data.places import Places
+    from node.options import NodeOptions
+    from protocol.manifest import Manifest
+    from protocol.signed_manifest import SignedManifest
+    from swarm.vocabulary import Reasoned
+
+_LONGEST_ANSWER: Final = 4096
+
+
+class Consent:
+    """`node.process.Consent` at a terminal.
+
+    It asks when standard input and what it writes to are a terminal, unless --yes was given or the run is this machine's own. Without one there is nobody
+    to ask, and it goes on: services, containers and scripts have been told what to join by whoever set them up, and what could be read
+    of this machine needs an option of its own (`node.data.places`), which no default and no silence gives.
+    """
+
+    def __init__(self, options: NodeOptions, *, yes: bool, as_json: bool) -> None:
+        self._options = options
+        self._yes = yes
+        self._as_json = as_json
+
+    async def __call__(self, signed: SignedManifest, text: Reasoned[Places | None], own: bool) -> bool:
+        """Says it, and returns whether to join."""
+        stream = sys.stderr if self._as_json else sys.stdout  # standard output may be for a program
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            for line in description(signed, self._options, text, own=own):
+                typer.echo(line, file=stream)
+        if self._yes or own or not (sys.stdin.isatty() and stream.isatty()):
+            return True
+        typer.echo("Join this run? [y/N] ", file=stream, nl=False)
+        return (await _line_typed()).strip().lower() in ("y", "yes")
+
+
+def description(
+    signed: SignedManifest, options: NodeOptions, text: Reasoned[Places | None], *, own: bool
+) -> tuple[str, ...]:
+    """The run and what it does here, a line each; made harmless for a terminal."""
+    manifest = signed.manifest
+    lines = (
+        f"run       {manifest.name}, {signed.run}",
+        f"author    {signed.author}{' (this machine)' if own else ''}",
+        f"model     {count(_parameters(manifest))} parameters in {_number(manifest.stages.count, 'stage')}"
+        f"{f' of {manifest.stages.experts} experts' if manifest.stages.experts > 1 else ''}",
+        f"reads     {_reading(manifest, options, text)}",
+        "sends     hidden states of the run's text, gradients and parameters to the peers of this run; whoever serves the next stage can turn"
+        " hidden states back into text",
+        f"may use   {_use(options)}",
+    )
+    return tuple(harmless(line, 400) for line in lines)
+
+
+def _parameters(manifest: Manifest) -> int:
+    """Of all modules together; in figures, because a manifest may describe a model that nobody could build."""
+    from node.model.build import block_parameters
+
+    model, blocks = manifest.model, manifest.stages.blocks
+    apart = blocks[0] + sum(blocks[1:]) * manifest.stages.experts
+    norms = 2 * model.hidden
+    return apart * (block_parameters(model) + norms) + (2 * model.vocabulary + 1) * model.hidden
+
+
+def _reading(manifest: Manifest, options: NodeOptions, text: Reasoned[Places | None]) -> str:
+    if not options.reads_text or (options.stage or 0) > 0:
+        return "no text"
+    if text.value is None:
+        return f"no text: {text.reason}"
+    place, tokenizer = text.value.text, text.value.tokenizer
+    said = [f"{place.absolute()}, {text.reason}" if place is not None else text.reason]
+    if manifest.data.files is not None:
+        files = manifest.data.files
+        said.append(f"if it is the run's text ({_number(files.count, 'file')}, {count(files.bytes)} bytes)")
+    if tokenizer is not None:
+        said.append(f"and {tokenizer.absolute()}")
+    return f"{', '.join(said)}; as a data node only"
+
+
+def _use(options: NodeOptions) -> str:
+    from node.reach.standing import ReachMode
+
+    threads = "all CPU threads" if options.threads is None else _number(options.threads, "CPU thread")
+    saved = "no disk" if options.checkpoint_dir is None else f"disk below {options.checkpoint_dir}"
+    ports = " and ".join("any" if port == 0 else str(port) for port in (options.port, options.dht_port))
+    router = ", and may ask the router for one" if options.reach is ReachMode.AUTO else ""
+    kept = (
+        "memory for its stage" if options.memory is None else f"memory for its stage and {count(options.memory)} bytes"
+    )
+    carried = f"; carries {count(options.relay_bytes_per_hour)} bytes an hour for others" * bool(
+        options.relay_bytes_per_hour
+    )
+    return f"device {options.device}, {threads}, {kept}, {saved}; ports {ports} at {options.listen}{router}{carried}"
+
+
+def _number(number: int, thing: str) -> str:
+    return f"{count(number)} {thing}" if number == 1 else f"{count(number)} {thing}s"
+
+
+async def _line_typed() -> str:
+    """What is typed up to the end of the line or of the input. On a thread that nobody waits for, because reading cannot be called off."""
+    loop = asyncio.get_running_loop()
+    typed: asyncio.Future[str] = loop.create_future()
+
+    def settle(line: str) -> None:
+        if not typed.done():
+            typed.set_result(line)
+
+    def read() -> None:
+        line = b""
+        with contextlib.suppress(OSError):
+            line = os.read(sys.stdin.fileno(), _LONGEST_ANSWER)
+        with contextlib.suppress(RuntimeError):  # the loop has closed: somebody has interrupted the question
+            loop.call_soon_threadsafe(settle, line.decode(errors="replace"))
+
+    threading.Thread(target=read, name="answer", daemon=True).start()
+    return await typed

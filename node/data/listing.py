@@ -1,0 +1,174 @@
+"""Which files a place on this machine has, and opening one of them: regular files only, bounded, none that a link leads to.
+
+A folder may be one that somebody else can write into, and a FIFO, a device or a link in it must not make a node wait for ever or read
+what nobody meant.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import stat
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from protocol.manifest import FilesSection
+from swarm.errors import ConfigError
+
+MAX_FILES: Final = 1_000_000
+
+_NEVER: Final = tuple(map(Path, ("/proc", "/sys", "/dev")))
+"""What lies there is the machine itself. `/proc/kcore`, for one, is a regular file of 128 TiB."""
+_OPEN_FLAGS: Final = (
+    os.O_RDONLY
+    | getattr(os, "O_NOFOLLOW", 0)
+    | getattr(os, "O_NONBLOCK", 0)
+    | getattr(os, "O_CLOEXEC", 0)
+    | getattr(os, "O_BINARY", 0)
+)
+
+Wanted = Callable[[str], bool]
+"""Says of a name, without the folders that it is in, whether it belongs to the text."""
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Opens a regular file, which is no link itself, for reading.
+
+    Raises:
+        OSError: it is none, or cannot be opened.
+    """
+    _check_regular(os.lstat(path), path)  # opening a device can do something to it
+    descriptor = os.open(path, _OPEN_FLAGS)
+    try:
+        _check_regular(os.fstat(descriptor), path)  # it may have been replaced between the two
+    except OSError:
+        os.close(descriptor)
+        raise
+    return os.fdopen(descriptor, "rb")
+
+
+def resolved(path: Path) -> Path:
+    """Where the path that a person has named leads to, through links and all.
+
+    Raises:
+        OSError: there is nothing.
+        ConfigError: it leads into what the system shows of itself.
+    """
+    real = path.resolve(strict=True)
+    if _is_machine(real):
+        raise ConfigError(f"{path}: nothing below {', '.join(map(str, _NEVER))} is read", hint="Name another place.")
+    return real
+
+
+class Listing:
+    """Regular files below a folder, with their sizes, in the order of their relative names (with `/`)."""
+
+    def __init__(self, root: Path, found: Iterator[tuple[str, int]]) -> None:
+        """Raises ConfigError for more than `MAX_FILES`."""
+        self.root = root
+        entries = []
+        for entry in found:
+            entries.append(entry)
+            if len(entries) > MAX_FILES:
+                raise ConfigError(f"{root}: more than {MAX_FILES} files; name a smaller folder")
+        entries.sort()
+        self.names = [name for name, _ in entries]
+        self.sizes = array("q", (size for _, size in entries))
+
+    def size_of(self, name: str) -> int | None:
+        """In bytes; None when there is no such file."""
+        at = bisect_left(self.names, name)
+        return self.sizes[at] if at < len(self.names) and self.names[at] == name else None
+
+    def open(self, name: str) -> BinaryIO:
+        """Raises OSError when it is no regular file of this folder any more."""
+        path = self.root / name
+        if os.path.realpath(path) != str(path):
+            raise OSError(errno.ELOOP, "a link leads to it", str(path))
+        return open_regular(path)
+
+    def section(self) -> FilesSection:
+        """What a manifest says about these files; there must be some with text in them.
+
+        Names and sizes only: that takes some seconds for 100,000 files, however large they are. With their contents every start of a data node
+        would read the whole text first. It is to notice the wrong folder, and files that were changed, come or gone; whoever changes a
+        file on his own disk without changing its size trains on what he has made of it, as he could anyway.
+        """
+        digest = hashlib.sha256(b"skipstone-files:")
+        for name, size in zip(self.names, self.sizes, strict=True):
+            digest.update(b"%b\0%d\n" % (name.encode(errors="surrogateescape"), size))
+        return FilesSection(count=len(self.names), bytes=sum(self.sizes), sha256=digest.hexdigest())
+
+    def require(self, expected: FilesSection) -> None:
+        """Raises ConfigError, which says what differs, when these are not the manifest's files."""
+        found = self.section()
+        if found == expected:
+            return
+        if (found.count, found.bytes) == (expected.count, expected.bytes):
+            differs = f"has as many files and bytes as the run's text ({found.count}; {found.bytes}), but other names or sizes of files"
+        else:
+            differs = f"has {found.count} files of {found.bytes} bytes together, the run's text {expected.count} of {expected.bytes}"
+        first = ", ".join(self.names[:3])
+        raise ConfigError(
+            f"{self.root} is not the text of this run: it {differs}; the first here: {first}",
+            hint="Name the folder with the run's own text, unchanged, with --text; its author says where to get it.",
+        )
+
+
+def _any(name: str) -> bool:
+    return True
+
+
+def files_below(root: Path, folder: Wanted = _any, file: Wanted = _any) -> Listing:
+    """Regular files, no links: a link may lead out of the folder, or round in a circle. Empty ones hold no text.
+
+    Args:
+        folder: which folders are looked into.
+        file: which files are taken.
+
+    Raises:
+        OSError: the folder is not there.
+        ConfigError: too many files.
+    """
+    root = resolved(root)
+    return Listing(root, _walk(str(root), folder, file))
+
+
+def visible_below(root: Path) -> Listing:
+    """As `files_below`, without files and folders whose names begin with a dot."""
+    return files_below(root, _is_visible, _is_visible)
+
+
+def single_file(path: Path) -> Listing:
+    """The one file. Raises OSError when it is not there or no regular file."""
+    path = resolved(path)
+    found = os.lstat(path)
+    _check_regular(found, path)
+    return Listing(path.parent, iter([(path.name, found.st_size)] if found.st_size else []))
+
+
+def _walk(root: str, folder: Wanted, file: Wanted) -> Iterator[tuple[str, int]]:
+    for at, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if folder(name) and not _is_machine(Path(at, name))]
+        prefix = "" if at == root else f"{Path(at).relative_to(root).as_posix()}/"
+        for name in filter(file, names):
+            found = os.lstat(os.path.join(at, name))
+            if stat.S_ISREG(found.st_mode) and found.st_size:
+                yield prefix + name, found.st_size
+
+
+def _is_visible(name: str) -> bool:
+    return not name.startswith(".")
+
+
+def _is_machine(real: Path) -> bool:
+    return any(place == real or place in real.parents for place in _NEVER)
+
+
+def _check_regular(found: os.stat_result, path: Path) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))

@@ -1,0 +1,108 @@
+"""What of this machine may be opened for a run's text, and on whose word.
+
+A manifest says what a run trains on. Where that lies here is for the person here to say: otherwise the author of a link could have any file
+of whoever joins it read, embedded and sent to himself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from protocol.manifest import DataSection
+from swarm.errors import ConfigError
+from swarm.vocabulary import Reasoned
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToldPlaces:
+    """What the person says on the command line."""
+
+    text: Path | None = None
+    """--text"""
+    tokenizer: Path | None = None
+    """--tokenizer"""
+    hub: bool = False
+    """--allow-hub"""
+
+
+NOTHING_TOLD: Final = ToldPlaces()
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where what the manifest names is opened; None where it names no file."""
+
+    text: Path | None = None
+    tokenizer: Path | None = None
+
+
+def may_open(named: str, option: str, told: Path | None, *, own: bool) -> Reasoned[Path | None]:
+    """The rule: where to open what a manifest names as a path, or None when nothing may be opened.
+
+    It is where the person says. The manifest's own word counts when the key of this machine has signed it: then this
+    person has written it. A file on one's own disk may have been downloaded, so it counts no more than a link. Nor is a hidden place taken
+    from a manifest (`~/.ssh`): those hold keys and passwords more often than text.
+
+    Args:
+        named: the path in the manifest.
+        option: the one that says where it is.
+        told: its value.
+        own: whether this machine's identity is the manifest's author, or whoever made the manifest runs it (`up`, `solo`).
+    """
+    if told is not None:
+        return Reasoned(told, f"where {option} says")
+    if not own:
+        return Reasoned(
+            None,
+            f"the manifest is not signed by this machine's key, so its {named} is not opened; say with {option} where it lies here",
+        )
+    path = Path(named)
+    if any(part.startswith(".") and part != ".." for part in path.parts):
+        return Reasoned(
+            None,
+            f"a hidden place is not opened because a manifest says so, so its {named} is not; name it with {option}",
+        )
+    return Reasoned(_from_home(named), "this machine's own manifest says so")
+
+
+def tokenizer_place(data: DataSection, told: Path | None, *, own: bool) -> Reasoned[Path | None]:
+    """Where the tokenizer's file is, of a manifest that names one; see `may_open`."""
+    return may_open(data.tokenizer.removeprefix("file:"), "--tokenizer", told, own=own)
+
+
+def places(data: DataSection, told: ToldPlaces, *, own: bool) -> Reasoned[Places | None]:
+    """All that reading the run's text opens, or None when something of it may not be; see `may_open`."""
+    kind, _, rest = data.source.partition(":")
+    text: Reasoned[Path | None] = Reasoned(None, "the source code of this machine's Python")
+    if kind == "path":
+        text = may_open(rest, "--text", told.text, own=own)
+    elif kind == "huggingface":
+        if not (own or told.hub):
+            return Reasoned(
+                None, f"nothing is fetched from a hub for somebody else's manifest ({rest}) without --allow-hub"
+            )
+        text = Reasoned(None, "from the Hugging Face hub")
+    if kind == "path" and text.value is None:
+        return Reasoned(None, text.reason)
+    if data.tokenizer == "bytes":
+        return Reasoned(Places(text.value), text.reason)
+    tokenizer = tokenizer_place(data, told.tokenizer, own=own)
+    if tokenizer.value is None:
+        return Reasoned(None, tokenizer.reason)
+    return Reasoned(Places(text.value, tokenizer.value), text.reason)
+
+
+def as_written(data: DataSection) -> Places:
+    """Of a manifest whose author runs it here, hidden places included: `solo`, `up`, benchmarks."""
+    kind, _, rest = data.source.partition(":")
+    text = _from_home(rest) if kind == "path" else None
+    return Places(text, None if data.tokenizer == "bytes" else _from_home(data.tokenizer.removeprefix("file:")))
+
+
+def _from_home(path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:  # `~nobody`
+        raise ConfigError(f"{path}: {error}", hint="Write the whole path.") from None
