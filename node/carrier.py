@@ -177,8 +177,8 @@ class Carrier:
             return None if place.value is Place.FREE else _refused(place.reason, busy=place.value is Place.BUSY)
         if message.microbatch.data_node == self.custody.own and not self.ends.expects(message):
             return Refusal(False, "this microbatch is not under way")
-        free = self.custody.admit_forward(message, now)
-        return None if free.value else _refused(free.reason, busy=True)
+        place = self.custody.admit_forward(message, now)
+        return None if place.value is Place.FREE else _refused(place.reason, busy=place.value is Place.BUSY)
 
     def _is_ours_to_finish(self, message: MicrobatchTensor) -> bool:
         """Held here already; or our own, which nobody else can end. Standing in for a lost hop is new work."""
