@@ -215,7 +215,9 @@ class Carrier:
                 self.handle(SettledArrived(sender, message))
             case Unsettled():
                 self.handle(UnsettledArrived(sender, message))
-            case Stranded() if self._is_of_ours(sender, message, self.ends.may_hold):
+            case Stranded() if self._is_of_ours(sender, message, self.ends.may_hold) and self._was_given(
+                sender, message
+            ):
                 self._stranded(message)
             case _:
                 log.debug("%s from %s needs no action", type(message).__name__, sender)
@@ -227,6 +229,13 @@ class Carrier:
         if message.microbatch.data_node != self.custody.own:
             return False
         return sender == self.custody.own or may_know(sender, message.microbatch)
+
+    def _was_given(self, sender: PeerId, message: Stranded) -> bool:
+        """Whether the sender knows how the microbatch's route is signed. Of one that is only evaluated we keep nothing to compare with."""
+        start = self.custody.get(Key(message.microbatch, -1))
+        if sender == self.custody.own or start is None or start.path.route is None:
+            return True
+        return start.path.route.signature == message.signature
 
     def link_up(self, peer: PeerId) -> None:
         self.handle(PeerBack(peer))

@@ -121,6 +121,7 @@ def read_stranded(stranded: wire.Stranded) -> Stranded:
         read_enum(Direction, stranded.direction, "direction"),
         _read_position(stranded.position),
         read_detail(stranded.detail),
+        _read_signature(stranded.signature),
     )
 
 
@@ -192,14 +193,10 @@ def _read_route(route: wire.Route) -> tuple[Path, int, MicrobatchId, float]:
 
 
 def _read_signed(route: wire.Route, lifetime_s: float) -> SignedRoute | None:
-    if not route.signature and not route.modules:
-        return None
-    if len(route.signature) != SIGNATURE_BYTES or len(route.modules) > MAX_HOPS:
-        count, size = len(route.modules), len(route.signature)
-        raise ProtocolViolation(
-            f"a route of {count} modules with a signature of {size} bytes; up to {MAX_HOPS} and {SIGNATURE_BYTES} are allowed"
-        )
-    return SignedRoute(tuple(map(read_module, route.modules)), lifetime_s, route.signature)
+    signature = _read_signature(route.signature)
+    if len(route.modules) > (MAX_HOPS if signature else 0):
+        raise ProtocolViolation(f"a route of {len(route.modules)} modules, signed with {len(signature)} bytes")
+    return SignedRoute(tuple(map(read_module, route.modules)), lifetime_s, signature) if signature else None
 
 
 def _wire_receipt(receipt: Receipt) -> wire.Receipt:
@@ -222,7 +219,14 @@ def _wire_stranded(stranded: Stranded) -> wire.Stranded:
         direction=wire_number(stranded.direction),
         position=stranded.position,
         detail=stranded.detail[:DETAIL_CHARACTERS],
+        signature=stranded.signature,
     )
+
+
+def _read_signature(signature: bytes) -> bytes:
+    if len(signature) not in (0, SIGNATURE_BYTES):
+        raise ProtocolViolation(f"a signature of {len(signature)} bytes; it has {SIGNATURE_BYTES}")
+    return signature
 
 
 def _wire_microbatch(microbatch: MicrobatchId) -> wire.MicrobatchId:

@@ -216,7 +216,8 @@ def is_from_neighbour(replicas: Replicas, message: Forward | Backward, sender: P
 
 def stranded(holding: Holding, direction: Direction, position: int, detail: str) -> Tell:
     """To the data node: nobody takes it from here."""
-    message = Stranded(holding.key.microbatch, direction, position, detail[:256])
+    signature = b"" if holding.path.route is None else holding.path.route.signature
+    message = Stranded(holding.key.microbatch, direction, position, detail[:256], signature)
     return Tell(holding.path.data_node, message)
 
 

@@ -326,16 +326,18 @@ class Receipt(_message.Message):
     def __init__(self, microbatch: _Optional[_Union[MicrobatchId, _Mapping]] = ..., direction: _Optional[_Union[Direction, str]] = ..., position: _Optional[int] = ..., status: _Optional[_Union[Receipt.Status, str]] = ..., retry_after_ms: _Optional[int] = ..., detail: _Optional[str] = ..., waited_us: _Optional[int] = ..., computed_us: _Optional[int] = ..., sent_us: _Optional[int] = ...) -> None: ...
 
 class Stranded(_message.Message):
-    __slots__ = ("microbatch", "direction", "position", "detail")
+    __slots__ = ("microbatch", "direction", "position", "detail", "signature")
     MICROBATCH_FIELD_NUMBER: _ClassVar[int]
     DIRECTION_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     microbatch: MicrobatchId
     direction: Direction
     position: int
     detail: str
-    def __init__(self, microbatch: _Optional[_Union[MicrobatchId, _Mapping]] = ..., direction: _Optional[_Union[Direction, str]] = ..., position: _Optional[int] = ..., detail: _Optional[str] = ...) -> None: ...
+    signature: bytes
+    def __init__(self, microbatch: _Optional[_Union[MicrobatchId, _Mapping]] = ..., direction: _Optional[_Union[Direction, str]] = ..., position: _Optional[int] = ..., detail: _Optional[str] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class Close(_message.Message):
     __slots__ = ("microbatch", "detail")

@@ -140,7 +140,9 @@ frames = st.one_of(
         short_times,
         short_times,
     ),
-    st.builds(Stranded, microbatches, st.sampled_from(Direction), positions, details),
+    st.builds(
+        Stranded, microbatches, st.sampled_from(Direction), positions, details, st.one_of(st.just(b""), signatures)
+    ),
     st.builds(Close, microbatches, details),
     st.builds(ArrivalHint, microbatches, positions, times),
     st.builds(lambda number, path: Settled(MicrobatchId(path.data_node, number), path), st.integers(0, 9), paths),
