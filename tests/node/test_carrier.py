@@ -382,6 +382,19 @@ async def test_only_peers_of_the_path_may_strand_or_report() -> None:
         await swarm.all_clear()
 
 
+async def test_what_is_closed_while_its_gradient_is_computed_is_taken_back() -> None:
+    async with small_swarm(A, B) as swarm:
+        gate = swarm.close(B, Work.BACKWARD)
+        microbatch = swarm.launch(1, AB)
+        await until(lambda: gate.reached)
+        swarm.ends.lost(microbatch, "its data node stops")
+        await until(lambda: swarm[B].phase(microbatch, 1) is None)
+        swarm.open(gate)
+        await swarm.all_clear()
+        assert swarm[B].visits.taken_back == [microbatch], "it had been added"
+        assert hop(swarm, B).accumulated == 0
+
+
 async def test_only_who_was_given_a_microbatch_may_strand_it() -> None:
     """Another replica of a module on its path is not enough."""
     async with small_swarm(A, A2, B) as swarm:
