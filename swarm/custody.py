@@ -248,10 +248,9 @@ class Custody:
             return []  # only its data node may close a microbatch
         actions: list[Action] = []
         for holding in [h for h in self._shelf.all() if h.key.microbatch == message.microbatch]:
+            # What is being computed just now will have been added by the time that it is taken back.
             if holding.phase in ADDED | {Phase.BACKWARD} and not holding.is_end:
-                actions.append(
-                    Retract(holding.key)
-                )  # what is being computed just now is there by the time that this is done
+                actions.append(Retract(holding.key))
             actions.append(self._shelf.drop(holding.key, f"closed: {message.detail}"))
         return actions
 

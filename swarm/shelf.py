@@ -180,7 +180,8 @@ class Shelf:
         others = [h for h in self.all() if h.key.microbatch.data_node != self.own]
         share = self.slots - self.slots // KEPT_FOR_OTHERS
         unlinked = max(1, self.slots // UNLINKED_SHARE)
-        if self._is_unlinked(data_node) and sum(h.path.data_node in self._lost for h in others) >= unlinked:
+        lost = sum(h.path.data_node in self._lost and h.phase is not Phase.SETTLING for h in others)
+        if self._is_unlinked(data_node) and lost >= unlinked:
             return Reasoned(False, f"{unlinked} slots are taken by data nodes to which there is no link")
         for unsettled, factor, what in (
             (False, 1, "slots"),

@@ -80,7 +80,10 @@ class WayOut:
         position = holding.key.position + 1
         path = holding.path if position == len(holding.path.hops) else holding.path.with_peer(position, target)
         handed = replace(offered(holding, now), path=path, phase=Phase.HANDING_ON, target=target, retry_at=None)
-        self._shelf.put_touched(handed, now)
+        if holding.phase is Phase.HANDING_ON:  # that one was busy and another is asked is no news
+            self._shelf.put(handed)
+        else:
+            self._shelf.put_touched(handed, now)
         return [_sending(handed, target)]
 
     def receipt(self, holding: Holding, receipt: Receipt, now: float) -> list[Action]:

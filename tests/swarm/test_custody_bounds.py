@@ -6,7 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from swarm.holdings import CloseArrived, Compute, Forget, ForwardArrived, Key, PeerBack, Phase, Place, Retract, Tell
+from swarm.holdings import (
+    CloseArrived,
+    Compute,
+    Forget,
+    ForwardArrived,
+    Key,
+    PeerBack,
+    Phase,
+    Place,
+    Retract,
+    SendOutput,
+    Tell,
+)
 from swarm.messages import Backward, Close, Forward, Purpose, Receipt
 from swarm.shelf import (
     DATA_NODE_GRACE_S,
@@ -25,6 +37,7 @@ from tests.swarm.custody_desk import (
     ACCEPTED,
     B2,
     BACK,
+    BUSY,
     DATA,
     LIFETIME_S,
     MICROBATCH,
@@ -190,6 +203,19 @@ def test_a_lifetime_is_bounded_by_how_long_microbatches_stay() -> None:
 def test_what_is_only_evaluated_waits_for_its_next_hop_for_the_shortest_time() -> None:
     desk = Desk(A)
     assert kept_s(desk, forward(ABC, 0, purpose=Purpose.EVALUATE)) == SHORTEST_LIFETIME_S
+
+
+def test_replicas_that_are_busy_in_turn_do_not_keep_a_slot_for_ever() -> None:
+    desk = Desk(A)
+    desk.handing_on()
+    begun, busy = desk.now, B
+    while desk.held(0) is not None:
+        assert desk.now - begun < 2 * LIFETIME_S
+        actions = desk.receipt(busy, OUT, 1, BUSY, 0.1) or desk.wait(5.0)
+        offers = [action for action in actions if isinstance(action, SendOutput)]
+        busy = offers[-1].to if offers else busy
+        desk.now += 1.0
+    assert desk.now - begun >= LIFETIME_S
 
 
 def test_stays_are_those_of_each_data_node_within_bounds() -> None:
