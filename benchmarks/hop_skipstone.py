@@ -35,6 +35,7 @@ from node.work import Job, Output, PathEnds, Worker
 from protocol.certificates import make_credentials
 from protocol.identity import Identity
 from protocol.manifest import Manifest, ModelSection, StagesSection, TrainingSection
+from protocol.routes import Routes
 from protocol.settings import TransportSettings
 from protocol.tensor_spec import TensorSpec
 from protocol.transport import GrpcTransport
@@ -145,8 +146,8 @@ def identity_worker(manifest: Manifest) -> HopWorker:
 @asynccontextmanager
 async def peer_of_two(
     connection: Connection, manifest: Manifest, module: ModuleId, worker: Worker, ends: PathEnds | None
-) -> AsyncIterator[tuple[Carrier, PeerId]]:
-    """A carrier at work on loopback, and the other process's peer, with which announcements are exchanged first."""
+) -> AsyncIterator[tuple[Carrier, PeerId, Routes]]:
+    """A carrier at work on loopback, what signs its routes, and the other process's peer, with which announcements are exchanged first."""
     identity, clock = Identity.generate(), SystemClock()
     credentials = make_credentials(identity, RUN)
     own = OwnState(RUN, identity.peer, credentials.certificate_der, clock, state=PeerState.SERVING, module=module)
@@ -159,8 +160,10 @@ async def peer_of_two(
     torch.set_num_threads(threads_of_each_peer())
     with ComputeThread() as compute:
         planner = Planner(PathRules(2, 1), neighbourhood.membership, Estimates(), manifest.microbatch_tokens)
-        custody = Custody(identity.peer, DEFAULT_SLOTS, PlannedReplicas(planner, neighbourhood.membership, clock))
-        admission = Admission(manifest, identity.peer, module)
+        replicas = PlannedReplicas(planner, neighbourhood.membership, clock, transport.is_linked)
+        custody = Custody(identity.peer, DEFAULT_SLOTS, replicas)
+        routes = Routes(identity, RUN)
+        admission = Admission(manifest, identity.peer, module, routes.fault)
         carrier = Carrier(
             custody, admission, worker, compute, clock, neighbourhood.link_down, lambda figures: None, ends
         )
@@ -172,7 +175,7 @@ async def peer_of_two(
             book.replace_all([other])
             connection.send("ready")
             running = tasks.create_task(carrier.run(transport))
-            yield carrier, other.peer
+            yield carrier, other.peer, routes
             running.cancel()
 
 
@@ -193,23 +196,24 @@ def data_node_process(connection: Connection, shape: tuple[int, int, int]) -> No
     worker, flight = FixedData(hidden_tensor(manifest)), OneFlight()
 
     async def main() -> None:
-        async with peer_of_two(connection, manifest, ModuleId(0), worker, flight) as (carrier, stage):
+        async with peer_of_two(connection, manifest, ModuleId(0), worker, flight) as (carrier, stage, routes):
             first = 0
             while await asyncio.to_thread(connection.recv):
                 numbers = range(first, first + SAMPLES_PER_ROUND)
                 first = numbers.stop
-                connection.send([await fly(carrier, flight, stage, number) for number in numbers])
+                connection.send([await fly(carrier, routes, flight, stage, number) for number in numbers])
                 if not torch.equal(worker.returned, worker.hidden):
                     raise SkipstoneError("what came back is not what was sent")
 
     uvloop.run(main())
 
 
-async def fly(carrier: Carrier, flight: OneFlight, stage: PeerId, number: int) -> Sample:
+async def fly(carrier: Carrier, routes: Routes, flight: OneFlight, stage: PeerId, number: int) -> Sample:
     own = carrier.custody.own
     flight.landed = asyncio.get_running_loop().create_future()
     microbatch, path = MicrobatchId(own, number), Path(own, (Hop(STAGE, stage),))
     begun = time.perf_counter()
+    path = routes.signed(microbatch, path, Purpose.TRAIN, LIFETIME_S)
     carrier.handle(Started(microbatch, path, Purpose.TRAIN, LIFETIME_S))
     ended = await flight.landed
     return Sample(flight.output_at - begun, ended - begun)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import pairwise
+
 from node.path_rules import path_rules
 from protocol.manifest import Manifest
 from protocol.tensor_spec import DType, TensorSpec
@@ -9,6 +12,8 @@ from swarm.codec_choice import Traffic, ladder
 from swarm.errors import ProtocolViolation
 from swarm.messages import Backward, Forward, MicrobatchTensor, Purpose
 from swarm.vocabulary import Codec, ModuleId, PeerId, short
+
+RouteFault = Callable[[MicrobatchTensor], str | None]
 
 
 def hidden_tensor(manifest: Manifest) -> TensorSpec:
@@ -33,10 +38,12 @@ class Admission:
     Args:
         own: this peer.
         module: the module it hosts.
+        route_fault: why a message is not on a route that its data node has signed; None when it is (`protocol.routes.Routes.fault`).
     """
 
-    def __init__(self, manifest: Manifest, own: PeerId, module: ModuleId) -> None:
+    def __init__(self, manifest: Manifest, own: PeerId, module: ModuleId, route_fault: RouteFault) -> None:
         self._own = own
+        self._route_fault = route_fault
         self._module = module
         self._tensor = hidden_tensor(manifest)
         self._codecs = allowed_codecs(manifest)
@@ -63,18 +70,24 @@ class Admission:
         unknown = [str(hop.module) for hop in path.hops if hop.module not in self._modules]
         if unknown:
             raise ProtocolViolation(f"the path visits module {unknown[0]}, which the manifest does not have")
-        self._check_order(stages, evaluated=_only_evaluates(message))
+        evaluated = _only_evaluates(message)
+        self._check_order(stages, evaluated=evaluated)
+        if path.route is not None:
+            self._check_order([module.stage for module in path.route.modules], evaluated=evaluated)
         if not -1 <= message.position <= len(path.hops):
             raise ProtocolViolation(f"position {message.position} is not on a path of {len(path.hops)} hops")
         if path.peer_at(message.position) != self._own:
             raise ProtocolViolation("the message is for another peer on the path")
         self._check_sender(sender, message)
+        fault = self._route_fault(message)
+        if fault is not None:
+            raise ProtocolViolation(f"{message.microbatch}: {fault}")
 
     def _check_order(self, stages: list[int], *, evaluated: bool) -> None:
-        """The rule for paths is about training; the whole model, or any part of it, may be measured."""
+        """The rule for paths is about training; the whole model, or any part of it, may be measured, from the first stage on."""
         if evaluated:
-            most = self._rules.skippable
-            fault = None if len(set(stages)) == len(stages) <= most else f"not up to {most} different stages: {stages}"
+            in_order = all(one < other for one, other in pairwise(stages))
+            fault = None if in_order else f"not different stages in order: {stages}"
         else:
             fault = self._rules.fault_as_taken(stages)
         if fault is not None:

@@ -183,8 +183,8 @@ class Carrier:
             return None if place.value is Place.FREE else _refused(place.reason, busy=place.value is Place.BUSY)
         if message.microbatch.data_node == self.custody.own and not self.ends.expects(message):
             return Refusal(False, "this microbatch is not under way")
-        free = self.custody.admit_forward(message, now)
-        return None if free.value else _refused(free.reason, busy=True)
+        place = self.custody.admit_forward(message, now)
+        return None if place.value is Place.FREE else _refused(place.reason, busy=place.value is Place.BUSY)
 
     def _is_ours_to_finish(self, message: MicrobatchTensor) -> bool:
         """Held here already; or our own, which nobody else can end. Standing in for a lost hop is new work."""
@@ -221,7 +221,9 @@ class Carrier:
                 self.handle(SettledArrived(sender, message))
             case Unsettled():
                 self.handle(UnsettledArrived(sender, message))
-            case Stranded() if self._is_of_ours(sender, message, self.ends.may_hold):
+            case Stranded() if self._is_of_ours(sender, message, self.ends.may_hold) and self._was_given(
+                sender, message
+            ):
                 self._stranded(message)
             case _:
                 log.debug("%s from %s needs no action", type(message).__name__, sender)
@@ -233,6 +235,13 @@ class Carrier:
         if message.microbatch.data_node != self.custody.own:
             return False
         return sender == self.custody.own or may_know(sender, message.microbatch)
+
+    def _was_given(self, sender: PeerId, message: Stranded) -> bool:
+        """Whether the sender knows how the microbatch's route is signed. Of one that is only evaluated we keep nothing to compare with."""
+        start = self.custody.get(Key(message.microbatch, -1))
+        if sender == self.custody.own or start is None or start.path.route is None:
+            return True
+        return start.path.route.signature == message.signature
 
     def link_up(self, peer: PeerId) -> None:
         self.handle(PeerBack(peer))

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from secrets import randbelow
 
 from node.assignment import Assignment
 from node.averaging.replica import LocalReplica
@@ -28,6 +29,7 @@ from node.lane_talk import LaneTalk
 from node.options import NodeOptions
 from node.path_rules import path_rules
 from node.resume import (
+    NUMBERS,
     capture_stage_zero,
     counts_of,
     first_number,
@@ -45,8 +47,6 @@ from swarm.planner import Planner
 from swarm.timing import PathTimes
 from swarm.vocabulary import ModuleId, PeerId
 
-NUMBERS_A_SECOND = 2**14
-"""Microbatches are numbered from the time of the start, so that a restarted data node does not use a number twice."""
 LAST_WORDS_S = 3.0
 """How long a data node that stops may take for its last inner step, and to tell the hops that their gradients count."""
 
@@ -167,7 +167,8 @@ async def data_duty(given: Assignment) -> AsyncIterator[DataDuty]:
         return tuple(sorted({own.peer, *(announcement.peer for announcement in replicas)}))
 
     start = START if position is None else position.cursor
-    number = first_number(position, int(clock.wall()) * NUMBERS_A_SECOND)
+    number, measured = first_number(position, randbelow(NUMBERS // 2)), NUMBERS + randbelow(NUMBERS // 2)
+    sign = given.presence.routes.signed
     feed = TrainingFeed(manifest, documents, own.peer, start)
     stage = worker.stage
     replica = LocalReplica(
@@ -182,10 +183,11 @@ async def data_duty(given: Assignment) -> AsyncIterator[DataDuty]:
             flights=Flights(own.peer, rules, first_number=number, counts=counts_of(position)),
             planner=planner,
             times=PathTimes(own.peer, estimates, measurements, tokens, membership.slots_of),
-            evaluator=Evaluator(own.peer, planner, worker, carrier, clock),
+            evaluator=Evaluator(own.peer, planner, worker, carrier, clock, sign, measured),
             worker=worker,
             carrier=carrier,
             texts=texts,
+            sign=sign,
             progress=progress,
             reading=ReadingPosition(start, rules.per_step * (rules.staleness + 2) + rules.window),
         )

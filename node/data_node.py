@@ -24,16 +24,19 @@ from swarm.flights import Flight, Flights
 from swarm.holdings import Started
 from swarm.messages import Forward, Purpose, Receipt
 from swarm.planner import NoReplica, Planner, in_flight_by_peer
+from swarm.shelf import LONGEST_LIFETIME_S, SHORTEST_LIFETIME_S
 from swarm.timing import PathTimes
 from swarm.vocabulary import MicrobatchId, ModuleId, Path, PeerId
 
 log = logging.getLogger(__name__)
 
-SHORTEST_LIFETIME_S = 60.0
-LONGEST_LIFETIME_S = 3600.0
 LIFETIME_IN_PATHS = 20
 """A microbatch of which nothing has been heard for so many expected path times is given up."""
 LOOK_AGAIN_S = 0.5
+
+
+Signing = Callable[[MicrobatchId, Path, Purpose, float], Path]
+"""Signs the route of a microbatch of this data node that is to live so many seconds without news (`protocol.routes.Routes.signed`)."""
 
 
 class Texts(Protocol):
@@ -67,6 +70,7 @@ class DataNodeParts:
     worker: DataWorker
     carrier: Carrier
     texts: Texts
+    sign: Signing
     progress: Progress
     reading: ReadingPosition
 
@@ -86,6 +90,7 @@ class DataNode:
         self.stopping = False
         self._planner, self._times, self._evaluator = parts.planner, parts.times, parts.evaluator
         self._worker, self._carrier, self._texts = parts.worker, parts.carrier, parts.texts
+        self._sign = parts.sign
         self._clock = clock
         self._events = events
         self._tokens = parts.worker.tokens
@@ -131,7 +136,9 @@ class DataNode:
         self.reading.sent(text, flight.microbatch)
         self._times.launched(flight.microbatch, plan.value, queue, now)
         log.debug("%s: %s", flight.microbatch, plan.reason)
-        self._carrier.handle(Started(flight.microbatch, plan.value, Purpose.TRAIN, self._lifetime(plan.value)))
+        lifetime_s = self._lifetime(plan.value)
+        path = self._sign(flight.microbatch, plan.value, Purpose.TRAIN, lifetime_s)
+        self._carrier.handle(Started(flight.microbatch, path, Purpose.TRAIN, lifetime_s))
         return True
 
     def _tell_who_is_missing(self) -> None:

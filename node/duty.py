@@ -102,10 +102,13 @@ class LoggedVisits:
 class PlannedReplicas:
     """`swarm.shelf.Replicas` by what the planner and the membership view know now."""
 
-    def __init__(self, planner: Planner, membership: Membership, clock: Clock) -> None:
+    def __init__(
+        self, planner: Planner, membership: Membership, clock: Clock, is_linked: Callable[[PeerId], bool]
+    ) -> None:
         self._planner = planner
         self._membership = membership
         self._clock = clock
+        self._is_linked = is_linked
 
     @property
     def fewest_hops(self) -> int:
@@ -120,6 +123,9 @@ class PlannedReplicas:
     def is_given_up(self, peer: PeerId) -> bool:
         return self._membership.is_given_up(peer)
 
+    def is_linked(self, peer: PeerId) -> bool:
+        return self._is_linked(peer)
+
     def goes_round(self, module: ModuleId) -> bool:
         return self._planner.goes_round(module, self._clock.monotonic())
 
@@ -127,7 +133,9 @@ class PlannedReplicas:
 def carrier_for(given: Assignment, worker: Worker, planner: Planner, rounds: ModuleRounds) -> Carrier:
     """Carries for the replica that the node hosts; repair asks the planner who stands in."""
     own, clock, module = given.presence.own, SystemClock(), str(given.module)
-    custody = Custody(own.peer, given.options.slots_held, PlannedReplicas(planner, given.presence.membership, clock))
+    presence = given.presence
+    replicas = PlannedReplicas(planner, presence.membership, clock, presence.transport.is_linked)
+    custody = Custody(own.peer, given.options.slots_held, replicas)
     own.slots, own.used_slots = custody.slots, lambda: custody.used_slots
 
     def stepped(figures: StepFigures) -> None:
@@ -136,7 +144,7 @@ def carrier_for(given: Assignment, worker: Worker, planner: Planner, rounds: Mod
         visits, norm, rate = max(figures.visits), figures.gradient_norm, figures.learning_rate
         given.events.emit(InnerStep(own.peer, module, figures.step, visits, norm, rate))
 
-    admission = Admission(given.manifest, own.peer, given.module)
+    admission = Admission(given.manifest, own.peer, given.module, presence.routes.fault)
     codecs = link_codecs(given, worker, clock)
     rounds.goodput = codecs.best_bytes_per_s
     given.proofs.in_rounds = rounds.fellows_of_last_round

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from node.carrier import Carrier
 from node.data.packing import Microbatch
@@ -14,11 +14,8 @@ from swarm.errors import Unreachable
 from swarm.holdings import Started
 from swarm.messages import Purpose
 from swarm.planner import NoReplica, Planner
-from swarm.vocabulary import MicrobatchId, PeerId
+from swarm.vocabulary import MicrobatchId, Path, PeerId
 
-FIRST_NUMBER = 2**47
-NUMBERS_A_SECOND = 2**10
-"""Evaluated microbatches are numbered from above those that are trained on, and from the time of the start."""
 PAUSE_S = 1.0
 LIFETIMES_S = (15.0, 30.0, 60.0)
 """How long to wait for a loss, try by try: a hop that dies takes what it has accepted with it, and nobody else keeps what is only evaluated."""
@@ -33,13 +30,23 @@ class StrandedOnPathError(Exception):
 class Evaluator:
     """Sends held-out microbatches through the swarm, a few at a time."""
 
-    def __init__(self, own: PeerId, planner: Planner, worker: DataWorker, carrier: Carrier, clock: Clock) -> None:
+    def __init__(
+        self,
+        own: PeerId,
+        planner: Planner,
+        worker: DataWorker,
+        carrier: Carrier,
+        clock: Clock,
+        sign: Callable[[MicrobatchId, Path, Purpose, float], Path],
+        first_number: int,
+    ) -> None:
         self._own = own
+        self._sign = sign
         self._planner = planner
         self._worker = worker
         self._carrier = carrier
         self._clock = clock
-        self._next = FIRST_NUMBER + int(clock.wall()) * NUMBERS_A_SECOND
+        self._next = first_number
         self._awaited: dict[MicrobatchId, asyncio.Future[float]] = {}
 
     def awaits(self, microbatch: MicrobatchId) -> bool:
@@ -92,7 +99,8 @@ class Evaluator:
         self._awaited[microbatch] = arrival
         self._worker.texts[microbatch] = text
         try:
-            self._carrier.handle(Started(microbatch, plan.value, Purpose.EVALUATE, lifetime_s))
+            path = self._sign(microbatch, plan.value, Purpose.EVALUATE, lifetime_s)
+            self._carrier.handle(Started(microbatch, path, Purpose.EVALUATE, lifetime_s))
             async with asyncio.timeout(lifetime_s):
                 return await arrival
         finally:

@@ -24,6 +24,7 @@ from protocol.directory import DhtDirectory, DirectorySettings
 from protocol.identity import Identity
 from protocol.join_link import JoinLink
 from protocol.manifest import Manifest
+from protocol.routes import Routes
 from protocol.seams import Clock, Question, QuestionAbout
 from protocol.settings import TransportSettings
 from protocol.signed_manifest import SignedManifest, read_signed_manifest
@@ -80,6 +81,7 @@ class Presence:
     transport: GrpcTransport
     tunnels: RelayTunnels
     book: KnownPeers
+    routes: Routes
     local_address: str
     """`host:port` at which this machine's own programs reach the node."""
     introduced: frozenset[PeerId]
@@ -206,6 +208,7 @@ async def present(
                 transport,
                 tunnels,
                 book,
+                Routes(identity, run),
                 where.local(transport.port),
                 introduced,
             )

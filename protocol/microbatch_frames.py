@@ -21,6 +21,8 @@ from protocol.frame_parts import (
     wire_number,
 )
 from protocol.generated import link_pb2 as wire
+from protocol.identity import SIGNATURE_BYTES
+from protocol.routes import milliseconds
 from swarm.errors import ProtocolViolation
 from swarm.messages import (
     ArrivalHint,
@@ -38,7 +40,7 @@ from swarm.messages import (
     Stranded,
     Unsettled,
 )
-from swarm.vocabulary import MAX_HOPS, Hop, MicrobatchId, Path
+from swarm.vocabulary import MAX_HOPS, Hop, MicrobatchId, Path, SignedRoute
 
 MAX_LIFETIME_MS: Final = 3_600_000
 
@@ -77,24 +79,22 @@ def encode_control(frame: MicrobatchControl) -> wire.Frame:
                 arrival_hint=wire.ArrivalHint(
                     microbatch=_wire_microbatch(frame.microbatch),
                     position=frame.position,
-                    expected_ms=_milliseconds(frame.expected_s),
+                    expected_ms=milliseconds(frame.expected_s),
                 )
             )
 
 
 def read_forward(forward: wire.Forward) -> TensorFrame:
-    path, position, microbatch = _read_route(forward.route)
+    path, position, microbatch, lifetime_s = _read_route(forward.route)
     if position < 0:
         raise ProtocolViolation("forward: position -1 sends nothing forward to itself")
     purpose = read_enum(Purpose, forward.purpose, "purpose")
-    if forward.lifetime_ms > MAX_LIFETIME_MS:
-        raise ProtocolViolation(f"a lifetime of {forward.lifetime_ms} ms is more than {MAX_LIFETIME_MS}")
-    message = Forward(microbatch, path, position, purpose, forward.lifetime_ms / 1000)
+    message = Forward(microbatch, path, position, purpose, lifetime_s)
     return read_header(message, forward.tensor)
 
 
 def read_backward(backward: wire.Backward) -> TensorFrame:
-    path, position, microbatch = _read_route(backward.route)
+    path, position, microbatch, _ = _read_route(backward.route)
     if position >= len(path.hops):
         raise ProtocolViolation(f"backward: position {position} is not before the end of {len(path.hops)} hops")
     return read_header(Backward(microbatch, path, position), backward.tensor)
@@ -121,6 +121,7 @@ def read_stranded(stranded: wire.Stranded) -> Stranded:
         read_enum(Direction, stranded.direction, "direction"),
         _read_position(stranded.position),
         read_detail(stranded.detail),
+        _read_signature(stranded.signature),
     )
 
 
@@ -129,7 +130,7 @@ def read_close(close: wire.Close) -> Close:
 
 
 def read_recall(recall: wire.Recall) -> Recall:
-    path, position, microbatch = _read_route(recall.route)
+    path, position, microbatch, _ = _read_route(recall.route)
     if position + 1 >= len(path.hops):
         raise ProtocolViolation(f"recall: position {position} has no hop after it on a path of {len(path.hops)} hops")
     return Recall(microbatch, path, position)
@@ -152,14 +153,22 @@ def _wire_forward(message: Forward, frame: TensorFrame) -> wire.Forward:
     return wire.Forward(
         route=_wire_route(message),
         purpose=wire_number(message.purpose),
-        lifetime_ms=_milliseconds(message.lifetime_s),
         tensor=wire_header(frame),
     )
 
 
 def _wire_route(message: MicrobatchTensor | Recall) -> wire.Route:
-    microbatch = _wire_microbatch(message.microbatch)
-    return wire.Route(microbatch=microbatch, hops=_wire_hops(message.path), position=message.position)
+    signed = message.path.route
+    known_s = 0.0 if signed is None else signed.lifetime_s
+    lifetime_s = message.lifetime_s if isinstance(message, Forward) else known_s
+    return wire.Route(
+        microbatch=_wire_microbatch(message.microbatch),
+        hops=_wire_hops(message.path),
+        position=message.position,
+        modules=[] if signed is None else [wire_module(module) for module in signed.modules],
+        lifetime_ms=milliseconds(lifetime_s),
+        signature=b"" if signed is None else signed.signature,
+    )
 
 
 def _wire_hops(path: Path) -> list[wire.Hop]:
@@ -172,11 +181,22 @@ def _read_hops(hops: Sequence[wire.Hop]) -> tuple[Hop, ...]:
     return tuple(Hop(read_module(hop.module), checked_peer(hop.peer)) for hop in hops)
 
 
-def _read_route(route: wire.Route) -> tuple[Path, int, MicrobatchId]:
+def _read_route(route: wire.Route) -> tuple[Path, int, MicrobatchId, float]:
+    """Path, position, microbatch and lifetime in seconds. Whether the data node has signed them is asked where the run is known."""
     microbatch, hops = _read_microbatch(route.microbatch), _read_hops(route.hops)
     if not -1 <= route.position <= len(hops):
         raise ProtocolViolation(f"position {route.position} is not on a path of {len(hops)} hops")
-    return Path(microbatch.data_node, hops), route.position, microbatch
+    if route.lifetime_ms > MAX_LIFETIME_MS:
+        raise ProtocolViolation(f"a lifetime of {route.lifetime_ms} ms is more than {MAX_LIFETIME_MS}")
+    lifetime_s = route.lifetime_ms / 1000
+    return Path(microbatch.data_node, hops, _read_signed(route, lifetime_s)), route.position, microbatch, lifetime_s
+
+
+def _read_signed(route: wire.Route, lifetime_s: float) -> SignedRoute | None:
+    signature = _read_signature(route.signature)
+    if len(route.modules) > (MAX_HOPS if signature else 0):
+        raise ProtocolViolation(f"a route of {len(route.modules)} modules, signed with {len(signature)} bytes")
+    return SignedRoute(tuple(map(read_module, route.modules)), lifetime_s, signature) if signature else None
 
 
 def _wire_receipt(receipt: Receipt) -> wire.Receipt:
@@ -185,7 +205,7 @@ def _wire_receipt(receipt: Receipt) -> wire.Receipt:
         direction=wire_number(receipt.direction),
         position=receipt.position,
         status=wire_number(receipt.status),
-        retry_after_ms=_milliseconds(receipt.retry_after_s),
+        retry_after_ms=milliseconds(receipt.retry_after_s),
         detail=receipt.detail[:DETAIL_CHARACTERS],
         waited_us=_microseconds(receipt.waited_s),
         computed_us=_microseconds(receipt.computed_s),
@@ -199,7 +219,14 @@ def _wire_stranded(stranded: Stranded) -> wire.Stranded:
         direction=wire_number(stranded.direction),
         position=stranded.position,
         detail=stranded.detail[:DETAIL_CHARACTERS],
+        signature=stranded.signature,
     )
+
+
+def _read_signature(signature: bytes) -> bytes:
+    if len(signature) not in (0, SIGNATURE_BYTES):
+        raise ProtocolViolation(f"a signature of {len(signature)} bytes; it has {SIGNATURE_BYTES}")
+    return signature
 
 
 def _wire_microbatch(microbatch: MicrobatchId) -> wire.MicrobatchId:
@@ -214,10 +241,6 @@ def _read_position(position: int) -> int:
     if not -1 <= position <= MAX_HOPS:
         raise ProtocolViolation(f"position {position} is on no path")
     return position
-
-
-def _milliseconds(seconds: float) -> int:
-    return min(max(round(seconds * 1000), 0), _LARGEST)
 
 
 def _microseconds(seconds: float) -> int:

@@ -42,6 +42,7 @@ from swarm.holdings import (
     Place,
     RecallArrived,
     ReceiptArrived,
+    Retract,
     SettledArrived,
     Started,
     Tell,
@@ -50,7 +51,7 @@ from swarm.holdings import (
 )
 from swarm.messages import Backward, Close, Direction, Forward, Receipt, ReceiptStatus, Stranded
 from swarm.settling import Settling
-from swarm.shelf import Replicas, Shelf, receipt_for
+from swarm.shelf import OTHER_ROUTE, STRANGER, Replicas, Shelf, is_from_neighbour, receipt_for
 from swarm.standing_in import StandingIn
 from swarm.vocabulary import MicrobatchId, PeerId, Reasoned
 from swarm.way_back import WayBack
@@ -68,7 +69,8 @@ class Custody:
     def __init__(self, own: PeerId, slots: int, replicas: Replicas) -> None:
         self.own = own
         self.slots = slots
-        self._shelf = Shelf(own, slots)
+        self._shelf = Shelf(own, slots, replicas)
+        self._replicas = replicas
         self._settling = Settling(self._shelf)
         self._way_back = WayBack(self._shelf, self._settling, replicas)
         self._way_out = WayOut(self._shelf, self._way_back, replicas)
@@ -91,23 +93,30 @@ class Custody:
 
     # ---- admission -------------------------------------------------------------------------------------------
 
-    def admit_forward(self, message: Forward, now: float) -> Reasoned[bool]:
-        """Whether there is a place for this Forward; reserves it. The caller has checked it against the manifest."""
+    def admit_forward(self, message: Forward, now: float) -> Reasoned[Place]:
+        """Whether there is a place for this Forward; reserves it. The caller has checked it against the manifest, and its route's signature."""
         known = self._shelf.get(Key(message.microbatch, message.position))
+        sender = message.path.peer_at(message.position - 1)
+        if known is not None and known.path.route != message.path.route:
+            return Reasoned(Place.REFUSED, OTHER_ROUTE)
+        if not is_from_neighbour(self._replicas, message, sender, self.own):
+            return Reasoned(Place.BUSY, STRANGER)
         if known is not None:
             if known.phase is Phase.RECALLING:
                 self._standing_in.input_announced(known)
-            return Reasoned(True, "it has a slot")
-        place = self._shelf.place_for(message.microbatch.data_node)
+            return Reasoned(Place.FREE, "it has a slot")
+        place = self._shelf.place_for(message.microbatch.data_node, sender)
         if place.value:
-            self._shelf.put(received(message, now))
-        return place
+            self._shelf.reserve(received(message, sender, now), now)
+        return Reasoned(Place.FREE if place.value else Place.BUSY, place.reason)
 
     def admit_backward(self, message: Backward, now: float) -> Reasoned[Place]:
         """Whether this gradient is wanted. Where it is not awaited the peer may stand in for a lost hop; that takes a slot."""
         holding = self._shelf.get(Key(message.microbatch, message.position))
         if holding is None:
             return self._standing_in.admit(message, now)
+        if holding.path.route != message.path.route:
+            return Reasoned(Place.REFUSED, OTHER_ROUTE)
         return self._way_back.expects(holding, message)
 
     # ---- the machine -----------------------------------------------------------------------------------------
@@ -237,8 +246,13 @@ class Custody:
     def _close(self, sender: PeerId, message: Close) -> list[Action]:
         if message.microbatch.data_node != sender:
             return []  # only its data node may close a microbatch
-        keys = [h.key for h in self._shelf.all() if h.key.microbatch == message.microbatch]
-        return [self._shelf.drop(key, f"closed: {message.detail}") for key in keys]
+        actions: list[Action] = []
+        for holding in [h for h in self._shelf.all() if h.key.microbatch == message.microbatch]:
+            # What is being computed just now will have been added by the time that it is taken back.
+            if holding.phase in ADDED | {Phase.BACKWARD} and not holding.is_end:
+                actions.append(Retract(holding.key))
+            actions.append(self._shelf.drop(holding.key, f"closed: {message.detail}"))
+        return actions
 
     def _tick(self, holding: Holding, now: float) -> list[Action]:
         if holding.phase is Phase.SETTLING:

@@ -58,8 +58,13 @@ class Holding:
     purpose: Purpose
     phase: Phase
     lifetime_s: float
+    """As its data node has signed it."""
     deadline: float
     """When it may be forgotten if nothing happens to it any more."""
+    sender: PeerId | None = None
+    """By whose link it first came; None of a data node's own start."""
+    since: float = 0.0
+    """When it did."""
     target: PeerId | None = None
     """Whom it is being handed to."""
     tried: frozenset[PeerId] = frozenset()

@@ -71,12 +71,16 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class Stranded:
-    """To the data node: the hop at `position` cannot be reached, and nobody stands in for it."""
+    """To the data node: the hop at `position` cannot be reached, and nobody stands in for it.
+
+    `signature` is that of the microbatch's route, which only who was given the microbatch knows.
+    """
 
     microbatch: MicrobatchId
     direction: Direction
     position: int
     detail: str
+    signature: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ class Settling:
 
     def enter(self, holding: Holding, now: float) -> None:
         """Its part is done; only the word is missing."""
+        self._shelf.note_stay(holding, now)
         waiting = replace(holding, phase=Phase.SETTLING, target=None, failing_since=None, asked=0)
         self._shelf.put(replace(waiting, retry_at=now + ASK_S, deadline=math.inf))
 

@@ -23,7 +23,17 @@ from swarm.holdings import (
 )
 from swarm.messages import Backward, Forward, Purpose, Recall, Receipt, ReceiptStatus
 from swarm.settling import Settling
-from swarm.shelf import RETRY_S, Replicas, Shelf, joined, receipt_for, same_modules
+from swarm.shelf import (
+    OTHER_ROUTE,
+    RETRY_S,
+    STRANGER,
+    Replicas,
+    Shelf,
+    is_from_neighbour,
+    joined,
+    receipt_for,
+    same_modules,
+)
 from swarm.vocabulary import Path, PeerId, Reasoned
 from swarm.way_out import WayOut
 
@@ -52,12 +62,15 @@ class StandingIn:
         """Whether there is a place for the gradient of a microbatch that is not held here; reserves it."""
         if not 0 <= message.position < len(message.path.hops):
             return Reasoned(Place.REFUSED, "this microbatch is not, or no longer, held here")
-        place = self._shelf.place_for(message.microbatch.data_node)
+        sender = message.path.peer_at(message.position + 1)
+        if not is_from_neighbour(self._replicas, message, sender, self._shelf.own):
+            return Reasoned(Place.BUSY, STRANGER)
+        place = self._shelf.place_for(message.microbatch.data_node, sender)
         if not place.value:
             return Reasoned(Place.BUSY, place.reason)
         key = Key(message.microbatch, message.position)
-        phase, deadline = Phase.RECEIVING_GRADIENT, now + LIFETIME_S
-        self._shelf.put(Holding(key, message.path, Purpose.TRAIN, phase, LIFETIME_S, deadline))
+        phase = Phase.RECEIVING_GRADIENT
+        self._shelf.reserve(Holding(key, message.path, Purpose.TRAIN, phase, LIFETIME_S, now, sender), now)
         return Reasoned(Place.FREE, "stands in")
 
     def gradient_arrived(self, holding: Holding, message: Backward, now: float) -> list[Action]:
@@ -136,6 +149,8 @@ class StandingIn:
             return "this microbatch is not, or no longer, held here"
         if holding.purpose is Purpose.EVALUATE or holding.is_end or not _names(message.path, message.position, sender):
             return "there is nothing to recall"
+        if holding.path.route != message.path.route:
+            return OTHER_ROUTE  # what is held here has been checked
         if not same_modules(holding.path, message.path, message.position + 1):
             return "this microbatch is held here on another path"
         known = holding.path.hops[message.position + 1]

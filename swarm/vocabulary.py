@@ -7,7 +7,7 @@ and the tests. `docs/PROTOCOL.md` has the table of words; use exactly these in c
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, NewType, TypeVar
 
 from swarm.errors import ProtocolViolation
@@ -78,6 +78,26 @@ class Hop:
 
 
 @dataclass(frozen=True, slots=True)
+class SignedRoute:
+    """What a data node fixes of a microbatch when it sets out, and signs together with its run, number and purpose (`protocol.routes`). Peers are not
+    in it: repair may replace them."""
+
+    modules: tuple[ModuleId, ...]
+    lifetime_s: float
+    signature: bytes
+    """64 bytes, by the data node's identity key."""
+
+    def __post_init__(self) -> None:
+        if len(self.modules) > MAX_HOPS:
+            raise ProtocolViolation(f"a route of {len(self.modules)} modules is longer than {MAX_HOPS}")
+
+    def allows(self, path: Path) -> bool:
+        """Whether the path visits these modules in this order. Repair may have left some out."""
+        left = iter(self.modules)
+        return all(hop.module in left for hop in path.hops)
+
+
+@dataclass(frozen=True, slots=True)
 class Path:
     """The hops a microbatch takes out from its data node and back.
 
@@ -88,6 +108,8 @@ class Path:
 
     data_node: PeerId
     hops: tuple[Hop, ...]
+    route: SignedRoute | None = None
+    """Goes wherever the path goes; None where nobody asks for it."""
 
     def __post_init__(self) -> None:
         if len(self.hops) > MAX_HOPS:
@@ -108,11 +130,11 @@ class Path:
     def with_peer(self, position: int, peer: PeerId) -> Path:
         """The same path with another replica at `position` (repair)."""
         hop = self.hops[position]
-        return Path(self.data_node, (*self.hops[:position], Hop(hop.module, peer), *self.hops[position + 1 :]))
+        return replace(self, hops=(*self.hops[:position], Hop(hop.module, peer), *self.hops[position + 1 :]))
 
     def without(self, position: int) -> Path:
         """The same path with the hop at `position` skipped (repair); those after it move up by one."""
-        return Path(self.data_node, (*self.hops[:position], *self.hops[position + 1 :]))
+        return replace(self, hops=(*self.hops[:position], *self.hops[position + 1 :]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,10 @@ class WayOut:
         position = holding.key.position + 1
         path = holding.path if position == len(holding.path.hops) else holding.path.with_peer(position, target)
         handed = replace(offered(holding, now), path=path, phase=Phase.HANDING_ON, target=target, retry_at=None)
-        self._shelf.put_touched(handed, now)
+        if holding.phase is Phase.HANDING_ON:  # that one was busy and another is asked is no news
+            self._shelf.put(handed)
+        else:
+            self._shelf.put_touched(handed, now)
         return [_sending(handed, target)]
 
     def receipt(self, holding: Holding, receipt: Receipt, now: float) -> list[Action]:
@@ -128,11 +131,13 @@ class WayOut:
         )
 
     def _take(self, message: Forward, sender: PeerId, now: float) -> list[Action]:
-        holding = replace(received(message, now), phase=Phase.FORWARD, came=now)
-        self._shelf.put(holding)
-        work = Work.LOSS if holding.is_end else Work.FORWARD
-        accepted = Tell(sender, receipt_for(message, ReceiptStatus.ACCEPTED))
-        return [accepted, Compute(holding.key, work, message.purpose)]
+        self._shelf.reserve(replace(received(message, sender, now), phase=Phase.FORWARD, came=now), now)
+        work = Work.LOSS if message.position == len(message.path.hops) else Work.FORWARD
+        accepted = receipt_for(message, ReceiptStatus.ACCEPTED)
+        told = [Tell(sender, accepted)]
+        if self._shelf.has_lost(message.path.data_node):  # to speak to it makes the link that shows that it exists
+            told.append(Tell(message.path.data_node, accepted))
+        return [*told, Compute(Key(message.microbatch, message.position), work, message.purpose)]
 
     def _another_copy(self, known: Holding, message: Forward, sender: PeerId, now: float) -> list[Action]:
         """The same microbatch again: a sender that lost its link to us, or a repaired path that comes by a second way."""
@@ -220,12 +225,10 @@ class WayOut:
         return self._shelf.strand(holding, Direction.FORWARD, position, detail)
 
 
-def received(message: Forward, now: float) -> Holding:
-    """A holding for what is about to come."""
+def received(message: Forward, sender: PeerId, now: float) -> Holding:
+    """A holding for what is about to come. How long it is kept is the shelf's affair."""
     key = Key(message.microbatch, message.position)
-    return Holding(
-        key, message.path, message.purpose, Phase.RECEIVING, message.lifetime_s, deadline=now + message.lifetime_s
-    )
+    return Holding(key, message.path, message.purpose, Phase.RECEIVING, message.lifetime_s, now, sender)
 
 
 def _sending(holding: Holding, target: PeerId) -> SendOutput:

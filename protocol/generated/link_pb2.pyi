@@ -266,26 +266,30 @@ class Hop(_message.Message):
     def __init__(self, module: _Optional[_Union[ModuleId, _Mapping]] = ..., peer: _Optional[str] = ...) -> None: ...
 
 class Route(_message.Message):
-    __slots__ = ("microbatch", "hops", "position")
+    __slots__ = ("microbatch", "hops", "position", "modules", "lifetime_ms", "signature")
     MICROBATCH_FIELD_NUMBER: _ClassVar[int]
     HOPS_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
+    MODULES_FIELD_NUMBER: _ClassVar[int]
+    LIFETIME_MS_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     microbatch: MicrobatchId
     hops: _containers.RepeatedCompositeFieldContainer[Hop]
     position: int
-    def __init__(self, microbatch: _Optional[_Union[MicrobatchId, _Mapping]] = ..., hops: _Optional[_Iterable[_Union[Hop, _Mapping]]] = ..., position: _Optional[int] = ...) -> None: ...
+    modules: _containers.RepeatedCompositeFieldContainer[ModuleId]
+    lifetime_ms: int
+    signature: bytes
+    def __init__(self, microbatch: _Optional[_Union[MicrobatchId, _Mapping]] = ..., hops: _Optional[_Iterable[_Union[Hop, _Mapping]]] = ..., position: _Optional[int] = ..., modules: _Optional[_Iterable[_Union[ModuleId, _Mapping]]] = ..., lifetime_ms: _Optional[int] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class Forward(_message.Message):
-    __slots__ = ("route", "purpose", "lifetime_ms", "tensor")
+    __slots__ = ("route", "purpose", "tensor")
     ROUTE_FIELD_NUMBER: _ClassVar[int]
     PURPOSE_FIELD_NUMBER: _ClassVar[int]
-    LIFETIME_MS_FIELD_NUMBER: _ClassVar[int]
     TENSOR_FIELD_NUMBER: _ClassVar[int]
     route: Route
     purpose: Purpose
-    lifetime_ms: int
     tensor: TensorHeader
-    def __init__(self, route: _Optional[_Union[Route, _Mapping]] = ..., purpose: _Optional[_Union[Purpose, str]] = ..., lifetime_ms: _Optional[int] = ..., tensor: _Optional[_Union[TensorHeader, _Mapping]] = ...) -> None: ...
+    def __init__(self, route: _Optional[_Union[Route, _Mapping]] = ..., purpose: _Optional[_Union[Purpose, str]] = ..., tensor: _Optional[_Union[TensorHeader, _Mapping]] = ...) -> None: ...
 
 class Backward(_message.Message):
     __slots__ = ("route", "tensor")
@@ -330,16 +334,18 @@ class Receipt(_message.Message):
     def __init__(self, microbatch: _Optional[_Union[MicrobatchId, _Mapping]] = ..., direction: _Optional[_Union[Direction, str]] = ..., position: _Optional[int] = ..., status: _Optional[_Union[Receipt.Status, str]] = ..., retry_after_ms: _Optional[int] = ..., detail: _Optional[str] = ..., waited_us: _Optional[int] = ..., computed_us: _Optional[int] = ..., sent_us: _Optional[int] = ...) -> None: ...
 
 class Stranded(_message.Message):
-    __slots__ = ("microbatch", "direction", "position", "detail")
+    __slots__ = ("microbatch", "direction", "position", "detail", "signature")
     MICROBATCH_FIELD_NUMBER: _ClassVar[int]
     DIRECTION_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     microbatch: MicrobatchId
     direction: Direction
     position: int
     detail: str
-    def __init__(self, microbatch: _Optional[_Union[MicrobatchId, _Mapping]] = ..., direction: _Optional[_Union[Direction, str]] = ..., position: _Optional[int] = ..., detail: _Optional[str] = ...) -> None: ...
+    signature: bytes
+    def __init__(self, microbatch: _Optional[_Union[MicrobatchId, _Mapping]] = ..., direction: _Optional[_Union[Direction, str]] = ..., position: _Optional[int] = ..., detail: _Optional[str] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class Close(_message.Message):
     __slots__ = ("microbatch", "detail")

@@ -271,7 +271,7 @@ class SmallSwarm:
         visits = CountedVisits()
         carrier = Carrier(
             Custody(own, 4, self),
-            Admission(self.manifest, own, MODULES[own]),
+            Admission(self.manifest, own, MODULES[own], lambda message: None),
             gated,
             compute,
             self.clock,
@@ -296,6 +296,9 @@ class SmallSwarm:
 
     def is_given_up(self, peer: PeerId) -> bool:
         return False
+
+    def is_linked(self, peer: PeerId) -> bool:
+        return True
 
     def goes_round(self, module: ModuleId) -> bool:
         return False

@@ -10,7 +10,7 @@ from node.admission import Admission, hidden_tensor
 from protocol.tensor_spec import DType, TensorSpec
 from swarm.errors import ProtocolViolation
 from swarm.messages import Backward, Forward, MicrobatchTensor, Purpose
-from swarm.vocabulary import Hop, MicrobatchId, ModuleId, Path, PeerId
+from swarm.vocabulary import Hop, MicrobatchId, ModuleId, Path, PeerId, SignedRoute
 from tests.node.small_manifest import small_manifest
 
 DATA, A, B = PeerId("data"), PeerId("a"), PeerId("b")
@@ -19,8 +19,13 @@ TENSOR = hidden_tensor(MANIFEST)
 AB = Path(DATA, (Hop(ModuleId(1), A), Hop(ModuleId(2), B)))
 
 
+def signed(message: MicrobatchTensor) -> str | None:
+    """Nothing is wrong with its signature."""
+    return None
+
+
 def admission(own: PeerId = A, stage: int = 1) -> Admission:
-    return Admission(MANIFEST, own, ModuleId(stage))
+    return Admission(MANIFEST, own, ModuleId(stage), signed)
 
 
 def forward(path: Path = AB, position: int = 0) -> Forward:
@@ -87,7 +92,7 @@ def test_a_path_that_the_run_does_not_have(path: Path, why: str) -> None:
 
 def test_neighbours_may_change_places_where_the_manifest_says_so() -> None:
     manifest = small_manifest(stages__reordering="adjacent")
-    rules = Admission(manifest, A, ModuleId(2))
+    rules = Admission(manifest, A, ModuleId(2), signed)
     rules.check(DATA, forward(path_of((2, A), (1, B))), TENSOR)
     assert rules.hosts(forward(path_of((2, A), (1, B))))
 
@@ -135,20 +140,36 @@ def test_the_tensor_of_a_bfloat16_run() -> None:
 
 
 def test_the_rule_for_paths_is_about_training() -> None:
-    """The whole model may be measured, each stage once, and in any order."""
+    """The whole model may be measured, each stage once, and in order: the rules are no way to keep a microbatch going to and fro."""
     manifest = small_manifest(stages__per_path=1)
-    rules = Admission(manifest, A, ModuleId(1))
+    rules = Admission(manifest, A, ModuleId(1), signed)
     measured = replace(forward(), purpose=Purpose.EVALUATE)
     rules.check(DATA, measured, TENSOR)
-    for message in (forward(), backward(), replace(measured, path=path_of((1, A), (2, B), (2, B)))):
+    again, back = path_of((1, A), (2, B), (2, B)), path_of((1, A), (2, B), (1, B))
+    for message in (forward(), backward(), replace(measured, path=again), replace(measured, path=back)):
         with pytest.raises(ProtocolViolation, match="different stages"):
             rules.check(B if isinstance(message, Backward) else DATA, message, TENSOR)
 
 
 def test_a_path_of_a_run_that_skips_stages_may_have_lost_one_more() -> None:
-    rules = Admission(small_manifest(stages__blocks=(0, 1, 1, 1, 1), stages__per_path=3), A, ModuleId(1))
+    rules = Admission(small_manifest(stages__blocks=(0, 1, 1, 1, 1), stages__per_path=3), A, ModuleId(1), signed)
     for stages in ((1, 2, 4), (1, 3)):
         rules.check(DATA, forward(path_of(*((stage, A if stage == 1 else B) for stage in stages))), TENSOR)
     for stages in ((1,), (1, 2, 3, 4)):
         with pytest.raises(ProtocolViolation, match="not 3 different stages"):
             rules.check(DATA, forward(path_of(*((stage, A if stage == 1 else B) for stage in stages))), TENSOR)
+
+
+def test_a_route_that_the_run_does_not_have_is_not_better_for_being_signed() -> None:
+    for modules, why in (((1, 1), "different stages"), ((2, 1), "may not follow"), ((1,), "not 2 different stages")):
+        route = SignedRoute(tuple(ModuleId(stage) for stage in modules), 60.0, bytes(64))
+        for message in (forward(replace(AB, route=route)), backward(replace(AB, route=route))):
+            with pytest.raises(ProtocolViolation, match=why):
+                admission().check(B if isinstance(message, Backward) else DATA, message, TENSOR)
+
+
+def test_what_its_data_node_has_not_signed() -> None:
+    rules = Admission(MANIFEST, A, ModuleId(1), lambda message: "the route's signature is not its data node's")
+    for sender, message in ((DATA, forward()), (B, backward())):
+        with pytest.raises(ProtocolViolation, match=r"data#1: the route's signature is not its data node's"):
+            rules.check(sender, message, TENSOR)

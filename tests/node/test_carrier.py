@@ -28,7 +28,7 @@ from swarm.messages import (
 )
 from swarm.settling import ASK_S
 from swarm.shelf import PATIENCE_S, RETRY_S
-from swarm.vocabulary import Codec, Hop, MicrobatchId, ModuleId, Path, PeerId
+from swarm.vocabulary import Codec, Hop, MicrobatchId, ModuleId, Path, PeerId, SignedRoute
 from tests.node.small_swarm import (
     A2,
     CPU,
@@ -397,6 +397,35 @@ async def test_only_peers_of_the_path_may_strand_or_report() -> None:
         assert next(iter(carrier.custody.holdings())).deadline == deadline
         assert swarm[B].phase(microbatch, 1) is Phase.FORWARD
         carrier.told(B, Stranded(microbatch, Direction.FORWARD, 1, "it cannot be computed"))
+        assert swarm.ends.given_up == {microbatch: "it cannot be computed"}
+        swarm.open(gate)
+        await swarm.all_clear()
+
+
+async def test_what_is_closed_while_its_gradient_is_computed_is_taken_back() -> None:
+    async with small_swarm(A, B) as swarm:
+        gate = swarm.close(B, Work.BACKWARD)
+        microbatch = swarm.launch(1, AB)
+        await until(lambda: gate.reached)
+        swarm.ends.lost(microbatch, "its data node stops")
+        await until(lambda: swarm[B].phase(microbatch, 1) is None)
+        swarm.open(gate)
+        await swarm.all_clear()
+        assert swarm[B].visits.taken_back == [microbatch], "it had been added"
+        assert hop(swarm, B).accumulated == 0
+
+
+async def test_only_who_was_given_a_microbatch_may_strand_it() -> None:
+    """Another replica of a module on its path is not enough."""
+    async with small_swarm(A, A2, B) as swarm:
+        gate, signature = swarm.close(B, Work.FORWARD), b"s" * 64
+        route = SignedRoute(tuple(hop.module for hop in AB.hops), LIFETIME_S, signature)
+        microbatch = swarm.launch(1, replace(AB, route=route))
+        await until(lambda: gate.reached)
+        for proof in (b"", b"x" * 64):
+            swarm[DATA].carrier.told(A2, Stranded(microbatch, Direction.FORWARD, 1, "a lie", proof))
+        assert swarm.ends.given_up == {}
+        swarm[DATA].carrier.told(B, Stranded(microbatch, Direction.FORWARD, 1, "it cannot be computed", signature))
         assert swarm.ends.given_up == {microbatch: "it cannot be computed"}
         swarm.open(gate)
         await swarm.all_clear()

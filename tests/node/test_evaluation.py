@@ -23,10 +23,14 @@ from swarm.membership import Membership
 from swarm.messages import Purpose
 from swarm.paths.rules import PathRules
 from swarm.planner import Planner
-from swarm.vocabulary import MicrobatchId, PeerId
+from swarm.vocabulary import MicrobatchId, Path, PeerId
 from tests.swarm.announcements import RUN, announcement
 
 OWN = PeerId("own")
+
+
+def unsigned(microbatch: MicrobatchId, path: Path, purpose: Purpose, lifetime_s: float) -> Path:
+    return path
 
 
 @dataclass
@@ -54,7 +58,7 @@ def evaluator_on(road: Road, *, served: bool = True) -> Evaluator:
     if served:
         members.observe(announcement("a", 1), now=0, wall=0)
     planner = Planner(PathRules(2, 1), members, Estimates(), 1000)
-    return Evaluator(OWN, planner, cast(DataWorker, road), cast(Carrier, road), SystemClock())
+    return Evaluator(OWN, planner, cast(DataWorker, road), cast(Carrier, road), SystemClock(), unsigned, 2**47)
 
 
 def texts(count: int) -> list[Microbatch]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from node.model.build import build_block_stack
 from node.model.initial import digest_of, parameters_of
 from node.optimization import Accumulator, InnerOptimizer
 from node.resume import (
+    NUMBERS,
     RESERVED_NUMBERS,
     Agreed,
     capture_hop,
@@ -111,12 +113,18 @@ def test_a_stage_peer_counts_what_is_applied_and_keeps_its_anchor() -> None:
     assert other.accumulated == 7
 
 
-def test_numbers_do_not_repeat_even_when_the_clock_was_set_back() -> None:
+def test_numbers_keep_away_from_those_of_the_life_before() -> None:
     data = state_of(1.0, cursor=CURSOR).data
     assert data is not None
     assert first_number(None, 1000) == 1000
-    assert first_number(data, 10) == data.next_number + RESERVED_NUMBERS
     assert first_number(data, 2**40) == 2**40
+    for near in (data.next_number - 1, data.next_number, data.next_number + RESERVED_NUMBERS):
+        number = first_number(data, near)
+        assert number > data.next_number + RESERVED_NUMBERS
+    last = replace(data, next_number=NUMBERS // 2 - 5)
+    for near in (NUMBERS // 2 - RESERVED_NUMBERS, NUMBERS // 2 - 1):
+        assert abs(first_number(last, near) - last.next_number) > RESERVED_NUMBERS
+        assert 0 <= first_number(last, near) < NUMBERS // 2
     assert counts_of(data) == Counts(started=9, completed=8, abandoned=1, duplicated=0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
@@ -26,7 +27,7 @@ from protocol.frames import (
     topic_of,
 )
 from protocol.generated import link_pb2 as wire
-from protocol.identity import peer_id_of
+from protocol.identity import SIGNATURE_BYTES, peer_id_of
 from protocol.microbatch_frames import MAX_LIFETIME_MS
 from protocol.question_frames import AnswerFrame, QuestionFrame
 from protocol.seams import Question, QuestionAbout, Topic
@@ -46,7 +47,7 @@ from swarm.messages import (
     Stranded,
     Unsettled,
 )
-from swarm.vocabulary import MAX_HOPS, Hop, MicrobatchId, ModuleId, Path, RunId, VersionRange
+from swarm.vocabulary import MAX_HOPS, Hop, MicrobatchId, ModuleId, Path, RunId, SignedRoute, VersionRange
 from tests.protocol.damage import assert_refused_or_another_valid_frame
 
 PEERS = [peer_id_of(bytes([number]) * 32) for number in range(3)]
@@ -65,13 +66,21 @@ modules = st.builds(ModuleId, st.integers(0, 1023), st.integers(0, 1023))
 paths = st.builds(Path, peers, st.lists(st.builds(Hop, modules, peers), min_size=1, max_size=6).map(tuple))
 
 
+signatures = st.binary(min_size=SIGNATURE_BYTES, max_size=SIGNATURE_BYTES)
+routes = st.one_of(st.none(), st.builds(SignedRoute, st.lists(modules, max_size=6).map(tuple), lifetimes, signatures))
+
+
 @st.composite
 def tensor_frames(draw: st.DrawFn) -> TensorFrame:
-    path = draw(paths)
+    path = replace(draw(paths), route=draw(routes))
     microbatch = MicrobatchId(path.data_node, draw(st.integers(0, 2**48 - 1)))
     if draw(st.booleans()):
         message: Forward | Backward = Forward(
-            microbatch, path, draw(st.integers(0, len(path.hops))), draw(st.sampled_from(Purpose)), draw(lifetimes)
+            microbatch,
+            path,
+            draw(st.integers(0, len(path.hops))),
+            draw(st.sampled_from(Purpose)),
+            draw(lifetimes) if path.route is None else path.route.lifetime_s,
         )
     else:
         message = Backward(microbatch, path, draw(st.integers(-1, len(path.hops) - 1)))
@@ -85,7 +94,7 @@ def tensor_frames(draw: st.DrawFn) -> TensorFrame:
 
 @st.composite
 def recalls(draw: st.DrawFn) -> Recall:
-    path = draw(paths.filter(lambda path: path.hops))
+    path = replace(draw(paths), route=draw(routes))
     microbatch = MicrobatchId(path.data_node, draw(st.integers(0, 2**48 - 1)))
     return Recall(microbatch, path, draw(st.integers(-1, len(path.hops) - 2)))
 
@@ -134,7 +143,9 @@ frames = st.one_of(
         short_times,
         short_times,
     ),
-    st.builds(Stranded, microbatches, st.sampled_from(Direction), positions, details),
+    st.builds(
+        Stranded, microbatches, st.sampled_from(Direction), positions, details, st.one_of(st.just(b""), signatures)
+    ),
     st.builds(Close, microbatches, details),
     st.builds(ArrivalHint, microbatches, positions, times),
     st.builds(lambda number, path: Settled(MicrobatchId(path.data_node, number), path), st.integers(0, 9), paths),
@@ -202,8 +213,19 @@ def test_a_damaged_frame_is_a_violation_or_another_valid_frame(frame: object, da
     assert_refused_or_another_valid_frame(encode(frame), data)  # type: ignore[arg-type]
 
 
-def route(position: int = 0, hops: int = 1, peer: str = PEERS[0], **module: int) -> wire.Route:
+def route(
+    position: int = 0,
+    hops: int = 1,
+    peer: str = PEERS[0],
+    signature: bytes = b"",
+    signed: int = 0,
+    lifetime_ms: int = 1,
+    **module: int,
+) -> wire.Route:
     return wire.Route(
+        modules=[wire.ModuleId(stage=1)] * signed,
+        signature=signature,
+        lifetime_ms=lifetime_ms,
         microbatch=wire.MicrobatchId(data_node=peer, number=1),
         hops=[wire.Hop(module=wire.ModuleId(**module), peer=peer)] * hops,
         position=position,
@@ -216,7 +238,7 @@ def header(**changes: object) -> wire.TensorHeader:
 
 
 def forward_frame(tensor: wire.TensorHeader | None = None, path: wire.Route | None = None, purpose: int = 1) -> bytes:
-    forward = wire.Forward(route=path or route(), purpose=purpose, lifetime_ms=1, tensor=tensor or header())  # type: ignore[arg-type]
+    forward = wire.Forward(route=path or route(), purpose=purpose, tensor=tensor or header())  # type: ignore[arg-type]
     return wire.Frame(forward=forward).SerializeToString()
 
 
@@ -260,6 +282,10 @@ def test_a_lying_tensor_header_is_refused(lie: dict[str, object]) -> None:
         forward_frame(path=route(peer="12D3Koo")),
         forward_frame(path=route(peer="0" * 52)),
         forward_frame(purpose=3),
+        forward_frame(path=route(signature=bytes(63))),
+        forward_frame(path=route(signed=1)),
+        forward_frame(path=route(signature=bytes(64), signed=257)),
+        forward_frame(path=route(lifetime_ms=MAX_LIFETIME_MS + 1)),
         wire.Frame(backward=wire.Backward(route=route(position=1), tensor=header())).SerializeToString(),
         wire.Frame(
             hello=wire.Hello(peer=PEERS[0], run="AB" * 32, lowest_version=1, highest_version=1)
@@ -349,7 +375,8 @@ def test_details_are_cut_when_sent_and_made_harmless_when_read() -> None:
 
 
 def test_a_path_of_the_greatest_length_fits() -> None:
-    path = Path(PEERS[0], (Hop(ModuleId(1023, 1023), PEERS[1]),) * MAX_HOPS)
+    route = SignedRoute((ModuleId(1023, 1023),) * MAX_HOPS, 1.0, bytes(SIGNATURE_BYTES))
+    path = Path(PEERS[0], (Hop(ModuleId(1023, 1023), PEERS[1]),) * MAX_HOPS, route)
     message = Forward(MicrobatchId(PEERS[0], 2**48 - 1), path, MAX_HOPS, Purpose.TRAIN, 1.0)
     frame = TensorFrame(message, TensorSpec((2, 1024), DType.FLOAT32), 1, 2)
     assert decode(encode(frame)) == frame

@@ -22,6 +22,7 @@ from protocol.frames import Hello
 from protocol.identity import Identity
 from protocol.join_link import JoinLink
 from protocol.records import encode_record
+from protocol.routes import Routes
 from protocol.seams import Contact
 from protocol.streams import DialledStream
 from protocol.tensor_spec import TensorSpec
@@ -85,11 +86,21 @@ class Targets:
         assert anchor is not None
         return anchor
 
-    def forward(self, own: PeerId, number: int = 0, module: ModuleId | None = None) -> Forward:
-        """Hidden states for the victim, as a data node would send them."""
+    def forward(self, persona: Persona, number: int = 0, module: ModuleId | None = None) -> Forward:
+        """Hidden states for the victim, as a data node would send them, which the persona is."""
         last = Hop(ModuleId(2), self.contact(ModuleId(2)).peer)
-        path = Path(own, (Hop(module or ModuleId(1), self.victim.peer), last))
-        return Forward(MicrobatchId(own, number), path, 0, Purpose.TRAIN, LONGEST_LIFETIME_S)
+        path = Path(persona.peer, (Hop(module or ModuleId(1), self.victim.peer), last))
+        return self.signed(persona.identity, path, 0, number)
+
+    def signed(self, data_node: Identity, path: Path, position: int, number: int) -> Forward:
+        """One that is on its way along a path that its data node, which anybody can invent, has signed."""
+        microbatch = MicrobatchId(data_node.peer, number)
+        path = Routes(data_node, self.link.run).signed(microbatch, path, Purpose.TRAIN, LONGEST_LIFETIME_S)
+        return Forward(microbatch, path, position, Purpose.TRAIN, LONGEST_LIFETIME_S)
+
+    def as_data_node(self, persona: Persona) -> bytes:
+        """What the persona says of itself so that its own microbatches are taken. Not that it serves already: then rounds would wait for it."""
+        return self.record(persona, ModuleId(0), state=PeerState.JOINING)
 
     def record(self, persona: Persona, module: ModuleId | None = None, **lies: object) -> bytes:
         """What the persona says of itself, signed: that it serves the module faster than anybody, or, without one, that it is a visitor."""
@@ -141,10 +152,12 @@ class Targets:
             yield persona.peer, stream
 
     @asynccontextmanager
-    async def peer(self, serving: ModuleId | None = None, handler: Recorder | None = None) -> AsyncIterator[Node]:
+    async def peer(
+        self, serving: ModuleId | None = None, handler: Recorder | None = None, **lies: object
+    ) -> AsyncIterator[Node]:
         """A peer with a real transport."""
         persona = self.persona()
-        record = self.record(persona, serving)
+        record = self.record(persona, serving, **lies)
         async with node(persona, handler=handler, settings=SETTINGS, record=record) as intruder:
             yield intruder
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from node.data_duty import NUMBERS_A_SECOND
 from protocol.frames import Farewell, Ping, Pong
 from protocol.seams import Contact
 from swarm.errors import PeerError, Unreachable
@@ -82,7 +81,7 @@ def knowledge(scene: Siege, persona: Persona) -> Knowledge:
     others: tuple[Contact, ...] = targets.everybody
     data_node = targets.data_node.peer
     near = range(4 * step, 4 * step + 40, 3)
-    under_way = [MicrobatchId(data_node, s * NUMBERS_A_SECOND + n) for s in scene.seconds_of_the_start() for n in near]
+    under_way = [MicrobatchId(data_node, scene.first_number() + n) for n in near]
     own = [MicrobatchId(persona.peer, number) for number in range(3)]
     anchors = tuple(announced.anchor for announced in targets.announced.values() if announced.anchor is not None)
     return Knowledge(persona.peer, tuple(c.peer for c in others), anchors, (*under_way, *own), targets.tensor)

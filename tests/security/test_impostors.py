@@ -7,7 +7,7 @@ import math
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,6 @@ from protocol.tensor_spec import TensorSpec
 from swarm.errors import PeerError
 from swarm.messages import Backward, Direction, Forward, Receipt, ReceiptStatus, TensorMessage
 from swarm.vocabulary import MicrobatchId, ModuleId, PeerId, PeerState
-from swarm.vocabulary import Path as Route
 from tests.e2e.small_run import Watch, small_run, write_text
 from tests.protocol.link_peers import SETTINGS, Node, Recorder, node
 from tests.security.adversary import Targets, find_targets
@@ -112,7 +111,7 @@ def returns(hop: FalseHop, sender: PeerId, message: Forward) -> None:
 def shortens(hop: FalseHop, sender: PeerId, message: Forward) -> None:
     """Leaves all other hops out: hands it to its data node as if it were the last one."""
     claims(hop, sender, message)
-    alone = Route(message.path.data_node, message.path.hops[: message.position + 1])
+    alone = replace(message.path, hops=message.path.hops[: message.position + 1])
     end = Forward(message.microbatch, alone, message.position + 1, message.purpose, message.lifetime_s)
     hop.send(message.path.data_node, end, HIDDEN, bytes(HIDDEN.byte_length))
 

@@ -6,8 +6,8 @@ import asyncio
 import json
 from collections import Counter
 from contextlib import suppress
+from dataclasses import replace
 
-from node.data_duty import NUMBERS_A_SECOND
 from protocol.chunks import encode_chunk
 from protocol.frames import FarewellReason, Frame
 from protocol.seams import Question, QuestionAbout
@@ -24,8 +24,8 @@ from swarm.messages import (
     Stranded,
     Unsettled,
 )
-from swarm.vocabulary import Hop, MicrobatchId, ModuleId, Path, PeerId
-from tests.protocol.link_peers import LONG, Node
+from swarm.vocabulary import Hop, MicrobatchId, ModuleId, Path, PeerId, PeerState
+from tests.protocol.link_peers import LONG, Node, Persona
 from tests.security.adversary import Targets, header
 from tests.security.siege import BESIEGED, MAY_GROW_BYTES, Siege
 
@@ -34,10 +34,12 @@ pytestmark = BESIEGED
 FORWARDS = 200
 
 
-def forbidden(targets: Targets, own: PeerId) -> dict[str, list[Frame | bytes]]:
+def forbidden(targets: Targets, persona: Persona) -> dict[str, list[Frame | bytes]]:
     """What ends the link, by the reason that is given."""
-    message, tensor, honest = targets.forward(own), targets.tensor, targets.data_node.peer
-    another = targets.forward(honest)
+    message, tensor = targets.forward(persona), targets.tensor
+    another = targets.forward(targets.persona())
+    unsigned = replace(message, path=replace(message.path, route=None))
+    stolen = replace(message, path=replace(message.path, route=another.path.route))
     half_gigabyte = TensorSpec((8192, 16384), DType.FLOAT32)
     half_precision = TensorSpec(tensor.shape, DType.BFLOAT16)
     piece = encode_chunk(1, 0, memoryview(bytes(4096)))
@@ -45,8 +47,10 @@ def forbidden(targets: Targets, own: PeerId) -> dict[str, list[Frame | bytes]]:
         "a tensor (1, 32, 32) FLOAT32 was announced": [header(message, TensorSpec((1, 32, 32), DType.FLOAT32))],
         "a tensor (2, 32, 32) BFLOAT16 was announced": [header(message, half_precision)],
         "a tensor (8192, 16384) FLOAT32 was announced": [header(message, half_gigabyte)],
-        "module 9.0, which the manifest does not have": [header(targets.forward(own, module=ModuleId(9)), tensor)],
+        "module 9.0, which the manifest does not have": [header(targets.forward(persona, module=ModuleId(9)), tensor)],
         "sent what only": [header(another, tensor)],
+        "its data node has not signed the route": [header(unsigned, tensor)],
+        "the route's signature is not its data node's": [header(stolen, tensor)],
         "0 was due": [header(message, tensor, chunks=2), encode_chunk(1, 1, memoryview(bytes(4096)))],
         "1 was due": [header(message, tensor, chunks=2), piece, piece],
         "frame": [b"\xff" * 1000],
@@ -55,9 +59,10 @@ def forbidden(targets: Targets, own: PeerId) -> dict[str, list[Frame | bytes]]:
 
 async def test_what_is_forbidden_is_refused_with_the_reason_and_disturbs_nobody(scene: Siege) -> None:
     targets, before = scene.targets, scene.peak_bytes(scene.targets.victim)
-    for reason in forbidden(targets, PeerId("")):
-        async with targets.attack() as (own, stream):
-            for frame in forbidden(targets, own)[reason]:
+    for reason in forbidden(targets, targets.persona()):
+        persona = targets.persona()
+        async with targets.attack(persona=persona, record=targets.as_data_node(persona)) as (_, stream):
+            for frame in forbidden(targets, persona)[reason]:
                 await stream.say(frame)
             farewell = await stream.farewell()
             assert farewell.reason is FarewellReason.VIOLATION
@@ -71,7 +76,7 @@ async def test_what_is_forbidden_is_refused_with_the_reason_and_disturbs_nobody(
 async def test_a_flood_of_microbatches_leaves_room_for_others(scene: Siege) -> None:
     """The adversary plays a data node that never takes its results back. Its slots are free again 20 s after it has gone."""
     targets, before = scene.targets, scene.peak_bytes(scene.targets.victim)
-    async with targets.peer() as intruder:
+    async with targets.peer(ModuleId(0), state=PeerState.JOINING) as intruder:
         receipts = await _flood(targets, intruder)
         told = Counter(receipt.status for receipt in receipts)
         assert told == {ReceiptStatus.ACCEPTED: 12, ReceiptStatus.BUSY: FORWARDS - 12}
@@ -86,13 +91,11 @@ async def test_forged_news_of_others_microbatches_changes_nothing(scene: Siege) 
     """What it changes would show in the data node's account at the end of the siege."""
     async with scene.targets.peer() as intruder:
         data_node, victim = scene.targets.data_node.peer, scene.targets.victim.peer
-        for second in scene.seconds_of_the_start():
-            started = await _started(intruder, data_node)
-            for number in range(max(0, started - 10), started + 30):
-                microbatch = MicrobatchId(data_node, second * NUMBERS_A_SECOND + number)
-                for lie in lies_about(microbatch, intruder.peer):
-                    await intruder.transport.tell(data_node, lie)
-                    await intruder.transport.tell(victim, lie)
+        first, started = scene.first_number(), await _started(intruder, data_node)
+        for number in range(max(0, started - 10), started + 30):
+            for lie in lies_about(MicrobatchId(data_node, first + number), intruder.peer):
+                await intruder.transport.tell(data_node, lie)
+                await intruder.transport.tell(victim, lie)
         await scene.goes_on()
 
 
@@ -121,7 +124,7 @@ async def _flood(targets: Targets, intruder: Node) -> list[Receipt]:
     """Sends microbatches; the first receipt for each."""
     data = memoryview(bytearray(targets.tensor.byte_length))
     for number in range(FORWARDS):
-        message = targets.forward(intruder.peer, number)
+        message = targets.forward(intruder.persona, number)
         await intruder.transport.send(targets.victim.peer, message, targets.tensor, data)
     first: dict[MicrobatchId, Receipt] = {}
 
@@ -137,8 +140,9 @@ async def _flood(targets: Targets, intruder: Node) -> list[Receipt]:
 
 async def _break_off(targets: Targets) -> None:
     """Ends a stream in the middle of a tensor."""
-    async with targets.attack() as (own, stream):
-        await stream.say(header(targets.forward(own), targets.tensor, chunks=2))
+    persona = targets.persona()
+    async with targets.attack(persona=persona, record=targets.as_data_node(persona)) as (_, stream):
+        await stream.say(header(targets.forward(persona), targets.tensor, chunks=2))
         await stream.say(encode_chunk(1, 0, memoryview(bytes(4096))))
         await stream.stream.half_close()
         while await stream.hear() is not None:

@@ -28,6 +28,8 @@ from swarm.vocabulary import MAX_HOPS, Hop, MicrobatchId, ModuleId, Path, PeerId
 DATA, A, B, C = PeerId("data"), PeerId("a"), PeerId("b"), PeerId("c")
 A2, B2, B3, C2 = PeerId("a2"), PeerId("b2"), PeerId("b3"), PeerId("c2")
 REPLICAS = {1: (A, A2), 2: (B, B2, B3), 3: (C, C2)}
+STAGES = {peer for replicas in REPLICAS.values() for peer in replicas}
+"""All others are data nodes."""
 LIFETIME_S = 30.0
 MICROBATCH = MicrobatchId(DATA, 7)
 OUT, BACK = Direction.FORWARD, Direction.BACKWARD
@@ -48,7 +50,7 @@ def receipt(direction: Direction, position: int, status: ReceiptStatus, retry_af
 
 class Desk:
     """One peer's custody, with shorthand for what may happen to it. `dead` are the replicas that the chooser leaves out, `gone` the stages
-    that new paths go round, `given_up` who does not answer any more."""
+    that new paths go round, `given_up` who does not answer any more, `unlinked` to whom there is no link."""
 
     def __init__(self, own: PeerId, slots: int = 2, fewest_hops: int = MAX_HOPS) -> None:
         self.own = own
@@ -57,6 +59,7 @@ class Desk:
         self.fewest_hops = fewest_hops
         self.gone: set[int] = set()
         self.given_up: set[PeerId] = set()
+        self.unlinked: set[PeerId] = set()
         self.custody = Custody(own, slots, self)
 
     # ---- swarm.shelf.Replicas ------------------------------------------------------------------------------------
@@ -66,10 +69,13 @@ class Desk:
         return Reasoned(left[0], "the first") if left else Reasoned(None, f"module {module} has no peer left")
 
     def hosts(self, peer: PeerId, module: ModuleId) -> bool:
-        return peer in REPLICAS.get(module.stage, ())
+        return peer in REPLICAS.get(module.stage, ()) or (module == ModuleId(0) and peer not in STAGES)
 
     def is_given_up(self, peer: PeerId) -> bool:
         return peer in self.given_up
+
+    def is_linked(self, peer: PeerId) -> bool:
+        return peer not in self.unlinked
 
     def goes_round(self, module: ModuleId) -> bool:
         return module.stage in self.gone
@@ -89,7 +95,7 @@ class Desk:
     def forward(self, position: int, path: Path = ABC, purpose: Purpose = Purpose.TRAIN) -> list[Action]:
         """A Forward comes in, header and body."""
         message = Forward(MICROBATCH, path, position, purpose, LIFETIME_S)
-        assert self.custody.admit_forward(message, self.now).value
+        assert self.custody.admit_forward(message, self.now).value is Place.FREE
         return self.custody.handle(ForwardArrived(message), self.now)
 
     def backward(self, position: int, path: Path = ABC) -> list[Action]:

@@ -75,6 +75,13 @@ def repaired_positions(planned: Path, taken: Path) -> list[int]:
     return [at for at, hop in enumerate(planned.hops) if peers.get(hop.module, hop.peer) != hop.peer]
 
 
+def _answer_to(place: Reasoned[Place], answer: Callable[..., Receipt]) -> Receipt | None:
+    """What the sender is told, if it may not send."""
+    if place.value is Place.FREE:
+        return None
+    return answer(getattr(ReceiptStatus, place.value.name), place.reason, BUSY_RETRY_S)
+
+
 class Peer:
     """One node: a custody, a view of the swarm, one compute thread. `flights` is None but at a data node."""
 
@@ -163,6 +170,10 @@ class Peer:
     def is_given_up(self, peer: PeerId) -> bool:
         return self.membership.is_given_up(peer)
 
+    def is_linked(self, peer: PeerId) -> bool:
+        other = self.world.peers[peer]
+        return other.alive and not other.stalled
+
     def goes_round(self, module: ModuleId) -> bool:
         return self.planner.goes_round(module, self.world.time.now)
 
@@ -232,7 +243,7 @@ class Peer:
         elif self.draining:
             return answer(ReceiptStatus.REFUSED, "leaving")
         place = self.custody.admit_forward(message, self.world.time.now)
-        return None if place.value else answer(ReceiptStatus.BUSY, place.reason, BUSY_RETRY_S)
+        return _answer_to(place, answer)
 
     def _refusal_of_gradient(self, message: Backward, answer: Callable[..., Receipt]) -> Receipt | None:
         hops, position = message.path.hops, message.position
@@ -241,9 +252,7 @@ class Peer:
         if self.draining and self.custody.get(Key(message.microbatch, position)) is None:
             return answer(ReceiptStatus.REFUSED, "leaving")
         place = self.custody.admit_backward(message, self.world.time.now)
-        if place.value is Place.FREE:
-            return None
-        return answer(getattr(ReceiptStatus, place.value.name), place.reason, BUSY_RETRY_S)
+        return _answer_to(place, answer)
 
     def received(self, message: MicrobatchTensor) -> None:
         self.handle(ForwardArrived(message) if isinstance(message, Forward) else BackwardArrived(message))

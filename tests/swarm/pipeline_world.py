@@ -273,6 +273,10 @@ class World:
                 assert (microbatch in peer.added) is counts, (microbatch, peer.id, path)
                 if peer.module.stage:
                     assert peer.visits[microbatch] == counts, (microbatch, peer.id, path)
+        for microbatch, started in self.ledger.started.items():  # what was abandoned, no hop has learnt from
+            data_node = self.peers[microbatch.data_node]
+            if data_node.alive and data_node.born <= started and microbatch not in self.ledger.completed:
+                assert not any(p.module.stage and microbatch in p.added for p in self.living), microbatch
 
     def _check_orphans(self) -> None:
         """A holding that AWAITS acts for nobody. Without any other, only the data node's deadline is left."""

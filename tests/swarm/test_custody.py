@@ -203,13 +203,13 @@ def test_slots_are_bounded_reserved_at_admission_and_given_back() -> None:
     desk = Desk(A, slots=2)
     messages = [Forward(MicrobatchId(DATA, n), ABC, 0, Purpose.TRAIN, LIFETIME_S) for n in range(3)]
     admitted = [desk.custody.admit_forward(message, desk.now).value for message in messages]
-    assert admitted == [True, True, False]
+    assert admitted == [Place.FREE, Place.FREE, Place.BUSY]
     assert desk.custody.used_slots == 2
-    assert desk.custody.admit_forward(messages[0], desk.now).value, "the same one needs no second slot"
+    assert desk.custody.admit_forward(messages[0], desk.now).value is Place.FREE, "the same one needs no second slot"
     assert desk.custody.used_slots == 2
     broken = desk.custody.handle(BrokenOff(messages[0]), desk.now)
     assert broken == [Forget(Key(MicrobatchId(DATA, 0), 0), "broken off")]
-    assert desk.custody.admit_forward(messages[2], desk.now).value
+    assert desk.custody.admit_forward(messages[2], desk.now).value is Place.FREE
 
 
 def test_one_data_node_cannot_take_all_slots() -> None:
@@ -218,7 +218,7 @@ def test_one_data_node_cannot_take_all_slots() -> None:
     def admitted(data_node: PeerId) -> int:
         path = Path(data_node, ABC.hops)
         messages = [Forward(MicrobatchId(data_node, n), path, 0, Purpose.TRAIN, LIFETIME_S) for n in range(10)]
-        return sum(desk.custody.admit_forward(message, desk.now).value for message in messages)
+        return sum(desk.custody.admit_forward(message, desk.now).value is Place.FREE for message in messages)
 
     assert admitted(PeerId("greedy")) == 6
     assert admitted(DATA) == 2

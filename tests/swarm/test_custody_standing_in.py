@@ -103,7 +103,7 @@ def test_the_input_is_asked_for_again_unless_it_is_on_its_way() -> None:
     desk = recalling()
     assert desk.wait(RECALL_AGAIN_S) == [ASKS_A]
     message = Forward(MICROBATCH, BY_B2, 1, Purpose.TRAIN, LIFETIME_S)
-    desk.custody.admit_forward(message, desk.now)
+    assert desk.custody.admit_forward(message, desk.now).value is Place.FREE
     assert desk.wait(RECALL_AGAIN_S) == []
     desk.custody.handle(BrokenOff(message), desk.now)
     assert desk.wait(0.0) == [ASKS_A]
@@ -235,10 +235,10 @@ def test_a_hop_that_hears_nothing_asks_and_in_the_end_takes_its_gradient_back() 
     assert len(desk.custody) == 0
 
 
-def test_what_was_abandoned_stays_added() -> None:
+def test_what_was_abandoned_is_taken_back() -> None:
     desk = settling()
     gone = desk.custody.handle(CloseArrived(DATA, Close(MICROBATCH, "abandoned")), desk.now)
-    assert gone == [Forget(Key(MICROBATCH, 0), "closed: abandoned")]
+    assert gone == [Retract(Key(MICROBATCH, 0)), Forget(Key(MICROBATCH, 0), "closed: abandoned")]
 
 
 def test_a_data_node_answers_who_asks_unless_it_is_under_way() -> None:
@@ -263,7 +263,7 @@ def test_a_hop_with_too_many_unsettled_gradients_takes_no_more() -> None:
     for number in range(5):
         message = Forward(MicrobatchId(DATA, number), ABC, 0, Purpose.TRAIN, LIFETIME_S)
         place = desk.custody.admit_forward(message, desk.now)
-        if not place.value:
+        if place.value is not Place.FREE:
             assert number == 4
             assert "unsettled" in place.reason
             return
