@@ -129,6 +129,8 @@ class Member:
     has nothing to contribute; then it sends no contributions and receives the result."""
     norm: float
     """As it declared in its entry. A reducer rejects a member whose pieces together exceed it."""
+    share: float = 0.0
+    """What the coefficient would be if it were not clipped."""
 
 
 @dataclass(frozen=True, slots=True)

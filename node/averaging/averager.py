@@ -93,6 +93,8 @@ class RoundSettled:
     received_bytes: int
     codec: Codec = Codec.NONE
     codec_reason: str = ""
+    clipping: float = 1.0
+    """What our own update was shortened to, as a share of its length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,6 +326,7 @@ class Averager:
         crash_point("committed")
         version, roster = staged.anchor.version, action.roster
         traffic = bench.traffic(roster.round.number)
+        own = next(member for member in roster.members if member.peer == self._parts.own)
         self._hooks.settled(
             RoundSettled(
                 self._parts.module,
@@ -337,6 +340,7 @@ class Averager:
                 traffic.received,
                 roster.codec,
                 roster.codec_reason,
+                own.coefficient / own.share if own.share else 1.0,
             )
         )
 

@@ -82,6 +82,7 @@ class Attempts:
             frozenset(ballots.doubted),
             outlook.rules,
             outlook.seal,
+            outlook.usual,
             outlook.now,
             outlook.anchored_s,
         )
@@ -204,10 +205,14 @@ class Attempts:
             wrong = strange or objection(outlook.rules, signed, part.entry, outlook.seal.verify)
             if wrong is not None:
                 return self._refuse(part, wrong, lie=strange is None)
+            convener = next(entry for entry in signed.entries if entry.peer == sender)
+            if outlook.usual.too_short(convener, part.entry):
+                return self._refuse(part, "its update is far too short for its work", lie=True)
         roster = make_roster(outlook.rules, signed)
         if roster is None:
             return self._refuse(part, "nobody in it has worked", lie=True)
         part.begin(roster, outlook.now + PATIENCE * exchange_limit_s(outlook.rules, signed, part.bandwidth))
+        part.entries = signed.entries
         outlook.ballots.began(roster)
         return [Exchange(roster)]
 
@@ -336,6 +341,8 @@ class Attempts:
     def _adopt(self, result: StagedResult) -> Actions:
         outlook = self._outlook
         others: Sequence[Action] = () if self._convening is None else self._convening.dissolve("the result is there")
+        if self.part is not None and self.part.round == result.roster.round:
+            outlook.usual.committed(self.part.entries)
         self.part = self._convening = self._staged = None
         attempt = result.roster.round
         commit = CommitStaged(result.roster, result.version)

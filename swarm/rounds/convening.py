@@ -23,6 +23,7 @@ from swarm.round_messages import (
     SignedRoster,
 )
 from swarm.rounds.guests import ASKED_AGAIN, DECLINED, WITH_US, Answer, GivenUp, Guest, Settled, TryAgain, Verdict
+from swarm.rounds.lengths import UsualLength
 from swarm.rounds.rosters import codec_of, exchange_limit_s, leads_to, make_roster, may_be_committed, sound_entry
 from swarm.rounds.rules import precedence
 from swarm.rounds.words import RoundRules, Seal, Tell
@@ -50,6 +51,7 @@ class Convening:
         doubted: frozenset[PeerId],
         rules: RoundRules,
         seal: Seal,
+        usual: UsualLength,
         now: float,
         interval_s: float,
     ) -> None:
@@ -65,6 +67,7 @@ class Convening:
         self._doubted = doubted
         self._rules = rules
         self._seal = seal
+        self._usual = usual
         self._opened = now
         self._interval_s = interval_s
         self._pulsed = now
@@ -210,6 +213,10 @@ class Convening:
         )
 
     def _fix(self, now: float) -> list[Tell]:
+        own = self._entries()[self._own]
+        short = [peer for peer, entry in self._entries().items() if self._usual.too_short(entry, own)]
+        for peer in short:
+            self._guests[peer].answer, self._guests[peer].entry = Answer.REFUSED, None
         entries = self._entries()
         codecs = codec_of(self._rules, self.round, self._base, entries, self._interval_s, self.bandwidth)
         signed = SignedRoster(self.round, self._base, tuple(entries.values()), codecs.value.contribution, codecs.reason)
@@ -224,6 +231,7 @@ class Convening:
         for peer in late:
             self._guests[peer].answer = Answer.REFUSED
         left_out = [Tell(peer, Dissolved(self.round, "the roster was fixed without you")) for peer in late]
+        left_out += [Tell(peer, Dissolved(self.round, "your update is far too short for its work")) for peer in short]
         return left_out + [Tell(peer, signed) for peer in entries]
 
     def _entries(self) -> dict[PeerId, Entry]:

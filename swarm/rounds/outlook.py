@@ -6,6 +6,7 @@ from swarm.round_messages import Progress
 from swarm.rounds.ballots import Ballots
 from swarm.rounds.fellows import Fellows
 from swarm.rounds.lag import Lag
+from swarm.rounds.lengths import UsualLength
 from swarm.rounds.offences import Offences
 from swarm.rounds.rules import convener_order, due, next_number
 from swarm.rounds.words import RoundRules, Seal, Tell
@@ -31,6 +32,7 @@ class Outlook:
         self.ballots = Ballots(rules)
         self.offences = Offences()
         self.lag = Lag(rules)
+        self.usual = UsualLength()
 
     def standing(self) -> Reasoned[AnchorVersion]:
         """What the module stands on, as we see it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 
 from swarm.round_messages import MAX_COUNT, MAX_MEMBERS, Entry, Member, Roster, RoundId, SignedRoster
 from swarm.rounds.bandwidths import rates, slowest_bytes_per_s
@@ -51,11 +52,26 @@ def sound_entry(entry: Entry) -> bool:
     )
 
 
-def weigh(entries: Mapping[PeerId, Entry]) -> dict[PeerId, float]:
-    """What each pseudo-gradient is multiplied with: its share of the tokens times what clips its norm. All 0 when nobody worked."""
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """Of one member's pseudo-gradient."""
+
+    share: float = 0.0
+    """Of the tokens."""
+    clipping: float = 1.0
+    """What shortens it to the norm that is allowed."""
+
+    @property
+    def coefficient(self) -> float:
+        """What it is multiplied with."""
+        return self.share * self.clipping
+
+
+def weigh(entries: Mapping[PeerId, Entry]) -> dict[PeerId, Weight]:
+    """What each pseudo-gradient counts. All shares are 0 when nobody worked."""
     working = [entry for entry in entries.values() if entry.tokens > 0]
     if not working:
-        return dict.fromkeys(entries, 0.0)
+        return dict.fromkeys(entries, Weight())
     usual = lower_median([entry.tokens for entry in working])
     counted = {peer: min(entry.tokens, TOKENS_AT_MOST * usual) for peer, entry in entries.items()}
     norms = [entry.norm for entry in working if entry.norm > 0]
@@ -65,7 +81,7 @@ def weigh(entries: Mapping[PeerId, Entry]) -> dict[PeerId, float]:
     def clipping(peer: PeerId, norm: float) -> float:
         return min(1.0, longest * math.sqrt(max(1.0, counted[peer] / usual)) / norm) if norm > 0 else 1.0
 
-    return {peer: counted[peer] / total * clipping(peer, entry.norm) for peer, entry in entries.items()}
+    return {peer: Weight(counted[peer] / total, clipping(peer, entry.norm)) for peer, entry in entries.items()}
 
 
 def shards(chunks: range, rates: Mapping[PeerId, int], peers: Collection[PeerId]) -> dict[PeerId, tuple[int, int]]:
@@ -92,15 +108,18 @@ def make_roster(rules: RoundRules, signed: SignedRoster) -> Roster | None:
     """What follows from the entries; None when none of those who entered has worked. The convener must be among them."""
     entries = {entry.peer: entry for entry in signed.entries}
     number, base = signed.round, signed.base
-    coefficients = weigh(entries)
-    if not any(coefficients.values()):
+    weights = weigh(entries)
+    if not any(weight.coefficient for weight in weights.values()):
         return None
     chunks = range(*fragment_chunks(rules, base.fragment))
     if number.attempt >= CONVENER_REDUCES_FROM:
         cut = dict.fromkeys(entries, (chunks.start, chunks.start)) | {number.convener: (chunks.start, chunks.stop)}
     else:
         cut = shards(chunks, rates(entries), entries)
-    members = tuple(Member(peer, *cut[peer], coefficients[peer], entries[peer].norm) for peer in sorted(entries))
+    members = tuple(
+        Member(peer, *cut[peer], weights[peer].coefficient, entries[peer].norm, weights[peer].share)
+        for peer in sorted(entries)
+    )
     steps = min(base.steps + _steps(rules, entries), MAX_COUNT)
     tokens = min(base.tokens + _tokens(entries), MAX_COUNT)
     return Roster(number, base, members, steps, tokens, signed.codec, signed.codec_reason)

@@ -47,6 +47,8 @@ class Participation:
     bandwidth: float = 0.0
     """Of our own best link, bytes per second; 0 when not known."""
     roster: Roster | None = None
+    entries: tuple[Entry, ...] = ()
+    """From which the roster follows."""
     version: AnchorVersion | None = None
     """What it prepared, or finishes."""
     told: float = 0.0

@@ -94,8 +94,9 @@ def entry(attempt: RoundId = ATTEMPT, peer: PeerId = US, steps: int = 10, staged
     return SEAL.sign(Entry(peer, attempt, BASE, steps, 10 * steps, 1.0, (), staged))
 
 
-def signed(attempt: RoundId = ATTEMPT) -> SignedRoster:
-    return SignedRoster(attempt, BASE, tuple(entry(attempt, peer) for peer in (B, C, US)))
+def signed(attempt: RoundId = ATTEMPT, staged: AnchorVersion | None = None) -> SignedRoster:
+    """`staged` is what we had in hand when we entered."""
+    return SignedRoster(attempt, BASE, (entry(attempt, B), entry(attempt, C), entry(attempt, staged=staged)))
 
 
 def roster(attempt: RoundId = ATTEMPT) -> Roster:
@@ -238,11 +239,29 @@ def test_a_convener_takes_no_entry_that_another_has_signed_or_nobody() -> None:
     assert alone.peers == (US,)
 
 
+def test_of_two_the_one_that_declares_next_to_nothing_has_no_say() -> None:
+    """The lower median of two norms is the smaller: ours would be clipped to it."""
+    desk = Desk()
+    desk.feed(FellowsChanged((Fellow(B, BASE, True),)))
+    desk.enter()
+    tiny = SEAL.sign(replace(entry(peer=B), norm=1e-30))
+    actions = desk.hear(B, SignedRoster(ATTEMPT, BASE, (tiny, entry())))
+    assert told(actions, B) == [Declined(ATTEMPT, DeclineReason.NOT_READY, BASE)]
+    desk.feed(Worked(2 * RULES.inner_steps, 1000))
+    while desk.machine.under_way is None:
+        desk.wait(0.1)
+    attempt = desk.machine.under_way
+    desk.hear(B, SEAL.sign(replace(tiny, round=attempt)))
+    actions = desk.feed(SnapshotTaken(attempt, 20, 1000, 1.0, 1e6)) + desk.wait(0.1)
+    (alone,) = [action.roster for action in actions if isinstance(action, Exchange)]
+    assert alone.peers == (US,)
+
+
 def test_a_convener_that_is_heard_and_brings_nothing_to_an_end_is_left() -> None:
     """It pulses for ever: it has shown others another roster, so no majority has the same result, or it does not want one."""
     desk = Desk()
     desk.prepare()
-    for _ in range(200):
+    for _ in range(2000):
         actions = desk.wait(0.5)
         if Declined(ATTEMPT, DeclineReason.NOT_READY, BASE) in told(actions, B):
             break
@@ -320,7 +339,7 @@ def test_of_two_results_the_later_is_kept() -> None:
     again, other = RoundId(MODULE, 5, 1, B), replace(RESULT, digest=b"o" * 32)
     desk.hear(B, Dissolved(ATTEMPT, "a member was silent"))
     desk.enter(again)
-    assert kinds(desk.hear(B, signed(again))) == [Exchange]
+    assert kinds(desk.hear(B, signed(again, RESULT))) == [Exchange]
     assert desk.feed(Staged(again, other)) == [DropStaged(RESULT), Tell(B, Prepared(again, other))]
     assert desk.hear(B, Commit(again, other, (B, US)))[0] == CommitStaged(roster(again), other)
 

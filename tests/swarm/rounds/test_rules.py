@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from node.averaging.layout import layout_of
 from swarm.round_messages import MAX_COUNT, MAX_ROUND, Entry, Measured, Roster, RoundId, SignedRoster
 from swarm.rounds.bandwidths import mark_of, measured_of, rates
+from swarm.rounds.lengths import UsualLength
 from swarm.rounds.rosters import (
     leads_to,
     make_roster,
@@ -171,15 +172,32 @@ def test_a_young_run_whose_rounds_fail_for_hours_is_possible() -> None:
 
 
 def test_shares_follow_tokens_up_to_a_limit_and_long_updates_are_scaled_down() -> None:
-    assert weigh({A: entry(100), B: entry(300)}) == {A: 0.25, B: 0.75}
-    assert weigh({A: entry(100), B: entry(10**9)}) == {A: 0.2, B: 0.8}
-    clipped = weigh({A: entry(100), B: entry(100, norm=1e6)})
+    def coefficients(**entries: Entry) -> dict[str, float]:
+        return {peer: weight.coefficient for peer, weight in weigh({PeerId(p): e for p, e in entries.items()}).items()}
+
+    assert coefficients(a=entry(100), b=entry(300)) == {A: 0.25, B: 0.75}
+    assert coefficients(a=entry(100), b=entry(10**9)) == {A: 0.2, B: 0.8}
+    clipped = coefficients(a=entry(100), b=entry(100, norm=1e6))
     assert clipped[A] == 0.5
     assert clipped[B] * 1e6 == pytest.approx(0.5 * 1.5)
-    more_work = weigh({A: entry(100), B: entry(400, norm=1e6)})
+    more_work = coefficients(a=entry(100), b=entry(400, norm=1e6))
     assert more_work[B] * 1e6 == pytest.approx(0.8 * 3.0)
-    assert weigh({A: entry(0), B: entry(100, norm=0.0)}) == {A: 0.0, B: 1.0}
-    assert weigh({A: entry(0), B: entry(0)}) == {A: 0.0, B: 0.0}
+    assert coefficients(a=entry(0), b=entry(100, norm=0.0)) == {A: 0.0, B: 1.0}
+    assert coefficients(a=entry(0), b=entry(0)) == {A: 0.0, B: 0.0}
+
+
+def test_an_update_far_too_short_for_its_work_is_known_by_our_own_and_by_the_rounds_before() -> None:
+    usual, own = UsualLength(), entry(100)
+    assert usual.too_short(entry(100, norm=1e-30), own)
+    assert not usual.too_short(entry(2, norm=0.02, steps=1), own), "little work"
+    assert not usual.too_short(entry(100, norm=0.05), own)
+    usual.committed([own, entry(100)])
+    diverged = entry(100, norm=1000.0)
+    assert not usual.too_short(entry(100), diverged), "our own has become too long"
+    assert usual.too_short(entry(100, norm=1e-30), diverged)
+    for number in range(40):  # the learning rate falls to nothing
+        assert not usual.too_short(entry(100, norm=0.8**number), entry(100, norm=0.8**number))
+        usual.committed([entry(100, norm=0.8**number)] * 2)
 
 
 @pytest.mark.parametrize(
