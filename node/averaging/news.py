@@ -8,10 +8,14 @@ from typing import Any, Final
 from node.averaging.anchor import Anchor
 from node.averaging.averager import RoundSettled
 from node.averaging.progress import HowFar
-from node.events import CatchingUp, CaughtUp, EventSink, Restored, RoundCommitted, RoundProgress
+from node.events import CatchingUp, CaughtUp, EventSink, Note, Restored, RoundCommitted, RoundProgress
 from protocol.seams import Clock
 from swarm.vocabulary import AnchorVersion, ModuleId, PeerId
 
+CLIPPED: Final = 0.1
+"""An update that is shortened to less than this hardly counts."""
+CLIPPED_ROUNDS: Final = 3
+"""So many in a row and somebody is told, once."""
 PROGRESS_S: Final = 1.0
 """Between two events of one download."""
 
@@ -26,6 +30,8 @@ class RoundNews:
         self._events = events
         self._last: tuple[RoundSettled, float] | None = None
         """The last round in which we had a part, and when it was."""
+        self._clipped = 0
+        """Rounds in a row in which our update hardly counted."""
         self._download: CatchingUp | None = None
         self._began = self._told = 0.0
 
@@ -58,6 +64,7 @@ class RoundNews:
     def committed(self, settled: RoundSettled) -> None:
         version = settled.version
         self._last = settled, self._clock.monotonic()
+        self._tell_of_clipping(settled)
         self._events.emit(
             RoundCommitted(
                 self._peer,
@@ -74,6 +81,15 @@ class RoundNews:
                 settled.codec.name.lower(),
             )
         )
+
+    def _tell_of_clipping(self, settled: RoundSettled) -> None:
+        self._clipped = self._clipped + 1 if settled.clipping < CLIPPED else 0
+        if self._clipped == CLIPPED_ROUNDS:
+            text = (
+                f"in {CLIPPED_ROUNDS} rounds in a row this replica's update of stage {self._module} counted less than {CLIPPED:.0%}, because the"
+                " others declare far shorter ones: either it has diverged, or they lie to slow training down"
+            )
+            self._events.emit(Note("warning", text))
 
     def fetching(self, wanted: AnchorVersion) -> None:
         """A download begins; `progressed` says how far it is, and `ended` that it is over."""
