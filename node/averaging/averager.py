@@ -38,6 +38,7 @@ from swarm.rounds.words import (
     Arrived,
     CatchUp,
     CatchUpFailed,
+    Caught,
     CaughtUp,
     CommitStaged,
     DropStaged,
@@ -46,6 +47,7 @@ from swarm.rounds.words import (
     Fellow,
     FellowsChanged,
     LinkLost,
+    PieceRejected,
     Release,
     SnapshotBroken,
     SnapshotTaken,
@@ -93,6 +95,9 @@ class RoundSettled:
     received_bytes: int
     codec: Codec = Codec.NONE
     codec_reason: str = ""
+    audit_sent_bytes: int = 0
+    """For audits, since the round before."""
+    audit_received_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +110,8 @@ class AveragerHooks:
     anchored: Callable[[Anchor], None] = lambda anchor: None
     """We have another anchor: to announce it, to write a checkpoint. Its arrays hold until the round after the next."""
     settled: Callable[[RoundSettled], None] = lambda settled: None
+    accused: Callable[[Caught], None] = lambda caught: None
+    """Another replica did what no honest one does."""
     exchanging: Watch = lambda how_far: None
     goodput: Callable[[], float] = lambda: 0.0
     """Bytes per second of our best link, as microbatches have measured it; 0 when they have not."""
@@ -182,6 +189,8 @@ class Averager:
 
     def handle(self, event: Event) -> None:
         """Gives the event to the machine and carries out what follows; events that this brings about come after it."""
+        if isinstance(event, PieceRejected):
+            self._hooks.accused(Caught(event.sender, event.round.number, event.why))
         self._events.append(event)
         if self._handling or self._tasks is None:
             return

@@ -22,6 +22,7 @@ import numpy as np
 
 from node.averaging.anchor import Anchor, Vector
 from node.averaging.arrivals import Arrivals, early_pieces, piece_spec
+from node.averaging.comparison import Comparison
 from node.averaging.leftover import SentParts
 from node.averaging.outer import OuterRule
 from node.averaging.pieces import Piece, Plan
@@ -95,9 +96,11 @@ class Exchange:
         self._means = means
         self._report = report
         self._staged = staged
+        self.comparison = Comparison(plan, source)
         self._reduction = Reduction(plan, source)
         self._staging = Staging(source.anchor, means.rule, *vectors)
-        self._result_limit = NormLimit(plan.largest_norm, plan.codecs.result)
+        self._result_limits = {peer: NormLimit(plan.largest_norm, plan.codecs.result) for peer in plan.shards}
+        """Of each reducer by itself: else one that uses the norm up would have the next one blamed."""
         self._progress = ExchangeProgress(plan, means.watch)
         self._owing: frozenset[PeerId] = frozenset()
         self._told_of_piece: dict[PeerId, float] = {}
@@ -237,14 +240,21 @@ class Exchange:
         complete = self._progress.applied(piece)
         self._tell_owing()
         if complete:
-            roster = self.plan.roster
-            anchor = await self._on_thread(
-                partial(self._staging.finish, roster.round.number, roster.steps, roster.tokens)
-            )
-            self._complete.set()
-            crash_point("staged")
-            self._staged(anchor)
+            await self._finish()
         return True
+
+    async def _finish(self) -> None:
+        """All results have been applied. Those that cannot be the mean are objected to now, when they can be seen beside each other."""
+        roster = self.plan.roster
+        odd = self.comparison.oddities()
+        for reducer, why in odd.items():
+            self._report(PieceRejected(roster.round, reducer, why))
+        if odd:
+            return
+        anchor = await self._on_thread(partial(self._staging.finish, roster.round.number, roster.steps, roster.tokens))
+        self._complete.set()
+        crash_point("staged")
+        self._staged(anchor)
 
     def _step(self, piece: Piece, data: memoryview) -> str | None:
         """On the thread."""
@@ -252,7 +262,7 @@ class Exchange:
             gradient = read_encoding(self.plan.codecs.result, data, self._room[: piece.elements])
         except ProtocolViolation as error:
             return str(error)
-        objection = self._result_limit.objection(gradient)
+        objection = self._result_limits[piece.reducer].objection_to(self.comparison.add(piece, gradient).result_squares)
         if objection is None:
             self._staging.apply(piece.first_chunk, piece.end_chunk, gradient)
         return objection

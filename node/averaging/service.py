@@ -76,7 +76,13 @@ class ModuleRounds:
         self.goodput: Callable[[], float] = lambda: 0.0
         """Of our best link, as whoever sends microbatches measures it."""
         hooks = AveragerHooks(
-            self._fellows, self._catch_up, self._anchored, self._settled, self.news.exchanging, lambda: self.goodput()
+            fellows=self._fellows,
+            catch_up=self._catch_up,
+            anchored=self._anchored,
+            settled=self._settled,
+            accused=self.news.accused,
+            exchanging=self.news.exchanging,
+            goodput=lambda: self.goodput(),
         )
         self._averager = Averager(parts, hooks)
         state_codecs = STATE_CODECS[manifest.codecs.state]

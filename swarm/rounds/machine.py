@@ -35,6 +35,7 @@ from swarm.rounds.words import (
     Arrived,
     CatchUp,
     CatchUpFailed,
+    Caught,
     CaughtUp,
     Event,
     FellowsChanged,
@@ -151,6 +152,9 @@ class RoundMachine:
                 return attempts.link_lost(peer)
             case SteppedAlone(version) | CaughtUp(version):
                 return [*attempts.forget("we stand on another anchor"), *self._outlook.stand_on(version)]
+            case Caught(peer):
+                self._outlook.offences.was_caught(peer, self._outlook.now)
+                self._outlook.ballots.left_out.add(peer)
             case CatchUpFailed(wanted):
                 self._outlook.lag.failed(wanted, self._outlook.now)
             case Tick():
