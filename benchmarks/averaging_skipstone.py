@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from multiprocessing.connection import Connection
+from random import SystemRandom
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from node.compute import ComputeThread
 from node.optimization import StepFigures
 from protocol.certificates import make_credentials
 from protocol.identity import Identity
+from protocol.piece_signatures import PieceSignatures
 from protocol.seams import Contact, Question, QuestionAbout, Refusal
 from protocol.settings import TransportSettings
 from protocol.tensor_spec import TensorSpec
@@ -111,8 +113,15 @@ class RoundPeer:
     """What a process measures: one round after another."""
 
     def __init__(
-        self, own: PeerId, book: Book, elements: int, codec: Codec, compute: ComputeThread, averaging: ComputeThread
+        self,
+        identity: Identity,
+        book: Book,
+        elements: int,
+        codec: Codec,
+        compute: ComputeThread,
+        averaging: ComputeThread,
     ):
+        own = identity.peer
         self.module = module_of(elements)
         replica = LocalReplica([self.module], 1, Schedule())
         shelf = Shelf(anchor_of(replica))
@@ -138,6 +147,8 @@ class RoundPeer:
             1,
             TOKENS,
             SystemClock(),
+            PieceSignatures(RUN, identity),
+            SystemRandom(),
         )
         hooks = AveragerHooks(
             fellows=lambda: tuple(Fellow(peer, start, True) for peer in book.contacts),
@@ -173,7 +184,7 @@ def round_process(connection: Connection, elements: int, codec_name: str) -> Non
 
     async def main() -> None:
         with ComputeThread() as compute, ComputeThread(name="averaging") as averaging:
-            peer = RoundPeer(identity.peer, book, elements, Codec[codec_name], compute, averaging)
+            peer = RoundPeer(identity, book, elements, Codec[codec_name], compute, averaging)
             handler.averager = peer.averager
             async with transport, asyncio.TaskGroup() as tasks:
                 connection.send(Contact(identity.peer, (f"127.0.0.1:{transport.port}",), credentials.certificate_der))

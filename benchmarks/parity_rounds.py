@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from random import SystemRandom
 
 import torch
 
@@ -29,13 +30,14 @@ from node.task_scope import task_scope
 from protocol.certificates import make_credentials
 from protocol.identity import Identity
 from protocol.manifest import Manifest
+from protocol.piece_signatures import PieceSignatures
 from protocol.seams import Contact, Question, QuestionAbout
 from protocol.settings import TransportSettings
 from protocol.transport import GrpcTransport
 from swarm.errors import StateError
 from swarm.rounds.machine import RoundMachine
 from swarm.rounds.words import Fellow, RoundRules
-from swarm.vocabulary import Codec, PeerId, RunId
+from swarm.vocabulary import Codec, RunId
 
 RUN = RunId("0" * 64)
 PATIENCE_S = 60.0
@@ -117,13 +119,13 @@ def _peer(learner: Learner, manifest: Manifest, stack: AsyncExitStack) -> Peer:
         identity, credentials, RUN, book, handler, SystemClock(), TransportSettings(), own_record=lambda: b""
     )
     settled = asyncio.Queue[RoundSettled]()
-    handler.averager = _averager(identity.peer, learner, manifest, book, settled, compute, averaging)
+    handler.averager = _averager(identity, learner, manifest, book, settled, compute, averaging)
     contact = Contact(identity.peer, (), credentials.certificate_der)
     return Peer(learner, handler.averager, compute, transport, book, contact, settled)
 
 
 def _averager(
-    own: PeerId,
+    identity: Identity,
     learner: Learner,
     manifest: Manifest,
     book: Book,
@@ -131,7 +133,7 @@ def _averager(
     compute: ComputeThread,
     averaging: ComputeThread,
 ) -> Averager:
-    shelf = Shelf(_anchor_after(learner))
+    own, shelf = identity.peer, Shelf(_anchor_after(learner))
     start = shelf.current.version
     training = manifest.training
     rules = RoundRules(
@@ -157,6 +159,8 @@ def _averager(
         training.inner_steps,
         manifest.microbatch_tokens,
         SystemClock(),
+        PieceSignatures(RUN, identity),
+        SystemRandom(),
     )
     hooks = AveragerHooks(
         fellows=lambda: tuple(Fellow(peer, start, True) for peer in book.contacts),

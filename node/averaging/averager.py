@@ -12,9 +12,11 @@ import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from random import Random
 from typing import Any, Final, Protocol
 
 from node.averaging.anchor import Anchor
+from node.averaging.audit import Auditor
 from node.averaging.bench import RoundBench, StagedRound
 from node.averaging.exchange import ExchangeMeans
 from node.averaging.keeper import AloneRule, ReplicaKeeper
@@ -27,10 +29,11 @@ from node.crash_points import crash_point
 from node.optimization import StepFigures
 from node.task_scope import task_scope
 from node.telling import Tellings
+from protocol.piece_signatures import PieceSignatures
 from protocol.seams import Clock, Refusal, Transport
 from protocol.tensor_spec import TensorSpec
 from swarm.errors import PeerError, ResourceExhausted, SkipstoneError, StateError
-from swarm.round_messages import RoundControl, RoundPiece
+from swarm.round_messages import AuditControl, Contribution, RoundControl, RoundPiece
 from swarm.rounds.codecs import RoundCodecs
 from swarm.rounds.rosters import contributors
 from swarm.rounds.words import (
@@ -136,6 +139,9 @@ class AveragerParts:
     inner_steps: int
     microbatch_tokens: int
     clock: Clock
+    signatures: PieceSignatures
+    random: Random
+    """For which piece is audited: nobody else may know what it gives next."""
     longest_s: float = math.inf
     """Between two outer steps of a replica that is alone; for several the machine knows it."""
 
@@ -160,6 +166,8 @@ class Averager:
         """Which round we took a snapshot for last, and when."""
         self._catching: asyncio.Task[None] | None = None
         self._bench: RoundBench | None = None
+        self.auditor: Auditor | None = None
+        """While it runs."""
         self._transport: Transport | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -172,25 +180,42 @@ class Averager:
         """Until cancelled. Before it, what arrives is refused."""
         parts = self._parts
         means = ExchangeMeans(
-            parts.codecs, parts.outer, parts.averaging, transport, parts.clock, self._hooks.exchanging
+            codecs=parts.codecs,
+            rule=parts.outer,
+            thread=parts.averaging,
+            transport=transport,
+            clock=parts.clock,
+            signatures=parts.signatures,
+            watch=self._hooks.exchanging,
         )
         self._transport = transport
         self._loop = asyncio.get_running_loop()
         async with task_scope() as tasks:
             self._tasks = tasks
-            self._bench = RoundBench(parts.own, self._shelf, self.keeper, means, self.handle)
+            self.auditor = Auditor(
+                own=parts.own,
+                shelf=self._shelf,
+                means=means,
+                tell=lambda peer, message: self._tell(Tell(peer, message)),
+                report=self.handle,
+                spawn=self._spawn,
+                random=parts.random,
+            )
+            self._bench = RoundBench(parts.own, self._shelf, self.keeper, means, self.handle, self.auditor)
             try:
                 while True:
                     self._look_around()
                     self.handle(Tick())
                     await asyncio.sleep(TICK_S)
             finally:
-                self._tasks = self._bench = None
+                self._tasks = self._bench = self.auditor = None
 
     def handle(self, event: Event) -> None:
         """Gives the event to the machine and carries out what follows; events that this brings about come after it."""
         if isinstance(event, PieceRejected):
             self._hooks.accused(Caught(event.sender, event.round.number, event.why))
+        elif isinstance(event, Caught):
+            self._hooks.accused(event)
         self._events.append(event)
         if self._handling or self._tasks is None:
             return
@@ -216,18 +241,33 @@ class Averager:
     def admit(self, sender: PeerId, message: RoundPiece, tensor: TensorSpec) -> memoryview | Refusal:
         if self._bench is None:
             return Refusal(False, "no rounds are held here")
+        if isinstance(message, Contribution) and self.auditor is not None and self.auditor.wants(sender, message):
+            return self.auditor.admit(sender, message, tensor)
         return self._bench.admit(sender, message, tensor)
 
     def received(self, sender: PeerId, message: RoundPiece, tensor: TensorSpec, buffer: memoryview) -> None:
+        if self._is_for_audit(sender, message, buffer, whole=True):
+            return
         if self._bench is not None:
             self._bench.received(sender, message, buffer)
 
     def broken_off(self, sender: PeerId, message: RoundPiece, buffer: memoryview, error: PeerError) -> None:
+        if self._is_for_audit(sender, message, buffer, whole=False):
+            return
         if self._bench is not None:
             self._bench.broken_off(sender, message, buffer)
 
     def told(self, sender: PeerId, message: RoundControl) -> None:
-        self.handle(Arrived(sender, message))
+        if not isinstance(message, AuditControl):
+            self.handle(Arrived(sender, message))
+        elif self.auditor is not None:
+            self.auditor.told(sender, message)
+
+    def _is_for_audit(self, sender: PeerId, message: RoundPiece, buffer: memoryview, whole: bool) -> bool:
+        if self.auditor is None or not isinstance(message, Contribution):
+            return False
+        ended = self.auditor.received if whole else self.auditor.broken_off
+        return ended(sender, message, buffer)
 
     def link_down(self, peer: PeerId, error: PeerError) -> None:
         self.handle(LinkLost(peer))
@@ -326,6 +366,8 @@ class Averager:
         self._hooks.anchored(staged.anchor)
         self.stepped()
         self._spawn(self._settle(bench, action, before, staged))
+        if self.auditor is not None:
+            self.auditor.committed(staged.anchor.version)
 
     async def _settle(self, bench: RoundBench, action: CommitStaged, before: Anchor, staged: StagedRound) -> None:
         await self.keeper.carry(staged.snapshot, staged.anchor, staged.sent)
@@ -345,6 +387,7 @@ class Averager:
                 traffic.received,
                 roster.codec,
                 roster.codec_reason,
+                *(0, 0) if self.auditor is None else self.auditor.take_traffic(),
             )
         )
 

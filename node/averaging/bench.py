@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from node.averaging.anchor import Anchor, Vector
 from node.averaging.arrivals import Arrivals
+from node.averaging.audit import Auditor
 from node.averaging.exchange import Exchange, ExchangeMeans
 from node.averaging.keeper import ReplicaKeeper, Snapshot
 from node.averaging.leftover import SentParts
@@ -60,6 +61,7 @@ class RoundBench:
 
     Args:
         report: told what the exchange has to say to the round machine.
+        auditor: told what there is to audit.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class RoundBench:
         keeper: ReplicaKeeper,
         means: ExchangeMeans,
         report: Callable[[Event], None],
+        auditor: Auditor,
     ) -> None:
         self.snapshot: Snapshot | None = None
         self._own = own
@@ -76,6 +79,7 @@ class RoundBench:
         self._keeper = keeper
         self._means = means
         self._report = report
+        self._auditor = auditor
         self._turn = asyncio.Lock()
         self._releases = 0
         self._wanted: Roster | None = None
@@ -192,6 +196,7 @@ class RoundBench:
         if snapshot is None or arrivals is None or snapshot.source.anchor.version != roster.base:
             raise ProtocolViolation("its roster starts from another anchor, or we never entered")
         plan = Plan(self._own, self._shelf.current.layout, roster)
+        self._auditor.exchange_begins()
         vectors = self._shelf.spare()
         exchange = Exchange(
             plan,
@@ -200,7 +205,7 @@ class RoundBench:
             arrivals,
             self._means,
             self._report,
-            lambda anchor: self._keep(roster, StagedRound(anchor, snapshot, exchange.sent)),
+            lambda anchor: self._keep(exchange, StagedRound(anchor, snapshot, exchange.sent)),
         )
         self._running = _Running(exchange, vectors, tasks.create_task(_run(exchange)))
 
@@ -216,11 +221,12 @@ class RoundBench:
             await self._means.thread.run(Priority.UPKEEP, lambda: None)
             self._shelf.give_back(*running.vectors)
 
-    def _keep(self, roster: Roster, staged: StagedRound) -> None:
+    def _keep(self, exchange: Exchange, staged: StagedRound) -> None:
         version = staged.anchor.version
         self.drop_staged(version)
         self._staged[version.digest] = staged
-        self._report(Staged(roster.round, version))
+        self._auditor.completed(exchange.record(staged.anchor))
+        self._report(Staged(exchange.plan.roster.round, version))
 
     def _drop_staged(self, number: int) -> None:
         for staged in list(self._staged.values()):

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from random import Random
+from random import Random, SystemRandom
 
 import torch
 
@@ -34,6 +34,7 @@ from node.reception import RoundTensor
 from node.resume import Agreed
 from node.task_scope import task_scope
 from protocol.manifest import Manifest
+from protocol.piece_signatures import PieceSignatures
 from protocol.seams import Question, QuestionAbout, Refusal
 from protocol.tensor_spec import TensorSpec
 from swarm.errors import CorruptSnapshot, PeerError
@@ -70,6 +71,8 @@ class ModuleRounds:
             inner_steps=manifest.training.inner_steps,
             microbatch_tokens=manifest.microbatch_tokens,
             clock=own.clock,
+            signatures=PieceSignatures(own.run, given.presence.identity),
+            random=SystemRandom(),
             longest_s=manifest.training.round_seconds,
         )
         self.news = RoundNews(own.peer, given.module, own.clock, given.events)

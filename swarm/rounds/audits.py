@@ -11,11 +11,11 @@ of that, because an honest reducer that is objected to is left out.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from swarm.vocabulary import PeerId
+from swarm.vocabulary import Codec, PeerId
 
 OPPOSED: Final = -0.25
 """A mean whose cosine with our own pseudo-gradient is less points away from it."""
@@ -81,3 +81,64 @@ def _length(piece: Beside, norm: float, scale: float) -> float:
     have not seen), norms are taken to be spread evenly."""
     there = scale * math.sqrt(max(piece.own_squares, piece.share * norm * norm))
     return math.sqrt(piece.result_squares) / there if there > 0 else 0.0
+
+
+# ---- after the commit ------------------------------------------------------------------------------------------------
+
+AUDITED_BYTES: Final = 0.125
+"""Of a round's bytes, on average: the most that audits fetch."""
+SLACK: Final = 1.5
+"""How much longer a reducer's own part of a mean may be than its norm and the others' distribution of theirs make it."""
+SMALLEST: Final = 4096
+"""Elements of a piece: over so few the shares of two replicas' norms were seen to differ by 1.95, over 15,000 by 1.34. `SLACK` is that much wider for them."""
+RESULT_ERROR: Final[Mapping[Codec, float]] = {
+    Codec.NONE: 1e-4,
+    Codec.BF16: 0.005,
+    Codec.INT8: 0.01,
+    Codec.INT4: 0.2,
+}
+"""What a result's encoding may be off by, in lengths of the result; sums in another order are far less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reckoning:
+    """A piece that was summed again, without what its reducer adds itself."""
+
+    elements: int
+    rest: float
+    """Length of what is left of the result when the others' contributions are taken away."""
+    result: float
+    """Length of the result."""
+    shares: tuple[float, ...]
+    """Which part of their norm the other contributors have in this piece, each from 0 to 1."""
+
+
+def chance_of_audit(round_bytes: int, members: int, audit_bytes: int) -> float:
+    """How often a member audits a piece, so that together they fetch at most AUDITED_BYTES of what the round sent.
+
+    Args:
+        round_bytes: that all members together have sent.
+        audit_bytes: of one audit on average.
+    """
+    return min(1.0, AUDITED_BYTES * round_bytes / (members * audit_bytes)) if audit_bytes else 1.0
+
+
+def unexplained(reckoning: Reckoning, coefficient: float, norm: float, codec: Codec) -> str | None:
+    """Why what is left of a result cannot be the reducer's own contribution; None when it can.
+
+    That it is within the norm which the reducer declared, spread as the others' norms are, is all that can be known: its own part is nowhere
+    encoded. A reducer that stays within that has no more power over the mean than by contributing.
+
+    Args:
+        coefficient, norm: of the reducer, in the roster.
+        codec: of results.
+    """
+    wider = (SLACK + 0.5 * math.sqrt(min(1.0, SMALLEST / reckoning.elements))) * max(reckoning.shares, default=1.0)
+    own = coefficient * norm * min(1.0, wider)
+    allowed = own + RESULT_ERROR[codec] * reckoning.result
+    if reckoning.rest <= allowed:
+        return None
+    return (
+        f"the mean that it sent is not that of what it was sent: what is left for its own part is {reckoning.rest:.3g} long,"
+        f" where {allowed:.3g} can be"
+    )

@@ -153,8 +153,7 @@ class RoundMachine:
             case SteppedAlone(version) | CaughtUp(version):
                 return [*attempts.forget("we stand on another anchor"), *self._outlook.stand_on(version)]
             case Caught(peer):
-                self._outlook.offences.was_caught(peer, self._outlook.now)
-                self._outlook.ballots.left_out.add(peer)
+                self._outlook.offences.was_caught(peer, event.certain, self._outlook.now)
             case CatchUpFailed(wanted):
                 self._outlook.lag.failed(wanted, self._outlook.now)
             case Tick():

@@ -127,6 +127,8 @@ class Caught:
     """For people."""
     proof: str = ""
     """BLAKE3 over the signed hashes behind it, hexadecimal; empty when nobody else could be shown it."""
+    certain: bool = True
+    """False for what may befall an honest one: it was asked several times and did not answer, or accuses others of what we do not see."""
 
 
 @dataclass(frozen=True, slots=True)
