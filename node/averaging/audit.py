@@ -13,31 +13,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 from typing import Any, Final, TypeVar
 
 import numpy as np
-from blake3 import blake3
 
-from node.averaging.anchor import Anchor, Vector
 from node.averaging.arrivals import piece_spec
 from node.averaging.exchange import ExchangeMeans, ExchangeRecord
 from node.averaging.pieces import Piece
-from node.averaging.reduction import read_encoding
+from node.averaging.recount import Recount, chance
 from node.averaging.shelf import Shelf
-from node.averaging.vectors import add_scaled, squares
 from node.compute import Priority
-from protocol.codecs import encoded_bytes
-from protocol.piece_signatures import hash_of_piece
 from protocol.seams import Refusal
 from protocol.tensor_spec import TensorSpec
-from swarm.errors import PeerError, ProtocolViolation, StateError
+from swarm.errors import PeerError, StateError
 from swarm.round_messages import (
     Accusation,
     AuditControl,
@@ -48,11 +41,11 @@ from swarm.round_messages import (
     RoundControl,
     SignedHash,
 )
-from swarm.rounds.audits import Reckoning, chance_of_audit, unexplained
 from swarm.rounds.words import Caught, Event
 from swarm.vocabulary import AnchorVersion, PeerId, short
 
 Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 log = logging.getLogger(__name__)
 
@@ -76,16 +69,6 @@ class _Wanted:
     spec: TensorSpec
     whole: asyncio.Future[memoryview | None]
     buffer: memoryview | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Begun:
-    """A piece that is being summed again. Only on the averaging thread."""
-
-    rest: Vector
-    """The result less what has been taken away so far."""
-    result: float
-    shares: list[float]
 
 
 class Auditor:
@@ -158,7 +141,7 @@ class Auditor:
         if record is None or record.anchor.version != version:
             return
         pieces = [piece for piece in record.plan.pieces if piece.reducer != self._own]
-        if pieces and self._random.random() < _chance(record, pieces):
+        if pieces and self._random.random() < chance(record, pieces):
             self._spawn(self.audit(record, self._random.choice(pieces)))
 
     def take_traffic(self) -> tuple[int, int]:
@@ -196,23 +179,14 @@ class Auditor:
         wanted.buffer = np.empty(tensor.byte_length, np.uint8).data
         return wanted.buffer
 
-    def received(self, sender: PeerId, message: Contribution, buffer: memoryview) -> bool:
-        """Whether it was asked for."""
+    def received(self, sender: PeerId, message: Contribution, buffer: memoryview, whole: bool) -> bool:
+        """Whether it was admitted here. If not `whole`, it was broken off."""
         wanted = self._wanted.get((sender, message))
         if wanted is None or wanted.buffer is not buffer:
             return False
-        self.received_bytes += buffer.nbytes
+        self.received_bytes += buffer.nbytes if whole else 0
         if not wanted.whole.done():
-            wanted.whole.set_result(buffer)
-        return True
-
-    def broken_off(self, sender: PeerId, message: Contribution, buffer: memoryview) -> bool:
-        """Likewise."""
-        wanted = self._wanted.get((sender, message))
-        if wanted is None or wanted.buffer is not buffer:
-            return False
-        if not wanted.whole.done():
-            wanted.whole.set_result(None)
+            wanted.whole.set_result(buffer if whole else None)
         return True
 
     # ---- answering ---------------------------------------------------------------------------------------------------
@@ -236,7 +210,7 @@ class Auditor:
     async def _serve(self, asker: PeerId, record: ExchangeRecord, piece: Piece) -> None:
         async with self._sending:
             message = record.plan.contribution(piece)
-            data = await self._on_thread(record.encoded, piece)
+            data = await self._on_thread(partial(record.encoded, piece))
             if data is None:
                 self._refuse(asker, AuditRequest(message.round, message.first_chunk, message.end_chunk))
                 return
@@ -275,8 +249,10 @@ class Auditor:
     async def _audited(
         self, record: ExchangeRecord, piece: Piece, accuser: PeerId | None, shown: Sequence[SignedHash]
     ) -> Caught | None:
-        begun = await self._on_thread(self._begin, record, piece)
-        if begun is None:
+        try:
+            recount = await self._on_thread(partial(Recount, record, piece, self._shelf, self._means.rule.momentum))
+        except StateError as error:
+            log.debug("no audit of round %d: %s", record.plan.roster.round.number, error)
             return None
         others = frozenset(record.plan.contributors) - {self._own, piece.reducer}
         signed: Mapping[PeerId, SignedHash] = {}
@@ -284,36 +260,28 @@ class Auditor:
             evidence = await self._evidence_of(record, piece)
             if evidence is None and not shown:
                 why = "does not say what the contributors to its shard signed"
-                return self._doubted(self._unanswered, _caught(record, piece.reducer, why, certain=False))
+                return self._doubted(self._unanswered, recount.caught(piece.reducer, why, certain=False))
             if evidence is not None:
                 self._unanswered.pop(piece.reducer, None)
-            judged = await self._on_thread(self._check, record, piece, evidence, accuser, shown)
-            if isinstance(judged, Caught):
-                return judged
-            signed = judged
+            check = partial(recount.check, self._means.signatures, evidence, accuser, shown)
+            checked = await self._on_thread(check)
+            if isinstance(checked, Caught):
+                return checked
+            signed = checked
         fetched = await asyncio.gather(
-            *(self._take_away(record, piece, begun, signed[peer]) for peer in sorted(others))
+            *(self._take_away(record, piece, recount, signed[peer]) for peer in sorted(others))
         )
         found = next((one for one in fetched if isinstance(one, Caught)), None)
         if found is None and False in fetched:
             return None
         self.verdicts += 1
-        found = found or await self._on_thread(self._judge, record, piece, begun, signed)
+        found = found or await self._on_thread(partial(recount.judge, signed))
         if found is None and accuser is not None:
             why = f"accuses {short(piece.reducer)} of a piece that is as it should be"
-            return self._doubted(self._groundless, _caught(record, accuser, why, certain=False))
+            return self._doubted(self._groundless, recount.caught(accuser, why, certain=False))
         if found is not None and accuser is None and signed:
             self._accuse(record, piece, found.peer, signed)
         return found
-
-    def _accuse(
-        self, record: ExchangeRecord, piece: Piece, culprit: PeerId, signed: Mapping[PeerId, SignedHash]
-    ) -> None:
-        message = record.plan.contribution(piece)
-        accusation = Accusation(message.round, message.first_chunk, message.end_chunk, tuple(signed.values()))
-        for peer in record.plan.others:
-            if peer != culprit:
-                self._tell(peer, accusation)
 
     def _doubted(self, doubts: Counter[PeerId], caught: Caught) -> Caught | None:
         """What may happen once, and is an offence when it happens again and again."""
@@ -324,6 +292,15 @@ class Auditor:
         if len(doubts) > MOST_DOUBTS:
             doubts.clear()
         return None
+
+    def _accuse(
+        self, record: ExchangeRecord, piece: Piece, culprit: PeerId, signed: Mapping[PeerId, SignedHash]
+    ) -> None:
+        message = record.plan.contribution(piece)
+        accusation = Accusation(message.round, message.first_chunk, message.end_chunk, tuple(signed.values()))
+        for peer in record.plan.others:
+            if peer != culprit:
+                self._tell(peer, accusation)
 
     async def _evidence_of(self, record: ExchangeRecord, piece: Piece) -> Evidence | None:
         """What the reducer says that others have signed; None when it says nothing."""
@@ -340,12 +317,14 @@ class Auditor:
         return await _several_times(once)
 
     async def _take_away(
-        self, record: ExchangeRecord, piece: Piece, begun: _Begun, signed: SignedHash
+        self, record: ExchangeRecord, piece: Piece, recount: Recount, signed: SignedHash
     ) -> Caught | bool:
         """Fetches what a contributor has signed and takes its part away from the rest. False when it cannot be had."""
         async with self._fetching:
             data = await self._fetch(record, piece, signed.peer)
-            return False if data is None else await self._on_thread(self._subtract, record, piece, begun, signed, data)
+            if data is None:
+                return False
+            return await self._on_thread(partial(recount.take_away, signed, data)) or True
 
     async def _fetch(self, record: ExchangeRecord, piece: Piece, peer: PeerId) -> memoryview | None:
         key = (peer, record.plan.contribution(piece))
@@ -382,87 +361,8 @@ class Auditor:
         self._accusers.add(sender)
         self._spawn(self.audit(record, piece, sender, accusation.signed))
 
-    # ---- on the averaging thread -------------------------------------------------------------------------------------
-
-    def _begin(self, record: ExchangeRecord, piece: Piece) -> _Begun | None:
-        """The result less our own part of it. None when it cannot be had any more."""
-        plan, source = record.plan, record.source
-        if source is None:
-            return None
-        try:
-            with ExitStack() as pins:
-                for anchor in (source.anchor, record.anchor):
-                    pins.enter_context(self._shelf.pinned(anchor))
-                rest = _result(source.anchor, record.anchor, piece, self._means.rule.momentum)
-        except StateError:
-            return None
-        result = math.sqrt(squares(rest))
-        beside, member = record.beside[piece], plan.members[self._own]
-        shares = [math.sqrt(beside.share)]
-        if plan.contributes:
-            data = record.encoded(piece)
-            if data is None:
-                return None
-            room = np.empty(piece.elements, np.float32)
-            add_scaled(read_encoding(plan.codecs.contribution, data, room), -member.coefficient, rest)
-            shares.append(math.sqrt(beside.own_squares) / member.norm if member.norm else 0.0)
-        return _Begun(rest, result, shares)
-
-    def _check(
-        self,
-        record: ExchangeRecord,
-        piece: Piece,
-        evidence: Evidence | None,
-        accuser: PeerId | None,
-        shown: Sequence[SignedHash],
-    ) -> Mapping[PeerId, SignedHash] | Caught:
-        """Which hash each contributor but the reducer has signed, or who is caught by that already."""
-        message, reducer = record.plan.contribution(piece), piece.reducer
-        due = frozenset(record.plan.contributors) - {reducer}
-        signed: dict[PeerId, SignedHash] = {}
-        sources = ((reducer, () if evidence is None else evidence.signed), (accuser, shown))
-        for source, listed in sources:
-            for one in listed:
-                if one.peer not in due or one == signed.get(one.peer):
-                    continue
-                if not self._means.signatures.holds(one.peer, message, one.hash, one.signature):
-                    return _caught(
-                        record, source or reducer, f"shows a signature of {short(one.peer)} that does not hold"
-                    )
-                if one.peer in signed and signed[one.peer].hash != one.hash:
-                    both = {one.peer: signed[one.peer], reducer: one}
-                    return _caught(record, one.peer, "signed two different contributions to one piece", both)
-                signed[one.peer] = one
-            if source == reducer and evidence is not None and due - signed.keys():
-                return _caught(record, reducer, "cannot show what the contributors to its shard signed")
-        return signed if due <= signed.keys() else _caught(record, accuser or reducer, "accuses without proof")
-
-    def _subtract(
-        self, record: ExchangeRecord, piece: Piece, begun: _Begun, signed: SignedHash, data: memoryview
-    ) -> Caught | bool:
-        if hash_of_piece(data) != signed.hash:
-            return _caught(record, signed.peer, "sent an auditor something else than what it had signed")
-        member, codecs = record.plan.members[signed.peer], record.plan.codecs
-        try:
-            values = read_encoding(codecs.contribution, data, np.empty(piece.elements, np.float32))
-        except ProtocolViolation as error:
-            return _caught(record, piece.reducer, f"took a contribution that is none: {error}")
-        add_scaled(values, -member.coefficient, begun.rest)
-        if not codecs.leave_over and member.norm:
-            begun.shares.append(math.sqrt(squares(values)) / member.norm)
-        return True
-
-    def _judge(
-        self, record: ExchangeRecord, piece: Piece, begun: _Begun, signed: Mapping[PeerId, SignedHash]
-    ) -> Caught | None:
-        reducer = record.plan.members[piece.reducer]
-        rest = math.sqrt(squares(begun.rest))
-        reckoning = Reckoning(piece.elements, rest, begun.result, tuple(begun.shares))
-        why = unexplained(reckoning, reducer.coefficient, reducer.norm, record.plan.codecs.result)
-        return None if why is None else _caught(record, reducer.peer, why, signed)
-
-    async def _on_thread(self, job: Callable[..., Any], *arguments: object) -> Any:
-        return await self._means.thread.run(Priority.UPKEEP, partial(job, *arguments))
+    async def _on_thread(self, job: Callable[[], Result]) -> Result:
+        return await self._means.thread.run(Priority.UPKEEP, job)
 
 
 async def _several_times(ask: Callable[[], Awaitable[Answer | None]]) -> Answer | None:
@@ -477,38 +377,3 @@ async def _several_times(ask: Callable[[], Awaitable[Answer | None]]) -> Answer 
             return await ask()
     except TimeoutError:
         return None
-
-
-def _result(before: Anchor, after: Anchor, piece: Piece, momentum: float) -> Vector:
-    """What the outer step was taken with: it is the new momentum less what was left of the old one (`node.averaging.outer`)."""
-    result = np.multiply(before.momentum[piece.part], np.float32(-momentum))
-    np.add(after.momentum[piece.part], result, out=result)
-    return result
-
-
-def _chance(record: ExchangeRecord, pieces: Sequence[Piece]) -> float:
-    """That we audit one of these pieces."""
-    plan, codecs = record.plan, record.plan.codecs
-    contributors, members = frozenset(plan.contributors), len(plan.members)
-
-    def contributed(piece: Piece, without: frozenset[PeerId]) -> int:
-        return encoded_bytes(codecs.contribution, piece.elements) * len(contributors - without)
-
-    all_bytes = sum(
-        contributed(piece, frozenset({piece.reducer})) + encoded_bytes(codecs.result, piece.elements) * (members - 1)
-        for piece in plan.pieces
-    )
-    fetched = sum(contributed(piece, frozenset({piece.reducer, plan.own})) for piece in pieces) // len(pieces)
-    return chance_of_audit(all_bytes, members, fetched)
-
-
-def _caught(
-    record: ExchangeRecord,
-    peer: PeerId,
-    why: str,
-    signed: Mapping[PeerId, SignedHash] | None = None,
-    certain: bool = True,
-) -> Caught:
-    hashes = (one.hash + one.signature for _, one in sorted((signed or {}).items()))
-    proof = blake3(b"".join(hashes)).hexdigest() if signed else ""
-    return Caught(peer, record.plan.roster.round.number, why, proof, certain)

@@ -33,7 +33,7 @@ from protocol.piece_signatures import PieceSignatures
 from protocol.seams import Clock, Refusal, Transport
 from protocol.tensor_spec import TensorSpec
 from swarm.errors import PeerError, ResourceExhausted, SkipstoneError, StateError
-from swarm.round_messages import AuditControl, Contribution, RoundControl, RoundPiece
+from swarm.round_messages import AuditControl, RoundControl, RoundPiece
 from swarm.rounds.codecs import RoundCodecs
 from swarm.rounds.rosters import contributors
 from swarm.rounds.words import (
@@ -241,19 +241,13 @@ class Averager:
     def admit(self, sender: PeerId, message: RoundPiece, tensor: TensorSpec) -> memoryview | Refusal:
         if self._bench is None:
             return Refusal(False, "no rounds are held here")
-        if isinstance(message, Contribution) and self.auditor is not None and self.auditor.wants(sender, message):
-            return self.auditor.admit(sender, message, tensor)
         return self._bench.admit(sender, message, tensor)
 
     def received(self, sender: PeerId, message: RoundPiece, tensor: TensorSpec, buffer: memoryview) -> None:
-        if self._is_for_audit(sender, message, buffer, whole=True):
-            return
         if self._bench is not None:
             self._bench.received(sender, message, buffer)
 
     def broken_off(self, sender: PeerId, message: RoundPiece, buffer: memoryview, error: PeerError) -> None:
-        if self._is_for_audit(sender, message, buffer, whole=False):
-            return
         if self._bench is not None:
             self._bench.broken_off(sender, message, buffer)
 
@@ -262,12 +256,6 @@ class Averager:
             self.handle(Arrived(sender, message))
         elif self.auditor is not None:
             self.auditor.told(sender, message)
-
-    def _is_for_audit(self, sender: PeerId, message: RoundPiece, buffer: memoryview, whole: bool) -> bool:
-        if self.auditor is None or not isinstance(message, Contribution):
-            return False
-        ended = self.auditor.received if whole else self.auditor.broken_off
-        return ended(sender, message, buffer)
 
     def link_down(self, peer: PeerId, error: PeerError) -> None:
         self.handle(LinkLost(peer))

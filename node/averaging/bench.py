@@ -24,7 +24,7 @@ from node.compute import Priority
 from protocol.seams import Refusal
 from protocol.tensor_spec import TensorSpec
 from swarm.errors import ProtocolViolation, SkipstoneError
-from swarm.round_messages import Roster, RoundId, RoundPiece
+from swarm.round_messages import Contribution, Roster, RoundId, RoundPiece
 from swarm.rounds.words import Event, PieceRejected, Staged
 from swarm.vocabulary import AnchorVersion, PeerId
 
@@ -163,15 +163,21 @@ class RoundBench:
     # ---- what comes in ---------------------------------------------------------------------------------------------
 
     def admit(self, sender: PeerId, message: RoundPiece, tensor: TensorSpec) -> memoryview | Refusal:
+        if isinstance(message, Contribution) and self._auditor.wants(sender, message):
+            return self._auditor.admit(sender, message, tensor)
         if self._arrivals is None:
             return Refusal(False, "no round is under way here")
         return self._arrivals.admit(sender, message, tensor)
 
     def received(self, sender: PeerId, message: RoundPiece, buffer: memoryview) -> None:
+        if isinstance(message, Contribution) and self._auditor.received(sender, message, buffer, whole=True):
+            return
         if self._arrivals is not None and self._arrivals.round == message.round:
             self._arrivals.received(sender, message, buffer)
 
     def broken_off(self, sender: PeerId, message: RoundPiece, buffer: memoryview) -> None:
+        if isinstance(message, Contribution) and self._auditor.received(sender, message, buffer, whole=False):
+            return
         if self._arrivals is not None and self._arrivals.round == message.round:
             self._arrivals.broken_off(sender, message, buffer)
 
