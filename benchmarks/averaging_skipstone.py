@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from multiprocessing.connection import Connection
+from random import SystemRandom
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from node.optimization import StepFigures
 from protocol.certificates import make_credentials
 from protocol.entries import EntrySeal
 from protocol.identity import Identity
+from protocol.piece_signatures import PieceSignatures
 from protocol.seams import Contact, Question, QuestionAbout, Refusal, Topic
 from protocol.settings import TransportSettings
 from protocol.tensor_spec import TensorSpec
@@ -118,8 +120,15 @@ class RoundPeer:
     """What a process measures: one round after another."""
 
     def __init__(
-        self, own: Identity, book: Book, elements: int, codec: Codec, compute: ComputeThread, averaging: ComputeThread
+        self,
+        identity: Identity,
+        book: Book,
+        elements: int,
+        codec: Codec,
+        compute: ComputeThread,
+        averaging: ComputeThread,
     ):
+        own = identity.peer
         self.module = module_of(elements)
         replica = LocalReplica([self.module], 1, Schedule())
         shelf = Shelf(anchor_of(replica))
@@ -133,9 +142,9 @@ class RoundPeer:
         )
         self.settled: asyncio.Queue[RoundSettled] = asyncio.Queue()
         parts = AveragerParts(
-            own.peer,
+            own,
             MODULE,
-            RoundMachine(own.peer, MODULE, rules, start, EntrySeal(own, RUN)),
+            RoundMachine(own, MODULE, rules, start, EntrySeal(identity, RUN)),
             shelf,
             replica,
             compute,
@@ -145,6 +154,8 @@ class RoundPeer:
             1,
             TOKENS,
             SystemClock(),
+            PieceSignatures(RUN, identity),
+            SystemRandom(),
         )
         hooks = AveragerHooks(
             fellows=lambda: tuple(Fellow(peer, start, True) for peer in book.contacts),

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from random import SystemRandom
 
 import torch
 
@@ -30,6 +31,7 @@ from protocol.certificates import make_credentials
 from protocol.entries import EntrySeal
 from protocol.identity import Identity
 from protocol.manifest import Manifest
+from protocol.piece_signatures import PieceSignatures
 from protocol.seams import Contact, Question, QuestionAbout
 from protocol.settings import TransportSettings
 from protocol.transport import GrpcTransport
@@ -124,7 +126,7 @@ def _peer(learner: Learner, manifest: Manifest, stack: AsyncExitStack) -> Peer:
 
 
 def _averager(
-    own: Identity,
+    identity: Identity,
     learner: Learner,
     manifest: Manifest,
     book: Book,
@@ -132,7 +134,7 @@ def _averager(
     compute: ComputeThread,
     averaging: ComputeThread,
 ) -> Averager:
-    shelf = Shelf(_anchor_after(learner))
+    own, shelf = identity.peer, Shelf(_anchor_after(learner))
     start = shelf.current.version
     training = manifest.training
     rules = RoundRules(
@@ -146,9 +148,9 @@ def _averager(
         rungs=rungs_to(Codec[manifest.codecs.pseudo_gradients.upper()]),
     )
     parts = AveragerParts(
-        own.peer,
+        own,
         learner.module,
-        RoundMachine(own.peer, learner.module, rules, start, EntrySeal(own, RUN)),
+        RoundMachine(own, learner.module, rules, start, EntrySeal(identity, RUN)),
         shelf,
         learner.replica,
         compute,
@@ -158,6 +160,8 @@ def _averager(
         training.inner_steps,
         manifest.microbatch_tokens,
         SystemClock(),
+        PieceSignatures(RUN, identity),
+        SystemRandom(),
     )
     hooks = AveragerHooks(
         fellows=lambda: tuple(Fellow(peer, start, True) for peer in book.contacts),

@@ -235,6 +235,25 @@ class RoundCommitted:
     received_bytes: int
     codec: str = "none"
     """Of the contributions."""
+    audit_sent_bytes: int = 0
+    """For audits of other pieces since the last round; not in `sent_bytes`. 0 in logs of older versions."""
+    audit_received_bytes: int = 0
+    """Likewise."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaAccused:
+    """Another replica of the module sent what cannot be honest, as this one has seen for itself. It is left out of rounds here."""
+
+    NAME: ClassVar[str] = "accused"
+    peer: str
+    """Who has seen it."""
+    module: str
+    accused: str
+    round: int
+    why: str
+    proof: str = ""
+    """BLAKE3 over the signed hashes that an audit stands on, hexadecimal; empty when only we can know it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,6 +404,7 @@ Event = (
     | Completed
     | RoundProgress
     | RoundCommitted
+    | ReplicaAccused
     | CatchingUp
     | CaughtUp
     | Restored

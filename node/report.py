@@ -49,6 +49,7 @@ def status_json(own: OwnState, duty: Duty, tunnels: RelayTunnels) -> bytes:
         "digest": "" if own.anchor is None else own.anchor.digest.hex(),
         "rounds": duty.rounds.describe(),
         "last_round": duty.rounds.news.last_round(),
+        "accused": duty.rounds.news.accused_lately(),
         "catching_up": duty.rounds.news.catching_up(),
         "codecs": duty.carrier.codecs.describe(),
         **dataclasses.asdict(account),

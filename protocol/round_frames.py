@@ -26,6 +26,7 @@ from protocol.frame_parts import (
 )
 from protocol.generated import link_pb2 as wire
 from protocol.identity import SIGNATURE_BYTES
+from protocol.piece_signatures import HASH_BYTES
 from protocol.tensor_spec import DType
 from swarm.errors import ProtocolViolation
 from swarm.round_messages import (
@@ -35,12 +36,16 @@ from swarm.round_messages import (
     MAX_RATE,
     MAX_ROUND,
     Accepting,
+    Accusation,
+    AuditRefused,
+    AuditRequest,
     Commit,
     Contribution,
     Declined,
     DeclineReason,
     Dissolved,
     Entry,
+    Evidence,
     Invitation,
     Measured,
     Prepared,
@@ -50,6 +55,7 @@ from swarm.round_messages import (
     RoundControl,
     RoundId,
     RoundPiece,
+    SignedHash,
     SignedRoster,
 )
 from swarm.vocabulary import AnchorVersion, Codec, PeerId
@@ -66,7 +72,9 @@ def encode_piece(message: RoundPiece, frame: TensorFrame) -> wire.Frame:
     round_id, tensor = _wire_round(message.round), wire_header(frame)
     first, end = message.first_chunk, message.end_chunk
     if isinstance(message, Contribution):
-        piece = wire.Contribution(round=round_id, first_chunk=first, end_chunk=end, tensor=tensor)
+        piece = wire.Contribution(
+            round=round_id, first_chunk=first, end_chunk=end, tensor=tensor, signature=message.signature
+        )
         return wire.Frame(contribution=piece)
     return wire.Frame(reduced=wire.Reduced(round=round_id, first_chunk=first, end_chunk=end, tensor=tensor))
 
@@ -103,6 +111,30 @@ def encode_round(message: RoundControl) -> wire.Frame:
             )
         case Dissolved(number, detail):
             return wire.Frame(dissolved=wire.Dissolved(round=_wire_round(number), detail=detail[:DETAIL_CHARACTERS]))
+        case AuditRequest(number, first, end):
+            return wire.Frame(
+                audit_request=wire.AuditRequest(round=_wire_round(number), first_chunk=first, end_chunk=end)
+            )
+        case AuditRefused(number, first, end):
+            return wire.Frame(
+                audit_refused=wire.AuditRefused(round=_wire_round(number), first_chunk=first, end_chunk=end)
+            )
+        case Evidence(number, first, end, signed):
+            return wire.Frame(
+                evidence=wire.Evidence(
+                    round=_wire_round(number), first_chunk=first, end_chunk=end, signed=_wire_signed(signed)
+                )
+            )
+        case Accusation(number, first, end, signed):
+            return wire.Frame(
+                accusation=wire.Accusation(
+                    round=_wire_round(number), first_chunk=first, end_chunk=end, signed=_wire_signed(signed)
+                )
+            )
+
+
+def _wire_signed(signed: Sequence[SignedHash]) -> list[wire.SignedHash]:
+    return [wire.SignedHash(peer=one.peer, hash=one.hash, signature=one.signature) for one in signed]
 
 
 def _wire_progress(progress: Progress) -> wire.Progress:
@@ -201,7 +233,8 @@ def read_roster(roster: wire.Roster) -> SignedRoster:
 
 def read_contribution(piece: wire.Contribution) -> TensorFrame:
     first, end = _read_chunks_of_piece(piece.first_chunk, piece.end_chunk)
-    return _read_vector(Contribution(_read_round(piece.round), first, end), piece.tensor)
+    _check_length(piece.signature, SIGNATURE_BYTES, "contribution: a signature")
+    return _read_vector(Contribution(_read_round(piece.round), first, end, piece.signature), piece.tensor)
 
 
 def read_reduced(piece: wire.Reduced) -> TensorFrame:
@@ -223,6 +256,39 @@ def read_commit(commit: wire.Commit) -> Commit:
 
 def read_dissolved(dissolved: wire.Dissolved) -> Dissolved:
     return Dissolved(_read_round(dissolved.round), read_detail(dissolved.detail))
+
+
+def read_audit_request(request: wire.AuditRequest) -> AuditRequest:
+    return AuditRequest(_read_round(request.round), *_read_chunks_of_piece(request.first_chunk, request.end_chunk))
+
+
+def read_audit_refused(refused: wire.AuditRefused) -> AuditRefused:
+    return AuditRefused(_read_round(refused.round), *_read_chunks_of_piece(refused.first_chunk, refused.end_chunk))
+
+
+def read_evidence(evidence: wire.Evidence) -> Evidence:
+    first, end = _read_chunks_of_piece(evidence.first_chunk, evidence.end_chunk)
+    return Evidence(_read_round(evidence.round), first, end, _read_signed(evidence.signed))
+
+
+def read_accusation(accusation: wire.Accusation) -> Accusation:
+    first, end = _read_chunks_of_piece(accusation.first_chunk, accusation.end_chunk)
+    return Accusation(_read_round(accusation.round), first, end, _read_signed(accusation.signed))
+
+
+def _read_signed(signed: Sequence[wire.SignedHash]) -> tuple[SignedHash, ...]:
+    """A peer may be named twice: that it has signed two things is what it is accused of."""
+    if len(signed) > MAX_MEMBERS:
+        raise ProtocolViolation(f"{len(signed)} signed hashes of one piece are more than {MAX_MEMBERS}")
+    for one in signed:
+        _check_length(one.hash, HASH_BYTES, "a hash")
+        _check_length(one.signature, SIGNATURE_BYTES, "a signature")
+    return tuple(SignedHash(checked_peer(one.peer), one.hash, one.signature) for one in signed)
+
+
+def _check_length(data: bytes, length: int, what: str) -> None:
+    if len(data) != length:
+        raise ProtocolViolation(f"{what} of {len(data)} bytes has not {length}")
 
 
 def _read_round(round_id: wire.RoundId) -> RoundId:

@@ -7,7 +7,7 @@ here. The story they tell is in `swarm.rounds.machine`.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from swarm.vocabulary import AnchorVersion, Codec, ModuleId, PeerId
 
@@ -172,11 +172,14 @@ class Roster:
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """To the member that reduces these chunks: the sender's encoded pseudo-gradient there. One-dimensional tensor."""
+    """To the member that reduces these chunks: the sender's encoded pseudo-gradient there. One-dimensional tensor. After the round also to whoever
+    audits them and has asked for it."""
 
     round: RoundId
     first_chunk: int
     end_chunk: int
+    signature: bytes = field(default=b"", compare=False)
+    """The sender's, over all this and the tensor's hash (`protocol.piece_signatures`). It does not make it another piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +230,59 @@ class Dissolved:
     detail: str
 
 
+# ---- audits ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AuditRequest:
+    """After the commit, about one piece. To its reducer: what did the others sign? The answer is Evidence. To another contributor: what was it that
+    you signed? The answer is the Contribution, as it was sent then. Or AuditRefused."""
+
+    round: RoundId
+    first_chunk: int
+    end_chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class SignedHash:
+    """That this member has contributed the tensor with this hash to a piece."""
+
+    peer: PeerId
+    hash: bytes
+    """BLAKE3 of the encoded bytes, 32 bytes."""
+    signature: bytes
+    """64 bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """From a piece's reducer: what the other contributors have signed."""
+
+    round: RoundId
+    first_chunk: int
+    end_chunk: int
+    signed: tuple[SignedHash, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AuditRefused:
+    """It is not kept here (any more), or too much was asked."""
+
+    round: RoundId
+    first_chunk: int
+    end_chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Accusation:
+    """To all other members: "audit this piece; this is what I have seen signed." Whoever hears it judges by itself."""
+
+    round: RoundId
+    first_chunk: int
+    end_chunk: int
+    signed: tuple[SignedHash, ...]
+
+
 # ---- catching up ----------------------------------------------------------------------------------------------------
 
 
@@ -265,8 +321,20 @@ class StateRefused:
     reason: StateRefusal
 
 
+AuditControl = AuditRequest | Evidence | AuditRefused | Accusation
+"""Small messages of an audit."""
 RoundControl = (
-    Progress | Invitation | Accepting | Entry | Declined | SignedRoster | Pulse | Prepared | Commit | Dissolved
+    Progress
+    | Invitation
+    | Accepting
+    | Entry
+    | Declined
+    | SignedRoster
+    | Pulse
+    | Prepared
+    | Commit
+    | Dissolved
+    | AuditControl
 )
 """Small messages of a round."""
 RoundPiece = Contribution | Reduced

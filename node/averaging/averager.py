@@ -12,9 +12,11 @@ import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from random import Random
 from typing import Any, Final, Protocol
 
 from node.averaging.anchor import Anchor
+from node.averaging.audit import Auditor
 from node.averaging.bench import RoundBench, StagedRound
 from node.averaging.exchange import ExchangeMeans
 from node.averaging.keeper import AloneRule, ReplicaKeeper
@@ -27,10 +29,11 @@ from node.crash_points import crash_point
 from node.optimization import StepFigures
 from node.task_scope import task_scope
 from node.telling import Tellings
+from protocol.piece_signatures import PieceSignatures
 from protocol.seams import Clock, Refusal, Transport
 from protocol.tensor_spec import TensorSpec
 from swarm.errors import PeerError, ResourceExhausted, SkipstoneError, StateError
-from swarm.round_messages import RoundControl, RoundPiece
+from swarm.round_messages import AuditControl, RoundControl, RoundPiece
 from swarm.rounds.codecs import RoundCodecs
 from swarm.rounds.rosters import contributors
 from swarm.rounds.words import (
@@ -38,6 +41,7 @@ from swarm.rounds.words import (
     Arrived,
     CatchUp,
     CatchUpFailed,
+    Caught,
     CaughtUp,
     CommitStaged,
     DropStaged,
@@ -46,6 +50,7 @@ from swarm.rounds.words import (
     Fellow,
     FellowsChanged,
     LinkLost,
+    PieceRejected,
     Release,
     SnapshotBroken,
     SnapshotTaken,
@@ -95,6 +100,9 @@ class RoundSettled:
     codec_reason: str = ""
     clipping: float = 1.0
     """What our own update was shortened to, as a share of its length."""
+    audit_sent_bytes: int = 0
+    """For audits, since the round before."""
+    audit_received_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +115,8 @@ class AveragerHooks:
     anchored: Callable[[Anchor], None] = lambda anchor: None
     """We have another anchor: to announce it, to write a checkpoint. Its arrays hold until the round after the next."""
     settled: Callable[[RoundSettled], None] = lambda settled: None
+    accused: Callable[[Caught], None] = lambda caught: None
+    """Another replica did what no honest one does."""
     exchanging: Watch = lambda how_far: None
     goodput: Callable[[], float] = lambda: 0.0
     """Bytes per second of our best link, as microbatches have measured it; 0 when they have not."""
@@ -131,6 +141,9 @@ class AveragerParts:
     inner_steps: int
     microbatch_tokens: int
     clock: Clock
+    signatures: PieceSignatures
+    random: Random
+    """For which piece is audited: nobody else may know what it gives next."""
     longest_s: float = math.inf
     """Between two outer steps of a replica that is alone; for several the machine knows it."""
 
@@ -155,6 +168,8 @@ class Averager:
         """Which round we took a snapshot for last, and when."""
         self._catching: asyncio.Task[None] | None = None
         self._bench: RoundBench | None = None
+        self.auditor: Auditor | None = None
+        """While it runs."""
         self._transport: Transport | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -167,23 +182,42 @@ class Averager:
         """Until cancelled. Before it, what arrives is refused."""
         parts = self._parts
         means = ExchangeMeans(
-            parts.codecs, parts.outer, parts.averaging, transport, parts.clock, self._hooks.exchanging
+            codecs=parts.codecs,
+            rule=parts.outer,
+            thread=parts.averaging,
+            transport=transport,
+            clock=parts.clock,
+            signatures=parts.signatures,
+            watch=self._hooks.exchanging,
         )
         self._transport = transport
         self._loop = asyncio.get_running_loop()
         async with task_scope() as tasks:
             self._tasks = tasks
-            self._bench = RoundBench(parts.own, self._shelf, self.keeper, means, self.handle)
+            self.auditor = Auditor(
+                own=parts.own,
+                shelf=self._shelf,
+                means=means,
+                tell=lambda peer, message: self._tell(Tell(peer, message)),
+                report=self.handle,
+                spawn=self._spawn,
+                random=parts.random,
+            )
+            self._bench = RoundBench(parts.own, self._shelf, self.keeper, means, self.handle, self.auditor)
             try:
                 while True:
                     self._look_around()
                     self.handle(Tick())
                     await asyncio.sleep(TICK_S)
             finally:
-                self._tasks = self._bench = None
+                self._tasks = self._bench = self.auditor = None
 
     def handle(self, event: Event) -> None:
         """Gives the event to the machine and carries out what follows; events that this brings about come after it."""
+        if isinstance(event, PieceRejected):
+            self._hooks.accused(Caught(event.sender, event.round.number, event.why))
+        elif isinstance(event, Caught):
+            self._hooks.accused(event)
         self._events.append(event)
         if self._handling or self._tasks is None:
             return
@@ -220,7 +254,10 @@ class Averager:
             self._bench.broken_off(sender, message, buffer)
 
     def told(self, sender: PeerId, message: RoundControl) -> None:
-        self.handle(Arrived(sender, message))
+        if not isinstance(message, AuditControl):
+            self.handle(Arrived(sender, message))
+        elif self.auditor is not None:
+            self.auditor.told(sender, message)
 
     def link_down(self, peer: PeerId, error: PeerError) -> None:
         self.handle(LinkLost(peer))
@@ -320,6 +357,8 @@ class Averager:
         self._hooks.anchored(staged.anchor)
         self.stepped()
         self._spawn(self._settle(bench, action, before, staged))
+        if self.auditor is not None:
+            self.auditor.committed(staged.anchor.version)
 
     async def _settle(self, bench: RoundBench, action: CommitStaged, before: Anchor, staged: StagedRound) -> None:
         await self.keeper.carry(staged.snapshot, staged.anchor, staged.sent)
@@ -341,6 +380,7 @@ class Averager:
                 roster.codec,
                 roster.codec_reason,
                 own.coefficient / own.share if own.share else 1.0,
+                *((0, 0) if self.auditor is None else self.auditor.take_traffic()),
             )
         )
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from node.averaging.anchor import Anchor, Vector
 from node.averaging.arrivals import Arrivals
+from node.averaging.audit import Auditor
 from node.averaging.exchange import Exchange, ExchangeMeans
 from node.averaging.incoming import Incoming
 from node.averaging.keeper import ReplicaKeeper, Snapshot
@@ -24,7 +25,7 @@ from node.compute import Priority
 from protocol.seams import Refusal
 from protocol.tensor_spec import TensorSpec
 from swarm.errors import ProtocolViolation, SkipstoneError
-from swarm.round_messages import Roster, RoundId, RoundPiece
+from swarm.round_messages import Contribution, Roster, RoundId, RoundPiece
 from swarm.rounds.words import Event, PieceRejected, Staged
 from swarm.vocabulary import AnchorVersion, PeerId
 
@@ -61,6 +62,7 @@ class RoundBench:
 
     Args:
         report: told what the exchange has to say to the round machine.
+        auditor: told what there is to audit.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class RoundBench:
         keeper: ReplicaKeeper,
         means: ExchangeMeans,
         report: Callable[[Event], None],
+        auditor: Auditor,
     ) -> None:
         self.snapshot: Snapshot | None = None
         self.incoming = Incoming(means.clock)
@@ -78,6 +81,7 @@ class RoundBench:
         self._keeper = keeper
         self._means = means
         self._report = report
+        self._auditor = auditor
         self._turn = asyncio.Lock()
         self._releases = 0
         self._wanted: Roster | None = None
@@ -161,6 +165,8 @@ class RoundBench:
     # ---- what comes in ---------------------------------------------------------------------------------------------
 
     def admit(self, sender: PeerId, message: RoundPiece, tensor: TensorSpec) -> memoryview | Refusal:
+        if isinstance(message, Contribution) and self._auditor.wants(sender, message):
+            return self._auditor.admit(sender, message, tensor)
         if self._arrivals is None:
             return Refusal(False, "no round is under way here")
         admitted = self._arrivals.admit(sender, message, tensor)
@@ -169,11 +175,15 @@ class RoundBench:
         return admitted
 
     def received(self, sender: PeerId, message: RoundPiece, buffer: memoryview) -> None:
+        if isinstance(message, Contribution) and self._auditor.received(sender, message, buffer, whole=True):
+            return
         self.incoming.ended(sender, buffer.nbytes)
         if self._arrivals is not None and self._arrivals.round == message.round:
             self._arrivals.received(sender, message, buffer)
 
     def broken_off(self, sender: PeerId, message: RoundPiece, buffer: memoryview) -> None:
+        if isinstance(message, Contribution) and self._auditor.received(sender, message, buffer, whole=False):
+            return
         self.incoming.ended(sender, 0)
         if self._arrivals is not None and self._arrivals.round == message.round:
             self._arrivals.broken_off(sender, message, buffer)
@@ -199,6 +209,7 @@ class RoundBench:
         if snapshot is None or arrivals is None or snapshot.source.anchor.version != roster.base:
             raise ProtocolViolation("its roster starts from another anchor, or we never entered")
         plan = Plan(self._own, self._shelf.current.layout, roster)
+        self._auditor.exchange_begins()
         vectors = self._shelf.spare()
         exchange = Exchange(
             plan,
@@ -207,7 +218,7 @@ class RoundBench:
             arrivals,
             self._means,
             self._report,
-            lambda anchor: self._keep(roster, StagedRound(anchor, snapshot, exchange.sent)),
+            lambda anchor: self._keep(exchange, StagedRound(anchor, snapshot, exchange.sent)),
         )
         self._running = _Running(exchange, vectors, tasks.create_task(_run(exchange)))
 
@@ -223,11 +234,12 @@ class RoundBench:
             await self._means.thread.run(Priority.UPKEEP, lambda: None)
             self._shelf.give_back(*running.vectors)
 
-    def _keep(self, roster: Roster, staged: StagedRound) -> None:
+    def _keep(self, exchange: Exchange, staged: StagedRound) -> None:
         version = staged.anchor.version
         self.drop_staged(version)
         self._staged[version.digest] = staged
-        self._report(Staged(roster.round, version))
+        self._auditor.completed(exchange.record(staged.anchor))
+        self._report(Staged(exchange.plan.roster.round, version))
 
     def _drop_staged(self, number: int) -> None:
         for staged in list(self._staged.values()):

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, TypeVar
 
@@ -22,11 +22,12 @@ import numpy as np
 
 from node.averaging.anchor import Anchor, Vector
 from node.averaging.arrivals import Arrivals, early_pieces, piece_spec
+from node.averaging.comparison import Comparison
 from node.averaging.leftover import SentParts
 from node.averaging.outer import OuterRule
 from node.averaging.pieces import Piece, Plan
 from node.averaging.progress import ExchangeProgress, Watch
-from node.averaging.reduction import NormLimit, Reduction, read_encoding
+from node.averaging.reduction import Added, NormLimit, Reduction, read_encoding
 from node.averaging.source import Source
 from node.averaging.staging import Staging
 from node.compute import ComputeThread, Priority
@@ -34,9 +35,11 @@ from node.crash_points import crash_point
 from node.device import gradual_underflow
 from node.task_scope import task_scope
 from protocol.codecs import encoded_bytes
+from protocol.piece_signatures import PieceSignatures, hash_of_piece
 from protocol.seams import Clock, Transport
-from swarm.errors import PeerError, ProtocolViolation
-from swarm.round_messages import Contribution, Reduced, RoundPiece
+from swarm.errors import PeerError, ProtocolViolation, StateError
+from swarm.round_messages import Contribution, Reduced, RoundPiece, SignedHash
+from swarm.rounds.audits import Beside
 from swarm.rounds.codecs import RoundCodecs
 from swarm.rounds.words import Event, LinkLost, Owing, PieceCame, PieceRejected
 from swarm.vocabulary import Codec, PeerId
@@ -62,7 +65,43 @@ class ExchangeMeans:
     """For the arithmetic; not the one that computes microbatches."""
     transport: Transport
     clock: Clock
+    signatures: PieceSignatures
     watch: Watch = lambda how_far: None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExchangeRecord:
+    """What is kept of a complete exchange, for audits of it (`node.averaging.audit`)."""
+
+    plan: Plan
+    anchor: Anchor
+    """That it makes."""
+    beside: Mapping[Piece, Beside]
+    signed: Mapping[Piece, Mapping[PeerId, SignedHash]]
+    """What others contributed to our shard."""
+    own: Mapping[Piece, SignedHash]
+    """What we contributed to other shards."""
+    source: Source | None
+    """None when it has been written over."""
+    sent: SentParts | None
+
+    def encoded(self, piece: Piece) -> memoryview | None:
+        """What we contributed to a piece of another's shard, encoded again; None when that cannot be done any more, or we contributed nothing.
+
+        On the averaging thread. Whether the memory is still what it was then is seen by the hash.
+        """
+        signed, codec = self.own.get(piece), self.plan.codecs.contribution
+        if signed is None or self.source is None:
+            return None
+        if self.sent is not None:
+            data = memoryview(self.sent.encoding(piece.part) or b"")
+        else:
+            data = np.empty(encoded_bytes(codec, piece.elements), np.uint8).data
+            try:
+                self.source.encode(piece.part, codec, data, np.empty(piece.elements, np.float32))
+            except StateError:  # numbers of the next snapshot, half written
+                return None
+        return data if hash_of_piece(data) == signed.hash else None
 
 
 class Exchange:
@@ -96,9 +135,13 @@ class Exchange:
         self._means = means
         self._report = report
         self._staged = staged
+        self._comparison = Comparison(plan, source)
+        self._signed: dict[Piece, dict[PeerId, SignedHash]] = {piece: {} for piece in plan.shards[plan.own]}
+        self._own_signed: dict[Piece, SignedHash] = {}
         self._reduction = Reduction(plan, source)
         self._staging = Staging(source.anchor, means.rule, *vectors)
-        self._result_limit = NormLimit(plan.largest_norm, plan.codecs.result)
+        self._result_limits = {peer: NormLimit(plan.largest_norm, plan.codecs.result) for peer in plan.shards}
+        """Of each reducer by itself: else one that uses the norm up would have the next one blamed."""
         self._progress = ExchangeProgress(plan, means.watch)
         self._owing: frozenset[PeerId] = frozenset()
         self._told_of_piece: dict[PeerId, float] = {}
@@ -119,6 +162,11 @@ class Exchange:
     def is_staged(self) -> bool:
         """Whether the vectors belong to a complete anchor."""
         return self._complete.is_set()
+
+    def record(self, anchor: Anchor) -> ExchangeRecord:
+        """Of this exchange, which has made this anchor."""
+        beside, signed = self._comparison.pieces, self._signed
+        return ExchangeRecord(self.plan, anchor, beside, signed, self._own_signed, self._source, self.sent)
 
     async def run(self) -> None:
         """Until the result is staged and everything that others need has been sent."""
@@ -155,17 +203,21 @@ class Exchange:
         for piece in pieces:
             await self._windows[reducer].acquire()
             data = room[: encoded_bytes(codec, piece.elements)]
-            await self._on_thread(partial(self._encode, piece.part, codec, data))
-            if not await self._send(reducer, self.plan.contribution(piece), piece, data):
+            message = await self._on_thread(partial(self._encode, piece, codec, data))
+            if not await self._send(reducer, message, piece, data):
                 return
             self._progress.contributed(reducer)
             self._tell_owing()
 
-    def _encode(self, part: slice, codec: Codec, data: memoryview) -> None:
-        """On the thread."""
-        self._source.encode(part, codec, data, self._room)
+    def _encode(self, piece: Piece, codec: Codec, data: memoryview) -> Contribution:
+        """On the thread. Returns the message that goes with it."""
+        self._source.encode(piece.part, codec, data, self._room)
         if self.sent is not None:
-            self.sent.note(part, data)
+            self.sent.note(piece.part, data)
+        message, data_hash = self.plan.contribution(piece), hash_of_piece(data)
+        signature = self._means.signatures.sign(message, data_hash)
+        self._own_signed[piece] = SignedHash(self.plan.own, data_hash, signature)
+        return replace(message, signature=signature)
 
     async def _send_results(self, peer: PeerId, numbers: Iterator[int]) -> None:
         """One lane; the lanes to a member share `numbers`, one for each result."""
@@ -196,12 +248,12 @@ class Exchange:
         if self._tasks is None:  # over
             self._arrivals.give_back(buffer)
         elif isinstance(message, Contribution):
-            self._tasks.create_task(self._add(sender, piece, buffer))
+            self._tasks.create_task(self._add(sender, message, piece, buffer))
         else:
             self._tasks.create_task(self._receive_result(sender, piece, buffer))
 
-    async def _add(self, sender: PeerId, piece: Piece, buffer: memoryview) -> None:
-        added = await self._on_thread(partial(self._reduction.add, piece, sender, buffer, self._room))
+    async def _add(self, sender: PeerId, message: Contribution, piece: Piece, buffer: memoryview) -> None:
+        added = await self._on_thread(partial(self._check_and_add, sender, message, piece, buffer))
         self._arrivals.give_back(buffer)
         if added.objection is not None:
             self._report(PieceRejected(self.plan.roster.round, sender, added.objection))
@@ -211,6 +263,14 @@ class Exchange:
         self._tell_owing()
         if added.encoding is not None:
             await self._pass_on(piece, added.encoding)
+
+    def _check_and_add(self, sender: PeerId, message: Contribution, piece: Piece, buffer: memoryview) -> Added:
+        """On the thread."""
+        data_hash = hash_of_piece(buffer)
+        if not self._means.signatures.holds(sender, message, data_hash, message.signature):
+            return Added(objection="a contribution whose signature does not hold")
+        self._signed[piece][sender] = SignedHash(sender, data_hash, message.signature)
+        return self._reduction.add(piece, sender, buffer, self._room)
 
     async def _reduce_alone(self, piece: Piece) -> None:
         """Nobody else has anything to contribute."""
@@ -238,14 +298,21 @@ class Exchange:
         complete = self._progress.applied(piece)
         self._tell_owing()
         if complete:
-            roster = self.plan.roster
-            anchor = await self._on_thread(
-                partial(self._staging.finish, roster.round.number, roster.steps, roster.tokens)
-            )
-            self._complete.set()
-            crash_point("staged")
-            self._staged(anchor)
+            await self._finish()
         return True
+
+    async def _finish(self) -> None:
+        """All results have been applied. Those that cannot be the mean are objected to now, when they can be seen beside each other."""
+        roster = self.plan.roster
+        odd = self._comparison.oddities()
+        for reducer, why in odd.items():
+            self._report(PieceRejected(roster.round, reducer, why))
+        if odd:
+            return
+        anchor = await self._on_thread(partial(self._staging.finish, roster.round.number, roster.steps, roster.tokens))
+        self._complete.set()
+        crash_point("staged")
+        self._staged(anchor)
 
     def _step(self, piece: Piece, data: memoryview) -> str | None:
         """On the thread."""
@@ -254,7 +321,9 @@ class Exchange:
                 gradient = read_encoding(self.plan.codecs.result, data, self._room[: piece.elements])
         except ProtocolViolation as error:
             return str(error)
-        objection = self._result_limit.objection(gradient)
+        objection = self._result_limits[piece.reducer].objection_to(
+            self._comparison.add(piece, gradient).result_squares
+        )
         if objection is None:
             self._staging.apply(piece.first_chunk, piece.end_chunk, gradient)
         return objection

@@ -26,21 +26,29 @@ class SentParts:
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
         self._sent: dict[tuple[int, int], bytes] = {}
+        self._rewritten = False
 
     def note(self, part: slice, encoding: memoryview) -> None:
         """This part goes out so. A part that is never noted has gone as it is: into our own shard's sum, or with NONE."""
         self._sent[part.start, part.stop] = encoding.tobytes()
 
-    def rewrite(self, base: Vector, snapshot: Vector) -> None:
-        """The attempt has committed: the snapshot becomes what the others have got of it, to be carried over from there.
+    def encoding(self, part: slice) -> bytes | None:
+        """What has gone out of this part."""
+        return self._sent.get((part.start, part.stop))
 
-        To be called once, before the replica is carried over.
+    def rewrite(self, base: Vector, snapshot: Vector) -> None:
+        """The attempt has committed: the snapshot becomes what the others have got of it, to be carried over from there. The encodings are
+        kept, for audits.
+
+        Done once, before the replica is carried over.
 
         Args:
             base: parameters of the anchor that the pseudo-gradient started from.
         """
+        if self._rewritten:
+            return
+        self._rewritten = True
         for (start, stop), encoding in self._sent.items():
             there = snapshot[start:stop]
             decode_into(self._codec, memoryview(encoding), there)
             np.subtract(base[start:stop], there, out=there)
-        self._sent.clear()

@@ -8,10 +8,21 @@ from typing import Any, Final
 from node.averaging.anchor import Anchor
 from node.averaging.averager import RoundSettled
 from node.averaging.progress import HowFar
-from node.events import CatchingUp, CaughtUp, EventSink, Note, Restored, RoundCommitted, RoundProgress
+from node.events import (
+    CatchingUp,
+    CaughtUp,
+    EventSink,
+    Note,
+    ReplicaAccused,
+    Restored,
+    RoundCommitted,
+    RoundProgress,
+)
 from protocol.seams import Clock
+from swarm.rounds.words import Caught
 from swarm.vocabulary import AnchorVersion, ModuleId, PeerId
 
+ACCUSED_KEPT: Final = 8
 CLIPPED: Final = 0.1
 """An update that is shortened to less than this hardly counts."""
 CLIPPED_ROUNDS: Final = 3
@@ -33,6 +44,7 @@ class RoundNews:
         self._clipped = 0
         """Rounds in a row in which our update hardly counted."""
         self._download: CatchingUp | None = None
+        self._accused: list[Caught] = []
         self._began = self._told = 0.0
 
     @property
@@ -79,6 +91,8 @@ class RoundNews:
                 settled.sent_bytes,
                 settled.received_bytes,
                 settled.codec.name.lower(),
+                settled.audit_sent_bytes,
+                settled.audit_received_bytes,
             )
         )
 
@@ -90,6 +104,13 @@ class RoundNews:
                 " others declare far shorter ones: either it has diverged, or they lie to slow training down"
             )
             self._events.emit(Note("warning", text))
+
+    def accused(self, caught: Caught) -> None:
+        """A replica is left out of our rounds for what it did. Once a round and peer: the first reason is the one to read."""
+        if self._accused and (self._accused[-1].peer, self._accused[-1].round) == (caught.peer, caught.round):
+            return
+        self._accused = [*self._accused, caught][-ACCUSED_KEPT:]
+        self._events.emit(ReplicaAccused(self._peer, self._module, caught.peer, caught.round, caught.why, caught.proof))
 
     def fetching(self, wanted: AnchorVersion) -> None:
         """A download begins; `progressed` says how far it is, and `ended` that it is over."""
@@ -142,6 +163,10 @@ class RoundNews:
             "codec": settled.codec.name.lower(),
             "codec_reason": settled.codec_reason,
         }
+
+    def accused_lately(self) -> list[dict[str, Any]]:
+        """Who was left out of rounds here for what it did, the latest last."""
+        return [{"peer": caught.peer, "round": caught.round, "why": caught.why} for caught in self._accused]
 
     def catching_up(self) -> dict[str, int] | None:
         """The download under way."""

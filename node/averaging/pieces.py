@@ -80,6 +80,10 @@ class Plan:
         """Of the weighted mean, by the triangle inequality."""
         return math.fsum(member.coefficient * member.norm for member in self.members.values())
 
+    def piece_at(self, first_chunk: int, end_chunk: int) -> Piece | None:
+        """The piece that these chunks are."""
+        return self._by_chunks.get((first_chunk, end_chunk))
+
     def piece_of(self, sender: PeerId, message: RoundPiece) -> Piece | None:
         """The piece that the message is about, if the sender has reason to send it to us."""
         piece = self._by_chunks.get((message.first_chunk, message.end_chunk))

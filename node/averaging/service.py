@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from random import Random
+from random import Random, SystemRandom
 
 import torch
 
@@ -35,6 +35,7 @@ from node.resume import Agreed
 from node.task_scope import task_scope
 from protocol.entries import EntrySeal
 from protocol.manifest import Manifest
+from protocol.piece_signatures import PieceSignatures
 from protocol.seams import Question, QuestionAbout, Refusal
 from protocol.tensor_spec import TensorSpec
 from swarm.errors import CorruptSnapshot, PeerError
@@ -72,13 +73,21 @@ class ModuleRounds:
             inner_steps=manifest.training.inner_steps,
             microbatch_tokens=manifest.microbatch_tokens,
             clock=own.clock,
+            signatures=PieceSignatures(own.run, given.presence.identity),
+            random=SystemRandom(),
             longest_s=manifest.training.round_seconds,
         )
         self.news = RoundNews(own.peer, given.module, own.clock, given.events)
         self.goodput: Callable[[], float] = lambda: 0.0
         """Of our best link, as whoever sends microbatches measures it."""
         hooks = AveragerHooks(
-            self._fellows, self._catch_up, self._anchored, self._settled, self.news.exchanging, lambda: self.goodput()
+            fellows=self._fellows,
+            catch_up=self._catch_up,
+            anchored=self._anchored,
+            settled=self._settled,
+            accused=self.news.accused,
+            exchanging=self.news.exchanging,
+            goodput=lambda: self.goodput(),
         )
         self._averager = Averager(parts, hooks)
         state_codecs = STATE_CODECS[manifest.codecs.state]

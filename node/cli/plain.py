@@ -22,6 +22,7 @@ from node.events import (
     Note,
     PeerChange,
     Reach,
+    ReplicaAccused,
     Restored,
     Resumed,
     Retracted,
@@ -74,6 +75,11 @@ def plain_line(event: Event) -> str | None:
             return (
                 f"{harmless(event.module)} {peer_name(event.peer)}  round {event.round} of {len(event.members)} peers"
                 f"  {count(event.tokens)} tokens  {duration(event.seconds)}"
+            )
+        case ReplicaAccused():
+            return (
+                f"warning: {harmless(event.module)} {peer_name(event.peer)}  round {event.round}: {peer_name(event.accused)}"
+                f" is left out of rounds: {harmless(event.why, 400)}"
             )
         case CatchingUp():
             done = f"{megabytes(event.bytes)} of {megabytes(event.total_bytes)}"

@@ -60,7 +60,7 @@ FORWARD: Direction
 BACKWARD: Direction
 
 class Frame(_message.Message):
-    __slots__ = ("hello", "chunk", "ping", "pong", "cancel", "farewell", "forward", "backward", "receipt", "stranded", "close", "arrival_hint", "question", "answer", "announcement", "progress", "invitation", "accepting", "entry", "declined", "roster", "contribution", "reduced", "pulse", "prepared", "commit", "dissolved", "state_request", "state_chunk", "state_refused", "recall", "settled", "unsettled", "lane_told", "lane_heard", "lane_offer", "lane_accept", "lane_decline", "lane_abandon")
+    __slots__ = ("hello", "chunk", "ping", "pong", "cancel", "farewell", "forward", "backward", "receipt", "stranded", "close", "arrival_hint", "question", "answer", "announcement", "progress", "invitation", "accepting", "entry", "declined", "roster", "contribution", "reduced", "pulse", "prepared", "commit", "dissolved", "state_request", "state_chunk", "state_refused", "recall", "settled", "unsettled", "lane_told", "lane_heard", "lane_offer", "lane_accept", "lane_decline", "lane_abandon", "audit_request", "evidence", "audit_refused", "accusation")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
@@ -100,6 +100,10 @@ class Frame(_message.Message):
     LANE_ACCEPT_FIELD_NUMBER: _ClassVar[int]
     LANE_DECLINE_FIELD_NUMBER: _ClassVar[int]
     LANE_ABANDON_FIELD_NUMBER: _ClassVar[int]
+    AUDIT_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    EVIDENCE_FIELD_NUMBER: _ClassVar[int]
+    AUDIT_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    ACCUSATION_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     chunk: Chunk
     ping: Ping
@@ -139,7 +143,11 @@ class Frame(_message.Message):
     lane_accept: LaneAccept
     lane_decline: LaneDecline
     lane_abandon: LaneAbandon
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., farewell: _Optional[_Union[Farewell, _Mapping]] = ..., forward: _Optional[_Union[Forward, _Mapping]] = ..., backward: _Optional[_Union[Backward, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., stranded: _Optional[_Union[Stranded, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ..., arrival_hint: _Optional[_Union[ArrivalHint, _Mapping]] = ..., question: _Optional[_Union[Question, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., announcement: _Optional[bytes] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., invitation: _Optional[_Union[Invitation, _Mapping]] = ..., accepting: _Optional[_Union[Accepting, _Mapping]] = ..., entry: _Optional[_Union[Entry, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ..., roster: _Optional[_Union[Roster, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., reduced: _Optional[_Union[Reduced, _Mapping]] = ..., pulse: _Optional[_Union[Pulse, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., dissolved: _Optional[_Union[Dissolved, _Mapping]] = ..., state_request: _Optional[_Union[StateRequest, _Mapping]] = ..., state_chunk: _Optional[_Union[StateChunk, _Mapping]] = ..., state_refused: _Optional[_Union[StateRefused, _Mapping]] = ..., recall: _Optional[_Union[Recall, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., unsettled: _Optional[_Union[Unsettled, _Mapping]] = ..., lane_told: _Optional[_Union[LaneTold, _Mapping]] = ..., lane_heard: _Optional[_Union[LaneHeard, _Mapping]] = ..., lane_offer: _Optional[_Union[LaneOffer, _Mapping]] = ..., lane_accept: _Optional[_Union[LaneAccept, _Mapping]] = ..., lane_decline: _Optional[_Union[LaneDecline, _Mapping]] = ..., lane_abandon: _Optional[_Union[LaneAbandon, _Mapping]] = ...) -> None: ...
+    audit_request: AuditRequest
+    evidence: Evidence
+    audit_refused: AuditRefused
+    accusation: Accusation
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., farewell: _Optional[_Union[Farewell, _Mapping]] = ..., forward: _Optional[_Union[Forward, _Mapping]] = ..., backward: _Optional[_Union[Backward, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., stranded: _Optional[_Union[Stranded, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ..., arrival_hint: _Optional[_Union[ArrivalHint, _Mapping]] = ..., question: _Optional[_Union[Question, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., announcement: _Optional[bytes] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., invitation: _Optional[_Union[Invitation, _Mapping]] = ..., accepting: _Optional[_Union[Accepting, _Mapping]] = ..., entry: _Optional[_Union[Entry, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ..., roster: _Optional[_Union[Roster, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., reduced: _Optional[_Union[Reduced, _Mapping]] = ..., pulse: _Optional[_Union[Pulse, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., dissolved: _Optional[_Union[Dissolved, _Mapping]] = ..., state_request: _Optional[_Union[StateRequest, _Mapping]] = ..., state_chunk: _Optional[_Union[StateChunk, _Mapping]] = ..., state_refused: _Optional[_Union[StateRefused, _Mapping]] = ..., recall: _Optional[_Union[Recall, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., unsettled: _Optional[_Union[Unsettled, _Mapping]] = ..., lane_told: _Optional[_Union[LaneTold, _Mapping]] = ..., lane_heard: _Optional[_Union[LaneHeard, _Mapping]] = ..., lane_offer: _Optional[_Union[LaneOffer, _Mapping]] = ..., lane_accept: _Optional[_Union[LaneAccept, _Mapping]] = ..., lane_decline: _Optional[_Union[LaneDecline, _Mapping]] = ..., lane_abandon: _Optional[_Union[LaneAbandon, _Mapping]] = ..., audit_request: _Optional[_Union[AuditRequest, _Mapping]] = ..., evidence: _Optional[_Union[Evidence, _Mapping]] = ..., audit_refused: _Optional[_Union[AuditRefused, _Mapping]] = ..., accusation: _Optional[_Union[Accusation, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("peer", "run", "lowest_version", "highest_version", "announcement", "incarnation", "age_ms")
@@ -498,16 +506,18 @@ class Roster(_message.Message):
     def __init__(self, round: _Optional[_Union[RoundId, _Mapping]] = ..., base: _Optional[_Union[AnchorVersion, _Mapping]] = ..., codec: _Optional[_Union[Codec, str]] = ..., codec_reason: _Optional[str] = ..., entries: _Optional[_Iterable[_Union[Entry, _Mapping]]] = ...) -> None: ...
 
 class Contribution(_message.Message):
-    __slots__ = ("round", "first_chunk", "end_chunk", "tensor")
+    __slots__ = ("round", "first_chunk", "end_chunk", "tensor", "signature")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     FIRST_CHUNK_FIELD_NUMBER: _ClassVar[int]
     END_CHUNK_FIELD_NUMBER: _ClassVar[int]
     TENSOR_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     round: RoundId
     first_chunk: int
     end_chunk: int
     tensor: TensorHeader
-    def __init__(self, round: _Optional[_Union[RoundId, _Mapping]] = ..., first_chunk: _Optional[int] = ..., end_chunk: _Optional[int] = ..., tensor: _Optional[_Union[TensorHeader, _Mapping]] = ...) -> None: ...
+    signature: bytes
+    def __init__(self, round: _Optional[_Union[RoundId, _Mapping]] = ..., first_chunk: _Optional[int] = ..., end_chunk: _Optional[int] = ..., tensor: _Optional[_Union[TensorHeader, _Mapping]] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class Reduced(_message.Message):
     __slots__ = ("round", "first_chunk", "end_chunk", "tensor")
@@ -556,6 +566,60 @@ class Dissolved(_message.Message):
     round: RoundId
     detail: str
     def __init__(self, round: _Optional[_Union[RoundId, _Mapping]] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class AuditRequest(_message.Message):
+    __slots__ = ("round", "first_chunk", "end_chunk")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    FIRST_CHUNK_FIELD_NUMBER: _ClassVar[int]
+    END_CHUNK_FIELD_NUMBER: _ClassVar[int]
+    round: RoundId
+    first_chunk: int
+    end_chunk: int
+    def __init__(self, round: _Optional[_Union[RoundId, _Mapping]] = ..., first_chunk: _Optional[int] = ..., end_chunk: _Optional[int] = ...) -> None: ...
+
+class SignedHash(_message.Message):
+    __slots__ = ("peer", "hash", "signature")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    peer: str
+    hash: bytes
+    signature: bytes
+    def __init__(self, peer: _Optional[str] = ..., hash: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
+
+class Evidence(_message.Message):
+    __slots__ = ("round", "first_chunk", "end_chunk", "signed")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    FIRST_CHUNK_FIELD_NUMBER: _ClassVar[int]
+    END_CHUNK_FIELD_NUMBER: _ClassVar[int]
+    SIGNED_FIELD_NUMBER: _ClassVar[int]
+    round: RoundId
+    first_chunk: int
+    end_chunk: int
+    signed: _containers.RepeatedCompositeFieldContainer[SignedHash]
+    def __init__(self, round: _Optional[_Union[RoundId, _Mapping]] = ..., first_chunk: _Optional[int] = ..., end_chunk: _Optional[int] = ..., signed: _Optional[_Iterable[_Union[SignedHash, _Mapping]]] = ...) -> None: ...
+
+class AuditRefused(_message.Message):
+    __slots__ = ("round", "first_chunk", "end_chunk")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    FIRST_CHUNK_FIELD_NUMBER: _ClassVar[int]
+    END_CHUNK_FIELD_NUMBER: _ClassVar[int]
+    round: RoundId
+    first_chunk: int
+    end_chunk: int
+    def __init__(self, round: _Optional[_Union[RoundId, _Mapping]] = ..., first_chunk: _Optional[int] = ..., end_chunk: _Optional[int] = ...) -> None: ...
+
+class Accusation(_message.Message):
+    __slots__ = ("round", "first_chunk", "end_chunk", "signed")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    FIRST_CHUNK_FIELD_NUMBER: _ClassVar[int]
+    END_CHUNK_FIELD_NUMBER: _ClassVar[int]
+    SIGNED_FIELD_NUMBER: _ClassVar[int]
+    round: RoundId
+    first_chunk: int
+    end_chunk: int
+    signed: _containers.RepeatedCompositeFieldContainer[SignedHash]
+    def __init__(self, round: _Optional[_Union[RoundId, _Mapping]] = ..., first_chunk: _Optional[int] = ..., end_chunk: _Optional[int] = ..., signed: _Optional[_Iterable[_Union[SignedHash, _Mapping]]] = ...) -> None: ...
 
 class StateRequest(_message.Message):
     __slots__ = ("module", "digest", "chunks")

@@ -37,6 +37,7 @@ from swarm.rounds.words import (
     Arrived,
     CatchUp,
     CatchUpFailed,
+    Caught,
     CaughtUp,
     Event,
     FellowsChanged,
@@ -155,6 +156,8 @@ class RoundMachine:
                 return attempts.link_lost(peer)
             case SteppedAlone(version) | CaughtUp(version):
                 return [*attempts.forget("we stand on another anchor"), *self._outlook.stand_on(version)]
+            case Caught(peer):
+                self._outlook.offences.was_caught(peer, event.certain, self._outlook.now)
             case CatchUpFailed(wanted):
                 self._outlook.lag.failed(wanted, self._outlook.now)
             case Tick():

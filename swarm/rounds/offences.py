@@ -32,6 +32,10 @@ class Sentence:
 
 
 FOR_RUBBISH: Final = Sentence(free=1, first_s=60.0, longest_s=3600.0)
+FOR_FRAUD: Final = Sentence(free=0, first_s=3600.0, longest_s=86_400.0)
+"""An audit leaves no honest explanation."""
+FOR_SILENCE: Final = Sentence(free=0, first_s=300.0, longest_s=3600.0)
+"""No answers to audits, or groundless accusations, several times: that may happen to honest ones too."""
 FOR_WAITING: Final = Sentence(free=1, first_s=30.0, longest_s=600.0)
 """Milder: a link between two honest peers may be at fault."""
 
@@ -71,10 +75,16 @@ class Offences:
     def __init__(self) -> None:
         self._rubbish = _Docket(FOR_RUBBISH)
         self._waiting = _Docket(FOR_WAITING)
+        self._fraud = _Docket(FOR_FRAUD)
+        self._silence = _Docket(FOR_SILENCE)
 
     def sent_rubbish(self, peer: PeerId, now: float) -> None:
         """Something that cannot be used."""
         self._rubbish.add(peer, now)
+
+    def was_caught(self, peer: PeerId, certain: bool, now: float) -> None:
+        """By an audit; what is not certain costs less."""
+        (self._fraud if certain else self._silence).add(peer, now)
 
     def kept_waiting(self, peer: PeerId, now: float) -> None:
         """An exchange ended while pieces of it that were overdue had not come."""
@@ -86,4 +96,5 @@ class Offences:
 
     def excluded(self, now: float) -> frozenset[PeerId]:
         """Who gets no invitation, and whose invitations are not answered."""
-        return self._rubbish.excluded(now) | self._waiting.excluded(now)
+        dockets = (self._rubbish, self._waiting, self._fraud, self._silence)
+        return frozenset[PeerId]().union(*(docket.excluded(now) for docket in dockets))

@@ -137,6 +137,20 @@ class PieceRejected:
 
 
 @dataclass(frozen=True, slots=True)
+class Caught:
+    """An audit of a round that has been committed shows that a member did what no honest one does."""
+
+    peer: PeerId
+    round: int
+    why: str
+    """For people."""
+    proof: str = ""
+    """BLAKE3 over the signed hashes behind it, hexadecimal; empty when nobody else could be shown it."""
+    certain: bool = True
+    """False for what may befall an honest one: it was asked several times and did not answer, or accuses others of what we do not see."""
+
+
+@dataclass(frozen=True, slots=True)
 class Staged:
     """The whole result of the exchange is here; it would make this anchor."""
 
@@ -185,6 +199,7 @@ Event = (
     | PieceCame
     | Owing
     | PieceRejected
+    | Caught
     | Staged
     | LinkLost
     | SteppedAlone

@@ -21,7 +21,7 @@ def round_of(peer: PeerId) -> RoundId:
 
 
 async def send_piece(sender: Node, receiver: Node, chunk: int, spec: TensorSpec, data: bytes) -> None:
-    message = Contribution(round_of(sender.peer), chunk, chunk + 1)
+    message = Contribution(round_of(sender.peer), chunk, chunk + 1, bytes(64))
     await sender.transport.send(receiver.peer, message, spec, memoryview(data))
 
 

@@ -14,6 +14,8 @@ import numpy as np
 
 from node.averaging.anchor import Vector
 from node.averaging.keeper import ReplicaKeeper, Snapshot
+from node.averaging.pieces import Piece
+from node.averaging.reduction import Reduction
 from node.averaging.source import Source
 from node.cli.app import main
 from protocol.tensor_spec import TensorSpec
@@ -80,6 +82,21 @@ def another_message(change: Callable[[Sent], Sent]) -> Callable[[], None]:
     return install
 
 
+def another_mean(change: Callable[[Vector], Vector]) -> Callable[[], None]:
+    """What it reduces comes out as something else, for all alike, itself included."""
+    honestly = Reduction.finish
+
+    def finish(self: Reduction, piece: Piece) -> memoryview:
+        mean = np.frombuffer(honestly(self, piece), dtype=np.float32)
+        others = len(self._plan.others) > 1
+        return np.ascontiguousarray(change(mean) if others else mean, np.float32).view(np.uint8).data
+
+    def install() -> None:
+        Reduction.finish = finish  # type: ignore[method-assign]
+
+    return install
+
+
 def half_of_it(sent: Sent) -> Sent:
     message, tensor, data = sent
     less = TensorSpec((tensor.shape[0] // 2,), tensor.dtype, tensor.codec)
@@ -108,6 +125,8 @@ LIES: dict[str, Callable[[], None]] = {
     "shapes": another_message(half_of_it),
     "round": another_message(of_the_next_round),
     "garbage": another_message(any_bytes),
+    "mean-reversed": another_mean(np.negative),
+    "mean-elsewhere": another_mean(lambda mean: np.roll(mean, len(mean) // 2 + 1)),
 }
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def pieces(scene: Siege, own: PeerId) -> Iterator[RoundPiece]:
     replicas = [peer.peer for peer in scene.swarm.peers if peer.stage == MODULE.stage]
     for number in range(base.round, base.round + 4 * FAR):
         for convener in (*replicas, own):
-            yield Contribution(RoundId(MODULE, number + 1, 0, convener), 0, 1)
+            yield Contribution(RoundId(MODULE, number + 1, 0, convener), 0, 1, bytes(64))
             yield Reduced(RoundId(MODULE, number + 1, 0, convener), 0, 1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,26 @@ from swarm.rounds.words import Event
 from swarm.vocabulary import Codec, ModuleId, PeerId
 
 RULE = OuterRule(0.7, 0.9)
+
+
+class NamedSignatures:
+    """`protocol.piece_signatures.PieceSignatures` of peers that have names instead of keys; whoever signs by another's name is not believed."""
+
+    def __init__(self, own: PeerId) -> None:
+        self._own = own
+
+    def sign(self, piece: Contribution, data_hash: bytes) -> bytes:
+        return self._made_by(self._own, piece, data_hash)
+
+    def holds(self, peer: PeerId, piece: Contribution, data_hash: bytes, signature: bytes) -> bool:
+        return signature == self._made_by(peer, piece, data_hash)
+
+    def _made_by(self, peer: PeerId, piece: Contribution, data_hash: bytes) -> bytes:
+        return hashlib.sha512(
+            repr((peer, piece.round, piece.first_chunk, piece.end_chunk, data_hash)).encode()
+        ).digest()
+
+
 LONG_S = 30.0
 
 Tamper = Callable[[PeerId, PeerId, Contribution | Reduced, bytearray], None]
@@ -153,7 +174,14 @@ class Room:
                 Source(party.base, party.snapshot),
                 vectors,
                 party.arrivals,
-                ExchangeMeans(self.codecs, RULE, party.thread, Wire(party.peer, self), SystemClock()),
+                ExchangeMeans(
+                    self.codecs,
+                    RULE,
+                    party.thread,
+                    Wire(party.peer, self),
+                    SystemClock(),
+                    NamedSignatures(party.peer),  # type: ignore[arg-type]
+                ),
                 party.events.append,
                 lambda anchor, it=party: setattr(it, "anchor", anchor),  # type: ignore[misc]
             )

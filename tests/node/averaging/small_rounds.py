@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from random import Random
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from node.compute import ComputeThread, Priority
 from node.optimization import StepFigures
 from node.task_scope import task_scope
 from protocol.entries import EntrySeal
+from protocol.piece_signatures import PieceSignatures
 from protocol.seams import LinkFigures, Question, Refusal, Topic, Transport
 from protocol.settings import TransportSettings
 from protocol.tensor_spec import TensorSpec
@@ -30,8 +32,9 @@ from protocol.transport import GrpcTransport
 from swarm.errors import Rejected, StateError, Unreachable
 from swarm.rounds.codecs import RoundCodecs, Rung
 from swarm.rounds.machine import RoundMachine
-from swarm.rounds.words import Fellow, RoundRules, Seal
+from swarm.rounds.words import Caught, Fellow, RoundRules, Seal
 from swarm.vocabulary import AnchorVersion, Codec, ModuleId, PeerId
+from tests.node.averaging.exchanging import NamedSignatures
 from tests.protocol.link_peers import RUN, Persona
 from tests.swarm.rounds.virtual_exchange import VirtualSeal
 
@@ -84,6 +87,7 @@ class Replica:
     settled: list[RoundSettled] = field(default_factory=list)
     history: dict[int, bytes] = field(default_factory=dict)
     """Digest of each round's anchor here."""
+    accused: list[Caught] = field(default_factory=list)
     caught_up: int = 0
 
     @property
@@ -127,7 +131,14 @@ class Hall:
     def living(self) -> list[Replica]:
         return [replica for replica in self.replicas.values() if replica.peer not in self.dead]
 
-    def add(self, peer: PeerId, compute: ComputeThread, averaging: ComputeThread, seal: Seal | None = None) -> Replica:
+    def add(
+        self,
+        peer: PeerId,
+        compute: ComputeThread,
+        averaging: ComputeThread,
+        seal: Seal | None = None,
+        signatures: PieceSignatures | None = None,
+    ) -> Replica:
         part = Blocks(self._elements)
         optimizer = MadeUpOptimizer(part)
         local = LocalReplica([part], self._fragments, optimizer)
@@ -147,12 +158,15 @@ class Hall:
             rules.inner_steps,
             TOKENS,
             SystemClock(),
+            signatures or NamedSignatures(peer),  # type: ignore[arg-type]
+            Random(len(self.replicas)),
         )
         hooks = AveragerHooks(
             fellows=lambda: self._fellows_of(peer),
             catch_up=lambda version, donors: self._catch_up(peer, version, donors),
             anchored=lambda anchor: self._anchored(peer, anchor),
             settled=lambda settled: self.replicas[peer].settled.append(settled),
+            accused=lambda caught: self.replicas[peer].accused.append(caught),
         )
         replica = Replica(peer, Averager(parts, hooks), optimizer, local, compute)
         self.replicas[peer] = replica
@@ -307,7 +321,8 @@ async def grpc_hall(
         personas = [Persona() for _ in range(count)]
         transports: dict[PeerId, Transport] = {}
         for persona, (compute, averaging) in zip(personas, threads, strict=True):
-            replica = here.add(persona.peer, compute, averaging, EntrySeal(persona.identity, RUN))
+            signatures = PieceSignatures(RUN, persona.identity)
+            replica = here.add(persona.peer, compute, averaging, EntrySeal(persona.identity, RUN), signatures)
             transport = GrpcTransport(
                 persona.identity,
                 persona.credentials,

@@ -161,6 +161,65 @@ async def test_a_reducer_cannot_send_more_than_the_members_declared() -> None:
         assert here["a"].anchor is None
 
 
+def alike(base, count):  # type: ignore[no-untyped-def]
+    """Replicas that have learnt something in common, as real ones have."""
+    elements = base.layout.elements
+    common = vector(elements, 9, 0.01)
+    return {name: base.parameters - common - vector(elements, 10 + i, 0.01) for i, name in enumerate(NAMES[:count])}
+
+
+LIES = {
+    "the other way round": lambda values: np.multiply(values, -1, out=values),
+    "zeros": lambda values: values.fill(0.0),
+    "something else": lambda values: np.copyto(values, np.roll(values, 7919) * np.float32(2.5)),
+}
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
+async def test_a_mean_that_cannot_contain_what_we_sent_is_objected_to(lie) -> None:  # type: ignore[no-untyped-def]
+    """It is within the norm that all together declared."""
+    base = base_anchor(small_layout())
+    async with room(base, alike(base, 3)) as here:
+
+        def tamper(sender, to, message, data):  # type: ignore[no-untyped-def]
+            if sender == "c" and type(message).__name__ == "Reduced":
+                lie(np.frombuffer(data, np.float32))
+
+        here.tamper = tamper
+        here.prepare(roster_of(base, equal_weights(list(here.parties.values()))))
+        here.start()
+        await here.until(lambda: all(any(isinstance(e, PieceRejected) for e in here[name].events) for name in "ab"))
+        for name in "ab":
+            assert {e.sender for e in here[name].events if isinstance(e, PieceRejected)} == {"c"}
+            assert here[name].anchor is None
+
+
+async def test_a_replica_whose_update_points_the_other_way_accuses_nobody() -> None:
+    base = base_anchor(small_layout())
+    snapshots = alike(base, 3)
+    snapshots["c"] = base.parameters + (base.parameters - snapshots["c"])
+    async with room(base, snapshots) as here:
+        anchors = await here.exchange(roster_of(base, equal_weights(list(here.parties.values()))))
+        assert len({anchor.version.digest for anchor in anchors}) == 1
+
+
+@pytest.mark.parametrize("codecs", EVERY, ids=lambda codecs: codecs.contribution.name)
+@pytest.mark.parametrize("members", [2, 3, 5, 9])
+@pytest.mark.parametrize("kind", ["in common", "nothing in common"])
+async def test_honest_means_are_not_objected_to(codecs: RoundCodecs, members: int, kind: str) -> None:
+    base = base_anchor(small_layout(40_000))
+    for seed in range(3):
+        common = vector(base.layout.elements, 100 + seed, 0.01 if kind == "in common" else 0.0)
+        snapshots = {
+            f"m{i}": base.parameters - common - vector(base.layout.elements, 1000 * seed + i, 0.01 * (1 + i % 3))
+            for i in range(members)
+        }
+        async with room(base, snapshots, codecs.contribution) as here:
+            anchors = await here.exchange(roster_of(base, equal_weights(list(here.parties.values()))))
+            assert len({anchor.version.digest for anchor in anchors}) == 1
+            assert not any(isinstance(e, PieceRejected) for party in here.parties.values() for e in party.events)
+
+
 async def test_garbage_as_int8_is_named() -> None:
     base = base_anchor(small_layout())
     async with room(base, snapshots_of(base, 2), Codec.INT8) as here:

@@ -1,0 +1,309 @@
+"""Liars that reduce, caught by those who sum again: with real averagers and round machines in one process, and what honest rounds look like to auditors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from node.averaging.audit import PATIENCE, Auditor
+from node.averaging.exchange import Exchange
+from node.averaging.reduction import Reduction
+from swarm.round_messages import Accusation, AuditRefused, Contribution, Evidence
+from swarm.rounds.codecs import RoundCodecs, ladder
+from swarm.vocabulary import Codec, PeerId
+from tests.node.averaging.small_rounds import Hall, hall
+
+INNER = 2
+EVERY = (RoundCodecs(Codec.NONE), RoundCodecs(Codec.BF16), *ladder(Codec.TOP_K_2))
+LIAR = PeerId("peer-2")
+
+
+class Always(Random):
+    """Audits whenever it may."""
+
+    def random(self) -> float:
+        return 0.0
+
+    def getrandbits(self, k: int, /) -> int:
+        """With it, `choice` does not depend on `random`."""
+        return super().getrandbits(k)
+
+
+class Never(Random):
+    """Has no audits of its own."""
+
+    def random(self) -> float:
+        return 1.0
+
+
+def audit_always(here: Hall) -> None:
+    for number, replica in enumerate(here.replicas.values()):
+        assert replica.averager.auditor is not None
+        replica.averager.auditor._random = Always(number)
+
+
+def lie_of(monkeypatch: pytest.MonkeyPatch, change: Callable[[Reduction, np.ndarray], np.ndarray]) -> None:
+    """The liar sends everybody, itself included, another mean."""
+    honestly = Reduction.finish
+
+    def finish(self: Reduction, piece: Any) -> memoryview:
+        data = honestly(self, piece)
+        if self._plan.own != LIAR:
+            return data
+        return change(self, np.frombuffer(data, np.float32).copy()).astype(np.float32).view(np.uint8).data
+
+    monkeypatch.setattr(Reduction, "finish", finish)
+
+
+async def until_all_have_caught(here: Hall, culprit: PeerId, by: set[PeerId] | None = None, rounds: int = 12) -> None:
+    """Rounds are held until these (all others) know the culprit for certain; nobody else is caught meanwhile."""
+    by = by or set(here.replicas) - {culprit}
+    for number in range(1, rounds + 1):
+        await work(here, number)
+        if all(culprit in certain(here, peer) for peer in by):
+            break
+    assert {peer for peer in by if culprit in certain(here, peer)} == by
+    assert {caught for peer in here.replicas if peer != culprit for caught in certain(here, peer)} == {culprit}
+
+
+def certain(here: Hall, peer: PeerId) -> set[PeerId]:
+    return {caught.peer for caught in here.replicas[peer].accused if caught.certain}
+
+
+async def work(here: Hall, number: int) -> None:
+    """A round of those who are still invited, and the audits after it."""
+    for step in range(INNER):
+        for index, replica in enumerate(here.replicas.values()):
+            await replica.step(1000 * number + 10 * step + index)
+    wanted = min(len(replica.settled) for replica in here.replicas.values() if replica.peer != LIAR) + 1
+    await here.until(lambda: all(len(r.settled) >= wanted for r in here.replicas.values() if r.peer != LIAR))
+    before = {peer: replica.averager.auditor for peer, replica in here.replicas.items()}
+    await here.until(lambda: all(a is None or not a.busy for a in before.values()))
+
+
+@pytest.mark.parametrize("codecs", EVERY, ids=lambda codecs: codecs.contribution.name)
+@pytest.mark.parametrize("members", [2, 3, 5, 9])
+async def test_honest_rounds_bear_audits(codecs: RoundCodecs, members: int) -> None:
+    async with hall(members, codec=codecs.contribution, inner_steps=INNER, elements=80_000) as here:
+        audit_always(here)
+        for number in range(1, 4):
+            await here.a_round(number, INNER)
+            await here.until(lambda: all(not r.averager.auditor.busy for r in here.replicas.values()))  # type: ignore[union-attr]
+        assert here.agree()
+        for replica in here.replicas.values():
+            assert replica.accused == []
+            assert replica.averager.auditor is not None
+            assert replica.averager.auditor.verdicts >= 1
+
+
+def stretched(reduction: Reduction, mean: np.ndarray) -> np.ndarray:
+    return mean * 1.5
+
+
+def turned(reduction: Reduction, mean: np.ndarray) -> np.ndarray:
+    """As long as it was and not pointing away from anybody's, and yet another."""
+    length = np.linalg.norm(mean)
+    other = mean * 0.5 + np.roll(mean, 4099) * 0.87
+    return other / np.linalg.norm(other) * length
+
+
+@pytest.mark.parametrize("lie", [stretched, turned])
+async def test_a_reducer_whose_mean_is_another_is_caught_by_all(
+    monkeypatch: pytest.MonkeyPatch, lie: Callable[[Reduction, np.ndarray], np.ndarray]
+) -> None:
+    """What is sent is not odd enough to be objected to before the commit."""
+    lie_of(monkeypatch, lie)
+    async with hall(6, inner_steps=INNER, elements=160_000) as here:
+        audit_always(here)
+        await until_all_have_caught(here, LIAR)
+        assert here.agree()
+        for replica in here.replicas.values():
+            if replica.peer != LIAR:
+                assert all(caught.proof for caught in replica.accused if caught.certain)
+                assert LIAR in replica.averager._machine._outlook.offences.excluded(0.0)  # type: ignore[attr-defined]
+
+
+async def test_who_swaps_two_members_weights_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts one member thrice and the others not at all."""
+    honestly = Reduction.add
+
+    def add(self: Reduction, piece: Any, sender: PeerId, data: memoryview, room: np.ndarray) -> Any:
+        if self._plan.own == LIAR:
+            favoured = sender == PeerId("peer-0")
+            members = dict(self._plan.members)
+            members[sender] = replace(members[sender], coefficient=3 * members[sender].coefficient * favoured)
+            self._plan.members = members
+        return honestly(self, piece, sender, data, room)
+
+    monkeypatch.setattr(Reduction, "add", add)
+    async with hall(4, inner_steps=INNER, elements=120_000) as here:
+        audit_always(here)
+        await until_all_have_caught(here, LIAR)
+
+
+async def test_one_piece_of_four_is_found_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("node.averaging.pieces.SMALLEST_PIECE", 4096)
+    honestly = Reduction.finish
+
+    def finish(self: Reduction, piece: Any) -> memoryview:
+        data = honestly(self, piece)
+        if self._plan.own != LIAR or piece is not self._plan.shards[LIAR][0]:
+            return data
+        return np.roll(np.frombuffer(data, np.float32), 4099).view(np.uint8).data
+
+    monkeypatch.setattr(Reduction, "finish", finish)
+    async with hall(3, inner_steps=INNER, elements=120_000) as here:
+        audit_always(here)
+        await until_all_have_caught(here, LIAR, rounds=40)
+
+
+async def test_a_contributor_that_shows_an_auditor_other_bytes_is_caught() -> None:
+    async with hall(3, inner_steps=INNER, elements=120_000) as here:
+        audit_always(here)
+        contributed: set[object] = set()
+
+        def on_piece(sender: PeerId, to: PeerId, message: object, data: bytearray) -> None:
+            if sender == LIAR and isinstance(message, Contribution):
+                again = (message.round, message.first_chunk) in contributed
+                contributed.add((message.round, message.first_chunk))
+                if again:
+                    np.frombuffer(data, np.float32)[:] *= 2
+
+        here.on_piece = on_piece
+        await until_all_have_caught(here, LIAR)
+
+
+async def test_a_contributor_that_signs_two_things_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lets another believe that the reducer used something else than what it has shown."""
+    told = Auditor.told
+
+    async with hall(3, inner_steps=INNER, elements=120_000) as here:
+
+        def hear(self: Auditor, sender: PeerId, message: Any) -> None:
+            if isinstance(message, Evidence) and self._own == LIAR:
+                return told(self, sender, message)
+            return told(self, sender, message)
+
+        monkeypatch.setattr(Auditor, "told", hear)
+        await here.a_round(1, INNER)
+        liar = here.replicas[LIAR].averager.auditor
+        assert liar is not None
+        record = liar._records[-1]
+        reducer, victim = PeerId("peer-0"), PeerId("peer-1")
+        piece = record.plan.shards[reducer][0]
+        message = record.plan.contribution(piece)
+        other = replace(record.own[piece], hash=bytes(32))
+        other = replace(other, signature=liar._means.signatures.sign(message, other.hash))
+        shown = (other, here.replicas[victim].averager.auditor._records[-1].own[piece])  # type: ignore[union-attr]
+        accusation = Accusation(message.round, message.first_chunk, message.end_chunk, shown)
+        here.replicas[victim].averager.told(LIAR, accusation)
+        await here.until(lambda: here.replicas[victim].accused)
+        assert certain(here, victim) == {LIAR}
+        assert "two different" in here.replicas[victim].accused[0].why
+
+
+async def test_a_contribution_that_its_sender_did_not_sign_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    honestly = Exchange._encode
+
+    def encode(self: Exchange, *rest: Any) -> Contribution:
+        message = honestly(self, *rest)
+        return replace(message, signature=bytes(64)) if self.plan.own == LIAR else message
+
+    monkeypatch.setattr(Exchange, "_encode", encode)
+    async with hall(3, inner_steps=INNER) as here:
+        await work(here, 1)
+        accused = [caught for replica in here.replicas.values() for caught in replica.accused]
+        assert {caught.peer for caught in accused} == {LIAR}
+        assert all("signature" in caught.why for caught in accused)
+        assert all(LIAR not in r.settled[0].members for r in here.replicas.values() if r.peer != LIAR)
+
+
+async def test_a_reducer_that_cannot_show_signatures_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Auditor.told
+
+    def hear(self: Auditor, sender: PeerId, message: Any) -> None:
+        if isinstance(message, Evidence) and sender == LIAR:
+            message = replace(message, signed=message.signed[:-1])
+        told(self, sender, message)
+
+    monkeypatch.setattr(Auditor, "told", hear)
+    async with hall(3, inner_steps=INNER, elements=120_000) as here:
+        audit_always(here)
+        await until_all_have_caught(here, LIAR)
+
+
+async def test_a_reducer_that_refuses_audits_is_left_out_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("node.averaging.audit.PAUSES_S", (0.01,))
+    told = Auditor.told
+
+    def hear(self: Auditor, sender: PeerId, message: Any) -> None:
+        if isinstance(message, Evidence) and sender == LIAR:
+            message = AuditRefused(message.round, message.first_chunk, message.end_chunk)
+        told(self, sender, message)
+
+    monkeypatch.setattr(Auditor, "told", hear)
+    async with hall(3, inner_steps=INNER, elements=120_000) as here:
+        audit_always(here)
+        for number in range(1, 40):
+            await work(here, number)
+            if any(r.accused for r in here.replicas.values()):
+                break
+        accused = [caught for r in here.replicas.values() for caught in r.accused]
+        assert {(caught.peer, caught.certain) for caught in accused} == {(LIAR, False)}
+        assert number >= PATIENCE
+
+
+async def test_slander_costs_the_slanderer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Well-founded in form: the signatures hold. Who hears it finds nothing, again and again."""
+    async with hall(3, inner_steps=INNER, elements=120_000) as here:
+        victim, slandered = PeerId("peer-0"), PeerId("peer-1")
+        here[0].averager.auditor._random = Never()  # type: ignore[union-attr]
+        for number in range(1, PATIENCE + 1):
+            await work(here, number)
+            auditor = here.replicas[victim].averager.auditor
+            assert auditor is not None
+            piece = auditor._records[-1].plan.shards[slandered][0]
+            message = auditor._records[-1].plan.contribution(piece)
+            before = auditor.verdicts
+            for _ in range(3):  # only the first in a round is heard
+                here.replicas[victim].averager.told(
+                    LIAR, Accusation(message.round, message.first_chunk, message.end_chunk, ())
+                )
+            await here.until(lambda: auditor.verdicts > before and not auditor.busy)  # noqa: B023
+            assert auditor.verdicts == before + 1
+        accused = here.replicas[victim].accused
+        assert [(caught.peer, caught.certain) for caught in accused] == [(LIAR, False)]
+        assert all(slandered not in {c.peer for c in r.accused} for r in here.replicas.values())
+
+
+async def test_an_accusation_with_signatures_that_do_not_hold_costs_its_author() -> None:
+    async with hall(3, inner_steps=INNER, elements=120_000) as here:
+        await here.a_round(1, INNER)
+        victim, slandered = PeerId("peer-0"), PeerId("peer-1")
+        auditor = here.replicas[victim].averager.auditor
+        assert auditor is not None
+        piece = auditor._records[-1].plan.shards[slandered][0]
+        message = auditor._records[-1].plan.contribution(piece)
+        forged = replace(auditor._records[-1].own[piece], hash=bytes(32))
+        here.replicas[victim].averager.told(
+            LIAR, Accusation(message.round, message.first_chunk, message.end_chunk, (forged,))
+        )
+        await here.until(lambda: here.replicas[victim].accused)
+        assert certain(here, victim) == {LIAR}
+
+
+@pytest.mark.parametrize("codec", [Codec.NONE, Codec.INT8, Codec.TOP_K_2])
+async def test_audits_fetch_at_most_an_eighth_of_what_rounds_send(codec: Codec) -> None:
+    rounds = 40
+    async with hall(3, codec=codec, inner_steps=INNER, elements=40_000) as here:
+        for number in range(1, rounds + 1):
+            await here.a_round(number, INNER)
+        sent = sum(s.sent_bytes for r in here.replicas.values() for s in r.settled)
+        audited = sum(s.audit_received_bytes for r in here.replicas.values() for s in r.settled)
+        assert 0 < audited <= 0.13 * sent
+        assert all(r.accused == [] for r in here.replicas.values())

@@ -1,0 +1,43 @@
+"""A replica that computes and contributes honestly, and sends something else than the mean of what it was sent: real processes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from node.events import Event, ReplicaAccused, RoundCommitted
+from node.local_setup import LocalSwarmOptions, Place
+from node.local_swarm import LocalSwarm
+from tests.e2e.small_run import Watch, small_run, write_text
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+LIAR = 3
+
+
+@pytest.mark.parametrize("kind", ["mean-reversed", "mean-elsewhere"])
+async def test_a_reducer_that_lies_is_named_by_all_and_rounds_go_on_without_it(tmp_path: Path, kind: str) -> None:
+    """The first lie is objected to before the commit; the other, which points away from nobody's contribution, is found by audits."""
+    manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 2), inner_steps=5, staleness=1)
+    place = Place(command=(sys.executable, "-P", "-m", "tests.security.liar", kind))
+    options = LocalSwarmOptions(peers=4, threads=1, log_dir=tmp_path / "logs")
+    async with LocalSwarm(manifest, options, places=lambda index: place if index == LIAR else Place()) as swarm:
+        watch = Watch(swarm)
+        liar = next(p.peer for p in swarm.peers if p.index == LIAR)
+        honest = {p.peer for p in swarm.peers if p.stage == 1 and p.index != LIAR}
+        named: set[str] = set()
+
+        def by_all(event: Event) -> bool:
+            if isinstance(event, ReplicaAccused) and event.peer in honest:
+                assert event.accused == liar, event
+                named.add(event.peer)
+            return named == honest
+
+        await watch.until(by_all)
+        await watch.until(lambda event: isinstance(event, RoundCommitted) and set(event.members) == honest)
+        await swarm.stop()
+    proofs = {event.proof for event in watch.seen if isinstance(event, ReplicaAccused) and event.peer in honest}
+    assert (proofs == {""}) == (kind == "mean-reversed")
+    assert {end.exit_code for end in swarm.ends.values()} == {0}
