@@ -49,7 +49,7 @@ def may_open(named: str, option: str, told: Path | None, *, own: bool) -> Reason
         named: the path in the manifest.
         option: the one that says where it is.
         told: its value.
-        own: whether this machine's identity is the manifest's author, or whoever made the manifest runs it (`up`, `solo`).
+        own: whether this machine's identity is the manifest's author.
     """
     if told is not None:
         return Reasoned(told, f"where {option} says")
