@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from typing import Final
 
@@ -15,8 +15,10 @@ from swarm.errors import PeerError
 from swarm.moves import proven_by
 from swarm.vocabulary import MicrobatchId, ModuleId, PeerId
 
-REMEMBERED_DATA_NODES: Final = 8
-"""Whose microbatches were computed here last: they are asked."""
+REMEMBERED_MICROBATCHES: Final = 1024
+"""The last ones computed here: whose they were, is asked."""
+ASKED_DATA_NODES: Final = 8
+"""Those with most of them."""
 MAX_MEASURED: Final = 256
 """Peers that one data node can name."""
 ASK_TIMEOUT_S: Final = 5.0
@@ -45,7 +47,7 @@ class Proofs:
     def __init__(self, presence: Presence) -> None:
         self.in_rounds: Callable[[], frozenset[PeerId]] = frozenset
         self._presence = presence
-        self._data_nodes: OrderedDict[PeerId, None] = OrderedDict()
+        self._work: deque[PeerId] = deque(maxlen=REMEMBERED_MICROBATCHES)
         self._measured: frozenset[PeerId] = frozenset()
         self._asked_at = -math.inf
 
@@ -56,10 +58,7 @@ class Proofs:
 
     def worked_on(self, microbatch: MicrobatchId) -> None:
         """Its gradient counts here."""
-        self._data_nodes[microbatch.data_node] = None
-        self._data_nodes.move_to_end(microbatch.data_node)
-        if len(self._data_nodes) > REMEMBERED_DATA_NODES:
-            self._data_nodes.popitem(last=False)
+        self._work.append(microbatch.data_node)
 
     async def refresh(self) -> None:
         """Asks the data nodes, unless that was done a moment ago; those that do not answer have no say."""
@@ -78,6 +77,7 @@ class Proofs:
             if isinstance(named, list):
                 words[peer] = frozenset(PeerId(each) for each in named[:MAX_MEASURED] if isinstance(each, str))
 
-        hosting = [peer for peer in self._data_nodes if self._presence.membership.hosts(peer, ModuleId(0))]
-        await asyncio.gather(*(ask(peer) for peer in hosting))
-        self._measured = proven_by(words)
+        work = Counter(self._work)
+        hosting = [peer for peer, _ in work.most_common() if self._presence.membership.hosts(peer, ModuleId(0))]
+        await asyncio.gather(*(ask(peer) for peer in hosting[:ASKED_DATA_NODES]))
+        self._measured = proven_by(words, work)

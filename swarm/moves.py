@@ -20,6 +20,9 @@ from swarm.announcement import Announcement
 from swarm.capacity import Host, Workload, allowed_throughput, draw, hosts_of
 from swarm.vocabulary import ModuleId, PeerId, PeerState, Reasoned, short
 
+LEAST_VOUCHED = 0.1
+"""Of our work. Not half: data nodes share the replicas among them, so each has seen only some of ours."""
+
 
 @dataclass(frozen=True, slots=True)
 class MoveRules:
@@ -185,14 +188,21 @@ def _who_can_be_spared(standing: Standing, hosts: tuple[Host, ...]) -> frozenset
     )
 
 
-def proven_by(words: Mapping[PeerId, frozenset[PeerId]]) -> frozenset[PeerId]:
-    """The peers that more than half of the data nodes say have worked for them.
+def proven_by(words: Mapping[PeerId, frozenset[PeerId]], work: Mapping[PeerId, int]) -> frozenset[PeerId]:
+    """The peers whose work is vouched for by data nodes that have given us LEAST_VOUCHED of our own.
+
+    Data nodes are weighed by their work and not counted, since identities cost nothing and microbatches do.
 
     Args:
-        words: of each data node that was asked and has answered; only such whose microbatches we have computed ourselves.
+        words: whom each data node that has answered names.
+        work: microbatches of each data node that we have computed of late.
     """
-    votes = Counter(peer for measured in words.values() for peer in measured)
-    return frozenset(peer for peer, count in votes.items() if 2 * count > len(words))
+    votes: Counter[PeerId] = Counter()
+    for data_node, measured in words.items():
+        for peer in measured:
+            votes[peer] += work.get(data_node, 0)
+    least = max(1.0, LEAST_VOUCHED * sum(work.values()))
+    return frozenset(peer for peer, weight in votes.items() if weight >= least)
 
 
 def _value(

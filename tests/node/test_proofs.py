@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from node.assignment import Assignment
 from node.presence import Presence
-from node.proofs import ASK_AGAIN_S, MAX_MEASURED, REMEMBERED_DATA_NODES, Measured, Proofs
+from node.proofs import ASK_AGAIN_S, ASKED_DATA_NODES, MAX_MEASURED, Measured, Proofs
 from node.tenure import others_serve
 from protocol.seams import Question, QuestionAbout
 from swarm.errors import Rejected
@@ -80,10 +80,10 @@ async def test_they_are_few_and_asked_seldom() -> None:
         proofs.worked_on(MicrobatchId(PeerId(name), 1))
     for _ in range(3):
         await proofs.refresh()
-    assert len(presence.asked) == REMEMBERED_DATA_NODES
+    assert len(presence.asked) == ASKED_DATA_NODES
     presence.own.clock.now += ASK_AGAIN_S
     await proofs.refresh()
-    assert len(presence.asked) == 2 * REMEMBERED_DATA_NODES
+    assert len(presence.asked) == 2 * ASKED_DATA_NODES
 
 
 def test_a_data_node_remembers_the_last_ones() -> None:

@@ -54,9 +54,13 @@ def test_what_a_peer_announces_counts_up_to_four_times_the_median() -> None:
     assert known == 1000.0 + 1e6
 
 
-def test_more_than_half_of_the_data_nodes_have_to_have_worked_with_a_peer() -> None:
-    a, b, c = (PeerId(name) for name in "abc")
-    assert proven_by({}) == frozenset()
-    assert proven_by({a: frozenset({c})}) == {c}
-    assert proven_by({a: frozenset({c}), b: frozenset()}) == frozenset()
-    assert proven_by({a: frozenset({b, c}), b: frozenset({c}), c: frozenset()}) == {c}
+def test_a_data_node_s_word_weighs_as_much_as_the_work_it_gave() -> None:
+    a, b, c, liar = (PeerId(name) for name in ("a", "b", "c", "liar"))
+    assert proven_by({}, {}) == frozenset()
+    assert proven_by({a: frozenset({c})}, {}) == frozenset(), "who gave us nothing has no say"
+    assert proven_by({a: frozenset({c})}, {a: 1}) == {c}
+    assert proven_by({a: frozenset({c}), b: frozenset()}, {a: 500, b: 500}) == {c}, (
+        "data nodes share the replicas among them"
+    )
+    sybils = {PeerId(f"s{n}"): frozenset({liar}) for n in range(50)}
+    assert proven_by({a: frozenset({c}), **sybils}, {a: 900, **dict.fromkeys(sybils, 1)}) == {c}
