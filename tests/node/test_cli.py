@@ -388,7 +388,7 @@ class TestQuestions:
         assert run("eval", "nowhere").exit_code == 78
 
     def test_version(self) -> None:
-        assert "protocol 1 to 1" in run("version").stdout
+        assert "protocol 2 to 2" in run("version").stdout
 
 
 @pytest.fixture
