@@ -8,7 +8,7 @@ from swarm.rounds.fellows import Fellows
 from swarm.rounds.lag import Lag
 from swarm.rounds.lengths import UsualLength
 from swarm.rounds.offences import Offences
-from swarm.rounds.rules import convener_order, due, next_number
+from swarm.rounds.rules import convener_order, due, next_number, plausible_round
 from swarm.rounds.words import RoundRules, Seal, Tell
 from swarm.vocabulary import AnchorVersion, ModuleId, PeerId, Reasoned
 
@@ -39,8 +39,9 @@ class Outlook:
         return self.lag.standing(self.version, self.fellows.versions(self.now), self.now)
 
     def may_convene(self) -> bool:
-        """Whether a round from our anchor is what the module needs."""
-        return self.lag.may_convene(self.version, self.standing().value, self.now)
+        """Whether a round from our anchor is what the module needs, and there is a number left for it."""
+        possible = plausible_round(self.version, self.next_number())
+        return possible and self.lag.may_convene(self.version, self.standing().value, self.now)
 
     @property
     def anchored_s(self) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from swarm.round_messages import MAX_COUNT, MAX_MEMBERS, Entry, Member, Roster, RoundId, SignedRoster
 from swarm.rounds.bandwidths import rates, slowest_bytes_per_s
 from swarm.rounds.codecs import RoundCodecs, choose
-from swarm.rounds.rules import fragment_chunks, fragments_of, lower_median, steps_between_rounds
+from swarm.rounds.rules import WORK_AT_MOST, fragment_chunks, fragments_of, lower_median, steps_between_rounds
 from swarm.rounds.words import RoundRules
 from swarm.vocabulary import AnchorVersion, PeerId, Reasoned, short
 
@@ -221,9 +221,9 @@ def may_be_committed(roster: Roster, without: int) -> bool:
 
 
 def _steps(rules: RoundRules, entries: Mapping[PeerId, Entry]) -> int:
-    """The mean. One that claims hardly any slows the schedule of two to half, and no more."""
+    """The mean. One that lies makes the schedule of two go half as fast or half as fast again, and no more."""
     steps = [entry.steps for entry in entries.values() if entry.tokens > 0]
-    ceiling = TOKENS_AT_MOST * max(lower_median(steps), steps_between_rounds(rules))
+    ceiling = WORK_AT_MOST * max(lower_median(steps), steps_between_rounds(rules))
     return (2 * sum(min(count, ceiling) for count in steps) + len(steps)) // (2 * len(steps))
 
 

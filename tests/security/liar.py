@@ -1,6 +1,7 @@
 """A node that computes honestly and lies in rounds: `python -m tests.security.liar KIND join ...`, the rest as `skipstone` has it.
 
-It is the real node but for what it contributes, so it is invited, convenes on its turn and reduces a shard like the others.
+It is the real node but for what it contributes, claims, or sends as a convener, so it is invited, convenes on its turn and reduces a shard
+like the others.
 """
 
 from __future__ import annotations
@@ -9,22 +10,29 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from node.averaging.anchor import Vector
+from node.averaging import service
+from node.averaging.anchor import Anchor, Vector, version_of
 from node.averaging.keeper import ReplicaKeeper, Snapshot
 from node.averaging.pieces import Piece
 from node.averaging.reduction import Reduction
+from node.averaging.replica import LocalReplica
 from node.averaging.source import Source
 from node.cli.app import main
+from protocol.entries import EntrySeal
 from protocol.tensor_spec import TensorSpec
 from protocol.transport import GrpcTransport
 from swarm.messages import TensorMessage
-from swarm.round_messages import Contribution
-from swarm.vocabulary import Codec, PeerId
+from swarm.round_messages import MAX_ROUND, Contribution, Entry, RoundId, SignedRoster
+from swarm.rounds import convening
+from swarm.vocabulary import AnchorVersion, Codec, PeerId
 
 MILLION = 1e6
+FIRST_LIE = 3
+"""The round from which on it lies as a convener, or about its work: before, all is in good order."""
 
 Sent = tuple[Contribution, TensorSpec, memoryview]
 
@@ -113,6 +121,48 @@ def any_bytes(sent: Sent) -> Sent:
     return message, tensor, memoryview(os.urandom(data.nbytes))
 
 
+def forged_rosters() -> None:
+    """On its turn its own update, the other way round and a thousand times as long, counts all, and the others' nothing."""
+    honestly = convening.SignedRoster
+
+    class TheOtherWay(_Scaled):
+        factor = -1000.0
+
+    def forge(number: RoundId, base: AnchorVersion, entries: tuple[Entry, ...], *codec: Any) -> SignedRoster:
+        forged = (e if e.peer == number.convener else replace(e, tokens=1, steps=1, norm=0.001) for e in entries)
+        return honestly(number, base, tuple(forged) if base.round >= FIRST_LIE else entries, *codec)
+
+    another_source(TheOtherWay, norm=1000.0)()
+    convening.SignedRoster = forge  # type: ignore[misc, assignment]
+
+
+def another_claim(**claim: int) -> Callable[[], None]:
+    """Its entries claim other work than it has done, and it signs that."""
+    honestly = EntrySeal.sign
+
+    def sign(self: EntrySeal, entry: Entry) -> Entry:
+        return honestly(self, replace(entry, **claim) if entry.base.round >= FIRST_LIE else entry)  # type: ignore[arg-type]
+
+    def install() -> None:
+        EntrySeal.sign = sign  # type: ignore[method-assign]
+
+    return install
+
+
+def another_anchor(number: int, steps: int) -> Callable[[], None]:
+    """In a young run it begins with an anchor that claims to be of a later round."""
+    honestly = service.anchor_of
+
+    def anchor_of(replica: LocalReplica) -> Anchor:
+        anchor = honestly(replica)
+        return replace(anchor, version=version_of(anchor.layout, anchor.hashes, number, steps, 1, 0))
+
+    def install() -> None:
+        service.anchor_of = anchor_of
+
+    return install
+
+
 def the_truth() -> None:
     """For comparison: a replica more, and no lie."""
 
@@ -127,6 +177,11 @@ LIES: dict[str, Callable[[], None]] = {
     "garbage": another_message(any_bytes),
     "mean-reversed": another_mean(np.negative),
     "mean-elsewhere": another_mean(lambda mean: np.roll(mean, len(mean) // 2 + 1)),
+    "forged-rosters": forged_rosters,
+    "steps": another_claim(steps=2**32),
+    "tokens": another_claim(tokens=2**48),
+    "last-number": another_anchor(MAX_ROUND, 1),
+    "ahead": another_anchor(50_000, 2_500_000),
 }
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from swarm.round_messages import (
+    MAX_ROUND,
     Accepting,
     Commit,
     Declined,
@@ -412,3 +413,11 @@ def test_it_says_where_it_stands() -> None:
     assert "all 4 replicas stand on our anchor" in desk.machine.describe()
     desk.enter()
     assert desk.machine.describe() == "round 4; round 5 attempt 0, b convenes: waits for the roster"
+
+
+def test_who_stands_on_the_last_number_there_is_opens_no_round_and_does_not_hang() -> None:
+    last = replace(BASE, round=MAX_ROUND)
+    machine = RoundMachine(US, MODULE, RULES, last, SEAL)
+    machine.handle(FellowsChanged((Fellow(B, last, True),)), 0.0)
+    actions = machine.handle(Worked(10 * RULES.inner_steps, 1000), 0.1) + machine.handle(Tick(), 0.2)
+    assert not any(isinstance(action, Tell) and isinstance(action.message, Invitation) for action in actions)

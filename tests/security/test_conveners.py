@@ -1,0 +1,50 @@
+"""One replica of three lies where members of a round once believed it: as a convener, about its work, or about how far the run is."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from node.event_lines import event_from_json
+from node.events import Event, InnerStep, Step
+from node.local_setup import LocalSwarmOptions, Place
+from node.local_swarm import LocalSwarm
+from tests.e2e.round_watch import watching
+from tests.e2e.small_run import small_run, write_text
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+MODULE = "1.0"
+LIAR = 3
+"""The index of its node; the data node is 0, two honest replicas are between them."""
+ROUNDS = 9
+SCHEDULE = {"kind": "cosine", "warmup_steps": 5, "total_steps": 5000, "final_ratio": 0.0}
+
+
+def events_of(logs: Path) -> list[Event]:
+    return [event_from_json(line) for path in sorted(logs.iterdir()) for line in path.read_bytes().splitlines()]
+
+
+@pytest.mark.parametrize("kind", ["forged-rosters", "steps", "tokens", "last-number", "ahead"])
+async def test_a_liar_ends_neither_rounds_nor_the_model_nor_the_learning_rate(tmp_path: Path, kind: str) -> None:
+    manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 2), inner_steps=5, staleness=1, schedule=SCHEDULE)
+    place = Place(command=(sys.executable, "-P", "-m", "tests.security.liar", kind))
+    logs = tmp_path / "logs"
+    options = LocalSwarmOptions(peers=LIAR + 1, threads=1, log_dir=logs)
+    places = lambda index: place if index == LIAR else Place()  # noqa: E731
+    async with LocalSwarm(manifest, options, places=places) as swarm, watching(swarm, MODULE) as watch:
+        honest = frozenset(peer.peer for peer in swarm.peers if peer.stage == 1 and peer.index != LIAR)
+        await watch.all_at(honest, ROUNDS)
+        await swarm.stop()
+        assert {swarm.ends[index].exit_code for index in range(LIAR)} == {0}
+        assert set(map(len, watch.digests(honest).values())) == {1}
+        assert max(watch.round_of(peer) for peer in honest) < 1000, "the liar's number is nobody's"
+    events = events_of(logs)
+    steps = [event for event in events if isinstance(event, InnerStep) and event.peer in honest]
+    assert max(step.step for step in steps) < 1000
+    assert min(step.learning_rate for step in steps if step.step > SCHEDULE["warmup_steps"]) > 0.0025  # type: ignore[operator]
+    losses = [event.loss for event in events if isinstance(event, Step)]
+    assert median(losses[-10:]) < 2.0, "of 5.5 at the start"
