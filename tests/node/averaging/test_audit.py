@@ -76,14 +76,15 @@ def certain(here: Hall, peer: PeerId) -> set[PeerId]:
 
 
 async def work(here: Hall, number: int) -> None:
-    """A round of those who are still invited, and the audits after it."""
+    """A round of those who are still invited, and the audits after it. Who shuns a liar that others still follow may have to catch up."""
+    before = {replica.peer: replica.anchor.version.round for replica in here.replicas.values()}
     for step in range(INNER):
         for index, replica in enumerate(here.replicas.values()):
             await replica.step(1000 * number + 10 * step + index)
-    wanted = min(len(replica.settled) for replica in here.replicas.values() if replica.peer != LIAR) + 1
-    await here.until(lambda: all(len(r.settled) >= wanted for r in here.replicas.values() if r.peer != LIAR))
-    before = {peer: replica.averager.auditor for peer, replica in here.replicas.items()}
-    await here.until(lambda: all(a is None or not a.busy for a in before.values()))
+    honest = [replica for replica in here.replicas.values() if replica.peer != LIAR]
+    await here.until(lambda: all(replica.anchor.version.round > before[replica.peer] for replica in honest))
+    auditors = [replica.averager.auditor for replica in here.replicas.values()]
+    await here.until(lambda: all(auditor is None or not auditor.busy for auditor in auditors))
 
 
 @pytest.mark.parametrize("codecs", EVERY, ids=lambda codecs: codecs.contribution.name)
