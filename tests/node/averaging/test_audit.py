@@ -213,15 +213,17 @@ async def test_a_contribution_that_its_sender_did_not_sign_is_refused(monkeypatc
 
     def encode(self: Exchange, *rest: Any) -> Contribution:
         message = honestly(self, *rest)
-        return replace(message, signature=bytes(64)) if self.plan.own == LIAR else message
+        lies = self.plan.own == LIAR and message.round.number > 1
+        return replace(message, signature=bytes(64)) if lies else message
 
     monkeypatch.setattr(Exchange, "_encode", encode)
     async with hall(3, inner_steps=INNER) as here:
-        await work(here, 1)
+        await here.a_round(1, INNER)  # who is still at round 0 would follow a liar that goes on alone
+        await work(here, 2)
         accused = [caught for replica in here.replicas.values() for caught in replica.accused]
         assert {caught.peer for caught in accused} == {LIAR}
         assert all("signature" in caught.why for caught in accused)
-        rounds = [settled for r in here.replicas.values() if r.peer != LIAR for settled in r.settled]
+        rounds = [settled for r in here.replicas.values() if r.peer != LIAR for settled in r.settled[1:]]
         assert rounds
         assert all(LIAR not in settled.members for settled in rounds)
 
