@@ -76,14 +76,15 @@ def certain(here: Hall, peer: PeerId) -> set[PeerId]:
 
 
 async def work(here: Hall, number: int) -> None:
-    """A round of those who are still invited, and the audits after it."""
+    """A round of those who are still invited, and the audits after it. Who shuns a liar that others still follow may have to catch up."""
+    before = {replica.peer: replica.anchor.version.round for replica in here.replicas.values()}
     for step in range(INNER):
         for index, replica in enumerate(here.replicas.values()):
             await replica.step(1000 * number + 10 * step + index)
-    wanted = min(len(replica.settled) for replica in here.replicas.values() if replica.peer != LIAR) + 1
-    await here.until(lambda: all(len(r.settled) >= wanted for r in here.replicas.values() if r.peer != LIAR))
-    before = {peer: replica.averager.auditor for peer, replica in here.replicas.items()}
-    await here.until(lambda: all(a is None or not a.busy for a in before.values()))
+    honest = [replica for replica in here.replicas.values() if replica.peer != LIAR]
+    await here.until(lambda: all(replica.anchor.version.round > before[replica.peer] for replica in honest))
+    auditors = [replica.averager.auditor for replica in here.replicas.values()]
+    await here.until(lambda: all(auditor is None or not auditor.busy for auditor in auditors))
 
 
 @pytest.mark.parametrize("codecs", EVERY, ids=lambda codecs: codecs.contribution.name)
@@ -212,15 +213,19 @@ async def test_a_contribution_that_its_sender_did_not_sign_is_refused(monkeypatc
 
     def encode(self: Exchange, *rest: Any) -> Contribution:
         message = honestly(self, *rest)
-        return replace(message, signature=bytes(64)) if self.plan.own == LIAR else message
+        lies = self.plan.own == LIAR and message.round.number > 1
+        return replace(message, signature=bytes(64)) if lies else message
 
     monkeypatch.setattr(Exchange, "_encode", encode)
     async with hall(3, inner_steps=INNER) as here:
-        await work(here, 1)
+        await here.a_round(1, INNER)  # who is still at round 0 would follow a liar that goes on alone
+        await work(here, 2)
         accused = [caught for replica in here.replicas.values() for caught in replica.accused]
         assert {caught.peer for caught in accused} == {LIAR}
         assert all("signature" in caught.why for caught in accused)
-        assert all(LIAR not in r.settled[0].members for r in here.replicas.values() if r.peer != LIAR)
+        rounds = [settled for r in here.replicas.values() if r.peer != LIAR for settled in r.settled[1:]]
+        assert rounds
+        assert all(LIAR not in settled.members for settled in rounds)
 
 
 async def test_a_reducer_that_cannot_show_signatures_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,18 @@ def test_success_does_not_pay_for_rubbish() -> None:
     assert offences.excluded(2.0) == {A}
 
 
+def test_who_is_caught_by_an_audit_is_left_out_at_once_and_longer_than_for_rubbish() -> None:
+    offences = Offences()
+    offences.was_caught(A, certain=True, now=0.0)
+    offences.was_caught(B, certain=False, now=0.0)
+    assert offences.excluded(299.0) == {A, B}
+    assert offences.excluded(3599.0) == {A}
+    assert offences.excluded(3600.0) == frozenset()
+    offences.was_caught(A, certain=True, now=3700.0)
+    offences.delivered(A)
+    assert offences.excluded(3700.0 + 7199.0) == {A}
+
+
 def test_sentences_and_records_are_bounded() -> None:
     offences = Offences()
     for _ in range(2000):
