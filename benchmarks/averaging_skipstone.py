@@ -26,6 +26,7 @@ from node.clock import SystemClock
 from node.compute import ComputeThread
 from node.optimization import StepFigures
 from protocol.certificates import make_credentials
+from protocol.entries import EntrySeal
 from protocol.identity import Identity
 from protocol.seams import Contact, Question, QuestionAbout, Refusal
 from protocol.settings import TransportSettings
@@ -111,7 +112,7 @@ class RoundPeer:
     """What a process measures: one round after another."""
 
     def __init__(
-        self, own: PeerId, book: Book, elements: int, codec: Codec, compute: ComputeThread, averaging: ComputeThread
+        self, own: Identity, book: Book, elements: int, codec: Codec, compute: ComputeThread, averaging: ComputeThread
     ):
         self.module = module_of(elements)
         replica = LocalReplica([self.module], 1, Schedule())
@@ -126,9 +127,9 @@ class RoundPeer:
         )
         self.settled: asyncio.Queue[RoundSettled] = asyncio.Queue()
         parts = AveragerParts(
-            own,
+            own.peer,
             MODULE,
-            RoundMachine(own, MODULE, rules, start),
+            RoundMachine(own.peer, MODULE, rules, start, EntrySeal(own, RUN)),
             shelf,
             replica,
             compute,
@@ -173,7 +174,7 @@ def round_process(connection: Connection, elements: int, codec_name: str) -> Non
 
     async def main() -> None:
         with ComputeThread() as compute, ComputeThread(name="averaging") as averaging:
-            peer = RoundPeer(identity.peer, book, elements, Codec[codec_name], compute, averaging)
+            peer = RoundPeer(identity, book, elements, Codec[codec_name], compute, averaging)
             handler.averager = peer.averager
             async with transport, asyncio.TaskGroup() as tasks:
                 connection.send(Contact(identity.peer, (f"127.0.0.1:{transport.port}",), credentials.certificate_der))

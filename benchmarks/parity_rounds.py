@@ -27,6 +27,7 @@ from node.compute import ComputeThread, Priority
 from node.data.packing import Microbatch
 from node.task_scope import task_scope
 from protocol.certificates import make_credentials
+from protocol.entries import EntrySeal
 from protocol.identity import Identity
 from protocol.manifest import Manifest
 from protocol.seams import Contact, Question, QuestionAbout
@@ -35,7 +36,7 @@ from protocol.transport import GrpcTransport
 from swarm.errors import StateError
 from swarm.rounds.machine import RoundMachine
 from swarm.rounds.words import Fellow, RoundRules
-from swarm.vocabulary import Codec, PeerId, RunId
+from swarm.vocabulary import Codec, RunId
 
 RUN = RunId("0" * 64)
 PATIENCE_S = 60.0
@@ -117,13 +118,13 @@ def _peer(learner: Learner, manifest: Manifest, stack: AsyncExitStack) -> Peer:
         identity, credentials, RUN, book, handler, SystemClock(), TransportSettings(), own_record=lambda: b""
     )
     settled = asyncio.Queue[RoundSettled]()
-    handler.averager = _averager(identity.peer, learner, manifest, book, settled, compute, averaging)
+    handler.averager = _averager(identity, learner, manifest, book, settled, compute, averaging)
     contact = Contact(identity.peer, (), credentials.certificate_der)
     return Peer(learner, handler.averager, compute, transport, book, contact, settled)
 
 
 def _averager(
-    own: PeerId,
+    own: Identity,
     learner: Learner,
     manifest: Manifest,
     book: Book,
@@ -145,9 +146,9 @@ def _averager(
         rungs=rungs_to(Codec[manifest.codecs.pseudo_gradients.upper()]),
     )
     parts = AveragerParts(
-        own,
+        own.peer,
         learner.module,
-        RoundMachine(own, learner.module, rules, start),
+        RoundMachine(own.peer, learner.module, rules, start, EntrySeal(own, RUN)),
         shelf,
         learner.replica,
         compute,

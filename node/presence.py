@@ -73,6 +73,7 @@ class Presence:
     """Everything of one run that is not a module. Made by `present`."""
 
     run: RunId
+    identity: Identity
     own: OwnState
     neighbourhood: Neighbourhood
     reception: Reception
@@ -199,6 +200,7 @@ async def present(
             introduced = frozenset(PeerId(multiaddr.rpartition("/")[2]) for multiaddr in settings.initial_peers)
             yield Presence(
                 run,
+                identity,
                 own,
                 neighbourhood,
                 reception,

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Final
 
 from swarm.errors import ProtocolViolation
-from swarm.round_messages import MAX_ROUND
+from swarm.round_messages import MAX_COUNT, MAX_ROUND
 from swarm.vocabulary import MAX_FRAGMENTS, AnchorVersion
 
 DIGEST_BYTES: Final = 32
-MAX_COUNT: Final = 2**48
-"""Of inner steps, and of tokens: a peer's claim beyond it would only serve to outdo all others for ever."""
 
 
 def checked_version(version: AnchorVersion) -> AnchorVersion:

@@ -16,13 +16,14 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from protocol.anchor_versions import MAX_COUNT, checked_version
+from protocol.anchor_versions import checked_version
 from protocol.certificates import peer_of_certificate
 from protocol.frame_parts import checked_peer
 from protocol.generated import records_pb2
 from protocol.identity import Identity, peer_id_of, verify
 from swarm.announcement import Announcement
 from swarm.errors import ProtocolViolation
+from swarm.round_messages import MAX_COUNT
 from swarm.vocabulary import AnchorVersion, ModuleId, PeerId, PeerState, RunId, VersionRange
 
 KEY_PREFIX = "skipstone/"

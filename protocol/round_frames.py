@@ -1,7 +1,7 @@
 """The frames of a round and of catching up: `swarm.round_messages` as link.proto has it.
 
 What one message says by itself is checked here; whether it fits the round, the roster and the module is checked by those who
-know them. Norms and coefficients are doubles on the wire, so that both sides compute with the same numbers.
+know them. Norms are doubles on the wire, so that both sides compute with the same numbers.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from protocol.anchor_versions import checked_count, checked_version
+from protocol.entries import packed
 from protocol.frame_parts import (
     DETAIL_CHARACTERS,
     TensorFrame,
@@ -24,11 +25,14 @@ from protocol.frame_parts import (
     wire_number,
 )
 from protocol.generated import link_pb2 as wire
+from protocol.identity import SIGNATURE_BYTES
 from protocol.tensor_spec import DType
 from swarm.errors import ProtocolViolation
 from swarm.round_messages import (
     MAX_ATTEMPTS,
+    MAX_MEASURED,
     MAX_MEMBERS,
+    MAX_RATE,
     MAX_ROUND,
     Accepting,
     Commit,
@@ -38,15 +42,15 @@ from swarm.round_messages import (
     Dissolved,
     Entry,
     Invitation,
-    Member,
+    Measured,
     Prepared,
     Progress,
     Pulse,
     Reduced,
-    Roster,
     RoundControl,
     RoundId,
     RoundPiece,
+    SignedRoster,
 )
 from swarm.vocabulary import AnchorVersion, Codec, PeerId
 
@@ -77,14 +81,17 @@ def encode_round(message: RoundControl) -> wire.Frame:
         case Accepting(number):
             return wire.Frame(accepting=wire.Accepting(round=_wire_round(number)))
         case Entry():
-            return wire.Frame(entry=_wire_entry(message))
+            entry = _wire_entry(message)
+            entry.round.CopyFrom(_wire_round(message.round))
+            entry.base.CopyFrom(_wire_version(message.base))
+            return wire.Frame(entry=entry)
         case Declined(number, reason, version):
             return wire.Frame(
                 declined=wire.Declined(
                     round=_wire_round(number), reason=wire_number(reason), version=_wire_version(version)
                 )
             )
-        case Roster():
+        case SignedRoster():
             return wire.Frame(roster=_wire_roster(message))
         case Pulse(number, waiting_for, rejected):
             return wire.Frame(pulse=wire.Pulse(round=_wire_round(number), waiting_for=waiting_for, rejected=rejected))
@@ -108,35 +115,25 @@ def _wire_progress(progress: Progress) -> wire.Progress:
 
 
 def _wire_entry(entry: Entry) -> wire.Entry:
+    """Without the round and the base, which a roster says once."""
     return wire.Entry(
-        round=_wire_round(entry.round),
+        peer=entry.peer,
         steps=entry.steps,
         tokens=entry.tokens,
         norm=entry.norm,
-        bandwidth=entry.bandwidth,
+        measured=[packed(measured) for measured in entry.measured],
         staged=None if entry.staged is None else _wire_version(entry.staged),
+        signature=entry.signature,
     )
 
 
-def _wire_roster(roster: Roster) -> wire.Roster:
-    members = [
-        wire.Member(
-            peer=member.peer,
-            first_chunk=member.first_chunk,
-            end_chunk=member.end_chunk,
-            coefficient=member.coefficient,
-            norm=member.norm,
-        )
-        for member in roster.members
-    ]
+def _wire_roster(roster: SignedRoster) -> wire.Roster:
     return wire.Roster(
         round=_wire_round(roster.round),
         base=_wire_version(roster.base),
-        members=members,
-        steps=roster.steps,
-        tokens=roster.tokens,
         codec=wire_number(roster.codec),
         codec_reason=roster.codec_reason[:DETAIL_CHARACTERS],
+        entries=[_wire_entry(entry) for entry in roster.entries],
     )
 
 
@@ -180,14 +177,7 @@ def read_accepting(accepting: wire.Accepting) -> Accepting:
 
 
 def read_entry(entry: wire.Entry) -> Entry:
-    return Entry(
-        _read_round(entry.round),
-        checked_count(entry.steps, "entry: steps"),
-        checked_count(entry.tokens, "entry: tokens"),
-        checked_measure(entry.norm, "entry: a norm"),
-        checked_measure(entry.bandwidth, "entry: a bandwidth"),
-        _read_version(entry.staged) if entry.HasField("staged") else None,
-    )
+    return _read_entry(entry, _read_round(entry.round), _read_version(entry.base))
 
 
 def read_declined(declined: wire.Declined) -> Declined:
@@ -195,20 +185,18 @@ def read_declined(declined: wire.Declined) -> Declined:
     return Declined(_read_round(declined.round), reason, _read_version(declined.version))
 
 
-def read_roster(roster: wire.Roster) -> Roster:
-    """Whether the members' chunks are all of the fragment's, each once, is for those to check who know the fragment."""
-    if not 1 <= len(roster.members) <= MAX_MEMBERS:
-        raise ProtocolViolation(f"a roster of {len(roster.members)} members; 1 to {MAX_MEMBERS} are allowed")
-    _read_peers([member.peer for member in roster.members])
-    return Roster(
-        _read_round(roster.round),
-        _read_version(roster.base),
-        tuple(_read_member(member) for member in roster.members),
-        checked_count(roster.steps, "roster: steps"),
-        checked_count(roster.tokens, "roster: tokens"),
-        read_enum(Codec, roster.codec, "codec"),
-        read_detail(roster.codec_reason),
-    )
+def read_roster(roster: wire.Roster) -> SignedRoster:
+    """The entries' signatures are checked by `swarm.rounds.rosters.objection`, after everything that costs less."""
+    if not 1 <= len(roster.entries) <= MAX_MEMBERS:
+        raise ProtocolViolation(f"a roster of {len(roster.entries)} members; 1 to {MAX_MEMBERS} are allowed")
+    if any(entry.HasField("round") or entry.HasField("base") for entry in roster.entries):
+        raise ProtocolViolation("an entry in a roster that names a round or an anchor of its own")
+    number, base = _read_round(roster.round), _read_version(roster.base)
+    entries = tuple(_read_entry(entry, number, base) for entry in roster.entries)
+    if len({entry.peer for entry in entries}) < len(entries):
+        raise ProtocolViolation("a roster names a member twice")
+    codec = read_enum(Codec, roster.codec, "codec")
+    return SignedRoster(number, base, entries, codec, read_detail(roster.codec_reason))
 
 
 def read_contribution(piece: wire.Contribution) -> TensorFrame:
@@ -251,15 +239,29 @@ def _read_version(version: wire.AnchorVersion) -> AnchorVersion:
     )
 
 
-def _read_member(member: wire.Member) -> Member:
-    if not 0 <= member.coefficient <= 1:  # nor NaN
-        raise ProtocolViolation(f"roster: a coefficient of {member.coefficient} is not from 0 to 1")
-    return Member(
-        checked_peer(member.peer),
-        *_read_chunks(member.first_chunk, member.end_chunk),
-        member.coefficient,
-        checked_measure(member.norm, "roster: a norm"),
+def _read_entry(entry: wire.Entry, number: RoundId, base: AnchorVersion) -> Entry:
+    if len(entry.measured) > MAX_MEASURED:
+        raise ProtocolViolation(f"entry: {len(entry.measured)} measured links; at most {MAX_MEASURED} are allowed")
+    if len(entry.signature) != SIGNATURE_BYTES:
+        raise ProtocolViolation(f"entry: a signature has {SIGNATURE_BYTES} bytes, not {len(entry.signature)}")
+    return Entry(
+        checked_peer(entry.peer),
+        number,
+        base,
+        checked_count(entry.steps, "entry: steps"),
+        checked_count(entry.tokens, "entry: tokens"),
+        checked_measure(entry.norm, "entry: a norm"),
+        tuple(_read_measured(figure) for figure in entry.measured),
+        _read_version(entry.staged) if entry.HasField("staged") else None,
+        entry.signature,
     )
+
+
+def _read_measured(figure: int) -> Measured:
+    mark, rate = figure >> 8, figure & 0xFF
+    if not 1 <= rate <= MAX_RATE:
+        raise ProtocolViolation(f"entry: a rate of {rate} is not from 1 to {MAX_RATE}")
+    return Measured(mark, rate)
 
 
 def _read_peers(peers: Sequence[str]) -> tuple[PeerId, ...]:

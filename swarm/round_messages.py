@@ -12,8 +12,14 @@ from dataclasses import dataclass
 from swarm.vocabulary import AnchorVersion, Codec, ModuleId, PeerId
 
 MAX_ROUND = 2**48 - 1
+MAX_COUNT = 2**48
+"""Of inner steps, and of tokens, wherever they are named. Sums end there instead of growing beyond it."""
 MAX_ATTEMPTS = 64
 MAX_MEMBERS = 256
+MAX_MEASURED = 16
+"""Links that an entry tells of: with 256 members each is told of by 16 others, and the roster of all stays a small frame."""
+MAX_RATE = 24
+"""Of a `Measured`: 280 TB/s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +63,35 @@ class Accepting:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """A replica is ready: its pseudo-gradient is fixed."""
+class Measured:
+    """How fast the tensors of another replica came in."""
 
+    mark: int
+    """24 bits that stand for its name (`swarm.rounds.bandwidths.mark_of`)."""
+    rate: int
+    """4 to this power bytes per second, 1 to MAX_RATE: what is measured varies by a factor of two among equals."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A replica is ready: its pseudo-gradient is fixed. Signed by it, so that a convener can pass it on and cannot change it."""
+
+    peer: PeerId
+    """Who enters."""
     round: RoundId
+    base: AnchorVersion
+    """The anchor it has worked from."""
     steps: int
     tokens: int
     norm: float
     """Euclidean norm of the fragment's pseudo-gradient: finite, and never exceeded by what is sent later."""
-    bandwidth: float
-    """Bytes per second it can send, as measured; 0 when not known."""
+    measured: tuple[Measured, ...]
+    """What it says of others; of itself it says nothing that counts."""
     staged: AnchorVersion | None
     """The complete result of an earlier attempt at this round that it still has, if any. Such a result is never thrown
     away: the convener settles on it, because somebody may have committed it."""
+    signature: bytes = b""
+    """Ed25519, over all of the above and the run (`protocol.entries`)."""
 
 
 class DeclineReason(enum.Enum):
@@ -110,8 +132,22 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
+class SignedRoster:
+    """The convener fixes who takes part, and the exchange begins. All else (`Roster`) follows from the entries, and each member works it out
+    for itself: there is nothing to believe."""
+
+    round: RoundId
+    base: AnchorVersion
+    entries: tuple[Entry, ...]
+    codec: Codec = Codec.NONE
+    """Of contributions; that of results follows from it (`swarm.rounds.codecs`). The convener's free choice among what the run allows."""
+    codec_reason: str = ""
+    """Why, for people."""
+
+
+@dataclass(frozen=True, slots=True)
 class Roster:
-    """The convener fixes who takes part and who reduces what. The exchange begins."""
+    """Who takes part and who reduces what, as `swarm.rounds.rosters.make_roster` works it out from the signed entries."""
 
     round: RoundId
     base: AnchorVersion
@@ -121,9 +157,7 @@ class Roster:
     tokens: int
     """Likewise."""
     codec: Codec = Codec.NONE
-    """Of contributions; that of results follows from it (`swarm.rounds.codecs`)."""
     codec_reason: str = ""
-    """Why the convener chose it, for people."""
 
     @property
     def peers(self) -> tuple[PeerId, ...]:
@@ -229,7 +263,9 @@ class StateRefused:
     reason: StateRefusal
 
 
-RoundControl = Progress | Invitation | Accepting | Entry | Declined | Roster | Pulse | Prepared | Commit | Dissolved
+RoundControl = (
+    Progress | Invitation | Accepting | Entry | Declined | SignedRoster | Pulse | Prepared | Commit | Dissolved
+)
 """Small messages of a round."""
 RoundPiece = Contribution | Reduced
 """Messages of a round with a tensor."""

@@ -304,8 +304,9 @@ class Averager:
             log.debug("round %d was over before its snapshot", number)
         elif math.isfinite(snapshot.norm):
             work = snapshot.since_anchor
-            bandwidth = self._bandwidth()
-            self.handle(SnapshotTaken(action.round, work.steps, work.tokens, snapshot.norm, bandwidth))
+            figures = (work.steps, work.tokens, snapshot.norm)
+            rates = bench.incoming.bytes_per_s()
+            self.handle(SnapshotTaken(action.round, *figures, self._bandwidth(), rates))
         else:
             log.warning("this replica's parameters are not finite; it starts again from its anchor")
             await self.keeper.adopt(self._shelf.current)
@@ -366,11 +367,10 @@ class Averager:
         self.handle(CaughtUp(anchor.version))
 
     def _bandwidth(self) -> float:
-        """Bytes per second of our best link, to the nearest power of four: what is measured varies by a factor of two among equals.
+        """Bytes per second of our best link; 0 when none was measured.
 
         By answers if there were any; else by how fast streams take tensors, which buffers on the way make look better for small ones.
         """
         assert self._transport is not None
         taken = (link.goodput_bytes_per_s for link in self._transport.figures().values())
-        best = self._hooks.goodput() or max(taken, default=0.0)
-        return 4.0 ** round(math.log2(best) / 2) if best >= 1 else 0.0
+        return self._hooks.goodput() or max(taken, default=0.0)

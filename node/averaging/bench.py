@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from node.averaging.anchor import Anchor, Vector
 from node.averaging.arrivals import Arrivals
 from node.averaging.exchange import Exchange, ExchangeMeans
+from node.averaging.incoming import Incoming
 from node.averaging.keeper import ReplicaKeeper, Snapshot
 from node.averaging.leftover import SentParts
 from node.averaging.pieces import Plan
@@ -71,6 +72,7 @@ class RoundBench:
         report: Callable[[Event], None],
     ) -> None:
         self.snapshot: Snapshot | None = None
+        self.incoming = Incoming(means.clock)
         self._own = own
         self._shelf = shelf
         self._keeper = keeper
@@ -161,13 +163,18 @@ class RoundBench:
     def admit(self, sender: PeerId, message: RoundPiece, tensor: TensorSpec) -> memoryview | Refusal:
         if self._arrivals is None:
             return Refusal(False, "no round is under way here")
-        return self._arrivals.admit(sender, message, tensor)
+        admitted = self._arrivals.admit(sender, message, tensor)
+        if not isinstance(admitted, Refusal):
+            self.incoming.began(sender)
+        return admitted
 
     def received(self, sender: PeerId, message: RoundPiece, buffer: memoryview) -> None:
+        self.incoming.ended(sender, buffer.nbytes)
         if self._arrivals is not None and self._arrivals.round == message.round:
             self._arrivals.received(sender, message, buffer)
 
     def broken_off(self, sender: PeerId, message: RoundPiece, buffer: memoryview) -> None:
+        self.incoming.ended(sender, 0)
         if self._arrivals is not None and self._arrivals.round == message.round:
             self._arrivals.broken_off(sender, message, buffer)
 

@@ -20,6 +20,7 @@ from node.averaging.vectors import squares
 from node.checkpoint.state import ReplicaState
 from node.resume import Agreed
 from swarm.errors import StateError
+from swarm.round_messages import MAX_COUNT
 
 
 def anchor_of(replica: LocalReplica) -> Anchor:
@@ -59,7 +60,9 @@ def step_alone(replica: LocalReplica, shelf: Shelf, rule: OuterRule, steps: int,
             shelf.give_back(*vectors)
             raise StateError("training has diverged: the parameters of this replica are not finite")
         staging.apply(chunk, chunk + 1, gradient)
-    anchor = staging.finish(base.version.round + 1, base.version.steps + steps, base.version.tokens + tokens)
+    anchor = staging.finish(
+        base.version.round + 1, min(base.version.steps + steps, MAX_COUNT), min(base.version.tokens + tokens, MAX_COUNT)
+    )
     fragment = layout.range_of(first, end)
     replica.write(fragment, anchor.parameters[fragment])
     shelf.put(anchor)

@@ -33,6 +33,7 @@ from node.optimization import StepFigures
 from node.reception import RoundTensor
 from node.resume import Agreed
 from node.task_scope import task_scope
+from protocol.entries import EntrySeal
 from protocol.manifest import Manifest
 from protocol.seams import Question, QuestionAbout, Refusal
 from protocol.tensor_spec import TensorSpec
@@ -56,7 +57,8 @@ class ModuleRounds:
         self._own = own
         self._shelf = Shelf(start)
         rules = round_rules(manifest, start.layout)
-        self._machine = RoundMachine(own.peer, given.module, rules, start.version)
+        seal = EntrySeal(given.presence.identity, given.presence.run)
+        self._machine = RoundMachine(own.peer, given.module, rules, start.version, seal)
         parts = AveragerParts(
             own=own.peer,
             module=given.module,
@@ -258,6 +260,7 @@ def round_rules(manifest: Manifest, layout: Layout) -> RoundRules:
         fragments=len(layout.fragments),
         chunks=layout.chunks,
         longest_s=training.round_seconds,
+        step_tokens=training.inner_tokens,
         rungs=rungs_to(Codec[manifest.codecs.pseudo_gradients.upper()]),
     )
 

@@ -424,20 +424,26 @@ class Accepting(_message.Message):
     def __init__(self, round: _Optional[_Union[RoundId, _Mapping]] = ...) -> None: ...
 
 class Entry(_message.Message):
-    __slots__ = ("round", "steps", "tokens", "norm", "bandwidth", "staged")
+    __slots__ = ("round", "steps", "tokens", "norm", "staged", "base", "peer", "measured", "signature")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     NORM_FIELD_NUMBER: _ClassVar[int]
-    BANDWIDTH_FIELD_NUMBER: _ClassVar[int]
     STAGED_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     round: RoundId
     steps: int
     tokens: int
     norm: float
-    bandwidth: float
     staged: AnchorVersion
-    def __init__(self, round: _Optional[_Union[RoundId, _Mapping]] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., norm: _Optional[float] = ..., bandwidth: _Optional[float] = ..., staged: _Optional[_Union[AnchorVersion, _Mapping]] = ...) -> None: ...
+    base: AnchorVersion
+    peer: str
+    measured: _containers.RepeatedScalarFieldContainer[int]
+    signature: bytes
+    def __init__(self, round: _Optional[_Union[RoundId, _Mapping]] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., norm: _Optional[float] = ..., staged: _Optional[_Union[AnchorVersion, _Mapping]] = ..., base: _Optional[_Union[AnchorVersion, _Mapping]] = ..., peer: _Optional[str] = ..., measured: _Optional[_Iterable[int]] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class Declined(_message.Message):
     __slots__ = ("round", "reason", "version")
@@ -463,37 +469,19 @@ class Declined(_message.Message):
     version: AnchorVersion
     def __init__(self, round: _Optional[_Union[RoundId, _Mapping]] = ..., reason: _Optional[_Union[Declined.Reason, str]] = ..., version: _Optional[_Union[AnchorVersion, _Mapping]] = ...) -> None: ...
 
-class Member(_message.Message):
-    __slots__ = ("peer", "first_chunk", "end_chunk", "coefficient", "norm")
-    PEER_FIELD_NUMBER: _ClassVar[int]
-    FIRST_CHUNK_FIELD_NUMBER: _ClassVar[int]
-    END_CHUNK_FIELD_NUMBER: _ClassVar[int]
-    COEFFICIENT_FIELD_NUMBER: _ClassVar[int]
-    NORM_FIELD_NUMBER: _ClassVar[int]
-    peer: str
-    first_chunk: int
-    end_chunk: int
-    coefficient: float
-    norm: float
-    def __init__(self, peer: _Optional[str] = ..., first_chunk: _Optional[int] = ..., end_chunk: _Optional[int] = ..., coefficient: _Optional[float] = ..., norm: _Optional[float] = ...) -> None: ...
-
 class Roster(_message.Message):
-    __slots__ = ("round", "base", "members", "steps", "tokens", "codec", "codec_reason")
+    __slots__ = ("round", "base", "codec", "codec_reason", "entries")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
-    MEMBERS_FIELD_NUMBER: _ClassVar[int]
-    STEPS_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
     CODEC_REASON_FIELD_NUMBER: _ClassVar[int]
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
     round: RoundId
     base: AnchorVersion
-    members: _containers.RepeatedCompositeFieldContainer[Member]
-    steps: int
-    tokens: int
     codec: Codec
     codec_reason: str
-    def __init__(self, round: _Optional[_Union[RoundId, _Mapping]] = ..., base: _Optional[_Union[AnchorVersion, _Mapping]] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., codec: _Optional[_Union[Codec, str]] = ..., codec_reason: _Optional[str] = ...) -> None: ...
+    entries: _containers.RepeatedCompositeFieldContainer[Entry]
+    def __init__(self, round: _Optional[_Union[RoundId, _Mapping]] = ..., base: _Optional[_Union[AnchorVersion, _Mapping]] = ..., codec: _Optional[_Union[Codec, str]] = ..., codec_reason: _Optional[str] = ..., entries: _Optional[_Iterable[_Union[Entry, _Mapping]]] = ...) -> None: ...
 
 class Contribution(_message.Message):
     __slots__ = ("round", "first_chunk", "end_chunk", "tensor")

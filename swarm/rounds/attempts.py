@@ -14,16 +14,17 @@ from swarm.round_messages import (
     Invitation,
     Prepared,
     Pulse,
-    Roster,
     RoundControl,
     RoundId,
+    SignedRoster,
 )
 from swarm.rounds.ballots import ATTEMPTS_AT_ONCE
+from swarm.rounds.bandwidths import measured_of
 from swarm.rounds.convening import Convening
 from swarm.rounds.guests import GivenUp, Settled, TryAgain
 from swarm.rounds.invitations import can_be_meant, refusal_of
 from swarm.rounds.outlook import Outlook
-from swarm.rounds.rosters import contributors, leads_to, objection
+from swarm.rounds.rosters import contributors, exchange_limit_s, leads_to, make_roster, objection, oddity
 from swarm.rounds.rules import convener_order
 from swarm.rounds.taking_part import Participation, Phase, StagedResult
 from swarm.rounds.words import (
@@ -42,10 +43,12 @@ from swarm.rounds.words import (
     TakeSnapshot,
     Tell,
 )
-from swarm.vocabulary import AnchorVersion, PeerId
+from swarm.vocabulary import AnchorVersion, PeerId, short
 
 Actions = list[Action]
 AttemptEvent = SnapshotTaken | SnapshotBroken | PieceCame | Owing | PieceRejected | Staged
+PATIENCE = 2.0
+"""Times what an exchange may take, until a convener that is heard and does not end it is left."""
 ToConvener = Accepting | Entry | Declined | Pulse | Prepared
 
 
@@ -78,6 +81,7 @@ class Attempts:
             ballots.rosters,
             frozenset(ballots.doubted),
             outlook.rules,
+            outlook.seal,
             outlook.now,
             outlook.anchored_s,
         )
@@ -153,7 +157,7 @@ class Attempts:
         match message:
             case Invitation():
                 return self._invited(sender, message)
-            case Roster():
+            case SignedRoster():
                 return self._roster_came(sender, message)
             case Commit():
                 return self._commit_came(sender, message)
@@ -188,20 +192,37 @@ class Attempts:
             return [Tell(sender, Declined(attempt, DeclineReason.PAST, outlook.version))]
         return [Tell(sender, Dissolved(attempt, "this attempt is over"))]
 
-    def _roster_came(self, sender: PeerId, roster: Roster) -> Actions:
+    def _roster_came(self, sender: PeerId, signed: SignedRoster) -> Actions:
         outlook, part = self._outlook, self.part
-        if part is None or part.entry is None or not self._hear_convener(sender, roster.round):
+        if part is None or part.entry is None or not self._hear_convener(sender, signed.round):
             return []
         if part.phase is not Phase.ENTERED:
             return []
-        wrong = objection(outlook.rules, roster, outlook.own, part.entry.norm)
-        if roster.base != outlook.version or wrong is not None:
-            outlook.offences.sent_rubbish(sender, outlook.now)
-            outlook.ballots.left_out.add(sender)
-            return self._decline(part, DeclineReason.NOT_READY, f"the roster is refused: {wrong or 'another anchor'}")
-        part.begin(roster)
+        if sender != outlook.own:
+            here = outlook.fellows.on(outlook.version, outlook.now)
+            strange = oddity(signed, outlook.own, outlook.fellows.all, here)
+            wrong = strange or objection(outlook.rules, signed, part.entry, outlook.seal.verify)
+            if wrong is not None:
+                return self._refuse(part, wrong, lie=strange is None)
+        roster = make_roster(outlook.rules, signed)
+        if roster is None:
+            return self._refuse(part, "nobody in it has worked", lie=True)
+        part.begin(roster, outlook.now + PATIENCE * exchange_limit_s(outlook.rules, signed, part.bandwidth))
         outlook.ballots.began(roster)
         return [Exchange(roster)]
+
+    def _refuse(self, part: Participation, why: str, lie: bool) -> Actions:
+        """This convener is not followed again at this round.
+
+        Args:
+            lie: no honest one sends what it has sent.
+        """
+        outlook, convener = self._outlook, part.round.convener
+        if lie:
+            outlook.offences.sent_rubbish(convener, outlook.now)
+            outlook.ballots.left_out.add(convener)
+        outlook.ballots.refused.add(convener)
+        return self._decline(part, DeclineReason.NOT_READY, f"{short(convener)} is not followed: {why}")
 
     def _dissolved(self, sender: PeerId, attempt: RoundId, detail: str) -> Actions:
         if not self._hear_convener(sender, attempt) or sender == self._outlook.own:
@@ -249,8 +270,13 @@ class Attempts:
         if part.phase is not Phase.PREPARING:
             return []
         staged = None if self._staged is None else self._staged.version
-        part.entry = Entry(taken.round, taken.steps, taken.tokens, taken.norm, taken.bandwidth, staged)
-        part.phase = Phase.ENTERED
+        outlook = self._outlook
+        measured = measured_of(taken.received, outlook.version)
+        figures = (taken.steps, taken.tokens, taken.norm)
+        entry = Entry(outlook.own, taken.round, outlook.version, *figures, measured, staged)
+        part.entry, part.phase, part.bandwidth = outlook.seal.sign(entry), Phase.ENTERED, taken.bandwidth
+        if self._convening is not None:
+            self._convening.bandwidth = taken.bandwidth
         return self._tell_convener(part)
 
     def _piece_rejected(self, part: Participation, sender: PeerId) -> Actions:
@@ -378,6 +404,9 @@ class Attempts:
             return self.leave("the committed result does not become complete here") if part.stalled(outlook.now) else []
         if part.silence(outlook.now) > outlook.rules.silence_s and part.round.convener != outlook.own:
             return self._succeed(part)
+        if outlook.now > part.until and part.round.convener != outlook.own:
+            outlook.offences.kept_waiting(part.round.convener, outlook.now)
+            return self._refuse(part, "its convener does not bring it to an end", lie=False)
         if outlook.now - part.told >= outlook.rules.pulse_s:
             return self._tell_convener(part)
         return []
@@ -393,6 +422,6 @@ class Attempts:
             peers = frozenset(roster.peers)
         outlook.ballots.left_out.add(part.round.convener)
         candidates = {outlook.own, *(peers - outlook.ballots.left_out)}
-        rank = convener_order(outlook.module, part.round.number, candidates).index(outlook.own)
+        rank = convener_order(outlook.module, outlook.version, part.round.number, candidates).index(outlook.own)
         patience_s = outlook.rules.silence_s + rank * outlook.rules.answer_s
         return self.open("the convener is silent") if part.silence(outlook.now) > patience_s else []

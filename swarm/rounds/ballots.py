@@ -27,6 +27,8 @@ class Ballots:
         self.highest: tuple[int, int] = (0, 0)
         """(number, attempt) that we followed from this anchor."""
         self.left_out: set[PeerId] = set()
+        self.refused: set[PeerId] = set()
+        """Conveners whose roster we did not accept: they are not followed again at this round."""
         self.doubted: set[PeerId] = set()
         """Who alone had something against another member."""
         self.rosters: list[Roster] = []
@@ -50,8 +52,7 @@ class Ballots:
 
     def follow(self, attempt: RoundId) -> None:
         if attempt.number > self.highest[0]:
-            self.left_out.clear()
-            self.doubted.clear()
+            self._forgive()
         self.highest = max(self.highest, (attempt.number, attempt.attempt))
         self.due_since = None
 
@@ -78,6 +79,10 @@ class Ballots:
     def new_anchor(self) -> None:
         self._failures = 0
         self.highest, self.quiet_until, self.due_since, self.ended = (0, 0), 0.0, None, None
-        self.left_out.clear()
-        self.doubted.clear()
+        self._forgive()
         self.rosters = []
+
+    def _forgive(self) -> None:
+        self.left_out.clear()
+        self.refused.clear()
+        self.doubted.clear()

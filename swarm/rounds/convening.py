@@ -20,19 +20,13 @@ from swarm.round_messages import (
     Roster,
     RoundControl,
     RoundId,
+    SignedRoster,
 )
 from swarm.rounds.guests import ASKED_AGAIN, DECLINED, WITH_US, Answer, GivenUp, Guest, Settled, TryAgain, Verdict
-from swarm.rounds.rosters import exchanged_bytes, leads_to, make_roster, may_be_committed, sound_entry
+from swarm.rounds.rosters import codec_of, exchange_limit_s, leads_to, make_roster, may_be_committed, sound_entry
 from swarm.rounds.rules import precedence
-from swarm.rounds.words import RoundRules, Tell
+from swarm.rounds.words import RoundRules, Seal, Tell
 from swarm.vocabulary import AnchorVersion, PeerId
-
-ASSUMED_BANDWIDTH = 2.0**20
-"""Bytes per second of a member that has not measured any."""
-SLACK = 8.0
-"""An exchange may take so many times what it should."""
-GRACE_S = 20.0
-"""And so much more."""
 
 
 class Convening:
@@ -55,17 +49,22 @@ class Convening:
         earlier: Sequence[Roster],
         doubted: frozenset[PeerId],
         rules: RoundRules,
+        seal: Seal,
         now: float,
         interval_s: float,
     ) -> None:
         self.round = number
         self.roster: Roster | None = None
+        self.bandwidth = 0.0
+        """Of our own best link, bytes per second, once we know it."""
+        self._signed: SignedRoster | None = None
         self._own = own
         self._base = base
         self._guests = {peer: Guest(now) for peer in sorted(guests)}
         self._earlier = earlier
         self._doubted = doubted
         self._rules = rules
+        self._seal = seal
         self._opened = now
         self._interval_s = interval_s
         self._pulsed = now
@@ -106,9 +105,7 @@ class Convening:
             case Accepting():
                 guest.answer = guest.answer if guest.answer is Answer.ENTERED else Answer.ACCEPTED
             case Entry():
-                guest.answer = Answer.ENTERED if sound_entry(message) else Answer.REFUSED
-                guest.entry = message if guest.answer is Answer.ENTERED else None
-                return self._answer_entry(sender)
+                return self._entered(sender, guest, message)
             case Declined(_, reason, _):
                 guest.answer = DECLINED.get(reason, Answer.REFUSED)
                 guest.entry = None
@@ -122,15 +119,21 @@ class Convening:
                 pass
         return []
 
-    def _answer_entry(self, sender: PeerId) -> list[Tell]:
-        """Who enters after the roster is fixed has missed it, or comes too late for it."""
-        if self._guests[sender].answer is Answer.REFUSED:
-            return [Tell(sender, Dissolved(self.round, "your entry has impossible figures"))]
-        if self.roster is None:
+    def _entered(self, sender: PeerId, guest: Guest, entry: Entry) -> list[Tell]:
+        """Who enters after the roster is fixed has missed it, or comes too late for it. An entry that has come before is not checked again."""
+        if self._signed is not None:
+            if entry in self._signed.entries and entry.peer == sender:
+                return [Tell(sender, self._signed)]
+            return [Tell(sender, Dissolved(self.round, "the roster was fixed without you"))]
+        if entry == guest.entry:
             return []
-        if any(member.peer == sender for member in self.roster.members):
-            return [Tell(sender, self.roster)]
-        return [Tell(sender, Dissolved(self.round, "the roster was fixed without you"))]
+        sound = (entry.peer, entry.base) == (sender, self._base) and sound_entry(entry) and self._seal.verify(entry)
+        guest.answer, guest.entry = (Answer.ENTERED, entry) if sound else (Answer.REFUSED, None)
+        return (
+            []
+            if sound
+            else [Tell(sender, Dissolved(self.round, "your entry is not signed, or has impossible figures"))]
+        )
 
     # ---- time ---------------------------------------------------------------------------------------------------------
 
@@ -208,25 +211,23 @@ class Convening:
 
     def _fix(self, now: float) -> list[Tell]:
         entries = self._entries()
-        self.roster = make_roster(self._rules, self.round, self._base, entries, self._interval_s)
+        codecs = codec_of(self._rules, self.round, self._base, entries, self._interval_s, self.bandwidth)
+        signed = SignedRoster(self.round, self._base, tuple(entries.values()), codecs.value.contribution, codecs.reason)
+        self.roster = make_roster(self._rules, signed)
         if self.roster is None:
             return []
-        self._deadline = now + GRACE_S + SLACK * self._expected_s(entries)
+        self._signed = signed
+        self._deadline = now + exchange_limit_s(self._rules, signed, self.bandwidth)
         for guest in self._guests.values():
             guest.heard = max(guest.heard, now) if guest.entry is not None else guest.heard
         late = [peer for peer, guest in self._guests.items() if guest.answer is Answer.ACCEPTED]
         for peer in late:
             self._guests[peer].answer = Answer.REFUSED
         left_out = [Tell(peer, Dissolved(self.round, "the roster was fixed without you")) for peer in late]
-        return left_out + [Tell(peer, self.roster) for peer in entries]
+        return left_out + [Tell(peer, signed) for peer in entries]
 
     def _entries(self) -> dict[PeerId, Entry]:
         return {peer: guest.entry for peer, guest in self._guests.items() if guest.entry is not None}
-
-    def _expected_s(self, entries: dict[PeerId, Entry]) -> float:
-        """What the exchange should take at most, with float32."""
-        slowest = min(entry.bandwidth or ASSUMED_BANDWIDTH for entry in entries.values())
-        return exchanged_bytes(self._rules, self._base, len(entries), self.round.attempt) / slowest
 
     # ---- the exchange -------------------------------------------------------------------------------------------------
 
@@ -292,7 +293,7 @@ class Convening:
     ) -> tuple[bool, int, bool, bytes]:
         """One that itself hears everybody (the others may only pass on what they wait for); most accusers; not the convener;
         then the order of this round decides."""
-        order = precedence(self.round.module, self.round.number, peer)
+        order = precedence(self.round.module, self._base, self.round.number, peer)
         return not members[peer].waiting_for, len(accusers), peer != self._own, order
 
     def _overdue(self, members: dict[PeerId, Guest], now: float) -> Verdict | None:

@@ -6,7 +6,7 @@ from swarm.round_messages import MAX_ATTEMPTS, DeclineReason, Invitation, RoundI
 from swarm.rounds.outlook import Outlook
 from swarm.rounds.rules import plausible_round, precedence
 from swarm.rounds.taking_part import Participation, Phase
-from swarm.vocabulary import PeerId
+from swarm.vocabulary import AnchorVersion, PeerId
 
 
 def can_be_meant(sender: PeerId, attempt: RoundId, outlook: Outlook) -> bool:
@@ -28,22 +28,22 @@ def refusal_of(invitation: Invitation, part: Participation | None, outlook: Outl
         return DeclineReason.OTHER_ANCHOR
     if outlook.lag.catching is not None or attempt == outlook.ballots.ended:
         return DeclineReason.NOT_READY
-    if (attempt.number, attempt.attempt) < outlook.ballots.highest:
+    if (attempt.number, attempt.attempt) < outlook.ballots.highest or attempt.convener in outlook.ballots.refused:
         return DeclineReason.OTHER_CONVENER
-    if part is not None and not _prefers(attempt, part, outlook.now):
+    if part is not None and not _prefers(attempt, part, outlook):
         return DeclineReason.OTHER_CONVENER
     return None
 
 
-def _prefers(other: RoundId, part: Participation, now: float) -> bool:
+def _prefers(other: RoundId, part: Participation, outlook: Outlook) -> bool:
     """Whether an attempt takes precedence over the one we are in."""
     current = part.round
     if (other.number, other.attempt) == (current.number, current.attempt):
-        return part.roster is None and _precedence(other) < _precedence(current)
+        return part.roster is None and _precedence(other, outlook.version) < _precedence(current, outlook.version)
     if other.convener == current.convener:
         return True
-    return part.phase is not Phase.FINISHING and not part.loyal(now)
+    return part.phase is not Phase.FINISHING and not part.loyal(outlook.now)
 
 
-def _precedence(attempt: RoundId) -> bytes:
-    return precedence(attempt.module, attempt.number, attempt.convener)
+def _precedence(attempt: RoundId, base: AnchorVersion) -> bytes:
+    return precedence(attempt.module, base, attempt.number, attempt.convener)

@@ -41,7 +41,7 @@ class Lag:
     ) -> Reasoned[AnchorVersion]:
         """What the module stands on, but for what could not be had lately."""
         vain = {version for version, failure in self._failures.items() if now < failure.until}
-        return standing(own, {peer: version for peer, version in others.items() if version not in vain})
+        return standing(self._rules, own, {peer: version for peer, version in others.items() if version not in vain})
 
     def may_convene(self, own: AnchorVersion, best: AnchorVersion, now: float) -> bool:
         """Not for an anchor that the module has left. If nothing comes of waiting, it goes on after `longest_s`."""

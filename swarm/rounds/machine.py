@@ -12,6 +12,8 @@ What is kept whatever happens:
   member is left out of the next attempt.
 * Who has prepared a result keeps it until it stands on another anchor, and says so in every entry. A convener does not start a new
   exchange while a majority of an earlier roster may have prepared one: somebody may have committed it.
+* Nobody is believed because it convenes: entries are signed, travel in the roster, and every member works out weights, shards, steps and
+  tokens from them for itself. A convener that sends anything else is left out.
 * A replica applies only what it has prepared itself from the anchor it stands on, after a Commit or when another stands on it.
 * A replica leaves its anchor for another only when the module stands there (`rules.standing`), and only for a higher round: versions never
   go back. Nobody's word but that of the replicas that stand there counts for it, with one exception: a convener takes over a
@@ -25,7 +27,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from swarm.round_messages import Commit, Declined, Invitation, Progress, Roster, RoundControl, RoundId
+from swarm.round_messages import Commit, Declined, Invitation, Progress, RoundControl, RoundId, SignedRoster
 from swarm.rounds.attempts import Attempts
 from swarm.rounds.outlook import Outlook
 from swarm.rounds.rules import INFORMED
@@ -44,6 +46,7 @@ from swarm.rounds.words import (
     PieceCame,
     PieceRejected,
     RoundRules,
+    Seal,
     SnapshotBroken,
     SnapshotTaken,
     Staged,
@@ -64,10 +67,11 @@ class RoundMachine:
     Args:
         own: this peer.
         version: the anchor it stands on at the start.
+        seal: signs our entries and checks the others'.
     """
 
-    def __init__(self, own: PeerId, module: ModuleId, rules: RoundRules, version: AnchorVersion) -> None:
-        self._outlook = Outlook(own, module, rules, version)
+    def __init__(self, own: PeerId, module: ModuleId, rules: RoundRules, version: AnchorVersion, seal: Seal) -> None:
+        self._outlook = Outlook(own, module, rules, version, seal)
         self._attempts = Attempts(self._outlook)
         self._time = WakingTime()
         self._seen = False
@@ -185,7 +189,7 @@ class RoundMachine:
             case Progress(_, base, steps, _):
                 outlook.fellows.said(sender, base, outlook.now)
                 outlook.fellows.worked(sender, base, steps)
-            case Invitation(_, base) | Roster(_, base):
+            case Invitation(_, base) | SignedRoster(_, base):
                 outlook.fellows.said(sender, base, outlook.now)
             case Declined(_, _, version):
                 outlook.fellows.said(sender, version, outlook.now)

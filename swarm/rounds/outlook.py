@@ -8,15 +8,16 @@ from swarm.rounds.fellows import Fellows
 from swarm.rounds.lag import Lag
 from swarm.rounds.offences import Offences
 from swarm.rounds.rules import convener_order, due, next_number
-from swarm.rounds.words import RoundRules, Tell
+from swarm.rounds.words import RoundRules, Seal, Tell
 from swarm.vocabulary import AnchorVersion, ModuleId, PeerId, Reasoned
 
 
 class Outlook:
     """Shared by the parts of one `RoundMachine`, which keeps `now` up to date."""
 
-    def __init__(self, own: PeerId, module: ModuleId, rules: RoundRules, version: AnchorVersion) -> None:
+    def __init__(self, own: PeerId, module: ModuleId, rules: RoundRules, version: AnchorVersion, seal: Seal) -> None:
         self.own = own
+        self.seal = seal
         self.module = module
         self.rules = rules
         self.version = version
@@ -57,7 +58,7 @@ class Outlook:
     def order(self) -> tuple[PeerId, ...]:
         """Who convenes the next round: the serving replicas on our anchor, we included."""
         others = self.fellows.on(self.version, self.now) - self.offences.excluded(self.now)
-        return convener_order(self.module, self.next_number(), {self.own, *others})
+        return convener_order(self.module, self.version, self.next_number(), {self.own, *others})
 
     def stand_on(self, version: AnchorVersion) -> list[Tell]:
         """We stand on another anchor from now on, and all others learn it from ourselves."""

@@ -1,30 +1,43 @@
-"""Rosters: what each member's update counts, who reduces which chunks, and whether a roster that somebody sent can be right."""
+"""Rosters: what each member's update counts, who reduces which chunks, and what is wrong with a roster that somebody sent.
+
+All of it follows from the entries that the members have signed, by integers and by operations that IEEE 754 rounds alike everywhere, so that
+every member works out the same, bit for bit.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 
-from swarm.round_messages import MAX_MEMBERS, Entry, Member, Roster, RoundId
+from swarm.round_messages import MAX_COUNT, MAX_MEMBERS, Entry, Member, Roster, RoundId, SignedRoster
+from swarm.rounds.bandwidths import rates, slowest_bytes_per_s
 from swarm.rounds.codecs import RoundCodecs, choose
-from swarm.rounds.rules import fragment_chunks, fragments_of
+from swarm.rounds.rules import fragment_chunks, fragments_of, lower_median, steps_between_rounds
 from swarm.rounds.words import RoundRules
-from swarm.vocabulary import AnchorVersion, PeerId
+from swarm.vocabulary import AnchorVersion, PeerId, Reasoned, short
 
 TOKENS_AT_MOST = 4
 """Times the median: more tokens of one member count no more, because they are its own claim."""
 NORM_AT_MOST = 1.5
 """Times the median, and times the root of how many times the median's tokens are in it: a longer update is scaled down to it. Replicas of
 equal work have updates of nearly equal norm, so an honest one is rarely touched and a liar can hardly lengthen the step."""
-BANDWIDTH_RATIO = 8.0
-"""Between the largest and the smallest shard: bandwidths are estimates, and claims."""
+FASTER = 2
+"""How much more chunks a member reduces that is faster than the slowest. No more than that, because who reduces more can falsify more."""
 BELIEVED_TOKENS = 64
 """Times the median: more of one member's tokens do not enter the version."""
 MOST_STEPS = 2**32
 MOST_TOKENS = 2**48
+STRANGERS = 4
+"""One in so many members may be one that we do not see: two replicas that do not see each other must not hold up the others, but a convener
+that makes members up shall not have the most weight."""
+ASSUMED_BANDWIDTH = 2.0**20
+"""Bytes per second, where none has been measured."""
+SLACK = 8.0
+"""An exchange may take so many times what it should."""
+GRACE_S = 20.0
+"""And so much more."""
 CONVENER_REDUCES_FROM = 2
 """From this attempt on the convener alone reduces, so that no two members that cannot reach each other hold up the round."""
-SUM_TOLERANCE = 1e-6
 
 
 def sound_entry(entry: Entry) -> bool:
@@ -32,10 +45,9 @@ def sound_entry(entry: Entry) -> bool:
     return (
         0 <= entry.steps <= MOST_STEPS
         and 0 <= entry.tokens <= MOST_TOKENS
+        and (entry.steps > 0) == (entry.tokens > 0)
         and math.isfinite(entry.norm)
         and entry.norm >= 0
-        and math.isfinite(entry.bandwidth)
-        and entry.bandwidth >= 0
     )
 
 
@@ -56,53 +68,60 @@ def weigh(entries: Mapping[PeerId, Entry]) -> dict[PeerId, float]:
     return {peer: counted[peer] / total * clipping(peer, entry.norm) for peer, entry in entries.items()}
 
 
-def shards(chunks: range, bandwidths: Mapping[PeerId, float]) -> dict[PeerId, tuple[int, int]]:
-    """Cuts a run of chunks into one run for each peer (maybe empty), in proportion to bandwidth, in the order of the peers' names.
-
-    Bandwidths count up to BANDWIDTH_RATIO times the smallest: a claim of more draws no more to its author. Whole chunks by the largest remainder. An unknown bandwidth (0) counts as the median of the others.
-    """
-    known = [bandwidth for bandwidth in bandwidths.values() if bandwidth > 0]
-    median = lower_median(known) if known else 1.0
-    largest = BANDWIDTH_RATIO * min(known, default=1.0)
-    peers = sorted(bandwidths)
-    weights = [min(bandwidths[peer] or median, largest) for peer in peers]
-    exact = [len(chunks) * weight / sum(weights) for weight in weights]
-    counts = [int(share) for share in exact]
-    by_remainder = sorted(range(len(peers)), key=lambda index: (counts[index] - exact[index], index))
+def shards(chunks: range, rates: Mapping[PeerId, int], peers: Collection[PeerId]) -> dict[PeerId, tuple[int, int]]:
+    """Cuts a run of chunks into one run for each peer (maybe empty), in the order of the peers' names; who is faster than the slowest has twice
+    as many. Whole chunks by the largest remainder. An unknown rate counts as the median of the others."""
+    known = list(rates.values())
+    median, slowest = (lower_median(known), min(known)) if known else (0, 0)
+    ordered = sorted(peers)
+    weights = [FASTER if rates.get(peer, median) > slowest else 1 for peer in ordered]
+    counts = [len(chunks) * weight // sum(weights) for weight in weights]
+    rest = [len(chunks) * weight % sum(weights) for weight in weights]
+    by_remainder = sorted(range(len(ordered)), key=lambda index: (-rest[index], index))
     for index in by_remainder[: len(chunks) - sum(counts)]:
         counts[index] += 1
     cut: dict[PeerId, tuple[int, int]] = {}
     start = chunks.start
-    for peer, count in zip(peers, counts, strict=True):
+    for peer, count in zip(ordered, counts, strict=True):
         cut[peer] = (start, start + count)
         start += count
     return cut
 
 
-def make_roster(
-    rules: RoundRules, number: RoundId, base: AnchorVersion, entries: Mapping[PeerId, Entry], interval_s: float
-) -> Roster | None:
-    """The roster of those who entered; None when none of them has worked. The convener must be among them.
-
-    Args:
-        interval_s: the time that the work since `base` has taken.
-    """
+def make_roster(rules: RoundRules, signed: SignedRoster) -> Roster | None:
+    """What follows from the entries; None when none of those who entered has worked. The convener must be among them."""
+    entries = {entry.peer: entry for entry in signed.entries}
+    number, base = signed.round, signed.base
     coefficients = weigh(entries)
     if not any(coefficients.values()):
         return None
-    bandwidths = {peer: entry.bandwidth for peer, entry in entries.items()}
     chunks = range(*fragment_chunks(rules, base.fragment))
     if number.attempt >= CONVENER_REDUCES_FROM:
         cut = dict.fromkeys(entries, (chunks.start, chunks.start)) | {number.convener: (chunks.start, chunks.stop)}
     else:
-        cut = shards(chunks, bandwidths)
+        cut = shards(chunks, rates(entries), entries)
     members = tuple(Member(peer, *cut[peer], coefficients[peer], entries[peer].norm) for peer in sorted(entries))
-    steps, tokens = base.steps + _steps(entries), base.tokens + _tokens(entries)
-    known = [bandwidth for bandwidth in bandwidths.values() if bandwidth > 0]
-    codecs = choose(
-        rules.rungs, exchanged_bytes(rules, base, len(entries), number.attempt), min(known, default=0.0), interval_s
-    )
-    return Roster(number, base, members, steps, tokens, codecs.value.contribution, codecs.reason)
+    steps = min(base.steps + _steps(rules, entries), MAX_COUNT)
+    tokens = min(base.tokens + _tokens(entries), MAX_COUNT)
+    return Roster(number, base, members, steps, tokens, signed.codec, signed.codec_reason)
+
+
+def codec_of(
+    rules: RoundRules,
+    number: RoundId,
+    base: AnchorVersion,
+    entries: Mapping[PeerId, Entry],
+    interval_s: float,
+    own: float,
+) -> Reasoned[RoundCodecs]:
+    """Which codec the convener chooses.
+
+    Args:
+        interval_s: the time that the work since `base` has taken.
+        own: bytes per second of the convener's best link, for when nobody has measured any in rounds yet; 0 when not known.
+    """
+    slowest = slowest_bytes_per_s(entries) or own
+    return choose(rules.rungs, exchanged_bytes(rules, base, len(entries), number.attempt), slowest, interval_s)
 
 
 def exchanged_bytes(rules: RoundRules, base: AnchorVersion, members: int, attempt: int) -> float:
@@ -113,30 +132,55 @@ def exchanged_bytes(rules: RoundRules, base: AnchorVersion, members: int, attemp
     return times * (end - first) * rules.chunk_bytes
 
 
-def objection(rules: RoundRules, roster: Roster, own: PeerId, norm: float) -> str | None:
+def exchange_limit_s(rules: RoundRules, signed: SignedRoster, own: float) -> float:
+    """How long the exchange may take, with float32.
+
+    Args:
+        own: bytes per second of our own best link; 0 when not known.
+    """
+    entries = {entry.peer: entry for entry in signed.entries}
+    slowest = min(slowest_bytes_per_s(entries) or ASSUMED_BANDWIDTH, own or ASSUMED_BANDWIDTH)
+    return GRACE_S + SLACK * exchanged_bytes(rules, signed.base, len(entries), signed.round.attempt) / slowest
+
+
+def objection(rules: RoundRules, signed: SignedRoster, own: Entry, verify: Callable[[Entry], bool]) -> str | None:
     """What is wrong with a roster that a convener sent us; None when nothing is.
 
     Args:
-        norm: what we declared.
+        own: our entry.
+        verify: whether an entry is signed by who enters; asked last, once for each of the others.
     """
-    peers = roster.peers
+    peers = [entry.peer for entry in signed.entries]
     if not 1 <= len(peers) <= MAX_MEMBERS or len(set(peers)) != len(peers):
         return "its members are none, too many, or twice there"
-    if roster.round.convener not in peers or own not in peers:
-        return "it lacks its convener or us"
-    if next(member.norm for member in roster.members if member.peer == own) != norm:
-        return "it has another norm for us than we declared"
-    if RoundCodecs(roster.codec) not in rules.codecs:
-        return f"this run's rounds do not use {roster.codec.name}"
-    if not all(_sound_member(member) for member in roster.members):
-        return "a coefficient or norm is out of range"
-    if sum(member.coefficient for member in roster.members) > 1 + SUM_TOLERANCE:
-        return "its coefficients add up to more than 1"
-    if not _covers(range(*fragment_chunks(rules, roster.base.fragment)), roster.members):
-        return "its shards overlap or leave something out"
-    more_steps, more_tokens = roster.steps - roster.base.steps, roster.tokens - roster.base.tokens
-    if not (0 <= more_steps <= MOST_STEPS and 0 <= more_tokens <= MOST_TOKENS * MAX_MEMBERS):
-        return "its steps or tokens are out of range"
+    if signed.round.convener not in peers or own not in signed.entries:
+        return "it lacks its convener, or our entry as we made it"
+    if RoundCodecs(signed.codec) not in rules.codecs:
+        return f"this run's rounds do not use {signed.codec.name}"
+    for entry in signed.entries:
+        who = short(entry.peer)
+        if (entry.round, entry.base) != (signed.round, signed.base):
+            return f"the entry of {who} is of another attempt"
+        if not sound_entry(entry):
+            return f"the entry of {who} has impossible figures"
+    forged = next((entry.peer for entry in signed.entries if entry != own and not verify(entry)), None)
+    return None if forged is None else f"{short(forged)} has not signed its entry"
+
+
+def oddity(signed: SignedRoster, own: PeerId, known: Collection[PeerId], here: Collection[PeerId]) -> str | None:
+    """Why we would rather not follow a roster though its convener may be honest, which may see other replicas than we do; None when nothing is odd.
+
+    At the first attempt nobody has been left out for a reason yet, so one that lacks most of us would throw their work away.
+
+    Args:
+        known: the other replicas of the module that we see.
+        here: those of them that stand on our anchor and serve.
+    """
+    strangers = {entry.peer for entry in signed.entries} - {own, *known}
+    if len(strangers) > max(1, len(signed.entries) // STRANGERS):
+        return f"{len(strangers)} in it are no replicas of this module that we see"
+    if signed.round.attempt == 0 and 2 * len(signed.entries) < len(here) + 1:
+        return f"it has {len(signed.entries)} of the {len(here) + 1} replicas that stand here"
     return None
 
 
@@ -157,37 +201,14 @@ def may_be_committed(roster: Roster, without: int) -> bool:
     return 2 * (len(roster.members) - without) > len(roster.members)
 
 
-def lower_median(values: Sequence[float]) -> float:
-    """Of an even number of values the smaller middle one: of two, one cannot lift the other's limit.
-
-    Raises:
-        IndexError: there is no value.
-    """
-    return sorted(values)[(len(values) - 1) // 2]
-
-
-def _steps(entries: Mapping[PeerId, Entry]) -> int:
+def _steps(rules: RoundRules, entries: Mapping[PeerId, Entry]) -> int:
+    """The mean. One that claims hardly any slows the schedule of two to half, and no more."""
     steps = [entry.steps for entry in entries.values() if entry.tokens > 0]
-    ceiling = int(TOKENS_AT_MOST * lower_median(steps))
-    return round(sum(min(count, ceiling) for count in steps) / len(steps))
+    ceiling = TOKENS_AT_MOST * max(lower_median(steps), steps_between_rounds(rules))
+    return (2 * sum(min(count, ceiling) for count in steps) + len(steps)) // (2 * len(steps))
 
 
 def _tokens(entries: Mapping[PeerId, Entry]) -> int:
     tokens = [entry.tokens for entry in entries.values() if entry.tokens > 0]
-    ceiling = int(BELIEVED_TOKENS * lower_median(tokens))
+    ceiling = BELIEVED_TOKENS * lower_median(tokens)
     return sum(min(count, ceiling) for count in tokens)
-
-
-def _sound_member(member: Member) -> bool:
-    return 0 <= member.coefficient <= 1 and math.isfinite(member.norm) and member.norm >= 0
-
-
-def _covers(chunks: range, members: Sequence[Member]) -> bool:
-    end = chunks.start
-    for member in sorted(members, key=lambda member: (member.first_chunk, member.end_chunk)):
-        if member.first_chunk == member.end_chunk:
-            continue
-        if member.first_chunk != end or member.end_chunk < member.first_chunk:
-            return False
-        end = member.end_chunk
-    return end == chunks.stop

@@ -5,35 +5,57 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
-from swarm.round_messages import MAX_ROUND
+from swarm.round_messages import MAX_MEMBERS
 from swarm.rounds.words import RoundRules
 from swarm.vocabulary import AnchorVersion, ModuleId, PeerId, Reasoned
 
+Number = TypeVar("Number", int, float)
+
 INFORMED = 3
 """So many in the order of conveners learn how far a replica is."""
-PLAUSIBLE_LEAD = 2**20
-"""A round so far beyond ours is no honest claim. Without this one lie could use up the numbers."""
+LARGEST_LEAD = 2**20
+FIRST_LEAD = 1024
+LEAD_TIMES = 4
+"""A single replica's word is taken for a round so many times ours, or so much beyond a small one: one that was cut off has gone on by itself,
+hardly several times as fast. Without a limit one lie could use up the numbers."""
+MOST_ROUNDS = 2**36
+"""A hundred a second for twenty years: no run is further, whoever says so, and numbers are left."""
+SLACK_ROUNDS = 1024
+SLACK_WORK = 1024
+"""A version has at most so many times the steps and tokens that its rounds, and SLACK_ROUNDS more, are there for: rounds that fail for hours
+add to the next one."""
 STEPS_TIMES_ALONE = 2
 """A replica that has so many times `inner_steps` behind it opens a round whatever it knows of the others."""
 WORK_AT_MOST = 2
 """Times the average share: more of one fellow's steps are not counted, so that one claim alone makes no round due."""
 
 
-def precedence(module: ModuleId, number: int, peer: PeerId) -> bytes:
-    """Of all who could convene this round, the one with the smallest value does.
+def precedence(module: ModuleId, base: AnchorVersion, number: int, peer: PeerId) -> bytes:
+    """Of all who could convene this round from this anchor, the one with the smallest value does.
 
     Rendezvous hashing (Thaler and Ravishankar 1998): everybody computes the same order, each round has another one, and a peer
-    that comes or goes changes nobody else's place.
+    that comes or goes changes nobody else's place. The anchor's digest is in it, so that nobody knows the order before the round before has
+    been committed: a key that convenes a given round cannot be made in advance.
     """
-    header = struct.pack("<IIQ", module.stage, module.expert, number)
-    return hashlib.sha256(b"skipstone-convener:1\0" + header + peer.encode()).digest()
+    header = struct.pack("<IIQ", module.stage, module.expert, number) + base.digest
+    return hashlib.sha256(b"skipstone-convener:2\0" + header + peer.encode()).digest()
 
 
-def convener_order(module: ModuleId, number: int, peers: Iterable[PeerId]) -> tuple[PeerId, ...]:
+def convener_order(module: ModuleId, base: AnchorVersion, number: int, peers: Iterable[PeerId]) -> tuple[PeerId, ...]:
     """Who convenes, and who steps in when those before are silent."""
-    return tuple(sorted(set(peers), key=lambda peer: precedence(module, number, peer)))
+    return tuple(sorted(set(peers), key=lambda peer: precedence(module, base, number, peer)))
+
+
+def lower_median(values: Sequence[Number]) -> Number:
+    """Of an even number of values the smaller middle one: of two, one cannot lift the other's limit.
+
+    Raises:
+        IndexError: there is no value.
+    """
+    return sorted(values)[(len(values) - 1) // 2]
 
 
 def fragments_of(rules: RoundRules) -> int:
@@ -73,31 +95,53 @@ def due(
 
 
 def plausible_round(own: AnchorVersion, number: int) -> bool:
-    """Whether a version or round with this number can be. Who stands at round 0 knows nothing yet and believes any."""
-    return 0 <= number <= MAX_ROUND and (own.round == 0 or number <= own.round + PLAUSIBLE_LEAD)
+    """Whether a round with this number can be the next one for us."""
+    return 0 <= number <= min(own.round + LARGEST_LEAD, MOST_ROUNDS)
+
+
+def possible(rules: RoundRules, version: AnchorVersion) -> bool:
+    """Whether a version's figures can be true, and fit each other, in this run at all."""
+    steps = SLACK_WORK * rules.inner_steps * (version.round + SLACK_ROUNDS)
+    tokens = steps * rules.step_tokens * MAX_MEMBERS
+    return 0 <= version.round <= MOST_ROUNDS and 0 <= version.steps <= steps and 0 <= version.tokens <= tokens
+
+
+def near(own: AnchorVersion, number: int) -> bool:
+    """Whether one replica alone is believed that it has come so far."""
+    return number <= own.round + min(LARGEST_LEAD, max(FIRST_LEAD, LEAD_TIMES * own.round))
 
 
 def next_number(own: AnchorVersion, seen: Iterable[AnchorVersion]) -> int:
     """One more than any live replica has, so that whoever takes over the result moves forward."""
-    return 1 + max([own.round, *(version.round for version in seen if version.round <= own.round + PLAUSIBLE_LEAD)])
+    return 1 + max([own.round, *(version.round for version in seen if near(own, version.round))])
 
 
-def standing(own: AnchorVersion, others: Mapping[PeerId, AnchorVersion]) -> Reasoned[AnchorVersion]:
+def standing(rules: RoundRules, own: AnchorVersion, others: Mapping[PeerId, AnchorVersion]) -> Reasoned[AnchorVersion]:
     """The version that the module stands on, as we see it: that of most live replicas; of equally many, the greater by
     (tokens, round, digest).
 
-    Round 0 is what everybody starts from, and nothing agreed is lost by leaving it: it never wins against a later one.
+    Round 0 is what everybody starts from, and nothing agreed is lost by leaving it: it never wins against a later one. But a version that is
+    far beyond ours, and beyond round 0 any, is one that somebody may have made up: it counts when at least two replicas, and half of those
+    we see, stand there, or when there is no other replica than the one that says so.
 
     Args:
         others: what the other serving replicas stand on.
     """
     if all(version == own for version in others.values()):
         return Reasoned(own, f"all {len(others) + 1} replicas stand on our anchor")
-    counts = Counter(version for version in others.values() if plausible_round(own, version.round))
-    counts[own] += 1
-    later = {version: count for version, count in counts.items() if version.round > 0} or dict(counts)
+    counts = Counter(version for version in others.values() if possible(rules, version))
+    credible = {
+        version: count
+        for version, count in counts.items()
+        if (own.round > 0 and near(own, version.round))
+        or version.round == 0
+        or len(others) == 1
+        or (count > 1 and 2 * count >= len(others))
+    }
+    credible[own] = counts[own] + 1
+    later = {version: count for version, count in credible.items() if version.round > 0} or credible
     best = max(later, key=lambda version: (later[version], version.tokens, version.round, version.digest))
     if best == own:
-        return Reasoned(own, f"{counts[own]} of {len(others) + 1} replicas stand on our anchor")
-    why = "more" if later[best] > counts[own] or own.round == 0 else "as many, and it is greater"
-    return Reasoned(best, f"{counts[best]} replicas stand on round {best.round}, {counts[own]} on ours ({why})")
+        return Reasoned(own, f"{credible[own]} of {len(others) + 1} replicas stand on our anchor")
+    why = "more" if later[best] > credible[own] or own.round == 0 else "as many, and it is greater"
+    return Reasoned(best, f"{credible[best]} replicas stand on round {best.round}, {credible[own]} on ours ({why})")

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field
 
 from swarm.round_messages import Accepting, Entry, Prepared, Pulse, Roster, RoundControl, RoundId
-from swarm.rounds.convening import ASSUMED_BANDWIDTH
+from swarm.rounds.rosters import ASSUMED_BANDWIDTH, GRACE_S
 from swarm.rounds.words import RoundRules
 from swarm.vocabulary import AnchorVersion, PeerId
 
@@ -40,8 +40,12 @@ class Participation:
     heard: float
     """When the convener last said anything."""
     rules: RoundRules
+    until: float = field(init=False)
+    """No honest convener lets it last longer."""
     phase: Phase = Phase.PREPARING
     entry: Entry | None = None
+    bandwidth: float = 0.0
+    """Of our own best link, bytes per second; 0 when not known."""
     roster: Roster | None = None
     version: AnchorVersion | None = None
     """What it prepared, or finishes."""
@@ -54,6 +58,9 @@ class Participation:
     """Members to which the link broke since their last piece."""
     rejected: set[PeerId] = field(default_factory=set)
 
+    def __post_init__(self) -> None:
+        self.until = self.heard + self.rules.prepare_s + GRACE_S
+
     def hear_convener(self, now: float) -> None:
         self.heard, self.link_lost = now, False
 
@@ -65,8 +72,8 @@ class Participation:
         """Whether it stays with its convener when another one calls: the exchange has begun and the convener was heard lately."""
         return self.roster is not None and self.silence(now) < self.rules.silence_s / 2
 
-    def begin(self, roster: Roster) -> None:
-        self.roster, self.phase = roster, Phase.EXCHANGING
+    def begin(self, roster: Roster, until: float) -> None:
+        self.roster, self.phase, self.until = roster, Phase.EXCHANGING, until
 
     def owed(self, peers: frozenset[PeerId], now: float) -> None:
         self.owing = {peer: self.owing.get(peer, now) for peer in peers}
@@ -102,8 +109,7 @@ class Participation:
         return self.rules.silence_s + PIECE_SLACK * members * self._piece_s()
 
     def _piece_s(self) -> float:
-        bandwidth = (0.0 if self.entry is None else self.entry.bandwidth) or ASSUMED_BANDWIDTH
-        return self.rules.chunk_bytes / bandwidth
+        return self.rules.chunk_bytes / (self.bandwidth or ASSUMED_BANDWIDTH)
 
     def status(self, now: float) -> RoundControl | None:
         """What the convener should know, as a message; said again and again."""

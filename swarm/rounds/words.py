@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
 
-from swarm.round_messages import Roster, RoundControl, RoundId
+from swarm.round_messages import Entry, Roster, RoundControl, RoundId
 from swarm.rounds.codecs import FLOAT32, RoundCodecs, Rung
 from swarm.vocabulary import AnchorVersion, PeerId
 
@@ -27,6 +29,8 @@ class RoundRules:
     silence_s: float = 2.0
     """A member (or convener) of which nothing is heard for so long during the exchange is taken for silent."""
     pulse_s: float = 0.5
+    step_tokens: int = 2**20
+    """Of one inner step of one replica, about."""
     chunk_bytes: int = 4 * 2**20
     """Of one chunk on the wire at most: how long a piece may take follows from it."""
     rungs: tuple[Rung, ...] = (FLOAT32,)
@@ -36,6 +40,18 @@ class RoundRules:
     def codecs(self) -> tuple[RoundCodecs, ...]:
         """That the run's rosters may name."""
         return tuple(rung.codecs for rung in self.rungs)
+
+
+class Seal(Protocol):
+    """Signs our entries and checks the others'; there is no cryptography here."""
+
+    def sign(self, entry: Entry) -> Entry:
+        """The same entry with our signature."""
+        ...
+
+    def verify(self, entry: Entry) -> bool:
+        """Whether who enters has signed it."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +97,10 @@ class SnapshotTaken:
     steps: int
     tokens: int
     norm: float
-    bandwidth: float
+    bandwidth: float = 0.0
+    """Bytes per second of our own best link; 0 when not known. For our own patience and choices: nobody else believes it."""
+    received: Mapping[PeerId, float] = field(default_factory=dict)
+    """Bytes per second at which other members' pieces have come in."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,9 @@ from protocol.tensor_spec import DType, TensorSpec
 from swarm.errors import ProtocolViolation
 from swarm.round_messages import (
     MAX_ATTEMPTS,
+    MAX_MEASURED,
     MAX_MEMBERS,
+    MAX_RATE,
     MAX_ROUND,
     Accepting,
     Commit,
@@ -30,13 +32,13 @@ from swarm.round_messages import (
     Dissolved,
     Entry,
     Invitation,
-    Member,
+    Measured,
     Prepared,
     Progress,
     Pulse,
     Reduced,
-    Roster,
     RoundId,
+    SignedRoster,
     StateChunk,
     StateRefusal,
     StateRefused,
@@ -62,19 +64,33 @@ rounds = st.builds(RoundId, modules, st.integers(1, MAX_ROUND), st.integers(0, M
 measures = st.floats(0, allow_nan=False, allow_infinity=False)
 details = st.text(st.characters(codec="utf-8"), max_size=256).filter(str.isprintable)
 lists = st.lists(st.sampled_from(PEERS), unique=True).map(tuple)
-spans = st.tuples(st.integers(0, 2**20), st.integers(0, 2**20)).map(sorted)
 chunk_lists = st.lists(st.integers(0, 2**20 - 1), min_size=1, max_size=64, unique=True).map(tuple)
 
 
+measured = st.lists(st.builds(Measured, st.integers(0, 2**24 - 1), st.integers(1, MAX_RATE)), max_size=MAX_MEASURED)
+signatures = st.binary(min_size=64, max_size=64)
+
+
 @st.composite
-def rosters(draw: st.DrawFn) -> Roster:
-    members = tuple(
-        Member(peer, *draw(spans), draw(st.floats(0, 1)), draw(measures))
-        for peer in draw(st.lists(st.sampled_from(PEERS), min_size=1, unique=True))
+def entries(draw: st.DrawFn, number: RoundId | None = None, base: AnchorVersion | None = None) -> Entry:
+    return Entry(
+        draw(st.sampled_from(PEERS)),
+        number or draw(rounds),
+        base or draw(versions),
+        draw(counts),
+        draw(counts),
+        draw(measures),
+        tuple(draw(measured)),
+        draw(st.none() | versions),
+        draw(signatures),
     )
-    return Roster(
-        draw(rounds), draw(versions), members, draw(counts), draw(counts), draw(st.sampled_from(Codec)), draw(details)
-    )
+
+
+@st.composite
+def rosters(draw: st.DrawFn) -> SignedRoster:
+    number, base = draw(rounds), draw(versions)
+    members = draw(st.lists(entries(number, base), min_size=1, max_size=4, unique_by=lambda entry: entry.peer))
+    return SignedRoster(number, base, tuple(members), draw(st.sampled_from(Codec)), draw(details))
 
 
 @st.composite
@@ -97,7 +113,7 @@ frames = st.one_of(
     st.builds(Progress, modules, versions, counts, counts),
     st.builds(Invitation, rounds, versions),
     st.builds(Accepting, rounds),
-    st.builds(Entry, rounds, counts, counts, measures, measures, st.none() | versions),
+    entries(),
     st.builds(Declined, rounds, st.sampled_from(DeclineReason), versions),
     rosters(),
     st.builds(Pulse, rounds, lists, lists),
@@ -126,9 +142,7 @@ def test_a_damaged_frame_is_a_violation_or_another_valid_frame(frame: object, da
 
 
 def test_the_longest_messages_are_small_frames() -> None:
-    members = tuple(Member(peer, 2**20 - 1, 2**20, 1 / 3, 1e300 / 3) for peer in MANY_PEERS)
     for message in (
-        Roster(LARGEST_ROUND, LARGEST_VERSION, members, 2**48, 2**48, Codec.PLANES, "x" * 256),
         Pulse(LARGEST_ROUND, MANY_PEERS, MANY_PEERS),
         Commit(LARGEST_ROUND, LARGEST_VERSION, MANY_PEERS),
         StateRequest(ModuleId(1023, 1023), b"\xff" * 32, tuple(range(2**20 - 64, 2**20))),
@@ -136,6 +150,16 @@ def test_the_longest_messages_are_small_frames() -> None:
         frame = encode(message)
         assert len(frame) <= MAX_SMALL_FRAME_BYTES // 2
         assert decode(frame) == message
+
+
+def test_a_roster_of_all_members_that_have_measured_all_they_may_is_a_small_frame() -> None:
+    links = tuple(Measured(2**24 - 1, MAX_RATE) for _ in range(MAX_MEASURED))
+    figures = (2**48, 2**48, 1e300 / 3, links, LARGEST_VERSION, b"\xff" * 64)
+    members = tuple(Entry(peer, LARGEST_ROUND, LARGEST_VERSION, *figures) for peer in MANY_PEERS)
+    message = SignedRoster(LARGEST_ROUND, LARGEST_VERSION, members, Codec.PLANES, "x" * 256)
+    frame = encode(message)
+    assert len(frame) <= MAX_SMALL_FRAME_BYTES
+    assert decode(frame) == message
 
 
 # ---- golden bytes ---------------------------------------------------------------------------------------------------
@@ -165,22 +189,23 @@ def version(**changes: object) -> wire.AnchorVersion:
     return wire.AnchorVersion(**{"round": 1, "steps": 1, "tokens": 1, "fragment": 0, "digest": bytes(32), **changes})  # type: ignore[arg-type]
 
 
-def member(**changes: object) -> wire.Member:
-    honest = {"peer": PEERS[0], "first_chunk": 0, "end_chunk": 1, "coefficient": 0.5, "norm": 1.0}
-    return wire.Member(**{**honest, **changes})  # type: ignore[arg-type]
-
-
 def header(**changes: object) -> wire.TensorHeader:
     honest = {"transfer": 1, "dtype": 1, "codec": 1, "shape": [1024], "byte_length": 4096, "chunk_count": 1}
     return wire.TensorHeader(**{**honest, **changes})  # type: ignore[arg-type]
 
 
 def roster(**changes: object) -> wire.Roster:
-    return wire.Roster(**{"round": round_id(), "base": version(), "members": [member()], "codec": wire.NONE, **changes})  # type: ignore[arg-type]
+    return wire.Roster(**{"round": round_id(), "base": version(), "entries": [member()], "codec": wire.NONE, **changes})  # type: ignore[arg-type]
+
+
+def member(**changes: object) -> wire.Entry:
+    """An entry as rosters have it."""
+    honest = {"peer": PEERS[0], "steps": 1, "tokens": 1, "norm": 1.0, "signature": bytes(64)}
+    return wire.Entry(**{**honest, **changes})  # type: ignore[arg-type]
 
 
 def entry(**changes: object) -> wire.Entry:
-    return wire.Entry(**{"round": round_id(), "steps": 1, "tokens": 1, "norm": 1.0, **changes})  # type: ignore[arg-type]
+    return member(**{"round": round_id(), "base": version(), **changes})
 
 
 def contribution(**changes: object) -> wire.Contribution:
@@ -228,22 +253,23 @@ LIES: dict[str, wire.Frame] = {
     "norm is NaN": wire.Frame(entry=entry(norm=math.nan)),
     "norm is infinite": wire.Frame(entry=entry(norm=math.inf)),
     "norm is negative": wire.Frame(entry=entry(norm=-1.0)),
-    "bandwidth is NaN": wire.Frame(entry=entry(bandwidth=math.nan)),
-    "bandwidth is negative": wire.Frame(entry=entry(bandwidth=-0.1)),
+    "a rate of 0": wire.Frame(entry=entry(measured=[1 << 8])),
+    "a rate beyond": wire.Frame(entry=entry(measured=[25])),
+    "too many links": wire.Frame(entry=entry(measured=[257] * 17)),
+    "no signature": wire.Frame(entry=entry(signature=b"")),
+    "a long signature": wire.Frame(entry=entry(signature=bytes(65))),
+    "entry of nobody": wire.Frame(entry=entry(peer="")),
+    "entry without an anchor": wire.Frame(entry=entry(base=None)),
     "staged without digest": wire.Frame(entry=entry(staged=wire.AnchorVersion(round=1))),
     "no reason": wire.Frame(declined=wire.Declined(round=round_id(), version=version())),
     "unknown reason": wire.Frame(declined=wire.Declined(round=round_id(), version=version(), reason=6)),  # type: ignore[arg-type]
-    "nobody": wire.Frame(roster=roster(members=[])),
-    "too many members": wire.Frame(roster=roster(members=[member()] * (MAX_MEMBERS + 1))),
-    "a member twice": wire.Frame(roster=roster(members=[member(), member(first_chunk=1)])),
-    "odd member": wire.Frame(roster=roster(members=[member(peer="x")])),
-    "chunks backwards": wire.Frame(roster=roster(members=[member(first_chunk=2)])),
-    "chunks beyond": wire.Frame(roster=roster(members=[member(end_chunk=2**20 + 1)])),
-    "coefficient above 1": wire.Frame(roster=roster(members=[member(coefficient=1.001)])),
-    "coefficient below 0": wire.Frame(roster=roster(members=[member(coefficient=-1e-9)])),
-    "coefficient is NaN": wire.Frame(roster=roster(members=[member(coefficient=math.nan)])),
-    "member's norm": wire.Frame(roster=roster(members=[member(norm=math.inf)])),
-    "result's steps": wire.Frame(roster=roster(steps=2**48 + 1)),
+    "nobody": wire.Frame(roster=roster(entries=[])),
+    "too many members": wire.Frame(roster=roster(entries=[member()] * (MAX_MEMBERS + 1))),
+    "a member twice": wire.Frame(roster=roster(entries=[member(), member(steps=2)])),
+    "odd member": wire.Frame(roster=roster(entries=[member(peer="x")])),
+    "a member's round": wire.Frame(roster=roster(entries=[member(round=round_id())])),
+    "a member's anchor": wire.Frame(roster=roster(entries=[member(base=version())])),
+    "a member's norm": wire.Frame(roster=roster(entries=[member(norm=math.inf)])),
     "no codec": wire.Frame(roster=roster(codec=wire.CODEC_UNSPECIFIED)),
     "reason too long": wire.Frame(roster=roster(codec_reason="x" * 257)),
     "named twice": wire.Frame(pulse=wire.Pulse(round=round_id(), waiting_for=PEERS[:1] * 2)),

@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 
 from protocol.chunks import encode_chunk
 from protocol.frame_parts import TensorFrame
@@ -22,14 +23,13 @@ from swarm.round_messages import (
     Dissolved,
     Entry,
     Invitation,
-    Member,
     Prepared,
     Progress,
     Pulse,
     Reduced,
-    Roster,
     RoundId,
     RoundPiece,
+    SignedRoster,
     StateChunk,
     StateRequest,
 )
@@ -57,12 +57,12 @@ def lies(scene: Siege, own: PeerId, convener: PeerId) -> Iterator[ControlMessage
     victim = scene.targets.victim.peer
     for number in range(base.round, base.round + FAR):
         attempt = RoundId(MODULE, number + 1, 0, convener)
-        members = (Member(victim, 0, 0, 0.0, 1.0), Member(own, 0, 1, 1.0, 1.0))
+        entry = Entry(own, attempt, base, 2**40, 2**47, 1e300, (), made_up, bytes(64))
         yield Progress(MODULE, made_up, 2**40, 2**47)
         yield Invitation(attempt, base)
         yield Accepting(attempt)
-        yield Entry(attempt, 2**40, 2**47, 1e300, 1e300, made_up)
-        yield Roster(attempt, base, members, 1, 1, Codec.NONE, "")
+        yield entry
+        yield SignedRoster(attempt, base, (replace(entry, peer=victim), entry), Codec.NONE, "")
         yield Pulse(attempt, (victim,), (victim,))
         yield Prepared(attempt, made_up)
         yield Commit(attempt, made_up, tuple(dict.fromkeys((victim, own, convener))))

@@ -96,17 +96,18 @@ async def test_with_sparse_contributions_all_agree_and_what_is_left_out_stays_in
 
 
 async def test_slow_links_make_rounds_smaller_and_all_members_agree_on_how() -> None:
-    """Rounds follow each other within a second here, so 1 MB/s is slow."""
+    """What counts is how fast pieces came in."""
     async with hall(3, limit=Codec.TOP_K_2, inner_steps=INNER) as here:
-        for number, goodput in enumerate((0.0, 1e6, 1e15), start=1):
-            here.goodput_bytes_per_s = goodput
-            await here.a_round(number, INNER)
+        here.piece_s = 0.5
+        await here.a_round(1, INNER)
+        await here.a_round(2, INNER)
         assert here.agree()
         for replica in here.replicas.values():
-            assert [settled.codec for settled in replica.settled] == [Codec.INT8, Codec.TOP_K_2, Codec.INT8]
-            assert replica.settled[1].sent_bytes < replica.settled[0].sent_bytes / 3
-            assert "no link was measured yet" in replica.settled[0].codec_reason
-            assert "8 Mbit/s" in replica.settled[1].codec_reason
+            first, second = replica.settled
+            assert [first.codec, second.codec] == [Codec.INT8, Codec.TOP_K_2]
+            assert second.sent_bytes < first.sent_bytes / 3
+            assert "no link was measured yet" in first.codec_reason
+            assert "Mbit/s" in second.codec_reason
 
 
 async def test_fragments_take_turns() -> None:

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from swarm.round_messages import Entry, Roster, RoundId
+from swarm.round_messages import Entry, Measured, RoundId, SignedRoster
+from swarm.rounds.bandwidths import mark_of
 from swarm.rounds.codecs import MOST_OF_AN_INTERVAL, RoundCodecs, Rung, choose, ladder
-from swarm.rounds.rosters import CONVENER_REDUCES_FROM, make_roster, objection
+from swarm.rounds.rosters import CONVENER_REDUCES_FROM, codec_of, objection
 from swarm.rounds.words import RoundRules
-from swarm.vocabulary import AnchorVersion, Codec, ModuleId, PeerId
+from swarm.vocabulary import AnchorVersion, Codec, ModuleId, PeerId, Reasoned
 
 A, B = PeerId("a"), PeerId("b")
 BASE = AnchorVersion(4, 40, 4000, 0, b"d" * 32)
@@ -21,12 +22,12 @@ INTERVAL_S = 40.0
 """So that an exchange may take 10 s. Two members send and receive 10 MB of float32 each."""
 
 
-def roster(bandwidths: dict[PeerId, float], attempt: int = 0) -> Roster:
+def chosen(rates: dict[PeerId, int], attempt: int = 0, own: float = 0.0) -> Reasoned[RoundCodecs]:
+    """Rates are what all the others say."""
     number = RoundId(ModuleId(1), 5, attempt, A)
-    entries = {peer: Entry(number, 10, 100, 1.0, bandwidth, None) for peer, bandwidth in bandwidths.items()}
-    made = make_roster(RULES, number, BASE, entries, INTERVAL_S)
-    assert made is not None
-    return made
+    said = {peer: tuple(Measured(mark_of(other), rates[other]) for other in rates if rates[other]) for peer in rates}
+    entries = {peer: Entry(peer, number, BASE, 10, 100, 1.0, said[peer], None) for peer in rates}
+    return codec_of(RULES, number, BASE, entries, INTERVAL_S, own)
 
 
 @pytest.mark.parametrize(
@@ -62,22 +63,26 @@ def test_means_are_never_sparse() -> None:
     ],
 )
 def test_the_mildest_that_the_slowest_member_carries_in_time(slowest: float, codec: Codec) -> None:
-    made = roster({A: 1e9, B: slowest})
-    assert made.codec is codec
-    assert objection(RULES, made, B, 1.0) is None
-    assert f"{MOST_OF_AN_INTERVAL:.0%} are wanted" in made.codec_reason
+    made = choose(RUNGS, 10e6, slowest, INTERVAL_S)
+    assert made.value.contribution is codec
+    assert f"{MOST_OF_AN_INTERVAL:.0%} are wanted" in made.reason
 
 
 def test_who_has_measured_nothing_holds_nobody_back() -> None:
-    assert roster({A: 0.0, B: 0.12e6}).codec is Codec.TOP_K_4
-    nothing = roster({A: 0.0, B: 0.0})
-    assert (nothing.codec, nothing.codec_reason) == (Codec.INT8, "no link was measured yet")
+    assert chosen({A: 0, B: 8}).value.contribution is Codec.TOP_K_2
+    nothing = chosen({A: 0, B: 0})
+    assert (nothing.value.contribution, nothing.reason) == (Codec.INT8, "no link was measured yet")
+
+
+def test_before_anything_was_measured_the_conveners_own_link_counts() -> None:
+    assert chosen({A: 0, B: 0}, own=0.12e6).value.contribution is Codec.TOP_K_4
+    assert chosen({A: 10, B: 10}, own=0.12e6).value.contribution is Codec.INT8
 
 
 def test_a_convener_that_reduces_alone_has_more_to_carry() -> None:
-    peers = {PeerId(name): 0.7e6 for name in "abcdef"}
-    assert roster(peers).codec is Codec.INT8
-    assert roster(peers, CONVENER_REDUCES_FROM).codec is not Codec.INT8
+    peers = {PeerId(name): 10 for name in "abcdefghijkl"}
+    assert chosen(peers).value.contribution is Codec.INT8
+    assert chosen(peers, CONVENER_REDUCES_FROM).value.contribution is not Codec.INT8
 
 
 def test_a_run_that_allows_one_has_no_choice() -> None:
@@ -87,5 +92,7 @@ def test_a_run_that_allows_one_has_no_choice() -> None:
 
 def test_a_codec_that_the_run_does_not_allow_is_objected_to() -> None:
     rules = replace(RULES, rungs=RUNGS[:2])
-    made = replace(roster({A: 1e9, B: 1e9}), codec=Codec.TOP_K_2)
-    assert objection(rules, made, B, 1.0) == "this run's rounds do not use TOP_K_2"
+    number = RoundId(ModuleId(1), 5, 0, A)
+    entries = tuple(Entry(peer, number, BASE, 10, 100, 1.0, (), None) for peer in (A, B))
+    signed = SignedRoster(number, BASE, entries, Codec.TOP_K_2)
+    assert objection(rules, signed, entries[1], lambda entry: True) == "this run's rounds do not use TOP_K_2"

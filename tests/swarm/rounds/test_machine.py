@@ -14,16 +14,17 @@ from swarm.round_messages import (
     Dissolved,
     Entry,
     Invitation,
-    Member,
     Prepared,
     Progress,
     Pulse,
     Roster,
     RoundControl,
     RoundId,
+    SignedRoster,
 )
 from swarm.rounds.convening import credible_accusers
 from swarm.rounds.machine import RoundMachine
+from swarm.rounds.rosters import make_roster
 from swarm.rounds.words import (
     Action,
     Arrived,
@@ -46,7 +47,8 @@ from swarm.rounds.words import (
     Tick,
     Worked,
 )
-from swarm.vocabulary import AnchorVersion, ModuleId, PeerId
+from swarm.vocabulary import AnchorVersion, Codec, ModuleId, PeerId
+from tests.swarm.rounds.virtual_exchange import VirtualSeal
 
 MODULE = ModuleId(1)
 RULES = RoundRules(inner_steps=10, fragments=1, chunks=8, longest_s=60.0)
@@ -54,6 +56,7 @@ US, B, C, D, STRANGER = (PeerId(name) for name in ("us", "b", "c", "d", "strange
 BASE = AnchorVersion(4, 40, 4000, 0, b"base")
 RESULT = AnchorVersion(5, 50, 4300, 0, b"result")
 ATTEMPT = RoundId(MODULE, 5, 0, B)
+SEAL = VirtualSeal()
 
 
 class Desk:
@@ -61,7 +64,7 @@ class Desk:
 
     def __init__(self) -> None:
         self.now = 100.0
-        self.machine = RoundMachine(US, MODULE, RULES, BASE)
+        self.machine = RoundMachine(US, MODULE, RULES, BASE, SEAL)
         self.feed(FellowsChanged(tuple(Fellow(peer, BASE, True) for peer in (B, C, D))))
 
     def feed(self, event: Event) -> list[Action]:
@@ -83,13 +86,22 @@ class Desk:
 
     def prepare(self) -> None:
         self.enter()
-        self.hear(B, roster())
+        self.hear(B, signed())
         self.feed(Staged(ATTEMPT, RESULT))
 
 
+def entry(attempt: RoundId = ATTEMPT, peer: PeerId = US, steps: int = 10, staged: AnchorVersion | None = None) -> Entry:
+    return SEAL.sign(Entry(peer, attempt, BASE, steps, 10 * steps, 1.0, (), staged))
+
+
+def signed(attempt: RoundId = ATTEMPT) -> SignedRoster:
+    return SignedRoster(attempt, BASE, tuple(entry(attempt, peer) for peer in (B, C, US)))
+
+
 def roster(attempt: RoundId = ATTEMPT) -> Roster:
-    shares = ((B, 0, 3), (C, 3, 6), (US, 6, 8))
-    return Roster(attempt, BASE, tuple(Member(peer, a, b, 1 / 3, 1.0) for peer, a, b in shares), 50, 4300)
+    made = make_roster(RULES, signed(attempt))
+    assert made is not None
+    return made
 
 
 def told(actions: list[Action], to: PeerId) -> list[RoundControl]:
@@ -104,9 +116,8 @@ def test_a_round_from_the_members_side() -> None:
     desk = Desk()
     actions = desk.hear(B, Invitation(ATTEMPT, BASE))
     assert actions == [Tell(B, Accepting(ATTEMPT)), TakeSnapshot(ATTEMPT, 0)]
-    entry = Entry(ATTEMPT, 10, 100, 1.0, 1e6, None)
-    assert desk.feed(SnapshotTaken(ATTEMPT, 10, 100, 1.0, 1e6)) == [Tell(B, entry)]
-    assert desk.hear(B, roster()) == [Exchange(roster())]
+    assert desk.feed(SnapshotTaken(ATTEMPT, 10, 100, 1.0, 1e6)) == [Tell(B, entry())]
+    assert desk.hear(B, signed()) == [Exchange(roster())]
     assert desk.feed(Staged(ATTEMPT, RESULT)) == [Tell(B, Prepared(ATTEMPT, RESULT))]
     actions = desk.hear(B, Commit(ATTEMPT, RESULT, (B, US)))
     assert actions[0] == CommitStaged(roster(), RESULT)
@@ -124,13 +135,18 @@ def test_a_round_from_the_conveners_side_and_for_those_who_missed_a_message() ->
     attempt = desk.machine.under_way
     assert attempt == RoundId(MODULE, 5, 0, US)
     assert {invitation.to for invitation in invitations} == {B, C, D}
-    entry = Entry(attempt, 10, 100, 1.0, 1e6, None)
     desk.hear(B, Accepting(attempt))
-    actions = desk.feed(SnapshotTaken(attempt, 20, 1000, 1.0, 1e6)) + desk.hear(B, entry) + desk.hear(C, entry)
+    actions = (
+        desk.feed(SnapshotTaken(attempt, 20, 1000, 1.0, 1e6))
+        + desk.hear(B, entry(attempt, B))
+        + desk.hear(C, entry(attempt, C))
+    )
     actions += desk.hear(D, Declined(attempt, DeclineReason.BROKEN, BASE))
-    (made,) = [message for message in told(actions, B) if isinstance(message, Roster)]
-    assert {member.peer for member in made.members} == {US, B, C}
-    assert told(desk.hear(B, entry), B) == [made], "it has missed the roster"
+    (sent,) = [message for message in told(actions, B) if isinstance(message, SignedRoster)]
+    assert {entered.peer for entered in sent.entries} == {US, B, C}
+    assert told(desk.hear(B, entry(attempt, B)), B) == [sent], "it has missed the roster"
+    made = make_roster(RULES, sent)
+    assert made is not None
     result = AnchorVersion(5, made.steps, made.tokens, 0, b"result")
     assert told(desk.feed(Staged(attempt, result)), B) == []
     actions = desk.hear(C, Prepared(attempt, result))
@@ -146,11 +162,12 @@ def test_a_convener_for_which_all_have_waited_goes_on_at_once() -> None:
     while desk.machine.under_way is None:
         desk.wait(0.1)
     attempt = desk.machine.under_way
-    entry = Entry(attempt, 10, 100, 1.0, 1e6, None)
     for peer in (B, C, D):
-        assert desk.hear(peer, entry) == []
+        assert desk.hear(peer, entry(attempt, peer)) == []
     actions = desk.feed(SnapshotTaken(attempt, 20, 1000, 1.0, 1e6))
-    (made,) = [message for message in told(actions, B) if isinstance(message, Roster)]
+    (sent,) = [message for message in told(actions, B) if isinstance(message, SignedRoster)]
+    made = make_roster(RULES, sent)
+    assert made is not None
     assert Exchange(made) in actions
     result = AnchorVersion(5, made.steps, made.tokens, 0, b"result")
     for peer in (B, C):
@@ -183,20 +200,56 @@ def test_who_stands_elsewhere_or_is_late_is_told_so() -> None:
 
 
 @pytest.mark.parametrize(
-    "members",
+    "wrong",
     [
-        roster().members[:2],
-        (*roster().members[:2], replace(roster().members[2], first_chunk=5)),
-        (*roster().members[:2], replace(roster().members[2], coefficient=0.9)),
+        replace(signed(), entries=signed().entries[:2]),
+        replace(signed(), entries=(*signed().entries[:2], replace(entry(), norm=2.0))),
+        replace(signed(), entries=(*signed().entries[:2], entry(steps=11))),
+        replace(signed(), entries=(entry(peer=B), replace(entry(peer=C), tokens=1), entry())),
+        replace(signed(), entries=(entry(peer=B), entry(replace(ATTEMPT, number=4), C), entry())),
+        replace(signed(), codec=Codec.INT8),
     ],
 )
-def test_a_wrong_roster_is_refused(members: tuple[Member, ...]) -> None:
+def test_a_lying_convener_is_refused_and_not_followed_again_at_this_round(wrong: SignedRoster) -> None:
     desk = Desk()
     desk.enter()
-    actions = desk.hear(B, replace(roster(), members=members))
+    actions = desk.hear(B, wrong)
     assert Exchange not in kinds(actions)
     assert told(actions, B) == [Declined(ATTEMPT, DeclineReason.NOT_READY, BASE)]
     assert desk.machine.under_way is None
+    again = replace(ATTEMPT, attempt=1)
+    assert told(desk.hear(B, Invitation(again, BASE)), B) == [Declined(again, DeclineReason.OTHER_CONVENER, BASE)]
+    assert told(desk.hear(C, Invitation(replace(again, convener=C), BASE)), C) == [
+        Accepting(replace(again, convener=C))
+    ]
+
+
+def test_a_convener_takes_no_entry_that_another_has_signed_or_nobody() -> None:
+    desk = Desk()
+    desk.feed(Worked(2 * RULES.inner_steps, 1000))
+    while desk.machine.under_way is None:
+        desk.wait(0.1)
+    attempt = desk.machine.under_way
+    for peer, false in ((B, entry(attempt, C)), (C, replace(entry(attempt, C), tokens=7)), (D, entry(ATTEMPT, D))):
+        answers = told(desk.hear(peer, replace(false, round=attempt)), peer)
+        assert [type(answer) for answer in answers] == [Dissolved]
+    actions = desk.feed(SnapshotTaken(attempt, 20, 1000, 1.0, 1e6))
+    (alone,) = [action.roster for action in actions if isinstance(action, Exchange)]
+    assert alone.peers == (US,)
+
+
+def test_a_convener_that_is_heard_and_brings_nothing_to_an_end_is_left() -> None:
+    """It pulses for ever: it has shown others another roster, so no majority has the same result, or it does not want one."""
+    desk = Desk()
+    desk.prepare()
+    for _ in range(200):
+        actions = desk.wait(0.5)
+        if Declined(ATTEMPT, DeclineReason.NOT_READY, BASE) in told(actions, B):
+            break
+        desk.hear(B, Pulse(ATTEMPT))
+    assert desk.machine.under_way is None
+    again = replace(ATTEMPT, attempt=1)
+    assert told(desk.hear(B, Invitation(again, BASE)), B) == [Declined(again, DeclineReason.OTHER_CONVENER, BASE)]
 
 
 def test_what_was_prepared_is_named_in_the_next_attempts_entry() -> None:
@@ -208,7 +261,7 @@ def test_what_was_prepared_is_named_in_the_next_attempts_entry() -> None:
     )
     desk.wait(1.2)
     actions = desk.enter(second)
-    assert told(actions, C) == [Entry(second, 10, 100, 1.0, 1e6, RESULT)]
+    assert told(actions, C) == [entry(second, staged=RESULT)]
     assert kinds(desk.hear(C, Commit(second, RESULT, (US,))))[0] is CommitStaged
 
 
@@ -233,7 +286,7 @@ def test_a_commit_of_what_we_do_not_have_moves_nobody_before_the_others_stand_th
 def test_a_silent_convener_is_replaced_and_not_invited() -> None:
     desk = Desk()
     desk.enter()
-    desk.hear(B, roster())
+    desk.hear(B, signed())
     actions = desk.wait(7.0)
     invited = {a.to for a in actions if isinstance(a, Tell) and isinstance(a.message, Invitation)}
     assert invited == {C, D}
@@ -243,7 +296,7 @@ def test_a_silent_convener_is_replaced_and_not_invited() -> None:
 def test_a_convener_that_pulses_is_not_replaced() -> None:
     desk = Desk()
     desk.enter()
-    desk.hear(B, roster())
+    desk.hear(B, signed())
     for _ in range(20):
         desk.wait(0.5)
         desk.hear(B, Pulse(ATTEMPT))
@@ -253,7 +306,7 @@ def test_a_convener_that_pulses_is_not_replaced() -> None:
 def test_who_slept_drops_the_attempt_and_keeps_what_it_prepared() -> None:
     desk = Desk()
     desk.enter()
-    desk.hear(B, roster())
+    desk.hear(B, signed())
     desk.now += 30.0
     actions = desk.feed(Tick())
     assert actions == [Release(4, "this process did not run for 30.0 s")]
@@ -267,7 +320,7 @@ def test_of_two_results_the_later_is_kept() -> None:
     again, other = RoundId(MODULE, 5, 1, B), replace(RESULT, digest=b"o" * 32)
     desk.hear(B, Dissolved(ATTEMPT, "a member was silent"))
     desk.enter(again)
-    assert kinds(desk.hear(B, roster(again))) == [Exchange]
+    assert kinds(desk.hear(B, signed(again))) == [Exchange]
     assert desk.feed(Staged(again, other)) == [DropStaged(RESULT), Tell(B, Prepared(again, other))]
     assert desk.hear(B, Commit(again, other, (B, US)))[0] == CommitStaged(roster(again), other)
 
@@ -275,7 +328,7 @@ def test_of_two_results_the_later_is_kept() -> None:
 def test_a_process_that_is_held_up_does_not_take_its_convener_for_silent() -> None:
     desk = Desk()
     desk.enter()
-    desk.hear(B, roster())
+    desk.hear(B, signed())
     for _ in range(8):
         desk.now += 1.9
         desk.feed(Tick())
@@ -285,7 +338,7 @@ def test_a_process_that_is_held_up_does_not_take_its_convener_for_silent() -> No
 def test_rejected_pieces_are_told_and_a_repeated_offender_is_heard_no_more() -> None:
     desk = Desk()
     desk.enter()
-    desk.hear(B, roster())
+    desk.hear(B, signed())
     assert told(desk.feed(PieceRejected(ATTEMPT, C, "not finite")), B) == [Pulse(ATTEMPT, (), (C,))]
     desk.feed(PieceRejected(ATTEMPT, C, "not finite"))
     desk.wait(4.0)

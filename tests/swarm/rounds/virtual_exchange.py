@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from swarm.round_messages import Roster
+from swarm.round_messages import Entry, Roster
 from swarm.vocabulary import AnchorVersion, PeerId
 
 Send = Callable[[PeerId, "Piece"], None]
@@ -24,6 +24,16 @@ class Piece:
 
 def hash_of(*parts: object) -> bytes:
     return hashlib.sha256(repr(parts).encode()).digest()
+
+
+class VirtualSeal:
+    """`swarm.rounds.words.Seal` for names without keys: whoever has not changed anything in an entry has it signed by who is named in it."""
+
+    def sign(self, entry: Entry) -> Entry:
+        return replace(entry, signature=hash_of("signed", replace(entry, signature=b"")) * 2)
+
+    def verify(self, entry: Entry) -> bool:
+        return entry == self.sign(entry)
 
 
 @dataclass(slots=True)

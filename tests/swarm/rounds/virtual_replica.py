@@ -35,7 +35,7 @@ from swarm.rounds.words import (
     Worked,
 )
 from swarm.vocabulary import AnchorVersion, ModuleId, PeerId
-from tests.swarm.rounds.virtual_exchange import Piece, VirtualExchange, hash_of
+from tests.swarm.rounds.virtual_exchange import Piece, VirtualExchange, VirtualSeal, hash_of
 from tests.swarm.virtual_network import Thunk
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class VirtualReplica:
     def __init__(self, world: RoundWorld, own: PeerId, version: AnchorVersion, newcomer: bool) -> None:
         self.world = world
         self.id = own
-        self.machine = RoundMachine(own, MODULE, world.rules, version)
+        self.machine = RoundMachine(own, MODULE, world.rules, version, VirtualSeal())
         self.history = [version]
         self.serving = not newcomer
         self.alive = True
@@ -207,7 +207,8 @@ class VirtualReplica:
             gradient = hash_of(self.id, self.version, self.work)
             old = self.snapshots[attempt.number] = Snapshot(self.version, self.steps, self.tokens, gradient)
         norm = old.steps * self.world.random.uniform(0.9, 1.1)
-        self.feed(SnapshotTaken(attempt, old.steps, old.tokens, norm, self.bandwidth))
+        received = {peer: other.bandwidth for peer, other in self.world.replicas.items() if peer != self.id}
+        self.feed(SnapshotTaken(attempt, old.steps, old.tokens, norm, self.bandwidth, received))
 
     def _commit(self, attempt: RoundId, version: AnchorVersion) -> None:
         assert self.staged.get(version) == attempt, "it commits what it has not prepared"
