@@ -12,6 +12,7 @@ from node.chaos.deeds import (
     Crash,
     FreezeConvener,
     FullDisk,
+    Lie,
     Odd,
     OneWay,
     Resets,
@@ -90,6 +91,11 @@ def _odd(table: Table, at_s: float, cast: Cast) -> tuple[Happening, ...]:
     return (Odd(at_s, stage, tuple(oddities), works, site, step_after_s, starts_right=not ahead_s),)
 
 
+def _lie(table: Table, at_s: float, cast: Cast) -> tuple[Happening, ...]:
+    seed = int(table.number("seed", 0, 2**31, 0, whole=True))
+    return (Lie(at_s, cast.read_stage(table), seed, cast.groups[0].site),)
+
+
 def _freeze_convener(table: Table, at_s: float, cast: Cast) -> tuple[Happening, ...]:
     return (FreezeConvener(at_s, cast.read_stage(table), _for(table)),)
 
@@ -111,5 +117,6 @@ CHAOS_ACTIONS: Final[Mapping[str, ReadAction]] = {
     "crash": _crash,
     "restart": _restart,
     "odd": _odd,
+    "lie": _lie,
     "freeze_convener": _freeze_convener,
 }

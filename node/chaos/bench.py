@@ -52,6 +52,8 @@ class Bench:
         """What could not be done as the scenario wants it: it then shows nothing."""
         self.odd: dict[int, bool] = {}
         """Peers that are not like the others, and whether they should be worked with."""
+        self.liars: set[str] = set()
+        """Peers that lie in rounds."""
         self.waiting: list[str] = []
         """What is still to come of what has been done."""
         self._now = now

@@ -270,6 +270,27 @@ class Odd:
 
 
 @dataclass(frozen=True, slots=True)
+class Lie:
+    """A replica joins that lies in rounds, in every part that it gets to play (`node.chaos.lying_node`)."""
+
+    NAME: ClassVar[str] = "lie"
+    at_s: float
+    stage: int
+    seed: int
+    """Of its choice of lies."""
+    site: Site
+
+    def do(self, bench: Bench) -> None:
+        """See `Deed`."""
+        command = (sys.executable, "-P", "-m", "node.chaos.lying_node", f"--seed={self.seed}", "--")
+        peer = bench.lab.start(self.stage, self.site, command)
+        bench.liars.add(bench.lab.swarm.peers[peer].peer)
+        bench.lab.killed.add(peer)  # however it ends
+        bench.later(bench.visited(peer), f"peer {peer} to be at work")
+        bench.note(f"peer {peer} started for stage {self.stage}; it lies in rounds")
+
+
+@dataclass(frozen=True, slots=True)
 class FreezeConvener:
     """The convener of a stage's round stands still in the middle of the exchange, whoever it is."""
 

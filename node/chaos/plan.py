@@ -42,6 +42,8 @@ class Expectations:
     at_least: Mapping[str, int]
     """Counts of the check's report (docs/CHAOS.md has those that chaos adds)."""
     at_most: Mapping[str, int]
+    loss_ratio: float | None = None
+    """The most that the held-out loss may be, over that of the undisturbed run at as many tokens; None where they are not compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +114,17 @@ def plan_from_table(values: dict[str, Any], text: str) -> ChaosPlan:
         table.number("recovery", 1.0, LONGEST_S, USUAL_RECOVERY_S),
         _counts(table, "at_least"),
         _counts(table, "at_most"),
+        table.number("loss_ratio", 1.0, 10.0, 0.0) or None,
     )
     table.finish()
     values.setdefault("group", [dict(USUAL_GROUP)])
     values.setdefault("held_out", 0)
     values["manifest"] = merged(dict(SMALL_RUN), values.get("manifest", {}))
     scenario = scenario_from_table(values, CHAOS_ACTIONS)
+    if (expected.loss_ratio is None) != (scenario.held_out == 0):
+        raise ConfigError(
+            "chaos.loss_ratio and held_out go together: one says of how many microbatches, the other how large"
+        )
     return ChaosPlan(scenario.name, fault, scenario, text, save_every_s or None, expected)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from node.chaos.bench import Kind
@@ -12,6 +12,7 @@ from node.chaos.plan import ChaosPlan
 from node.chaos.recovery import SHARE, WINDOW_S, Recovery
 from node.chaos.trial import Trial
 from node.chaos.verdict import losses, objections
+from swarm.vocabulary import PeerId, short
 
 SHOWN_OBJECTIONS = 10
 
@@ -23,6 +24,8 @@ class Judged:
     plan: ChaosPlan
     trial: Trial | None
     objections: tuple[str, ...]
+    undisturbed: float | None = None
+    """The held-out loss of the run that the trial is compared with."""
 
     @property
     def passed(self) -> bool:
@@ -37,6 +40,12 @@ class Judged:
     def recovery_s(self) -> float:
         """The longest."""
         return max((each.seconds for each in self.counted), default=math.nan)
+
+    @property
+    def loss_ratio(self) -> float | None:
+        """Held-out loss over that of the undisturbed run at as many tokens."""
+        held_out = None if self.trial is None else self.trial.held_out
+        return None if held_out is None or self.undisturbed is None else held_out / self.undisturbed
 
     def as_json(self) -> dict[str, Any]:
         """One entry of report.json. Seconds are null for never."""
@@ -60,6 +69,15 @@ class Judged:
             "recoveries": [_recovery_json(each) for each in trial.recoveries],
             "lost": losses(trial.facts.report),
             "counts": trial.facts.report.counts,
+            "tokens": trial.tokens,
+            "held_out": trial.held_out,
+            "held_out_undisturbed": self.undisturbed,
+            "loss_ratio": self.loss_ratio,
+            "liars": sorted(trial.facts.liars),
+            "accused": {
+                peer: {"by": sorted(about.by), "commits": about.commits, "with_it": about.with_it}
+                for peer, about in trial.facts.accused.items()
+            },
             "peaks": {
                 "memory_bytes": peaks.memory_bytes,
                 "descriptors": peaks.descriptors,
@@ -69,9 +87,23 @@ class Judged:
         }
 
 
-def judged(trial: Trial) -> Judged:
-    """With the verdict."""
-    return Judged(trial.plan, trial, objections(trial.plan.expected, trial.facts, trial.pace, trial.recoveries))
+def judged(trial: Trial, undisturbed: float | None = None) -> Judged:
+    """With the verdict. `undisturbed` is the held-out loss of the run without the faults."""
+    found = objections(trial.plan.expected, trial.facts, trial.pace, trial.recoveries)
+    without = Judged(trial.plan, trial, found, undisturbed)
+    return replace(without, objections=(*found, *_of_loss(trial.plan.expected.loss_ratio, without.loss_ratio)))
+
+
+def _of_loss(allowed: float | None, ratio: float | None) -> list[str]:
+    if allowed is None:
+        return []
+    if ratio is None:
+        return ["the held-out losses with and without the faults could not be measured at as many tokens"]
+    return (
+        [f"the held-out loss is {ratio:.3f} of the undisturbed run's; {allowed:g} is allowed"]
+        if ratio > allowed
+        else []
+    )
 
 
 def report_json(all_judged: Sequence[Judged]) -> dict[str, Any]:
@@ -136,11 +168,27 @@ def _section(each: Judged) -> str:
     counts = ", ".join(f"{what} {number}" for what, number in sorted(trial.facts.report.counts.items()))
     lines += [
         f"* check: {len(trial.facts.report.violations)} violations; {trial.facts.report.logs} logs; {counts}",
+        *_of_lies(each),
         f"* most of a node: {peaks.memory_bytes / 2**20:.0f} MiB, {peaks.descriptors} descriptors, {peaks.threads} threads",
         "",
         *_diary(trial),
     ]
     return "\n".join(lines)
+
+
+def _of_lies(each: Judged) -> list[str]:
+    lines = []
+    if each.loss_ratio is not None and each.trial is not None:
+        lines.append(
+            f"* held-out loss after {each.trial.tokens} tokens: {each.trial.held_out:.4f}, undisturbed {each.undisturbed:.4f}:"
+            f" {each.loss_ratio:.4f} times"
+        )
+    accused = {} if each.trial is None else each.trial.facts.accused
+    for peer, about in accused.items():
+        lines.append(
+            f"* {short(PeerId(peer))} was accused by {len(about.by)}; of the {about.commits} rounds that they committed since, {about.with_it} had it in"
+        )
+    return lines
 
 
 def _diary(trial: Trial) -> list[str]:

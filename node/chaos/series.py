@@ -2,6 +2,7 @@
 
 NAME/scenario.toml   as run
 NAME/logs/           an event log for each node, for `skipstone check`
+NAME/undisturbed/    likewise of the run that its held-out loss is compared with
 report.md, .json     written anew after each scenario, so that a series that breaks off leaves them too
 chaos.png            where matplotlib is installed
 """
@@ -17,8 +18,9 @@ from node.chaos.bench import Mark
 from node.chaos.picture import draw
 from node.chaos.plan import ChaosPlan
 from node.chaos.report import Judged, judged, report_json, report_text
-from node.chaos.trial import Trying
-from node.wan.runner import make_folder
+from node.chaos.trial import Trial, Trying
+from node.wan.experiment import LONGEST_CALM, UNDISTURBED
+from node.wan.runner import Limits, Run, make_folder
 from swarm.errors import SkipstoneError
 
 
@@ -40,12 +42,12 @@ class Series:
         self._folder = folder
         self._stop = stop
         self._began, self._happened, self._ended = began, happened, ended
-        self._trying: Trying | None = None
+        self._running: Trying | Run | None = None
 
     def kill(self) -> None:
         """Kills every node now; see `Trying.kill`."""
-        if self._trying is not None:
-            self._trying.kill()
+        if self._running is not None:
+            self._running.kill()
 
     async def run(self, plans: Sequence[ChaosPlan]) -> list[Judged]:
         """Raises ConfigError when the folder is not empty."""
@@ -64,11 +66,23 @@ class Series:
         folder = self._folder / plan.name
         make_folder(folder)
         (folder / "scenario.toml").write_text(plan.text)
-        self._trying = Trying(plan, folder, self._happened, self._stop)
+        self._running = Trying(plan, folder, self._happened, self._stop)
         try:
-            return judged(await self._trying.to_the_end())
+            trial = await self._running.to_the_end()
+            return judged(trial, await self._undisturbed(trial, folder / UNDISTURBED))
         except SkipstoneError as error:
             return Judged(plan, None, (str(error),))
+
+    async def _undisturbed(self, trial: Trial, folder: Path) -> float | None:
+        """The held-out loss after as many tokens when nothing happens; None where it is not wanted, or could not be measured."""
+        if trial.plan.expected.loss_ratio is None or self._stop.is_set():
+            return None
+        make_folder(folder)
+        limits = Limits(duration_s=LONGEST_CALM * trial.seconds, tokens=trial.tokens)
+        scenario = trial.plan.scenario.uneventful()
+        self._running = Run(scenario, folder, limits, lambda news: None, self._stop)
+        outcome = await self._running.to_the_end()
+        return outcome.held_out_loss if outcome.tokens >= trial.tokens else None
 
     def _write(self, done: list[Judged]) -> None:
         picture = draw(self._folder, [each.trial for each in done if each.trial is not None])

@@ -24,6 +24,7 @@ from node.swarm_progress import PeerProgress
 from node.task_scope import task_scope
 from node.wan.happenings import Freeze, Happening, Heal, Kill, Partition, ReplaceOne, Reshape
 from node.wan.laboratory import Laboratory, Saving, laboratory
+from node.wan.runner import held_out_loss
 from swarm.errors import SkipstoneError, Stalled
 from swarm.settling import ASK_S
 
@@ -52,6 +53,10 @@ class Trial:
     marks: tuple[Mark, ...]
     completed: tuple[float, ...]
     facts: Facts
+    tokens: int = 0
+    """Trained when the held-out loss was asked for."""
+    held_out: float | None = None
+    """Through the swarm as it was at the end; None when it was not measured."""
 
 
 class Trying:
@@ -65,6 +70,8 @@ class Trying:
         self._began = math.inf
         self._served: list[tuple[float, bool]] = []
         self._resources = Resources()
+        self._tokens = 0
+        self._held_out: float | None = None
         self._lab: Laboratory | None = None
 
     def kill(self) -> None:
@@ -91,6 +98,9 @@ class Trying:
                     await self._recovered(bench)
             seconds = self._now()
             lab.calm()
+            if self._plan.scenario.held_out:
+                self._tokens = lab.swarm.progress.tokens
+                self._held_out = await held_out_loss(lab, self._plan.scenario.held_out, self._stop)
             await lab.swarm.stop()
             await reading
         completed = tuple(at for at in watch.completed if 0 <= at <= seconds)
@@ -105,6 +115,8 @@ class Trying:
             failures={peer: code for peer, code in ends.items() if code and peer not in lab.killed},
             missed=(*bench.missed, *(f"in vain: waited for {what}" for what in bench.waiting)),
             odd=bench.odd,
+            liars=frozenset(bench.liars),
+            accused=bench.watch.accused,
             peers={peer.index: peer.peer for peer in lab.swarm.peers},
             resources=self._resources.peaks(),
             logs=self._folder / LOGS,
@@ -112,7 +124,18 @@ class Trying:
         )
         pace = pace_before(completed, self._first_fault(bench))
         recoveries = self._recoveries(bench, completed, seconds)
-        return Trial(self._plan, self._began - started, seconds, pace, recoveries, tuple(bench.marks), completed, facts)
+        return Trial(
+            self._plan,
+            self._began - started,
+            seconds,
+            pace,
+            recoveries,
+            tuple(bench.marks),
+            completed,
+            facts,
+            self._tokens,
+            self._held_out,
+        )
 
     def _now(self) -> float:
         return time.monotonic() - self._began if self._began < math.inf else -1.0

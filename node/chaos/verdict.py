@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from node.chaos.plan import Expectations
 from node.chaos.recovery import Recovery
 from node.chaos.resources import Peaks
+from node.chaos.watch import Accused
 from node.events import Visit
 from node.log_check.report import Report
+from swarm.vocabulary import PeerId, short
 
 MAX_DESCRIPTORS: Final = 512
 MAX_THREADS: Final = 256
@@ -22,6 +24,8 @@ LEAST_PACE: Final = 0.5
 """Microbatches a second before the first fault: below it there is nothing to measure by."""
 REFUSALS: Final = frozenset(range(65, 79)) - {70}
 """Exit codes of `swarm.errors` that say that something cannot work; 70 would be a defect."""
+COMPANY: Final = 0.25
+"""Of the rounds that a replica commits after it has accused a liar, those with the liar in them: it is left out for a while, and then tried again."""
 _VISIT = f'{{"event":"{Visit.NAME}"'.encode()
 
 
@@ -39,6 +43,10 @@ class Facts:
     resources: Peaks
     logs: Path
     cut_short: bool
+    liars: frozenset[str] = frozenset()
+    """Peers that lie in rounds."""
+    accused: Mapping[str, Accused] = field(default_factory=dict)
+    """Replicas that others have accused of lying."""
 
 
 def objections(expected: Expectations, facts: Facts, pace: float, recoveries: Sequence[Recovery]) -> tuple[str, ...]:
@@ -49,6 +57,7 @@ def objections(expected: Expectations, facts: Facts, pace: float, recoveries: Se
         *(f"not carried out: {what}" for what in facts.missed),
         *_of_failures(facts),
         *_of_odd_peers(facts),
+        *_of_liars(facts.liars, facts.accused),
         *_of_counts(expected, facts.report.counts),
         *_of_resources(facts.resources),
         *_of_recoveries(expected, pace, recoveries),
@@ -78,6 +87,22 @@ def _of_odd_peers(facts: Facts) -> list[str]:
             found.append(f"nobody worked with peer {peer}")
         if not works and visits:
             found.append(f"{visits} microbatches visited peer {peer}, which should have been left out")
+    return found
+
+
+def _of_liars(liars: frozenset[str], accused: Mapping[str, Accused]) -> list[str]:
+    """Each liar is named and left out, and nobody else is named; what liars say themselves is no evidence."""
+    found = []
+    for peer, about in accused.items():
+        honest = about.by - liars
+        if peer not in liars and honest:
+            found.append(f"{short(PeerId(peer))} was accused by {len(honest)} honest replicas, and did not lie")
+    for liar in liars:
+        about = accused.get(liar, Accused())
+        if not about.by - liars:
+            found.append(f"nobody has named {short(PeerId(liar))}, which lies")
+        elif about.with_it > COMPANY * about.commits:
+            found.append(f"{about.with_it} of {about.commits} rounds had a liar in them after it was named")
     return found
 
 

@@ -6,11 +6,12 @@ import asyncio
 import os
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from node.chaos.agreement import Held
 from node.event_lines import event_from_json
-from node.events import CaughtUp, Completed, Restored, RoundCommitted, RoundProgress, Visit
+from node.events import CaughtUp, Completed, ReplicaAccused, Restored, RoundCommitted, RoundProgress, Visit
 
 LOOK_S = 0.02
 READ_BYTES = 1 << 20
@@ -18,7 +19,19 @@ _COMPLETED = f'{{"event":"{Completed.NAME}"'.encode()
 _VISIT = f'{{"event":"{Visit.NAME}"'.encode()
 _PROGRESS = f'{{"event":"{RoundProgress.NAME}"'.encode()
 _ANCHORS = tuple(f'{{"event":"{kind.NAME}"'.encode() for kind in (RoundCommitted, CaughtUp, Restored))
+_ACCUSED = f'{{"event":"{ReplicaAccused.NAME}"'.encode()
 _ANCHORS_KEPT = 2
+
+
+@dataclass(slots=True)
+class Accused:
+    """A replica that others say has lied, and the rounds that they have committed since the first said so."""
+
+    by: set[str] = field(default_factory=set)
+    commits: int = 0
+    """One for each replica and round."""
+    with_it: int = 0
+    """Those with its pseudo-gradient in them."""
 
 
 class Watch:
@@ -35,6 +48,7 @@ class Watch:
         """Peers whose gradients have counted."""
         self.anchors: dict[str, deque[Held]] = {}
         """Of each peer the last ones that it has taken over."""
+        self.accused: dict[str, Accused] = {}
         self._folder = folder
         self._now = now
         self._files: dict[Path, tuple[int, bytes]] = {}
@@ -79,8 +93,20 @@ class Watch:
             if isinstance(event, RoundCommitted | CaughtUp | Restored):
                 held = Held(event.module, event.round, event.digest)
                 self.anchors.setdefault(event.peer, deque(maxlen=_ANCHORS_KEPT)).append(held)
+            if isinstance(event, RoundCommitted):
+                self._note_company(event)
+        elif line.startswith(_ACCUSED):
+            event = event_from_json(line)
+            if isinstance(event, ReplicaAccused):
+                self.accused.setdefault(event.accused, Accused()).by.add(event.peer)
         elif self._wanted and line.startswith(_PROGRESS):
             event = event_from_json(line)
             for found, wanted in self._wanted.items():
                 if isinstance(event, RoundProgress) and not found.done() and wanted(event):
                     found.set_result(event)
+
+    def _note_company(self, commit: RoundCommitted) -> None:
+        for name, accused in self.accused.items():
+            if commit.peer in accused.by:
+                accused.commits += 1
+                accused.with_it += name in commit.contributors

@@ -196,24 +196,30 @@ class Run:
         capacity = Capacity((), None)
         if self._stop.is_set():
             return capacity, None
-        status = await self._asked(lambda: query_status(lab.swarm.link))
+        status = await _asked(lambda: query_status(lab.swarm.link), self._stop)
         if status is not None:
             speeds = ((_stage(peer["module"]), float(peer["tokens_per_s"])) for peer in status["peers"])
             capacity = capacity_of(speeds, self._scenario.manifest)
         if not self._scenario.held_out:
             return capacity, None
-        answer = await self._asked(lambda: query_evaluation(lab.swarm.link, self._scenario.held_out))
-        return capacity, None if answer is None else float(answer["loss"])
+        return capacity, await held_out_loss(lab, self._scenario.held_out, self._stop)
 
-    async def _asked(self, question: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any] | None:
-        """An answer of the swarm; None when there is none soon: peers that were asked may just have been killed."""
-        for _ in range(ASK_TRIES):
-            try:
-                async with asyncio.timeout(ASK_LIMIT_S):
-                    return await unless(self._stop, question())
-            except (SkipstoneError, TimeoutError) as error:
-                log.info("the swarm was asked in vain: %s", error)
-        return None
+
+async def held_out_loss(lab: Laboratory, microbatches: int, stop: asyncio.Event) -> float | None:
+    """Of the swarm's model as it is now; None when nobody says it soon, or `stop` is set."""
+    answer = await _asked(lambda: query_evaluation(lab.swarm.link, microbatches), stop)
+    return None if answer is None else float(answer["loss"])
+
+
+async def _asked(question: Callable[[], Awaitable[dict[str, Any]]], stop: asyncio.Event) -> dict[str, Any] | None:
+    """An answer of the swarm; None when there is none soon: peers that were asked may just have been killed."""
+    for _ in range(ASK_TRIES):
+        try:
+            async with asyncio.timeout(ASK_LIMIT_S):
+                return await unless(stop, question())
+        except (SkipstoneError, TimeoutError) as error:
+            log.info("the swarm was asked in vain: %s", error)
+    return None
 
 
 def make_folder(folder: Path) -> None:

@@ -74,7 +74,11 @@ class Scenario:
 
     def undisturbed(self) -> Scenario:
         """The same with an ideal network, in which nothing happens."""
-        return replace(self.everywhere("none"), name=f"{self.name}, undisturbed", happenings=())
+        return self.everywhere("none").uneventful()
+
+    def uneventful(self) -> Scenario:
+        """The same, in which nothing happens."""
+        return replace(self, name=f"{self.name}, undisturbed", happenings=())
 
 
 @dataclass(frozen=True, slots=True)

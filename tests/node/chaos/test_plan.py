@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from node.chaos.deeds import Child, Crash, FreezeConvener, Odd, OneWay, Resets, Restart, Worsen
+from node.chaos.deeds import Child, Crash, FreezeConvener, Lie, Odd, OneWay, Resets, Restart, Worsen
 from node.chaos.plan import ChaosPlan, find_plans, known_plans, plan_from_table, read_plan
 from node.cli.app import app
 from node.crash_points import POINTS
@@ -67,9 +67,12 @@ def test_deeds_are_read() -> None:
         + event("freeze_convener", "stage = 1\nfor = 4", at=8)
         + event("odd", "stage = 1\nclock = 300\nstep = -300\nstep_after = 9\nworks = true", at=8.5)
         + event("odd", "stage = 1\nstep = 30\nstep_after = 9", at=8.7)
-        + event("kill", "peers = [4]", at=9)
+        + event("lie", "stage = 2\nseed = 5", at=9)
+        + event("kill", "peers = [4]", at=10)
     )
-    worsen, one_way, resets, child, crash, restart, odd, convener, set_right, set_wrong, _ = read.scenario.happenings
+    worsen, one_way, resets, child, crash, restart, odd, convener, set_right, set_wrong, lie, _ = (
+        read.scenario.happenings
+    )
     assert isinstance(worsen, Worsen)
     assert worsen.change.fault is Fault.HALF_OPEN
     assert one_way == OneWay(2, (0,), (0, 1, 2, 3, 4), 4)
@@ -90,6 +93,8 @@ def test_deeds_are_read() -> None:
         False,
     )
     assert (set_wrong.oddities, set_wrong.step_after_s, set_wrong.starts_right) == (("--step=30",), 9, True)
+    assert isinstance(lie, Lie)
+    assert (lie.stage, lie.seed) == (2, 5)
 
 
 @pytest.mark.parametrize(
@@ -138,3 +143,9 @@ def test_the_command_lists_them_and_wants_a_folder() -> None:
     assert listed.exit_code == 0
     assert all(name in listed.stdout for name in known_plans())
     assert CliRunner().invoke(app, ["chaos", "resets"]).exit_code == ConfigError.exit_code
+
+
+@pytest.mark.parametrize("base", ["held_out = 8\n" + BASE, BASE + "loss_ratio = 1.02\n"])
+def test_losses_are_compared_where_they_are_measured(base: str) -> None:
+    with pytest.raises(ConfigError, match="go together"):
+        plan(base=base)

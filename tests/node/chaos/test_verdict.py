@@ -15,6 +15,7 @@ from node.chaos.report import Judged, judged, report_json, report_text
 from node.chaos.resources import Peaks
 from node.chaos.trial import Trial
 from node.chaos.verdict import Facts, objections
+from node.chaos.watch import Accused
 from node.event_lines import event_to_json
 from node.events import Visit
 from node.log_check.findings import Violation
@@ -78,6 +79,28 @@ def test_an_odd_peer_works_or_is_left_out_as_it_should(facts: Facts) -> None:
     (facts.logs / "three-1.jsonl").write_text(event_to_json(Visit("three", "1.0", "zero#1")) + "\n")
     assert against(replace(facts, odd={3: True})) == ""
     assert "should have been left out" in against(replace(facts, odd={3: False}))
+
+
+def test_a_liar_is_named_and_left_out_and_nobody_else_is(facts: Facts) -> None:
+    lied = replace(facts, liars=frozenset({"liar"}))
+    assert against(lied) == "nobody has named liar, which lies"
+    assert against(replace(lied, accused={"liar": Accused({"liar"})})) == "nobody has named liar, which lies"
+    assert against(replace(lied, accused={"liar": Accused({"honest"}, commits=40, with_it=10)})) == ""
+    kept = against(replace(lied, accused={"liar": Accused({"honest"}, commits=40, with_it=11)}))
+    assert kept == "11 of 40 rounds had a liar in them after it was named"
+    slandered = {"liar": Accused({"honest"}), "other": Accused({"liar"})}
+    assert against(replace(lied, accused=slandered)) == ""
+    wrong = {"liar": Accused({"honest"}), "other": Accused({"honest"})}
+    assert against(replace(lied, accused=wrong)) == "other was accused by 1 honest replicas, and did not lie"
+
+
+def test_the_held_out_loss_has_a_limit_where_it_is_compared(facts: Facts) -> None:
+    plan = read_plan(known_plans()["liar"])
+    trial = Trial(plan, 12.0, 300.0, 10.0, (), (), (1.0, 2.0), facts, tokens=1000, held_out=2.05)
+    assert judged(trial, 2.04).loss_ratio == pytest.approx(1.0049, abs=1e-4)
+    assert "the held-out loss is 1.025 of the undisturbed run's; 1.02 is allowed" in judged(trial, 2.0).objections
+    assert any("could not be measured" in each for each in judged(trial, None).objections)
+    assert "held-out loss after 1000 tokens: 2.0500, undisturbed 2.0000" in report_text([judged(trial, 2.0)], None)
 
 
 @pytest.mark.parametrize("peaks", [Peaks(2**32, 40, 20), Peaks(2**28, 4000, 20), Peaks(2**28, 40, 2000)])
