@@ -357,8 +357,6 @@ class Averager:
         self._hooks.anchored(staged.anchor)
         self.stepped()
         self._spawn(self._settle(bench, action, before, staged))
-        if self.auditor is not None:
-            self.auditor.committed(staged.anchor.version)
 
     async def _settle(self, bench: RoundBench, action: CommitStaged, before: Anchor, staged: StagedRound) -> None:
         await self.keeper.carry(staged.snapshot, staged.anchor, staged.sent)
@@ -383,6 +381,8 @@ class Averager:
                 *((0, 0) if self.auditor is None else self.auditor.take_traffic()),
             )
         )
+        if self.auditor is not None:  # not before: the replica's standing on its anchor is what others wait for
+            self.auditor.committed(version)
 
     def _start_catching_up(self, action: CatchUp) -> None:
         if self._catching is not None:
