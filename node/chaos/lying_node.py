@@ -31,10 +31,14 @@ from protocol.transport import GrpcTransport
 from swarm.announcement import Announcement
 from swarm.messages import ControlMessage, TensorMessage
 from swarm.round_messages import (
+    Accusation,
+    AuditRefused,
+    AuditRequest,
     Commit,
     Contribution,
     Dissolved,
     Entry,
+    Evidence,
     Prepared,
     Progress,
     Pulse,
@@ -73,6 +77,9 @@ LIES: Final = (
     "rejects what everybody sends",
     "waits for everybody",
     "prepares another result than the others",
+    "refuses audits",
+    "shows auditors signatures that nobody has made",
+    "accuses in place of auditing",
     "announces a round far ahead",
     "gives away other state than its digest names",
 )
@@ -219,6 +226,12 @@ def _told(liar: Liar, peer: PeerId, message: ControlMessage) -> ControlMessage:
             return replace(message, version=replace(version, digest=os.urandom(32)))
         case Commit(_, version) if liar.tells("commits what nobody has prepared"):
             return replace(message, version=replace(version, digest=os.urandom(32)))
+        case Evidence(attempt, first, end) if liar.tells("refuses audits"):
+            return AuditRefused(attempt, first, end)
+        case Evidence(signed=signed) if liar.tells("shows auditors signatures that nobody has made"):
+            return replace(message, signed=tuple(replace(each, signature=os.urandom(64)) for each in signed))
+        case AuditRequest(attempt, first, end) if liar.tells("accuses in place of auditing"):
+            return Accusation(attempt, first, end, ())
         case Progress() if liar.tells("claims far more steps and tokens"):
             return replace(message, steps=2**31, tokens=2**47)
         case _:
