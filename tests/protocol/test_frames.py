@@ -347,6 +347,7 @@ TOPICS = {
     ),
     **dict.fromkeys(["progress", "invitation", "accepting", "entry", "declined", "roster", "pulse"], Topic.ROUNDS),
     **dict.fromkeys(["prepared", "commit", "dissolved"], Topic.ROUNDS),
+    **dict.fromkeys(["audit_request", "evidence", "audit_refused", "accusation"], Topic.ROUNDS),
     **dict.fromkeys(["state_request", "state_refused"], Topic.STATE),
     **dict.fromkeys(
         ["lane_told", "lane_heard", "lane_offer", "lane_accept", "lane_decline", "lane_abandon"], Topic.LANES

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from swarm.rounds.audits import (
+    ALIGNED,
     AUDITED_BYTES,
     LONGER_THAN_OURS,
     LONGEST,
@@ -62,9 +63,15 @@ def test_a_mean_longer_than_the_norms_allow_is_odd() -> None:
 
 
 def test_a_mean_much_longer_than_those_that_we_make_is_odd() -> None:
-    ours = beside(OWN, length=0.05, cosine=0.3)
-    assert judged(ours, beside(A, length=0.05 * LONGER_THAN_OURS * 0.99, cosine=0.3)) == {}
-    assert set(judged(ours, beside(A, length=0.05 * LONGER_THAN_OURS * 1.01, cosine=0.3))) == {A}
+    ours = beside(OWN, length=0.2, cosine=0.3)
+    assert judged(ours, beside(A, length=0.2 * LONGER_THAN_OURS * 0.99, cosine=0.3)) == {}
+    assert set(judged(ours, beside(A, length=0.2 * LONGER_THAN_OURS * 1.01, cosine=0.3))) == {A}
+
+
+def test_where_all_agree_a_mean_is_as_long_as_allowed_though_ours_is_of_rows_where_nobody_does() -> None:
+    ours = beside(OWN, length=0.5 / 256, cosine=0.06)
+    assert judged(ours, beside(A, length=0.5 * ALIGNED * 0.99, cosine=1.0)) == {}
+    assert set(judged(ours, beside(A, length=0.5 * ALIGNED * 1.01, cosine=1.0))) == {A}
 
 
 def test_zeros_where_ours_are_none_are_odd() -> None:
