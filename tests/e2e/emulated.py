@@ -30,6 +30,7 @@ from node.data_worker import DataWorker
 from node.hop_worker import HopWorker
 from node.link_codecs import LinkCodecs
 from node.work import Job, Output
+from protocol.frames import Hello
 from protocol.manifest import Manifest
 from protocol.streams import AcceptedStream, DialledStream
 from protocol.transport import GrpcTransport
@@ -150,9 +151,9 @@ def slow_links(spec: Spec) -> None:
         _make_late(kind, spec.bytes_per_s)
     honestly = GrpcTransport._link
 
-    def link(self: GrpcTransport, peer: PeerId, stream: Any) -> Any:
+    def link(self: GrpcTransport, peer: PeerId, stream: Any, hello: Hello) -> Any:
         stream.late.delay_s = Network.read(Path(spec.network)).between(self._peer, peer)
-        return honestly(self, peer, stream)
+        return honestly(self, peer, stream, hello)
 
     GrpcTransport._link = link  # type: ignore[method-assign]
 
