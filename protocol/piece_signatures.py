@@ -16,7 +16,6 @@ from swarm.errors import ProtocolViolation
 from swarm.round_messages import Contribution
 from swarm.vocabulary import PeerId, RunId
 
-HASH_BYTES: Final = 32
 _DOMAIN: Final = b"skipstone-piece:2\0"
 _NUMBERS: Final = struct.Struct("<6Q")
 

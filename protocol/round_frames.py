@@ -25,8 +25,8 @@ from protocol.frame_parts import (
     wire_number,
 )
 from protocol.generated import link_pb2 as wire
+from protocol.hash_list import HASH_BYTES
 from protocol.identity import SIGNATURE_BYTES
-from protocol.piece_signatures import HASH_BYTES
 from protocol.tensor_spec import DType
 from swarm.errors import ProtocolViolation
 from swarm.round_messages import (
