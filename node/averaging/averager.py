@@ -37,6 +37,7 @@ from swarm.round_messages import AuditControl, RoundControl, RoundPiece
 from swarm.rounds.codecs import RoundCodecs
 from swarm.rounds.rosters import contributors
 from swarm.rounds.words import (
+    Accuse,
     Action,
     Arrived,
     CatchUp,
@@ -50,7 +51,6 @@ from swarm.rounds.words import (
     Fellow,
     FellowsChanged,
     LinkLost,
-    PieceRejected,
     Release,
     SnapshotBroken,
     SnapshotTaken,
@@ -214,10 +214,6 @@ class Averager:
 
     def handle(self, event: Event) -> None:
         """Gives the event to the machine and carries out what follows; events that this brings about come after it."""
-        if isinstance(event, PieceRejected):
-            self._hooks.accused(Caught(event.sender, event.round.number, event.why))
-        elif isinstance(event, Caught):
-            self._hooks.accused(event)
         self._events.append(event)
         if self._handling or self._tasks is None:
             return
@@ -302,6 +298,8 @@ class Averager:
                 self._start_catching_up(action)
             case StandAlone(alone):
                 self.keeper.alone = alone
+            case Accuse(caught):
+                self._hooks.accused(caught)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         assert self._tasks is not None
@@ -388,6 +386,11 @@ class Averager:
         if self._catching is not None:
             self._catching.cancel()
         self._catching = self._spawn(self._catch_up(action))
+
+    def gave_other_state(self, donor: PeerId, detail: str) -> None:
+        """What a donor sent is not what was agreed on. Its memory may be at fault, so it is not certain that it lies."""
+        number = self._shelf.current.version.round
+        self.handle(Caught(donor, number, f"it gave away other state than was agreed on: {detail}", certain=False))
 
     async def _catch_up(self, action: CatchUp) -> None:
         log.info("catching up with round %d: %s", action.version.round, action.why)

@@ -103,6 +103,7 @@ class ModuleRounds:
             state_codecs,
             None if folder is None else folder / own.peer / "download",
             self.news.progressed,
+            self._averager.gave_other_state,
         )
         self._catching_up = CatchingUp(around)
         self._desk = StateDesk(self._catching_up, self._donor)

@@ -28,8 +28,10 @@ from swarm.rounds.rosters import contributors, exchange_limit_s, leads_to, make_
 from swarm.rounds.rules import convener_order
 from swarm.rounds.taking_part import Participation, Phase, StagedResult
 from swarm.rounds.words import (
+    Accuse,
     Action,
     CatchUp,
+    Caught,
     CommitStaged,
     DropStaged,
     Exchange,
@@ -49,6 +51,7 @@ Actions = list[Action]
 AttemptEvent = SnapshotTaken | SnapshotBroken | PieceCame | Owing | PieceRejected | Staged
 PATIENCE = 2.0
 """Times what an exchange may take, until a convener that is heard and does not end it is left."""
+FORGED_ENTRY = "the entry that it sent is not signed by it, or has impossible figures"
 ToConvener = Accepting | Entry | Declined | Pulse | Prepared
 
 
@@ -180,7 +183,9 @@ class Attempts:
     def _for_convener(self, sender: PeerId, message: ToConvener) -> Actions:
         outlook, attempt = self._outlook, message.round
         if self._convening is not None and self._convening.round == attempt:
-            return [*self._convening.hear(sender, message, outlook.now)]
+            tells = self._convening.hear(sender, message, outlook.now)
+            forged = isinstance(message, Entry) and sender in self._convening.forgers
+            return [*tells, *(self._accuse(sender, attempt, FORGED_ENTRY) if forged else [])]
         if isinstance(message, Declined):
             past = message.reason is DeclineReason.PAST
             return self.leave("it is over") if past and self._hear_convener(sender, attempt) else []
@@ -223,11 +228,17 @@ class Attempts:
             lie: no honest one sends what it has sent.
         """
         outlook, convener = self._outlook, part.round.convener
+        accused: Actions = []
         if lie:
-            outlook.offences.sent_rubbish(convener, outlook.now)
+            accused = self._accuse(convener, part.round, f"its roster cannot be: {why}")
             outlook.ballots.left_out.add(convener)
         outlook.ballots.refused.add(convener)
-        return self._decline(part, DeclineReason.NOT_READY, f"{short(convener)} is not followed: {why}")
+        return [*accused, *self._decline(part, DeclineReason.NOT_READY, f"{short(convener)} is not followed: {why}")]
+
+    def _accuse(self, peer: PeerId, attempt: RoundId, why: str) -> Actions:
+        """It has sent what no honest replica sends."""
+        self._outlook.offences.sent_rubbish(peer, self._outlook.now)
+        return [Accuse(Caught(peer, attempt.number, why))]
 
     def _dissolved(self, sender: PeerId, attempt: RoundId, detail: str) -> Actions:
         if not self._hear_convener(sender, attempt) or sender == self._outlook.own:
@@ -252,8 +263,9 @@ class Attempts:
     def befell(self, event: AttemptEvent) -> Actions:
         """Something about our own part; of another attempt it is ignored."""
         part, now = self.part, self._outlook.now
+        accused = self._accuse(event.sender, event.round, event.why) if isinstance(event, PieceRejected) else []
         if part is None or event.round != part.round:
-            return self._not_wanted(event.version) if isinstance(event, Staged) else []
+            return self._not_wanted(event.version) if isinstance(event, Staged) else accused
         match event:
             case SnapshotTaken():
                 return self._snapshot_taken(part, event)
@@ -268,7 +280,7 @@ class Attempts:
                 part.owed(peers, now)
             case PieceRejected(_, sender, why):
                 self.latest = f"a piece of {sender} was rejected: {why}"
-                return self._piece_rejected(part, sender)
+                return [*accused, *self._piece_rejected(part, sender)]
         return []
 
     def _snapshot_taken(self, part: Participation, taken: SnapshotTaken) -> Actions:
@@ -285,7 +297,6 @@ class Attempts:
         return self._tell_convener(part)
 
     def _piece_rejected(self, part: Participation, sender: PeerId) -> Actions:
-        self._outlook.offences.sent_rubbish(sender, self._outlook.now)
         part.rejected.add(sender)
         if sender == part.round.convener:
             self._outlook.ballots.left_out.add(sender)

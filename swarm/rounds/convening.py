@@ -59,6 +59,8 @@ class Convening:
         self.roster: Roster | None = None
         self.bandwidth = 0.0
         """Of our own best link, bytes per second, once we know it."""
+        self.forgers: set[PeerId] = set()
+        """Who has sent an entry that no honest guest sends."""
         self._signed: SignedRoster | None = None
         self._own = own
         self._base = base
@@ -130,13 +132,15 @@ class Convening:
             return [Tell(sender, Dissolved(self.round, "the roster was fixed without you"))]
         if entry == guest.entry:
             return []
-        sound = (entry.peer, entry.base) == (sender, self._base) and sound_entry(entry) and self._seal.verify(entry)
-        guest.answer, guest.entry = (Answer.ENTERED, entry) if sound else (Answer.REFUSED, None)
-        return (
-            []
-            if sound
-            else [Tell(sender, Dissolved(self.round, "your entry is not signed, or has impossible figures"))]
-        )
+        if entry.peer != sender or not sound_entry(entry) or not self._seal.verify(entry):
+            self.forgers.add(sender)
+        elif entry.base == self._base:
+            guest.answer, guest.entry = Answer.ENTERED, entry
+            return []
+        guest.answer, guest.entry = Answer.REFUSED, None
+        return [
+            Tell(sender, Dissolved(self.round, "your entry is not signed, or has impossible figures or another base"))
+        ]
 
     # ---- time ---------------------------------------------------------------------------------------------------------
 

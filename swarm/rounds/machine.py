@@ -33,6 +33,7 @@ from swarm.rounds.outlook import Outlook
 from swarm.rounds.rules import INFORMED
 from swarm.rounds.waking import WakingTime
 from swarm.rounds.words import (
+    Accuse,
     Action,
     Arrived,
     CatchUp,
@@ -158,6 +159,7 @@ class RoundMachine:
                 return [*attempts.forget("we stand on another anchor"), *self._outlook.stand_on(version)]
             case Caught(peer):
                 self._outlook.offences.was_caught(peer, event.certain, self._outlook.now)
+                return [Accuse(event)]
             case CatchUpFailed(wanted):
                 self._outlook.lag.failed(wanted, self._outlook.now)
             case Tick():

@@ -138,7 +138,7 @@ class PieceRejected:
 
 @dataclass(frozen=True, slots=True)
 class Caught:
-    """An audit of a round that has been committed shows that a member did what no honest one does."""
+    """A replica did what no honest one does: an audit of a round that has been committed shows it, or what it sent us."""
 
     peer: PeerId
     round: int
@@ -278,4 +278,11 @@ class StandAlone:
     alone: bool
 
 
-Action = Tell | TakeSnapshot | Exchange | DropStaged | Release | CommitStaged | CatchUp | StandAlone
+@dataclass(frozen=True, slots=True)
+class Accuse:
+    """A replica has sent what no honest one sends, and less is asked of it from now on: tell whoever watches."""
+
+    caught: Caught
+
+
+Action = Tell | TakeSnapshot | Exchange | DropStaged | Release | CommitStaged | CatchUp | StandAlone | Accuse

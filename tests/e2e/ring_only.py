@@ -1,10 +1,12 @@
 """A node that never has lanes: `python -m tests.e2e.ring_only join ...`, the rest as `skipstone` has it.
 
-Its paths follow the ring by the microbatch's number, as one process without a swarm has them, so that the two can be compared.
+Its paths follow the ring by the microbatch's number, and its numbers begin at 0, as one process without a swarm has them, so that the two can be
+compared.
 """
 
 from __future__ import annotations
 
+from node import data_duty
 from node.cli.app import main
 from node.lane_talk import LaneTalk
 
@@ -13,6 +15,12 @@ def without_lanes(self: LaneTalk, routes: object) -> None:
     """What is agreed is not taken."""
 
 
+def zero(below: int) -> int:
+    """In place of a random number."""
+    return 0
+
+
 if __name__ == "__main__":
     LaneTalk._take = without_lanes  # type: ignore[method-assign]
+    data_duty.randbelow = zero  # type: ignore[attr-defined]
     main()

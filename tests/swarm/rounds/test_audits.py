@@ -69,9 +69,14 @@ def test_a_mean_much_longer_than_those_that_we_make_is_odd() -> None:
 
 
 def test_where_all_agree_a_mean_is_as_long_as_allowed_though_ours_is_of_rows_where_nobody_does() -> None:
-    ours = beside(OWN, length=0.5 / 256, cosine=0.06)
-    assert judged(ours, beside(A, length=0.5 * ALIGNED * 0.99, cosine=1.0)) == {}
-    assert set(judged(ours, beside(A, length=0.5 * ALIGNED * 1.01, cosine=1.0))) == {A}
+    """256 of them."""
+    ours = beside(OWN, length=0.5 / 256, cosine=1.0)
+
+    def of_many(theirs: Beside) -> dict[PeerId, str]:
+        return oddities(OWN, (ours, theirs), 1 / 256, 1.0, 1.0)
+
+    assert of_many(beside(A, length=0.5 * ALIGNED * 0.99, cosine=1.0)) == {}
+    assert set(of_many(beside(A, length=0.5 * ALIGNED * 1.01, cosine=1.0))) == {A}
 
 
 def test_zeros_where_ours_are_none_are_odd() -> None:

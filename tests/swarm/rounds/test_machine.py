@@ -27,10 +27,12 @@ from swarm.rounds.convening import credible_accusers
 from swarm.rounds.machine import RoundMachine
 from swarm.rounds.rosters import make_roster
 from swarm.rounds.words import (
+    Accuse,
     Action,
     Arrived,
     CatchUp,
     CatchUpFailed,
+    Caught,
     CommitStaged,
     DropStaged,
     Event,
@@ -363,6 +365,62 @@ def test_rejected_pieces_are_told_and_a_repeated_offender_is_heard_no_more() -> 
     desk.feed(PieceRejected(ATTEMPT, C, "not finite"))
     desk.wait(4.0)
     assert desk.hear(C, Invitation(RoundId(MODULE, 5, 2, C), BASE)) == []
+
+
+def accused(actions: list[Action]) -> list[PeerId]:
+    return [action.caught.peer for action in actions if isinstance(action, Accuse)]
+
+
+def test_who_sends_a_piece_that_cannot_be_used_is_named_even_after_the_attempt() -> None:
+    desk = Desk()
+    desk.enter()
+    desk.hear(B, signed())
+    assert accused(desk.feed(PieceRejected(ATTEMPT, C, "not finite"))) == [C]
+    desk.hear(B, Dissolved(ATTEMPT, "it ends"))
+    assert accused(desk.feed(PieceRejected(ATTEMPT, D, "not finite"))) == [D]
+
+
+def test_a_convener_whose_roster_has_an_entry_that_nobody_signed_is_named() -> None:
+    desk = Desk()
+    desk.enter()
+    forged = replace(signed(), entries=(entry(peer=B), replace(entry(peer=C), tokens=7), entry()))
+    assert accused(desk.hear(B, forged)) == [B]
+
+
+def test_a_convener_that_leaves_out_whom_it_did_not_see_is_not_named() -> None:
+    desk = Desk()
+    desk.enter()
+    assert accused(desk.hear(B, replace(signed(), entries=(entry(peer=B), entry())))) == []
+
+
+@pytest.mark.parametrize("what", ["not signed", "somebody else's", "impossible"])
+def test_a_guest_whose_entry_is_forged_is_named(what: str) -> None:
+    desk = Desk()
+    desk.feed(Worked(2 * RULES.inner_steps, 1000))
+    while desk.machine.under_way is None:
+        desk.wait(0.1)
+    attempt = desk.machine.under_way
+    forged = {
+        "not signed": replace(entry(attempt, C), tokens=7),
+        "somebody else's": entry(attempt, B),
+        "impossible": SEAL.sign(replace(entry(attempt, C), steps=-1)),
+    }[what]
+    assert accused(desk.hear(C, forged)) == [C]
+
+
+def test_a_guest_that_stands_elsewhere_by_now_is_not_named() -> None:
+    desk = Desk()
+    desk.feed(Worked(2 * RULES.inner_steps, 1000))
+    while desk.machine.under_way is None:
+        desk.wait(0.1)
+    other = SEAL.sign(replace(entry(desk.machine.under_way, C), base=RESULT))
+    assert accused(desk.hear(C, other)) == []
+
+
+def test_whom_an_audit_has_caught_is_named() -> None:
+    desk = Desk()
+    caught = Caught(C, 4, "its mean is none")
+    assert Accuse(caught) in desk.feed(caught)
 
 
 def test_who_accuses_everybody_and_is_accused_is_not_believed() -> None:
