@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from random import Random
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -78,7 +77,6 @@ class Auditor:
         tell: sends a small message, or does not.
         report: told what the audits find.
         spawn: runs something beside everything else.
-        random: whom it picks must not be known before the commit.
     """
 
     def __init__(
@@ -89,7 +87,6 @@ class Auditor:
         tell: Callable[[PeerId, RoundControl], None],
         report: Callable[[Event], None],
         spawn: Callable[[Coroutine[Any, Any, None]], object],
-        random: Random,
     ) -> None:
         self.sent_bytes = self.received_bytes = 0
         """Of pieces, for audits."""
@@ -101,7 +98,7 @@ class Auditor:
         self._tell = tell
         self._report = report
         self._spawn = spawn
-        self._random = random
+        self._random = means.random
         self._records: list[ExchangeRecord] = []
         """Of the latest two exchanges; only the last can be encoded again."""
         self._served: Counter[PeerId] = Counter()

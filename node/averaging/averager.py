@@ -188,6 +188,7 @@ class Averager:
             transport=transport,
             clock=parts.clock,
             signatures=parts.signatures,
+            random=parts.random,
             watch=self._hooks.exchanging,
         )
         self._transport = transport
@@ -201,7 +202,6 @@ class Averager:
                 tell=lambda peer, message: self._tell(Tell(peer, message)),
                 report=self.handle,
                 spawn=self._spawn,
-                random=parts.random,
             )
             self._bench = RoundBench(parts.own, self._shelf, self.keeper, means, self.handle, self.auditor)
             try:

@@ -1,44 +1,66 @@
-"""Results of an exchange beside our own pseudo-gradient, in figures. Runs on the averaging thread; what follows from them is decided in `swarm.rounds.audits`."""
+"""Results of an exchange beside our own pseudo-gradient, in figures. Runs on the averaging thread; what follows from them is decided in `swarm.rounds.audits`.
+
+Only some patches of each result are looked at, and nobody knows which before: the figures are those of whole pieces, nearly, for an eighth of the memory traffic.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+from typing import Final
 
 import numpy as np
 
 from node.averaging.anchor import Vector
 from node.averaging.pieces import Piece, Plan
 from node.averaging.source import Source
-from node.averaging.vectors import STRETCH, stretches
 from swarm.rounds.audits import Beside, oddities
 from swarm.vocabulary import PeerId
 
+PATCH: Final = 4096
+"""Elements in a row."""
+ONE_IN: Final = 8
+"""Of the patches of a piece, this share is looked at."""
+AT_LEAST: Final = 8
+"""Patches of a piece, or all that it has."""
+
 
 class Comparison:
-    """Of one exchange."""
+    """Of one exchange.
 
-    def __init__(self, plan: Plan, source: Source) -> None:
-        self.pieces: dict[Piece, Beside] = {}
+    Args:
+        random: where it looks must not be known before.
+    """
+
+    def __init__(self, plan: Plan, source: Source, random: Random) -> None:
         self._plan = plan
         self._source = source
+        self._random = random
+        self._pieces: list[Beside] = []
         fragment = plan.layout.range_of(plan.first_chunk, plan.end_chunk)
         self._elements = fragment.stop - fragment.start
-        self._room: Vector = np.empty(STRETCH, np.float32)
+        self._room: Vector = np.empty(PATCH, np.float32)
 
-    def add(self, piece: Piece, result: Vector) -> Beside:
-        """The figures of a result [piece.elements]. Its squares are not finite exactly when an element is not, or is beyond 1e19."""
+    def add(self, piece: Piece, result: Vector) -> None:
+        """Takes the figures of a result [piece.elements]."""
         left, right = self._source.anchor.parameters[piece.part], self._source.snapshot[piece.part]
         own = squares = product = 0.0
-        with np.errstate(all="ignore"):
-            for part in stretches(piece.elements):
-                there = result[part]
-                ours = np.subtract(left[part], right[part], out=self._room[: len(there)])
-                own += float(np.dot(ours, ours))
-                squares += float(np.dot(there, there))
-                product += float(np.dot(ours, there))
-        beside = Beside(piece.reducer, piece.elements / self._elements, own, squares, product)
-        self.pieces[piece] = beside
-        return beside
+        seen = 0
+        for patch in self._patches(piece.elements):
+            there = result[patch]
+            ours = np.subtract(left[patch], right[patch], out=self._room[: len(there)])
+            own += float(np.dot(ours, ours))
+            squares += float(np.dot(there, there))
+            product += float(np.dot(ours, there))
+            seen += len(there)
+        self._pieces.append(Beside(piece.reducer, seen / self._elements, own, squares, product))
+
+    def _patches(self, elements: int) -> Iterator[slice]:
+        count = -(-elements // PATCH)
+        for number in sorted(self._random.sample(range(count), min(count, max(AT_LEAST, count // ONE_IN)))):
+            yield slice(number * PATCH, min((number + 1) * PATCH, elements))
 
     def oddities(self) -> dict[PeerId, str]:
         """Which reducers' results cannot be the mean, and why, when all results have been added."""
         own = self._plan.members[self._plan.own]
-        return oddities(self._plan.own, tuple(self.pieces.values()), own.coefficient, own.norm, self._plan.largest_norm)
+        return oddities(self._plan.own, self._pieces, own.coefficient, own.norm, self._plan.largest_norm)

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from random import Random
 from typing import Final, TypeVar
 
 import numpy as np
@@ -39,7 +40,6 @@ from protocol.piece_signatures import PieceSignatures, hash_of_piece
 from protocol.seams import Clock, Transport
 from swarm.errors import PeerError, ProtocolViolation, StateError
 from swarm.round_messages import Contribution, Reduced, RoundPiece, SignedHash
-from swarm.rounds.audits import Beside
 from swarm.rounds.codecs import RoundCodecs
 from swarm.rounds.words import Event, LinkLost, Owing, PieceCame, PieceRejected
 from swarm.vocabulary import Codec, PeerId
@@ -66,6 +66,8 @@ class ExchangeMeans:
     transport: Transport
     clock: Clock
     signatures: PieceSignatures
+    random: Random
+    """For what nobody may foresee."""
     watch: Watch = lambda how_far: None
 
 
@@ -76,7 +78,6 @@ class ExchangeRecord:
     plan: Plan
     anchor: Anchor
     """That it makes."""
-    beside: Mapping[Piece, Beside]
     signed: Mapping[Piece, Mapping[PeerId, SignedHash]]
     """What others contributed to our shard."""
     own: Mapping[Piece, SignedHash]
@@ -135,7 +136,7 @@ class Exchange:
         self._means = means
         self._report = report
         self._staged = staged
-        self._comparison = Comparison(plan, source)
+        self._comparison = Comparison(plan, source, means.random)
         self._signed: dict[Piece, dict[PeerId, SignedHash]] = {piece: {} for piece in plan.shards[plan.own]}
         self._own_signed: dict[Piece, SignedHash] = {}
         self._reduction = Reduction(plan, source)
@@ -165,8 +166,7 @@ class Exchange:
 
     def record(self, anchor: Anchor) -> ExchangeRecord:
         """Of this exchange, which has made this anchor."""
-        beside, signed = self._comparison.pieces, self._signed
-        return ExchangeRecord(self.plan, anchor, beside, signed, self._own_signed, self._source, self.sent)
+        return ExchangeRecord(self.plan, anchor, self._signed, self._own_signed, self._source, self.sent)
 
     async def run(self) -> None:
         """Until the result is staged and everything that others need has been sent."""
@@ -321,10 +321,9 @@ class Exchange:
                 gradient = read_encoding(self.plan.codecs.result, data, self._room[: piece.elements])
         except ProtocolViolation as error:
             return str(error)
-        objection = self._result_limits[piece.reducer].objection_to(
-            self._comparison.add(piece, gradient).result_squares
-        )
+        objection = self._result_limits[piece.reducer].objection(gradient)
         if objection is None:
+            self._comparison.add(piece, gradient)
             self._staging.apply(piece.first_chunk, piece.end_chunk, gradient)
         return objection
 

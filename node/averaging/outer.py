@@ -6,8 +6,9 @@ The formula is that of torch.optim.SGD(nesterov=True), which is the one of Sutsk
 
 Every operation is rounded to float32 by itself. A compiler that fuses a multiplication and an addition rounds once instead of twice,
 and whether it does depends on the processor; replicas on different machines have to agree bit for bit, so numpy does
-one operation at a time, without flushing denormal numbers to zero on its own (`node.device`). In their place everything below
-TINY counts as nothing: else the momentum of a parameter that nobody moves any more would end among them, and each round take longer.
+one operation at a time, without flushing denormal numbers to zero on its own (`node.device`). In its place gradient and momentum are rounded to
+multiples of 2**-104 by adding COARSE and taking it away again, which is exact for all that is larger than 3e-17: else the momentum of a parameter that nobody
+moves any more would end among denormal numbers, and each round take longer.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from node.averaging.vectors import STRETCH, stretches
 from node.device import gradual_underflow
 from protocol.manifest import Manifest
 
-TINY: Final = np.float32(1e-30)
-"""No sum or product of numbers from here on with the rules' factors is denormal."""
+COARSE: Final = np.float32(2.0**-80)
+"""The smallest number that is left, 5e-32, is so large that no product with the rule's factors is denormal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +44,19 @@ class OuterRule:
             for part in stretches(len(gradient)):
                 g, update = rooms[:, : part.stop - part.start]
                 buffer = new_momentum[part]
-                np.copyto(g, gradient[part])
-                _drop_tiny(g, room=update)
+                _round(gradient[part], out=g)
                 np.multiply(momentum[part], mu, out=buffer)
                 np.add(buffer, g, out=buffer)
-                _drop_tiny(buffer, room=update)
+                _round(buffer, out=buffer)
                 np.multiply(buffer, mu, out=update)
                 np.add(update, g, out=update)
                 np.multiply(update, rate, out=update)
                 np.subtract(parameters[part], update, out=new_parameters[part])
 
 
-def _drop_tiny(values: Vector, room: Vector) -> None:
-    np.copyto(values, np.float32(0.0), where=np.less(np.abs(values, out=room), TINY))
+def _round(values: Vector, out: Vector) -> None:
+    np.add(values, COARSE, out=out)
+    np.subtract(out, COARSE, out=out)
 
 
 def outer_rule(manifest: Manifest) -> OuterRule:

@@ -41,15 +41,15 @@ class Recount:
                 pins.enter_context(shelf.pinned(anchor))
             self._rest = _result(source.anchor, record.anchor, piece, momentum)
         self._result = math.sqrt(squares(self._rest))
-        beside, member = record.beside[piece], plan.members[plan.own]
-        self._shares = [math.sqrt(beside.share)]
+        member, fragment = plan.members[plan.own], plan.layout.range_of(plan.first_chunk, plan.end_chunk)
+        self._shares = [math.sqrt(piece.elements / (fragment.stop - fragment.start))]
         if plan.contributes:
             data = record.encoded(piece)
             if data is None:
                 raise StateError("the next snapshot is being taken")
             room = np.empty(piece.elements, np.float32)
             add_scaled(read_encoding(plan.codecs.contribution, data, room), -member.coefficient, self._rest)
-            self._shares.append(math.sqrt(beside.own_squares) / member.norm if member.norm else 0.0)
+            self._shares.append(math.sqrt(source.squares(piece.part)) / member.norm if member.norm else 0.0)
 
     def check(
         self,

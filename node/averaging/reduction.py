@@ -31,10 +31,7 @@ class NormLimit:
 
     def objection(self, values: Vector) -> str | None:
         """Why the values cannot be used; None when they can, and then they count."""
-        return self.objection_to(squares(values))
-
-    def objection_to(self, length: float) -> str | None:
-        """Likewise, of their sum of squares."""
+        length = squares(values)
         if not math.isfinite(length):
             return "elements that are not finite, or beyond all bounds"
         if length > self._left:

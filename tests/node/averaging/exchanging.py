@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from random import Random
 
 import numpy as np
 
@@ -181,6 +182,7 @@ class Room:
                     Wire(party.peer, self),
                     SystemClock(),
                     NamedSignatures(party.peer),  # type: ignore[arg-type]
+                    Random(1),
                 ),
                 party.events.append,
                 lambda anchor, it=party: setattr(it, "anchor", anchor),  # type: ignore[misc]
