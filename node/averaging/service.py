@@ -38,6 +38,7 @@ from protocol.manifest import Manifest
 from protocol.piece_signatures import PieceSignatures
 from protocol.seams import Question, QuestionAbout, Refusal
 from protocol.tensor_spec import TensorSpec
+from swarm.announcement import Announcement
 from swarm.errors import CorruptSnapshot, PeerError
 from swarm.round_messages import Progress, RoundControl, StateChunk, StateControl
 from swarm.rounds.machine import RoundMachine
@@ -47,6 +48,10 @@ from swarm.vocabulary import AnchorVersion, Codec, ModuleId, PeerId, PeerState
 LOOK_S = 0.05
 BETWEEN_SAVES_S = 30.0
 """A checkpoint is asked for at rounds, but not more often than this: small modules may have a round every second."""
+ALONE_AFTER_S = 4.0
+"""A resumed replica that sees nobody else looks for so long: until an announcement is seen, 1.8 s were measured on a busy machine."""
+RESUMING_WITHIN_S = 12.0
+"""Those that resume at the same time are waited for so long."""
 
 
 class ModuleRounds:
@@ -108,6 +113,7 @@ class ModuleRounds:
         self._catching_up = CatchingUp(around)
         self._desk = StateDesk(self._catching_up, self._donor)
         self._ready = False
+        self._resumed: AnchorVersion | None = None
         self._saved_at = -BETWEEN_SAVES_S
 
     async def run(self) -> None:
@@ -122,6 +128,7 @@ class ModuleRounds:
         self._averager.keeper.resume(since)
         version = self._shelf.current.version
         if version.round:
+            self._resumed = version
             self.news.restored(version)
 
     async def prepare(self) -> None:
@@ -130,14 +137,34 @@ class ModuleRounds:
         With nobody else there it stands on its own state: the initial weights, or what it was resumed with.
         """
         await self._given.presence.neighbourhood.looked.wait()
-        while not self._machine.settled:  # noqa: ASYNC110 - likewise
-            await asyncio.sleep(LOOK_S)
-        if not any(known.module == self._given.module for known in self._given.presence.membership.peers()):
-            self._averager.keeper.alone = (
-                True  # the machine waits a little before it says so; then it may be too late for the first round
-            )
+        await self._settled_down()
+        if self._shelf.current.version == self._resumed:
+            await self._seen_who_resumes_with_us()
+        elif not self._known_here():
+            # The machine waits a little before it says so; then it may be too late for the first round.
+            self._averager.keeper.alone = True
         self._ready = True
         self._own.anchor = self._shelf.current.version
+
+    async def _settled_down(self) -> None:
+        while not self._machine.settled:  # noqa: ASYNC110 - the machine has no events to wait for
+            await asyncio.sleep(LOOK_S)
+
+    async def _seen_who_resumes_with_us(self) -> None:
+        """Replicas that were stopped together start together, each with most of a round's work done: one that has not seen the others yet would
+        take the outer step alone, and so would they. The first by peer id goes first; that it never comes is borne for a while."""
+        clock = self._own.clock
+        begun = clock.monotonic()
+        while (waited := clock.monotonic() - begun) < RESUMING_WITHIN_S:
+            first = not any(known.peer < self._own.peer for known in self._known_here())
+            if self._machine.in_company or (first and waited >= ALONE_AFTER_S):
+                break
+            await asyncio.sleep(LOOK_S)
+        await self._settled_down()
+
+    def _known_here(self) -> list[Announcement]:
+        """All others that say they are in our module, whatever they do there."""
+        return [known for known in self._given.presence.membership.peers() if known.module == self._given.module]
 
     @property
     def answers(self) -> dict[QuestionAbout, Callable[[Question], Awaitable[bytes]]]:

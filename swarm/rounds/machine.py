@@ -100,6 +100,11 @@ class RoundMachine:
         """Whether we have seen the others and stand where the module stands. Until then a replica should not announce that it serves."""
         return self._seen and self._outlook.lag.catching is None and self._outlook.standing().value == self.version
 
+    @property
+    def in_company(self) -> bool:
+        """Whether another replica serves the module."""
+        return bool(self._outlook.fellows.serving)
+
     def describe(self) -> str:
         """One line for people."""
         outlook, part = self._outlook, self._attempts.part

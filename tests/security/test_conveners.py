@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 MODULE = "1.0"
 LIAR = 3
 """The index of its node; the data node is 0, two honest replicas are between them."""
-ROUNDS = 9
+ROUNDS = 7
 SCHEDULE = {"kind": "cosine", "warmup_steps": 5, "total_steps": 5000, "final_ratio": 0.0}
 
 

@@ -8,11 +8,13 @@ import pytest
 
 from tests.swarm.rounds.faults import harm_of, try_seed
 
-CHUNKS = 10
+CHUNKS, QUICK_CHUNKS = 10, 4
 SEEDS_A_CHUNK = 100
 
 
-@pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.parametrize(
+    "chunk", [pytest.param(chunk, marks=[pytest.mark.long] * (chunk >= QUICK_CHUNKS)) for chunk in range(CHUNKS)]
+)
 def test_replicas_come_together_and_go_on_whatever_goes_wrong(chunk: int) -> None:
     seen: Counter[str] = Counter()
     for seed in range(chunk * SEEDS_A_CHUNK, (chunk + 1) * SEEDS_A_CHUNK):
