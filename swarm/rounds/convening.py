@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from swarm.round_messages import (
     Accepting,
     Declined,
+    DeclineReason,
     Dissolved,
     Entry,
     Invitation,
@@ -25,7 +26,7 @@ from swarm.round_messages import (
 from swarm.rounds.guests import ASKED_AGAIN, DECLINED, WITH_US, Answer, GivenUp, Guest, Settled, TryAgain, Verdict
 from swarm.rounds.lengths import UsualLength
 from swarm.rounds.rosters import codec_of, exchange_limit_s, leads_to, make_roster, may_be_committed, sound_entry
-from swarm.rounds.rules import precedence
+from swarm.rounds.rules import near, precedence
 from swarm.rounds.words import RoundRules, Seal, Tell
 from swarm.vocabulary import AnchorVersion, PeerId
 
@@ -111,8 +112,9 @@ class Convening:
                 guest.answer = guest.answer if guest.answer is Answer.ENTERED else Answer.ACCEPTED
             case Entry():
                 return self._entered(sender, guest, message)
-            case Declined(_, reason, _):
-                guest.answer = DECLINED.get(reason, Answer.REFUSED)
+            case Declined(_, reason, version):
+                made_up = reason is DeclineReason.PAST and not near(self._base, version.round)
+                guest.answer = Answer.REFUSED if made_up else DECLINED.get(reason, Answer.REFUSED)
                 guest.entry = None
             case Pulse(_, waiting_for, rejected):
                 guest.waiting_for = frozenset(waiting_for) & self._guests.keys()

@@ -121,8 +121,8 @@ def standing(rules: RoundRules, own: AnchorVersion, others: Mapping[PeerId, Anch
     (tokens, round, digest).
 
     Round 0 is what everybody starts from, and nothing agreed is lost by leaving it: it never wins against a later one. But a version that is
-    far beyond ours, and beyond round 0 any, is one that somebody may have made up: it counts when at least two replicas, and half of those
-    we see, stand there, or when there is no other replica than the one that says so.
+    far beyond ours, and beyond round 0 any while not most replicas have left it, is one that somebody may have made up: it counts when at least two replicas,
+    and half of those we see, stand there, or when there is no other replica than the one that says so.
 
     Args:
         others: what the other serving replicas stand on.
@@ -130,10 +130,11 @@ def standing(rules: RoundRules, own: AnchorVersion, others: Mapping[PeerId, Anch
     if all(version == own for version in others.values()):
         return Reasoned(own, f"all {len(others) + 1} replicas stand on our anchor")
     counts = Counter(version for version in others.values() if possible(rules, version))
+    begun = 2 * sum(version.round > 0 for version in others.values()) > len(others) + 1
     credible = {
         version: count
         for version, count in counts.items()
-        if (own.round > 0 and near(own, version.round))
+        if ((own.round > 0 or begun) and near(own, version.round))
         or version.round == 0
         or len(others) == 1
         or (count > 1 and 2 * count >= len(others))

@@ -479,3 +479,16 @@ def test_who_stands_on_the_last_number_there_is_opens_no_round_and_does_not_hang
     machine.handle(FellowsChanged((Fellow(B, last, True),)), 0.0)
     actions = machine.handle(Worked(10 * RULES.inner_steps, 1000), 0.1) + machine.handle(Tick(), 0.2)
     assert not any(isinstance(action, Tell) and isinstance(action.message, Invitation) for action in actions)
+
+
+def test_one_that_claims_weeks_of_rounds_does_not_end_those_of_others() -> None:
+    """It says that each of them is over; whoever stands alone on an anchor goes on."""
+    far, start = AnchorVersion(50_000, 500_000, 2**40, 0, b"far"), AnchorVersion(0, 0, 0, 0, b"start")
+    desk = Desk()
+    desk.feed(FellowsChanged((Fellow(B, far, True), Fellow(C, start, True))))
+    actions = desk.feed(Worked(2 * RULES.inner_steps, 1000)) + desk.wait(1.0)
+    attempt = next(action.round for action in actions if isinstance(action, TakeSnapshot))
+    desk.feed(SnapshotTaken(attempt, 10, 100, 1.0, 1e6))
+    desk.hear(B, Declined(attempt, DeclineReason.PAST, far))
+    actions = desk.hear(C, Declined(attempt, DeclineReason.OTHER_ANCHOR, start)) + desk.wait(RULES.answer_s + 1)
+    assert Exchange in kinds(actions)

@@ -141,6 +141,13 @@ def test_a_fresh_run_does_not_follow_one_that_claims_to_be_ahead() -> None:
     assert next_number(start, [old]) == 1, "nor does it lead the old one astray, should it be true"
 
 
+def test_a_newcomer_to_a_run_that_most_have_begun_believes_what_can_be_true() -> None:
+    """Of two that say so, one claims weeks of rounds."""
+    start, old = version(0), AnchorVersion(50_000, 500_000, 2**40, 0, b"old")
+    assert standing(RULES, start, {A: BASE, B: old}).value == BASE
+    assert standing(RULES, start, {A: start, B: BASE}).value == start
+
+
 def test_who_was_away_for_long_follows_two_and_not_one() -> None:
     far = replace(version(1_000_000, tokens=10**6), steps=10**6)
     assert standing(RULES, BASE, {A: BASE, B: far}).value == BASE
