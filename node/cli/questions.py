@@ -11,6 +11,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from node.cli.accused_view import accused_view
 from node.cli.codecs_view import codecs_views
 from node.cli.join_links import link_in
 from node.cli.live import download_bar
@@ -49,7 +50,7 @@ def status(
     console = Console()
     console.print(status_headline(answer))
     console.print(status_table(answer))
-    for view in (*paths_views(answer), *codecs_views(answer)):
+    for view in (*accused_view(answer), *paths_views(answer), *codecs_views(answer)):
         console.print(view)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from node import events
+from node.cli.accused_view import accused_view
 from node.cli.codecs_view import MOST_ROWS, codecs_views
 from node.cli.live import remaining_s, render
 from node.cli.paths_view import paths_views
@@ -298,3 +300,18 @@ def test_peers_cannot_draw_with_their_codecs(answered: object) -> None:
     text = codecs_of(answered)
     assert not any(bad in text for bad in "\x1b\x07\r\x9b\u202e\ud800")
     assert len(text.splitlines()) <= MOST_ROWS + 4
+
+
+def test_status_names_who_is_accused_and_bears_whatever_peers_say() -> None:
+    said: list[Any] = [
+        {"peer": "liar\x1b[2J", "round": 7, "why": "sent\nnothing"},
+        {"peer": 3},
+        "x",
+        {"peer": "liar2", "round": "y"},
+    ]
+    peers = [{"peer": name, "answered": {"accused": about}} for name, about in (("a", said), ("b", said[:1]), ("c", 5))]
+    lines = [view.plain for view in accused_view({"peers": [*peers, {"peer": "d", "answered": None}]})]
+    assert [line.split(":")[0] for line in lines] == ["accused by 2", "accused by 1"]
+    assert lines[0].endswith("sent nothing (round 7)")
+    assert not any(character in "".join(lines) for character in "\x1b\n")
+    assert list(accused_view({"peers": []})) == []
