@@ -178,6 +178,12 @@ class RoundPeer:
             settled = await self.settled.get()
         return begun, time.monotonic(), settled.version
 
+    async def audits_are_done(self) -> None:
+        """They come after the round, beside the training that follows; here they are kept out of the next contender's turn."""
+        auditor = self.averager.auditor
+        while auditor is not None and auditor.busy:  # noqa: ASYNC110 - the auditor has no events to wait for
+            await asyncio.sleep(0.001)
+
 
 def round_process(connection: Connection, elements: int, codec_name: str) -> None:
     """One peer. After the contacts, a round for each message on the connection; says when it began and ended, what it led to, and the bytes sent."""
@@ -208,7 +214,9 @@ def round_process(connection: Connection, elements: int, codec_name: str) -> Non
                     await asyncio.to_thread(connection.recv)
                     before = sent_bytes(transport)
                     begun, ended, version = await peer.a_round()
-                    connection.send((begun, ended, version, sent_bytes(transport) - before))
+                    sent = sent_bytes(transport) - before
+                    await peer.audits_are_done()
+                    connection.send((begun, ended, version, sent))
 
     uvloop.run(main())
 
