@@ -359,7 +359,7 @@ class Auditor:
         self._spawn(self.audit(record, piece, sender, accusation.signed))
 
     async def _on_thread(self, job: Callable[[], Result]) -> Result:
-        return await self._means.thread.run(Priority.UPKEEP, job)
+        return await self._means.thread.run(Priority.TRAIN, job)
 
 
 async def _several_times(ask: Callable[[], Awaitable[Answer | None]]) -> Answer | None:

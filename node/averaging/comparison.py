@@ -5,7 +5,6 @@ Only some patches of each result are looked at, and nobody knows which before: t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from random import Random
 from typing import Final
 
@@ -39,26 +38,25 @@ class Comparison:
         self._pieces: list[Beside] = []
         fragment = plan.layout.range_of(plan.first_chunk, plan.end_chunk)
         self._elements = fragment.stop - fragment.start
-        self._room: Vector = np.empty(PATCH, np.float32)
 
     def add(self, piece: Piece, result: Vector) -> None:
         """Takes the figures of a result [piece.elements]."""
         left, right = self._source.anchor.parameters[piece.part], self._source.snapshot[piece.part]
-        own = squares = product = 0.0
-        seen = 0
-        for patch in self._patches(piece.elements):
-            there = result[patch]
-            ours = np.subtract(left[patch], right[patch], out=self._room[: len(there)])
-            own += float(np.dot(ours, ours))
-            squares += float(np.dot(there, there))
-            product += float(np.dot(ours, there))
-            seen += len(there)
-        self._pieces.append(Beside(piece.reducer, seen / self._elements, own, squares, product))
+        width = min(PATCH, piece.elements)
+        count = piece.elements // width
+        chosen = self._random.sample(range(count), min(count, max(AT_LEAST, count // ONE_IN)))
+        start = self._random.randint(0, piece.elements - count * width)
 
-    def _patches(self, elements: int) -> Iterator[slice]:
-        count = -(-elements // PATCH)
-        for number in sorted(self._random.sample(range(count), min(count, max(AT_LEAST, count // ONE_IN)))):
-            yield slice(number * PATCH, min((number + 1) * PATCH, elements))
+        def patches(values: Vector) -> Vector:
+            """One after the other."""
+            rows = values[start : start + count * width].reshape(count, width)
+            return rows[chosen].reshape(-1)
+
+        there = patches(result)
+        ours = patches(left)
+        np.subtract(ours, patches(right), out=ours)
+        own, squares, product = (float(np.dot(a, b)) for a, b in ((ours, ours), (there, there), (ours, there)))
+        self._pieces.append(Beside(piece.reducer, len(there) / self._elements, own, squares, product))
 
     def oddities(self) -> dict[PeerId, str]:
         """Which reducers' results cannot be the mean, and why, when all results have been added."""

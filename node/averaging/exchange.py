@@ -291,7 +291,8 @@ class Exchange:
             self._widen(reducer)
 
     async def _apply(self, reducer: PeerId, piece: Piece, data: memoryview) -> bool:
-        objection = await self._on_thread(partial(self._step, piece, data))
+        # What others wait for goes first: pieces to be sent, and sums.
+        objection = await self._means.thread.run(Priority.TRAIN, partial(self._step, piece, data))
         if objection is not None:
             self._report(PieceRejected(self.plan.roster.round, reducer, objection))
             return False

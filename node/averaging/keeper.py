@@ -163,7 +163,7 @@ class ReplicaKeeper:
                 base = snapshot.source.anchor.parameters
                 await self._averaging.run(Priority.UPKEEP, partial(sent.rewrite, base, before))
             for piece in _slices(snapshot.part):
-                job = partial(self._replica.carry, piece, before[piece], after[piece])
+                job = partial(self._carry, piece, before, after, done=snapshot.done if sent is None else None)
                 await self._compute.run(Priority.UPKEEP, job)
             await self._compute.run(Priority.UPKEEP, partial(self._follow_schedule, anchor))
 
@@ -185,6 +185,17 @@ class ReplicaKeeper:
                 job = partial(source.squares, piece)
                 norms.append(tasks.create_task(self._averaging.run(Priority.UPKEEP, job)))
         return math.fsum(norm.result() for norm in norms)
+
+    def _carry(self, piece: slice, before: Vector, after: Vector, done: Work | None) -> None:
+        """On the compute thread. Where there was no work since the snapshot, the replica is the new anchor, and one copy makes it so.
+
+        Args:
+            done: all work up to the snapshot; None when that says nothing of the replica.
+        """
+        if done == self._done:
+            self._replica.write(piece, after[piece])
+        else:
+            self._replica.carry(piece, before[piece], after[piece])
 
     def _where_we_stand(self) -> tuple[Anchor, Work, Work]:
         """On the compute thread, where no outer step can come between."""

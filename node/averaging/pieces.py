@@ -20,8 +20,8 @@ from swarm.vocabulary import PeerId, short
 
 LARGEST_PIECE: Final = 2**20
 """Elements; 4 MiB of float32. A chunk is never larger (`layout.LARGEST_CHUNK`)."""
-SMALLEST_PIECE: Final = 2**18
-"""Elements; 1 MiB of float32. Smaller ones cost more by their number than they gain by overlapping (benchmarks/averaging.py)."""
+SMALLEST_PIECE: Final = 2**19
+"""Elements; 2 MiB of float32. Smaller ones cost more by their number than they gain by overlapping (benchmarks/averaging.py)."""
 PIECES_OF_A_SHARD: Final = 4
 """So many at least, where they are not too small, so that sending, reducing and applying overlap."""
 

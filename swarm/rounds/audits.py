@@ -88,7 +88,7 @@ def _length(piece: Beside, norm: float, scale: float) -> float:
 
 # ---- after the commit ------------------------------------------------------------------------------------------------
 
-AUDITED_BYTES: Final = 0.125
+AUDITED_BYTES: Final = 0.11
 """Of a round's bytes, on average: the most that audits fetch."""
 SLACK: Final = 1.5
 """How much longer a reducer's own part of a mean may be than its norm and the others' distribution of theirs make it."""

@@ -134,7 +134,8 @@ class Convening:
             return [Tell(sender, Dissolved(self.round, "the roster was fixed without you"))]
         if entry == guest.entry:
             return []
-        if entry.peer != sender or not sound_entry(entry) or not self._seal.verify(entry):
+        signed = sender == self._own or self._seal.verify(entry)
+        if entry.peer != sender or not sound_entry(entry) or not signed:
             self.forgers.add(sender)
         elif entry.base == self._base:
             guest.answer, guest.entry = Answer.ENTERED, entry
