@@ -212,7 +212,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The convener: a majority of the roster has the same result (or an earlier attempt's has been found). It holds from now on.
+    """The convener, or a member in its place: a majority of the roster has the same result (or an earlier attempt's has been found). It holds from now on.
 
     Who has prepared it applies it; who has not gets it from the `holders`.
     """

@@ -186,6 +186,11 @@ class Attempts:
             tells = self._convening.hear(sender, message, outlook.now)
             forged = isinstance(message, Entry) and sender in self._convening.forgers
             return [*tells, *(self._accuse(sender, attempt, FORGED_ENTRY) if forged else [])]
+        part = self.part
+        if isinstance(message, Prepared) and part is not None and part.round == attempt:
+            if part.roster is not None and sender in part.roster.peers:
+                part.prepared[sender] = message.version
+            return self._commit_without_convener(part)
         if isinstance(message, Declined):
             past = message.reason is DeclineReason.PAST
             return self.leave("it is over") if past and self._hear_convener(sender, attempt) else []
@@ -316,7 +321,7 @@ class Attempts:
         if part.phase is Phase.FINISHING:
             return [*self.leave("our result differs from the committed"), *self._not_wanted(version)]
         before, self._staged = self._staged, result
-        part.phase, part.version = Phase.PREPARED, version
+        part.has_result(version, self._outlook.now)
         return [*([] if before is None else self._not_wanted(before.version)), *self._tell_convener(part)]
 
     def _not_wanted(self, version: AnchorVersion) -> Actions:
@@ -426,8 +431,31 @@ class Attempts:
             outlook.offences.kept_waiting(part.round.convener, outlook.now)
             return self._refuse(part, "its convener does not bring it to an end", lie=False)
         if outlook.now - part.told >= outlook.rules.pulse_s:
-            return self._tell_convener(part)
+            return [*self._tell_convener(part), *self._tell_members(part)]
         return []
+
+    def _tell_members(self, part: Participation) -> Actions:
+        """What only the convener need know, when it makes nothing of that."""
+        status, roster = part.status(self._outlook.now), part.roster
+        if roster is None or not isinstance(status, Prepared) or not part.overdue(self._outlook.now):
+            return []
+        apart = (self._outlook.own, part.round.convener)
+        return [Tell(peer, status) for peer in roster.peers if peer not in apart]
+
+    def _commit_without_convener(self, part: Participation) -> Actions:
+        """Most members have told each other that they have the same result: it holds, whatever the convener says. That it is kept for the next
+        attempt (`Convening._found`) comes to the same, later."""
+        outlook, staged = self._outlook, self._staged
+        if staged is None or staged.version != part.version or not part.overdue(outlook.now):
+            return []
+        holders = {outlook.own, *part.holders()}
+        if 2 * len(holders) <= len(staged.roster.members):
+            return []
+        commit = Commit(part.round, staged.version, tuple(sorted(holders)))
+        tells = [Tell(peer, commit) for peer in sorted(holders) if peer != outlook.own]
+        adopted = self._adopt(staged)
+        outlook.offences.kept_waiting(part.round.convener, outlook.now)
+        return [*tells, *adopted]
 
     def _succeed(self, part: Participation) -> Actions:
         """The convener is silent: the next in order opens another attempt without it, the one after that a little later."""

@@ -51,6 +51,10 @@ class Participation:
     """From which the roster follows."""
     version: AnchorVersion | None = None
     """What it prepared, or finishes."""
+    prepared_at: float = 0.0
+    """Since when it has the result."""
+    prepared: dict[PeerId, AnchorVersion] = field(default_factory=dict)
+    """What other members have told us, and not only the convener, that they have."""
     told: float = 0.0
     link_lost: bool = False
     """To the convener, and nothing has come since."""
@@ -80,6 +84,17 @@ class Participation:
     def owed(self, peers: frozenset[PeerId], now: float) -> None:
         self.owing = {peer: self.owing.get(peer, now) for peer in peers}
         self.broken &= peers
+
+    def has_result(self, version: AnchorVersion, now: float) -> None:
+        self.phase, self.version, self.prepared_at = Phase.PREPARED, version, now
+
+    def overdue(self, now: float) -> bool:
+        """Whether an honest convener would have committed by now, if most members have the result."""
+        return self.phase is Phase.PREPARED and now - self.prepared_at > self.rules.silence_s
+
+    def holders(self) -> frozenset[PeerId]:
+        """Who has said that it has our result, besides us."""
+        return frozenset(peer for peer, version in self.prepared.items() if version == self.version)
 
     def piece_came(self, sender: PeerId, now: float) -> None:
         self.broken.discard(sender)

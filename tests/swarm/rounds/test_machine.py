@@ -492,3 +492,26 @@ def test_one_that_claims_weeks_of_rounds_does_not_end_those_of_others() -> None:
     desk.hear(B, Declined(attempt, DeclineReason.PAST, far))
     actions = desk.hear(C, Declined(attempt, DeclineReason.OTHER_ANCHOR, start)) + desk.wait(RULES.answer_s + 1)
     assert Exchange in kinds(actions)
+
+
+def test_members_commit_what_most_of_them_have_when_their_convener_does_not() -> None:
+    """It is heard all the while, so nobody takes it for dead."""
+    desk = Desk()
+    desk.prepare()
+    for _ in range(6):
+        actions = desk.wait(RULES.pulse_s) + desk.hear(B, Pulse(ATTEMPT))
+    assert Prepared(ATTEMPT, RESULT) in told(actions, C)
+    assert CommitStaged not in kinds(desk.hear(D, Prepared(ATTEMPT, RESULT))), "it has no part in this round"
+    other = replace(RESULT, digest=b"other")
+    assert CommitStaged not in kinds(desk.hear(C, Prepared(ATTEMPT, other)))
+    actions = desk.hear(C, Prepared(ATTEMPT, RESULT))
+    assert CommitStaged(roster(), RESULT) in actions
+    assert told(actions, C)[0] == Commit(ATTEMPT, RESULT, tuple(sorted((US, C))))
+    assert desk.machine.version == RESULT
+
+
+def test_members_leave_it_to_a_convener_that_has_had_no_time() -> None:
+    desk = Desk()
+    desk.prepare()
+    assert CommitStaged not in kinds(desk.hear(C, Prepared(ATTEMPT, RESULT)))
+    assert told(desk.wait(RULES.pulse_s), C) == []
