@@ -190,6 +190,7 @@ async def data_duty(given: Assignment) -> AsyncIterator[DataDuty]:
             sign=sign,
             progress=progress,
             reading=ReadingPosition(start, rules.per_step * (rules.staleness + 2) + rules.window),
+            round_microbatches=manifest.training.inner_steps * rules.per_step,
         )
         data_node = DataNode(parts, clock, given.events, given.finished)
         carrier.ends = data_node

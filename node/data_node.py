@@ -15,18 +15,19 @@ from node.data.packing import Microbatch
 from node.data.position import ReadingPosition
 from node.data_worker import DataWorker
 from node.evaluation import Evaluator
-from node.events import Abandoned, Completed, EventSink, Resumed, Step, Visit, Waiting
+from node.events import Abandoned, Completed, EventSink, Note, Resumed, Step, Visit, Waiting
 from node.proofs import Measured
 from node.rate import Rate
 from node.task_scope import set_or_after
 from protocol.seams import Clock
 from swarm.flights import Flight, Flights
 from swarm.holdings import Started
+from swarm.loss_outliers import LossOutliers, Outlier
 from swarm.messages import Forward, Purpose, Receipt
 from swarm.planner import NoReplica, Planner, in_flight_by_peer
 from swarm.shelf import LONGEST_LIFETIME_S, SHORTEST_LIFETIME_S
 from swarm.timing import PathTimes
-from swarm.vocabulary import MicrobatchId, ModuleId, Path, PeerId
+from swarm.vocabulary import MicrobatchId, ModuleId, Path, PeerId, short
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +74,8 @@ class DataNodeParts:
     sign: Signing
     progress: Progress
     reading: ReadingPosition
+    round_microbatches: int
+    """That a replica sees from one round to the next."""
 
 
 class DataNode:
@@ -91,6 +94,7 @@ class DataNode:
         self._planner, self._times, self._evaluator = parts.planner, parts.times, parts.evaluator
         self._worker, self._carrier, self._texts = parts.worker, parts.carrier, parts.texts
         self._sign = parts.sign
+        self._outliers = LossOutliers(parts.round_microbatches)
         self._clock = clock
         self._events = events
         self._tokens = parts.worker.tokens
@@ -171,6 +175,14 @@ class DataNode:
         else:
             self._times.turned(microbatch, self._clock.monotonic())
             self.flights.returned(microbatch, path, loss)
+            outlier = self._outliers.returned(path, loss)
+            if outlier is not None:
+                self._leave_out(outlier)
+
+    def _leave_out(self, outlier: Outlier) -> None:
+        self._planner.leave_out(outlier.peer, self._clock.monotonic() + outlier.pause_s)
+        name = f"replica {short(outlier.peer)} of module {outlier.module}"
+        self._events.emit(Note("warning", f"{name} is left out of paths for {outlier.pause_s:.0f} s: {outlier.why}"))
 
     def finished(self, microbatch: MicrobatchId, path: Path) -> None:
         self._times.completed(microbatch, self._clock.monotonic())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from swarm.announcement import Announcement
 from swarm.vocabulary import PROTOCOL_VERSIONS, ModuleId, PeerId, PeerState, RunId
 
 MAX_PEERS = 20_000
+MAX_LEFT_OUT = 1024
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
 
@@ -59,6 +61,8 @@ class Membership:
         self.run = run
         self.own = own
         self._members: dict[PeerId, _Member] = {}
+        self._left_out: OrderedDict[PeerId, float] = OrderedDict()
+        """Until when; whoever is heard again or announces itself anew stays left out."""
 
     def observe(self, announcement: Announcement, *, now: float, wall: float) -> Change:
         """Takes in an announcement. One of another run, of ourselves, expired, or older than one that still holds changes nothing."""
@@ -108,6 +112,13 @@ class Membership:
         if member is not None:
             member.suspect(now, math.inf)
 
+    def leave_out(self, peer: PeerId, until: float) -> None:
+        """The peer is there and does harm: no work for it before `until`, unless nobody else serves its module."""
+        self._left_out.pop(peer, None)
+        self._left_out[peer] = until
+        while len(self._left_out) > MAX_LEFT_OUT:
+            self._left_out.popitem(last=False)
+
     def recover(self, peer: PeerId) -> None:
         """The peer has been heard again: a link to it stands."""
         member = self._members.get(peer)
@@ -142,8 +153,9 @@ class Membership:
         return tuple(member.announcement for member in self._members.values())
 
     def replicas(self, module: ModuleId, now: float) -> list[Announcement]:
-        """The peers that may be given work for a module: serving, unexpired, not suspect, of a version we speak."""
-        return [member.announcement for member in self._serving(module, now) if member.suspect_until <= now]
+        """The peers that may be given work for a module: serving, unexpired, not suspect, of a version we speak, and not left out if there are others."""
+        found = [member.announcement for member in self._serving(module, now) if member.suspect_until <= now]
+        return [known for known in found if self._left_out.get(known.peer, 0.0) <= now] or found
 
     def with_state(self, module: ModuleId) -> list[Announcement]:
         """The module's replicas that have told on which agreed state they stand, and have not been given up."""

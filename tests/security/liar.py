@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from node.averaging import service
 from node.averaging.anchor import Anchor, Vector, version_of
@@ -22,6 +23,8 @@ from node.averaging.reduction import Reduction
 from node.averaging.replica import LocalReplica
 from node.averaging.source import Source
 from node.cli.app import main
+from node.hop_worker import HopWorker
+from node.work import Job, Output
 from protocol.entries import EntrySeal
 from protocol.tensor_spec import TensorSpec
 from protocol.transport import GrpcTransport
@@ -163,6 +166,16 @@ def another_anchor(number: int, steps: int) -> Callable[[], None]:
     return install
 
 
+def spoiled_microbatches() -> None:
+    """What it computes is no answer to what came, out and back."""
+    honestly = HopWorker._forward
+
+    def forward(self: HopWorker, job: Job, source: torch.Tensor) -> Output:
+        return honestly(self, job, torch.randn_like(source) * source.std())
+
+    HopWorker._forward = forward  # type: ignore[method-assign]
+
+
 def the_truth() -> None:
     """For comparison: a replica more, and no lie."""
 
@@ -178,6 +191,7 @@ LIES: dict[str, Callable[[], None]] = {
     "mean-reversed": another_mean(np.negative),
     "mean-elsewhere": another_mean(lambda mean: np.roll(mean, len(mean) // 2 + 1)),
     "forged-rosters": forged_rosters,
+    "spoils": spoiled_microbatches,
     "steps": another_claim(steps=2**32),
     "tokens": another_claim(tokens=2**48),
     "last-number": another_anchor(MAX_ROUND, 1),
