@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.averaging_gloo import gloo_process
 from benchmarks.averaging_hivemind import averager_process
 from benchmarks.hop_hivemind import process_group
-from protocol.memory import keep_freed_memory
+from node.runtime.malloc import keep_freed_memory
 
 # In every process: each imports this module. What brings gRPC with it is imported later, as hivemind's processes fork.
 keep_freed_memory()
@@ -141,7 +141,7 @@ def bare(codec: str, elements: int, count: int) -> Iterator[Round]:
     from benchmarks.averaging_bare import bare_process
     from benchmarks.raw_stream import process
     from protocol.codecs import encoded_bytes
-    from swarm.vocabulary import Codec
+    from swarm.vocabulary.types import Codec
 
     size = encoded_bytes(Codec[codec], elements)
     with ExitStack() as processes:
@@ -217,7 +217,7 @@ class Race:
 
     def summary(self, codec: str, megabytes: int, count: int) -> dict[str, Any]:
         from protocol.codecs import encoded_bytes
-        from swarm.vocabulary import Codec
+        from swarm.vocabulary.types import Codec
 
         optimum = 2 * (count - 1) * encoded_bytes(Codec[codec], megabytes * 1_000_000 // 4)
         sent, milliseconds = statistics.median(self.ours.sent_bytes), self.ours.median_ms or 0.0

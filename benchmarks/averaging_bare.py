@@ -14,10 +14,10 @@ from typing import Any
 import uvloop
 
 from benchmarks.raw_stream import END_OF_BATCH, LONGEST_MESSAGE, RUN
-from protocol.certificates import make_credentials
-from protocol.identity import Identity
-from protocol.seams import Contact
-from protocol.streams import AcceptedStream, DialledStream, make_server, open_channel
+from protocol.identity.certificates import make_credentials
+from protocol.identity.keys import Identity
+from protocol.interfaces.directory import Contact
+from protocol.transport.grpc_streams import AcceptedStream, DialledStream, make_server, open_channel
 
 MESSAGE_BYTES = 512 * 1024
 

@@ -16,29 +16,30 @@ import torch
 import uvloop
 from torch import nn
 
-from node.averaging.anchor import Anchor
-from node.averaging.averager import Averager, AveragerHooks, AveragerParts, RoundSettled
-from node.averaging.lone import anchor_of
-from node.averaging.outer import OuterRule
-from node.averaging.replica import LocalReplica
-from node.averaging.round_codecs import rung_of
-from node.averaging.shelf import Shelf
-from node.clock import SystemClock
-from node.compute import ComputeThread
-from node.optimization import StepFigures
-from protocol.certificates import make_credentials
-from protocol.entries import EntrySeal
-from protocol.identity import Identity
-from protocol.piece_signatures import PieceSignatures
-from protocol.seams import Contact, Question, QuestionAbout, Refusal, Topic
-from protocol.settings import TransportSettings
-from protocol.tensor_spec import TensorSpec
-from protocol.transport import GrpcTransport
-from swarm.errors import PeerError, Rejected, StateError
-from swarm.rounds.codecs import RoundCodecs
-from swarm.rounds.machine import RoundMachine
-from swarm.rounds.words import Fellow, RoundRules
-from swarm.vocabulary import AnchorVersion, Codec, ModuleId, PeerId, RunId
+from node.averaging.anchor.anchor import Anchor
+from node.averaging.anchor.anchor_store import Shelf
+from node.averaging.anchor.lone_replica import anchor_of
+from node.averaging.anchor.module_vector import LocalReplica
+from node.averaging.anchor.outer_step import OuterRule
+from node.averaging.module_rounds import rung_of
+from node.averaging.round_runner import Averager, AveragerHooks, AveragerParts, RoundSettled
+from node.concurrency.compute_thread import ComputeThread
+from node.model.optimizer import StepFigures
+from protocol.codecs.tensor_spec import TensorSpec
+from protocol.identity.certificates import make_credentials
+from protocol.identity.entry_signatures import EntrySeal
+from protocol.identity.keys import Identity
+from protocol.identity.piece_signatures import PieceSignatures
+from protocol.interfaces.clock import SystemClock
+from protocol.interfaces.directory import Contact
+from protocol.interfaces.transport import Question, QuestionAbout, Refusal, Topic
+from protocol.transport.grpc_transport import GrpcTransport
+from protocol.transport.settings import TransportSettings
+from swarm.averaging.round_events import Fellow, RoundRules
+from swarm.averaging.round_machine import RoundMachine
+from swarm.compression.round_codecs import RoundCodecs
+from swarm.vocabulary.errors import PeerError, Rejected, StateError
+from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId, RunId
 
 RUN = RunId("0" * 64)
 MODULE = ModuleId(1)
@@ -65,7 +66,7 @@ def module_of(elements: int) -> nn.Module:
 
 
 class Handler:
-    """`protocol.seams.LinkHandler` of a peer that only holds rounds."""
+    """`protocol.interfaces.transport.LinkHandler` of a peer that only holds rounds."""
 
     averager: Averager
 

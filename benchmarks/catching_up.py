@@ -24,27 +24,28 @@ import uvloop
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from benchmarks.raw_stream import RUN, process
-from node.averaging.anchor import Anchor, initial_anchor
-from node.averaging.catch_up import CatchingUp, Surroundings
-from node.averaging.donor import Donor
-from node.averaging.layout import layout_of
-from node.averaging.shelf import Shelf
-from node.averaging.space import FreshSpace
-from node.averaging.state_codec import STATE_CODECS
-from node.averaging.state_desk import StateDesk
-from node.clock import SystemClock
-from node.compute import ComputeThread
-from node.task_scope import task_scope
-from protocol.certificates import make_credentials
-from protocol.identity import Identity
-from protocol.seams import Contact, Question, Refusal, Topic
-from protocol.settings import TransportSettings
-from protocol.tensor_spec import TensorSpec
-from protocol.transport import GrpcTransport
-from swarm.errors import PeerError
-from swarm.messages import ControlMessage, TensorMessage
-from swarm.round_messages import StateChunk, StateRefused, StateRequest
-from swarm.vocabulary import AnchorVersion, ModuleId, PeerId
+from node.averaging.anchor.anchor import Anchor, initial_anchor
+from node.averaging.anchor.anchor_store import Shelf
+from node.averaging.anchor.layout import layout_of
+from node.averaging.module_rounds import StateDesk
+from node.averaging.state_sync.chunk_codec import STATE_CODECS
+from node.averaging.state_sync.donor import Donor
+from node.averaging.state_sync.download import CatchingUp, Surroundings
+from node.averaging.state_sync.partial_state import FreshSpace
+from node.concurrency.compute_thread import ComputeThread
+from node.concurrency.task_groups import task_scope
+from protocol.codecs.tensor_spec import TensorSpec
+from protocol.identity.certificates import make_credentials
+from protocol.identity.keys import Identity
+from protocol.interfaces.clock import SystemClock
+from protocol.interfaces.directory import Contact
+from protocol.interfaces.transport import Question, Refusal, Topic
+from protocol.transport.grpc_transport import GrpcTransport
+from protocol.transport.settings import TransportSettings
+from swarm.vocabulary.averaging_messages import StateChunk, StateRefused, StateRequest
+from swarm.vocabulary.errors import PeerError
+from swarm.vocabulary.pipeline_messages import ControlMessage, TensorMessage
+from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId
 
 MEGABYTES = 200
 MODULE = ModuleId(1)

@@ -22,13 +22,13 @@ from typing import Any, Final
 
 from benchmarks.codec_learner import Boundaries, Learner, Task, Text, manifest_of
 from benchmarks.codec_rounds import Leftover, Rounds, Way
-from node.averaging.outer import OuterRule
+from node.averaging.anchor.outer_step import OuterRule
 from node.data.feed import START, held_out_microbatches, open_documents
 from node.data.packing import Cursor, Microbatch
-from node.solo import evaluate
-from protocol.manifest import Manifest
-from swarm.errors import StateError
-from swarm.vocabulary import Codec
+from node.solo.trainer import evaluate
+from protocol.manifest.manifest import Manifest
+from swarm.vocabulary.errors import StateError
+from swarm.vocabulary.types import Codec
 
 STAGES: Final = (0, 1, 1, 1, 1)
 RULE: Final = OuterRule(1.0, 0.0)

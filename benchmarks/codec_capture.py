@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 from node.data.feed import START, TrainingFeed, open_documents
 from node.data.packing import Microbatch
-from node.model import visit
-from node.model.initial import parameters_of
-from node.optimization import Accumulator, Addition, InnerOptimizer
-from node.solo import WholeModel
-from protocol.manifest import Manifest, manifest_from_table
-from swarm.errors import StateError
-from swarm.vocabulary import MicrobatchId, PeerId
+from node.model import passes as visit
+from node.model.initialization import parameters_of
+from node.model.optimizer import Accumulator, Addition, InnerOptimizer
+from node.solo.trainer import WholeModel
+from protocol.manifest.manifest import Manifest, manifest_from_table
+from swarm.vocabulary.errors import StateError
+from swarm.vocabulary.types import MicrobatchId, PeerId
 
 READER: Final = PeerId("reader")
 OUTLIERS: Final = {17: 60.0, 101: 25.0}

@@ -10,19 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from node.averaging.anchor import Vector
-from node.averaging.replica import LocalReplica
+from node.averaging.anchor.anchor import Vector
+from node.averaging.anchor.module_vector import LocalReplica
 from node.data.documents import Documents
 from node.data.feed import START, TrainingFeed
 from node.data.packing import Cursor, Microbatch
-from node.model import visit
-from node.model.initial import parameters_of
-from node.optimization import Accumulator, Addition, InnerOptimizer
-from node.solo import WholeModel
+from node.model import passes as visit
+from node.model.initialization import parameters_of
+from node.model.optimizer import Accumulator, Addition, InnerOptimizer
+from node.solo.trainer import WholeModel
 from protocol.codecs import decode, encode
-from protocol.manifest import Manifest, manifest_from_table
-from swarm.errors import StateError
-from swarm.vocabulary import Codec, MicrobatchId, PeerId
+from protocol.manifest.manifest import Manifest, manifest_from_table
+from swarm.vocabulary.errors import StateError
+from swarm.vocabulary.types import Codec, MicrobatchId, PeerId
 
 READER = PeerId("reader")
 CPU = torch.device("cpu")
@@ -86,7 +86,7 @@ class Boundaries:
 
 
 class Learner:
-    """All stages with their inner optimizers, as in `node.solo`. What a stage hands on, forward and backward, goes through a codec: from
+    """All stages with their inner optimizers, as in `node.solo.trainer`. What a stage hands on, forward and backward, goes through a codec: from
     stage 0 to stage 1 and so on, and from the last one back to stage 0, which has the head."""
 
     def __init__(self, manifest: Manifest, boundaries: Boundaries = Boundaries()) -> None:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from benchmarks.codec_learner import Learner
 from benchmarks.error_feedback import DECAYS, ErrorFeedback
-from node.averaging.anchor import Vector
-from node.averaging.outer import OuterRule
+from node.averaging.anchor.anchor import Vector
+from node.averaging.anchor.outer_step import OuterRule
 from protocol.codecs import decode, decode_into, encode, encode_into, encode_low_rank, encoded_bytes
-from swarm.vocabulary import Codec
+from swarm.vocabulary.types import Codec
 
 
 class Leftover(enum.Enum):

@@ -32,10 +32,10 @@ import torch
 from benchmarks.codec_boundaries import measure_boundaries
 from benchmarks.codec_learner import Learner, Task, Text, manifest_of
 from benchmarks.codec_rounds import Leftover, Rounds, Way
-from node.averaging.outer import OuterRule
+from node.averaging.anchor.outer_step import OuterRule
 from node.data.feed import held_out_microbatches, open_documents
-from node.solo import evaluate
-from swarm.vocabulary import Codec
+from node.solo.trainer import evaluate
+from swarm.vocabulary.types import Codec
 
 TASK: Final = Task(
     source="",

@@ -4,7 +4,7 @@
 
 The tensors are those that training makes (`benchmarks.codec_capture`), normal numbers, and hidden states two of whose channels stand out. An error is
 |decoded - values| / |values| (L2) over all tensors of a class, a ratio their bytes over the encodings'. Times are taken in turns (`benchmarks.codecs_timing`), with the allocator
-set as in a node (`protocol.memory`). `encode` ends where the library hands over to its transport (ours: the encoding's memory; hivemind's: a protobuf message),
+set as in a node (`node.runtime.malloc`). `encode` ends where the library hands over to its transport (ours: the encoding's memory; hivemind's: a protobuf message),
 `encode_to_bytes` with a byte string of its own; `decode` begins with what the library's own transport gives (ours: writable memory), `decode_from_bytes` with a byte string,
 which ours has to copy. Ours writes into memory that is there, hivemind's makes a tensor.
 
@@ -41,8 +41,8 @@ from benchmarks.codecs_contenders import (
 )
 from benchmarks.codecs_targets import targets
 from benchmarks.codecs_timing import measured
-from protocol.memory import keep_freed_memory
-from swarm.vocabulary import Codec
+from node.runtime.malloc import keep_freed_memory
+from swarm.vocabulary.types import Codec
 
 TIMED: Final = ("activations", "pseudo_gradient", "outliers", "bf16_parameters")
 MAGNITUDES: Final = tuple(10.0**exponent for exponent in range(-7, 4))

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from benchmarks.codecs_contenders import Sent
 from protocol.codecs import Encoded
-from protocol.codecs.memory import DTYPES, octets_of, octets_of_tensor
-from protocol.tensor_spec import BLOCK, INT4_BLOCK, TensorSpec
-from swarm.vocabulary import Codec
+from protocol.codecs.tensor_spec import BLOCK, INT4_BLOCK, TensorSpec
+from protocol.codecs.views import DTYPES, octets_of, octets_of_tensor
+from swarm.vocabulary.types import Codec
 
 Kernel = Callable[[Tensor, Tensor, Tensor], None]
 """Elements, codes, scales."""

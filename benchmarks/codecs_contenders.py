@@ -19,8 +19,8 @@ from hivemind.proto import runtime_pb2
 from torch import Tensor
 
 from protocol import codecs
-from protocol.tensor_spec import TensorSpec
-from swarm.vocabulary import Codec
+from protocol.codecs.tensor_spec import TensorSpec
+from swarm.vocabulary.types import Codec
 
 RANKS: Final = (4, 16)
 """Of the low-rank codec."""

@@ -23,10 +23,10 @@ from typing import Any, Final
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.paths_live import StepClock, all_serve, events_in, tell
-from node.events import Completed
-from node.local_setup import LocalSwarmOptions, Place
-from node.local_swarm import LocalSwarm
-from protocol.manifest import Manifest, manifest_from_table
+from node.local_swarm.local_swarm import LocalSwarm
+from node.local_swarm.setup import LocalSwarmOptions, Place
+from node.observability.events import Completed
+from protocol.manifest.manifest import Manifest, manifest_from_table
 from tests.e2e.emulated import Network, Spec, status_of
 from tests.e2e.small_run import write_text
 

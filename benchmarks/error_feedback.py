@@ -7,7 +7,7 @@ the pseudo-gradients of as many rounds, but for one residual. Without it, elemen
 
 In two phases, because an attempt at a round may be dissolved and begun anew with the same pseudo-gradients: what is kept counts only once the round commits,
 and until then `compensate` gives the same. It serves what a reducer encodes (the mean, of which nobody's replica could keep the rest), and contributions; for those, with
-sparse codecs, `node.averaging.leftover` was measured to do better. Used on the averaging thread.
+sparse codecs, `node.averaging.exchange.pseudo_gradient` was measured to do better. Used on the averaging thread.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Final
 
 import numpy as np
 
-from node.averaging.anchor import Vector
-from node.averaging.vectors import add_scaled, squares
-from swarm.errors import StateError
-from swarm.vocabulary import Codec
+from node.averaging.anchor.anchor import Vector
+from node.averaging.anchor.vector_math import add_scaled, squares
+from swarm.vocabulary.errors import StateError
+from swarm.vocabulary.types import Codec
 
 DECAYS: Final = {
     Codec.FP8: 1.0,

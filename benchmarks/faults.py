@@ -30,11 +30,11 @@ from collections.abc import Iterable
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from node.default_manifest import default_manifest
-from node.events import RoundProgress
-from node.local_setup import LocalSwarmOptions
-from node.local_swarm import LocalSwarm
-from protocol.manifest import Manifest, manifest_from_table
+from node.local_swarm.default_manifest import default_manifest
+from node.local_swarm.local_swarm import LocalSwarm
+from node.local_swarm.setup import LocalSwarmOptions
+from node.observability.events import RoundProgress
+from protocol.manifest.manifest import Manifest, manifest_from_table
 from tests.e2e.lying import Company, keep_company
 from tests.e2e.parting import THREE_AND_ONE, TWO_AND_TWO, part, parted_run
 from tests.e2e.round_watch import LogTail, RoundWatch, watching

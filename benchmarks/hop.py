@@ -3,7 +3,7 @@
 Skipstone's node against `hivemind.moe`, and against a bare gRPC stream with mutual TLS that carries the same bytes one way.
 They take turns, round after round, so that what else the machine does meets all of them alike. Forward and backward move
 four tensors of 8.39 MB (4 x 512 x 1024 float32): hidden states out and back, gradients out and back. Times are medians. All
-three run with the allocator set as in a node (`protocol.memory`) and with half of the machine's cores for each process's torch.
+three run with the allocator set as in a node (`node.runtime.malloc`) and with half of the machine's cores for each process's torch.
 
 Prints one JSON object; what is under way goes to stderr. MB are 10**6 bytes.
 """
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.hop_hivemind import CODECS, client_process, process_group, server_process
 from benchmarks.samples import Sample
-from protocol.memory import keep_freed_memory
+from node.runtime.malloc import keep_freed_memory
 
 # In every process: each imports this module. What brings gRPC with it is imported later, as hivemind's processes fork.
 keep_freed_memory()

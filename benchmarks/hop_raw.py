@@ -7,10 +7,10 @@ from multiprocessing.connection import Connection
 import uvloop
 
 from benchmarks.raw_stream import LONGEST_MESSAGE, RUN, receive, send_batches
-from protocol.certificates import TlsCredentials, make_credentials
-from protocol.identity import Identity
-from protocol.seams import Contact
-from protocol.streams import DialledStream, open_channel
+from protocol.identity.certificates import TlsCredentials, make_credentials
+from protocol.identity.keys import Identity
+from protocol.interfaces.directory import Contact
+from protocol.transport.grpc_streams import DialledStream, open_channel
 
 BATCH_BYTES = 128 * 1024 * 1024
 

@@ -17,37 +17,37 @@ import torch
 import uvloop
 
 from benchmarks.samples import SAMPLES_PER_ROUND, Sample, threads_of_each_peer
-from node.address_book import KnownPeers
-from node.admission import Admission, hidden_tensor
-from node.carrier import Carrier
-from node.clock import SystemClock
-from node.compute import ComputeThread
-from node.duty import PlannedReplicas
-from node.events import Event
-from node.hop_worker import HopWorker
-from node.neighbourhood import Neighbourhood
-from node.optimization import Accumulator, InnerOptimizer, StepFigures
-from node.options import DEFAULT_SLOTS
-from node.own_state import OwnState
-from node.reception import Reception
-from node.wire import Wire
-from node.work import Job, Output, PathEnds, Worker
-from protocol.certificates import make_credentials
-from protocol.identity import Identity
-from protocol.manifest import Manifest, ModelSection, StagesSection, TrainingSection
-from protocol.routes import Routes
-from protocol.settings import TransportSettings
-from protocol.tensor_spec import TensorSpec
-from protocol.transport import GrpcTransport
-from swarm.custody import Custody
-from swarm.errors import SkipstoneError
-from swarm.estimates import Estimates
-from swarm.holdings import Started, Work
-from swarm.membership import Membership
-from swarm.messages import Forward, Purpose, Receipt
-from swarm.paths.rules import PathRules
-from swarm.planner import Planner
-from swarm.vocabulary import Hop, MicrobatchId, ModuleId, Path, PeerId, PeerState, RunId
+from node.concurrency.compute_thread import ComputeThread
+from node.model.optimizer import Accumulator, InnerOptimizer, StepFigures
+from node.network.addresses import KnownPeers
+from node.network.dispatcher import Reception
+from node.network.local_peer import OwnState
+from node.network.membership_sync import Neighbourhood
+from node.observability.events import Event
+from node.pipeline.admission import Admission, hidden_tensor
+from node.pipeline.interfaces import Job, Output, PathEnds, Worker
+from node.pipeline.microbatch_runner import Carrier
+from node.pipeline.stage_worker import HopWorker
+from node.pipeline.tensor_io import Wire
+from node.runtime.role import PlannedReplicas
+from protocol.codecs.tensor_spec import TensorSpec
+from protocol.identity.certificates import make_credentials
+from protocol.identity.keys import Identity
+from protocol.identity.route_signatures import Routes
+from protocol.interfaces.clock import SystemClock
+from protocol.manifest.manifest import Manifest, ModelSection, StagesSection, TrainingSection
+from protocol.transport.grpc_transport import GrpcTransport
+from protocol.transport.settings import TransportSettings
+from swarm.membership.membership import Membership
+from swarm.pipeline.custody import Custody
+from swarm.pipeline.custody_states import Started, Work
+from swarm.pipeline.ledger import DEFAULT_SLOTS
+from swarm.routing.path_rules import PathRules
+from swarm.routing.planner import Planner
+from swarm.routing.service_times import Estimates
+from swarm.vocabulary.errors import SkipstoneError
+from swarm.vocabulary.pipeline_messages import Forward, Purpose, Receipt
+from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, Path, PeerId, PeerState, RunId
 
 RUN = RunId("0" * 64)
 STAGE = ModuleId(1)

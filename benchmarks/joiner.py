@@ -30,13 +30,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from node.averaging.layout import layout_of
-from node.events import CatchingUp, CaughtUp, Event, NodeStatus, RoundCommitted, Step
-from node.local_setup import LocalSwarmOptions, Place, Places, everywhere_here
-from node.local_swarm import LocalSwarm
+from node.averaging.anchor.layout import layout_of
+from node.local_swarm.local_swarm import LocalSwarm
+from node.local_swarm.setup import LocalSwarmOptions, Place, Places, everywhere_here
 from node.model.shapes import parameter_shapes
-from protocol.manifest import Manifest, manifest_from_table
-from swarm.vocabulary import ModuleId
+from node.observability.events import CatchingUp, CaughtUp, Event, NodeStatus, RoundCommitted, Step
+from protocol.manifest.manifest import Manifest, manifest_from_table
+from swarm.vocabulary.types import ModuleId
 
 STAGE = 1
 ROUNDS_BEFORE = 3

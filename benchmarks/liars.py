@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from node.events import Event, Note, ReplicaAccused, RoundCommitted, Step
-from node.local_setup import LocalSwarmOptions, Place
-from node.local_swarm import LocalSwarm
-from node.queries import query_evaluation
+from node.local_swarm.local_swarm import LocalSwarm
+from node.local_swarm.setup import LocalSwarmOptions, Place
+from node.network.client import query_evaluation
+from node.observability.events import Event, Note, ReplicaAccused, RoundCommitted, Step
 from tests.e2e.small_run import small_run, write_text
 from tests.security.liar import LIES
 

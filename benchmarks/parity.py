@@ -36,8 +36,8 @@ from benchmarks.parity_rounds import hall
 from node.data.documents import Documents
 from node.data.feed import START, held_out_microbatches, open_documents
 from node.data.packing import Cursor
-from node.solo import evaluate
-from protocol.manifest import Manifest
+from node.solo.trainer import evaluate
+from protocol.manifest.manifest import Manifest
 
 TASK: Final = Task(
     hidden=16,

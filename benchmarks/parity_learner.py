@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 import torch
 
-from node.averaging.anchor import Vector
-from node.averaging.lone import anchor_of
-from node.averaging.replica import LocalReplica
+from node.averaging.anchor.anchor import Vector
+from node.averaging.anchor.lone_replica import anchor_of
+from node.averaging.anchor.module_vector import LocalReplica
 from node.data.documents import Documents
 from node.data.feed import START, TrainingFeed
 from node.data.packing import Cursor, Microbatch
-from node.model.initial import parameters_of
-from node.optimization import Accumulator, Addition, InnerOptimizer, StepFigures
-from node.solo import WholeModel
-from protocol.manifest import Manifest, manifest_from_table
-from swarm.errors import StateError
-from swarm.vocabulary import MicrobatchId, PeerId
+from node.model.initialization import parameters_of
+from node.model.optimizer import Accumulator, Addition, InnerOptimizer, StepFigures
+from node.solo.trainer import WholeModel
+from protocol.manifest.manifest import Manifest, manifest_from_table
+from swarm.vocabulary.errors import StateError
+from swarm.vocabulary.types import MicrobatchId, PeerId
 
 REPLICAS = 4
 READER = PeerId("reader")

@@ -17,28 +17,29 @@ import torch
 
 from benchmarks.averaging_skipstone import Book, Handler, no_catching_up
 from benchmarks.parity_learner import Learner
-from node.averaging.anchor import Anchor, version_of
-from node.averaging.averager import Averager, AveragerHooks, AveragerParts, RoundSettled
-from node.averaging.lone import anchor_of
-from node.averaging.outer import outer_rule
-from node.averaging.round_codecs import rungs_to
-from node.averaging.shelf import Shelf
-from node.clock import SystemClock
-from node.compute import ComputeThread, Priority
+from node.averaging.anchor.anchor import Anchor, version_of
+from node.averaging.anchor.anchor_store import Shelf
+from node.averaging.anchor.lone_replica import anchor_of
+from node.averaging.anchor.outer_step import outer_rule
+from node.averaging.module_rounds import rungs_to
+from node.averaging.round_runner import Averager, AveragerHooks, AveragerParts, RoundSettled
+from node.concurrency.compute_thread import ComputeThread, Priority
+from node.concurrency.task_groups import task_scope
 from node.data.packing import Microbatch
-from node.task_scope import task_scope
-from protocol.certificates import make_credentials
-from protocol.entries import EntrySeal
-from protocol.identity import Identity
-from protocol.manifest import Manifest
-from protocol.piece_signatures import PieceSignatures
-from protocol.seams import Contact, Question, QuestionAbout
-from protocol.settings import TransportSettings
-from protocol.transport import GrpcTransport
-from swarm.errors import StateError
-from swarm.rounds.machine import RoundMachine
-from swarm.rounds.words import Fellow, RoundRules
-from swarm.vocabulary import Codec, RunId
+from protocol.identity.certificates import make_credentials
+from protocol.identity.entry_signatures import EntrySeal
+from protocol.identity.keys import Identity
+from protocol.identity.piece_signatures import PieceSignatures
+from protocol.interfaces.clock import SystemClock
+from protocol.interfaces.directory import Contact
+from protocol.interfaces.transport import Question, QuestionAbout
+from protocol.manifest.manifest import Manifest
+from protocol.transport.grpc_transport import GrpcTransport
+from protocol.transport.settings import TransportSettings
+from swarm.averaging.round_events import Fellow, RoundRules
+from swarm.averaging.round_machine import RoundMachine
+from swarm.vocabulary.errors import StateError
+from swarm.vocabulary.types import Codec, RunId
 
 RUN = RunId("0" * 64)
 PATIENCE_S = 60.0

@@ -26,10 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.paths_arms import decompose
 from benchmarks.paths_planning import after_each_death, growth_in_replicas, small_swarms, swarm_of_size, whole_plans
-from node.simulate import read_instance
+from node.lab.simulation.simulate import read_instance
 from swarm.simulation.churn import run_churn, share_of_ideal
 from swarm.simulation.generate import Regions, regions_from_json
-from swarm.simulation.instances import Instance
+from swarm.simulation.instance import Instance
 
 SMALL_DATA: Final = Path(__file__).resolve().parent.parent / "tests" / "swarm" / "simulation"
 CHURN: Final = (0.1, 0.2, 0.5)

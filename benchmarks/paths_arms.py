@@ -14,15 +14,14 @@ from typing import Any, Final
 from benchmarks.paths_central import improved
 from benchmarks.paths_online import EarliestReturn, SmallestVirtualTime, one_by_one
 from benchmarks.paths_ours import cold_plan, talked_plan
-from swarm.paths.balance import fair_sets, visits
-from swarm.paths.costs import Costs, Route
-from swarm.paths.rules import PathRules, order_tree, orders
-from swarm.simulation.bounds import lower_bound_s
-from swarm.simulation.central import central_plan
+from swarm.routing.cost_model import Costs, Route
+from swarm.routing.path_rules import PathRules, order_tree, orders
+from swarm.routing.stage_balance import fair_sets, visits
+from swarm.simulation.central_planner import central_plan
 from swarm.simulation.forecast import forecast
-from swarm.simulation.instances import Instance
-from swarm.simulation.plans import Plan
-from swarm.vocabulary import PeerId
+from swarm.simulation.instance import Instance, Plan
+from swarm.simulation.lower_bound import lower_bound_s
+from swarm.vocabulary.types import PeerId
 
 DRAWS: Final = 20
 """Worlds in which every cost is off, and random plans of the cost-blind arm."""

@@ -8,11 +8,10 @@ from __future__ import annotations
 import random
 from typing import Final
 
-from swarm.paths.costs import Route
+from swarm.routing.cost_model import Route
 from swarm.simulation.forecast import Unit, forecast
-from swarm.simulation.instances import Instance
-from swarm.simulation.plans import Plan
-from swarm.vocabulary import PeerId
+from swarm.simulation.instance import Instance, Plan
+from swarm.vocabulary.types import PeerId
 
 MEAN_SHARE: Final = 0.03
 """How much the mean finish counts beside the last one, so that the search sees a slope where the last one does not move."""

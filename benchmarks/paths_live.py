@@ -27,11 +27,11 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from node.event_lines import event_from_json
-from node.events import Abandoned, Completed, Step
-from node.local_setup import LocalSwarmOptions, Place, assign_stages
-from node.local_swarm import LocalSwarm
-from protocol.manifest import Manifest
+from node.local_swarm.local_swarm import LocalSwarm
+from node.local_swarm.setup import LocalSwarmOptions, Place, assign_stages
+from node.observability.event_json import event_from_json
+from node.observability.events import Abandoned, Completed, Step
+from protocol.manifest.manifest import Manifest
 from tests.e2e.emulated import OURS, SWARM, Network, Spec
 from tests.e2e.small_run import small_run, write_text
 

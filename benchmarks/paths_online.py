@@ -12,15 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from swarm.paths.balance import ring_set
-from swarm.paths.costs import Costs, Route
-from swarm.paths.rules import order_tree
+from swarm.routing.cost_model import Costs, Route
+from swarm.routing.path_rules import order_tree
+from swarm.routing.stage_balance import ring_set
 from swarm.simulation.booking import Bookings
 from swarm.simulation.forecast import Forecast, Task, Unit, forecast
-from swarm.simulation.instances import Instance
-from swarm.simulation.plans import Plan
+from swarm.simulation.instance import Instance, Plan
 from swarm.simulation.timetable import Timetable
-from swarm.vocabulary import PeerId
+from swarm.vocabulary.types import PeerId
 
 NEW_SAMPLE_WEIGHT: Final = 0.1
 """Of SWARM's exponential average (Ryabinin et al. 2023, section 3.2)."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from swarm.paths.rules import PathRules
-from swarm.simulation.instances import Instance
+from swarm.routing.path_rules import PathRules
+from swarm.simulation.instance import Instance, Plan
 from swarm.simulation.iteration import Conduct, Iteration, Knowledge, run_iterations
-from swarm.simulation.plans import Plan
 
 
 def talked(instance: Instance) -> Iteration:

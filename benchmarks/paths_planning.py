@@ -11,18 +11,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from benchmarks.paths_ours import talked
-from swarm.estimates import Estimates
-from swarm.membership import Membership
-from swarm.paths.measurements import Measurements
-from swarm.paths.turns import spread
-from swarm.planner import Planner
+from swarm.membership.membership import Membership
+from swarm.routing.measurements import Measurements
+from swarm.routing.planner import Planner
+from swarm.routing.service_times import Estimates
+from swarm.routing.stage_balance import spread
 from swarm.simulation.deaths import after_death
 from swarm.simulation.generate import Regions, Shape, generate
-from swarm.simulation.instances import Instance
-from swarm.simulation.plans import Plan
-from swarm.simulation.talking import Network
-from swarm.vocabulary import Hop, ModuleId, PeerId
-from tests.swarm.announcements import RUN, announcement
+from swarm.simulation.instance import Instance, Plan
+from swarm.simulation.negotiation_world import Network
+from swarm.vocabulary.types import Hop, ModuleId, PeerId
+from tests.swarm.membership.announcements import RUN, announcement
 
 SMALL: Final = {
     "20 peers, 6 stages": Shape(),

@@ -21,9 +21,9 @@ import uvloop
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from protocol.certificates import TlsCredentials, make_credentials
-from protocol.identity import Identity
-from swarm.vocabulary import RunId
+from protocol.identity.certificates import TlsCredentials, make_credentials
+from protocol.identity.keys import Identity
+from swarm.vocabulary.types import RunId
 
 RUN = RunId("0" * 64)
 MESSAGE_SIZES = [n * 1024 for n in (64, 128, 256, 512, 1024, 2048, 4096)]

@@ -16,12 +16,12 @@ from typing import Any
 
 import uvloop
 
-from protocol.certificates import TlsCredentials, make_credentials
-from protocol.identity import Identity
-from protocol.memory import keep_freed_memory
-from protocol.seams import Contact
-from protocol.streams import AcceptedStream, DialledStream, make_server, open_channel
-from swarm.vocabulary import RunId
+from node.runtime.malloc import keep_freed_memory
+from protocol.identity.certificates import TlsCredentials, make_credentials
+from protocol.identity.keys import Identity
+from protocol.interfaces.directory import Contact
+from protocol.transport.grpc_streams import AcceptedStream, DialledStream, make_server, open_channel
+from swarm.vocabulary.types import RunId
 
 # As a node does at its start; here and, because each process imports this module, in the other process too.
 keep_freed_memory()

@@ -33,9 +33,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from node.events import NodeStatus, Step
-from node.local_setup import LocalSwarmOptions, Place
-from node.local_swarm import LocalSwarm
+from node.local_swarm.local_swarm import LocalSwarm
+from node.local_swarm.setup import LocalSwarmOptions, Place
+from node.observability.events import NodeStatus, Step
 from tests.e2e.home_network import HomeNetwork, home_network, why_no_home, why_no_mapping
 from tests.e2e.home_node import WatchedNode, environment, node_at
 from tests.e2e.small_run import Watch, small_run, write_text

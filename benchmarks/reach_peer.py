@@ -19,20 +19,20 @@ import uvloop
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from node.clock import SystemClock
-from node.events import Event, Reach
-from node.presence import Presence, Whereabouts, present
-from node.reach.keeper import reachable
-from node.reach.standing import ReachMode
+from node.network.reach_status import ReachMode
+from node.network.session import Presence, Whereabouts, present
+from node.observability.events import Event, Reach
+from node.reachability.monitor import reachable
 from protocol.codecs import Encoded
-from protocol.directory import DirectorySettings
-from protocol.identity import Identity
-from protocol.join_link import parse_link
-from protocol.seams import Topic
-from protocol.tensor_spec import DType, TensorSpec
-from swarm.messages import Close, Forward, MicrobatchControl, MicrobatchTensor, Purpose
-from swarm.vocabulary import Hop, MicrobatchId, ModuleId, PeerId, PeerState, RunId
-from swarm.vocabulary import Path as Way
+from protocol.codecs.tensor_spec import DType, TensorSpec
+from protocol.dht.directory import DirectorySettings
+from protocol.identity.keys import Identity
+from protocol.interfaces.clock import SystemClock
+from protocol.interfaces.transport import Topic
+from protocol.manifest.join_link import parse_link
+from swarm.vocabulary.pipeline_messages import Close, Forward, MicrobatchControl, MicrobatchTensor, Purpose
+from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, PeerId, PeerState, RunId
+from swarm.vocabulary.types import Path as Way
 
 TENSOR = TensorSpec((4, 512, 1024), DType.FLOAT32)
 TENSORS_PER_BATCH = 32

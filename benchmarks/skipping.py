@@ -2,7 +2,7 @@
 
     python benchmarks/skipping.py [--seeds 1 2 3] [--arms full 1/2 ...] [--steps N] [--text FILE-OR-FOLDER] [--output FILE]
 
-Every arm is trained by the product's own loop (`node.solo`) on the same text in the same order. Arms called by a fraction have paths through that share of
+Every arm is trained by the product's own loop (`node.solo.trainer`) on the same text in the same order. Arms called by a fraction have paths through that share of
 the 12 stages, stage 0 always, as the planner chooses them; a stage takes its inner step when it has seen `inner_tokens` of its own. The others are
 variations of 1/2: `spread` chooses stages evenly spread over the depth, moving on from path to path; `swap` visits two neighbouring stages of each path in
 the other order (SkipPipe's rule); `tenth` takes the full path for every tenth step; `warm` trains its first quarter on full paths.
@@ -39,11 +39,11 @@ from rich.progress import Progress
 
 from node.data.feed import held_out_microbatches, open_documents
 from node.data.packing import Microbatch
-from node.path_rules import path_rules
-from node.solo import ChooseStages, SoloTrainer, WholeModel, planned_stages
-from protocol.manifest import Manifest, manifest_from_table
-from swarm.paths.rules import PathRules
-from swarm.subsets import all_stages, ring_of_subsets, spread_stages
+from node.pipeline.admission import path_rules
+from node.solo.trainer import ChooseStages, SoloTrainer, WholeModel, planned_stages
+from protocol.manifest.manifest import Manifest, manifest_from_table
+from swarm.routing.path_rules import PathRules
+from swarm.routing.stage_balance import all_stages, ring_of_subsets, spread_stages
 
 STAGES: Final = 12
 HALF: Final = PathRules(STAGES, STAGES // 2 - 1)

@@ -26,11 +26,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from node.default_manifest import default_manifest
-from node.events import CaughtUp, RoundCommitted
-from node.local_setup import LocalSwarmOptions
-from node.local_swarm import LocalSwarm
-from protocol.manifest import Manifest, manifest_from_table
+from node.local_swarm.default_manifest import default_manifest
+from node.local_swarm.local_swarm import LocalSwarm
+from node.local_swarm.setup import LocalSwarmOptions
+from node.observability.events import CaughtUp, RoundCommitted
+from protocol.manifest.manifest import Manifest, manifest_from_table
 
 SAMPLE_S = 5.0
 SETTLING_S = 90.0

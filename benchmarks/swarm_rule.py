@@ -15,8 +15,8 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from swarm.messages import Direction, Receipt
-from swarm.vocabulary import MicrobatchId, ModuleId, Path, PeerId
+from swarm.vocabulary.pipeline_messages import Direction, Receipt
+from swarm.vocabulary.types import MicrobatchId, ModuleId, Path, PeerId
 
 NEW_SAMPLE_WEIGHT = 0.1
 WORK = {Direction.FORWARD: 1.0, Direction.BACKWARD: 2.5}

@@ -20,10 +20,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from node.events import NodeSummary, Step
-from node.local_setup import LocalSwarmOptions
-from node.local_swarm import LocalSwarm
-from protocol.manifest import Manifest, manifest_from_table
+from node.local_swarm.local_swarm import LocalSwarm
+from node.local_swarm.setup import LocalSwarmOptions
+from node.observability.events import NodeSummary, Step
+from protocol.manifest.manifest import Manifest, manifest_from_table
 
 TARGET = 0.8
 
@@ -71,7 +71,7 @@ def solo(manifest: Manifest, steps: int) -> Measured:
     script = (
         "import sys, json, time, torch\n"
         "from benchmarks_throughput import large_run\n"
-        "from node.solo import train_solo\n"
+        "from node.solo.trainer import train_solo\n"
         f"train_solo(large_run(), steps={steps}, device=torch.device('cpu'), threads={os.cpu_count()},"
         " on_event=lambda e: print(json.dumps([time.perf_counter(), e]), flush=True))\n"
     ).replace("benchmarks_throughput", Path(__file__).stem)

@@ -23,15 +23,16 @@ import uvloop
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from benchmarks.raw_stream import RUN, process, raw_mb_per_s
-from protocol.certificates import TlsCredentials, make_credentials
-from protocol.identity import Identity
-from protocol.seams import Contact, Question, Topic
-from protocol.settings import TransportSettings
-from protocol.tensor_spec import DType, TensorSpec
-from protocol.transport import GrpcTransport
-from swarm.errors import PeerError
-from swarm.messages import Close, Forward, Purpose, TensorMessage
-from swarm.vocabulary import Hop, MicrobatchId, ModuleId, Path, PeerId
+from protocol.codecs.tensor_spec import DType, TensorSpec
+from protocol.identity.certificates import TlsCredentials, make_credentials
+from protocol.identity.keys import Identity
+from protocol.interfaces.directory import Contact
+from protocol.interfaces.transport import Question, Topic
+from protocol.transport.grpc_transport import GrpcTransport
+from protocol.transport.settings import TransportSettings
+from swarm.vocabulary.errors import PeerError
+from swarm.vocabulary.pipeline_messages import Close, Forward, Purpose, TensorMessage
+from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, Path, PeerId
 
 CHUNK_SIZES = [n * 1024 for n in (64, 128, 256, 512, 1024, 2048, 4096)]
 TENSOR = TensorSpec((4, 512, 1024), DType.FLOAT32)

@@ -18,12 +18,12 @@ from typing import Any, Final
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from node.clock import SystemClock
-from protocol.directory import DhtDirectory, DirectorySettings
-from protocol.identity import Identity
-from protocol.seams import Contact
-from protocol.tunnels import RelayTunnels
-from swarm.vocabulary import PeerId, RunId
+from protocol.dht.directory import DhtDirectory, DirectorySettings
+from protocol.dht.tunnels import RelayTunnels
+from protocol.identity.keys import Identity
+from protocol.interfaces.clock import SystemClock
+from protocol.interfaces.directory import Contact
+from swarm.vocabulary.types import PeerId, RunId
 
 RUN: Final = RunId("0" * 64)
 MIB: Final = 2**20

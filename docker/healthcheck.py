@@ -1,7 +1,7 @@
 """Whether the node in this container does its work, asked of the node itself: exit code 0, or 1 and the reason.
 
 Two things are asked, for less than a tenth of a second of computing. The event loop has to answer at the door that `skipstone leave`
-comes to: it is sent what is not the secret, and must hang up (`node/leave.py`); a process that hangs does not. And the port of the
+comes to: it is sent what is not the secret, and must hang up (`node/runtime/leave_socket.py`); a process that hangs does not. And the port of the
 node has to answer with TLS 1.3 (RFC 8446), which takes no certificate of ours: a caller is done with the handshake before the server
 has looked at what the caller shows.
 """

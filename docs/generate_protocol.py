@@ -1,5 +1,5 @@
 """Writes the reference part of docs/PROTOCOL.md from where the contract is kept: the comments of the .proto files, and
-the docstrings of the events in node/events.py. Run it with `make docs`; tests/test_docs.py finds a stale file.
+the docstrings of the events in node/observability/events.py. Run it with `make docs`; tests/test_docs.py finds a stale file.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final
 from google.protobuf import descriptor_pb2
 from grpc_tools import protoc
 
-from swarm.errors import SkipstoneError
+from swarm.vocabulary.errors import SkipstoneError
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 TARGET: Final = ROOT / "docs" / "PROTOCOL.md"
@@ -51,7 +51,7 @@ def reference() -> Iterator[str]:
     """The lines of the generated part."""
     for file in _described(PROTOS):
         yield from _proto_file(file)
-    yield from _events((ROOT / "node" / "events.py").read_text())
+    yield from _events((ROOT / "node" / "observability" / "events.py").read_text())
 
 
 def _described(protos: Sequence[str]) -> list[descriptor_pb2.FileDescriptorProto]:
@@ -148,7 +148,7 @@ def _paragraphs(comment: str) -> Iterator[str]:
 
 def _events(source: str) -> Iterator[str]:
     module = ast.parse(source)
-    yield from ("### node/events.py", "", ast.get_docstring(module) or "", "")
+    yield from ("### node/observability/events.py", "", ast.get_docstring(module) or "", "")
     for item in module.body:
         if isinstance(item, ast.ClassDef) and any("dataclass" in ast.unparse(mark) for mark in item.decorator_list):
             name = _event_name(item)

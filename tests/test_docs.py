@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from docs import generate_protocol
+from docs import generate_architecture, generate_protocol
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted((ROOT / "docs").glob("*.md"))
@@ -22,6 +22,11 @@ def name_of(path: Path) -> str:
 def test_the_reference_is_generated_from_the_contract() -> None:
     text = generate_protocol.TARGET.read_text()
     assert generate_protocol.rewritten(text) == text, "stale: run `make docs`"
+
+
+def test_the_generated_parts_of_the_architecture_are_those_of_the_code() -> None:
+    text = generate_architecture.TARGET.read_text()
+    assert generate_architecture.rewritten(text) == text, "stale: run `make docs`"
 
 
 def test_a_stale_reference_is_noticed() -> None:
@@ -54,10 +59,10 @@ def test_the_keys_of_status_are_the_documented_ones() -> None:
 
 def status_keys() -> set[str]:
     """Read from the source, because importing it brings in torch."""
-    report = ast.parse((ROOT / "node" / "report.py").read_text())
+    report = ast.parse((ROOT / "node" / "runtime" / "status.py").read_text())
     function = next(n for n in report.body if isinstance(n, ast.FunctionDef) and n.name == "status_json")
     table = next(node for node in ast.walk(function) if isinstance(node, ast.Dict))
     own = {key.value for key in table.keys if isinstance(key, ast.Constant)}
-    duty = ast.parse((ROOT / "node" / "duty.py").read_text())
+    duty = ast.parse((ROOT / "node" / "runtime" / "role.py").read_text())
     account = next(node for node in duty.body if isinstance(node, ast.ClassDef) and node.name == "Account")
     return own | {ast.unparse(line.target) for line in account.body if isinstance(line, ast.AnnAssign)}

@@ -1,1 +1,1 @@
-"""Rounds carried out: the anchor and its digest, the exchange of pseudo-gradients, catching up. Decisions are in `swarm.rounds`."""
+"""Rounds carried out: the anchor and its digest, the exchange of pseudo-gradients, catching up. Decisions are in `swarm.averaging`."""

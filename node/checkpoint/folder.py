@@ -27,10 +27,17 @@ from node.checkpoint.snapshot import (
 )
 from node.checkpoint.state import ReplicaState
 from node.checkpoint.storage import DiskStorage, Storage, write_durably
-from protocol.manifest import MAX_MANIFEST_BYTES
-from protocol.signed_manifest import SignedManifest, read_signed_manifest
-from swarm.errors import ConfigError, CorruptSnapshot, ManifestError, ResourceExhausted, SkipstoneError, StateError
-from swarm.vocabulary import ModuleId, PeerId, RunId
+from protocol.manifest.manifest import MAX_MANIFEST_BYTES
+from protocol.manifest.signing import SignedManifest, read_signed_manifest
+from swarm.vocabulary.errors import (
+    ConfigError,
+    CorruptSnapshot,
+    ManifestError,
+    ResourceExhausted,
+    SkipstoneError,
+    StateError,
+)
+from swarm.vocabulary.types import ModuleId, PeerId, RunId
 
 log = logging.getLogger(__name__)
 

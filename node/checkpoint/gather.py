@@ -12,9 +12,9 @@ from torch import Tensor
 
 from node.checkpoint.folder import CheckpointFolder, Problem, read_manifest, whole_snapshots
 from node.checkpoint.snapshot import Header, read_tensors
-from protocol.signed_manifest import SignedManifest
-from swarm.errors import CorruptSnapshot, StateError
-from swarm.vocabulary import ModuleId, PeerId
+from protocol.manifest.signing import SignedManifest
+from swarm.vocabulary.errors import CorruptSnapshot, StateError
+from swarm.vocabulary.types import ModuleId, PeerId
 
 _Progress = tuple[int, int, int]
 

@@ -19,12 +19,13 @@ from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from node.checkpoint.state import AnchorState, Counters, DataState, InnerState, ReplicaState, Tensors
+from node.checkpoint.state import AnchorState, Counters, DataState, ReplicaState
 from node.data.documents import Place
 from node.data.packing import Cursor
-from node.tensors import bytes_of_tensor
-from swarm.errors import CorruptSnapshot, ProtocolViolation
-from swarm.vocabulary import AnchorVersion, ModuleId, PeerId, RunId
+from node.model.device import bytes_of_tensor
+from node.model.optimizer import InnerState, Tensors
+from swarm.vocabulary.errors import CorruptSnapshot, ProtocolViolation
+from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId, RunId
 
 FORMAT: Final = 1
 MAX_JSON_BYTES: Final = 16 * 2**20

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from node.data.packing import Cursor
-from swarm.vocabulary import AnchorVersion
-
-Tensors = Mapping[str, Tensor]
-"""Float32 on the CPU, by parameter name."""
+from node.model.optimizer import InnerState, Tensors
+from swarm.vocabulary.types import AnchorVersion, ModuleId
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class InnerState:
-    """Of the inner optimizer (AdamW). A parameter that no step has moved yet has no moments."""
+class Agreed:
+    """The module's anchor, and how far this replica has come from it."""
 
-    steps: int
-    """Inner steps taken; the learning rate follows from it."""
-    exp_avg: Tensors
-    exp_avg_sq: Tensors
-    adam_steps: Mapping[str, int]
-    """Steps of each parameter that has moments. A part without visits is left out of a step, so they may differ."""
+    anchor: AnchorState
+    steps_since: int
+    tokens_since: int
+
+
+@dataclass(slots=True, eq=False)
+class Resumed:
+    """What a starting node goes on from: nothing, or its own snapshot."""
+
+    module: ModuleId | None = None
+    state: ReplicaState | None = None
+    """Let go of once the module has been made from it: it is several times the module's size."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

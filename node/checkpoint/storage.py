@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
-from node.crash_points import crash_point
+from node.observability.failpoints import crash_point
 
 
 class Storage(Protocol):

@@ -16,23 +16,18 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from node.cli.chaos import chaos
-from node.cli.check import check
-from node.cli.doctor import doctor
 from node.cli.export import export
 from node.cli.generate import generate
 from node.cli.join import join
 from node.cli.leave import leave
 from node.cli.new import new
-from node.cli.questions import evaluate, status
-from node.cli.simulate import simulate
 from node.cli.solo import solo
-from node.cli.text import harmless
+from node.cli.status import evaluate, status
 from node.cli.up import up
-from node.cli.wan import wan
-from node.version import installed_version
-from swarm.errors import SkipstoneError
-from swarm.vocabulary import PROTOCOL_VERSIONS
+from node.cli.views.text import harmless
+from node.observability.version import installed_version
+from swarm.vocabulary.errors import SkipstoneError
+from swarm.vocabulary.types import PROTOCOL_VERSIONS
 
 _INTERRUPTED = 130
 _MAX_MESSAGE_CHARACTERS = 2000
@@ -87,12 +82,7 @@ app.command()(up)
 app.command()(join)
 app.command()(leave)
 app.command()(status)
-app.command()(doctor)
 app.command()(solo)
-app.command()(simulate)
-app.command()(check)
-app.command()(wan)
-app.command()(chaos)
 app.command("eval")(evaluate)
 app.command()(export)
 app.command()(generate)

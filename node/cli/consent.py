@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Final
 
 import typer
 
-from node.cli.text import count, harmless
+from node.cli.views.text import count, harmless
 
 if TYPE_CHECKING:
+    from node.context.options import NodeOptions
     from node.data.places import Places
-    from node.options import NodeOptions
-    from protocol.manifest import Manifest
-    from protocol.signed_manifest import SignedManifest
-    from swarm.vocabulary import Reasoned
+    from protocol.manifest.manifest import Manifest
+    from protocol.manifest.signing import SignedManifest
+    from swarm.vocabulary.types import Reasoned
 
 _LONGEST_ANSWER: Final = 4096
 
 
 class Consent:
-    """`node.process.Consent` at a terminal.
+    """`node.runtime.node.Consent` at a terminal.
 
     It asks when standard input and what it writes to are a terminal, unless --yes was given or the run is this machine's own. Without one there is nobody
     to ask, and it goes on: services, containers and scripts have been told what to join by whoever set them up, and what could be read
@@ -68,7 +68,7 @@ def description(
 
 def _parameters(manifest: Manifest) -> int:
     """Of all modules together; in figures, because a manifest may describe a model that nobody could build."""
-    from node.model.build import block_parameters
+    from protocol.manifest.manifest import block_parameters
 
     model, blocks = manifest.model, manifest.stages.blocks
     apart = blocks[0] + sum(blocks[1:]) * manifest.stages.experts
@@ -92,7 +92,7 @@ def _reading(manifest: Manifest, options: NodeOptions, text: Reasoned[Places | N
 
 
 def _use(options: NodeOptions) -> str:
-    from node.reach.standing import ReachMode
+    from node.network.reach_status import ReachMode
 
     threads = "all CPU threads" if options.threads is None else _number(options.threads, "CPU thread")
     saved = "no disk" if options.checkpoint_dir is None else f"disk below {options.checkpoint_dir}"

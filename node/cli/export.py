@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from node.cli.downloads import download_bar
 from node.cli.options import TokenizerPlace
-from node.cli.output import announce, print_json, run_loop
-from node.cli.text import count
+from node.cli.views.downloads import download_bar
+from node.cli.views.output import announce, print_json, run_loop
+from node.cli.views.text import count
 
 if TYPE_CHECKING:
-    from node.export.folder import Export
+    from node.export.writer import Export
 
 
 def export(
@@ -40,9 +40,9 @@ def export(
 
 async def _export(source: str, folder: Path, tokenizer: Path | None, *, replace: bool, as_json: bool) -> Export:
     from node.data.places import ToldPlaces
-    from node.export.folder import export as write
-    from node.export.folder import require_free
-    from node.export.opening import open_model
+    from node.export.open_model import open_model
+    from node.export.writer import export as write
+    from node.export.writer import require_free
 
     require_free(folder, replace=replace)  # said before anything is gathered for nothing
     with download_bar(silent=as_json) as on_progress:

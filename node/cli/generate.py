@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from node.cli.downloads import download_bar
 from node.cli.options import StagesPerPath, TokenizerPlace
-from node.cli.output import print_json, run_loop, tell
-from node.cli.text import count, harmless_lines, path_text
+from node.cli.views.downloads import download_bar
+from node.cli.views.output import print_json, run_loop, tell
+from node.cli.views.text import count, harmless_lines, path_text
 
 if TYPE_CHECKING:
     from node.data.tokenizers import Tokenizer
-    from node.generation import Sampling
     from node.model.decoder import Decoder
+    from node.model.generation import Sampling
 
 
 def generate(
@@ -40,7 +40,7 @@ def generate(
     The model sees the last `model.sequence` tokens; when they are full, the older half is forgotten.
     """
     tell("skipstone generate: reading the model")
-    from node.generation import Sampling
+    from node.model.generation import Sampling
 
     sampling = Sampling(temperature, top_k, top_p, secrets.randbits(32) if seed is None else seed)
     decoder, cutter = run_loop(_read(source, tokenizer, device, stages_per_path, as_json=json))
@@ -57,10 +57,10 @@ async def _read(
     source: str, tokenizer_file: Path | None, device: str, stages_per_path: int | None, *, as_json: bool
 ) -> tuple[Decoder, Tokenizer]:
     from node.data.places import ToldPlaces
-    from node.device import choose_device
-    from node.export.opening import open_model
+    from node.export.open_model import open_model
     from node.export.source import read_decoder
-    from node.loss_report import AskedPaths
+    from node.model.device import choose_device
+    from node.network.loss_report import AskedPaths
 
     where = choose_device(device).value
     with download_bar(silent=as_json) as on_progress:
@@ -73,7 +73,7 @@ async def _read(
 def _write(
     decoder: Decoder, tokenizer: Tokenizer, prompt: list[int], limit: int, sampling: Sampling, *, as_json: bool
 ) -> None:
-    from node.generation import generate as continuation
+    from node.model.generation import generate as continuation
 
     stream, chosen, pieces = tokenizer.text_stream(), list[int](), list[str]()
     for token in continuation(decoder, tokenizer, prompt, limit, sampling):

@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from node.cli.interrupts import STOP_LIMIT_S, Interrupts, end_by, leave_at_once, stop_on_end_of_input
-from node.cli.join_links import LinkFile, link_in
-from node.cli.options import AllowHub, TextPlace, TokenizerPlace, setting
-from node.cli.output import LogLevel, announce, event_sink, run_loop, start_log, tell
-from node.reach.standing import ReachMode
-from node.variables import variable
-from swarm.errors import ConfigError
+from node.cli.options import AllowHub, LinkFile, TextPlace, TokenizerPlace, link_in, setting
+from node.cli.views.interrupts import STOP_LIMIT_S, Interrupts, end_by, leave_at_once, stop_on_end_of_input
+from node.cli.views.output import LogLevel, announce, event_sink, run_loop, start_log, tell
+from node.context.options import variable
+from node.network.reach_status import ReachMode
+from swarm.vocabulary.errors import ConfigError
 
 if TYPE_CHECKING:
-    from node.options import NodeOptions
-    from protocol.join_link import JoinLink
+    from node.context.options import NodeOptions
+    from protocol.manifest.join_link import JoinLink
 
 MEGABYTE = 10**6
 MAX_MEGABYTES = 10**9
@@ -84,8 +83,8 @@ def join(
     if not json:
         announce("skipstone join: starting a node", as_json=False)
     start_log(log_level)
+    from node.context.options import NodeOptions, default_identity_path, parse_size
     from node.data.places import ToldPlaces
-    from node.options import NodeOptions, default_identity_path, parse_size
 
     link, manifest_path = _parse_target(target)
     options = NodeOptions(
@@ -124,7 +123,7 @@ async def _join(options: NodeOptions, link_file: Path | None, *, yes: bool, as_j
         stop_on_end_of_input(stop.set)
     with Interrupts(lambda: _ask_politely(loop, stop), leave_at_once):
         from node.cli.consent import Consent
-        from node.process import run_node
+        from node.runtime.node import run_node
 
         consent = Consent(options, yes=yes or stop_on_eof, as_json=as_json)  # else two would read standard input
         events = event_sink(as_json=as_json, on_closed=stop.set)

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from node.cli.interrupts import STOP_LIMIT_S
 from node.cli.options import setting
-from node.cli.output import announce, print_json, run_loop
+from node.cli.views.interrupts import STOP_LIMIT_S
+from node.cli.views.output import announce, print_json, run_loop
 
 
 def leave(
@@ -18,8 +18,8 @@ def leave(
 ) -> None:
     """Ask this machine's node to leave in good order, and wait until it has."""
     announce("skipstone leave: asking the node to leave", as_json=json)
-    from node.leave import ask_to_leave
-    from node.options import default_identity_path
+    from node.context.options import default_identity_path
+    from node.runtime.leave_socket import ask_to_leave
 
     path = identity or default_identity_path()
     run_loop(ask_to_leave(path, STOP_LIMIT_S + 5))

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swarm.errors import ConfigError
+from swarm.vocabulary.errors import ConfigError
 
 if TYPE_CHECKING:
-    from protocol.manifest import Manifest
+    from protocol.manifest.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +34,10 @@ def chosen_manifest(path: Path | None, changes: ManifestChanges) -> Manifest:
         ConfigError: the text that it names is not here, and its list of files is not in the manifest yet.
         ManifestError: a value is wrong, or a signature that is there is not the author's.
     """
-    from protocol.manifest import manifest_from_table
+    from protocol.manifest.manifest import manifest_from_table
 
     if path is None:
-        from node.default_manifest import default_manifest
+        from node.local_swarm.default_manifest import default_manifest
 
         base = default_manifest(changes.seed or 0)
     else:
@@ -62,8 +62,8 @@ def parse_blocks(text: str | None) -> tuple[int, ...] | None:
 
 
 def _read(path: Path) -> Manifest:
-    from protocol.manifest import manifest_from_table, parse_toml
-    from protocol.signed_manifest import read_signed_manifest
+    from protocol.manifest.manifest import manifest_from_table, parse_toml
+    from protocol.manifest.signing import read_signed_manifest
 
     try:
         text = path.read_bytes()

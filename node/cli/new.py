@@ -9,9 +9,9 @@ import typer
 
 from node.cli.manifests import ManifestChanges, chosen_manifest, parse_blocks
 from node.cli.options import VisitedPerPath
-from node.cli.output import write_whole
-from node.cli.text import count
-from swarm.errors import ConfigError
+from node.cli.views.output import write_whole
+from node.cli.views.text import count
+from swarm.vocabulary.errors import ConfigError
 
 
 def new(
@@ -35,9 +35,9 @@ def new(
     changes = ManifestChanges(name=name, seed=seed, source=data, blocks=parse_blocks(stages), per_path=stages_per_path)
     manifest = chosen_manifest(source, changes)
 
-    from node.options import default_identity_path
-    from protocol.identity import Identity
-    from protocol.signed_manifest import sign_manifest
+    from node.context.options import default_identity_path
+    from protocol.identity.keys import Identity
+    from protocol.manifest.signing import sign_manifest
 
     signed = sign_manifest(manifest, Identity.load_or_create(identity or default_identity_path()))
     _write(file, signed.text)

@@ -1,12 +1,23 @@
-"""Options that several commands have, and how a node's are named."""
+"""Options that several commands have, and how a node's are named.
+
+Join links on the command line: given as they are or in a file, and written to a file for whoever starts the other nodes.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Final
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
-from node.variables import variable
+from node.cli.views.output import write_whole
+from node.context.options import variable
+from node.observability.events import Event, EventSink, NodeStatus
+
+if TYPE_CHECKING:
+    from protocol.manifest.join_link import JoinLink
+
 
 VisitedPerPath: Final[Any] = typer.Option(
     min=1, help="Train along paths that visit only so many of the stages after stage 0 [default: the manifest's]"
@@ -27,3 +38,53 @@ TextPlace: Final[Any] = setting(
 )
 TokenizerPlace: Final[Any] = setting("tokenizer", "Where the run's tokenizer file lies here; likewise.")
 AllowHub: Final[Any] = setting("allow-hub", "May fetch the run's text from the Hugging Face hub.")
+
+
+log = logging.getLogger(__name__)
+
+_LONGEST_BYTES: Final = 10_000
+"""Of a file that may hold a link: the longest link and some white space."""
+
+
+def link_in(text: str) -> JoinLink | None:
+    """The join link that `text` is, or that is in the file it names; None when it is neither.
+
+    Raises:
+        ConfigError: it is meant to be a link, and malformed.
+    """
+    from protocol.manifest.join_link import is_link, parse_link
+
+    if is_link(text):
+        return parse_link(text)
+    try:
+        with Path(text).open("rb") as file:
+            inside = file.read(_LONGEST_BYTES).decode(errors="replace")
+    except (OSError, ValueError):  # ValueError: no path at all, such as one with a zero byte
+        return None
+    return parse_link(inside) if is_link(inside) else None
+
+
+class LinkFile:
+    """`EventSink` in front of another: keeps the node's newest join link in a file.
+
+    The file appears whole, or is replaced whole, so that whoever waits for it never reads half a link. One that cannot be written is
+    warned of, and the node goes on: those that have joined need the file no more.
+    """
+
+    def __init__(self, path: Path, behind: EventSink) -> None:
+        self._path = path
+        self._behind = behind
+        self._written: str | None = None
+
+    def emit(self, event: Event) -> None:
+        """Hands it on; writes the link if this event tells a new one."""
+        self._behind.emit(event)
+        if isinstance(event, NodeStatus) and event.link != self._written:
+            self._written = event.link
+            self._write(event.link)
+
+    def _write(self, link: str) -> None:
+        try:
+            write_whole(self._path, f"{link}\n".encode())
+        except OSError as error:
+            log.warning("the join link cannot be written to %s: %s", self._path, error.strerror or error)

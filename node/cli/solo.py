@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from node.cli.interrupts import Interrupts, leave_at_once
 from node.cli.manifests import ManifestChanges, chosen_manifest
-from node.cli.output import announce, event_sink, tell
-from node.event_lines import event_from_json
+from node.cli.views.interrupts import Interrupts, leave_at_once
+from node.cli.views.output import announce, event_sink, tell
+from node.observability.event_json import event_from_json
 
 if TYPE_CHECKING:
     from node.checkpoint.folder import CheckpointFolder
-    from protocol.manifest import Manifest
+    from protocol.manifest.manifest import Manifest
 
 
 def solo(
@@ -46,8 +46,8 @@ def solo(
         stop.set()
 
     with Interrupts(ask_politely, leave_at_once) as interrupts:
-        from node.device import choose_device
-        from node.solo import train_solo
+        from node.model.device import choose_device
+        from node.solo.trainer import train_solo
 
         train_solo(
             chosen,
@@ -65,9 +65,9 @@ def solo(
 def _checkpoint_folder(path: Path, manifest: Manifest) -> CheckpointFolder:
     """A folder whose manifest this machine has signed, so that `eval` opens the text that it names."""
     from node.checkpoint.folder import CheckpointFolder
-    from node.options import default_identity_path
-    from protocol.identity import Identity
-    from protocol.signed_manifest import sign_manifest
+    from node.context.options import default_identity_path
+    from protocol.identity.keys import Identity
+    from protocol.manifest.signing import sign_manifest
 
     signed = sign_manifest(manifest, Identity.load_or_create(default_identity_path()))
     return CheckpointFolder(path, signed.run, signed.text)

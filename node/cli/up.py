@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from node.cli.interrupts import Interrupts
 from node.cli.manifests import ManifestChanges, chosen_manifest
 from node.cli.options import VisitedPerPath
-from node.cli.output import announce, event_sink, run_loop, tell
-from node.events import Event, InnerStep, LastPeer, NodeSummary, Note, PeerChange
+from node.cli.views.interrupts import Interrupts
+from node.cli.views.output import announce, event_sink, run_loop, tell
+from node.observability.events import Event, InnerStep, LastPeer, NodeSummary, Note, PeerChange
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from node.local_setup import LocalSwarmOptions
-    from node.local_swarm import LocalSwarm
-    from protocol.manifest import Manifest
+    from node.local_swarm.local_swarm import LocalSwarm
+    from node.local_swarm.setup import LocalSwarmOptions
+    from protocol.manifest.manifest import Manifest
 
 STATE_LOST = "the swarm has ended and its state is lost; keep it with --checkpoint-dir FOLDER next time"
 
@@ -53,8 +53,8 @@ def up(
         open_source(
             chosen.data, as_written(chosen.data).text
         )  # a missing folder is said once, not by every node that was started for nothing
-    from node.local_setup import LocalSwarmOptions
-    from node.options import default_identity_path
+    from node.context.options import default_identity_path
+    from node.local_swarm.setup import LocalSwarmOptions
 
     options = LocalSwarmOptions(
         peers=chosen.stages.count if peers is None else peers,
@@ -71,8 +71,8 @@ def up(
 
 async def _up(manifest: Manifest, options: LocalSwarmOptions, *, as_json: bool) -> int:
     """Runs the swarm to its end and returns the exit code: the signal's, else that of the first node that failed."""
-    from node.local_swarm import LocalSwarm
-    from node.swarm_progress import summarize
+    from node.local_swarm.local_swarm import LocalSwarm
+    from node.local_swarm.swarm_progress import summarize
 
     async with LocalSwarm(manifest, options) as swarm:
         loop = asyncio.get_running_loop()
@@ -108,7 +108,7 @@ async def _show(swarm: LocalSwarm, title: str) -> None:
     """Draws the live view until no node is left."""
     from rich.console import Console
 
-    from node.cli.live import draw
+    from node.cli.views.live import draw
 
     began = time.monotonic()
     async with asyncio.TaskGroup() as tasks:
@@ -120,7 +120,7 @@ async def _show(swarm: LocalSwarm, title: str) -> None:
 
 
 def _picture(swarm: LocalSwarm, title: str, began: float) -> RenderableType:
-    from node.cli.live import render
+    from node.cli.views.live import render
 
     now = time.monotonic()
     return render(swarm.progress, title, now - began, now)

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from node.data.sources import Source
 from node.data.tokenizers import Tokenizer, Tokens
-from swarm.errors import ConfigError
-from swarm.vocabulary import PeerId
+from swarm.vocabulary.errors import ConfigError
+from swarm.vocabulary.types import PeerId
 
 logger = logging.getLogger(__name__)
 

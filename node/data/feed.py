@@ -10,10 +10,9 @@ from node.data.packing import Cursor, Microbatch, Packer
 from node.data.places import Places, as_written
 from node.data.sources import open_source
 from node.data.tokenizers import open_tokenizer
-from node.model.build import training_flops_per_token
-from protocol.manifest import Manifest
-from swarm.errors import ConfigError
-from swarm.vocabulary import PeerId
+from protocol.manifest.manifest import Manifest, training_flops_per_token
+from swarm.vocabulary.errors import ConfigError
+from swarm.vocabulary.types import PeerId
 
 START: Final = Cursor()
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from protocol.manifest import FilesSection
-from swarm.errors import ConfigError
+from protocol.manifest.manifest import FilesSection
+from swarm.vocabulary.errors import ConfigError
 
 MAX_FILES: Final = 1_000_000
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from protocol.manifest import DataSection
-from swarm.errors import ConfigError
-from swarm.vocabulary import Reasoned
+from protocol.manifest.manifest import DataSection
+from swarm.vocabulary.errors import ConfigError
+from swarm.vocabulary.types import Reasoned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,8 @@ from typing import Self
 
 from node.data.feed import TrainingFeed
 from node.data.packing import Microbatch
-from swarm.errors import SkipstoneError
-from swarm.vocabulary import PeerId
+from swarm.vocabulary.errors import SkipstoneError
+from swarm.vocabulary.types import PeerId
 
 
 class Prefetcher:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from node.data.listing import Listing, files_below, single_file, visible_below
-from protocol.manifest import DataSection
-from swarm.errors import ConfigError
+from protocol.manifest.manifest import DataSection
+from swarm.vocabulary.errors import ConfigError
 
 DOCUMENT_BYTES: Final = 2**20
 """A longer file of a folder becomes several documents, so that no document needs more memory than this allows."""

@@ -11,10 +11,10 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from node.data.detokenizer import ByteTextStream, TextStream, WindowTextStream
 from node.data.listing import open_regular, resolved
-from node.data.text_stream import ByteTextStream, TextStream, WindowTextStream
-from protocol.manifest import Manifest
-from swarm.errors import ConfigError, ManifestError
+from protocol.manifest.manifest import Manifest
+from swarm.vocabulary.errors import ConfigError, ManifestError
 
 Tokens = npt.NDArray[np.int64]
 

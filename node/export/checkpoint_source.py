@@ -8,8 +8,8 @@ from pathlib import Path
 
 from node.checkpoint.gather import gather_modules
 from node.export.source import Parameters
-from protocol.signed_manifest import SignedManifest
-from swarm.vocabulary import ModuleId
+from protocol.manifest.signing import SignedManifest
+from swarm.vocabulary.types import ModuleId
 
 log = logging.getLogger(__name__)
 

@@ -12,16 +12,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from node.export.file_plan import CONFIG, FORMAT, MANIFEST, ORIGIN, shard_files
 from node.export.hugging_face import llama_config
-from node.export.layout import CONFIG, FORMAT, MANIFEST, ORIGIN, shard_files
 from node.export.source import Parameters
 from node.export.tensor_files import check_header, names_in, read_tensors
-from node.model.initial import digest_of_tensors
+from node.model.initialization import digest_of_tensors
 from node.model.shapes import Shape, parameter_shapes
-from protocol.manifest import MAX_MANIFEST_BYTES
-from protocol.signed_manifest import SignedManifest, read_signed_manifest
-from swarm.errors import ConfigError, CorruptSnapshot, StateError
-from swarm.vocabulary import ModuleId, RunId
+from protocol.manifest.manifest import MAX_MANIFEST_BYTES
+from protocol.manifest.signing import SignedManifest, read_signed_manifest
+from swarm.vocabulary.errors import ConfigError, CorruptSnapshot, StateError
+from swarm.vocabulary.types import ModuleId, RunId
 
 _MAX_JSON_BYTES: Final = 1 << 20
 _MAX_SHARDS: Final = 99_999

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from protocol.manifest import Manifest
+from protocol.manifest.manifest import Manifest
 
 Json = dict[str, Any]
 

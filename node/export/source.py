@@ -12,10 +12,10 @@ from torch import Tensor
 
 from node.model.decoder import Decoder, decoder_bytes
 from node.model.shapes import parameter_bytes, parameter_shapes
-from protocol.manifest import Manifest
-from protocol.signed_manifest import SignedManifest
-from swarm.errors import ConfigError, ResourceExhausted, StateError
-from swarm.vocabulary import ModuleId
+from protocol.manifest.manifest import Manifest
+from protocol.manifest.signing import SignedManifest
+from swarm.vocabulary.errors import ConfigError, ResourceExhausted, StateError
+from swarm.vocabulary.types import ModuleId
 
 Parameters = Mapping[str, Tensor]
 """Float32, by the names of the whole model (`model.layers.5.mlp.up_proj.weight`)."""

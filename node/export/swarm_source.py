@@ -13,26 +13,25 @@ from contextlib import asynccontextmanager
 from random import Random
 from typing import Final
 
-from node.averaging.anchor import Vector
-from node.averaging.catch_up import CatchingUp, Surroundings
-from node.averaging.layout import layout_of
-from node.averaging.saved import tensors_of
-from node.averaging.space import FreshSpace
-from node.averaging.state_codec import STATE_CODECS
+from node.averaging.anchor.anchor import Vector
+from node.averaging.anchor.anchor_checkpoint import tensors_of
+from node.averaging.anchor.layout import layout_of
+from node.averaging.state_sync.chunk_codec import STATE_CODECS
+from node.averaging.state_sync.download import CatchingUp, Surroundings
+from node.averaging.state_sync.partial_state import FreshSpace
 from node.export.source import Parameters
 from node.model.shapes import parameter_bytes, parameter_shapes
-from node.presence import Presence
-from node.reception import RoundTensor
-from node.visiting import visit
-from protocol.join_link import JoinLink
-from protocol.manifest import Manifest
-from protocol.seams import Refusal
-from protocol.signed_manifest import SignedManifest
-from protocol.tensor_spec import TensorSpec
-from swarm.errors import NoQuorum, PeerError, Stalled, Unreachable
-from swarm.round_messages import RoundControl, StateChunk, StateControl, StateRefused
-from swarm.rounds.version_choice import choose_version
-from swarm.vocabulary import AnchorVersion, ModuleId, PeerId
+from node.network.dispatcher import RoundTensor
+from node.network.session import Presence, visit
+from protocol.codecs.tensor_spec import TensorSpec
+from protocol.interfaces.transport import Refusal
+from protocol.manifest.join_link import JoinLink
+from protocol.manifest.manifest import Manifest
+from protocol.manifest.signing import SignedManifest
+from swarm.averaging.schedule import choose_version
+from swarm.vocabulary.averaging_messages import RoundControl, StateChunk, StateControl, StateRefused
+from swarm.vocabulary.errors import NoQuorum, PeerError, Stalled, Unreachable
+from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +151,7 @@ async def _look_around(presence: Presence, modules: Sequence[ModuleId], patience
 
 
 class _Downloads:
-    """`node.reception.RoundReceiver` of a visitor: takes the chunks that it has asked for, and has no part in rounds."""
+    """`node.network.dispatcher.RoundReceiver` of a visitor: takes the chunks that it has asked for, and has no part in rounds."""
 
     def __init__(self, downloads: Mapping[ModuleId, CatchingUp]) -> None:
         self._downloads = downloads

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from node.model.shapes import Shape
-from swarm.errors import CorruptSnapshot, StateError
+from swarm.vocabulary.errors import CorruptSnapshot, StateError
 
 
 def names_in(file: Path) -> list[str]:

@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
 from torch import Tensor, nn
 
-from node.model.past import Past
-from protocol.manifest import ModelSection
+from node.model.kv_cache import Past
+from protocol.manifest.manifest import ModelSection
 
 
 class Linear(nn.Module):
-    """A matrix product without bias. The weight [outputs, inputs] is left for `node.model.initial` to fill."""
+    """A matrix product without bias. The weight [outputs, inputs] is left for `node.model.initialization` to fill."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from node.model.initial import initialise
+from node.model.initialization import initialise
 from node.model.parts import BlockStack, EmbeddingPart, HeadPart
-from protocol.manifest import Manifest, ModelSection
-from swarm.vocabulary import ModuleId
+from protocol.manifest.manifest import Manifest
+from swarm.vocabulary.types import ModuleId
 
 
 def build_block_stack(manifest: Manifest, module: ModuleId) -> BlockStack:
@@ -34,21 +34,3 @@ def build_head(manifest: Manifest) -> HeadPart:
     part = HeadPart(manifest.model)
     initialise([part], seed=manifest.seed, expert=0, total_blocks=sum(manifest.stages.blocks))
     return part
-
-
-def block_parameters(model: ModelSection) -> int:
-    """Weights of the matrices of one transformer block; its two norms are left out."""
-    kv_size = model.kv_heads * model.head_size
-    return model.hidden * (2 * model.hidden + 2 * kv_size + 3 * model.feed_forward)
-
-
-def training_flops_per_token(manifest: Manifest) -> float:
-    """Floating point operations of one token's forward and backward pass through the whole model.
-
-    Six for every weight that is multiplied, and for the attention of a causal row half of the full square
-    (Kaplan et al. 2020, arXiv:2001.08361, section 2.1).
-    """
-    model, blocks = manifest.model, sum(manifest.stages.blocks)
-    weights = block_parameters(model)
-    attention = 6 * model.sequence * model.hidden
-    return float(6 * (blocks * weights + model.hidden * model.vocabulary) + blocks * attention)

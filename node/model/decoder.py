@@ -11,9 +11,9 @@ from torch import Tensor
 
 from node.data.packing import Microbatch
 from node.model.blocks import Block
+from node.model.kv_cache import Past
 from node.model.parts import EmbeddingPart, HeadPart
-from node.model.past import Past
-from protocol.manifest import Manifest
+from protocol.manifest.manifest import Manifest
 
 
 class Decoder:
@@ -69,7 +69,7 @@ class Decoder:
         """Of the token that follows, float32 [vocabulary] on the CPU. The tokens follow those of the past and are added to it.
 
         Raises:
-            ValueError: they do not fit, or are several after others (`node.model.past`).
+            ValueError: they do not fit, or are several after others (`node.model.kv_cache`).
         """
         hidden = self._hidden(torch.tensor([list(tokens)], dtype=torch.int64), past)
         return self._head.logits(hidden[0, -1]).cpu()

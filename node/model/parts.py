@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from node.model.blocks import Block, Embedding, Linear, RMSNorm, Rotary
-from protocol.manifest import ModelSection
+from protocol.manifest.manifest import ModelSection
 
 LOGITS_AT_ONCE: Final = 2**24
 """Elements of the logits held at a time (64 MiB in float32): a large vocabulary must not need more than the blocks do."""

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Final
 
-from protocol.manifest import Manifest, ModelSection
-from swarm.vocabulary import ModuleId
+from protocol.manifest.manifest import Manifest, ModelSection
+from swarm.vocabulary.types import ModuleId
 
 Shape = tuple[int, ...]
 

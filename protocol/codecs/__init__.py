@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from protocol.codecs import bf16, fp8, int4, int8, low_rank, outliers, plain, planes
-from protocol.codecs.memory import DTYPES, ELEMENT_TYPES, Vector, octets_of, octets_of_tensor, tensor_of
+from protocol.codecs import bf16, fp8, int4, int8, low_rank, outliers, plain
+from protocol.codecs import byte_planes as planes
+from protocol.codecs.tensor_spec import DType, TensorSpec
 from protocol.codecs.top_k import TOP_K_2, TOP_K_4
-from protocol.tensor_spec import DType, TensorSpec
-from swarm.errors import StateError
-from swarm.vocabulary import Codec
+from protocol.codecs.views import DTYPES, ELEMENT_TYPES, Vector, octets_of, octets_of_tensor, tensor_of
+from swarm.vocabulary.errors import StateError
+from swarm.vocabulary.types import Codec
 
 
 class _Simple(Protocol):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from protocol.codecs.blocks import in_slices
+from protocol.codecs.blockwise import in_slices
 
 
 def encode(values: Tensor, out: Tensor) -> None:

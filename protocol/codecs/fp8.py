@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from protocol.codecs.blocks import (
+from protocol.codecs.blockwise import (
     Room,
     check_encoded,
     check_received,
@@ -26,7 +26,7 @@ from protocol.codecs.blocks import (
     slice_elements,
     span_elements,
 )
-from protocol.tensor_spec import BLOCK, blocks_of
+from protocol.codecs.tensor_spec import BLOCK, blocks_of
 
 LARGEST_CODE: Final = 448.0
 LARGEST_SCALE: Final = float(np.finfo(np.float32).max) / 512

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from protocol.codecs.blocks import (
+from protocol.codecs.blockwise import (
     ROUNDED_ZERO,
     Room,
     Rounding,
@@ -29,7 +29,7 @@ from protocol.codecs.blocks import (
     slice_elements,
     span_elements,
 )
-from protocol.tensor_spec import INT4_BLOCK, blocks_of
+from protocol.codecs.tensor_spec import INT4_BLOCK, blocks_of
 
 LARGEST_SCALE: Final = float(np.finfo(np.float32).max) / 16
 """So that no code decodes to infinity."""

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from protocol.codecs.blocks import (
+from protocol.codecs.blockwise import (
     Room,
     Rounding,
     check_encoded,
@@ -27,7 +27,7 @@ from protocol.codecs.blocks import (
     slice_elements,
     span_elements,
 )
-from protocol.tensor_spec import BLOCK, blocks_of
+from protocol.codecs.tensor_spec import BLOCK, blocks_of
 
 LARGEST_SCALE: Final = torch.finfo(torch.bfloat16).max / 128
 """So that no code, -128 included, decodes to infinity, in bfloat16 neither."""

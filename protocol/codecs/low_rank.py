@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from protocol.codecs.blocks import Room, pieces, slice_elements
-from swarm.errors import ProtocolViolation, StateError
+from protocol.codecs.blockwise import Room, pieces, slice_elements
+from swarm.vocabulary.errors import ProtocolViolation, StateError
 
 LARGEST_ELEMENT: Final = float(np.finfo(np.float32).max) / 4
 """That the decoded matrix may have; in bfloat16 it is finite, too."""

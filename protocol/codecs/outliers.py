@@ -14,8 +14,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from protocol.tensor_spec import most_outliers
-from swarm.errors import ProtocolViolation
+from protocol.codecs.tensor_spec import most_outliers
+from swarm.vocabulary.errors import ProtocolViolation
 
 TIMES_THE_MEDIAN: Final = 8.0
 """How much larger than the median channel's largest element a channel's must be."""

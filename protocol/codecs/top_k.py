@@ -1,7 +1,7 @@
 """The codecs TOP_K_4 and TOP_K_2: of each chunk of 4096 elements the 192 of largest magnitude, or the 256; all others decode to 0.
 
 252 and 260 bytes for 4096 elements: 65 and 63 times less than float32. What is left out has to be sent another time by who encodes
-(`node.averaging.leftover`), or the sum of many encodings is not that of what was encoded.
+(`node.averaging.exchange.pseudo_gradient`), or the sum of many encodings is not that of what was encoded.
 
 The encoding is that of each chunk, one after the other; the last chunk may be shorter. A chunk of w elements sends n = ceil(w * 192 / 4096) of them (256 with TOP_K_2),
 in the order of their places in the chunk, in these parts, each in whole bytes whose lowest bit comes first and whose unused bits are 0:
@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from protocol.codecs.blocks import (
+from protocol.codecs.blockwise import (
     SMALLEST_SCALE,
     Piece,
     check_encoded,
@@ -44,9 +44,9 @@ from protocol.codecs.blocks import (
     slice_elements,
     span_elements,
 )
-from protocol.tensor_spec import PLACE_LOW_BITS, SPARSE_CHUNK, SparseChunk
-from swarm.errors import ProtocolViolation
-from swarm.vocabulary import Codec
+from protocol.codecs.tensor_spec import PLACE_LOW_BITS, SPARSE_CHUNK, SparseChunk
+from swarm.vocabulary.errors import ProtocolViolation
+from swarm.vocabulary.types import Codec
 
 LARGEST_LEVEL: Final = float(np.finfo(np.float32).max) / 4
 """So that nothing decodes to infinity, in bfloat16 neither."""

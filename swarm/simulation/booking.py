@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from swarm.paths.costs import Costs, Route
-from swarm.paths.rules import OrderTree
+from swarm.routing.cost_model import Costs, Route
+from swarm.routing.path_rules import OrderTree
 from swarm.simulation.forecast import Task, Unit
 from swarm.simulation.timetable import Timetable
-from swarm.vocabulary import PeerId
+from swarm.vocabulary.types import PeerId
 
 FOLLOWED = 3
 """Routes of each set of stages that are followed exactly."""

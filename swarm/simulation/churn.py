@@ -1,9 +1,11 @@
 """Training under churn in virtual time: peers die and come back while microbatches are under way.
 
 The data nodes launch continuously along their lanes. A death is noticed after `NOTICED_AFTER_S`; then lanes are taken over as `LaneMarket.resume` does, and every
-microbatch that was at the dead peer or on its way there goes on at another peer of the same stage, chosen by `swarm.simulation.repair`. Whoever sent a tensor
+microbatch that was at the dead peer or on its way there goes on at another peer of the same stage, chosen by `swarm.simulation.churn`. Whoever sent a tensor
 still holds it: a lost forward is sent again, and a lost backward is preceded by the forward again, for the stand-in has no activations. A data node that dies takes
 its microbatches with it; they are abandoned, and count nowhere. A peer's contribution counts when its data node closes the microbatch: exactly once for each stage.
+
+Who takes a dead peer's place on a route, as the simulation of churn has it: the nearest peer of the same stage.
 """
 
 from __future__ import annotations
@@ -11,14 +13,45 @@ from __future__ import annotations
 import heapq
 import random
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from swarm.paths.balance import lanes_for
-from swarm.paths.costs import Costs
-from swarm.simulation.instances import Instance
-from swarm.simulation.lanes import LaneMarket
-from swarm.simulation.repair import NoRoute, repaired
-from swarm.vocabulary import PeerId
+from swarm.routing.cost_model import Costs, Route
+from swarm.routing.stage_balance import lanes_for
+from swarm.simulation.instance import Instance
+from swarm.simulation.lane_market import LaneMarket
+from swarm.vocabulary.types import PeerId, Reasoned
+
+
+@dataclass(frozen=True, slots=True)
+class NoRoute:
+    """These stages have no peer left."""
+
+    stages: frozenset[int]
+
+
+def repaired(costs: Costs, data_node: PeerId, kept: Route, stages: Sequence[int]) -> Reasoned[Route | NoRoute]:
+    """A broken route made whole: who was visited stays, and others visit the stages that are left, in their order.
+
+    Args:
+        costs: without the dead.
+        kept: the peers already visited.
+        stages: what is left to visit.
+    """
+    here, chosen = kept[-1] if kept else data_node, list(kept)
+    for stage in stages:
+        live = costs.stages[stage]
+        if not live:
+            return Reasoned(NoRoute(frozenset({stage})), f"stage {stage} has no peer left")
+        _, here = min((_detour_s(costs, here, peer, data_node), peer) for peer in live)
+        chosen.append(here)
+    return Reasoned(tuple(chosen), f"stages {list(stages)} by the nearest peers that are left")
+
+
+def _detour_s(costs: Costs, here: PeerId, peer: PeerId, ahead: PeerId) -> float:
+    ways = costs.message_s[here][peer] + costs.message_s[peer][ahead]
+    return 2 * ways + (1 + costs.backward_factor) * costs.forward_s[peer]
+
 
 NOTICED_AFTER_S = 3.0
 """From a death to the first that goes on without the peer: a missed keep-alive and a round trip."""

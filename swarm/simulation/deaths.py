@@ -6,13 +6,12 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from swarm.paths.costs import Costs
-from swarm.paths.negotiation.words import Member, TalkRules
+from swarm.routing.cost_model import Costs
+from swarm.routing.negotiation.negotiation_events import Member, TalkRules
 from swarm.simulation.forecast import forecast
-from swarm.simulation.instances import Instance
-from swarm.simulation.plans import launched
-from swarm.simulation.talking import Network, Talking
-from swarm.vocabulary import PeerId
+from swarm.simulation.instance import Instance, launched
+from swarm.simulation.negotiation_world import Network, Talking
+from swarm.vocabulary.types import PeerId
 
 SETTLED_S = 120.0
 """By then nobody has anything more to say, if messages arrive."""

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from swarm.paths.costs import Costs, Route
-from swarm.vocabulary import PeerId
+from swarm.routing.cost_model import Costs, Route
+from swarm.vocabulary.types import PeerId
 
 Unit = tuple[PeerId, int]
 """A microbatch of a plan: its data node, and its place in that node's launch order."""

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from swarm.errors import ConfigError
-from swarm.paths.costs import Costs
-from swarm.paths.rules import PathRules
-from swarm.simulation.instances import MAX_PEERS, Instance, peer_of
-from swarm.vocabulary import PeerId
+from swarm.routing.cost_model import Costs
+from swarm.routing.path_rules import PathRules
+from swarm.simulation.instance import MAX_PEERS, Instance, peer_of
+from swarm.vocabulary.errors import ConfigError
+from swarm.vocabulary.types import PeerId
 
 HANDLING_S = 0.35
 """Copies between host and device, and framing, of one message (SkipPipe's profile: 0.13 + 0.2 + 0.02 s)."""

@@ -13,15 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from swarm.paths.balance import visits
-from swarm.paths.costs import Costs
-from swarm.paths.negotiation.words import TalkRules
-from swarm.simulation.bounds import lower_bound_s
-from swarm.simulation.central import central_plan
+from swarm.routing.cost_model import Costs
+from swarm.routing.negotiation.negotiation_events import TalkRules
+from swarm.routing.stage_balance import visits
+from swarm.simulation.central_planner import central_plan
 from swarm.simulation.forecast import Forecast, forecast
-from swarm.simulation.instances import Instance
-from swarm.simulation.plans import Plan, launched
-from swarm.simulation.talking import Network, Talking, TalkSoFar
+from swarm.simulation.instance import Instance, Plan, launched
+from swarm.simulation.lower_bound import lower_bound_s
+from swarm.simulation.negotiation_world import Network, Talking, TalkSoFar
 
 TALK_S = 30.0
 """How long the data nodes have talked when the first iteration begins: about the length of an iteration over the internet."""

@@ -13,13 +13,13 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from swarm.paths.costs import Costs, Route
-from swarm.paths.routing import candidates
-from swarm.paths.rules import OrderTree, PathRules, order_tree
+from swarm.routing.cost_model import Costs, Route
+from swarm.routing.path_rules import OrderTree, PathRules, order_tree
+from swarm.routing.route_search import candidates
 from swarm.simulation.booking import Booking, Bookings
 from swarm.simulation.forecast import Forecast, Unit, forecast
 from swarm.simulation.timetable import Timetable
-from swarm.vocabulary import PeerId
+from swarm.vocabulary.types import PeerId
 
 URGENCY_POWER = 6
 MEAN_SHARE = 0.03

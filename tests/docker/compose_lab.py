@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from node.event_lines import event_from_json
-from node.events import Event, InnerStep, Step
-from swarm.errors import ProtocolViolation
+from node.observability.event_json import event_from_json
+from node.observability.events import Event, InnerStep, Step
+from swarm.vocabulary.errors import ProtocolViolation
 
 ROOT = Path(__file__).parent.parent.parent
 HELPER = ROOT.parent / "shared" / "tools" / "docker-up"
@@ -132,7 +132,7 @@ class Lab:
             if said.returncode != 0:  # it stops or starts just now, or nothing has been logged yet
                 continue
             for file, _, line in (line.partition(":") for line in said.stdout.splitlines()):
-                started_ms = int(Path(file).name.split("-")[1].split(".")[0])  # see node/event_log.py
+                started_ms = int(Path(file).name.split("-")[1].split(".")[0])  # see node/observability/event_log.py
                 with contextlib.suppress(ProtocolViolation):  # a line that is being written
                     event = event_from_json(line)
                     if event is not None and started_ms > started_after * 1000:

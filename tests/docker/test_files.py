@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from node.variables import SETTINGS, variable
-from protocol.manifest import manifest_from_table
+from node.context.options import SETTINGS, variable
+from protocol.manifest.manifest import manifest_from_table
 
 FOLDER = Path(__file__).parent.parent.parent / "docker"
 OF_THE_ENTRYPOINT = {"SKIPSTONE_RUN", "SKIPSTONE_IDENTITIES", "SKIPSTONE_HOME"}

@@ -19,10 +19,10 @@ from types import ModuleType
 import grpc
 import pytest
 
-from node.leave import door_path, leave_requests
-from protocol.certificates import make_credentials
-from protocol.identity import Identity
-from swarm.vocabulary import RunId
+from node.runtime.leave_socket import door_path, leave_requests
+from protocol.identity.certificates import make_credentials
+from protocol.identity.keys import Identity
+from swarm.vocabulary.types import RunId
 
 ROOT = Path(__file__).parent.parent.parent
 ENTRYPOINT = ROOT / "docker" / "entrypoint.py"

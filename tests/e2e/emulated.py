@@ -20,27 +20,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import node.hop_duty
-import node.tenure
+import node.runtime.serving
+import node.runtime.stage_role
 from benchmarks.swarm_rule import SwarmRule
-from node.assignment import Assignment
-from node.cli.app import main
-from node.data_duty import DataDuty, data_duty
-from node.data_worker import DataWorker
-from node.hop_worker import HopWorker
-from node.link_codecs import LinkCodecs
-from node.work import Job, Output
-from protocol.frames import Hello
-from protocol.manifest import Manifest
-from protocol.streams import AcceptedStream, DialledStream
-from protocol.transport import GrpcTransport
-from swarm.errors import ConfigError
-from swarm.holdings import Event, Started, Work
-from swarm.messages import Purpose, Receipt
-from swarm.paths.balance import ring_stages
-from swarm.planner import NoReplica
-from swarm.vocabulary import Codec, Hop, MicrobatchId, ModuleId, PeerId, Reasoned
-from swarm.vocabulary import Path as HopPath
+from node.__main__ import main
+from node.context.module_context import Assignment
+from node.pipeline.codec_selection import LinkCodecs
+from node.pipeline.data_worker import DataWorker
+from node.pipeline.interfaces import Job, Output
+from node.pipeline.stage_worker import HopWorker
+from node.runtime.data_role import DataDuty, data_duty
+from protocol.frames.frames import Hello
+from protocol.manifest.manifest import Manifest
+from protocol.transport.grpc_streams import AcceptedStream, DialledStream
+from protocol.transport.grpc_transport import GrpcTransport
+from swarm.pipeline.custody_states import Event, Started, Work
+from swarm.routing.planner import NoReplica
+from swarm.routing.stage_balance import ring_stages
+from swarm.vocabulary.errors import ConfigError
+from swarm.vocabulary.pipeline_messages import Purpose, Receipt
+from swarm.vocabulary.types import Codec, Hop, MicrobatchId, ModuleId, PeerId, Reasoned
+from swarm.vocabulary.types import Path as HopPath
 from tests.e2e.late_frames import LateFrames
 
 OURS, SWARM = "ours", "swarm"
@@ -127,7 +127,7 @@ def slow_computing(spec: Spec) -> None:
         return manifest.microbatch_tokens / spec.visit_s
 
     HopWorker._timed = timed  # type: ignore[method-assign]
-    node.hop_duty.measure_speed = measured
+    node.runtime.stage_role.measure_speed = measured
 
 
 def _lasting(
@@ -243,7 +243,7 @@ def choose_by_swarm(spec: Spec) -> None:
             tell_rule(rule, duty, own.clock.monotonic)
             yield duty
 
-    node.tenure.data_duty = duty_by_swarm
+    node.runtime.serving.data_duty = duty_by_swarm
 
 
 def tell_rule(rule: SwarmRule, duty: DataDuty, now: Callable[[], float]) -> None:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from node.local_setup import Place, node_command
+from node.local_swarm.setup import Place, node_command
 from tests.e2e.split_network import ip, why_no_namespaces
 
 ROUTER_OUTSIDE = "25.0.0.1"
@@ -100,7 +100,7 @@ class HomeNetwork:
     public: int
 
     def place(self, index: int) -> Place:
-        """A public host, for `node.local_swarm.LocalSwarm`."""
+        """A public host, for `node.local_swarm.local_swarm.LocalSwarm`."""
         return self._place(index)
 
     def relaying_place(self, index: int) -> Place:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from node.event_lines import event_from_json
-from node.events import Event, Reach
-from node.local_setup import node_command
+from node.local_swarm.setup import node_command
+from node.observability.event_json import event_from_json
+from node.observability.events import Event, Reach
 from tests.e2e.home_network import HomeNetwork
 
 PATIENCE_S = 120.0

@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from swarm.errors import ProtocolViolation
+from swarm.vocabulary.errors import ProtocolViolation
 
 STAMP = struct.Struct("<d")
 

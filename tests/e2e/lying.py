@@ -8,9 +8,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from node.local_setup import LocalSwarmOptions, Place, Places, everywhere_here
-from node.local_swarm import LocalSwarm
-from protocol.manifest import Manifest
+from node.local_swarm.local_swarm import LocalSwarm
+from node.local_swarm.setup import LocalSwarmOptions, Place, Places, everywhere_here
+from protocol.manifest.manifest import Manifest
 from tests.e2e.round_watch import watching
 from tests.e2e.striking import MODULE, STAGE
 

@@ -13,9 +13,9 @@ import socket
 import sys
 import threading
 
-from node.reach.nat_pmp import NatPmp
-from node.reach.port_mapping import NotMapped
-from node.reach.upnp import Upnp
+from node.reachability.nat_pmp import NatPmp
+from node.reachability.port_mapping import NotMapped
+from node.reachability.upnp import Upnp
 
 LEASE_S = 120
 

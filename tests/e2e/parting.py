@@ -6,9 +6,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from node.events import PeerChange
-from node.local_swarm import LocalSwarm
-from protocol.manifest import Manifest
+from node.local_swarm.local_swarm import LocalSwarm
+from node.observability.events import PeerChange
+from protocol.manifest.manifest import Manifest
 from tests.e2e.round_watch import LogTail, RoundWatch
 from tests.e2e.small_run import small_run
 from tests.e2e.split_network import SplitNetwork

@@ -6,9 +6,9 @@ compared.
 
 from __future__ import annotations
 
-from node import data_duty
-from node.cli.app import main
-from node.lane_talk import LaneTalk
+from node.__main__ import main
+from node.routing.negotiation_runner import LaneTalk
+from node.runtime import data_role as data_duty
 
 
 def without_lanes(self: LaneTalk, routes: object) -> None:

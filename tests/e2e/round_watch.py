@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from node.event_lines import event_from_json
-from node.events import CaughtUp, Event, PeerChange, Restored, RoundCommitted, RoundProgress
-from node.local_swarm import LocalSwarm
+from node.local_swarm.local_swarm import LocalSwarm
+from node.observability.event_json import event_from_json
+from node.observability.events import CaughtUp, Event, PeerChange, Restored, RoundCommitted, RoundProgress
 
 PATIENCE_S = 240.0
 """A bound for what should take seconds: it ends a run that hangs, and says nothing about speed."""

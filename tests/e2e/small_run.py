@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from node.events import Event, NodeStatus, NodeSummary, Step
-from node.local_swarm import LocalSwarm
-from protocol.manifest import Manifest, manifest_from_table
+from node.local_swarm.local_swarm import LocalSwarm
+from node.observability.events import Event, NodeStatus, NodeSummary, Step
+from protocol.manifest.manifest import Manifest, manifest_from_table
 
 PATIENCE_S = 90.0
 """A bound for what should take seconds: it ends a test that hangs, and says nothing about speed."""

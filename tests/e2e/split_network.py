@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from node.local_setup import Place, node_command
+from node.local_swarm.setup import Place, node_command
 
 Side = Literal["a", "b"]
 _NETWORK = "10.91.0"
@@ -49,7 +49,7 @@ class SplitNetwork:
     sides: str
 
     def place(self, index: int) -> Place:
-        """For `node.local_swarm.LocalSwarm`."""
+        """For `node.local_swarm.local_swarm.LocalSwarm`."""
         return Place(host=_address(index), command=("ip", "netns", "exec", self._name(index), *node_command()))
 
     def side(self, side: Side) -> list[int]:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from node.events import CaughtUp, RoundProgress
-from node.local_swarm import LocalSwarm
-from protocol.manifest import Manifest, manifest_from_table
+from node.local_swarm.local_swarm import LocalSwarm
+from node.observability.events import CaughtUp, RoundProgress
+from protocol.manifest.manifest import Manifest, manifest_from_table
 from tests.e2e.round_watch import LOOK_S, PATIENCE_S, LogTail, RoundWatch
 
 Role = Literal["member", "convener", "reducer"]

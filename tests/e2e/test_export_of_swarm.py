@@ -10,23 +10,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from node.averaging.anchor import Vector, hash_of
-from node.averaging.hash_lists import first_hash_list
-from node.averaging.layout import layout_of
-from node.event_lines import event_from_json
-from node.events import Event, RoundCommitted
-from node.export.folder import export
-from node.export.opening import open_model
+from node.averaging.anchor.anchor import Vector, hash_of
+from node.averaging.anchor.layout import layout_of
+from node.averaging.state_sync.hash_lists import first_hash_list
+from node.export.open_model import open_model
 from node.export.source import checked_module
 from node.export.swarm_source import open_swarm
-from node.local_setup import LocalSwarmOptions
-from node.local_swarm import LocalSwarm
+from node.export.writer import export
+from node.local_swarm.local_swarm import LocalSwarm
+from node.local_swarm.setup import LocalSwarmOptions
 from node.model.shapes import parameter_shapes
-from node.visiting import visit
-from protocol.join_link import JoinLink
-from protocol.manifest import Manifest
-from swarm.errors import NoQuorum, Unreachable
-from swarm.vocabulary import AnchorVersion, ModuleId, PeerId
+from node.network.session import visit
+from node.observability.event_json import event_from_json
+from node.observability.events import Event, RoundCommitted
+from protocol.manifest.join_link import JoinLink
+from protocol.manifest.manifest import Manifest
+from swarm.vocabulary.errors import NoQuorum, Unreachable
+from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId
 from tests.e2e.small_run import PATIENCE_S, Watch, small_run, write_text
 
 pytestmark = pytest.mark.e2e

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from node.cli.app import app
-from node.events import MicrobatchCounts, PeerChange, Resumed, Waiting
-from node.local_setup import LocalSwarmOptions
-from node.local_swarm import LocalSwarm
+from node.__main__ import app
+from node.local_swarm.local_swarm import LocalSwarm
+from node.local_swarm.setup import LocalSwarmOptions
+from node.observability.events import MicrobatchCounts, PeerChange, Resumed, Waiting
 from tests.e2e.small_run import Watch, small_run, write_text
 
 pytestmark = pytest.mark.e2e

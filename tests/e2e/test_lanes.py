@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from node.local_setup import LocalSwarmOptions
-from node.local_swarm import LocalSwarm
-from node.queries import query_status
+from node.local_swarm.local_swarm import LocalSwarm
+from node.local_swarm.setup import LocalSwarmOptions
+from node.network.client import query_status
 from tests.e2e.small_run import PATIENCE_S, Watch, small_run, write_text
 
 pytestmark = pytest.mark.e2e

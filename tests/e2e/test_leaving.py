@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from node.events import Event, LastPeer, Move, NodeStatus, NodeSummary, Resumed
-from node.leave import ask_to_leave, door_path
-from node.local_setup import LocalSwarmOptions
-from node.local_swarm import STOP_LIMIT_S, LocalSwarm
-from node.moving import NextModule
-from node.options import NodeOptions
-from node.process import run_node
-from protocol.identity import Identity
-from protocol.signed_manifest import sign_manifest
-from swarm.errors import ConfigError
-from swarm.vocabulary import ModuleId, Reasoned
+from node.context.options import NodeOptions
+from node.local_swarm.local_swarm import STOP_LIMIT_S, LocalSwarm
+from node.local_swarm.setup import LocalSwarmOptions
+from node.observability.events import Event, LastPeer, Move, NodeStatus, NodeSummary, Resumed
+from node.runtime.leave_socket import ask_to_leave, door_path
+from node.runtime.mover import NextModule
+from node.runtime.node import run_node
+from protocol.identity.keys import Identity
+from protocol.manifest.signing import sign_manifest
+from swarm.vocabulary.errors import ConfigError
+from swarm.vocabulary.types import ModuleId, Reasoned
 from tests.e2e.small_run import PATIENCE_S, Watch, small_run, write_text
 
 pytestmark = pytest.mark.e2e

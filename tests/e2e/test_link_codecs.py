@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from node.events import Abandoned
-from node.local_setup import LocalSwarmOptions, Place
-from node.local_swarm import LocalSwarm
-from protocol.manifest import Manifest, manifest_from_table
+from node.local_swarm.local_swarm import LocalSwarm
+from node.local_swarm.setup import LocalSwarmOptions, Place
+from node.observability.events import Abandoned
+from protocol.manifest.manifest import Manifest, manifest_from_table
 from tests.e2e.emulated import Network, Spec, status_of
 from tests.e2e.small_run import PATIENCE_S, Watch, small_run, write_text
 

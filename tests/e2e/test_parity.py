@@ -10,14 +10,14 @@ import torch
 
 from node.checkpoint.folder import CheckpointFolder
 from node.checkpoint.gather import gather_modules
-from node.local_setup import LocalSwarmOptions, Place, Places, everywhere_here
-from node.local_swarm import LocalSwarm
-from node.path_rules import path_rules
-from node.solo import train_solo
-from protocol.identity import Identity
-from protocol.manifest import Manifest
-from protocol.signed_manifest import sign_manifest
-from swarm.planner import visited_stages
+from node.local_swarm.local_swarm import LocalSwarm
+from node.local_swarm.setup import LocalSwarmOptions, Place, Places, everywhere_here
+from node.pipeline.admission import path_rules
+from node.solo.trainer import train_solo
+from protocol.identity.keys import Identity
+from protocol.manifest.manifest import Manifest
+from protocol.manifest.signing import sign_manifest
+from swarm.routing.planner import visited_stages
 from tests.e2e.small_run import Watch, small_run, write_text
 
 pytestmark = pytest.mark.e2e

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from node.cli.questions import status_headline, status_table
-from node.local_setup import LocalSwarmOptions
-from node.local_swarm import LocalSwarm
-from node.loss_report import WHOLE_MODEL, AskedPaths
-from node.queries import query_evaluation, query_status
-from protocol.identity import Identity
-from protocol.join_link import JoinLink
-from protocol.signed_manifest import sign_manifest
-from swarm.errors import ConfigError, ManifestError, Unreachable
+from node.cli.status import status_headline, status_table
+from node.local_swarm.local_swarm import LocalSwarm
+from node.local_swarm.setup import LocalSwarmOptions
+from node.network.client import query_evaluation, query_status
+from node.network.loss_report import WHOLE_MODEL, AskedPaths
+from protocol.identity.keys import Identity
+from protocol.manifest.join_link import JoinLink
+from protocol.manifest.signing import sign_manifest
+from swarm.vocabulary.errors import ConfigError, ManifestError, Unreachable
 from tests.e2e.small_run import Watch, small_run, write_text
 
 pytestmark = pytest.mark.e2e

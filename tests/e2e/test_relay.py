@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from node.events import NodeStatus, RoundCommitted
-from node.local_setup import LocalSwarmOptions, Place
-from node.local_swarm import LocalSwarm
+from node.local_swarm.local_swarm import LocalSwarm
+from node.local_swarm.setup import LocalSwarmOptions, Place
+from node.observability.events import NodeStatus, RoundCommitted
 from tests.e2e.home_network import HomeNetwork, home_network, why_no_home
 from tests.e2e.home_node import PATIENCE_S, WatchedNode, asks, node_at
 from tests.e2e.small_run import Watch, small_run, write_text

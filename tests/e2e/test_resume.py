@@ -9,10 +9,10 @@ import pytest
 
 from node.checkpoint.folder import CheckpointFolder, load_newest, read_manifest
 from node.checkpoint.snapshot import Header
-from node.events import Note, Step
-from node.local_setup import LocalSwarmOptions
-from node.local_swarm import LocalSwarm
-from swarm.vocabulary import PeerId
+from node.local_swarm.local_swarm import LocalSwarm
+from node.local_swarm.setup import LocalSwarmOptions
+from node.observability.events import Note, Step
+from swarm.vocabulary.types import PeerId
 from tests.e2e.small_run import Watch, small_run, write_text
 
 pytestmark = pytest.mark.e2e

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from node.cli.app import app
-from node.events import NodeStatus, PeerChange, RoundCommitted
-from node.local_setup import LocalSwarmOptions
-from node.local_swarm import LocalSwarm
+from node.__main__ import app
+from node.local_swarm.local_swarm import LocalSwarm
+from node.local_swarm.setup import LocalSwarmOptions
+from node.observability.events import NodeStatus, PeerChange, RoundCommitted
 from tests.e2e.home_network import HomeNetwork, home_network, why_no_home
 from tests.e2e.home_node import WatchedNode, answering, node_at
 from tests.e2e.small_run import Watch, small_run, write_text

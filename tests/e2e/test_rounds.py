@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from node.cli.app import app
-from node.events import RoundProgress
-from node.local_setup import LocalSwarmOptions
-from node.local_swarm import LocalSwarm
+from node.__main__ import app
+from node.local_swarm.local_swarm import LocalSwarm
+from node.local_swarm.setup import LocalSwarmOptions
+from node.observability.events import RoundProgress
 from tests.e2e.lying import keep_company
 from tests.e2e.parting import ROUNDS_APART, TWO_AND_TWO, part, parted_run
 from tests.e2e.round_watch import LogTail, watching

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.soak import Soak, verdict
-from node.local_setup import LocalSwarmOptions
-from node.local_swarm import LocalSwarm
+from node.local_swarm.local_swarm import LocalSwarm
+from node.local_swarm.setup import LocalSwarmOptions
 from tests.e2e.small_run import small_run, write_text
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]

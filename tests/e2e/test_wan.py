@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from node.log_files import check_folder
-from node.wan.experiment import Experiment
-from node.wan.metrics import Row, read_rows
-from node.wan.runner import News
-from node.wan.scenario import scenario_from_table
-from node.wan.sockets import Callers, read_sockets
+from node.lab.audit.log_files import check_folder
+from node.lab.emulation.sockets import Callers, read_sockets
+from node.lab.wan.experiment import Experiment
+from node.lab.wan.metrics import Row, read_rows
+from node.lab.wan.run import News
+from node.lab.wan.scenario import scenario_from_table
 from tests.e2e.small_run import small_run, write_text
 
 pytestmark = [

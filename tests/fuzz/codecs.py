@@ -27,7 +27,9 @@ try:
 except ImportError:
     atheris = None
 
-with atheris.instrument_imports(include=["protocol.codecs", "protocol.tensor_spec"]) if atheris else nullcontext():
+with (
+    atheris.instrument_imports(include=["protocol.codecs", "protocol.codecs.tensor_spec"]) if atheris else nullcontext()
+):
     import torch
 
     from tests.fuzz.decoding import check, received

@@ -10,10 +10,10 @@ from typing import Final
 import torch
 
 from protocol.codecs import Encoded, decode, encode, encode_low_rank
-from protocol.codecs.memory import ELEMENT_TYPES
-from protocol.tensor_spec import DType, TensorSpec
-from swarm.errors import ProtocolViolation
-from swarm.vocabulary import Codec
+from protocol.codecs.tensor_spec import DType, TensorSpec
+from protocol.codecs.views import ELEMENT_TYPES
+from swarm.vocabulary.errors import ProtocolViolation
+from swarm.vocabulary.types import Codec
 
 MOST_ELEMENTS: Final = 2**16
 MAY_BE_ANYTHING: Final = frozenset({Codec.NONE, Codec.BF16, Codec.PLANES})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from protocol.manifest import Manifest, manifest_from_table
+from protocol.manifest.manifest import Manifest, manifest_from_table
 
 
 def small_manifest(**changes: Any) -> Manifest:

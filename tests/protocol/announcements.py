@@ -6,10 +6,10 @@ import dataclasses
 import functools
 import time
 
-from protocol.certificates import make_credentials
-from protocol.identity import Identity
-from swarm.announcement import Announcement
-from swarm.vocabulary import ModuleId, PeerState, RunId, VersionRange
+from protocol.identity.certificates import make_credentials
+from protocol.identity.keys import Identity
+from swarm.vocabulary.announcement import Announcement
+from swarm.vocabulary.types import ModuleId, PeerState, RunId, VersionRange
 
 RUN = RunId("5c" * 32)
 OTHER_RUN = RunId("6d" * 32)

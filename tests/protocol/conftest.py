@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from tests.protocol.running import Marked
+from tests.protocol.dht.running import Marked
 
 
 @pytest.fixture

@@ -13,23 +13,23 @@ from dataclasses import dataclass, replace
 
 import grpc
 
-from node.clock import SystemClock
-from protocol.certificates import pem_of
-from protocol.chunks import MAX_CHUNK_BYTES
-from protocol.directory import DhtDirectory, DirectorySettings
-from protocol.frame_parts import TensorFrame
-from protocol.frames import Hello
-from protocol.identity import Identity
-from protocol.join_link import JoinLink
-from protocol.records import encode_record
-from protocol.routes import Routes
-from protocol.seams import Contact
-from protocol.streams import DialledStream
-from protocol.tensor_spec import TensorSpec
-from swarm.announcement import Announcement
-from swarm.errors import Unreachable
-from swarm.messages import Forward, Purpose, TensorMessage
-from swarm.vocabulary import (
+from protocol.codecs.tensor_spec import TensorSpec
+from protocol.dht.directory import DhtDirectory, DirectorySettings
+from protocol.frames.chunks import MAX_CHUNK_BYTES
+from protocol.frames.fields import TensorFrame
+from protocol.frames.frames import Hello
+from protocol.identity.certificates import pem_of
+from protocol.identity.keys import Identity
+from protocol.identity.route_signatures import Routes
+from protocol.identity.signed_records import encode_record
+from protocol.interfaces.clock import SystemClock
+from protocol.interfaces.directory import Contact
+from protocol.manifest.join_link import JoinLink
+from protocol.transport.grpc_streams import DialledStream
+from swarm.vocabulary.announcement import Announcement
+from swarm.vocabulary.errors import Unreachable
+from swarm.vocabulary.pipeline_messages import Forward, Purpose, TensorMessage
+from swarm.vocabulary.types import (
     PROTOCOL_VERSIONS,
     AnchorVersion,
     Hop,
@@ -39,7 +39,7 @@ from swarm.vocabulary import (
     PeerId,
     PeerState,
 )
-from tests.protocol.link_peers import SETTINGS, BareStream, Node, Persona, Recorder, node
+from tests.protocol.transport.link_peers import SETTINGS, BareStream, Node, Persona, Recorder, node
 
 LONGEST_LIFETIME_S = 3600.0
 RECORD_LIFETIME_S = 100.0

@@ -12,11 +12,11 @@ from typing import Any, Final
 
 from google.protobuf.descriptor import FieldDescriptor
 
-from protocol.frames import decode
+from protocol.codecs.tensor_spec import TensorSpec
+from protocol.frames.frames import decode
 from protocol.generated import link_pb2 as wire
-from protocol.tensor_spec import TensorSpec
-from swarm.errors import ProtocolViolation
-from swarm.vocabulary import AnchorVersion, MicrobatchId, PeerId
+from swarm.vocabulary.errors import ProtocolViolation
+from swarm.vocabulary.types import AnchorVersion, MicrobatchId, PeerId
 
 WORTHLESS: Final = frozenset({"chunk", "hello", "farewell"})
 """Kinds that end the link, or say nothing."""

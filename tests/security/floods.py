@@ -17,15 +17,16 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from protocol.frames import AnnouncementFrame, Frame, Ping, QuestionFrame, encode
+from protocol.frames.frames import AnnouncementFrame, Frame, Ping, QuestionFrame, encode
 from protocol.generated import link_pb2 as wire
-from protocol.identity import Identity
-from protocol.seams import Contact, Question, QuestionAbout
-from swarm.errors import PeerError
-from swarm.messages import Recall, Unsettled
-from swarm.vocabulary import Hop, MicrobatchId, ModuleId, PeerId
-from swarm.vocabulary import Path as Route
-from tests.protocol.link_peers import BareStream
+from protocol.identity.keys import Identity
+from protocol.interfaces.directory import Contact
+from protocol.interfaces.transport import Question, QuestionAbout
+from swarm.vocabulary.errors import PeerError
+from swarm.vocabulary.pipeline_messages import Recall, Unsettled
+from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, PeerId
+from swarm.vocabulary.types import Path as Route
+from tests.protocol.transport.link_peers import BareStream
 from tests.security.adversary import Targets
 from tests.security.siege import Siege, siege
 

@@ -15,23 +15,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from node.averaging import service
-from node.averaging.anchor import Anchor, Vector, version_of
-from node.averaging.keeper import ReplicaKeeper, Snapshot
-from node.averaging.pieces import Piece
-from node.averaging.reduction import Reduction
-from node.averaging.replica import LocalReplica
-from node.averaging.source import Source
-from node.cli.app import main
-from node.hop_worker import HopWorker
-from node.work import Job, Output
-from protocol.entries import EntrySeal
-from protocol.tensor_spec import TensorSpec
-from protocol.transport import GrpcTransport
-from swarm.messages import TensorMessage
-from swarm.round_messages import MAX_ROUND, Contribution, Entry, RoundId, SignedRoster
-from swarm.rounds import convening
-from swarm.vocabulary import AnchorVersion, Codec, PeerId
+from node.__main__ import main
+from node.averaging import module_rounds as service
+from node.averaging.anchor.anchor import Anchor, Vector, version_of
+from node.averaging.anchor.module_vector import LocalReplica
+from node.averaging.exchange.partition import Piece
+from node.averaging.exchange.pseudo_gradient import Source
+from node.averaging.exchange.reducer import Reduction
+from node.averaging.replica_sync import ReplicaKeeper, Snapshot
+from node.pipeline.interfaces import Job, Output
+from node.pipeline.stage_worker import HopWorker
+from protocol.codecs.tensor_spec import TensorSpec
+from protocol.identity.entry_signatures import EntrySeal
+from protocol.transport.grpc_transport import GrpcTransport
+from swarm.averaging import convener as convening
+from swarm.vocabulary.averaging_messages import MAX_ROUND, Contribution, Entry, RoundId, SignedRoster
+from swarm.vocabulary.pipeline_messages import TensorMessage
+from swarm.vocabulary.types import AnchorVersion, Codec, PeerId
 
 MILLION = 1e6
 FIRST_LIE = 3

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from node.admission import hidden_tensor
-from node.events import MicrobatchCounts, RoundCommitted
-from node.local_setup import LocalSwarmOptions
-from node.local_swarm import LocalSwarm
-from protocol.seams import Contact
+from node.local_swarm.local_swarm import LocalSwarm
+from node.local_swarm.setup import LocalSwarmOptions
+from node.observability.events import MicrobatchCounts, RoundCommitted
+from node.pipeline.admission import hidden_tensor
+from protocol.interfaces.directory import Contact
 from tests.e2e.small_run import Watch, small_run, write_text
 from tests.security.adversary import Targets, find_targets
 from tests.security.watching import sitecustomize

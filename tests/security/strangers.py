@@ -13,8 +13,8 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
-from protocol.identity import Identity
-from tests.protocol.minting import extension_for, new_key
+from protocol.identity.keys import Identity
+from tests.protocol.identity.minting import extension_for, new_key
 
 
 def libp2p_context() -> ssl.SSLContext:

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from protocol.frames import Farewell, Ping, Pong
-from protocol.seams import Contact
-from swarm.errors import PeerError, Unreachable
-from swarm.vocabulary import MicrobatchId, ModuleId, PeerState
-from tests.protocol.link_peers import BareStream, Persona
+from protocol.frames.frames import Farewell, Ping, Pong
+from protocol.interfaces.directory import Contact
+from swarm.vocabulary.errors import PeerError, Unreachable
+from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerState
+from tests.protocol.transport.link_peers import BareStream, Persona
 from tests.security.babble import Babbler, Knowledge
 from tests.security.siege import BESIEGED, MAY_GROW_BYTES, Siege, siege
 

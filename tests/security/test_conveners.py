@@ -8,10 +8,10 @@ from statistics import median
 
 import pytest
 
-from node.event_lines import event_from_json
-from node.events import Event, InnerStep, Step
-from node.local_setup import LocalSwarmOptions, Place
-from node.local_swarm import LocalSwarm
+from node.local_swarm.local_swarm import LocalSwarm
+from node.local_swarm.setup import LocalSwarmOptions, Place
+from node.observability.event_json import event_from_json
+from node.observability.events import Event, InnerStep, Step
 from tests.e2e.round_watch import watching
 from tests.e2e.small_run import small_run, write_text
 

@@ -12,15 +12,15 @@ from itertools import count, islice
 import grpc
 import pytest
 
-from node.carrier import MAX_WAITING_TELLS
-from protocol.seams import Contact
-from swarm.errors import PeerError, Rejected, Unreachable
-from swarm.messages import Close, Unsettled
-from swarm.vocabulary import MicrobatchId
-from tests.node.small_swarm import DATA, small_swarm
-from tests.node.small_swarm import A as HOP
-from tests.node.small_swarm import B as LAST_HOP
-from tests.protocol.link_peers import BareStream, Persona, node
+from node.pipeline.microbatch_runner import MAX_WAITING_TELLS
+from protocol.interfaces.directory import Contact
+from swarm.vocabulary.errors import PeerError, Rejected, Unreachable
+from swarm.vocabulary.pipeline_messages import Close, Unsettled
+from swarm.vocabulary.types import MicrobatchId
+from tests.node.network.small_swarm import DATA, small_swarm
+from tests.node.network.small_swarm import A as HOP
+from tests.node.network.small_swarm import B as LAST_HOP
+from tests.protocol.transport.link_peers import BareStream, Persona, node
 from tests.security.adversary import hostile_stream
 from tests.security.floods import FLOODS, flooded
 from tests.security.siege import BESIEGED, MAY_GROW_BYTES, MAY_STAY_OPEN, Siege

@@ -10,12 +10,12 @@ from typing import Any
 import grpc
 import pytest
 
-from protocol.frames import FarewellReason, Hello, decode
-from protocol.streams import AcceptedStream, make_server
-from swarm.errors import PeerError, Rejected
-from swarm.messages import Close
-from swarm.vocabulary import MicrobatchId
-from tests.protocol.link_peers import FLOATS, Node, Persona, forward, node, pattern, with_settings
+from protocol.frames.frames import FarewellReason, Hello, decode
+from protocol.transport.grpc_streams import AcceptedStream, make_server
+from swarm.vocabulary.errors import PeerError, Rejected
+from swarm.vocabulary.pipeline_messages import Close
+from swarm.vocabulary.types import MicrobatchId
+from tests.protocol.transport.link_peers import FLOATS, Node, Persona, forward, node, pattern, with_settings
 from tests.security.adversary import hostile_stream
 
 pytestmark = pytest.mark.e2e

@@ -13,16 +13,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from node.admission import hidden_tensor
-from node.local_setup import LocalSwarmOptions
-from node.local_swarm import LocalSwarm
-from protocol.seams import Question, QuestionAbout
-from protocol.tensor_spec import TensorSpec
-from swarm.errors import PeerError
-from swarm.messages import Backward, Direction, Forward, Receipt, ReceiptStatus, TensorMessage
-from swarm.vocabulary import MicrobatchId, ModuleId, PeerId, PeerState
+from node.local_swarm.local_swarm import LocalSwarm
+from node.local_swarm.setup import LocalSwarmOptions
+from node.pipeline.admission import hidden_tensor
+from protocol.codecs.tensor_spec import TensorSpec
+from protocol.interfaces.transport import Question, QuestionAbout
+from swarm.vocabulary.errors import PeerError
+from swarm.vocabulary.pipeline_messages import Backward, Direction, Forward, Receipt, ReceiptStatus, TensorMessage
+from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId, PeerState
 from tests.e2e.small_run import Watch, small_run, write_text
-from tests.protocol.link_peers import SETTINGS, Node, Recorder, node
+from tests.protocol.transport.link_peers import SETTINGS, Node, Recorder, node
 from tests.security.adversary import Targets, find_targets
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]

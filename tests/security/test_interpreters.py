@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from node.local_setup import LocalSetup, LocalSwarmOptions
-from protocol.child_environment import child_environment, with_packages
-from protocol.dht_child import running_child
+from node.local_swarm.setup import LocalSetup, LocalSwarmOptions
+from protocol.dht.child import running_child
 from protocol.generated import dht_process_pb2
-from protocol.identity import Identity
+from protocol.identity.keys import Identity
+from protocol.libp2p.child_environment import child_environment, with_packages
 from tests.node.small_manifest import small_manifest
 from tests.protocol.announcements import RUN
-from tests.protocol.running import Marked, needs_proc, until
+from tests.protocol.dht.running import Marked, needs_proc, until
 
 ROOT = Path(__file__).parent.parent.parent
 ISOLATING = {"-P", "-I"}

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from protocol.identity import Identity
-from protocol.manifest import Manifest
-from protocol.signed_manifest import sign_manifest
+from protocol.identity.keys import Identity
+from protocol.manifest.manifest import Manifest
+from protocol.manifest.signing import sign_manifest
 from tests.e2e.small_run import PATIENCE_S, small_run
 
 NODE = (sys.executable, "-P", "-m", "node", "join")

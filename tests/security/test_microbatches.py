@@ -8,11 +8,11 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 
-from protocol.chunks import encode_chunk
-from protocol.frames import FarewellReason, Frame
-from protocol.seams import Question, QuestionAbout
-from protocol.tensor_spec import DType, TensorSpec
-from swarm.messages import (
+from protocol.codecs.tensor_spec import DType, TensorSpec
+from protocol.frames.chunks import encode_chunk
+from protocol.frames.frames import FarewellReason, Frame
+from protocol.interfaces.transport import Question, QuestionAbout
+from swarm.vocabulary.pipeline_messages import (
     ArrivalHint,
     Close,
     ControlMessage,
@@ -24,8 +24,8 @@ from swarm.messages import (
     Stranded,
     Unsettled,
 )
-from swarm.vocabulary import Hop, MicrobatchId, ModuleId, Path, PeerId, PeerState
-from tests.protocol.link_peers import LONG, Node, Persona
+from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, Path, PeerId, PeerState
+from tests.protocol.transport.link_peers import LONG, Node, Persona
 from tests.security.adversary import Targets, header
 from tests.security.siege import BESIEGED, MAY_GROW_BYTES, Siege
 

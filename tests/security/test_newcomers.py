@@ -9,17 +9,17 @@ from dataclasses import replace
 
 import pytest
 
-from node.presence import Presence
-from node.queries import query_status
-from node.visiting import visit
-from protocol.join_link import JoinLink
-from protocol.seams import Contact, Question
-from protocol.signed_manifest import sign_manifest
-from swarm.errors import Unreachable
-from swarm.messages import Close
-from swarm.vocabulary import MicrobatchId, ModuleId, PeerId, RunId
+from node.network.client import query_status
+from node.network.session import Presence, visit
+from protocol.interfaces.directory import Contact
+from protocol.interfaces.transport import Question
+from protocol.manifest.join_link import JoinLink
+from protocol.manifest.signing import sign_manifest
+from swarm.vocabulary.errors import Unreachable
+from swarm.vocabulary.pipeline_messages import Close
+from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId, RunId
 from tests.e2e.small_run import small_run
-from tests.protocol.link_peers import SETTINGS, Node, Persona, Recorder, node
+from tests.protocol.transport.link_peers import SETTINGS, Node, Persona, Recorder, node
 from tests.security.adversary import Targets
 from tests.security.siege import BESIEGED, Siege
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from node.events import Event, ReplicaAccused, RoundCommitted
-from node.local_setup import LocalSwarmOptions, Place
-from node.local_swarm import LocalSwarm
+from node.local_swarm.local_swarm import LocalSwarm
+from node.local_swarm.setup import LocalSwarmOptions, Place
+from node.observability.events import Event, ReplicaAccused, RoundCommitted
 from tests.e2e.small_run import Watch, small_run, write_text
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]

@@ -8,13 +8,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 
-from protocol.chunks import encode_chunk
-from protocol.frame_parts import TensorFrame
-from protocol.frames import Cancel, Farewell
-from protocol.tensor_spec import DType, TensorSpec
-from swarm.errors import PeerError
-from swarm.messages import ControlMessage
-from swarm.round_messages import (
+from protocol.codecs.tensor_spec import DType, TensorSpec
+from protocol.frames.chunks import encode_chunk
+from protocol.frames.fields import TensorFrame
+from protocol.frames.frames import Cancel, Farewell
+from swarm.vocabulary.averaging_messages import (
     Accepting,
     Commit,
     Contribution,
@@ -33,8 +31,10 @@ from swarm.round_messages import (
     StateChunk,
     StateRequest,
 )
-from swarm.vocabulary import AnchorVersion, Codec, ModuleId, PeerId, PeerState
-from tests.protocol.link_peers import BareStream
+from swarm.vocabulary.errors import PeerError
+from swarm.vocabulary.pipeline_messages import ControlMessage
+from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId, PeerState
+from tests.protocol.transport.link_peers import BareStream
 from tests.security.siege import BESIEGED, MAY_GROW_BYTES, Siege
 
 pytestmark = BESIEGED

@@ -14,14 +14,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from protocol.chunks import encode_chunk
-from protocol.frame_parts import TensorFrame
-from protocol.frames import Farewell, FarewellReason, Ping, Pong
-from swarm.errors import PeerError
-from swarm.messages import Backward, Direction, Forward, MicrobatchTensor, Receipt, ReceiptStatus
-from swarm.shelf import STRANGER
-from swarm.vocabulary import Hop, MicrobatchId, ModuleId, Path, PeerId, PeerState
-from tests.protocol.link_peers import LONG, BareStream, Persona
+from protocol.frames.chunks import encode_chunk
+from protocol.frames.fields import TensorFrame
+from protocol.frames.frames import Farewell, FarewellReason, Ping, Pong
+from swarm.pipeline.ledger import STRANGER
+from swarm.vocabulary.errors import PeerError
+from swarm.vocabulary.pipeline_messages import Backward, Direction, Forward, MicrobatchTensor, Receipt, ReceiptStatus
+from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, Path, PeerId, PeerState
+from tests.protocol.transport.link_peers import LONG, BareStream, Persona
 from tests.security.adversary import Targets
 from tests.security.siege import BESIEGED, Siege
 

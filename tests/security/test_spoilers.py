@@ -8,11 +8,11 @@ from statistics import median
 
 import pytest
 
-from node.event_lines import event_from_json
-from node.events import Completed, Event, Note, Step
-from node.local_setup import LocalSwarmOptions, Place
-from node.local_swarm import LocalSwarm
-from swarm.vocabulary import PeerId, short
+from node.local_swarm.local_swarm import LocalSwarm
+from node.local_swarm.setup import LocalSwarmOptions, Place
+from node.observability.event_json import event_from_json
+from node.observability.events import Completed, Event, Note, Step
+from swarm.vocabulary.types import PeerId, short
 from tests.e2e.small_run import Watch, small_run, write_text
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]

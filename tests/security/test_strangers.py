@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from protocol.identity import Identity
+from protocol.identity.keys import Identity
 from tests.protocol.announcements import MODULE, announced
-from tests.protocol.running import Marked, directory, needs_proc
+from tests.protocol.dht.running import Marked, directory, needs_proc
 from tests.security.strangers import idle_connection
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from protocol.frames import Farewell, FarewellReason
-from protocol.identity import Identity
-from swarm.messages import Close, Direction, Receipt, ReceiptStatus, Stranded
-from swarm.vocabulary import MicrobatchId
-from tests.protocol.minting import authority_key
+from protocol.frames.frames import Farewell, FarewellReason
+from protocol.identity.keys import Identity
+from swarm.vocabulary.pipeline_messages import Close, Direction, Receipt, ReceiptStatus, Stranded
+from swarm.vocabulary.types import MicrobatchId
+from tests.protocol.identity.minting import authority_key
 from tests.security.siege import BESIEGED, Siege
 from tests.security.watching import sitecustomize
 from tests.test_project import PACKAGES, name_of, parsed, sources
@@ -58,7 +58,7 @@ def strings_in(lines: str) -> list[str]:
 async def test_no_secret_is_in_any_log_event_or_command_line(scene: Siege) -> None:
     """At debug level, after all kinds of trouble."""
     written = scene.logs() + scene.events() + scene.command_lines()
-    assert "DEBUG node.carrier" in written, "the log is as detailed as it gets"
+    assert "DEBUG node.pipeline.microbatch_runner" in written, "the log is as detailed as it gets"
     scalar = authority_key(scene.targets.link.run).private_numbers().private_value
     assert not spellings(scalar.to_bytes(32, "big")) & words_in(written)
     for peer in scene.swarm.peers:

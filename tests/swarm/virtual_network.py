@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING
 
-from swarm.messages import MicrobatchTensor
-from swarm.vocabulary import PeerId
+from swarm.vocabulary.pipeline_messages import MicrobatchTensor
+from swarm.vocabulary.types import PeerId
 
 if TYPE_CHECKING:
-    from tests.swarm.pipeline_peer import Peer
+    from tests.swarm.pipeline.pipeline_peer import Peer
 
 Thunk = Callable[[], None]
 

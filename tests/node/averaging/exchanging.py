@@ -11,30 +11,30 @@ from random import Random
 
 import numpy as np
 
-from node.averaging.anchor import Anchor, Vector, initial_anchor
-from node.averaging.arrivals import Arrivals
-from node.averaging.exchange import Exchange, ExchangeMeans
-from node.averaging.layout import Layout, layout_of
-from node.averaging.outer import OuterRule
-from node.averaging.pieces import Plan
-from node.averaging.source import Source
-from node.clock import SystemClock
-from node.compute import ComputeThread
-from node.task_scope import task_scope
-from protocol.seams import LinkFigures, Question, Refusal
-from protocol.tensor_spec import TensorSpec
-from swarm.errors import Unreachable
-from swarm.messages import ControlMessage, TensorMessage
-from swarm.round_messages import Contribution, Member, Reduced, Roster, RoundId
-from swarm.rounds.codecs import RoundCodecs
-from swarm.rounds.words import Event
-from swarm.vocabulary import Codec, ModuleId, PeerId
+from node.averaging.anchor.anchor import Anchor, Vector, initial_anchor
+from node.averaging.anchor.layout import Layout, layout_of
+from node.averaging.anchor.outer_step import OuterRule
+from node.averaging.exchange.all_reduce import Exchange, ExchangeMeans
+from node.averaging.exchange.partition import Plan
+from node.averaging.exchange.piece_receiver import Arrivals
+from node.averaging.exchange.pseudo_gradient import Source
+from node.concurrency.compute_thread import ComputeThread
+from node.concurrency.task_groups import task_scope
+from protocol.codecs.tensor_spec import TensorSpec
+from protocol.interfaces.clock import SystemClock
+from protocol.interfaces.transport import LinkFigures, Question, Refusal
+from swarm.averaging.round_events import Event
+from swarm.compression.round_codecs import RoundCodecs
+from swarm.vocabulary.averaging_messages import Contribution, Member, Reduced, Roster, RoundId
+from swarm.vocabulary.errors import Unreachable
+from swarm.vocabulary.pipeline_messages import ControlMessage, TensorMessage
+from swarm.vocabulary.types import Codec, ModuleId, PeerId
 
 RULE = OuterRule(0.7, 0.9)
 
 
 class NamedSignatures:
-    """`protocol.piece_signatures.PieceSignatures` of peers that have names instead of keys; whoever signs by another's name is not believed."""
+    """`protocol.identity.piece_signatures.PieceSignatures` of peers that have names instead of keys; whoever signs by another's name is not believed."""
 
     def __init__(self, own: PeerId) -> None:
         self._own = own
@@ -111,7 +111,7 @@ class Party:
 
 
 class Wire:
-    """`protocol.seams.Transport` of one party."""
+    """`protocol.interfaces.transport.Transport` of one party."""
 
     def __init__(self, own: PeerId, room: Room) -> None:
         self._own = own

@@ -12,31 +12,31 @@ import numpy as np
 import torch
 from torch import nn
 
-from node.averaging.anchor import Anchor, Vector
-from node.averaging.averager import Averager, AveragerHooks, AveragerParts, RoundSettled
-from node.averaging.lone import anchor_of
-from node.averaging.outer import OuterRule
-from node.averaging.replica import LocalReplica
-from node.averaging.round_codecs import rung_of, rungs_to
-from node.averaging.shelf import Shelf
-from node.clock import SystemClock
-from node.compute import ComputeThread, Priority
-from node.optimization import StepFigures
-from node.task_scope import task_scope
-from protocol.entries import EntrySeal
-from protocol.piece_signatures import PieceSignatures
-from protocol.seams import LinkFigures, Question, Refusal, Topic, Transport
-from protocol.settings import TransportSettings
-from protocol.tensor_spec import TensorSpec
-from protocol.transport import GrpcTransport
-from swarm.errors import Rejected, StateError, Unreachable
-from swarm.rounds.codecs import RoundCodecs, Rung
-from swarm.rounds.machine import RoundMachine
-from swarm.rounds.words import Caught, Fellow, RoundRules, Seal
-from swarm.vocabulary import AnchorVersion, Codec, ModuleId, PeerId
+from node.averaging.anchor.anchor import Anchor, Vector
+from node.averaging.anchor.anchor_store import Shelf
+from node.averaging.anchor.lone_replica import anchor_of
+from node.averaging.anchor.module_vector import LocalReplica
+from node.averaging.anchor.outer_step import OuterRule
+from node.averaging.module_rounds import rung_of, rungs_to
+from node.averaging.round_runner import Averager, AveragerHooks, AveragerParts, RoundSettled
+from node.concurrency.compute_thread import ComputeThread, Priority
+from node.concurrency.task_groups import task_scope
+from node.model.optimizer import StepFigures
+from protocol.codecs.tensor_spec import TensorSpec
+from protocol.identity.entry_signatures import EntrySeal
+from protocol.identity.piece_signatures import PieceSignatures
+from protocol.interfaces.clock import SystemClock
+from protocol.interfaces.transport import LinkFigures, Question, Refusal, Topic, Transport
+from protocol.transport.grpc_transport import GrpcTransport
+from protocol.transport.settings import TransportSettings
+from swarm.averaging.round_events import Caught, Fellow, RoundRules, Seal
+from swarm.averaging.round_machine import RoundMachine
+from swarm.compression.round_codecs import RoundCodecs, Rung
+from swarm.vocabulary.errors import Rejected, StateError, Unreachable
+from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId
 from tests.node.averaging.exchanging import NamedSignatures
-from tests.protocol.link_peers import RUN, Persona
-from tests.swarm.rounds.virtual_exchange import VirtualSeal
+from tests.protocol.transport.link_peers import RUN, Persona
+from tests.swarm.averaging.virtual_exchange import VirtualSeal
 
 MODULE = ModuleId(1)
 RULE = OuterRule(0.7, 0.9)
@@ -211,7 +211,7 @@ class Hall:
 
 
 class MemoryWire:
-    """`protocol.seams.Transport` straight to the other averager."""
+    """`protocol.interfaces.transport.Transport` straight to the other averager."""
 
     def __init__(self, own: PeerId, hall: Hall) -> None:
         self._own = own
@@ -250,7 +250,7 @@ class MemoryWire:
 
 
 class LinkEnd:
-    """`protocol.seams.LinkHandler` of a replica."""
+    """`protocol.interfaces.transport.LinkHandler` of a replica."""
 
     def __init__(self, averager: Averager) -> None:
         self._averager = averager

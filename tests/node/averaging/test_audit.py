@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from node.averaging.audit import PATIENCE, Auditor
-from node.averaging.exchange import Exchange
-from node.averaging.reduction import Reduction
-from swarm.round_messages import Accusation, AuditRefused, Contribution, Evidence
-from swarm.rounds.codecs import RoundCodecs, ladder
-from swarm.vocabulary import Codec, PeerId
+from node.averaging.audit.auditor import PATIENCE, Auditor
+from node.averaging.exchange.all_reduce import Exchange
+from node.averaging.exchange.reducer import Reduction
+from swarm.compression.round_codecs import RoundCodecs, ladder
+from swarm.vocabulary.averaging_messages import Accusation, AuditRefused, Contribution, Evidence
+from swarm.vocabulary.types import Codec, PeerId
 from tests.node.averaging.small_rounds import LONG_S, Hall, hall
 
 INNER = 2
@@ -170,7 +170,7 @@ async def test_who_swaps_two_members_weights_is_caught(monkeypatch: pytest.Monke
 
 
 async def test_one_piece_of_four_is_found_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("node.averaging.pieces.SMALLEST_PIECE", 4096)
+    monkeypatch.setattr("node.averaging.exchange.partition.SMALLEST_PIECE", 4096)
     honestly = Reduction.finish
 
     def finish(self: Reduction, piece: Any) -> memoryview:
@@ -266,7 +266,7 @@ async def test_a_reducer_that_cannot_show_signatures_is_caught(monkeypatch: pyte
 
 
 async def test_a_reducer_that_refuses_audits_is_left_out_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("node.averaging.audit.PAUSES_S", (0.01,))
+    monkeypatch.setattr("node.averaging.audit.auditor.PAUSES_S", (0.01,))
     told = Auditor.told
 
     def hear(self: Auditor, sender: PeerId, message: Any) -> None:

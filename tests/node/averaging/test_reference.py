@@ -11,7 +11,7 @@ from benchmarks.parity import TASK, difference
 from benchmarks.parity_learner import REPLICAS, Dealer, Learner, Rule, manifest_of
 from benchmarks.parity_reference import Reference
 from node.data.feed import open_documents
-from node.model.initial import parameters_of
+from node.model.initialization import parameters_of
 
 TINY = replace(TASK, hidden=16, feed_forward=24, sequence=16, rows=2, microbatches=1)
 SEED = 5

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from swarm.simulation.churn import run_churn, share_of_ideal
-from swarm.simulation.instances import Instance, from_json
+from swarm.simulation.instance import Instance, from_json
 
 SECONDS = 300.0
 

@@ -7,10 +7,10 @@ import random
 
 import pytest
 
-from swarm.paths.costs import Costs
-from swarm.paths.rules import order_tree, orders
+from swarm.routing.cost_model import Costs
+from swarm.routing.path_rules import order_tree, orders
 from swarm.simulation.forecast import forecast
-from tests.swarm.paths.small_swarms import RULES, makespan_by_clockwork, names, swarm
+from tests.swarm.routing.small_swarms import RULES, makespan_by_clockwork, names, swarm
 
 
 def test_a_lone_microbatch_takes_its_round_trip() -> None:

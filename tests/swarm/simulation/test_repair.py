@@ -7,13 +7,13 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.paths.balance import visits
+from swarm.routing.stage_balance import visits
+from swarm.simulation.churn import NoRoute, repaired
 from swarm.simulation.forecast import Task, forecast
-from swarm.simulation.repair import NoRoute, repaired
 from swarm.simulation.revision import Revision
 from swarm.simulation.timetable import Collision, Timetable
-from swarm.vocabulary import PeerId
-from tests.swarm.paths.small_swarms import RULES, names, swarm
+from swarm.vocabulary.types import PeerId
+from tests.swarm.routing.small_swarms import RULES, names, swarm
 
 HOST, OTHER = PeerId("1.0"), (PeerId("0.1"), 0)
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from swarm.errors import ConfigError
-from swarm.simulation.bounds import lower_bound_s
 from swarm.simulation.generate import Shape, generate, regions_from_json
-from swarm.simulation.instances import Instance, from_json
+from swarm.simulation.instance import Instance, from_json
 from swarm.simulation.iteration import Conduct, Iteration, Knowledge, run_iterations
-from swarm.simulation.talking import Network
-from tests.swarm.paths.small_swarms import makespan_by_clockwork
+from swarm.simulation.lower_bound import lower_bound_s
+from swarm.simulation.negotiation_world import Network
+from swarm.vocabulary.errors import ConfigError
+from tests.swarm.routing.small_swarms import makespan_by_clockwork
 
 HERE = Path(__file__).parent
 REGIONS = regions_from_json(json.loads((HERE / "four_regions.json").read_text()))

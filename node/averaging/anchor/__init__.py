@@ -1,0 +1,1 @@
+"""The agreed state of a module: layout, hashes, memory, outer step."""

@@ -1,0 +1,81 @@
+"""The anchor: a module's last agreed parameters and outer momentum, with the hashes that prove them.
+
+Both vectors are float32 in this machine's memory, never on the compute device: they are touched once a round. The digest is BLAKE3
+over the version's numbers and the list of chunk hashes, so whoever has the digest can check the list, and with the list each chunk.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from node.averaging.anchor.layout import Layout
+from swarm.vocabulary.types import AnchorVersion
+
+Vector = npt.NDArray[np.float32]
+
+HASH_BYTES: Final = 32
+_HEADER: Final = struct.Struct("<QQQIQQ")
+_DOMAIN: Final = b"skipstone-anchor:1\0"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Anchor:
+    """Immutable by agreement: a commit makes another one. (Its arrays may be reused by the one after the next.)"""
+
+    layout: Layout
+    version: AnchorVersion
+    parameters: Vector
+    """[elements]"""
+    momentum: Vector
+    """[elements]; of the outer optimizer."""
+    hashes: tuple[bytes, ...]
+    """Of each chunk of the parameters, then of each chunk of the momentum."""
+
+    def chunk(self, number: int) -> memoryview:
+        """The bytes of a chunk, little-endian float32; numbers as in `swarm.vocabulary.averaging_messages.StateRequest`."""
+        return chunk_bytes(self.layout, self.parameters, self.momentum, number)
+
+
+def initial_anchor(layout: Layout, parameters: Vector) -> Anchor:
+    """The state before the first round: momentum 0. Keeps `parameters`."""
+    momentum = np.zeros_like(parameters)
+    hashes = hash_all(layout, parameters, momentum)
+    return Anchor(layout, version_of(layout, hashes, 0, 0, 0, 0), parameters, momentum, hashes)
+
+
+def version_of(
+    layout: Layout, hashes: Sequence[bytes], round_number: int, steps: int, tokens: int, fragment: int
+) -> AnchorVersion:
+    """The version with its digest."""
+    header = _HEADER.pack(round_number, steps, tokens, fragment, layout.elements, layout.chunk_elements)
+    digest = blake3(_DOMAIN + header + b"".join(hashes)).digest()
+    return AnchorVersion(round_number, steps, tokens, fragment, digest)
+
+
+def hash_all(layout: Layout, parameters: Vector, momentum: Vector) -> tuple[bytes, ...]:
+    """The hash list of a whole state."""
+    return tuple(hash_of(chunk_bytes(layout, parameters, momentum, number)) for number in range(2 * layout.chunks))
+
+
+def hash_of(data: memoryview) -> bytes:
+    """BLAKE3, 32 bytes."""
+    return blake3(data).digest()
+
+
+def chunk_bytes(layout: Layout, parameters: Vector, momentum: Vector, number: int) -> memoryview:
+    """A view of one chunk's bytes; writable when the arrays are.
+
+    Raises:
+        IndexError: there is no such chunk.
+    """
+    if not 0 <= number < 2 * layout.chunks:
+        raise IndexError(f"chunk {number} of {2 * layout.chunks}")
+    vector, index = (parameters, number) if number < layout.chunks else (momentum, number - layout.chunks)
+    return vector[layout.range_of(index, index + 1)].view(np.uint8).data

@@ -1,0 +1,90 @@
+"""The link between an anchor's vector and the parameters that are trained. Everything here runs on the compute thread.
+
+Training goes on while a round is under way, so what the replica has done since the snapshot is carried over to the new anchor instead of being
+lost (as in Streaming DiLoCo with a merging factor of 1; Douillard et al. 2025, arXiv:2501.18512).
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from node.averaging.anchor.anchor import Vector
+from node.averaging.anchor.layout import Layout, layout_of
+from node.model.initialization import parameters_of
+
+
+class Schedule(Protocol):
+    """What an inner optimizer (`node.model.optimizer.InnerOptimizer`) is to rounds."""
+
+    steps: int
+    """Where it stands in the learning rate's schedule."""
+
+    def start_anew(self, steps: int) -> None:
+        """The parameters have become others."""
+        ...
+
+
+class LocalReplica:
+    """One replica's parameters as a vector laid out as its anchor.
+
+    Args:
+        parts: the module, on its device; its parameters are float32 and contiguous.
+        fragments: of its layout.
+        parameters_changed: called after parameters were written, so that autograd graphs kept from before are not used.
+    """
+
+    def __init__(
+        self,
+        parts: Iterable[nn.Module],
+        fragments: int,
+        optimizer: Schedule,
+        parameters_changed: Callable[[], None] = lambda: None,
+    ) -> None:
+        parameters = parameters_of(*parts)
+        self.layout = layout_of({name: tuple(tensor.shape) for name, tensor in parameters.items()}, fragments)
+        self.optimizer = optimizer
+        self._changed = parameters_changed
+        self._memory = _in_order(self.layout, parameters)
+        self._starts = [place.start for place in self.layout.places]
+
+    def read(self, part: slice, out: Vector) -> None:
+        """Copies the parameters of this part of the vector to `out`, which is as long."""
+        target = torch.from_numpy(out)
+        for here, there in self._overlaps(part):
+            target[there].copy_(here)
+
+    def write(self, part: slice, values: Vector) -> None:
+        """The parameters of this part become `values`, which is as long."""
+        source = torch.from_numpy(values)
+        for here, there in self._overlaps(part):
+            here.copy_(source[there])
+        self._changed()
+
+    def carry(self, part: slice, snapshot: Vector, new: Vector) -> None:
+        """The parameters of this part become `new` + (what they are - `snapshot`); both are as long as the part.
+
+        In this order, so that whatever has not changed since the snapshot is exactly the new anchor.
+        """
+        before, after = torch.from_numpy(snapshot), torch.from_numpy(new)
+        for here, there in self._overlaps(part):
+            here.sub_(before[there].to(here.device)).add_(after[there].to(here.device))
+        self._changed()
+
+    def _overlaps(self, part: slice) -> Iterator[tuple[Tensor, slice]]:
+        """Pieces of parameters in the part, and where in it they lie."""
+        index = bisect.bisect_right(self._starts, part.start) - 1
+        for place, memory in zip(self.layout.places[index:], self._memory[index:], strict=True):
+            if place.start >= part.stop:
+                return
+            start, stop = max(place.start, part.start), min(place.stop, part.stop)
+            yield memory[start - place.start : stop - place.start], slice(start - part.start, stop - part.start)
+
+
+def _in_order(layout: Layout, parameters: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """Each place's memory, one-dimensional."""
+    return tuple(parameters[place.name].view(-1) for place in layout.places)

@@ -1,0 +1,120 @@
+"""The next anchor in the making: results of the exchange are applied and hashed as they come. Runs on the averaging thread.
+
+The outer optimizer: SGD with Nesterov momentum on the averaged pseudo-gradient (Douillard et al. 2023, arXiv:2311.08105).
+
+The formula is that of torch.optim.SGD(nesterov=True), which is the one of Sutskever et al. 2013:
+
+    momentum = mu * momentum + g;   parameters = parameters - lr * (g + mu * momentum)
+
+Every operation is rounded to float32 by itself. A compiler that fuses a multiplication and an addition rounds once instead of twice,
+and whether it does depends on the processor; replicas on different machines have to agree bit for bit, so numpy does
+one operation at a time, without flushing denormal numbers to zero on its own (`node.model.device`). In its place gradient and momentum are rounded to
+multiples of 2**-104 by adding COARSE and taking it away again, which is exact for all that is larger than 3e-17: else the momentum of a parameter that nobody
+moves any more would end among denormal numbers, and each round take longer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from node.averaging.anchor.anchor import Anchor, Vector, chunk_bytes, hash_of, version_of
+from node.averaging.anchor.vector_math import STRETCH, stretches
+from node.model.device import gradual_underflow
+from protocol.manifest.manifest import Manifest
+
+COARSE: Final = np.float32(2.0**-80)
+"""The smallest number that is left, 5e-32, is so large that no product with the rule's factors is denormal."""
+
+
+@dataclass(frozen=True, slots=True)
+class OuterRule:
+    """The manifest's `training.outer`."""
+
+    learning_rate: float
+    momentum: float
+
+    def step(
+        self, gradient: Vector, parameters: Vector, momentum: Vector, new_parameters: Vector, new_momentum: Vector
+    ) -> None:
+        """Writes the next state. All are [elements]; the new ones may be the old ones themselves, `gradient` may not be among them."""
+        rate, mu = np.float32(self.learning_rate), np.float32(self.momentum)
+        rooms = np.empty((2, min(STRETCH, len(gradient))), np.float32)
+        with gradual_underflow():
+            for part in stretches(len(gradient)):
+                g, update = rooms[:, : part.stop - part.start]
+                buffer = new_momentum[part]
+                _round(gradient[part], out=g)
+                np.multiply(momentum[part], mu, out=buffer)
+                np.add(buffer, g, out=buffer)
+                _round(buffer, out=buffer)
+                np.multiply(buffer, mu, out=update)
+                np.add(update, g, out=update)
+                np.multiply(update, rate, out=update)
+                np.subtract(parameters[part], update, out=new_parameters[part])
+
+
+def _round(values: Vector, out: Vector) -> None:
+    np.add(values, COARSE, out=out)
+    np.subtract(out, COARSE, out=out)
+
+
+def outer_rule(manifest: Manifest) -> OuterRule:
+    """The run's."""
+    outer = manifest.training.outer
+    return OuterRule(outer.learning_rate, outer.momentum)
+
+
+class Staging:
+    """Takes the outer step from `base` for one fragment, a run of chunks at a time.
+
+    Args:
+        parameters, momentum: to be written; what they hold before does not matter.
+    """
+
+    def __init__(self, base: Anchor, rule: OuterRule, parameters: Vector, momentum: Vector) -> None:
+        self._base = base
+        self._rule = rule
+        self._parameters = parameters
+        self._momentum = momentum
+        self._hashes = list(base.hashes)
+        self._layout = base.layout
+        self._chunks = base.layout.chunks
+        self._at_a_time = max(1, STRETCH // base.layout.chunk_elements)
+
+    def keep_others(self, first_chunk: int, end_chunk: int) -> None:
+        """Takes everything but these chunks over from the base."""
+        layout = self._layout
+        for rest in (layout.range_of(0, first_chunk), layout.range_of(end_chunk, layout.chunks)):
+            self._parameters[rest] = self._base.parameters[rest]
+            self._momentum[rest] = self._base.momentum[rest]
+
+    def apply(self, first_chunk: int, end_chunk: int, gradient: Vector) -> None:
+        """The outer step for these chunks with the averaged pseudo-gradient there, and their hashes.
+
+        A few chunks at a time, so that they are hashed while they are still in the cache.
+        """
+        start = self._layout.range_of(first_chunk, end_chunk).start
+        for first in range(first_chunk, end_chunk, self._at_a_time):
+            end = min(first + self._at_a_time, end_chunk)
+            part = self._layout.range_of(first, end)
+            self._rule.step(
+                gradient[part.start - start : part.stop - start],
+                self._base.parameters[part],
+                self._base.momentum[part],
+                self._parameters[part],
+                self._momentum[part],
+            )
+            for chunk in range(first, end):
+                for number in (chunk, self._chunks + chunk):
+                    self._hashes[number] = hash_of(chunk_bytes(self._layout, self._parameters, self._momentum, number))
+
+    def finish(self, number: int, steps: int, tokens: int) -> Anchor:
+        """The anchor that round `number` makes, when every chunk of the fragment has been applied."""
+        before = self._base.version
+        fragment = (before.fragment + 1) % len(self._layout.fragments)
+        hashes = tuple(self._hashes)
+        version = version_of(self._layout, hashes, number, steps, tokens, fragment)
+        return Anchor(self._layout, version, self._parameters, self._momentum, hashes)

@@ -1,0 +1,1 @@
+"""What members of a round check of each other after it was committed."""

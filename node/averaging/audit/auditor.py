@@ -1,0 +1,376 @@
+"""Audits of rounds that have been committed: one random piece of another's shard is summed again from what its contributors have signed.
+
+Everybody who committed knows each result: it is in the anchor's momentum. The reducer shows which hashes the others signed, the contributors send once more
+what has these hashes, and what is then left of the result has to be what the reducer can have added itself (`swarm.averaging.audits`). Who finds
+that it cannot tells all members, with the signed hashes; each of them does the same audit and believes nobody. The poisoned anchor stays: going back would let one
+accuser cost everybody a round, and what a reducer can do to a single round is bounded by what its members object to before it is committed.
+
+Of the latest exchange a member keeps hashes and signatures, 96 bytes a piece and contributor, and can encode its own contributions again until the next exchange
+begins. The event loop never waits for it, and the arithmetic is done on the averaging thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final, TypeVar
+
+import numpy as np
+
+from node.averaging.anchor.anchor_store import Shelf
+from node.averaging.audit.recount import Recount, chance
+from node.averaging.exchange.all_reduce import ExchangeMeans, ExchangeRecord
+from node.averaging.exchange.partition import Piece
+from node.averaging.exchange.piece_receiver import piece_spec
+from node.concurrency.compute_thread import Priority
+from protocol.codecs.tensor_spec import TensorSpec
+from protocol.interfaces.transport import Refusal
+from swarm.averaging.round_events import Caught, Event
+from swarm.vocabulary.averaging_messages import (
+    Accusation,
+    AuditControl,
+    AuditRefused,
+    AuditRequest,
+    Contribution,
+    Evidence,
+    RoundControl,
+    SignedHash,
+)
+from swarm.vocabulary.errors import PeerError, StateError
+from swarm.vocabulary.types import AnchorVersion, PeerId, short
+
+Answer = TypeVar("Answer")
+Result = TypeVar("Result")
+
+log = logging.getLogger(__name__)
+
+ANSWER_S: Final = 30.0
+"""For each answer of another member."""
+PAUSES_S: Final = (0.05, 0.2, 0.5, 1.0)
+"""After a refusal: whoever is asked may be a little behind us."""
+PATIENCE: Final = 3
+"""Audits in a row that a reducer leaves without an answer, and accusations of one accuser in which we find nothing, before it is an offence."""
+MOST_DOUBTS: Final = 256
+REQUESTS: Final = 32
+"""That one member may ask of us in one round: an audit of its own and some for accusations, each a few times."""
+AT_ONCE: Final = 4
+"""Pieces in memory for audits of others, and for our own."""
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """A piece that we have asked for."""
+
+    spec: TensorSpec
+    whole: asyncio.Future[memoryview | None]
+    buffer: memoryview | None = None
+
+
+class Auditor:
+    """One replica's.
+
+    Args:
+        tell: sends a small message, or does not.
+        report: told what the audits find.
+        spawn: runs something beside everything else.
+    """
+
+    def __init__(
+        self,
+        own: PeerId,
+        shelf: Shelf,
+        means: ExchangeMeans,
+        tell: Callable[[PeerId, RoundControl], None],
+        report: Callable[[Event], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
+    ) -> None:
+        self.sent_bytes = self.received_bytes = 0
+        """Of pieces, for audits."""
+        self.verdicts = 0
+        """Pieces that were summed again to the end, or somebody was caught."""
+        self._own = own
+        self._shelf = shelf
+        self._means = means
+        self._tell = tell
+        self._report = report
+        self._spawn = spawn
+        self._random = means.random
+        self._records: list[ExchangeRecord] = []
+        """Of the latest two exchanges; only the last can be encoded again."""
+        self._served: Counter[PeerId] = Counter()
+        self._accusers: set[PeerId] = set()
+        self._caught: set[PeerId] = set()
+        """In the latest round."""
+        self._unanswered: Counter[PeerId] = Counter()
+        self._groundless: Counter[PeerId] = Counter()
+        self._wanted: dict[tuple[PeerId, Contribution], _Wanted] = {}
+        self._evidence: dict[tuple[PeerId, Contribution], asyncio.Future[Evidence | None]] = {}
+        self._auditing = asyncio.Lock()
+        self._under_way = 0
+        self._sending, self._fetching = asyncio.Semaphore(AT_ONCE), asyncio.Semaphore(AT_ONCE)
+
+    @property
+    def busy(self) -> bool:
+        """Whether audits of ours are under way."""
+        return self._under_way > 0
+
+    # ---- the rounds' side --------------------------------------------------------------------------------------------
+
+    def completed(self, record: ExchangeRecord) -> None:
+        """An exchange is complete here: others that commit it before us may ask about it."""
+        self.exchange_begins()
+        self._records = [*self._records, record][-2:]
+        self._served.clear()
+        self._accusers.clear()
+        self._caught.clear()
+
+    def exchange_begins(self) -> None:
+        """The memory that pieces of the last one could be encoded from is used for something else from now on. Hashes stay."""
+        self._records = [replace(record, source=None, sent=None) for record in self._records]
+
+    def committed(self, version: AnchorVersion) -> None:
+        """The latest exchange holds. Audits one of its pieces, or none."""
+        record = self._records[-1] if self._records else None
+        if record is None or record.anchor.version != version:
+            return
+        pieces = [piece for piece in record.plan.pieces if piece.reducer != self._own]
+        if pieces and self._random.random() < chance(record, pieces):
+            self._spawn(self.audit(record, self._random.choice(pieces)))
+
+    def take_traffic(self) -> tuple[int, int]:
+        """Bytes of pieces sent and received for audits since the last call."""
+        traffic = self.sent_bytes, self.received_bytes
+        self.sent_bytes = self.received_bytes = 0
+        return traffic
+
+    # ---- what comes in -----------------------------------------------------------------------------------------------
+
+    def told(self, sender: PeerId, message: AuditControl) -> None:
+        """Members of the latest exchanges are heard, about those."""
+        record = next((record for record in self._records if record.plan.roster.round == message.round), None)
+        if record is None or sender not in record.plan.members:
+            if isinstance(message, AuditRequest):
+                self._refuse(sender, message)
+            return
+        match message:
+            case AuditRequest():
+                self._asked(sender, record, message)
+            case Evidence() | AuditRefused():
+                self._answered(sender, message)
+            case Accusation():
+                self._accused(sender, record, message)
+
+    def wants(self, sender: PeerId, message: object) -> bool:
+        """Whether this is a piece that we have asked for."""
+        return isinstance(message, Contribution) and (sender, message) in self._wanted
+
+    def admit(self, sender: PeerId, message: Contribution, tensor: TensorSpec) -> memoryview | Refusal:
+        """To be called for what it `wants`."""
+        wanted = self._wanted[sender, message]
+        if wanted.buffer is not None or tensor != wanted.spec:
+            return Refusal(False, "this is not what was asked for")
+        wanted.buffer = np.empty(tensor.byte_length, np.uint8).data
+        return wanted.buffer
+
+    def received(self, sender: PeerId, message: Contribution, buffer: memoryview, whole: bool) -> bool:
+        """Whether it was admitted here. If not `whole`, it was broken off."""
+        wanted = self._wanted.get((sender, message))
+        if wanted is None or wanted.buffer is not buffer:
+            return False
+        self.received_bytes += buffer.nbytes if whole else 0
+        if not wanted.whole.done():
+            wanted.whole.set_result(buffer if whole else None)
+        return True
+
+    # ---- answering ---------------------------------------------------------------------------------------------------
+
+    def _asked(self, sender: PeerId, record: ExchangeRecord, request: AuditRequest) -> None:
+        piece = record.plan.piece_at(request.first_chunk, request.end_chunk)
+        self._served[sender] += 1
+        if piece is None or self._served[sender] > REQUESTS:
+            self._refuse(sender, request)
+        elif piece.reducer == self._own:
+            signed = tuple(record.signed.get(piece, {}).values())
+            self._tell(sender, Evidence(request.round, request.first_chunk, request.end_chunk, signed))
+        elif piece in record.own:
+            self._spawn(self._serve(sender, record, piece))
+        else:
+            self._refuse(sender, request)
+
+    def _refuse(self, sender: PeerId, request: AuditRequest) -> None:
+        self._tell(sender, AuditRefused(request.round, request.first_chunk, request.end_chunk))
+
+    async def _serve(self, asker: PeerId, record: ExchangeRecord, piece: Piece) -> None:
+        async with self._sending:
+            message = record.plan.contribution(piece)
+            data = await self._on_thread(partial(record.encoded, piece))
+            if data is None:
+                self._refuse(asker, AuditRequest(message.round, message.first_chunk, message.end_chunk))
+                return
+            spec = piece_spec(record.plan.codecs.contribution, piece.elements)
+            try:
+                async with asyncio.timeout(ANSWER_S):
+                    signed = replace(message, signature=record.own[piece].signature)
+                    await self._means.transport.send(asker, signed, spec, data)
+            except (PeerError, TimeoutError) as error:
+                log.debug("%s did not take a piece that it asked for: %s", short(asker), error)
+                return
+            self.sent_bytes += data.nbytes
+
+    # ---- asking ------------------------------------------------------------------------------------------------------
+
+    async def audit(
+        self, record: ExchangeRecord, piece: Piece, accuser: PeerId | None = None, shown: Sequence[SignedHash] = ()
+    ) -> None:
+        """Sums a piece again and reports whoever cannot be honest; when that is our own finding, all members are told.
+
+        Args:
+            accuser, shown: who wants the piece to be audited, and what it says that others have signed.
+        """
+        self._under_way += 1
+        try:
+            async with self._auditing:
+                caught = await self._audited(record, piece, accuser, shown)
+        finally:
+            self._under_way -= 1
+        if caught is None or caught.peer in self._caught:
+            return
+        if caught.certain:
+            self._caught.add(caught.peer)
+        self._report(caught)
+
+    async def _audited(
+        self, record: ExchangeRecord, piece: Piece, accuser: PeerId | None, shown: Sequence[SignedHash]
+    ) -> Caught | None:
+        try:
+            recount = await self._on_thread(partial(Recount, record, piece, self._shelf, self._means.rule.momentum))
+        except StateError as error:
+            log.debug("no audit of round %d: %s", record.plan.roster.round.number, error)
+            return None
+        others = frozenset(record.plan.contributors) - {self._own, piece.reducer}
+        signed: Mapping[PeerId, SignedHash] = {}
+        if others:
+            evidence = await self._evidence_of(record, piece)
+            if evidence is None and not shown:
+                why = "does not say what the contributors to its shard signed"
+                return self._doubted(self._unanswered, recount.caught(piece.reducer, why, certain=False))
+            if evidence is not None:
+                self._unanswered.pop(piece.reducer, None)
+            check = partial(recount.check, self._means.signatures, evidence, accuser, shown)
+            checked = await self._on_thread(check)
+            if isinstance(checked, Caught):
+                return checked
+            signed = checked
+        fetched = await asyncio.gather(
+            *(self._take_away(record, piece, recount, signed[peer]) for peer in sorted(others))
+        )
+        found = next((one for one in fetched if isinstance(one, Caught)), None)
+        if found is None and False in fetched:
+            return None
+        self.verdicts += 1
+        found = found or await self._on_thread(partial(recount.judge, signed))
+        if found is None and accuser is not None:
+            why = f"accuses {short(piece.reducer)} of a piece that is as it should be"
+            return self._doubted(self._groundless, recount.caught(accuser, why, certain=False))
+        if found is not None and accuser is None and signed:
+            self._accuse(record, piece, found.peer, signed)
+        return found
+
+    def _doubted(self, doubts: Counter[PeerId], caught: Caught) -> Caught | None:
+        """What may happen once, and is an offence when it happens again and again."""
+        doubts[caught.peer] += 1
+        if doubts[caught.peer] >= PATIENCE:
+            del doubts[caught.peer]
+            return caught
+        if len(doubts) > MOST_DOUBTS:
+            doubts.clear()
+        return None
+
+    def _accuse(
+        self, record: ExchangeRecord, piece: Piece, culprit: PeerId, signed: Mapping[PeerId, SignedHash]
+    ) -> None:
+        message = record.plan.contribution(piece)
+        accusation = Accusation(message.round, message.first_chunk, message.end_chunk, tuple(signed.values()))
+        for peer in record.plan.others:
+            if peer != culprit:
+                self._tell(peer, accusation)
+
+    async def _evidence_of(self, record: ExchangeRecord, piece: Piece) -> Evidence | None:
+        """What the reducer says that others have signed; None when it says nothing."""
+        key = (piece.reducer, record.plan.contribution(piece))
+
+        async def once() -> Evidence | None:
+            self._evidence[key] = asyncio.get_running_loop().create_future()
+            self._request(*key)
+            try:
+                return await self._evidence[key]
+            finally:
+                del self._evidence[key]
+
+        return await _several_times(once)
+
+    async def _take_away(
+        self, record: ExchangeRecord, piece: Piece, recount: Recount, signed: SignedHash
+    ) -> Caught | bool:
+        """Fetches what a contributor has signed and takes its part away from the rest. False when it cannot be had."""
+        async with self._fetching:
+            data = await self._fetch(record, piece, signed.peer)
+            if data is None:
+                return False
+            return await self._on_thread(partial(recount.take_away, signed, data)) or True
+
+    async def _fetch(self, record: ExchangeRecord, piece: Piece, peer: PeerId) -> memoryview | None:
+        key = (peer, record.plan.contribution(piece))
+        spec = piece_spec(record.plan.codecs.contribution, piece.elements)
+
+        async def once() -> memoryview | None:
+            wanted = self._wanted[key] = _Wanted(spec, asyncio.get_running_loop().create_future())
+            self._request(*key)
+            try:
+                return await wanted.whole
+            finally:
+                del self._wanted[key]
+
+        return await _several_times(once)
+
+    def _request(self, peer: PeerId, piece: Contribution) -> None:
+        self._tell(peer, AuditRequest(piece.round, piece.first_chunk, piece.end_chunk))
+
+    def _answered(self, sender: PeerId, message: Evidence | AuditRefused) -> None:
+        key = (sender, Contribution(message.round, message.first_chunk, message.end_chunk))
+        waiting, wanted = self._evidence.get(key), self._wanted.get(key)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(message if isinstance(message, Evidence) else None)
+        elif isinstance(message, AuditRefused) and wanted is not None and not wanted.whole.done():
+            wanted.whole.set_result(None)
+
+    def _accused(self, sender: PeerId, record: ExchangeRecord, accusation: Accusation) -> None:
+        """One audit for each accuser and round."""
+        piece = record.plan.piece_at(accusation.first_chunk, accusation.end_chunk)
+        if piece is None or piece.reducer in (self._own, sender) or sender in self._accusers:
+            return
+        if piece.reducer in self._caught or record is not self._records[-1]:
+            return
+        self._accusers.add(sender)
+        self._spawn(self.audit(record, piece, sender, accusation.signed))
+
+    async def _on_thread(self, job: Callable[[], Result]) -> Result:
+        return await self._means.thread.run(Priority.TRAIN, job)
+
+
+async def _several_times(ask: Callable[[], Awaitable[Answer | None]]) -> Answer | None:
+    """The first answer that is none of None; None when the time is over."""
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            for pause_s in PAUSES_S:
+                answer = await ask()
+                if answer is not None:
+                    return answer
+                await asyncio.sleep(pause_s)
+            return await ask()
+    except TimeoutError:
+        return None

@@ -1,0 +1,1 @@
+"""The all-reduce of one attempt: pseudo-gradients, partition, pieces, reducer, comparison."""

@@ -1,0 +1,350 @@
+"""One exchange of pseudo-gradients as one of its members carries it out (DESIGN section 5).
+
+Everything overlaps, piece by piece: each member encodes its pseudo-gradient for a piece when the piece's reducer can take it; the reducer adds
+it to its sum when it arrives, and when all are in encodes the sum once and sends the same bytes to all; each member takes the outer step for
+the piece and hashes the result. The arithmetic is done on one thread of its own, the rest on the event loop.
+
+How much can pile up: a member has at most WINDOW pieces on the way to a reducer whose results it has not applied yet, so a
+reducer holds WINDOW pieces of each contributor, and a member WINDOW results of each reducer (without a contribution
+of its own to pace it: as many as there are).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from random import Random
+from typing import Final, TypeVar
+
+import numpy as np
+
+from node.averaging.anchor.anchor import Anchor, Vector
+from node.averaging.anchor.outer_step import OuterRule, Staging
+from node.averaging.exchange.comparison import Comparison
+from node.averaging.exchange.partition import Piece, Plan
+from node.averaging.exchange.piece_receiver import Arrivals, early_pieces, piece_spec
+from node.averaging.exchange.progress import ExchangeProgress, Watch
+from node.averaging.exchange.pseudo_gradient import SentParts, Source
+from node.averaging.exchange.reducer import Added, NormLimit, Reduction, read_encoding
+from node.concurrency.compute_thread import ComputeThread, Priority
+from node.concurrency.task_groups import task_scope
+from node.model.device import gradual_underflow
+from node.observability.failpoints import crash_point
+from protocol.codecs import encoded_bytes
+from protocol.identity.piece_signatures import PieceSignatures, hash_of_piece
+from protocol.interfaces.clock import Clock
+from protocol.interfaces.transport import Transport
+from swarm.averaging.round_events import Event, LinkLost, Owing, PieceCame, PieceRejected
+from swarm.compression.round_codecs import RoundCodecs
+from swarm.vocabulary.averaging_messages import Contribution, Reduced, RoundPiece, SignedHash
+from swarm.vocabulary.errors import PeerError, ProtocolViolation, StateError
+from swarm.vocabulary.types import Codec, PeerId
+
+Result = TypeVar("Result")
+
+WINDOW: Final = 8
+LANES: Final = 2
+"""Pieces of each kind that are being sent to one member: while one goes out, the next is prepared."""
+
+TOLD_EVERY_S: Final = 0.1
+"""The round machine hears of a member's pieces this often at most: it wants to know who is alive, not how many there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeMeans:
+    """What every exchange of a replica works with."""
+
+    codecs: tuple[RoundCodecs, ...]
+    """That the rosters of this run may name."""
+    rule: OuterRule
+    thread: ComputeThread
+    """For the arithmetic; not the one that computes microbatches."""
+    transport: Transport
+    clock: Clock
+    signatures: PieceSignatures
+    random: Random
+    """For what nobody may foresee."""
+    watch: Watch = lambda how_far: None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExchangeRecord:
+    """What is kept of a complete exchange, for audits of it (`node.averaging.audit.auditor`)."""
+
+    plan: Plan
+    anchor: Anchor
+    """That it makes."""
+    signed: Mapping[Piece, Mapping[PeerId, SignedHash]]
+    """What others contributed to our shard."""
+    own: Mapping[Piece, SignedHash]
+    """What we contributed to other shards."""
+    source: Source | None
+    """None when it has been written over."""
+    sent: SentParts | None
+
+    def encoded(self, piece: Piece) -> memoryview | None:
+        """What we contributed to a piece of another's shard, encoded again; None when that cannot be done any more, or we contributed nothing.
+
+        On the averaging thread. Whether the memory is still what it was then is seen by the hash.
+        """
+        signed, codec = self.own.get(piece), self.plan.codecs.contribution
+        if signed is None or self.source is None:
+            return None
+        if self.sent is not None:
+            data = memoryview(self.sent.encoding(piece.part) or b"")
+        else:
+            data = np.empty(encoded_bytes(codec, piece.elements), np.uint8).data
+            try:
+                self.source.encode(piece.part, codec, data, np.empty(piece.elements, np.float32))
+            except StateError:  # numbers of the next snapshot, half written
+                return None
+        return data if hash_of_piece(data) == signed.hash else None
+
+
+class Exchange:
+    """Run it once; cancelling `run` leaves no trace.
+
+    Args:
+        source: our pseudo-gradient; its anchor is the base.
+        vectors: parameters and momentum for the next anchor, to be written.
+        arrivals: of this attempt, maybe with early pieces in it.
+        report: told what the round machine wants to know of it.
+        staged: called once, when the next anchor is complete.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        source: Source,
+        vectors: tuple[Vector, Vector],
+        arrivals: Arrivals,
+        means: ExchangeMeans,
+        report: Callable[[Event], None],
+        staged: Callable[[Anchor], None],
+    ) -> None:
+        self.plan = plan
+        self.sent_bytes = 0
+        """Of pieces."""
+        self.sent = SentParts(plan.codecs.contribution) if plan.codecs.leave_over else None
+        """What the others get of our pseudo-gradient, where that is much less than all."""
+        self._source = source
+        self._arrivals = arrivals
+        self._means = means
+        self._report = report
+        self._staged = staged
+        self._comparison = Comparison(plan, source, means.random)
+        self._signed: dict[Piece, dict[PeerId, SignedHash]] = {piece: {} for piece in plan.shards[plan.own]}
+        self._own_signed: dict[Piece, SignedHash] = {}
+        self._reduction = Reduction(plan, source)
+        self._staging = Staging(source.anchor, means.rule, *vectors)
+        self._result_limits = {peer: NormLimit(plan.largest_norm, plan.codecs.result) for peer in plan.shards}
+        """Of each reducer by itself: else one that uses the norm up would have the next one blamed."""
+        self._progress = ExchangeProgress(plan, means.watch)
+        self._owing: frozenset[PeerId] = frozenset()
+        self._told_of_piece: dict[PeerId, float] = {}
+        largest = max(piece.elements for piece in plan.pieces)
+        self._room: Vector = np.empty(largest, np.float32)
+        """For whatever runs on the thread."""
+        width = min(WINDOW, early_pieces(len(plan.others)))
+        self._windows = {peer: asyncio.Semaphore(width) for peer in plan.others}
+        self._widths = dict.fromkeys(plan.others, width)
+        own = len(plan.shards[plan.own])
+        self._results: dict[PeerId, asyncio.Queue[tuple[Piece, memoryview]]] = {
+            peer: asyncio.Queue(own) for peer in plan.others
+        }
+        self._complete = asyncio.Event()
+        self._tasks: asyncio.TaskGroup | None = None
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether the vectors belong to a complete anchor."""
+        return self._complete.is_set()
+
+    def record(self, anchor: Anchor) -> ExchangeRecord:
+        """Of this exchange, which has made this anchor."""
+        return ExchangeRecord(self.plan, anchor, self._signed, self._own_signed, self._source, self.sent)
+
+    async def run(self) -> None:
+        """Until the result is staged and everything that others need has been sent."""
+        async with task_scope() as tasks:
+            self._tasks = tasks
+            try:
+                if len(self.plan.layout.fragments) > 1:
+                    rest = partial(self._staging.keep_others, self.plan.first_chunk, self.plan.end_chunk)
+                    await self._on_thread(rest)
+                self._start_sending(tasks)
+                self._arrivals.open(self.plan, self._take)
+                if not set(self.plan.contributors) - {self.plan.own}:
+                    for piece in self.plan.shards[self.plan.own]:
+                        tasks.create_task(self._reduce_alone(piece))
+                self._tell_owing()
+                await self._complete.wait()
+            finally:
+                self._tasks = None
+
+    def _start_sending(self, tasks: asyncio.TaskGroup) -> None:
+        for peer in self.plan.others:
+            contributions = iter(self.plan.shards[peer] if self.plan.contributes else ())
+            results = iter(range(len(self.plan.shards[self.plan.own])))
+            for _ in range(LANES):
+                tasks.create_task(self._send_contributions(peer, contributions))
+                tasks.create_task(self._send_results(peer, results))
+
+    # ---- what goes out ---------------------------------------------------------------------------------------------
+
+    async def _send_contributions(self, reducer: PeerId, pieces: Iterator[Piece]) -> None:
+        """One lane; the lanes to a reducer share `pieces`."""
+        codec = self.plan.codecs.contribution
+        room = np.empty(self._largest_encoding(reducer), np.uint8).data
+        for piece in pieces:
+            await self._windows[reducer].acquire()
+            data = room[: encoded_bytes(codec, piece.elements)]
+            message = await self._on_thread(partial(self._encode, piece, codec, data))
+            if not await self._send(reducer, message, piece, data):
+                return
+            self._progress.contributed(reducer)
+            self._tell_owing()
+
+    def _encode(self, piece: Piece, codec: Codec, data: memoryview) -> Contribution:
+        """On the thread. Returns the message that goes with it."""
+        self._source.encode(piece.part, codec, data, self._room)
+        if self.sent is not None:
+            self.sent.note(piece.part, data)
+        message, data_hash = self.plan.contribution(piece), hash_of_piece(data)
+        signature = self._means.signatures.sign(message, data_hash)
+        self._own_signed[piece] = SignedHash(self.plan.own, data_hash, signature)
+        return replace(message, signature=signature)
+
+    async def _send_results(self, peer: PeerId, numbers: Iterator[int]) -> None:
+        """One lane; the lanes to a member share `numbers`, one for each result."""
+        for _ in numbers:
+            piece, data = await self._results[peer].get()
+            if not await self._send(peer, self.plan.result(piece), piece, data):
+                return
+
+    async def _send(self, peer: PeerId, message: Contribution | Reduced, piece: Piece, data: memoryview) -> bool:
+        try:
+            spec = piece_spec(self.plan.codecs.of(message), piece.elements)
+            await self._means.transport.send(peer, message, spec, data)
+        except PeerError:
+            self._report(LinkLost(peer))
+            return False
+        self.sent_bytes += data.nbytes
+        crash_point("piece sent")
+        return True
+
+    def _largest_encoding(self, reducer: PeerId) -> int:
+        elements = max((piece.elements for piece in self.plan.shards[reducer]), default=0)
+        return encoded_bytes(self.plan.codecs.contribution, elements) if elements else 0
+
+    # ---- what comes in ---------------------------------------------------------------------------------------------
+
+    def _take(self, sender: PeerId, message: RoundPiece, piece: Piece, buffer: memoryview) -> None:
+        crash_point("piece arrived")
+        if self._tasks is None:  # over
+            self._arrivals.give_back(buffer)
+        elif isinstance(message, Contribution):
+            self._tasks.create_task(self._add(sender, message, piece, buffer))
+        else:
+            self._tasks.create_task(self._receive_result(sender, piece, buffer))
+
+    async def _add(self, sender: PeerId, message: Contribution, piece: Piece, buffer: memoryview) -> None:
+        added = await self._on_thread(partial(self._check_and_add, sender, message, piece, buffer))
+        self._arrivals.give_back(buffer)
+        if added.objection is not None:
+            self._report(PieceRejected(self.plan.roster.round, sender, added.objection))
+            return
+        self._tell_of_piece(sender)
+        self._progress.added(sender, piece)
+        self._tell_owing()
+        if added.encoding is not None:
+            await self._pass_on(piece, added.encoding)
+
+    def _check_and_add(self, sender: PeerId, message: Contribution, piece: Piece, buffer: memoryview) -> Added:
+        """On the thread."""
+        data_hash = hash_of_piece(buffer)
+        if not self._means.signatures.holds(sender, message, data_hash, message.signature):
+            return Added(objection="a contribution whose signature does not hold")
+        self._signed[piece][sender] = SignedHash(sender, data_hash, message.signature)
+        return self._reduction.add(piece, sender, buffer, self._room)
+
+    async def _reduce_alone(self, piece: Piece) -> None:
+        """Nobody else has anything to contribute."""
+        await self._pass_on(piece, await self._on_thread(partial(self._reduction.finish, piece)))
+
+    async def _pass_on(self, piece: Piece, data: memoryview) -> None:
+        """All contributions to a piece of our shard are in: the same bytes go to all, and to ourselves."""
+        crash_point("reduced")
+        for queue in self._results.values():
+            queue.put_nowait((piece, data))
+        await self._apply(self.plan.own, piece, data)
+
+    async def _receive_result(self, reducer: PeerId, piece: Piece, buffer: memoryview) -> None:
+        applied = await self._apply(reducer, piece, buffer)
+        self._arrivals.give_back(buffer)
+        if applied:
+            self._tell_of_piece(reducer)
+            self._widen(reducer)
+
+    async def _apply(self, reducer: PeerId, piece: Piece, data: memoryview) -> bool:
+        # What others wait for goes first: pieces to be sent, and sums.
+        objection = await self._means.thread.run(Priority.TRAIN, partial(self._step, piece, data))
+        if objection is not None:
+            self._report(PieceRejected(self.plan.roster.round, reducer, objection))
+            return False
+        complete = self._progress.applied(piece)
+        self._tell_owing()
+        if complete:
+            await self._finish()
+        return True
+
+    async def _finish(self) -> None:
+        """All results have been applied. Those that cannot be the mean are objected to now, when they can be seen beside each other."""
+        roster = self.plan.roster
+        odd = self._comparison.oddities()
+        for reducer, why in odd.items():
+            self._report(PieceRejected(roster.round, reducer, why))
+        if odd:
+            return
+        anchor = await self._on_thread(partial(self._staging.finish, roster.round.number, roster.steps, roster.tokens))
+        self._complete.set()
+        crash_point("staged")
+        self._staged(anchor)
+
+    def _step(self, piece: Piece, data: memoryview) -> str | None:
+        """On the thread."""
+        try:
+            with gradual_underflow():  # all members are to read the same
+                gradient = read_encoding(self.plan.codecs.result, data, self._room[: piece.elements])
+        except ProtocolViolation as error:
+            return str(error)
+        objection = self._result_limits[piece.reducer].objection(gradient)
+        if objection is None:
+            self._comparison.add(piece, gradient)
+            self._staging.apply(piece.first_chunk, piece.end_chunk, gradient)
+        return objection
+
+    def _widen(self, reducer: PeerId) -> None:
+        """A result has been applied: one more contribution may go, two while the window has not its full width."""
+        self._windows[reducer].release()
+        if self._widths[reducer] < WINDOW:
+            self._widths[reducer] += 1
+            self._windows[reducer].release()
+
+    def _tell_of_piece(self, sender: PeerId) -> None:
+        now = self._means.clock.monotonic()
+        if now - self._told_of_piece.get(sender, -math.inf) >= TOLD_EVERY_S:
+            self._told_of_piece[sender] = now
+            self._report(PieceCame(self.plan.roster.round, sender))
+
+    def _tell_owing(self) -> None:
+        owing = self._progress.owing()
+        if owing != self._owing:
+            self._owing = owing
+            self._report(Owing(self.plan.roster.round, owing))
+
+    async def _on_thread(self, job: Callable[[], Result]) -> Result:
+        return await self._means.thread.run(Priority.UPKEEP, job)

@@ -1,0 +1,131 @@
+"""Pieces of one attempt at a round as they come in: what is admitted, into which memory, and to whom it goes.
+
+A member may begin to send before the roster has reached us by another link. What an honest one can send that early fits into
+EARLY_PIECES; it is kept until the roster says whether it was wanted. Used on the event loop only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+
+from node.averaging.exchange.partition import LARGEST_PIECE, Piece, Plan
+from protocol.codecs import encoded_bytes
+from protocol.codecs.tensor_spec import DType, TensorSpec
+from protocol.interfaces.transport import Refusal
+from swarm.compression.round_codecs import RoundCodecs
+from swarm.vocabulary.averaging_messages import RoundId, RoundPiece
+from swarm.vocabulary.types import Codec, PeerId
+
+EARLY_PIECES: Final = 32
+"""Kept before the roster is here, of all members together: at most 128 MiB."""
+FEWEST_EARLY: Final = 2
+"""That each member may send so early, however many they are."""
+
+Deliver = Callable[[PeerId, RoundPiece, Piece, memoryview], None]
+"""Takes a whole piece; gives its buffer back with `Arrivals.give_back`."""
+
+
+def piece_spec(codec: Codec, elements: int) -> TensorSpec:
+    """How so many elements travel."""
+    return TensorSpec((elements,), DType.FLOAT32, codec)
+
+
+def early_pieces(others: int) -> int:
+    """How many pieces a member may send to another before it has seen a result of it, so that those of all others together are kept."""
+    return max(FEWEST_EARLY, EARLY_PIECES // max(1, others))
+
+
+class Arrivals:
+    """Of the attempt `round`.
+
+    Args:
+        codecs: what the roster may name; before it is here, any of them may come.
+        rejected: told when a member has sent a piece that is due in a form that is not: who, and what was wrong.
+    """
+
+    def __init__(
+        self, round_id: RoundId, codecs: Sequence[RoundCodecs], rejected: Callable[[PeerId, str], None]
+    ) -> None:
+        self.round = round_id
+        self.received_bytes = 0
+        """Of whole pieces."""
+        self._codecs = codecs
+        self._rejected = rejected
+        self._plan: Plan | None = None
+        self._deliver: Deliver | None = None
+        self._come: dict[tuple[PeerId, RoundPiece], Codec] = {}
+        """Admitted once, and not broken off: how it is encoded."""
+        self._early: list[tuple[PeerId, RoundPiece, memoryview]] = []
+        self._free: dict[int, list[memoryview]] = {}
+
+    def open(self, plan: Plan, deliver: Deliver) -> None:
+        """The roster is here: early pieces are delivered now, if they are due, and the others as they come."""
+        self._plan, self._deliver = plan, deliver
+        early, self._early = self._early, []
+        for sender, message, buffer in early:
+            self._hand_over(sender, message, buffer)
+
+    def admit(self, sender: PeerId, message: RoundPiece, tensor: TensorSpec) -> memoryview | Refusal:
+        """See `protocol.interfaces.transport.LinkHandler`. Nothing is admitted twice."""
+        key = (sender, message)
+        if message.round != self.round or key in self._come:
+            return Refusal(False, "this piece is of another round, or has come before")
+        why_not = self._objection(sender, message, tensor)
+        if why_not is not None:
+            return Refusal(False, why_not)
+        self._come[key] = tensor.codec
+        return self._buffer(tensor.byte_length)
+
+    def received(self, sender: PeerId, message: RoundPiece, buffer: memoryview) -> None:
+        self.received_bytes += buffer.nbytes
+        if self._plan is None:
+            self._early.append((sender, message, buffer))
+        else:
+            self._hand_over(sender, message, buffer)
+
+    def broken_off(self, sender: PeerId, message: RoundPiece, buffer: memoryview) -> None:
+        self._come.pop((sender, message), None)
+        self.give_back(buffer)
+
+    def give_back(self, buffer: memoryview) -> None:
+        """Nothing reads it any more."""
+        self._free.setdefault(buffer.nbytes, []).append(buffer)
+
+    def _objection(self, sender: PeerId, message: RoundPiece, tensor: TensorSpec) -> str | None:
+        if self._plan is None:
+            return self._early_objection(message, tensor)
+        piece = self._plan.piece_of(sender, message)
+        if piece is None:
+            return "no such piece is due from this peer"
+        if tensor == piece_spec(self._plan.codecs.of(message), piece.elements):
+            return None
+        why = f"a piece of {piece.elements} elements as {tensor}"
+        self._rejected(sender, why)
+        return why
+
+    def _early_objection(self, message: RoundPiece, tensor: TensorSpec) -> str | None:
+        if len(self._come) >= EARLY_PIECES:
+            return "too many pieces before the roster"
+        elements = tensor.shape[0]
+        specs = (piece_spec(codecs.of(message), elements) for codecs in self._codecs)
+        return None if elements <= LARGEST_PIECE and tensor in specs else "no piece has such a form"
+
+    def _hand_over(self, sender: PeerId, message: RoundPiece, buffer: memoryview) -> None:
+        assert self._plan is not None
+        assert self._deliver is not None
+        piece, codec = self._plan.piece_of(sender, message), self._come.get((sender, message))
+        due = self._plan.codecs.of(message)
+        if piece is not None and codec is due and buffer.nbytes == encoded_bytes(due, piece.elements):
+            self._deliver(sender, message, piece, buffer)
+            return
+        if piece is not None:
+            self._rejected(sender, f"a piece of {piece.elements} elements in {buffer.nbytes} bytes, not as {due.name}")
+        self.give_back(buffer)
+
+    def _buffer(self, size: int) -> memoryview:
+        """One that has been given back, or a new one: together no more than the pieces that are due."""
+        free = self._free.get(size)
+        return free.pop() if free else np.empty(size, np.uint8).data  # not filled with zeros first

@@ -1,0 +1,118 @@
+"""Our shard's weighted mean, piece by piece: the numbers of a reducer. Runs on the averaging thread."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from node.averaging.anchor.anchor import Vector
+from node.averaging.anchor.vector_math import add_scaled, squares
+from node.averaging.exchange.partition import Piece, Plan
+from node.averaging.exchange.pseudo_gradient import Source
+from protocol.codecs import decode_into, encode_into, encoded_bytes
+from swarm.vocabulary.errors import ProtocolViolation
+from swarm.vocabulary.types import Codec, PeerId
+
+ROUNDING: Final = 1.01
+"""How much longer a vector may be than its norm was declared: rounding in float32 and by the codec (INT8 adds at most 0.3 %)."""
+COARSE_ROUNDING: Final = 1.05
+"""With INT4: normal numbers become 0.5 % longer, those with a few large ones among them 1 %."""
+
+
+class NormLimit:
+    """Adds up squares and says when there are more than a declared norm allows, or when something was not finite."""
+
+    def __init__(self, norm: float, codec: Codec) -> None:
+        rounding = COARSE_ROUNDING if codec is Codec.INT4 else ROUNDING
+        self._left = (norm * rounding) ** 2 + float(np.finfo(np.float32).tiny)
+
+    def objection(self, values: Vector) -> str | None:
+        """Why the values cannot be used; None when they can, and then they count."""
+        length = squares(values)
+        if not math.isfinite(length):
+            return "elements that are not finite, or beyond all bounds"
+        if length > self._left:
+            return "more than the norm that was declared"
+        self._left -= length
+        return None
+
+
+def read_encoding(codec: Codec, data: memoryview, room: Vector) -> Vector:
+    """The elements that `data` encodes, as many as `room` has: where they lie with NONE, else decoded into `room`.
+
+    Raises:
+        ProtocolViolation: `data` is no encoding.
+    """
+    if codec is Codec.NONE:
+        return np.frombuffer(data, dtype="<f4")
+    decode_into(codec, data, room)
+    return room
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Added:
+    """What became of a contribution."""
+
+    objection: str | None = None
+    """Why it cannot be used; then nothing has changed."""
+    encoding: memoryview | None = None
+    """Of the whole sum, when it is complete."""
+
+
+class Reduction:
+    """The sums of our shard.
+
+    Args:
+        source: our own pseudo-gradient, which goes into each sum first.
+    """
+
+    def __init__(self, plan: Plan, source: Source) -> None:
+        self._plan = plan
+        self._source = source
+        self._limits = {
+            peer: NormLimit(plan.members[peer].norm, plan.codecs.contribution) for peer in plan.contributors
+        }
+        self._sums: dict[Piece, Vector] = {}
+        others = len(set(plan.contributors) - {plan.own})
+        self._to_come = dict.fromkeys(plan.shards[plan.own], others)
+
+    def add(self, piece: Piece, sender: PeerId, data: memoryview, room: Vector) -> Added:
+        """Adds what a member sent for a piece, and ends its sum when that was the last.
+
+        `room` is at least as long as the piece.
+        """
+        try:
+            values = read_encoding(self._plan.codecs.contribution, data, room[: piece.elements])
+        except ProtocolViolation as error:
+            return Added(objection=str(error))
+        objection = self._limits[sender].objection(values)
+        if objection is not None:
+            return Added(objection=objection)
+        add_scaled(values, self._plan.members[sender].coefficient, self._sum(piece))
+        self._to_come[piece] -= 1
+        return Added(encoding=None if self._to_come[piece] else self.finish(piece))
+
+    def finish(self, piece: Piece) -> memoryview:
+        """The encoding of a complete sum: what all members get, we too."""
+        total = self._sum(piece)
+        del self._sums[piece]
+        codec = self._plan.codecs.result
+        if codec is Codec.NONE:
+            return total.view(np.uint8).data
+        encoding = np.empty(encoded_bytes(codec, piece.elements), np.uint8).data
+        encode_into(codec, total, encoding)
+        return encoding
+
+    def _sum(self, piece: Piece) -> Vector:
+        """Begun with our own part the first time."""
+        total = self._sums.get(piece)
+        if total is None:
+            total = self._sums[piece] = np.empty(piece.elements, np.float32)
+            if self._plan.contributes:
+                self._source.write(piece.part, total, self._plan.members[self._plan.own].coefficient)
+            else:
+                total.fill(0.0)
+        return total

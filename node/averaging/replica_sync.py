@@ -1,0 +1,218 @@
+"""Keeps a replica and its anchors in step: snapshots, carrying over, starting anew, and the work done since the anchor.
+
+The replica belongs to the compute thread, so what is done to it is done there, in slices: between two of them microbatches are computed.
+One such thing is under way at a time, in the order in which they were asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import numpy as np
+
+from node.averaging.anchor.anchor import Anchor, Vector
+from node.averaging.anchor.anchor_store import Shelf
+from node.averaging.anchor.lone_replica import step_alone, steps_between_rounds
+from node.averaging.anchor.module_vector import LocalReplica
+from node.averaging.anchor.outer_step import OuterRule
+from node.averaging.exchange.pseudo_gradient import SentParts, Source
+from node.concurrency.compute_thread import ComputeThread, Priority
+from node.model.optimizer import StepFigures
+from protocol.interfaces.clock import Clock
+from swarm.vocabulary.errors import StateError
+from swarm.vocabulary.types import AnchorVersion
+
+log = logging.getLogger(__name__)
+
+SLICE: Final = 2**22
+"""Elements (16 MiB) that hold the compute thread at a time: a few milliseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Inner steps and the tokens in them."""
+
+    steps: int = 0
+    tokens: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.steps + other.steps, self.tokens + other.tokens)
+
+    def __sub__(self, other: Work) -> Work:
+        return Work(self.steps - other.steps, self.tokens - other.tokens)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """A pseudo-gradient that is fixed."""
+
+    source: Source
+    part: slice
+    """The fragment's elements."""
+    norm: float
+    """Euclidean; not finite when the replica is broken."""
+    done: Work
+    """All work of the replica up to it."""
+    since_anchor: Work
+
+
+@dataclass(frozen=True, slots=True)
+class AloneRule:
+    """When a lone replica takes its outer step, and which."""
+
+    inner_steps: int
+    outer: OuterRule
+    microbatch_tokens: int
+    clock: Clock
+    longest_s: float = math.inf
+    """After so many seconds since the last outer step, the next inner step brings another."""
+
+
+class ReplicaKeeper:
+    """One replica on the compute thread, as the event loop sees it.
+
+    Args:
+        averaging: the thread for arithmetic on anchors.
+        stepped_alone: called on the compute thread when the replica, being alone, has taken the outer step.
+    """
+
+    def __init__(
+        self,
+        replica: LocalReplica,
+        shelf: Shelf,
+        compute: ComputeThread,
+        averaging: ComputeThread,
+        rule: AloneRule,
+        stepped_alone: Callable[[Anchor, AnchorVersion], None],
+    ) -> None:
+        self.alone = False
+        """Set from the event loop; read on the compute thread after each inner step."""
+        self.lost = Work()
+        """Given up by adopting another anchor, since the start."""
+        self._replica = replica
+        self._shelf = shelf
+        self._compute = compute
+        self._averaging = averaging
+        self._rule = rule
+        self._stepped_alone = stepped_alone
+        self._lone_every = steps_between_rounds(rule.inner_steps, len(replica.layout.fragments))
+        self._done = Work()
+        self._at_anchor = Work()
+        self._anchored_at = rule.clock.monotonic()
+        self._turn = asyncio.Lock()
+        self._room: Vector | None = None
+
+    @property
+    def since_anchor(self) -> Work:
+        """Our work since the current anchor."""
+        return self._done - self._at_anchor
+
+    def resume(self, since: Work) -> None:
+        """The replica was restored with this much work since its anchor. To be called before it takes a step."""
+        self._done, self._at_anchor = since, Work()
+
+    def after_inner_step(self, figures: StepFigures) -> None:
+        """To be called on the compute thread, in the same job as the step."""
+        self._done += Work(1, max(figures.visits) * self._rule.microbatch_tokens)
+        work, waited_s = self.since_anchor, self._rule.clock.monotonic() - self._anchored_at
+        if not self.alone or (work.steps < self._lone_every and waited_s < self._rule.longest_s):
+            return
+        before = self._shelf.current.version
+        try:
+            anchor = step_alone(self._replica, self._shelf, self._rule.outer, work.steps, work.tokens)
+        except StateError as error:
+            log.warning("%s; it starts again from its anchor", error)
+            anchor = self._shelf.current
+            self._replica.write(slice(0, anchor.layout.elements), anchor.parameters)
+            self._start_anew(anchor)
+            return
+        self._stand(self._done)
+        self._stepped_alone(anchor, before)
+
+    async def snapshot(self) -> Snapshot:
+        """Fixes the pseudo-gradient of the fragment whose turn it is. Its norm is computed on the averaging thread meanwhile.
+
+        The memory of the one before is used again.
+        """
+        async with self._turn:
+            base, done, since = await self._compute.run(Priority.UPKEEP, self._where_we_stand)
+            if self._room is None:
+                self._room = np.empty(base.layout.elements, np.float32)
+            first, end = base.layout.fragments[base.version.fragment]
+            part = base.layout.range_of(first, end)
+            source = Source(base, self._room)
+            squares = await self._copy(part, source)
+            return Snapshot(source, part, math.sqrt(squares), done, since)
+
+    def committed(self, snapshot: Snapshot) -> None:
+        """The anchor that was made with this snapshot holds now: what came after the snapshot is our work since the anchor."""
+        self._stand(snapshot.done)
+
+    async def carry(self, snapshot: Snapshot, anchor: Anchor, sent: SentParts | None) -> None:
+        """Puts the replica on the new anchor, with the work done since the snapshot, and with what was left out of what was sent, if that is known."""
+        async with self._turn:
+            before, after = snapshot.source.snapshot, anchor.parameters
+            if sent is not None:
+                base = snapshot.source.anchor.parameters
+                await self._averaging.run(Priority.UPKEEP, partial(sent.rewrite, base, before))
+            for piece in _slices(snapshot.part):
+                job = partial(self._carry, piece, before, after, done=snapshot.done if sent is None else None)
+                await self._compute.run(Priority.UPKEEP, job)
+            await self._compute.run(Priority.UPKEEP, partial(self._follow_schedule, anchor))
+
+    async def adopt(self, anchor: Anchor) -> None:
+        """Puts the replica on an anchor and forgets its own work and its inner optimizer's state. The anchor is on the shelf already."""
+        self.lost += self.since_anchor
+        self._stand(self._done)
+        async with self._turn:
+            for piece in _slices(slice(0, anchor.layout.elements)):
+                await self._compute.run(Priority.UPKEEP, partial(self._replica.write, piece, anchor.parameters[piece]))
+            await self._compute.run(Priority.UPKEEP, partial(self._start_anew, anchor))
+
+    async def _copy(self, part: slice, source: Source) -> float:
+        """Copies slice after slice, and returns the sum of squares of what is to be sent."""
+        norms = []
+        async with asyncio.TaskGroup() as tasks:
+            for piece in _slices(part):
+                await self._compute.run(Priority.UPKEEP, partial(self._replica.read, piece, source.snapshot[piece]))
+                job = partial(source.squares, piece)
+                norms.append(tasks.create_task(self._averaging.run(Priority.UPKEEP, job)))
+        return math.fsum(norm.result() for norm in norms)
+
+    def _carry(self, piece: slice, before: Vector, after: Vector, done: Work | None) -> None:
+        """On the compute thread. Where there was no work since the snapshot, the replica is the new anchor, and one copy makes it so.
+
+        Args:
+            done: all work up to the snapshot; None when that says nothing of the replica.
+        """
+        if done == self._done:
+            self._replica.write(piece, after[piece])
+        else:
+            self._replica.carry(piece, before[piece], after[piece])
+
+    def _where_we_stand(self) -> tuple[Anchor, Work, Work]:
+        """On the compute thread, where no outer step can come between."""
+        return self._shelf.current, self._done, self.since_anchor
+
+    def _follow_schedule(self, anchor: Anchor) -> None:
+        self._replica.optimizer.steps = anchor.version.steps + self.since_anchor.steps
+
+    def _start_anew(self, anchor: Anchor) -> None:
+        """What inner steps came between two slices is gone, too."""
+        self.lost += self.since_anchor
+        self._stand(self._done)
+        self._replica.optimizer.start_anew(anchor.version.steps)
+
+    def _stand(self, done: Work) -> None:
+        """On a new anchor, which has this much of our work in it."""
+        self._at_anchor, self._anchored_at = done, self._rule.clock.monotonic()
+
+
+def _slices(part: slice) -> list[slice]:
+    return [slice(start, min(start + SLICE, part.stop)) for start in range(part.start, part.stop, SLICE)]

@@ -1,0 +1,1 @@
+"""Downloads and serves anchors."""

@@ -1,0 +1,196 @@
+"""Gives the anchor to those who catch up, chunk by chunk, out of the arrays themselves, without getting in training's way.
+
+One chunk at a time goes to each asker, so on a link it takes turns with microbatches frame by frame; at most `LINKS_AT_ONCE` chunks
+are under way in all, and askers take turns. Nothing here touches the compute thread, and an averaging round takes the arrays
+it needs whoever reads others (`node.averaging.anchor.anchor_store`): what is gone is answered with GONE. Encoding for slow links is done on the thread
+for arithmetic on anchors, after what rounds have to do there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+from node.averaging.anchor.anchor import Anchor
+from node.averaging.anchor.anchor_store import Shelf
+from node.averaging.state_sync.chunk_codec import as_it_is, codec_for, in_planes
+from node.concurrency.compute_thread import ComputeThread, Priority
+from node.concurrency.task_groups import task_scope
+from protocol.codecs import Encoded
+from protocol.frames.hash_list import HashList, encode_hash_list
+from protocol.interfaces.clock import Clock
+from protocol.interfaces.transport import Question, Transport
+from swarm.vocabulary.averaging_messages import StateChunk, StateRefusal, StateRefused, StateRequest
+from swarm.vocabulary.errors import PeerError, Rejected, StateError
+from swarm.vocabulary.types import Codec, ModuleId, PeerId, short
+
+log = logging.getLogger(__name__)
+
+CHUNKS_OF_ONE: Final = 32
+"""Asked for by one peer and not sent yet."""
+ASKERS: Final = 32
+"""Peers with chunks waiting; who comes beyond is told BUSY."""
+LINKS_AT_ONCE: Final = 8
+REFUSALS_WAITING: Final = 64
+"""Refusals on their way; beyond, a request is not answered at all."""
+LEASE_S: Final = 60.0
+"""How long an anchor is kept after it was last asked for..."""
+LONGEST_LEASE_S: Final = 600.0
+"""... and after it was first asked for."""
+SLOWEST_BYTES_PER_S: Final = 16 * 1024
+SEND_GRACE_S: Final = 10.0
+
+
+@dataclass(slots=True, eq=False)
+class _Asker:
+    """What a peer waits for; while it does, a task sends it."""
+
+    waiting: deque[tuple[bytes, int]] = field(default_factory=deque)
+    """Digest and number of each chunk."""
+
+
+class Donor:
+    """Serves one module's anchors from its shelf. `run` carries it; all else is called on the event loop.
+
+    Args:
+        codecs: as the manifest allows, of `state_codec.STATE_CODECS`.
+        averaging: the thread for arithmetic on anchors.
+    """
+
+    def __init__(
+        self, module: ModuleId, shelf: Shelf, clock: Clock, codecs: frozenset[Codec], averaging: ComputeThread
+    ) -> None:
+        self._module = module
+        self._shelf = shelf
+        self._clock = clock
+        self._codecs = codecs
+        self._averaging = averaging
+        self._askers: dict[PeerId, _Asker] = {}
+        self._turns = asyncio.Semaphore(LINKS_AT_ONCE)
+        self._first_asked: dict[bytes, float] = {}
+        self._refusals = 0
+        self._tasks: asyncio.TaskGroup | None = None
+        self._transport: Transport | None = None
+        self.sent_bytes = 0
+        """Handed to links since the start."""
+
+    async def run(self, transport: Transport) -> None:
+        """Until cancelled."""
+        self._transport = transport
+        async with task_scope() as tasks:
+            self._tasks = tasks
+            try:
+                await asyncio.get_running_loop().create_future()
+            finally:  # before the tasks end: what comes while they do is not taken any more
+                self._tasks = None
+                self._askers.clear()
+
+    async def answer(self, question: Question) -> bytes:
+        """The hash list of a state.
+
+        Raises:
+            Rejected: it is not kept here.
+        """
+        anchor = self._shelf.get(question.digest) if question.module == self._module else None
+        if anchor is None:
+            raise Rejected(f"module {question.module} in state {question.digest.hex()[:12]} is not kept here")
+        self._lease(question.digest)
+        layout = anchor.layout
+        return encode_hash_list(HashList(anchor.version, layout.elements, layout.chunk_elements, anchor.hashes))
+
+    def told(self, sender: PeerId, request: StateRequest) -> None:
+        """Queues what is asked for, or refuses it."""
+        if self._tasks is None:
+            return
+        anchor = self._shelf.get(request.digest) if request.module == self._module else None
+        if anchor is None or max(request.chunks) >= 2 * anchor.layout.chunks:
+            self._refuse(sender, request, StateRefusal.GONE)
+            return
+        asker = self._askers.get(sender)
+        waiting = 0 if asker is None else len(asker.waiting)
+        if waiting + len(request.chunks) > CHUNKS_OF_ONE or (asker is None and len(self._askers) >= ASKERS):
+            self._refuse(sender, request, StateRefusal.BUSY)
+            return
+        self._lease(request.digest)
+        if asker is None:
+            asker = self._askers[sender] = _Asker()
+            self._tasks.create_task(self._serve(sender, asker))
+        asker.waiting.extend((request.digest, chunk) for chunk in request.chunks)
+
+    def link_down(self, peer: PeerId) -> None:
+        """What it waits for is forgotten; it asks again when it comes back."""
+        asker = self._askers.get(peer)
+        if asker is not None:
+            asker.waiting.clear()
+
+    def _lease(self, digest: bytes) -> None:
+        now = self._clock.monotonic()
+        self._first_asked = {d: first for d, first in self._first_asked.items() if self._shelf.get(d) is not None}
+        left = self._first_asked.setdefault(digest, now) + LONGEST_LEASE_S - now
+        if left > 0:
+            self._shelf.lease(digest, min(LEASE_S, left))
+
+    # ---- tasks -------------------------------------------------------------------------------------------------------
+
+    async def _serve(self, peer: PeerId, asker: _Asker) -> None:
+        try:
+            while asker.waiting:
+                async with self._turns:
+                    if asker.waiting:  # the link may have broken meanwhile
+                        await self._send_next(peer, asker)
+        except PeerError as error:
+            log.info("could not send state to %s: %s", short(peer), error)
+        except TimeoutError:
+            log.info("%s takes the state too slowly; it may ask again", short(peer))
+        finally:
+            if self._askers.get(peer) is asker:
+                del self._askers[peer]
+
+    async def _send_next(self, peer: PeerId, asker: _Asker) -> None:
+        digest, chunk = asker.waiting.popleft()
+        anchor = self._shelf.get(digest)
+        try:
+            if anchor is None:
+                raise StateError("it is not kept any more")
+            with self._shelf.pinned(anchor):
+                await self._send_pinned(peer, anchor, chunk)
+        except StateError:
+            chunks = (chunk, *(number for other, number in asker.waiting if other == digest))
+            asker.waiting = deque(entry for entry in asker.waiting if entry[0] != digest)
+            self._refuse(peer, StateRequest(self._module, digest, chunks), StateRefusal.GONE)
+
+    async def _send_pinned(self, peer: PeerId, anchor: Anchor, chunk: int) -> None:
+        assert self._transport is not None
+        encoded = await self._encoded(peer, anchor.chunk(chunk))
+        message, size = StateChunk(self._module, anchor.version.digest, chunk), encoded.spec.byte_length
+        async with asyncio.timeout(SEND_GRACE_S + size / SLOWEST_BYTES_PER_S):
+            await self._transport.send(peer, message, encoded.spec, encoded.data)
+        self.sent_bytes += size
+
+    async def _encoded(self, peer: PeerId, data: memoryview) -> Encoded:
+        """In planes where the link is slow; a peer whose link is gone is no matter here."""
+        assert self._transport is not None
+        link = self._transport.figures().get(peer)
+        codec = codec_for(self._codecs, 0.0 if link is None else link.goodput_bytes_per_s)
+        if codec is Codec.NONE:
+            return as_it_is(data)
+        return await self._averaging.run(Priority.TRAIN, partial(in_planes, data))
+
+    def _refuse(self, peer: PeerId, request: StateRequest, reason: StateRefusal) -> None:
+        if self._tasks is not None and self._refusals < REFUSALS_WAITING:
+            self._refusals += 1  # taken back when it has been told, or could not be
+            refused = StateRefused(request.module, request.digest, request.chunks, reason)
+            self._tasks.create_task(self._tell(peer, refused))
+
+    async def _tell(self, peer: PeerId, refused: StateRefused) -> None:
+        assert self._transport is not None
+        try:
+            await self._transport.tell(peer, refused)
+        except PeerError as error:
+            log.debug("could not tell %s that it gets no state: %s", short(peer), error)
+        finally:
+            self._refusals -= 1

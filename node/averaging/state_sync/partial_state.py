@@ -1,0 +1,167 @@
+"""A state that is being put together: chunks are checked and put in their places, and, when there is a folder, kept for a restart.
+
+The file has the state's size, parameters then momentum, each chunk at its place, and holes where none is yet. There is no list
+of what is in it: every chunk is hashed when the file is read again, and only what matches is taken. A folder holds one.
+
+Where the vectors of a download come from.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from pathlib import Path
+from typing import Final, Protocol
+
+import numpy as np
+
+from node.averaging.anchor.anchor import Anchor, Vector, chunk_bytes, hash_of
+from node.averaging.anchor.layout import Layout
+from swarm.vocabulary.errors import ResourceExhausted
+
+log = logging.getLogger(__name__)
+
+SUFFIX: Final = ".partial-state"
+
+
+class PartialState:
+    """Used on one thread. What cannot be kept on disk costs a warning, never the download."""
+
+    def __init__(
+        self, layout: Layout, hashes: tuple[bytes, ...], vectors: tuple[Vector, Vector], file: KeptChunks | None
+    ) -> None:
+        """`vectors` are the parameters and the momentum, to be written."""
+        self._layout = layout
+        self._hashes = hashes
+        self.parameters, self.momentum = vectors
+        self._file = file
+        self._placed: set[int] = set()
+
+    def take_over(self, known: Anchor | None) -> frozenset[int]:
+        """Chunks that need not be fetched: those that `known` has in common with this state, and those on disk."""
+        for number in range(2 * self._layout.chunks):
+            if known is not None and known.hashes[number] == self._hashes[number]:
+                self._slot(number)[:] = known.chunk(number)
+                self._placed.add(number)
+            elif self._is_on_disk(number):
+                self._placed.add(number)
+        return frozenset(self._placed)
+
+    def place(self, number: int, data: memoryview) -> bool:
+        """Puts a chunk in its place if it matches its hash, and says whether it does."""
+        if hash_of(data) != self._hashes[number]:
+            return False
+        if number not in self._placed:
+            np.copyto(np.asarray(self._slot(number)), np.asarray(data))
+            self._placed.add(number)
+            if self._file is not None and not self._file.write(number, data):
+                self._file = None
+        return True
+
+    def close(self, *, complete: bool) -> None:
+        """Ends the use of the file; it is removed when the state is complete."""
+        if self._file is not None:
+            self._file.close(remove=complete)
+            self._file = None
+
+    def _is_on_disk(self, number: int) -> bool:
+        slot = self._slot(number)
+        return self._file is not None and self._file.read(number, slot) and hash_of(slot) == self._hashes[number]
+
+    def _slot(self, number: int) -> memoryview:
+        return chunk_bytes(self._layout, self.parameters, self.momentum, number)
+
+
+class KeptChunks:
+    """The file. Any error of the disk ends its use."""
+
+    def __init__(self, folder: Path, digest: bytes, layout: Layout) -> None:
+        """Opens or makes the file for this state, and removes those of other states."""
+        self._layout = layout
+        self._path = folder / f"{digest.hex()[:32]}{SUFFIX}"
+        self._file: io.FileIO | None = None
+        self._is_new = True
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for other in folder.glob(f"*{SUFFIX}"):
+                if other != self._path:
+                    other.unlink(missing_ok=True)
+            self._is_new = not self._path.exists()
+            self._path.touch(0o600)
+            self._file = io.FileIO(self._path, "r+")
+            self._file.truncate(8 * layout.elements)
+        except OSError as error:
+            self._give_up(error)
+
+    def read(self, number: int, target: memoryview) -> bool:
+        """Whether the bytes at a chunk's place could be read; they may be anything."""
+        if self._file is None or self._is_new:
+            return False
+        try:
+            self._file.seek(self._offset(number))
+            return self._file.readinto(target) == target.nbytes
+        except OSError as error:
+            self._give_up(error)
+            return False
+
+    def write(self, number: int, data: memoryview) -> bool:
+        """Keeps a chunk. False when the file is of no use any more."""
+        if self._file is None:
+            return False
+        try:
+            self._file.seek(self._offset(number))
+            done = 0
+            while done < data.nbytes:
+                done += self._file.write(data[done:])
+        except OSError as error:
+            self._give_up(error)
+            return False
+        return True
+
+    def close(self, *, remove: bool) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        if remove:
+            try:
+                self._path.unlink(missing_ok=True)
+            except OSError as error:
+                log.warning("could not remove %s: %s", self._path, error)
+
+    def _offset(self, number: int) -> int:
+        chunks = self._layout.chunks
+        start = number * self._layout.chunk_elements
+        if number >= chunks:
+            start = self._layout.elements + (number - chunks) * self._layout.chunk_elements
+        return 4 * start
+
+    def _give_up(self, error: OSError) -> None:
+        log.warning("an unfinished download cannot be kept in %s, and would begin anew: %s", self._path.parent, error)
+        self.close(remove=True)
+
+
+class Space(Protocol):
+    """`node.averaging.anchor.anchor_store.Shelf` is one."""
+
+    def spare(self) -> tuple[Vector, Vector]:
+        """Parameters and momentum to be written, [elements] each. Raises ResourceExhausted."""
+        ...
+
+    def give_back(self, parameters: Vector, momentum: Vector) -> None: ...
+
+
+class FreshSpace:
+    """For a node that has no shelf yet, because this download brings its first anchor."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._elements = layout.elements
+
+    def spare(self) -> tuple[Vector, Vector]:
+        """Raises ResourceExhausted."""
+        try:
+            return np.empty(self._elements, np.float32), np.empty(self._elements, np.float32)
+        except MemoryError:
+            raise ResourceExhausted(f"no memory for the module's state ({self._elements * 8} bytes)") from None
+
+    def give_back(self, parameters: Vector, momentum: Vector) -> None:
+        return

@@ -1,0 +1,47 @@
+"""Copies a replica out of its module between two inner steps, and back into it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from node.checkpoint.state import Agreed, Counters, ReplicaState
+from node.model.device import copied
+from node.model.initialization import parameters_of
+from node.model.optimizer import InnerOptimizer
+from swarm.vocabulary.errors import StateError
+
+# ---- copying out, on the compute thread ------------------------------------------------------------------------------------
+
+
+def capture_module(
+    parts: tuple[nn.Module, ...], optimizer: InnerOptimizer, *, visits: int, tokens: int, agreed: Agreed | None = None
+) -> ReplicaState:
+    """A copy of a replica as it is between two inner steps. `visits` have been applied, of `tokens` tokens each."""
+    names = parameters_of(*parts)
+    since = (optimizer.steps, visits * tokens) if agreed is None else (agreed.steps_since, agreed.tokens_since)
+    return ReplicaState(
+        local={name: copied(tensor) for name, tensor in names.items()},
+        inner=optimizer.export_state(names),
+        counters=Counters(visits * tokens, visits, *since),
+        anchor=None if agreed is None else agreed.anchor,
+    )
+
+
+# ---- putting back ----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def restore_module(parts: tuple[nn.Module, ...], optimizer: InnerOptimizer, state: ReplicaState) -> None:
+    """Parameters and optimizer as they were saved, in place.
+
+    Raises:
+        StateError: the state is of another model; nothing has been changed.
+    """
+    parameters = parameters_of(*parts)
+    saved, own = ({name: t.shape for name, t in tensors.items()} for tensors in (state.local, parameters))
+    if saved != own:
+        raise StateError("the snapshot is of a model with other parameters than this version builds from the manifest")
+    optimizer.import_state(parameters, state.inner)
+    for name, parameter in parameters.items():
+        parameter.copy_(state.local[name])

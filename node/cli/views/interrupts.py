@@ -1,0 +1,116 @@
+"""Signals and the end of standard input as requests to stop.
+
+The first SIGINT, SIGTERM or SIGHUP asks for a stop in good order; the second ends the process at once. A run that was cut short by
+a signal (`up`, `solo`) exits with 128 + its number, however well it stopped, so that a script can tell it from one that reached its
+end (0). A node has no end of its own: one that left in good order exits with 0, whoever asked, by a signal, by `skipstone leave`
+or through the end of standard input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from types import FrameType, TracebackType
+from typing import Any, Self, TypeVar
+
+from node.cli.views.output import tell
+
+Result = TypeVar("Result")
+
+STOP_LIMIT_S = 20.0
+"""A stop in good order takes no longer than this; whoever waits for one may then use force."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupts:
+    """While entered, the first signal calls `ask` and the second `at_once`; to be used in the main thread.
+
+    Python's own handlers, not the event loop's: these still run when the loop is stuck.
+    """
+
+    def __init__(self, ask: Callable[[], None], at_once: Callable[[int], None]) -> None:
+        self._ask = ask
+        self._at_once = at_once
+        self._previous: dict[int, Any] = {}
+        self._first: int | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """0 when there was no signal, else 128 + the number of the first."""
+        return 0 if self._first is None else 128 + self._first
+
+    def __enter__(self) -> Self:
+        for number in _SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup, for one, wants it ignored
+                self._previous[number] = signal.signal(number, self._arrived)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _arrived(self, number: int, frame: FrameType | None) -> None:
+        if self._first is None:
+            self._first = number
+            self._ask()
+        else:
+            self._at_once(number)
+
+
+def leave_at_once(number: int) -> None:
+    """Ends this process without any cleaning up, and the processes it has started, if it leads its process group."""
+    if os.getpgrp() == os.getpid():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.killpg(0, signal.SIGTERM)
+    os._exit(128 + number)
+
+
+def end_by(seconds: float) -> None:
+    """Ends this process without any cleaning up when it is still there after so long, its event loop stuck or not."""
+
+    def end() -> None:
+        time.sleep(seconds)
+        leave_at_once(signal.SIGKILL)
+
+    threading.Thread(target=end, name="end-by", daemon=True).start()
+
+
+def stop_on_end_of_input(ask: Callable[[], None]) -> None:
+    """Calls `ask` on the event loop when standard input ends, and ends the process if that does not stop it in time.
+
+    A thread, because standard input may be anything, and because it must work when the loop is stuck.
+    """
+    loop = asyncio.get_running_loop()
+
+    def watch() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(0, 4096):
+                pass
+        with contextlib.suppress(RuntimeError):  # the loop has closed: the process is ending already
+            loop.call_soon_threadsafe(ask)
+        end_by(STOP_LIMIT_S + 5)
+
+    threading.Thread(target=watch, name="end-of-input", daemon=True).start()
+
+
+async def until_stopped(work: Awaitable[Result], stop: asyncio.Event, kill: Callable[[], None]) -> tuple[Result, int]:
+    """The result of work that ends in good order when `stop` is set, and 128 + the signal's number when one ended it.
+
+    Args:
+        kill: ends at once whatever the work has started; called from a signal handler.
+    """
+    loop = asyncio.get_running_loop()
+
+    def ask() -> None:
+        tell("\nstopping in good order; once more to stop at once")
+        loop.call_soon_threadsafe(stop.set)
+
+    with Interrupts(ask, lambda _: kill()) as interrupts:
+        return await work, interrupts.exit_code

@@ -1,0 +1,122 @@
+"""The live view of a swarm on a terminal. `render` is pure; `draw` shows it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from node.cli.views.text import count, duration, harmless, loss_text, megabytes, peer_name, round_text, sparkline
+from node.local_swarm.swarm_progress import PeerProgress, SwarmProgress
+
+REFRESH_S = 0.25
+_CURVE_WIDTH = 40
+_DOWNLOAD_WIDTH = 12
+_STATE_STYLES = {"serving": "green", "failed": "red", "finished": "dim", "draining": "yellow"}
+_SHOWN_NOTES = 4
+_NOTE_STYLES = {"info": "dim", "warning": "yellow", "error": "red"}
+
+
+def render(state: SwarmProgress, title: str, elapsed_s: float, now: float) -> RenderableType:
+    """The whole view at `now` (monotonic seconds). Everything that came from a peer is made harmless and never read as markup."""
+    parts: list[RenderableType] = [_headline(state, title, elapsed_s)]
+    if state.target is not None:
+        bar = Table.grid()  # a bar alone does not end its line
+        bar.add_row(ProgressBar(total=state.target, completed=state.step, width=_CURVE_WIDTH))
+        parts.append(bar)
+    parts += [_loss_line(state), _peer_table(state, now)]
+    parts += [Text(harmless(reason), style="bold yellow") for _, reason in sorted(state.waiting.items())]
+    parts += [Text(harmless(note.message), style=_NOTE_STYLES[note.level]) for note in state.notes[-_SHOWN_NOTES:]]
+    return Group(*parts)
+
+
+def remaining_s(state: SwarmProgress) -> float | None:
+    """Seconds to the target at the pace of the last steps; None while there is no pace or no target."""
+    if state.target is None or len(state.recent) < 2:
+        return None
+    pace = (state.recent[-1].at - state.recent[0].at) / (len(state.recent) - 1)
+    return max(0, state.target - state.step) * pace
+
+
+def _headline(state: SwarmProgress, title: str, elapsed_s: float) -> Text:
+    line = Text(harmless(title), style="bold")
+    goal = "" if state.target is None else f" of {state.target}"
+    line.append(f"   step {state.step}{goal}   {duration(elapsed_s)}", style="not bold")
+    left = remaining_s(state)
+    if left is not None:
+        line.append(f"   {duration(left)} left", style="not bold dim")
+    return line
+
+
+def _loss_line(state: SwarmProgress) -> Text:
+    line = Text("loss ")
+    line.append(loss_text(state.loss_last), style="bold")
+    line.append("  ")
+    line.append(sparkline(state.curve.points, _CURVE_WIDTH), style="cyan")
+    line.append(f"  from {loss_text(state.loss_first)}   {count(state.tokens_per_s)} tokens/s", style="dim")
+    return line
+
+
+def _peer_table(state: SwarmProgress, now: float) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title in ("stage", "module", "peer", "state"):
+        table.add_column(title)
+    for title in ("inner steps", "tokens/s", "slots"):
+        table.add_column(title, justify="right")
+    table.add_column("round")
+    by_stage = sorted(state.peers.values(), key=lambda peer: (peer.stage, peer.peer))
+    hosted = {peer.stage for peer in by_stage if peer.exit_code is None}
+    for peer in by_stage:
+        table.add_row(*_peer_row(peer, now))
+    for stage in sorted(set(range(state.stages)) - hosted) if hosted else ():
+        table.add_row(Text(str(stage), style="red"), "", Text("none", style="red"))
+    return table
+
+
+def _peer_row(peer: PeerProgress, now: float) -> tuple[RenderableType, ...]:
+    state = peer.state if peer.exit_code in (None, 0) else f"{peer.state} ({peer.exit_code})"
+    return (
+        Text(str(peer.stage)),
+        Text(harmless(peer.module or "-")),
+        Text(peer_name(peer.peer)),
+        Text(harmless(state, 24), style=_STATE_STYLES.get(peer.state, "")),
+        Text(str(peer.inner_steps)),
+        Text("-" if peer.tokens_per_s is None else count(peer.tokens_per_s)),
+        Text("-" if peer.slots is None else f"{peer.busy_slots}/{peer.slots}"),
+        _round_cell(peer, now),
+    )
+
+
+def _round_cell(peer: PeerProgress, now: float) -> RenderableType:
+    if peer.catching_up is not None and peer.exit_code is None:
+        return download_bar(peer.catching_up.bytes, peer.catching_up.total_bytes)
+    since = None if peer.round_at is None else now - peer.round_at
+    return Text(round_text(peer.round, peer.members, since))
+
+
+def download_bar(done: float, total: float) -> RenderableType:
+    """A state on its way, for a cell of a table: the bar above its figures, so that the column stays narrow."""
+    rows = Table.grid()  # a bar alone does not end its line
+    rows.add_row(ProgressBar(total=max(1.0, total), completed=done, width=_DOWNLOAD_WIDTH))
+    rows.add_row(Text(f"{megabytes(done)} of {megabytes(total)}"))
+    return rows
+
+
+async def draw(console: Console, view: Callable[[], RenderableType]) -> None:
+    """Draws `view()` a few times a second until cancelled, and leaves the last picture standing.
+
+    A terminal that has been closed is nobody's error: the drawing ends, and the hang-up signal ends the rest.
+    """
+    with contextlib.suppress(OSError), Live(view(), console=console, auto_refresh=False) as live:
+        try:
+            while True:
+                live.update(view(), refresh=True)
+                await asyncio.sleep(REFRESH_S)
+        finally:
+            live.update(view(), refresh=True)

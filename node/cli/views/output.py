@@ -1,0 +1,89 @@
+"""What every command shares: its first line, its JSON, its log and its event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import json
+import logging
+import os
+import secrets
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import typer
+
+from node.cli.views.plain import PlainSink
+from node.observability.event_json import JsonLinesSink
+from node.observability.events import EventSink
+
+Result = TypeVar("Result")
+
+
+class LogLevel(enum.Enum):
+    """How much of the log is shown on standard error."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+def announce(line: str, *, as_json: bool) -> None:
+    """The first line, before anything heavy is loaded. Standard output holds nothing but JSON when that was asked for."""
+    typer.echo(line, err=as_json)
+
+
+def tell(line: str) -> None:
+    """A line for whoever sits at the terminal, who may have closed it."""
+    with contextlib.suppress(OSError, ValueError):
+        typer.echo(line, err=True)
+
+
+def event_sink(*, as_json: bool, on_closed: Callable[[], None]) -> EventSink:
+    """Standard output as JSON lines or as plain ones."""
+    return JsonLinesSink(sys.stdout, on_closed) if as_json else PlainSink(sys.stdout)
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """One object on one line."""
+    typer.echo(json.dumps(value, separators=(",", ":")))
+
+
+def start_log(level: LogLevel) -> None:
+    """Sends the log to standard error."""
+    logging.basicConfig(
+        level=level.value.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+
+
+def run_loop(main: Coroutine[Any, Any, Result]) -> Result:
+    """Runs the coroutine on uvloop's event loop where there is one (everywhere but on Windows)."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(main)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Puts a whole file at `path`, or leaves what was there.
+
+    Its beginnings have a name that nobody can guess and that must be free: in a folder that others may write to, a link laid there beforehand would
+    otherwise lead the writing to any file of ours.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    with partial.open("xb") as file:
+        file.write(data)
+    try:
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink()
+        raise

@@ -1,0 +1,94 @@
+"""Text for people: what other peers wrote made harmless, and figures made short."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import unicodedata
+from collections.abc import Sequence
+from typing import Any
+
+from swarm.vocabulary.types import PeerId, short
+
+MAX_FOREIGN_CHARACTERS = 160
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def harmless(text: str, limit: int = MAX_FOREIGN_CHARACTERS) -> str:
+    """Text from another machine as one printable line of at most `limit` characters.
+
+    Control, format and surrogate characters become a blank: they could move the cursor, change colours, reverse the
+    direction of writing or break the terminal's encoding.
+    """
+    cut = text[: limit + 1]
+    clean = "".join(" " if unicodedata.category(character)[0] in "CZ" else character for character in cut)
+    return clean if len(text) <= limit else clean[: limit - 1] + "…"
+
+
+def harmless_lines(text: str) -> str:
+    """What a model wrote, with its lines: it learnt from strangers' text, so the same is taken out as from a peer's words."""
+    return "".join(
+        " " if character not in "\n\t" and unicodedata.category(character) in ("Cc", "Cf", "Cs") else character
+        for character in text
+    )
+
+
+def peer_name(peer: str) -> str:
+    """The short form of a peer id from another machine."""
+    return harmless(short(PeerId(peer)))
+
+
+def count(number: float) -> str:
+    """`12,345`."""
+    return f"{number:,.0f}" if math.isfinite(number) else "-"
+
+
+def path_text(stages: Sequence[int]) -> str:
+    """`through stages 0, 2 and 4`; `stages` are those after stage 0."""
+    *others, last = (0, *stages)
+    return f"through stages {', '.join(map(str, others))} and {last}" if others else "through stage 0"
+
+
+def loss_text(loss: float | None) -> str:
+    """Four digits after the point, or `-` when there is none."""
+    return "-" if loss is None else f"{loss:.4f}"
+
+
+def megabytes(amount: float) -> str:
+    """`12.3 MB`, of 10^6 bytes."""
+    return f"{amount / 1e6:,.1f} MB" if math.isfinite(amount) else "-"
+
+
+def number_in(table: Any, key: str) -> float:
+    """A number that another machine has sent, or 0 where it has sent something else."""
+    value = table.get(key) if isinstance(table, dict) else None
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else 0
+
+
+def round_text(number: float, members: float, seconds_ago: float | None) -> str:
+    """`12  3 peers  4s ago`; members and time are those of the last round in which the peer had a part, if there was one."""
+    if seconds_ago is None:
+        return count(number)
+    company = "alone" if members == 1 else f"{count(members)} peers"
+    return f"{count(number)}  {company}  {duration(seconds_ago)} ago"
+
+
+def duration(seconds: float) -> str:
+    """`42s`, `3m07s`, `2h05m`; `-` when not finite."""
+    if not math.isfinite(seconds):
+        return "-"
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    if minutes >= 60:
+        return f"{minutes // 60}h{minutes % 60:02d}m"
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+
+
+def sparkline(points: Sequence[float], width: int) -> str:
+    """The points as at most `width` bars, lowest to highest; several points that share a bar are averaged."""
+    if not points or width < 1:
+        return ""
+    columns = min(width, len(points))
+    edges = [round(column * len(points) / columns) for column in range(columns + 1)]
+    means = [sum(points[low:high]) / (high - low) for low, high in itertools.pairwise(edges)]
+    lowest, span = min(means), max(means) - min(means)
+    return "".join(_BARS[round((mean - lowest) / span * (len(_BARS) - 1)) if span else 0] for mean in means)

@@ -1,0 +1,1 @@
+"""Threads and tasks; knows nothing of training."""

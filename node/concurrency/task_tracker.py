@@ -1,0 +1,71 @@
+"""What is done in tasks of their own while something runs; some of it is owed to others, and done before it may end in good order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+from node.concurrency.task_groups import task_scope
+
+
+class Chores:
+    """Tasks that live inside `running`. What is begun outside of it is left undone."""
+
+    def __init__(self) -> None:
+        self._tasks: asyncio.TaskGroup | None = None
+        self._owed = 0
+        self._paid = asyncio.Event()
+
+    @property
+    def are_running(self) -> bool:
+        """Whether anything runs."""
+        return self._tasks is not None
+
+    @property
+    def owed(self) -> int:
+        """How much of what is owed is not done."""
+        return self._owed
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """For the block. A task that fails ends it with its error; an error or a cancellation of the block cancels the tasks."""
+        async with task_scope() as tasks:
+            self._tasks = tasks
+            try:
+                yield
+            finally:
+                self._tasks = None
+
+    def begin(self, work: Coroutine[Any, Any, None]) -> None:
+        """Does it from now on, or never when nothing runs."""
+        if self._tasks is None:
+            work.close()
+        else:
+            self._tasks.create_task(work)
+
+    def owe(self, work: Coroutine[Any, Any, None]) -> None:
+        """Begins what others wait for. Counted from now on: the task may begin later."""
+        if self._tasks is None:
+            work.close()
+            return
+
+        async def pay() -> None:
+            try:
+                await work
+            finally:
+                self._owed -= 1
+                self._paid.set()
+
+        self._owed += 1
+        self.begin(pay())
+
+    async def nothing_owed(self, patience_s: float) -> None:
+        """Returns when all that is owed has been done, or after so many seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                while self._owed:
+                    self._paid.clear()
+                    await self._paid.wait()

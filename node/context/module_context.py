@@ -1,0 +1,39 @@
+"""What a node's work in one module is made from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from node.checkpoint.saver import SaveRequests
+from node.checkpoint.state import Resumed
+from node.concurrency.compute_thread import ComputeThread
+from node.context.options import NodeOptions
+from node.data.places import Places
+from node.network.proofs import Proofs
+from node.network.session import Presence
+from node.observability.events import EventSink
+from protocol.manifest.manifest import Manifest
+from swarm.vocabulary.types import ModuleId, Reasoned
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Who and where we are, which module it is to be, and what it runs on."""
+
+    options: NodeOptions
+    presence: Presence
+    manifest: Manifest
+    module: ModuleId
+    device: torch.device
+    compute: ComputeThread
+    events: EventSink
+    finished: Callable[[], None]
+    """To be called when a data node has done the steps it was asked for."""
+    saves: SaveRequests
+    proofs: Proofs
+    resumed: Resumed
+    text: Reasoned[Places | None]
+    """What of this machine may be opened for the run's text; never None for a data node."""

@@ -1,0 +1,197 @@
+"""Writes a run's model as the folder that `node.export.file_plan` describes: beside its place, and renamed when all of it is there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from node.data.tokenizers import FileTokenizer, open_tokenizer, tokenizer_bytes
+from node.export import file_plan as layout
+from node.export.exported_source import is_exported
+from node.export.hugging_face import (
+    BYTES_END_OF_DOCUMENT,
+    byte_tokenizer,
+    generation_config,
+    llama_config,
+    tokenizer_config,
+)
+from node.export.source import ModuleSource, checked_module, require_one_path
+from node.model.initialization import digest_of_tensors
+from node.model.shapes import parameter_bytes
+from protocol.manifest.manifest import Manifest
+from swarm.vocabulary.errors import ConfigError, StateError
+from swarm.vocabulary.types import ModuleId
+
+_WRITE_HINT: Final = "Check the folder's free space and permissions."
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """What was written."""
+
+    path: Path
+    run: str
+    files: int
+    """Of parameters."""
+    size_bytes: int
+    """Of the parameters."""
+
+
+async def export(
+    source: ModuleSource,
+    target: Path,
+    *,
+    tokenizer_file: Path | None = None,
+    replace: bool = False,
+    shard_bytes: int = layout.SHARD_BYTES,
+) -> Export:
+    """Writes the model to `target`, holding one module and one shard in memory at a time.
+
+    Args:
+        source: where the modules come from.
+        target: a folder that is empty or not there, or an older export when `replace` is set.
+        tokenizer_file: where the run's tokenizer file lies; None for bytes.
+        replace: whether an older export may give way; anything else never does.
+        shard_bytes: largest file of parameters.
+
+    Raises:
+        ConfigError: the target is in use, the run has several experts a stage, or its tokenizer's file is not here.
+        StateError: a module is not of this model, or the folder could not be written; nothing is left of it then.
+    """
+    manifest = source.signed.manifest
+    require_one_path(manifest)
+    require_free(target, replace=replace)
+    shards = layout.plan_shards(manifest, shard_bytes)
+    with _written_beside(target) as beside:
+        await asyncio.to_thread(_write_tokenizer, beside, manifest, tokenizer_file)
+        digests = await _write_parameters(beside, source, shards)
+        if len(shards) > 1:
+            _write_json(beside / layout.INDEX, layout.index_json(shards))
+        (beside / layout.MANIFEST).write_bytes(source.signed.text)
+        _write_json(beside / layout.ORIGIN, layout.origin_json(source.signed, digests, shards))
+        await asyncio.to_thread(_make_durable, beside)
+    size = sum(parameter_bytes(shard.shapes) for shard in shards)
+    return Export(target, source.signed.run, len(shards), size)
+
+
+def require_free(target: Path, *, replace: bool) -> None:
+    """Nothing but an older export is ever replaced, and that only when asked for.
+
+    Raises:
+        ConfigError: the target is in use.
+    """
+    if not target.exists() and not target.is_symlink():
+        return
+    if target.is_symlink() or not target.is_dir():
+        raise ConfigError(f"{target} is not a folder", hint="Name a new or an empty folder.")
+    if not any(target.iterdir()):
+        return
+    if not is_exported(target):
+        raise ConfigError(f"{target} is not empty, and no older export", hint="Name a new or an empty folder.")
+    if not replace:
+        raise ConfigError(f"{target} has an export already", hint="Name another folder, or replace it with --force.")
+
+
+@contextlib.contextmanager
+def _written_beside(target: Path) -> Iterator[Path]:
+    """A fresh folder that takes the target's place when the block ends well, and disappears when it does not."""
+    target = target.resolve()
+    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    try:
+        beside.mkdir(parents=True)
+        yield beside
+        _take_place(beside, target)
+    except (OSError, SafetensorError) as error:
+        raise StateError(f"the export could not be written to {target}: {error}", hint=_WRITE_HINT) from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _take_place(beside: Path, target: Path) -> None:
+    """An older export is moved aside first and deleted last, so that at every moment one of the two is whole."""
+    older = None
+    if target.exists() and any(target.iterdir()):
+        older = target.with_name(f".{target.name}.older-{secrets.token_hex(4)}")
+        target.rename(older)
+    try:
+        beside.rename(target)
+    except OSError:
+        if older is not None:
+            older.rename(target)
+        raise
+    _flush(target.parent)
+    if older is not None:
+        shutil.rmtree(older, ignore_errors=True)
+
+
+async def _write_parameters(
+    folder: Path, source: ModuleSource, shards: tuple[layout.Shard, ...]
+) -> Mapping[ModuleId, bytes]:
+    """Module by module; a shard is written as soon as its last parameter is there. Returns each module's digest."""
+    digests: dict[ModuleId, bytes] = {}
+    waiting: dict[str, Tensor] = {}
+    to_write = list(shards)
+    for module in source.signed.manifest.modules():
+        parameters = dict(await checked_module(source, module))
+        digests[module] = await asyncio.to_thread(digest_of_tensors, parameters)
+        waiting |= parameters
+        del parameters
+        while to_write and to_write[0].shapes.keys() <= waiting.keys():
+            shard = to_write.pop(0)
+            tensors = {name: waiting.pop(name).contiguous() for name in shard.shapes}
+            await asyncio.to_thread(_write_shard, folder, shard.file, tensors)
+    return digests
+
+
+def _write_shard(folder: Path, name: str, tensors: dict[str, Tensor]) -> None:
+    """safetensors lets nobody but the owner read its files; an export is made to be handed on, like the files beside it."""
+    save_file(tensors, folder / name, metadata={"format": "pt"})
+    (folder / name).chmod((folder / layout.CONFIG).stat().st_mode)
+
+
+def _write_tokenizer(folder: Path, manifest: Manifest, file: Path | None) -> None:
+    """The tokenizer, and the two configs that name its end of a document."""
+    tokenizer = open_tokenizer(manifest, file)
+    if isinstance(tokenizer, FileTokenizer):
+        name = tokenizer.end_of_document_name
+        assert file is not None, "a tokenizer was opened"
+        assert manifest.data.tokenizer_sha256 is not None, "the manifest's schema asks for it"
+        content = tokenizer_bytes(file, manifest.data.tokenizer_sha256)  # checked again: it is another reading
+        (folder / layout.TOKENIZER).write_bytes(content)
+    else:
+        name = BYTES_END_OF_DOCUMENT
+        _write_json(folder / layout.TOKENIZER, byte_tokenizer())
+    _write_json(folder / layout.TOKENIZER_CONFIG, tokenizer_config(manifest, name))
+    _write_json(folder / layout.CONFIG, llama_config(manifest, tokenizer.end_of_document))
+    _write_json(folder / layout.GENERATION_CONFIG, generation_config(tokenizer.end_of_document))
+
+
+def _write_json(file: Path, table: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(table, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _make_durable(folder: Path) -> None:
+    for file in folder.iterdir():
+        _flush(file)
+    _flush(folder)
+
+
+def _flush(path: Path) -> None:
+    """fsync of a file or a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

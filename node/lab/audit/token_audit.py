@@ -1,0 +1,66 @@
+"""Tokens and steps of data nodes: a token counts when its microbatch is completed, and neither count ever goes back.
+
+Within one log the tokens that are reported with a step grow by the same amount for every microbatch that was completed in between, in all
+logs of a run; and step follows step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from node.lab.audit.findings import Findings, Life, Spot
+from node.observability.events import Completed, Continued, Event, Step
+
+
+@dataclass(slots=True)
+class _Account:
+    """Of one log, since its last step."""
+
+    step: int = 0
+    tokens: int | None = 0
+    """Those of the last step; None until the first one of a node that goes on from a checkpoint."""
+    completed: int = 0
+
+
+class TokenCheck:
+    """Takes events in the order of each log, then judges."""
+
+    def __init__(self) -> None:
+        self._findings = Findings()
+        self._accounts: dict[int, _Account] = {}
+        self._of_one: int | None = None
+        """Tokens of a microbatch, by the first log that says so."""
+
+    def begin(self, life: Life) -> None:
+        """Another log."""
+
+    def take(self, life: Life, spot: Spot, event: Event) -> None:
+        """One line of it."""
+        match event:
+            case Continued():
+                self._account(life).tokens = None
+            case Completed():
+                self._account(life).completed += 1
+            case Step() if event.peer == life.peer:
+                self._step(self._account(life), spot, event)
+
+    def judge(self) -> Findings:
+        """What is wrong."""
+        return self._findings
+
+    def _account(self, life: Life) -> _Account:
+        return self._accounts.setdefault(id(life), _Account())
+
+    def _step(self, account: _Account, spot: Spot, event: Step) -> None:
+        if account.step and event.step != account.step + 1:
+            self._findings.violate("steps go forward", spot, f"step {event.step} follows step {account.step}")
+        if account.tokens is not None:
+            self._judge_tokens(event.tokens - account.tokens, account.completed, spot)
+        account.step, account.tokens, account.completed = event.step, event.tokens, 0
+
+    def _judge_tokens(self, tokens: int, completed: int, spot: Spot) -> None:
+        if self._of_one is None and completed and tokens > 0 and tokens % completed == 0:
+            self._of_one = tokens // completed
+        if tokens != completed * (self._of_one or 0):
+            message = f"{tokens} tokens were counted for {completed} completed microbatches of {self._of_one} each"
+            self._findings.violate("tokens", spot, message)

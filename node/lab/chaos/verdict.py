@@ -1,0 +1,144 @@
+"""Whether a scenario was passed, and if not, why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from node.lab.audit.audit import Report
+from node.lab.chaos.chaos_scenario import Expectations
+from node.lab.chaos.observation import Accused, Peaks
+from node.lab.chaos.recovery import Recovery
+from node.observability.events import Visit
+from swarm.vocabulary.types import PeerId, short
+
+MAX_DESCRIPTORS: Final = 512
+MAX_THREADS: Final = 256
+MAX_MEMORY_BYTES: Final = 2 * 2**30
+"""Of one node with the small model; torch alone takes a few hundred megabytes."""
+LEAST_PACE: Final = 0.5
+"""Microbatches a second before the first fault: below it there is nothing to measure by."""
+REFUSALS: Final = frozenset(range(65, 79)) - {70}
+"""Exit codes of `swarm.vocabulary.errors` that say that something cannot work; 70 would be a defect."""
+COMPANY: Final = 0.25
+"""Of the rounds that a replica commits after it has accused a liar, those with the liar in them: it is left out for a while, and then tried again."""
+_VISIT = f'{{"event":"{Visit.NAME}"'.encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a trial has left behind, recoveries apart."""
+
+    report: Report
+    failures: Mapping[int, int]
+    """Exit codes of nodes that ended neither in good order nor by our hand."""
+    missed: tuple[str, ...]
+    odd: Mapping[int, bool]
+    """Peers that are not like the others, and whether they should be worked with."""
+    peers: Mapping[int, str]
+    resources: Peaks
+    logs: Path
+    cut_short: bool
+    liars: frozenset[str] = frozenset()
+    """Peers that lie in rounds."""
+    accused: Mapping[str, Accused] = field(default_factory=dict)
+    """Replicas that others have accused of lying."""
+
+
+def objections(expected: Expectations, facts: Facts, pace: float, recoveries: Sequence[Recovery]) -> tuple[str, ...]:
+    """Everything that speaks against it; nothing when the scenario was passed."""
+    return (
+        *(["the run was cut short"] if facts.cut_short else []),
+        *(f"check: {found.rule}: {found.message}" for found in facts.report.violations),
+        *(f"not carried out: {what}" for what in facts.missed),
+        *_of_failures(facts),
+        *_of_odd_peers(facts),
+        *_of_liars(facts.liars, facts.accused),
+        *_of_counts(expected, facts.report.counts),
+        *_of_resources(facts.resources),
+        *_of_recoveries(expected, pace, recoveries),
+    )
+
+
+def losses(report: Report) -> dict[str, int]:
+    """What was lost, as counts of the check."""
+    names = ("abandoned", "lost with a killed peer", "retracted")
+    return {name: report.counts.get(name, 0) for name in names if report.counts.get(name, 0)}
+
+
+def _of_failures(facts: Facts) -> list[str]:
+    """An odd peer that is left out may give up, but not break."""
+    return [
+        f"peer {peer} ended with exit code {code}"
+        for peer, code in sorted(facts.failures.items())
+        if facts.odd.get(peer, True) or code not in REFUSALS
+    ]
+
+
+def _of_odd_peers(facts: Facts) -> list[str]:
+    found = []
+    for peer, works in facts.odd.items():
+        visits = _visits_of(facts.peers[peer], facts.logs)
+        if works and not visits:
+            found.append(f"nobody worked with peer {peer}")
+        if not works and visits:
+            found.append(f"{visits} microbatches visited peer {peer}, which should have been left out")
+    return found
+
+
+def _of_liars(liars: frozenset[str], accused: Mapping[str, Accused]) -> list[str]:
+    """Each liar is named and left out, and nobody else is named; what liars say themselves is no evidence."""
+    found = []
+    for peer, about in accused.items():
+        honest = about.by - liars
+        if peer not in liars and honest:
+            found.append(f"{short(PeerId(peer))} was accused by {len(honest)} honest replicas, and did not lie")
+    for liar in liars:
+        about = accused.get(liar, Accused())
+        if not about.by - liars:
+            found.append(f"nobody has named {short(PeerId(liar))}, which lies")
+        elif about.with_it > COMPANY * about.commits:
+            found.append(f"{about.with_it} of {about.commits} rounds had a liar in them after it was named")
+    return found
+
+
+def _visits_of(peer: str, logs: Path) -> int:
+    lines = (line for path in logs.glob(f"{peer}-*.jsonl") for line in path.read_bytes().splitlines())
+    return sum(line.startswith(_VISIT) for line in lines)
+
+
+def _of_counts(expected: Expectations, counts: Mapping[str, int]) -> list[str]:
+    few = [
+        f"{name}: {counts.get(name, 0)}, at least {least} wanted"
+        for name, least in expected.at_least.items()
+        if counts.get(name, 0) < least
+    ]
+    return few + [
+        f"{name}: {counts.get(name, 0)}, at most {most} allowed"
+        for name, most in expected.at_most.items()
+        if counts.get(name, 0) > most
+    ]
+
+
+def _of_resources(peaks: Peaks) -> list[str]:
+    limits = (
+        ("file descriptors", peaks.descriptors, MAX_DESCRIPTORS),
+        ("threads", peaks.threads, MAX_THREADS),
+        ("bytes of memory", peaks.memory_bytes, MAX_MEMORY_BYTES),
+    )
+    return [f"a node had {most} {what}, {limit} are allowed" for what, most, limit in limits if most > limit]
+
+
+def _of_recoveries(expected: Expectations, pace: float, recoveries: Sequence[Recovery]) -> list[str]:
+    if pace < LEAST_PACE:
+        return [f"{pace:.2f} microbatches a second before the first fault are too few to measure a recovery by"]
+    found = []
+    for each in recoveries:
+        if not each.counts or each.seconds <= expected.recovery_s:
+            continue
+        took = "not recovered" if math.isinf(each.seconds) else f"recovered after {each.seconds:.1f} s"
+        found.append(f"{took} ({each.what}); {expected.recovery_s:g} s are allowed")
+    return found

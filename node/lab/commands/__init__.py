@@ -1,0 +1,1 @@
+"""The commands wan, chaos, check, doctor and simulate."""

@@ -1,0 +1,1 @@
+"""Links that delay, narrow and cut, for processes on one machine."""

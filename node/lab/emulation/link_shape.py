@@ -1,0 +1,104 @@
+"""What connects one peer to the network: delay, rates, and what is wrong with it."""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, replace
+
+from swarm.vocabulary.errors import ConfigError
+
+MBIT = 1_000_000 / 8
+"""Bytes a second."""
+MAX_DELAY_S = 60.0
+LEAST_BYTES_PER_S = 128.0
+
+
+class Fault(enum.Enum):
+    """What is wrong with a link."""
+
+    NONE = "none"
+    RESET = "reset"
+    """Its connections are reset, and new ones are refused."""
+    HALF_OPEN = "half_open"
+    """Connections are accepted, but nothing gets to the peer any more; what it sends still arrives."""
+    BLACK_HOLE = "black_hole"
+    """Nothing is delivered either way, and nobody is told."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkShape:
+    """The link between a peer and the middle of the network.
+
+    What a peer sends to another passes through its own way up and the other's way down, so delays add up and the narrower rate counts.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    latency_s: float = 0.0
+    """One way."""
+    jitter_s: float = 0.0
+    """Up to so much more, drawn evenly for each piece; order is kept."""
+    up_bytes_per_s: float = math.inf
+    """From the peer, all its connections together; infinite for no limit."""
+    down_bytes_per_s: float = math.inf
+    """To the peer, likewise."""
+    fault: Fault = Fault.NONE
+
+    def __post_init__(self) -> None:
+        for name in ("latency_s", "jitter_s"):
+            if not 0 <= getattr(self, name) <= MAX_DELAY_S:
+                raise ConfigError(f"link: {name} is {getattr(self, name)}; 0 to {MAX_DELAY_S:g} seconds are allowed")
+        for name in ("up_bytes_per_s", "down_bytes_per_s"):
+            if not getattr(self, name) >= LEAST_BYTES_PER_S:
+                raise ConfigError(f"link: {name} is {getattr(self, name)}; at least {LEAST_BYTES_PER_S:g} is allowed")
+
+    @property
+    def carries_up(self) -> bool:
+        """Whether what the peer sends gets away."""
+        return self.fault in (Fault.NONE, Fault.HALF_OPEN)
+
+    @property
+    def carries_down(self) -> bool:
+        """Whether anything gets to the peer."""
+        return self.fault is Fault.NONE
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a peer stands: its own link, and the region of the world it is in, if that matters."""
+
+    shape: LinkShape = LinkShape()
+    region: str | None = None
+    """One of `regions.REGIONS`: between two peers with regions the table's delays and rates come on top."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShapeChange:
+    """Values that replace those of a link; None leaves one as it is."""
+
+    latency_s: float | None = None
+    jitter_s: float | None = None
+    up_bytes_per_s: float | None = None
+    down_bytes_per_s: float | None = None
+    fault: Fault | None = None
+
+    def applied_to(self, shape: LinkShape) -> LinkShape:
+        """Raises ConfigError when a value is out of range."""
+        values = {name: getattr(self, name) for name in self.__slots__ if getattr(self, name) is not None}
+        return replace(shape, **values)
+
+    def in_words(self) -> tuple[str, ...]:
+        """What changes, for a diary."""
+        return tuple(
+            words
+            for value, words in (
+                (self.latency_s, f"latency {1000 * (self.latency_s or 0):g} ms"),
+                (self.jitter_s, f"jitter {1000 * (self.jitter_s or 0):g} ms"),
+                (self.up_bytes_per_s, f"{(self.up_bytes_per_s or 0) / MBIT:g} Mbit/s up"),
+                (self.down_bytes_per_s, f"{(self.down_bytes_per_s or 0) / MBIT:g} Mbit/s down"),
+                (self.fault, f"fault {self.fault and self.fault.value}"),
+            )
+            if value is not None
+        )

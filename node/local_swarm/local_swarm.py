@@ -1,0 +1,250 @@
+"""A swarm of real node processes on this machine: started together, watched, and ended without a trace.
+
+Used by `skipstone up`, by benchmarks and by end-to-end tests. Every node is a process of its own with its own identity,
+DHT membership and server; the only thing that they share is the folder with their keys, which is removed at the end (a
+swarm whose owner is killed with SIGKILL stops too, but leaves that folder in the temporary directory).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from types import TracebackType
+from typing import Self
+
+from node.local_swarm.child_process import ChildEnd, ChildProcess
+from node.local_swarm.setup import LocalSetup, LocalSwarmOptions, Places, PlannedPeer, everywhere_here, node_command
+from node.local_swarm.swarm_progress import Progressed, SwarmProgress, apply, noted, peer_exited, peer_started
+from node.observability.event_json import event_from_json
+from node.observability.events import Event, Note
+from protocol.manifest.join_link import JoinLink
+from protocol.manifest.manifest import Manifest
+from swarm.vocabulary.errors import ConfigError, ProtocolViolation, ResourceExhausted, SkipstoneError
+from swarm.vocabulary.types import short
+
+STOP_LIMIT_S = 20.0
+"""How long nodes may take to stop in good order before they are killed."""
+MAX_UNREAD_EVENTS = 10_000
+MAX_SHOWN_STDERR_LINES = 5
+
+
+class LocalSwarm:
+    """Runs the nodes while entered (`async with`).
+
+    `progress` is always up to date. `events()` is for one reader who wants each event; unread ones are dropped, oldest first.
+    Leaving the block stops the nodes in good order; leaving it with an exception kills them.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        options: LocalSwarmOptions,
+        *,
+        command: Sequence[str] | None = None,
+        places: Places = everywhere_here,
+        stop_limit_s: float = STOP_LIMIT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`command` is started in place of `python -m node`, with the same arguments."""
+        self._manifest = manifest
+        self._options = options
+        self._command = tuple(command or node_command())
+        self._places = places
+        self._stop_limit_s = stop_limit_s
+        self._clock = clock
+        self._children: dict[int, ChildProcess] = {}
+        self._unread: deque[Event] = deque(maxlen=MAX_UNREAD_EVENTS)
+        self._news = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._tasks = asyncio.TaskGroup()
+        self._nodes: dict[int, asyncio.Task[None]] = {}
+        self.progress = SwarmProgress(stages=manifest.stages.count, target=options.steps)
+        self.ends: dict[int, ChildEnd] = {}
+        """How each node that has ended did so, by index."""
+
+    async def __aenter__(self) -> Self:
+        """Starts the nodes.
+
+        Raises:
+            ConfigError: fewer peers than stages.
+            ResourceExhausted: no temporary folder or port could be had.
+        """
+        self._setup = LocalSetup(self._manifest, self._options, self._places)
+        await self._tasks.__aenter__()
+        self._tasks.create_task(self._stop_when_asked())
+        for peer in tuple(self._setup.peers):
+            self._start(peer)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.request_stop()
+        if error is not None:
+            self.kill_all()
+        cancelled = (kind, error, trace) if isinstance(error, asyncio.CancelledError) else (None, None, None)
+        try:
+            # Other exceptions of the block are not the group's: it would wrap them.
+            await self._tasks.__aexit__(*cancelled)
+        finally:
+            self._setup.remove()
+
+    @property
+    def link(self) -> JoinLink:
+        """What a further node joins with."""
+        return self._setup.link
+
+    @property
+    def peers(self) -> tuple[PlannedPeer, ...]:
+        """Every node that was started, in order of index."""
+        return tuple(self._setup.peers)
+
+    def processes(self) -> dict[int, int]:
+        """The process id of every node that runs, by index."""
+        return {index: child.pid for index, child in self._children.items()}
+
+    async def events(self) -> AsyncIterator[Event]:
+        """The swarm's events (see `swarm_progress`), until no node is left."""
+        while True:
+            while self._unread:
+                yield self._unread.popleft()
+            if not self._nodes:
+                return
+            self._news.clear()
+            await self._news.wait()
+
+    def start_peer(self, stage: int, command: Sequence[str] | None = None) -> int:
+        """Starts one more node for a stage, with a command of its own if there is one, and returns its index.
+
+        Raises:
+            ConfigError: there is no such stage.
+            SkipstoneError: the swarm is stopping already.
+        """
+        if not 0 <= stage < self._manifest.stages.count:
+            raise ConfigError(f"stage {stage} is not one of 0 to {self._manifest.stages.count - 1}")
+        if self._stopping.is_set():
+            raise SkipstoneError("a peer cannot be started: the swarm is stopping")
+        peer = self._setup.add(stage)
+        self._start(peer, command)
+        return peer.index
+
+    def restart_peer(self, index: int) -> None:
+        """Starts a node that has ended again: with its identity, its ports and, where there are any, its checkpoints.
+
+        Raises:
+            SkipstoneError: it runs, or the swarm is stopping already.
+        """
+        if index in self._nodes or self._stopping.is_set():
+            raise SkipstoneError(f"peer {index} cannot be started again: it runs, or the swarm is stopping")
+        del self.ends[index]
+        self._setup.returns(index)
+        self._start(self._setup.peers[index])
+
+    def kill(self, index: int, number: signal.Signals = signal.SIGKILL) -> None:
+        """Sends a signal to a node and all it has started, as if it happened to the whole machine it stands for."""
+        if index in self._children:
+            self._children[index].signal_group(number)
+
+    def terminate(self, index: int) -> None:
+        """Sends SIGTERM to a node alone, as a service manager would; what it has started is its own to stop."""
+        if index in self._children:
+            self._children[index].terminate()
+
+    def request_stop(self) -> None:
+        """Asks every node to stop in good order; those that have not after the limit are killed. Returns at once."""
+        self._stopping.set()
+
+    def kill_all(self) -> None:
+        """Kills every node now."""
+        self._stopping.set()
+        self.signal_all(signal.SIGKILL)
+
+    def signal_all(self, number: signal.Signals) -> None:
+        """Sends a signal to every node. Touches no event loop, so a signal handler may call it."""
+        for child in tuple(self._children.values()):
+            child.signal_group(number)
+
+    async def stop(self) -> None:
+        """Stops every node (see `request_stop`) and waits until all are gone."""
+        self.request_stop()
+        while self._nodes:
+            await asyncio.wait(self._nodes.values())
+
+    def _start(self, peer: PlannedPeer, command: Sequence[str] | None = None) -> None:
+        self.progress = peer_started(self.progress, peer.index, peer.stage, peer.peer)
+        task = self._tasks.create_task(self._run(peer, command), name=f"peer-{peer.index}")
+        self._nodes[peer.index] = task
+        task.add_done_callback(lambda _: self._gone(peer.index))
+
+    def _gone(self, index: int) -> None:
+        del self._nodes[index]
+        self._news.set()
+
+    async def _run(self, peer: PlannedPeer, command: Sequence[str] | None) -> None:
+        """Starts a node and follows it to its end."""
+        command = command or peer.place.command or self._command
+        try:
+            child = ChildProcess((*command, *self._setup.arguments(peer)), self._setup.environment())
+        except ResourceExhausted as error:
+            self._ended(peer, ChildEnd(error.exit_code, (str(error),)))
+            return
+        self._children[peer.index] = child
+        if self._stopping.is_set():
+            child.ask_to_stop()
+        try:
+            end = await child.follow(lambda line: self._heard(peer, line))
+        finally:
+            del self._children[peer.index]
+        self._ended(peer, end)
+
+    def _ended(self, peer: PlannedPeer, end: ChildEnd) -> None:
+        self.ends[peer.index] = end
+        self._setup.ended(peer.index)
+        self._take(peer_exited(self.progress, peer.index, end.exit_code))
+        if end.exit_code:
+            self._tell_of_failure(peer, end)
+        else:  # there may be nothing else to come that shows whoever watches that the run is over
+            self._take(noted(self.progress, Note("info", f"{_name(peer)} ended in good order")))
+
+    def _heard(self, peer: PlannedPeer, line: bytes) -> None:
+        try:
+            event = event_from_json(line)
+        except ProtocolViolation as error:
+            self._take(noted(self.progress, Note("warning", f"{_name(peer)}: {error}")))
+            return
+        if event is not None:
+            self._take(apply(self.progress, peer.index, event, self._clock()))
+
+    def _tell_of_failure(self, peer: PlannedPeer, end: ChildEnd) -> None:
+        self._take(noted(self.progress, Note("error", f"{_name(peer)} ended with exit code {end.exit_code}")))
+        for line in end.stderr[-MAX_SHOWN_STDERR_LINES:]:
+            self._take(noted(self.progress, Note("error", f"{_name(peer)}: {line}")))
+
+    def _take(self, progressed: Progressed) -> None:
+        self.progress = progressed.state
+        self._unread.extend(progressed.events)
+        self._news.set()
+
+    async def _stop_when_asked(self) -> None:
+        """Data nodes first, so that the others are still there for the microbatches under way."""
+        await self._stopping.wait()
+        deadline = asyncio.get_running_loop().time() + self._stop_limit_s
+        data_nodes = {peer.index for peer in self.peers if peer.stage == 0}
+        await self._ask_to_stop(data_nodes, deadline - self._stop_limit_s / 2)
+        await self._ask_to_stop(set(self._nodes), deadline)
+        self.kill_all()
+
+    async def _ask_to_stop(self, indices: set[int], deadline: float) -> None:
+        """Asks these nodes, and waits until they are gone or the time (of the event loop) has come."""
+        for index in indices & self._children.keys():
+            self._children[index].ask_to_stop()
+        tasks = [self._nodes[index] for index in indices if index in self._nodes]
+        if tasks:
+            await asyncio.wait(tasks, timeout=max(0.0, deadline - asyncio.get_running_loop().time()))
+
+
+def _name(peer: PlannedPeer) -> str:
+    return f"peer {short(peer.peer)} (stage {peer.stage})"

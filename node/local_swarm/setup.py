@@ -1,0 +1,253 @@
+"""What a local swarm needs before its first process starts: keys, ports, a signed manifest, and each node's command line."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from node.context.options import without_settings
+from node.data.places import as_written
+from protocol.identity.keys import Identity
+from protocol.libp2p.child_environment import with_packages
+from protocol.manifest.join_link import JoinLink
+from protocol.manifest.manifest import Manifest
+from protocol.manifest.signing import run_id_of, sign_manifest
+from swarm.vocabulary.errors import ConfigError, ResourceExhausted
+from swarm.vocabulary.types import PeerId, RunId
+
+HOST = "127.0.0.1"
+PORTS = range(10_000, 32_000)
+"""Below what Linux, macOS and Windows give to outgoing connections by themselves."""
+LINK_PEERS = 2
+"""So many of the first peers are named in the link, so that one of them may die."""
+
+
+IDENTITIES = "identities"
+"""Folder in a checkpoint with the keys of a local swarm's nodes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where and as what a node runs. Tests put some into networks and programs of their own."""
+
+    host: str = HOST
+    """It listens there."""
+    advertise: str | None = None
+    """The others are told to reach it there, at the same ports; None: where it listens."""
+    command: tuple[str, ...] | None = None
+    """What it is started with, in front of its arguments; None for the same as the others."""
+
+    @property
+    def told_host(self) -> str:
+        """Where the others reach it."""
+        return self.advertise or self.host
+
+
+Places = Callable[[int], Place]
+"""By the node's index."""
+
+
+def everywhere_here(index: int) -> Place:
+    """All on the loopback of this machine."""
+    return Place()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalSwarmOptions:
+    """How many nodes, and what each is told."""
+
+    peers: int
+    steps: int | None = None
+    """Steps of each data node; None for an open end."""
+    threads: int | None = None
+    """CPU threads of each node; None shares this machine's cores among them."""
+    checkpoint_dir: Path | None = None
+    """Folder that every node saves its state to; the nodes' keys are kept there too, so that a second start goes on."""
+    checkpoint_every_s: float = 300.0
+    moving: bool = False
+    """Whether peers of the stages after 0 may change their stage when the swarm needs it."""
+    log_dir: Path | None = None
+    """Folder that gets every node's event log."""
+    log_level: str = "warning"
+    author_path: Path | None = None
+    """The key that signs the manifest; None for the first peer's."""
+
+    @property
+    def threads_per_node(self) -> int:
+        return self.threads or max(1, (os.cpu_count() or 1) // self.peers)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPeer:
+    """A node that is to be started, or has been."""
+
+    index: int
+    stage: int
+    peer: PeerId
+    identity_path: Path
+    port: int
+    dht_port: int
+    place: Place
+
+    @property
+    def address(self) -> str:
+        """The multiaddr of its DHT."""
+        return f"/ip4/{self.place.told_host}/tcp/{self.dht_port}/p2p/{self.peer}"
+
+
+def assign_stages(peers: int, blocks: Sequence[int]) -> list[int]:
+    """The stage of each peer: one each in order, then the others where a peer has most blocks to compute.
+
+    Raises:
+        ConfigError: not every stage would have a peer.
+    """
+    if peers < len(blocks):
+        raise ConfigError(
+            f"{peers} peers cannot host {len(blocks)} stages",
+            hint=f"Start at least {len(blocks)} peers (--peers {len(blocks)}), or use a manifest with fewer stages.",
+        )
+    stages = list(range(len(blocks)))
+    while len(stages) < peers:
+        stages.append(max(range(len(blocks)), key=lambda stage: blocks[stage] / stages.count(stage)))
+    return stages
+
+
+class LocalSetup:
+    """The folder of a local swarm, mode 0700: one key for each peer (unless there is a checkpoint folder, which then has them), and
+    the manifest.
+
+    Call `remove` at the end.
+    """
+
+    def __init__(self, manifest: Manifest, options: LocalSwarmOptions, places: Places = everywhere_here) -> None:
+        """Raises ConfigError for fewer peers than stages, ResourceExhausted when the folder or the ports cannot be had."""
+        stages = assign_stages(options.peers, manifest.stages.blocks)
+        self._options = options
+        self._text = _text_arguments(manifest)
+        self._places = places
+        self._count = 0
+        self._ended: set[int] = set()
+        self._returned: set[int] = set()
+        try:
+            self._folder = Path(tempfile.mkdtemp(prefix="skipstone-"))
+        except OSError as error:
+            raise ResourceExhausted(f"no temporary folder can be made: {error.strerror or error}") from error
+        # Whose snapshots these are follows from the keys, so they last as long.
+        self._keys = self._folder if options.checkpoint_dir is None else options.checkpoint_dir / IDENTITIES
+        try:
+            ports = iter(_free_ports(2 * len(stages)))
+            self.peers = [self._plan(stage, next(ports), next(ports)) for stage in stages]
+            self.run: RunId = run_id_of(manifest)
+            author = Identity.load_or_create(options.author_path or self.peers[0].identity_path)
+            self._manifest_path = self._folder / "manifest.toml"
+            self._manifest_path.write_bytes(sign_manifest(manifest, author).text)
+        except BaseException:
+            self.remove()
+            raise
+
+    @property
+    def link(self) -> JoinLink:
+        """What a further node joins with: the first peers that have not ended."""
+        living = [peer for peer in self.peers if peer.index not in self._ended] or self.peers
+        return JoinLink(self.run, tuple(peer.address for peer in living[:LINK_PEERS]))
+
+    def ended(self, index: int) -> None:
+        """The peer is gone: nobody can join through it any more."""
+        self._ended.add(index)
+
+    def returns(self, index: int) -> None:
+        """The peer is started again, and joins what is there."""
+        self._ended.discard(index)
+        self._returned.add(index)
+
+    def add(self, stage: int) -> PlannedPeer:
+        """Plans one more peer."""
+        port, dht_port = _free_ports(2)
+        peer = self._plan(stage, port, dht_port)
+        self.peers.append(peer)
+        return peer
+
+    def arguments(self, peer: PlannedPeer) -> list[str]:
+        """What follows `skipstone` on its command line. The first peer brings the manifest, the others ask for it."""
+        begins = peer.index == 0 and peer.index not in self._returned
+        target = str(self._manifest_path) if begins else str(self.link)
+        arguments = ["join", target, "--json", "--stop-on-eof", "--yes"]
+        if self._options.moving and peer.stage > 0:
+            arguments.append("--move")
+        settings = {
+            "--stage": peer.stage,
+            "--identity": peer.identity_path,
+            "--listen": peer.place.host,
+            "--advertise": peer.place.told_host,
+            "--port": peer.port,
+            "--dht-port": peer.dht_port,
+            "--threads": self._options.threads_per_node,
+            "--log-level": self._options.log_level,
+        }
+        if peer.stage == 0 and self._options.steps is not None:
+            settings["--steps"] = self._options.steps
+        if peer.stage == 0:
+            arguments += self._text
+        if self._options.checkpoint_dir is not None:
+            settings["--checkpoint-dir"] = self._options.checkpoint_dir
+            settings["--checkpoint-every"] = self._options.checkpoint_every_s
+        if self._options.log_dir is not None:
+            settings["--log-dir"] = self._options.log_dir
+        for name, value in settings.items():
+            arguments += [name, str(value)]
+        return arguments
+
+    def environment(self) -> dict[str, str]:
+        """What a child is told of this process's, but for settings meant for a node, which would reach all of them; with the packages
+        findable wherever it stands and no more threads than each node's share."""
+        packages = str(Path(__file__).resolve().parent.parent.parent)
+        threads = str(self._options.threads_per_node)
+        return with_packages(without_settings(os.environ), packages, OMP_NUM_THREADS=threads)
+
+    def remove(self) -> None:
+        """Removes the folder, with the keys that are in it."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _plan(self, stage: int, port: int, dht_port: int) -> PlannedPeer:
+        index = self._count
+        self._count += 1
+        path = self._keys / f"peer-{index}.key"
+        return PlannedPeer(index, stage, Identity.load_or_create(path).peer, path, port, dht_port, self._places(index))
+
+
+def _text_arguments(manifest: Manifest) -> list[str]:
+    """Whoever starts a swarm here has named its text: the nodes that read it, most of which join by link, may open it."""
+    where = as_written(manifest.data)
+    told = {"--text": where.text, "--tokenizer": where.tokenizer}
+    arguments = [word for option, path in told.items() if path is not None for word in (option, str(path.absolute()))]
+    return [*arguments, "--allow-hub"] if manifest.data.source.startswith("huggingface:") else arguments
+
+
+def node_command() -> tuple[str, ...]:
+    """How this process starts another `skipstone`. `-P`: a folder called `node` where the user stands is not ours."""
+    return (sys.executable, "-P", "-m", "node")
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that nobody has now, in a row where they can be. They are known before the nodes run, which the link needs; that another program
+    takes one in between is possible and shows as a node that cannot bind.
+
+    None of them is a port that the system may give to a connection meanwhile, and two swarms that start at the same time hardly meet.
+    """
+    first = PORTS[secrets.randbelow(len(PORTS))]
+    found: list[int] = []
+    for port in (*range(first, PORTS.stop), *range(PORTS.start, first)):
+        if len(found) == count:
+            return found
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
+            probe.bind((HOST, port))
+            found.append(port)
+    raise ResourceExhausted(f"{count} free ports are needed, and {HOST} has {len(found)} from {PORTS.start} on")

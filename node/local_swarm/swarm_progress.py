@@ -1,0 +1,339 @@
+"""How far a swarm has come, folded from the events of its nodes. Pure: state and event in, new state and events out.
+
+A data node counts its own steps. The swarm's step n is done when every data node that keeps up has reported its n-th;
+its loss is the mean of theirs, weighted by tokens. A data node keeps up unless it is gone, came when later steps were
+already done, or is more than `MAX_LAG` steps behind the first: one slow or silent machine must not hide what the others do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from node.observability.events import (
+    CatchingUp,
+    CaughtUp,
+    Event,
+    InnerStep,
+    LastPeer,
+    Load,
+    MicrobatchCounts,
+    NodeStatus,
+    NodeSummary,
+    Note,
+    PeerSummary,
+    Reach,
+    Restored,
+    Resumed,
+    RoundCommitted,
+    Step,
+    Summary,
+    Waiting,
+)
+
+MAX_LAG = 8
+MAX_CURVE = 512
+"""Points of the loss curve; when it is full every second one is dropped and the next ones stand for twice as many steps."""
+MAX_NOTES = 8
+RATE_WINDOW = 16
+"""The rate shown with a step is that of so many last steps."""
+SEVERAL = "swarm"
+
+
+@dataclass(frozen=True, slots=True)
+class PeerProgress:
+    """One node of the swarm, as its own events and its process tell."""
+
+    stage: int
+    """The stage it hosts, or was started for."""
+    peer: str
+    module: str | None = None
+    state: str = "starting"
+    """What the node says of itself; after its end `finished`, or `failed` when the exit code is not 0."""
+    inner_steps: int = 0
+    tokens_per_s: float | None = None
+    slots: int | None = None
+    busy_slots: int | None = None
+    reported_steps: int = 0
+    """Of a data node: the last step of the swarm that it has reported."""
+    came_after: int = 0
+    """Steps of the swarm that were done without it: what its own count of steps lacks."""
+    reported_tokens: int = 0
+    round: int = 0
+    """That made the anchor on which it stands; 0 for the initial weights."""
+    members: int = 0
+    """Of the last round in which it had a part."""
+    round_at: float | None = None
+    """When (monotonic seconds) that was."""
+    catching_up: CatchingUp | None = None
+    """The download under way."""
+    exit_code: int | None = None
+    summary: NodeSummary | None = None
+
+    @property
+    def is_live_data_node(self) -> bool:
+        return self.stage == 0 and self.exit_code is None
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One data node's part of a step."""
+
+    peer: str
+    loss: float
+    tokens: int
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """The loss over the whole run, in at most `MAX_CURVE` points."""
+
+    points: tuple[float, ...] = ()
+    stride: int = 1
+    """Every how many steps a point is kept."""
+
+    def with_point(self, step: int, loss: float) -> Curve:
+        """The curve with the loss of `step`, if a point is due there."""
+        if step % self.stride or not math.isfinite(loss):
+            return self
+        points = (*self.points, loss)
+        return Curve(points, self.stride) if len(points) < MAX_CURVE else Curve(points[1::2], self.stride * 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """When (monotonic seconds) a step was done, and how many tokens the swarm had trained by then."""
+
+    at: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmProgress:
+    """Everything that is shown of a swarm. Peers are known by the index they were started with."""
+
+    stages: int
+    target: int | None = None
+    """Steps after which the run is over; None for an open end."""
+    peers: Mapping[int, PeerProgress] = field(default_factory=dict)
+    step: int = 0
+    tokens: int = 0
+    tokens_per_s: float = 0.0
+    loss_first: float | None = None
+    loss_last: float | None = None
+    curve: Curve = Curve()
+    first: Moment | None = None
+    recent: tuple[Moment, ...] = ()
+    pending: Mapping[int, tuple[Share, ...]] = field(default_factory=dict)
+    """Reported parts of steps that are not done; bounded by `MAX_LAG` and the number of data nodes."""
+    waiting: Mapping[str, str] = field(default_factory=dict)
+    """Modules that no peer serves, with the reason."""
+    notes: tuple[Note, ...] = ()
+    lost: frozenset[str] = frozenset()
+    """Modules whose last peer has stopped without having saved their state."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the target is reached, or nobody is left who could take another step."""
+        if self.target is not None and self.step >= self.target:
+            return True
+        return bool(self.peers) and not any(peer.is_live_data_node for peer in self.peers.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Progressed:
+    """The new state, and the events that those who watch the swarm are told."""
+
+    state: SwarmProgress
+    events: tuple[Event, ...]
+
+
+def peer_started(state: SwarmProgress, index: int, stage: int, peer: str) -> SwarmProgress:
+    """A process has been started that is to host `stage`. One that is started again goes on counting."""
+    starting, before = PeerProgress(stage, peer), state.peers.get(index)
+    if before is not None:
+        steps, tokens = before.reported_steps, before.reported_tokens
+        starting = replace(starting, reported_steps=steps, reported_tokens=tokens, came_after=before.came_after)
+    return replace(state, peers={**state.peers, index: starting})
+
+
+def peer_exited(state: SwarmProgress, index: int, exit_code: int) -> Progressed:
+    """The process has ended. Steps that only waited for its report are done now."""
+    ended = replace(state.peers[index], exit_code=exit_code, state="failed" if exit_code else "finished")
+    return _settle(_with_peer(state, index, ended), state.recent[-1].at if state.recent else 0.0)
+
+
+def apply(state: SwarmProgress, index: int, event: Event, now: float) -> Progressed:
+    """Takes what peer `index` reported at `now` (monotonic seconds)."""
+    peer = state.peers[index]
+    match event:
+        case Step():
+            return _step_reported(state, index, event, now)
+        case NodeStatus():
+            stage = _stage_of(event.module, otherwise=peer.stage)
+            peer = replace(peer, stage=stage, peer=event.peer, module=event.module, state=event.state)
+            return Progressed(_with_peer(state, index, peer), (event,))
+        case InnerStep():
+            return Progressed(_with_peer(state, index, replace(peer, inner_steps=event.step)), (event,))
+        case Load():
+            peer = replace(
+                peer, slots=event.slots, busy_slots=event.busy_slots, tokens_per_s=_finite(event.tokens_per_s)
+            )
+            return Progressed(_with_peer(state, index, peer), (event,))
+        case RoundCommitted() | CaughtUp() | CatchingUp() | Restored():
+            return Progressed(_with_peer(state, index, _with_round(peer, event, now)), (event,))
+        case LastPeer():
+            lost = state.lost | {event.module} if event.saved_in is None else state.lost
+            return Progressed(replace(state, lost=lost), (event,))
+        case NodeSummary():
+            peer = replace(peer, summary=event, module=event.module, inner_steps=event.steps)
+            return Progressed(_with_peer(state, index, peer), (event,))
+        case Waiting():
+            news = () if event.module in state.waiting else (event,)
+            return Progressed(replace(state, waiting={**state.waiting, event.module: event.reason}), news)
+        case Resumed():
+            waiting = {module: why for module, why in state.waiting.items() if module != event.module}
+            return Progressed(replace(state, waiting=waiting), (event,) if event.module in state.waiting else ())
+        case Note():
+            return noted(state, event)
+        case Reach():
+            return Progressed(state, ())  # all of them are on this machine
+        case _:
+            return Progressed(state, (event,))
+
+
+def _with_round(
+    peer: PeerProgress, event: RoundCommitted | CaughtUp | CatchingUp | Restored, now: float
+) -> PeerProgress:
+    match event:
+        case RoundCommitted():
+            return replace(peer, round=event.round, members=len(event.members), round_at=now, catching_up=None)
+        case CatchingUp():
+            return replace(peer, catching_up=event)
+        case _:
+            return replace(peer, round=event.round, catching_up=None)
+
+
+def _stage_of(module: str | None, otherwise: int) -> int:
+    stage = (module or "").partition(".")[0]
+    return int(stage) if stage.isdecimal() else otherwise
+
+
+def noted(state: SwarmProgress, note: Note) -> Progressed:
+    """Something a person should read, from a node or from whoever runs the swarm."""
+    return Progressed(replace(state, notes=(*state.notes, note)[-MAX_NOTES:]), (note,))
+
+
+def summarize(state: SwarmProgress) -> Summary:
+    """The run in figures. A node that was killed left no summary of its own, and is counted by what it reported."""
+    last = state.recent[-1] if state.recent else None
+    rate = state.tokens_per_s
+    if last is not None and state.first is not None and last.at > state.first.at:
+        rate = (last.tokens - state.first.tokens) / (last.at - state.first.at)
+    counts = MicrobatchCounts()
+    for peer in state.peers.values():
+        if peer.summary is not None:
+            counts = counts.plus(peer.summary.microbatches)
+    peers = tuple(_peer_summary(peer) for _, peer in sorted(state.peers.items()))
+    return Summary(state.step, state.loss_first, state.loss_last, state.tokens, rate, counts, peers)
+
+
+def _peer_summary(peer: PeerProgress) -> PeerSummary:
+    accumulated = 0 if peer.summary is None else peer.summary.accumulated
+    return PeerSummary(peer.peer, peer.module, peer.inner_steps, accumulated, peer.exit_code)
+
+
+def _step_reported(state: SwarmProgress, index: int, event: Step, now: float) -> Progressed:
+    peer = state.peers[index]
+    tokens = max(0, event.tokens - peer.reported_tokens)
+    came_after = _came_after(state, index, event.step)
+    step = event.step + came_after
+    share = Share(peer.peer, event.loss, tokens, event.tokens_per_s)
+    state = _with_peer(
+        state,
+        index,
+        replace(
+            peer,
+            reported_steps=max(peer.reported_steps, step),
+            came_after=came_after,
+            reported_tokens=max(peer.reported_tokens, event.tokens),
+            tokens_per_s=_finite(event.tokens_per_s),
+        ),
+    )
+    if step <= state.step:
+        return Progressed(replace(state, tokens=state.tokens + tokens), ())
+    pending = {**state.pending, step: (*state.pending.get(step, ()), share)}
+    return _settle(replace(state, pending=pending), now)
+
+
+def _came_after(state: SwarmProgress, index: int, step: int) -> int:
+    """What to add to a data node's own count of steps. It takes over the swarm's when those that were ahead of it are gone."""
+    before = state.peers[index].came_after
+    others = (peer for other, peer in state.peers.items() if other != index and peer.is_live_data_node)
+    if step + before > state.step or any(peer.reported_steps >= state.step for peer in others):
+        return before
+    return state.step + 1 - step
+
+
+def _settle(state: SwarmProgress, now: float) -> Progressed:
+    """Closes every step that no data node which keeps up still owes."""
+    steps: list[Event] = []
+    while (step := _next_done(state)) is not None:
+        state, done = _close_step(state, step, now)
+        steps.append(done)
+    return Progressed(state, tuple(steps))
+
+
+def _next_done(state: SwarmProgress) -> int | None:
+    """The first pending step, if it is done. After a gap (a data node died between two reports) that is not step + 1."""
+    step = min(state.pending, default=None)
+    if step is None or any(peer.reported_steps < step for peer in _keeping_up(state)):
+        return None
+    return step
+
+
+def _keeping_up(state: SwarmProgress) -> Iterator[PeerProgress]:
+    foremost = max((peer.reported_steps for peer in state.peers.values()), default=0)
+    for peer in state.peers.values():
+        if peer.is_live_data_node and peer.reported_steps >= max(state.step, foremost - MAX_LAG):
+            yield peer
+
+
+def _close_step(state: SwarmProgress, step: int, now: float) -> tuple[SwarmProgress, Step]:
+    shares = state.pending[step]
+    new_tokens = sum(share.tokens for share in shares)
+    weights = [share.tokens or 1 for share in shares]
+    loss = sum(share.loss * weight for share, weight in zip(shares, weights, strict=True)) / sum(weights)
+    tokens = state.tokens + new_tokens
+    recent = (*state.recent, Moment(now, tokens))[-RATE_WINDOW:]
+    rate = _rate(recent, fallback=sum(share.tokens_per_s for share in shares))
+    peer = shares[0].peer if len({share.peer for share in shares}) == 1 else SEVERAL
+    state = replace(
+        state,
+        step=step,
+        tokens=tokens,
+        tokens_per_s=rate,
+        loss_first=loss if state.loss_first is None else state.loss_first,
+        loss_last=loss,
+        curve=state.curve.with_point(step, loss),
+        first=state.first or recent[-1],
+        recent=recent,
+        pending={later: parts for later, parts in state.pending.items() if later > step},
+    )
+    return state, Step(step, loss, tokens, rate, peer)
+
+
+def _rate(recent: tuple[Moment, ...], fallback: float) -> float:
+    """Tokens per second over the window; `fallback` while it has no length."""
+    seconds = recent[-1].at - recent[0].at
+    return (recent[-1].tokens - recent[0].tokens) / seconds if seconds > 0 else fallback
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _with_peer(state: SwarmProgress, index: int, peer: PeerProgress) -> SwarmProgress:
+    return replace(state, peers={**state.peers, index: peer})

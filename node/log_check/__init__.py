@@ -1,1 +1,0 @@
-"""Judges the event logs of a run: does what the nodes report add up? Nothing here does IO; `node.log_files` reads the files."""

@@ -1,0 +1,120 @@
+"""Which compute device a node uses, and why; and how its processor treats numbers that are next to nothing.
+
+Numbers below 1.2e-38 (denormal ones) take most processors tens of times as long, and pass every check: inputs and gradients of 1e-40 make one
+visit fifty times as dear. Training needs none of them, so the threads that compute for peers take them for zero. The mode belongs to a thread, and to those that it starts
+later, as torch's workers are. Graphics processors have no such cost.
+
+What replicas must agree on bit for bit is computed without: processors differ in what exactly they flush, and some cannot.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from swarm.vocabulary.errors import ConfigError, ResourceExhausted
+from swarm.vocabulary.types import Reasoned
+
+_NO_MEMORY: Final = re.compile(
+    "can't allocate memory|not enough memory|bad_alloc|could not create a (memory|primitive)", re.IGNORECASE
+)
+"""What torch says of it on the CPU, and oneDNN and C++ underneath it: bare RuntimeErrors."""
+
+
+@contextmanager
+def device_errors() -> Iterator[None]:
+    """Maps the compute device's running out of memory to ResourceExhausted, which costs one microbatch and not the node."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError, too
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and not _NO_MEMORY.search(str(error)):
+            raise
+        raise ResourceExhausted(
+            f"the compute device is out of memory: {str(error)[:200]}",
+            hint="Start the node with a smaller --memory or fewer --slots.",
+        ) from None
+
+
+def bytes_of_tensor(tensor: Tensor) -> memoryview:
+    """The elements in row-major order; on the CPU the memory of the tensor itself, which must not be written any more."""
+    plain = tensor.detach().to("cpu").contiguous()
+    return plain.view(torch.uint8).numpy().reshape(-1).data
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A float32 copy on the CPU that shares no memory with the tensor, so that another thread may read it meanwhile."""
+    return tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
+
+
+log = logging.getLogger(__name__)
+
+
+def flush_denormals() -> None:
+    """From now on this thread, and every one that it starts, takes denormal numbers for zero (numpy's arithmetic too)."""
+    if not torch.set_flush_denormal(True):
+        log.info(
+            "this processor cannot flush denormal numbers; if they are slow here, peers can make microbatches slow"
+        )
+
+
+@contextmanager
+def flushed_denormals() -> Iterator[None]:
+    """`flush_denormals` for a block on a thread that has other things to do afterwards."""
+    before = _are_flushed()
+    flush_denormals()
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(before)
+
+
+@contextmanager
+def gradual_underflow() -> Iterator[None]:
+    """Inside the block this thread rounds as IEEE 754 says, as every machine can. Slow where there are denormal numbers."""
+    before = _are_flushed()
+    torch.set_flush_denormal(False)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(before)
+
+
+def _are_flushed() -> bool:
+    return bool(np.multiply(np.float32(1e-30), np.float32(1e-10)) == 0)
+
+
+def choose_device(wish: str) -> Reasoned[torch.device]:
+    """The device for `wish`: `auto`, or a name that torch knows (`cpu`, `cuda`, `cuda:1`, `mps`).
+
+    Raises:
+        ConfigError: it is no device's name, or this machine or this build of torch has none such.
+    """
+    if wish != "auto":
+        return Reasoned(_named(wish), "asked for")
+    if torch.cuda.is_available():
+        return Reasoned(torch.device("cuda"), f"auto: {torch.cuda.get_device_name()}")
+    if torch.backends.mps.is_available():
+        return Reasoned(torch.device("mps"), "auto: Apple GPU")
+    return Reasoned(torch.device("cpu"), "auto: no GPU that this build of torch can use")
+
+
+def _named(wish: str) -> torch.device:
+    try:
+        device = torch.device(wish)
+    except RuntimeError:
+        raise ConfigError(f"device {wish!r} is unknown", hint="Use auto, cpu, cuda, cuda:N or mps.") from None
+    there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not there.get(device.type, False):
+        raise ConfigError(
+            f"device {wish!r} is not there", hint="Use --device auto, or install a build of torch for it."
+        )
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {wish!r} is not there: this machine has {torch.cuda.device_count()} of them")
+    return device

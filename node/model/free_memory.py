@@ -1,0 +1,87 @@
+"""How much memory this process can still take: of the machine, of the container that limits it, of its own limits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from swarm.vocabulary.types import Reasoned
+
+GIB: Final = 2**30
+
+_MEMINFO: Final = Path("/proc/meminfo")
+_CONTROL_GROUPS: Final = Path("/sys/fs/cgroup")
+_OWN_GROUPS: Final = Path("/proc/self/cgroup")
+
+
+def available_memory(
+    meminfo: Path = _MEMINFO, control_groups: Path = _CONTROL_GROUPS, own_groups: Path = _OWN_GROUPS
+) -> Reasoned[int | None]:
+    """Bytes that this process can still take: of the machine, or of a container or limit that leaves it less. None where the system says nothing."""
+    found = [_of_machine(meminfo), *_of_control_groups(control_groups, own_groups), _of_address_space()]
+    known = [(value, reason) for value, reason in found if value is not None]
+    if not known:
+        return Reasoned(None, "this system does not say how much is free")
+    return Reasoned(*min(known))
+
+
+def _of_machine(meminfo: Path) -> tuple[int | None, str]:
+    """By Linux's files; elsewhere what POSIX says is free."""
+    said = "in this machine"
+    try:
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+        return int(lines["MemAvailable"].split()[0]) * 1024, said
+    except (OSError, KeyError, ValueError):
+        try:
+            return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), said
+        except (ValueError, OSError, AttributeError):
+            return None, said
+
+
+def _of_control_groups(root: Path, own: Path) -> Iterator[tuple[int | None, str]]:
+    """What each group of this process leaves, its own and those around it. A container sees its own group as the root."""
+    try:
+        # fmt: off
+        paths = {line.split(":", 2)[2].strip("/") for line in own.read_text().splitlines() if line.split(":", 2)[1] in ("", "memory")}
+        # fmt: on
+    except (OSError, IndexError):
+        paths = set()
+    for path in {".", *paths}:
+        for group in (Path(path), *Path(path).parents):
+            yield _left(root / group, "memory.max", "memory.current"), "under this container's memory limit"
+            version_1 = root / "memory" / group
+            yield (
+                _left(version_1, "memory.limit_in_bytes", "memory.usage_in_bytes"),
+                "under this container's memory limit",
+            )
+
+
+def _left(group: Path, limit: str, used: str) -> int | None:
+    """None when there is no limit, or no such file. What is only cached of files does not count as used: it is given up when needed."""
+    try:
+        left = int((group / limit).read_text()) - int((group / used).read_text())
+    except (OSError, ValueError):
+        return None
+    try:
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        left += int(statistics.get("total_inactive_file", statistics.get("inactive_file", 0)))
+    except (OSError, ValueError):
+        pass
+    return max(0, left)
+
+
+def _of_address_space() -> tuple[int | None, str]:
+    """What `ulimit -v` leaves."""
+    said = "under this process's limit of address space"
+    try:
+        import resource
+
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if limit == resource.RLIM_INFINITY:
+            return None, said
+        taken = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    except (ImportError, OSError, ValueError):
+        return None, said
+    return max(0, limit - taken), said

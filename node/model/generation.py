@@ -1,0 +1,112 @@
+"""Text that goes on where a prompt ends: one token after the other, each chosen among those the model finds likely.
+
+The model sees at most `model.sequence` tokens. Of a longer prompt it reads the last ones. When a token no longer fits, the
+older half of what it sees is forgotten, and the rest is read again from position 0: once in `sequence` / 2 tokens, so that the
+cost of a token stays that of one position.
+
+Sources: top-k sampling, Fan et al. 2018 (arXiv:1805.04833); top-p (nucleus) sampling, Holtzman et al. 2020 (arXiv:1904.09751).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from node.data.tokenizers import Tokenizer
+from node.model.decoder import Decoder
+from swarm.vocabulary.errors import ConfigError, StateError
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a token is chosen. The filters apply one after the other: temperature, then `top_k`, then `top_p`.
+
+    Raises:
+        ConfigError: a value is outside of what is allowed.
+    """
+
+    temperature: float = 0.8
+    """0 always takes the likeliest token; 1 takes each as often as the model expects it."""
+    top_k: int | None = None
+    """Only the so many likeliest."""
+    top_p: float = 1.0
+    """Only the fewest likeliest that together have this probability."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ConfigError(f"the temperature must be 0 or more, but is {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ConfigError(f"top-k must be at least 1, but is {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top-p must be above 0 and at most 1, but is {self.top_p}")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"the seed must be from 0 to 2^63 - 1, but is {self.seed}")
+
+
+def generate(
+    decoder: Decoder, tokenizer: Tokenizer, prompt: Sequence[int], limit: int, sampling: Sampling
+) -> Iterator[int]:
+    """At most `limit` tokens that follow the prompt; the last is the end of a document if the model came to one.
+
+    An empty prompt is the beginning of a document. The same arguments give the same tokens on the same machine.
+
+    Raises:
+        StateError: the model's logits are not finite.
+    """
+    generator = torch.Generator().manual_seed(sampling.seed)
+    reader = _Reader(decoder, room=len(prompt) + limit)
+    logits = reader.start(list(prompt) or [tokenizer.end_of_document])
+    for number in range(1, limit + 1):
+        token = choose(logits[: tokenizer.size], sampling, generator)  # ids above have no text
+        yield token
+        if token == tokenizer.end_of_document or number == limit:
+            return
+        logits = reader.follow(token)
+
+
+def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """One token for float32 logits [tokens] on the CPU, as `generator` has it.
+
+    Raises:
+        StateError: a logit is not finite.
+    """
+    if not bool(torch.isfinite(logits).all()):
+        raise StateError("the model gives logits that are not finite: its training has diverged")
+    if sampling.temperature == 0:
+        return int(logits.argmax().item())
+    scaled = logits.double()
+    likely, tokens = torch.sort((scaled - scaled.max()) / sampling.temperature, descending=True, stable=True)
+    chances = torch.softmax(likely[: sampling.top_k], dim=0)
+    before = chances.cumsum(0) - chances
+    chances = torch.where(
+        before < sampling.top_p, chances, 0.0
+    )  # the likeliest always stays: there is nothing before it
+    return int(tokens[torch.multinomial(chances, 1, generator=generator)].item())
+
+
+class _Reader:
+    """What the model sees, and its past."""
+
+    def __init__(self, decoder: Decoder, room: int) -> None:
+        self._decoder = decoder
+        self._room = min(decoder.sequence, max(1, room))
+        self._seen: list[int] = []
+        self._past = decoder.no_past(self._room)
+
+    def start(self, tokens: Sequence[int]) -> Tensor:
+        """Reads from position 0, forgetting all else; returns the next token's logits."""
+        self._seen = list(tokens[-self._decoder.sequence :])
+        self._past = self._decoder.no_past(self._room)
+        return self._decoder.next_logits(self._seen, self._past)
+
+    def follow(self, token: int) -> Tensor:
+        """Reads one more."""
+        if len(self._seen) == self._decoder.sequence:
+            return self.start([*self._seen[-(self._decoder.sequence // 2) :], token])
+        self._seen.append(token)
+        return self._decoder.next_logits([token], self._past)

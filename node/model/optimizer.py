@@ -1,0 +1,267 @@
+"""Gradient accumulation and the inner step (DESIGN section 4), the same for `solo` and for every replica of a swarm.
+
+A microbatch's loss is a mean over its tokens. An accumulator sums the gradients of these means, and the inner step takes
+the sum divided by the part's own number of visits: a stage that was skipped more often takes steps of the same size.
+
+The learning rate of an inner step: a pure function, so that every replica has the same one without asking.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from node.model.adamw import AdamW, Moments
+from node.model.device import copied
+from protocol.manifest.manifest import ScheduleSection, TrainingSection
+from swarm.vocabulary.errors import SkipstoneError, StateError
+from swarm.vocabulary.types import MicrobatchId
+
+Tensors = Mapping[str, Tensor]
+"""Float32 on the CPU, by parameter name."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InnerState:
+    """Of the inner optimizer (AdamW). A parameter that no step has moved yet has no moments."""
+
+    steps: int
+    """Inner steps taken; the learning rate follows from it."""
+    exp_avg: Tensors
+    exp_avg_sq: Tensors
+    adam_steps: Mapping[str, int]
+    """Steps of each parameter that has moments. A part without visits is left out of a step, so they may differ."""
+
+
+def learning_rate(training: TrainingSection, step: int) -> float:
+    """Of inner step `step`, counted from 1.
+
+    Rises linearly and reaches its peak at step `warmup_steps`; then stays (constant) or falls to `final_ratio` of the peak
+    at step `total_steps` and stays there.
+    """
+    schedule, peak = training.schedule, training.inner.learning_rate
+    if step < schedule.warmup_steps:
+        return peak * step / schedule.warmup_steps
+    return peak * _ratio(schedule, step)
+
+
+def _ratio(schedule: ScheduleSection, step: int) -> float:
+    """Of the peak, after the warm-up."""
+    if schedule.kind == "constant":
+        return 1.0
+    progress = min(1.0, (step - schedule.warmup_steps) / (schedule.total_steps - schedule.warmup_steps))
+    remaining = 1 - progress if schedule.kind == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return schedule.final_ratio + (1 - schedule.final_ratio) * remaining
+
+
+REMEMBERED_STEPS: Final = 64
+"""Inner steps whose microbatch ids are remembered after them. A retry that comes later than this belongs to a microbatch
+whose lifetime is long over, and is not admitted in the first place."""
+RAMP_STEPS: Final = 10
+"""Inner steps over which a fresh optimizer in the middle of a run reaches the schedule's learning rate: Adam's second moment is a mean of few gradients then."""
+
+
+class Addition(enum.Enum):
+    """What became of a gradient."""
+
+    ADDED = "added"
+    DUPLICATE = "this microbatch has been added before"
+    NOT_FINITE = "the gradient has elements that are not finite"
+
+
+class Accumulator:
+    """The sum of one part's gradients since the last inner step, each microbatch at most once.
+
+    Kept in float64, so that the order in which microbatches come does not matter: in float32 the last bits of a sum depend on it, and
+    Adam divides small gradients by small numbers. A swarm, where they come in any order, and one process then agree.
+    """
+
+    def __init__(self, part: nn.Module) -> None:
+        self.parameters = tuple(part.parameters())
+        self.visits = 0
+        """Microbatches added since the last step, less those taken back."""
+        self.tokens = 0
+        """Tokens of these microbatches. Below 0 when more has been taken back since the last step than added."""
+        self._sums = tuple(torch.zeros_like(parameter, dtype=_sum_type(parameter)) for parameter in self.parameters)
+        self._current: set[MicrobatchId] = set()
+        self._recent: deque[set[MicrobatchId]] = deque(maxlen=REMEMBERED_STEPS)
+
+    def has(self, microbatch: MicrobatchId) -> bool:
+        """Whether the microbatch is in the current sum or went into one of the remembered steps."""
+        return microbatch in self._current or self.has_applied(microbatch)
+
+    def has_applied(self, microbatch: MicrobatchId) -> bool:
+        """Whether the microbatch went into one of the remembered steps."""
+        return any(microbatch in step for step in self._recent)
+
+    def add(self, microbatch: MicrobatchId, tokens: int, gradients: Sequence[Tensor]) -> Addition:
+        """Adds a microbatch's gradients, given in the order of the part's parameters, or says why not.
+
+        All or nothing: a gradient with one element that is not finite leaves no trace, not even of its id; nor does one for which there is no
+        memory.
+        """
+        if self.has(microbatch):
+            return Addition.DUPLICATE
+        if not are_finite(gradients):
+            return Addition.NOT_FINITE
+        self._fold(gradients, 1)
+        self._current.add(microbatch)
+        self.visits += 1
+        self.tokens += tokens
+        return Addition.ADDED
+
+    def retract(self, microbatch: MicrobatchId, tokens: int, gradients: Sequence[Tensor]) -> bool:
+        """Takes a microbatch's gradients back; False, and nothing is changed, when it is not among those remembered.
+
+        If its sum is still open, this undoes `add`, up to the rounding of the sum. If an inner step has been taken in between, that step stays as it
+        is, and the negative goes into the next one: visits, tokens and sum of that are smaller by this microbatch, so that over both
+        steps it has been counted once and taken back once. Afterwards the microbatch may be added again.
+        """
+        added = next((ids for ids in (self._current, *self._recent) if microbatch in ids), None)
+        if added is None or not are_finite(gradients):
+            return False
+        self._fold(gradients, -1)
+        added.remove(microbatch)
+        self.visits -= 1
+        self.tokens -= tokens
+        return True
+
+    def _fold(self, gradients: Sequence[Tensor], sign: int) -> None:
+        """Into the sums. On the CPU torch makes a wider copy of each gradient for it: here room for all is had before the first is added."""
+        largest = max((total.numel() for total in self._sums), default=0)
+        room = torch.empty(largest, dtype=self._sums[0].dtype, device=self._sums[0].device) if self._sums else None
+        for total, gradient in zip(self._sums, gradients, strict=True):
+            assert room is not None
+            total.add_(room[: total.numel()].view_as(total).copy_(gradient), alpha=sign)
+
+    def hand_over_mean(self) -> None:
+        """Puts the mean over the visits into the parameters' `.grad`; without visits there is none and `.grad` is None."""
+        for parameter, total in zip(self.parameters, self._sums, strict=True):
+            parameter.grad = total.div_(self.visits).to(parameter.dtype) if self.visits > 0 else None
+
+    def start_over(self) -> None:
+        """Forgets the sum, remembers its microbatches."""
+        for parameter, total in zip(self.parameters, self._sums, strict=True):
+            parameter.grad = None
+            total.zero_()
+        self._recent.append(self._current)
+        self._current = set()
+        self.visits = self.tokens = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """One inner step, for logs and metrics."""
+
+    step: int
+    """Counted from 1."""
+    visits: tuple[int, ...]
+    """Of each accumulator."""
+    gradient_norm: float
+    """Of the module's mean gradient, before clipping."""
+    learning_rate: float
+
+
+class InnerOptimizer:
+    """AdamW over one module's parameters, which are float32.
+
+    A module is one part, or two for stage 0: those have their own accumulators and visits but step together, and their
+    gradients are clipped as one.
+    """
+
+    def __init__(self, training: TrainingSection, accumulators: Sequence[Accumulator]) -> None:
+        self.steps = 0
+        """Inner steps behind the module: where it stands in the learning rate's schedule."""
+        self._ramp = RAMP_STEPS
+        self._training = training
+        self._accumulators = tuple(accumulators)
+        self._parameters = [parameter for accumulator in accumulators for parameter in accumulator.parameters]
+        self._adamw = AdamW(self._parameters, training.inner)
+
+    @property
+    def due(self) -> bool:
+        """Whether every part has seen `inner_tokens` tokens since the last step."""
+        return all(accumulator.tokens >= self._training.inner_tokens for accumulator in self._accumulators)
+
+    def step(self) -> StepFigures:
+        """Takes one inner step with the mean gradient over each part's own visits, and starts accumulating anew.
+
+        Raises:
+            SkipstoneError: no part has been visited since the last step.
+        """
+        visits = tuple(accumulator.visits for accumulator in self._accumulators)
+        if not any(visits):
+            raise SkipstoneError("an inner step without a single visit was asked for")
+        for accumulator in self._accumulators:
+            accumulator.hand_over_mean()
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._training.inner.clip_norm)
+        self.steps += 1
+        self._ramp = min(RAMP_STEPS, self._ramp + 1)
+        rate = learning_rate(self._training, self.steps) * (self._ramp / RAMP_STEPS)
+        self._adamw.step(rate)
+        for accumulator in self._accumulators:
+            accumulator.start_over()
+        return StepFigures(self.steps, visits, norm.item(), rate)
+
+    def export_state(self, names: Mapping[str, Tensor]) -> InnerState:
+        """A copy of the state on the CPU, by the names that the module has for its parameters (`parameters_of`)."""
+        moments, variances, steps = dict[str, Tensor](), dict[str, Tensor](), dict[str, int]()
+        for name, parameter in self._named(names).items():
+            state = self._adamw.moments.get(parameter)
+            if state is not None:
+                moments[name], variances[name] = copied(state.mean), copied(state.variance)
+                steps[name] = int(state.steps.item())
+        return InnerState(self.steps, moments, variances, steps)
+
+    def import_state(self, names: Mapping[str, Tensor], saved: InnerState) -> None:
+        """Goes on where the optimizer that exported the state was; forgets what this one has done so far.
+
+        Raises:
+            StateError: it is the state of other parameters; nothing has been changed.
+        """
+        named = self._named(names)
+        for moments in (saved.exp_avg, saved.exp_avg_sq):
+            if moments.keys() != saved.adam_steps.keys() or any(
+                name not in named or named[name].shape != tensor.shape for name, tensor in moments.items()
+            ):
+                raise StateError("the saved optimizer is of another model")
+        self.steps = saved.steps
+        self._adamw.moments.clear()
+        for name, count in saved.adam_steps.items():
+            parameter = named[name]
+            self._adamw.moments[parameter] = Moments(
+                saved.exp_avg[name].to(parameter.device, parameter.dtype, copy=True),
+                saved.exp_avg_sq[name].to(parameter.device, parameter.dtype, copy=True),
+                torch.tensor(float(count), device=parameter.device),
+            )
+
+    def _named(self, names: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
+        """The parameters by name. They are told apart by their memory: the named ones are detached."""
+        own = {parameter.data_ptr(): parameter for parameter in self._parameters}
+        return {name: own[tensor.data_ptr()] for name, tensor in names.items()}
+
+    def start_anew(self, steps: int) -> None:
+        """The parameters have become others, with so many steps behind them: forgets the moments, and rises to the schedule's rate over RAMP_STEPS."""
+        self.steps = steps
+        self._ramp = 0
+        self._adamw.moments.clear()
+
+
+def are_finite(gradients: Sequence[Tensor]) -> bool:
+    """Whether every element is finite, with one look at one number: the norm of anything not finite is not finite either.
+
+    A gradient so large that its norm overflows float32 counts as not finite, too.
+    """
+    return math.isfinite(torch.nn.utils.get_total_norm(gradients).item())
+
+
+def _sum_type(parameter: Tensor) -> torch.dtype:
+    """Apple's GPUs have no float64; there the order of the microbatches shows in the last bits."""
+    return parameter.dtype if parameter.device.type == "mps" else torch.float64

@@ -1,0 +1,1 @@
+"""This peer in a run: session, membership, dispatcher, client."""

@@ -1,0 +1,95 @@
+"""What this node is now, from which its announcements are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from node.network.reach_status import NOT_LOOKED, Standing
+from protocol.identity.signed_records import RECORD_LIFETIME_S
+from protocol.interfaces.clock import Clock
+from swarm.vocabulary.announcement import Announcement
+from swarm.vocabulary.types import PROTOCOL_VERSIONS, AnchorVersion, ModuleId, PeerId, PeerState, RunId
+
+FORMER_LIFE_MS = 5000
+"""By so much records of a former life of this node may be later than its present one began: its clock may have been set in between."""
+
+
+@dataclass(slots=True)
+class OwnState:
+    """Changed by the node as it goes; read whenever an announcement is due."""
+
+    run: RunId
+    peer: PeerId
+    certificate: bytes
+    clock: Clock
+    addresses: tuple[str, ...] = ()
+    state: PeerState = PeerState.VISITING
+    module: ModuleId | None = None
+    slots: int = 0
+    used_slots: Callable[[], int] = lambda: 0
+    tokens_per_second: float = 0.0
+    steps: int = 0
+    anchor: AnchorVersion | None = None
+    reach: Standing = NOT_LOOKED
+    via: tuple[PeerId, ...] = ()
+    """Through whom it can be called while it has no addresses."""
+    relay: str = ""
+    """The multiaddr at which it serves tunnels for others; empty when it does not."""
+    incarnation: int = field(init=False)
+    """When this life began, for others to tell it from the one before."""
+    _sequence: int = field(default=0, init=False)
+    _began: float = field(init=False)
+    """By the clock that never goes back."""
+
+    def __post_init__(self) -> None:
+        self.incarnation = max(1, int(self.clock.wall() * 1000))
+        self._began = self.clock.monotonic()
+
+    def take(self, module: ModuleId) -> None:
+        """A module is chosen; what is known of its replica here is still to come."""
+        self.state, self.module = PeerState.JOINING, module
+        self.slots, self.used_slots = 0, lambda: 0
+        self.tokens_per_second, self.steps, self.anchor = 0.0, 0, None
+
+    def is_of_another_process(self, said: Announcement) -> bool:
+        """Whether a record that is signed with our key was made by another process while this one ran; `said` has been verified.
+
+        The certificate is each process's own, and a record of a former life is from before this one, or, where the clock has been set since, of another
+        time.
+        """
+        age_s = self.clock.wall() - (said.expires_at - RECORD_LIFETIME_S)
+        return (
+            said.peer == self.peer
+            and abs(age_s) < RECORD_LIFETIME_S
+            and said.certificate != self.certificate
+            and said.sequence > self.incarnation + FORMER_LIFE_MS
+        )
+
+    def announcement(self) -> Announcement:
+        """A new record of how things are now, with a higher sequence than any before.
+
+        The sequence goes on from the beginning of this life with the time that has passed since, so that it rises whatever is done to the
+        wall clock. That one dates the expiry alone: once a wrong clock has been set right, the next record is as good as anybody's.
+        """
+        lived_ms = int((self.clock.monotonic() - self._began) * 1000)
+        self._sequence = max(self._sequence + 1, self.incarnation + lived_ms)
+        return Announcement(
+            run=self.run,
+            peer=self.peer,
+            state=self.state,
+            module=None if self.state is PeerState.VISITING else self.module,
+            addresses=self.addresses,
+            certificate=self.certificate,
+            versions=PROTOCOL_VERSIONS,
+            tokens_per_second=self.tokens_per_second,
+            slots=self.slots,
+            free_slots=max(0, self.slots - self.used_slots()),
+            steps=self.steps,
+            anchor=self.anchor,
+            incarnation=self.incarnation,
+            sequence=self._sequence,
+            expires_at=self.clock.wall() + RECORD_LIFETIME_S,
+            via=self.via,
+            relay=self.relay,
+        )

@@ -1,0 +1,278 @@
+"""Keeps the membership view true: reads the directory, listens to what linked peers say, and tells both about this node."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Sequence
+
+from node.concurrency.task_groups import set_or_after, task_scope
+from node.network.addresses import KnownPeers
+from node.network.local_peer import OwnState
+from node.network.session import parse_answer
+from node.observability.events import EventSink, PeerChange
+from protocol.identity.keys import Identity
+from protocol.identity.signed_records import RECORD_LIFETIME_S, decode_announced, encode_record
+from protocol.interfaces.clock import Clock
+from protocol.interfaces.directory import Directory
+from protocol.interfaces.transport import Question, QuestionAbout, Transport
+from swarm.membership.membership import Change, Membership
+from swarm.vocabulary.announcement import Announcement
+from swarm.vocabulary.errors import IdentityError, PeerError, ProtocolViolation, Stalled, Unreachable
+from swarm.vocabulary.types import ModuleId, PeerId, PeerState
+
+log = logging.getLogger(__name__)
+
+LOOK_UP_EAGER_S = 0.5
+LOOK_UP_CALM_S = 5.0
+LOOKED_UP_AT_ONCE = 256
+"""Modules; more are looked up in turns, so that a run with many costs the directory no more in a second than one with few."""
+PUSH_S = 2.0
+PUBLISH_RETRY_S = 1.0
+PROBE_TIMEOUT_S = 5.0
+CLOCK_STEP_S = 5.0
+"""What the wall clock gains or loses against the steady one between two looks, from which it is worth a word."""
+FEW_REPLICAS = 2
+MAX_ASKED = 64
+
+
+class Neighbourhood:
+    """This node's part in the swarm's knowledge of itself."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        own: OwnState,
+        membership: Membership,
+        book: KnownPeers,
+        clock: Clock,
+        events: EventSink,
+    ) -> None:
+        self.membership = membership
+        self.changed = asyncio.Event()
+        """Set whenever the view changes; whoever waits for a change clears it first."""
+        self.looked = asyncio.Event()
+        """Set when the directory has been read for the modules that are watched; it may have known nobody."""
+        self._identity = identity
+        self._own = own
+        self._own_record = b""
+        """The last one that could be encoded; none before the first."""
+        self._is_encodable = True
+        self._book = book
+        self._clock = clock
+        self._events = events
+        self._modules: tuple[ModuleId, ...] = (ModuleId(0), ModuleId(1))
+        self._publish_now = asyncio.Event()
+        self._look_now = asyncio.Event()
+        self._linked: set[PeerId] = set()
+        self._transport: Transport | None = None
+        self._tasks: asyncio.TaskGroup | None = None
+
+    def watch(self, modules: Sequence[ModuleId]) -> None:
+        """Which modules' replicas to look up. Until this is called: those that every run is likely to have."""
+        self._modules = tuple(modules)
+        self.looked.clear()
+        self._look_now.set()
+
+    def announce(self) -> None:
+        """Something about this node has changed that others should know soon."""
+        self._publish_now.set()
+
+    def own_record(self) -> bytes:
+        """A fresh signed record of this node; the last one while how things are cannot be said in a record (a figure out of bounds, say)."""
+        return self._encoded(self._own.announcement())
+
+    def _encoded(self, announcement: Announcement) -> bytes:
+        try:
+            self._own_record = encode_record(announcement, self._identity)
+        except ProtocolViolation as error:
+            if self._is_encodable:
+                log.warning(
+                    "what this node has to say of itself cannot be said; others go by the last record: %s", error
+                )
+            self._is_encodable = False
+        else:
+            self._is_encodable = True
+        return self._own_record
+
+    async def run(self, directory: Directory, transport: Transport) -> None:
+        """Until cancelled."""
+        async with task_scope() as tasks:
+            self._transport, self._tasks = transport, tasks
+            try:
+                async with task_scope() as loops:
+                    loops.create_task(self._look_up_for_ever(directory))
+                    loops.create_task(self._publish_for_ever(directory, transport))
+                    loops.create_task(self._push_for_ever(transport))
+            finally:
+                self._tasks = None
+
+    @property
+    def own_module(self) -> ModuleId | None:
+        return self._own.module
+
+    def module_of(self, peer: PeerId) -> ModuleId | None:
+        """What the peer says it hosts; None of one that is not known or only visits."""
+        known = self.membership.get(peer)
+        return None if known is None else known.module
+
+    # ---- what the links bring ------------------------------------------------------------------------------------
+
+    def announced(self, sender: PeerId, record: bytes) -> None:
+        """A linked peer speaks for itself; what is not its own valid record is left out.
+
+        It holds for RECORD_LIFETIME_S from now: on a link from its owner a record is fresh, so a clock that jumps, here or there, costs
+        nobody the peers that it is linked with.
+
+        Save one that proves that another process has our key, and is in use: the peer that hands it on was linked to the older of the two.
+        """
+        try:
+            announcement = decode_announced(record, run=self.membership.run, now=None)
+        except ProtocolViolation as error:
+            log.debug("record from %s: %s", sender, error)
+            return
+        if announcement.peer == sender:
+            self._observe([announcement], wall=announcement.expires_at - RECORD_LIFETIME_S)
+        elif self._own.is_of_another_process(announcement) and self._tasks is not None:
+            self._tasks.create_task(_end_for_twin(announcement))
+
+    def link_up(self, peer: PeerId) -> None:
+        self._linked.add(peer)
+        self.membership.recover(peer)
+        self._events.emit(PeerChange(peer, "up", ""))
+        self.changed.set()
+
+    def link_down(self, peer: PeerId, error: PeerError) -> None:
+        """A link ended, or one could not be made. A peer that hosts nothing (any more) has gone with its link."""
+        known = self.membership.get(peer)
+        if known is not None and known.state is PeerState.VISITING:
+            self.membership.forget(peer)
+            self._publish_view()
+        elif known is None:  # a path led to a peer that we have not heard of yet
+            self._look_now.set()
+        elif not self.membership.is_suspect(peer, self._clock.monotonic()) and self._tasks is not None:
+            self._tasks.create_task(self._probe(peer))
+        self.membership.fail(peer, self._clock.monotonic())
+        if peer in self._linked:
+            self._linked.remove(peer)
+            self._events.emit(PeerChange(peer, "down", str(error)))
+        self.changed.set()
+
+    async def _probe(self, peer: PeerId) -> None:
+        """Did only the link break, or is the peer gone? Asks at once, so that nobody has to find out with a microbatch."""
+        assert self._transport is not None
+        try:
+            await self._transport.ask(peer, Question(QuestionAbout.STATUS), PROBE_TIMEOUT_S)
+        except (Unreachable, Stalled) as error:
+            log.debug("%s does not answer: %s", peer, error)
+            self.membership.give_up(peer, self._clock.monotonic())
+            self.changed.set()
+        except PeerError as error:
+            log.debug("%s is there, but has nothing to say: %s", peer, error)
+
+    async def serves(self, peer: PeerId, module: ModuleId) -> bool:
+        """Whether the peer answers, when asked, that it serves the module. A refusal is no such answer."""
+        assert self._transport is not None
+        try:
+            said = parse_answer(await self._transport.ask(peer, Question(QuestionAbout.STATUS), PROBE_TIMEOUT_S))
+        except (Unreachable, Stalled):
+            self.membership.give_up(peer, self._clock.monotonic())
+            self.changed.set()
+            return False
+        except PeerError:
+            return False
+        return (said.get("module"), said.get("state")) == (str(module), PeerState.SERVING.name.lower())
+
+    async def alive(self, modules: Sequence[ModuleId]) -> list[Announcement]:
+        """Everybody's announcements, without the peers that do not answer any more.
+
+        A record outlives a peer that died by up to a minute. Only modules with few peers are asked, where one peer more or less
+        decides whether a newcomer is needed there.
+        """
+        known = [a for a in self.membership.peers() if a.module is not None]
+        replicas, wanted = Counter(a.module for a in known), frozenset(modules)
+        few = [a for a in known if a.module in wanted and replicas[a.module] <= FEW_REPLICAS]
+        asked = [a.peer for a in few if a.is_reachable][:MAX_ASKED]
+        await asyncio.gather(*(self._probe(peer) for peer in asked))
+        return [a for a in known if not self.membership.is_given_up(a.peer)]
+
+    # ---- loops ---------------------------------------------------------------------------------------------------
+
+    async def _look_up_for_ever(self, directory: Directory) -> None:
+        while True:
+            watched = self._modules
+            try:
+                for start in range(0, len(watched), LOOKED_UP_AT_ONCE):
+                    found = await directory.look_up(watched[start : start + LOOKED_UP_AT_ONCE])
+                    self._observe(found, self._clock.wall())
+                    if watched is not self._modules:
+                        break
+                    if start + LOOKED_UP_AT_ONCE < len(watched):
+                        await asyncio.sleep(LOOK_UP_EAGER_S)
+                else:
+                    self.looked.set()
+            except Unreachable as error:
+                log.info("directory: %s", error)
+            gone = self.membership.expire(self._clock.monotonic())
+            if gone:
+                self._publish_view()
+            await set_or_after(self._look_now, LOOK_UP_CALM_S if self._is_complete() else LOOK_UP_EAGER_S)
+
+    async def _publish_for_ever(self, directory: Directory, transport: Transport) -> None:
+        while True:
+            wait = RECORD_LIFETIME_S / 3
+            try:
+                announcement = self._own.announcement()
+                transport.announce(self._encoded(announcement))
+                if self._is_encodable:
+                    await directory.publish(announcement)
+                else:
+                    wait = PUBLISH_RETRY_S
+            except Unreachable as error:
+                log.info("directory: %s", error)
+                wait = PUBLISH_RETRY_S
+            await set_or_after(self._publish_now, wait)
+
+    async def _push_for_ever(self, transport: Transport) -> None:
+        """Load and progress reach those who use us faster than the directory could carry them."""
+        offset_s = self._clock_offset_s()
+        while True:
+            await asyncio.sleep(PUSH_S)
+            before_s, offset_s = offset_s, self._clock_offset_s()
+            if abs(offset_s - before_s) > CLOCK_STEP_S:
+                log.warning(
+                    "this machine's clock was set by %+.0f s (or the machine slept); links go on, newcomers find this node while it is right",
+                    offset_s - before_s,
+                )
+                self.announce()
+            transport.announce(self.own_record())
+
+    def _clock_offset_s(self) -> float:
+        return self._clock.wall() - self._clock.monotonic()
+
+    # ---- the view ------------------------------------------------------------------------------------------------
+
+    def _observe(self, announcements: Sequence[Announcement], wall: float) -> None:
+        now = self._clock.monotonic()
+        changes = [self.membership.observe(a, now=now, wall=wall) for a in announcements]
+        if any(change is not Change.IGNORED for change in changes):
+            self._publish_view()
+
+    def _publish_view(self) -> None:
+        self._book.replace_all(self.membership.peers())
+        self.changed.set()
+
+    def _is_complete(self) -> bool:
+        """Whether every module but our own has somebody to go to; while not, news is wanted fast."""
+        now = self._clock.monotonic()
+        joining = self._own.state in (PeerState.VISITING, PeerState.JOINING)
+        return not joining and self.membership.with_replicas(now) | {self._own.module} >= set(self._modules)
+
+
+async def _end_for_twin(twin: Announcement) -> None:
+    where = f" at {', '.join(twin.addresses)}" if twin.addresses else ""
+    raise IdentityError(
+        f"another node with this key ({twin.peer}) is in the run{where}, and was there first; this one ends",
+        hint="Every machine needs a key of its own: start with --identity FILE, or stop the other node. Of a machine that was copied, delete the copied key.",
+    )

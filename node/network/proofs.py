@@ -1,0 +1,82 @@
+"""Which replicas have really worked, as far as this node can know: by the rounds it shared with them, and by what the data nodes it works for say."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from typing import Final
+
+from node.network.session import Presence, parse_answer
+from protocol.interfaces.transport import Question, QuestionAbout
+from swarm.membership.rebalancing import proven_by
+from swarm.vocabulary.errors import PeerError
+from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId
+
+REMEMBERED_MICROBATCHES: Final = 1024
+"""The last ones computed here: whose they were, is asked."""
+ASKED_DATA_NODES: Final = 8
+"""Those with most of them."""
+MAX_MEASURED: Final = 256
+"""Peers that one data node can name."""
+ASK_TIMEOUT_S: Final = 5.0
+ASK_AGAIN_S: Final = 5.0
+
+
+class Measured:
+    """Of a data node: whose visits have come home, the last ones."""
+
+    def __init__(self) -> None:
+        self._peers: OrderedDict[PeerId, None] = OrderedDict()
+
+    def add(self, peer: PeerId) -> None:
+        self._peers[peer] = None
+        self._peers.move_to_end(peer)
+        if len(self._peers) > MAX_MEASURED:
+            self._peers.popitem(last=False)
+
+    def peers(self) -> tuple[PeerId, ...]:
+        return tuple(self._peers)
+
+
+class Proofs:
+    """Of a node in one module. `in_rounds` gives the peers that contributed to the last round that was committed here."""
+
+    def __init__(self, presence: Presence) -> None:
+        self.in_rounds: Callable[[], frozenset[PeerId]] = frozenset
+        self._presence = presence
+        self._work: deque[PeerId] = deque(maxlen=REMEMBERED_MICROBATCHES)
+        self._measured: frozenset[PeerId] = frozenset()
+        self._asked_at = -math.inf
+
+    @property
+    def proven(self) -> frozenset[PeerId]:
+        """As of the last `refresh`, and of the last round."""
+        return self._measured | self.in_rounds()
+
+    def worked_on(self, microbatch: MicrobatchId) -> None:
+        """Its gradient counts here."""
+        self._work.append(microbatch.data_node)
+
+    async def refresh(self) -> None:
+        """Asks the data nodes, unless that was done a moment ago; those that do not answer have no say."""
+        now = self._presence.own.clock.monotonic()
+        if now - self._asked_at < ASK_AGAIN_S:
+            return
+        self._asked_at = now
+        words: dict[PeerId, frozenset[PeerId]] = {}
+
+        async def ask(peer: PeerId) -> None:
+            try:
+                answer = await self._presence.transport.ask(peer, Question(QuestionAbout.STATUS), ASK_TIMEOUT_S)
+                named = parse_answer(answer).get("measured")
+            except PeerError:
+                return
+            if isinstance(named, list):
+                words[peer] = frozenset(PeerId(each) for each in named[:MAX_MEASURED] if isinstance(each, str))
+
+        work = Counter(self._work)
+        hosting = [peer for peer, _ in work.most_common() if self._presence.membership.hosts(peer, ModuleId(0))]
+        await asyncio.gather(*(ask(peer) for peer in hosting[:ASKED_DATA_NODES]))
+        self._measured = proven_by(words, work)

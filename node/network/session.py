@@ -1,0 +1,302 @@
+"""This machine in the network of one run: its directory, its links, its view of the others. Nodes, `status` and `eval` alike have one.
+
+Asking strangers: several at once, because one that never answers must not keep the others from doing so; and their answers are only data.
+
+A short stay in a run's network, to ask or to fetch something without taking part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from node.concurrency.task_groups import task_scope
+from node.network.addresses import KnownPeers, address_towards
+from node.network.dispatcher import Reception
+from node.network.local_peer import OwnState
+from node.network.membership_sync import Neighbourhood
+from node.observability.events import Event, EventSink
+from protocol.dht.directory import DhtDirectory, DirectorySettings
+from protocol.dht.tunnels import RelayTunnels
+from protocol.identity.certificates import make_credentials
+from protocol.identity.keys import Identity
+from protocol.identity.route_signatures import Routes
+from protocol.interfaces.clock import Clock, SystemClock
+from protocol.interfaces.transport import Question, QuestionAbout
+from protocol.manifest.join_link import JoinLink
+from protocol.manifest.manifest import Manifest
+from protocol.manifest.signing import SignedManifest, read_signed_manifest
+from protocol.nat.reverse_connect import Calls
+from protocol.transport.dialer import Ways
+from protocol.transport.grpc_transport import GrpcTransport
+from protocol.transport.settings import TransportSettings
+from swarm.membership.membership import Membership
+from swarm.vocabulary.announcement import Announcement
+from swarm.vocabulary.errors import ManifestError, PeerError, ProtocolViolation, Unreachable
+from swarm.vocabulary.types import PeerId, PeerState, RunId, short
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class Told(Generic[Answer]):
+    """What somebody answered."""
+
+    answer: Answer
+
+
+async def first_good(peers: Sequence[PeerId], ask: Callable[[PeerId], Awaitable[Answer]]) -> Told[Answer] | str:
+    """Asks all of them at once. Returns the first good answer, or, when there is none, why the last one gave none.
+
+    Args:
+        ask: raises PeerError or ManifestError for an answer that is none, or not good.
+    """
+
+    async def attempt(peer: PeerId) -> Told[Answer] | str:
+        try:
+            return Told(await ask(peer))
+        except (PeerError, ManifestError) as error:
+            return f"{short(peer)}: {error}"
+
+    why = "nobody was asked"
+    async with task_scope() as tasks:
+        waiting = {tasks.create_task(attempt(peer)) for peer in peers}
+        while waiting:
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                result = task.result()
+                if isinstance(result, Told):
+                    for other in waiting:
+                        other.cancel()
+                    return result
+                why = result
+    return why
+
+
+def parse_answer(text: bytes) -> dict[str, Any]:
+    """A peer's answer to a question whose answer is JSON. Raises ProtocolViolation when it is not a JSON object."""
+    try:
+        table = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ProtocolViolation("the answer is not JSON") from None
+    if not isinstance(table, dict):
+        raise ProtocolViolation("the answer is not a JSON object")
+    return table
+
+
+log = logging.getLogger(__name__)
+
+
+ASK_TIMEOUT_S = 10.0
+PAUSE_S = 0.3
+LOOK_AROUND_S = 1.5
+"""Enough for one look-up of every module."""
+ASKED_AT_ONCE = 16
+"""For the manifest: whoever has it answers at once, and who never answers holds up nobody."""
+MAX_LINK_PEERS = 4
+ANY_HOST = ("0.0.0.0", "::", "[::]")  # noqa: S104 - names of "all interfaces", not a decision to bind to them
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """Where this machine listens and what it tells others about that. A port of 0 is any free one."""
+
+    listen: str
+    advertise: str | None = None
+    port: int = 0
+    dht_port: int = 0
+
+    def local(self, port: int) -> str:
+        """`host:port` of a port of ours, for this machine itself."""
+        return f"{'127.0.0.1' if self.listen in ANY_HOST else self.listen}:{port}"
+
+    def told_host(self, initial_peers: tuple[str, ...]) -> str:
+        """The host that others are told: as wished, else the address bound to, else the one that leads to the first initial peer."""
+        if self.advertise:
+            return self.advertise
+        return address_to_reach(initial_peers) if self.listen in ANY_HOST else self.listen
+
+
+@dataclass(frozen=True, slots=True)
+class Presence:
+    """Everything of one run that is not a module. Made by `present`."""
+
+    run: RunId
+    identity: Identity
+    own: OwnState
+    neighbourhood: Neighbourhood
+    reception: Reception
+    directory: DhtDirectory
+    transport: GrpcTransport
+    tunnels: RelayTunnels
+    book: KnownPeers
+    routes: Routes
+    local_address: str
+    """`host:port` at which this machine's own programs reach the node."""
+    introduced: frozenset[PeerId]
+    """Who was named in the link that led here."""
+
+    @property
+    def membership(self) -> Membership:
+        return self.neighbourhood.membership
+
+    @property
+    def link(self) -> JoinLink:
+        """What others need to join through this node."""
+        return JoinLink(self.run, tuple(self.directory.multiaddrs()[:MAX_LINK_PEERS]))
+
+    def others(self) -> list[Announcement]:
+        """The peers of the run that are seen, but for those that only look around as well."""
+        return [seen for seen in self.membership.peers() if seen.state is not PeerState.VISITING]
+
+    async def look_around(self, manifest: Manifest) -> list[Announcement]:
+        """Looks up every module once, which takes a moment. Returns `others`."""
+        self.neighbourhood.watch(manifest.modules())
+        await asyncio.sleep(LOOK_AROUND_S)
+        return self.others()
+
+    async def withdraw(self, limit_s: float) -> None:
+        """The last word of a node that leaves: it hosts nothing. Linked peers hear it at once, the directory if it can."""
+        self.own.state, self.own.module = PeerState.VISITING, None
+        self.transport.announce(self.neighbourhood.own_record())
+        try:
+            async with asyncio.timeout(limit_s):
+                await self.directory.publish(self.own.announcement())
+        except (Unreachable, ProtocolViolation, TimeoutError) as error:
+            log.info("the directory learns of our leaving by silence: %s", error)
+
+    async def fetch_manifest(self, patience_s: float) -> SignedManifest:
+        """Asks the peers that are seen, several at once and those in the link first, until one gives the run's manifest.
+
+        Raises:
+            Unreachable: none did within `patience_s` seconds.
+        """
+
+        async def ask(peer: PeerId) -> SignedManifest:
+            text = await self.transport.ask(peer, Question(QuestionAbout.MANIFEST), ASK_TIMEOUT_S)
+            return read_signed_manifest(text, self.run)
+
+        what = "has given this run's manifest"
+        return await self.first_answer(ask, lambda state: True, patience_s, what, ASKED_AT_ONCE)
+
+    async def first_answer(
+        self,
+        ask: Callable[[PeerId], Awaitable[Answer]],
+        wanted: Callable[[PeerId], bool],
+        patience_s: float,
+        what: str,
+        at_once: int = 1,
+    ) -> Answer:
+        """The first good answer of any wanted peer; `what` completes "no peer ..." for a person.
+
+        Raises:
+            Unreachable: there was none within `patience_s` seconds (and the time that the last ones asked took).
+        """
+        last = "none was found in the directory"
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + patience_s
+        while True:
+            peers = [known.peer for known in self.others() if known.is_reachable and wanted(known.peer)]
+            peers.sort(key=lambda peer: peer not in self.introduced)
+            for first in range(0, len(peers), at_once):
+                result = await first_good(peers[first : first + at_once], ask)
+                if isinstance(result, Told):
+                    return result.answer
+                last = result
+                log.info("%s", last)
+            if loop.time() >= deadline:
+                raise Unreachable(
+                    f"no peer {what} within {patience_s:.0f} s; {last}",
+                    hint="Check the link, that its peers run, and that their ports can be reached from here.",
+                )
+            await asyncio.sleep(PAUSE_S)
+
+
+@asynccontextmanager
+async def present(
+    identity: Identity, run: RunId, where: Whereabouts, settings: DirectorySettings, clock: Clock, events: EventSink
+) -> AsyncIterator[Presence]:
+    """Enters the network of a run as a visitor; leaving it closes every link and stops the directory.
+
+    Raises:
+        ConfigError: a port is taken, or an address cannot be bound.
+    """
+    credentials = make_credentials(identity, run)
+    own = OwnState(run, identity.peer, credentials.certificate_der, clock)
+    membership, book = Membership(run, identity.peer), KnownPeers()
+    neighbourhood = Neighbourhood(identity, own, membership, book, clock, events)
+    reception = Reception(neighbourhood)
+    async with AsyncExitStack() as stack:
+        directory = DhtDirectory(settings, identity, run, clock)
+        tunnels = RelayTunnels(directory, book.relay_of)
+        transport = GrpcTransport(
+            identity,
+            credentials,
+            run,
+            book,
+            reception,
+            clock,
+            TransportSettings(listen_host=where.listen, listen_port=where.port),
+            own_record=neighbourhood.own_record,
+            ways=Ways(Calls(book, clock, neighbourhood.own_record, lambda: bool(own.addresses)), tunnels),
+        )
+        await stack.enter_async_context(transport)
+        host = await asyncio.to_thread(where.told_host, settings.initial_peers)  # names may have to be looked up
+        own.addresses = (f"{host}:{transport.port}",)
+        await stack.enter_async_context(directory)
+        tasks = await stack.enter_async_context(task_scope())
+        running = tasks.create_task(neighbourhood.run(directory, transport))
+        try:
+            introduced = frozenset(PeerId(multiaddr.rpartition("/")[2]) for multiaddr in settings.initial_peers)
+            yield Presence(
+                run,
+                identity,
+                own,
+                neighbourhood,
+                reception,
+                directory,
+                transport,
+                tunnels,
+                book,
+                Routes(identity, run),
+                where.local(transport.port),
+                introduced,
+            )
+        finally:
+            running.cancel()
+
+
+def address_to_reach(multiaddrs: tuple[str, ...]) -> str:
+    """This machine's IPv4 address on the way to the first of them that can be found; it is sent no packet for that."""
+    for multiaddr in multiaddrs:
+        parts = multiaddr.split("/")
+        if len(parts) > 2 and parts[1] in ("ip4", "dns4") and (own := address_towards(parts[2])) is not None:
+            return own
+    return "127.0.0.1"
+
+
+class _Silent:
+    """Takes events and keeps none: a visitor reports its result only."""
+
+    def emit(self, event: Event) -> None:
+        return
+
+
+@asynccontextmanager
+async def visit(link: JoinLink, listen: str | None = None, port: int = 0) -> AsyncIterator[Presence]:
+    """A visitor's presence on this machine: any port unless one is given, a key of its own, and nothing kept for others in the DHT.
+
+    Its DHT listens nowhere. For links it listens where the first peer of `link` is reached from, and on no other interface: a peer that nobody can
+    dial has to be called, and dials whoever calls it.
+    """
+    if listen is None:
+        listen = await asyncio.to_thread(address_to_reach, link.peers)  # names may have to be looked up
+    settings = DirectorySettings("", 0, (), link.peers, client=True)
+    where = Whereabouts(listen=listen, port=port)
+    async with present(Identity.generate(), link.run, where, settings, SystemClock(), _Silent()) as presence:
+        yield presence

@@ -1,0 +1,1 @@
+"""Typed events, their log, throughput, failpoints."""

@@ -1,0 +1,426 @@
+"""What a node reports while it runs: typed events, which `node.observability.event_json` writes and reads as lines of JSON.
+
+One event is one JSON object on one line; its `event` key names the kind and the other keys are the fields below.
+Keys are never renamed or removed; new kinds and new keys may come, so readers ignore what they do not know.
+Numbers that are not finite travel as null, because JSON has no word for them.
+
+Losses are nats per token, rates tokens per second, durations seconds, `tokens` and steps count from the
+beginning of the run; a node that was resumed from a checkpoint goes on counting where that was.
+
+A node writes its events to standard output (with `--json`) and, with `--log-dir`, to a log file of its own. Events about single
+microbatches (`visit`, `retracted`, `completed`), `round_progress`, and `started`, `continued` and `ended` go to the log file only; `skipstone check` reads them there.
+A microbatch is named by the last six characters of its data node's peer id and its number there, as in `abandoned`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchCounts:
+    """What became of the microbatches of one data node, or of all of them together."""
+
+    started: int = 0
+    completed: int = 0
+    abandoned: int = 0
+    duplicated: int = 0
+
+    def plus(self, other: MicrobatchCounts) -> MicrobatchCounts:
+        """The sum, field by field."""
+        return MicrobatchCounts(
+            self.started + other.started,
+            self.completed + other.completed,
+            self.abandoned + other.abandoned,
+            self.duplicated + other.duplicated,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BusySeconds:
+    """Where a node's time went. The parts overlap, because sending and computing do."""
+
+    compute: float = 0.0
+    codec: float = 0.0
+    wire: float = 0.0
+    wait: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A data node, a local swarm or a solo run has finished step `step` (counted from 1)."""
+
+    NAME: ClassVar[str] = "step"
+    step: int
+    loss: float
+    """Mean over the step's tokens."""
+    tokens: int
+    tokens_per_s: float
+    peer: str
+    """The data node; `swarm` when the step is that of several, empty for a solo run."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatus:
+    """The node has a new state: who it is, what it hosts, where it is reached, and the link to join through it."""
+
+    NAME: ClassVar[str] = "node"
+    peer: str
+    module: str | None
+    """`stage.expert`, or None for a node that hosts nothing yet."""
+    state: str
+    """A `PeerState` in lower case, or `stopped`."""
+    address: str
+    link: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How others reach the node has changed, or was found out. docs/REACHABILITY.md has the steps."""
+
+    NAME: ClassVar[str] = "reach"
+    peer: str
+    step: str
+    """`direct`, `mapped`, `reverse`, `unreachable` or `unknown`; more words may come."""
+    address: str
+    """That it announces now; empty when it cannot be dialled."""
+    reason: str
+    fix: str
+    """What a person can do to reach a better step; empty when there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """The node leaves its module for another that needs it more. Statuses follow: draining, joining, serving."""
+
+    NAME: ClassVar[str] = "move"
+    peer: str
+    module: str
+    target: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class InnerStep:
+    """A replica has taken an optimizer step with the mean gradient of `visits` microbatches."""
+
+    NAME: ClassVar[str] = "inner_step"
+    peer: str
+    module: str
+    step: int
+    visits: int
+    gradient_norm: float
+    learning_rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy a replica is now; sent now and then, for whoever watches."""
+
+    NAME: ClassVar[str] = "load"
+    peer: str
+    module: str
+    slots: int
+    busy_slots: int
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """No peer serves `module`; the work waits for one, or goes round it where the run's paths skip stages."""
+
+    NAME: ClassVar[str] = "waiting"
+    module: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A peer serves `module` again."""
+
+    NAME: ClassVar[str] = "resumed"
+    module: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerChange:
+    """The link to another peer has come up or gone down."""
+
+    NAME: ClassVar[str] = "peer"
+    peer: str
+    change: Literal["up", "down"]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Abandoned:
+    """A microbatch will not be completed. Stages that its gradient had already passed on the way back have learnt from it."""
+
+    NAME: ClassVar[str] = "abandoned"
+    microbatch: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """A replica's gradient of a microbatch counts: the data node has completed it on a path that names this replica.
+
+    A data node's own two ends count together, when the microbatch completes.
+    """
+
+    NAME: ClassVar[str] = "visit"
+    peer: str
+    module: str
+    microbatch: str
+
+
+@dataclass(frozen=True, slots=True)
+class Retracted:
+    """A replica has taken a gradient back that it had added: another replica's counts in its place, or nobody said that it does."""
+
+    NAME: ClassVar[str] = "retracted"
+    peer: str
+    module: str
+    microbatch: str
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """A microbatch has come home to its data node."""
+
+    NAME: ClassVar[str] = "completed"
+    peer: str
+    microbatch: str
+    hops: tuple[str, ...]
+    """The path it really took, repairs included: `module@peer` each, stage 0 left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundProgress:
+    """A replica exchanges pseudo-gradients: said at the beginning of an attempt and with each further tenth. That all is in is no commit yet."""
+
+    NAME: ClassVar[str] = "round_progress"
+    peer: str
+    module: str
+    round: int
+    attempt: int
+    """From 0."""
+    convener: str
+    chunks: int
+    """That this replica reduces."""
+    percent: int
+    """Of the pieces that it takes in: contributions to its chunks, and results."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundCommitted:
+    """A replica has applied a round: it holds the anchor that the digest names."""
+
+    NAME: ClassVar[str] = "round"
+    peer: str
+    module: str
+    round: int
+    digest: str
+    """Of the new anchor, hexadecimal."""
+    members: tuple[str, ...]
+    """The peers that agreed on it."""
+    contributors: tuple[str, ...]
+    """Those of them whose pseudo-gradients are in it: the others had done no work yet."""
+    tokens: int
+    """Trained by all members since the last round."""
+    attempts: int
+    seconds: float
+    sent_bytes: int
+    received_bytes: int
+    codec: str = "none"
+    """Of the contributions."""
+    audit_sent_bytes: int = 0
+    """For audits of other pieces since the last round; not in `sent_bytes`. 0 in logs of older versions."""
+    audit_received_bytes: int = 0
+    """Likewise."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaAccused:
+    """Another replica of the module sent what cannot be honest, as this one has seen for itself. It is left out of rounds here."""
+
+    NAME: ClassVar[str] = "accused"
+    peer: str
+    """Who has seen it."""
+    module: str
+    accused: str
+    round: int
+    why: str
+    proof: str = ""
+    """BLAKE3 over the signed hashes that an audit stands on, hexadecimal; empty when only we can know it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CatchingUp:
+    """A replica is fetching the anchor of a round in which it had no part; sent when it begins, and about once a second."""
+
+    NAME: ClassVar[str] = "catching_up"
+    peer: str
+    module: str
+    round: int
+    bytes: int
+    """That are here."""
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CaughtUp:
+    """A replica has fetched the anchor of a round in which it had no part."""
+
+    NAME: ClassVar[str] = "caught_up"
+    peer: str
+    module: str
+    round: int
+    digest: str
+    bytes: int
+    seconds: float
+    donors: tuple[str, ...]
+    donor_bytes: tuple[int, ...] = ()
+    """Good chunks from each of `donors`, in the same order. Missing in logs of older versions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A replica has loaded an anchor from a checkpoint."""
+
+    NAME: ClassVar[str] = "restored"
+    peer: str
+    module: str
+    round: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The first line of a log file, also after a rotation; the clock is that of this machine."""
+
+    NAME: ClassVar[str] = "started"
+    peer: str
+    unix_ms: int
+    part: int
+    """1 for the first file of a process, one more after each rotation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """A data node that was resumed from a checkpoint goes on counting from here."""
+
+    NAME: ClassVar[str] = "continued"
+    peer: str
+    microbatches: MicrobatchCounts
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The last line of the log of a node that stopped in good order."""
+
+    NAME: ClassVar[str] = "ended"
+    peer: str
+    unix_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class LastPeer:
+    """The node stops, and nobody else serves its module."""
+
+    NAME: ClassVar[str] = "last_peer"
+    peer: str
+    module: str
+    saved_in: str | None
+    """The folder that keeps the module's state; None when it is lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A sentence for a person."""
+
+    NAME: ClassVar[str] = "note"
+    level: Literal["info", "warning", "error"]
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSummary:
+    """The account of a module, when its node leaves it for another or, as the last event, stops in good order. Losses are None for a node that is not a data node."""
+
+    NAME: ClassVar[str] = "node_summary"
+    peer: str
+    module: str | None
+    steps: int
+    loss_first: float | None
+    loss_last: float | None
+    tokens: int
+    tokens_per_s: float
+    microbatches: MicrobatchCounts
+    accumulated: int
+    """Microbatches whose gradient this replica has added, each once."""
+    busy_s: BusySeconds
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSummary:
+    """One peer of a finished run. `exit_code` is 128 + n when signal n ended it, None for a solo run."""
+
+    peer: str
+    module: str | None
+    steps: int
+    accumulated: int
+    exit_code: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The last event of `skipstone up` and `skipstone solo`."""
+
+    NAME: ClassVar[str] = "summary"
+    steps: int
+    loss_first: float | None
+    loss_last: float | None
+    tokens: int
+    tokens_per_s: float
+    microbatches: MicrobatchCounts
+    peers: tuple[PeerSummary, ...]
+
+
+Event = (
+    Step
+    | NodeStatus
+    | Reach
+    | Move
+    | InnerStep
+    | Load
+    | Waiting
+    | Resumed
+    | PeerChange
+    | Abandoned
+    | Visit
+    | Retracted
+    | Completed
+    | RoundProgress
+    | RoundCommitted
+    | ReplicaAccused
+    | CatchingUp
+    | CaughtUp
+    | Restored
+    | Started
+    | Continued
+    | Ended
+    | LastPeer
+    | Note
+    | NodeSummary
+    | Summary
+)  # fmt: skip
+
+
+class EventSink(Protocol):
+    """Where events go. `emit` is called on the event loop: it returns at once and never raises."""
+
+    def emit(self, event: Event) -> None:
+        """Takes one event."""
+        ...

@@ -1,0 +1,42 @@
+"""A rate over the last while: tokens per second as a person would count them."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from protocol.interfaces.clock import Clock
+
+WINDOW_S = 15.0
+MAX_SAMPLES = 4096
+
+
+class Rate:
+    """What has been added in the last `WINDOW_S` seconds, divided by the time it took."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._begun = clock.monotonic()
+        self._samples: deque[tuple[float, float]] = deque(maxlen=MAX_SAMPLES)
+        self._total = 0.0
+        self._last = self._begun
+
+    def add(self, amount: float) -> None:
+        now = self._clock.monotonic()
+        self._samples.append((now, amount))
+        self._total += amount
+        self._last = now
+
+    def mean(self) -> float:
+        """Over everything, from the start to the last addition."""
+        return self._total / max(1e-6, self._last - self._begun)
+
+    def per_second(self) -> float:
+        """0 while nothing has been added."""
+        now = self._clock.monotonic()
+        while self._samples and self._samples[0][0] < now - WINDOW_S:
+            self._samples.popleft()
+        if not self._samples:
+            return 0.0
+        full = len(self._samples) == MAX_SAMPLES
+        since = self._samples[0][0] if full else max(self._begun, now - WINDOW_S)
+        return sum(amount for _, amount in self._samples) / max(1e-6, now - since)

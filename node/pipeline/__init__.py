@@ -1,0 +1,1 @@
+"""Runs custody: admission, tensors, workers, the codec of each link."""

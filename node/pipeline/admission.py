@@ -1,0 +1,132 @@
+"""Checks a tensor's header against the manifest before any memory is spent on it.
+
+What the planner needs of the manifest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+from protocol.codecs.tensor_spec import DType, TensorSpec
+from protocol.manifest.manifest import Manifest
+from swarm.compression.microbatch_codecs import Traffic, ladder
+from swarm.routing.path_rules import PathRules
+from swarm.vocabulary.errors import ProtocolViolation
+from swarm.vocabulary.pipeline_messages import Backward, Forward, MicrobatchTensor, Purpose
+from swarm.vocabulary.types import Codec, ModuleId, PeerId, short
+
+STEPS_BACK = 2
+"""That a path may take under `reordering = "adjacent"`, each to the stage just before the highest visited; as in SkipPipe's schedules
+(arXiv 2502.19913)."""
+
+
+def path_rules(manifest: Manifest) -> PathRules:
+    """The run's rules for paths."""
+    stages = manifest.stages
+    back = STEPS_BACK if stages.reordering == "adjacent" else 0
+    return PathRules(stages.count, stages.visited_per_path, max_back_stops=back, max_back_distance=back)
+
+
+RouteFault = Callable[[MicrobatchTensor], str | None]
+
+
+def hidden_tensor(manifest: Manifest) -> TensorSpec:
+    """What travels between the stages of this run, in either direction."""
+    dtype = DType.BFLOAT16 if manifest.model.dtype == "bfloat16" else DType.FLOAT32
+    return TensorSpec(manifest.hidden_shape, dtype, Codec.NONE)
+
+
+def allowed_codecs(manifest: Manifest) -> dict[Traffic, tuple[Codec, ...]]:
+    """Of microbatches, mildest first: what a sender chooses from and a receiver takes."""
+    half = hidden_tensor(manifest).dtype is DType.BFLOAT16
+    limits = {
+        Traffic.ACTIVATIONS: manifest.codecs.activations,
+        Traffic.GRADIENTS: manifest.codecs.gradients,
+    }
+    return {traffic: ladder(Codec[limit.upper()], half_precision=half) for traffic, limit in limits.items()}
+
+
+class Admission:
+    """The rules of one run, for one peer.
+
+    Args:
+        own: this peer.
+        module: the module it hosts.
+        route_fault: why a message is not on a route that its data node has signed; None when it is (`protocol.identity.route_signatures.Routes.fault`).
+    """
+
+    def __init__(self, manifest: Manifest, own: PeerId, module: ModuleId, route_fault: RouteFault) -> None:
+        self._own = own
+        self._route_fault = route_fault
+        self._module = module
+        self._tensor = hidden_tensor(manifest)
+        self._codecs = allowed_codecs(manifest)
+        self._modules = frozenset(manifest.modules()) - {ModuleId(0)}
+        self._rules = path_rules(manifest)
+
+    def check(self, sender: PeerId, message: MicrobatchTensor, tensor: TensorSpec) -> None:
+        """Raises ProtocolViolation when an honest peer could not have sent this."""
+        if (tensor.shape, tensor.dtype) != (self._tensor.shape, self._tensor.dtype):
+            raise ProtocolViolation(
+                f"a tensor {tensor.shape} {tensor.dtype.name} was announced; this run's are {self._tensor.shape}"
+                f" {self._tensor.dtype.name}"
+            )
+        codecs = self._codecs[Traffic.ACTIVATIONS if isinstance(message, Forward) else Traffic.GRADIENTS]
+        if tensor.codec not in codecs or tensor.byte_length > self._tensor.raw_bytes:
+            raise ProtocolViolation(
+                f"{tensor.byte_length} bytes as {tensor.codec.name} were announced; this run allows"
+                f" {', '.join(codec.name for codec in codecs)} for this"
+            )
+        path = message.path
+        if path.data_node != message.microbatch.data_node:
+            raise ProtocolViolation("the path belongs to another data node than the microbatch")
+        stages = [hop.module.stage for hop in path.hops]
+        unknown = [str(hop.module) for hop in path.hops if hop.module not in self._modules]
+        if unknown:
+            raise ProtocolViolation(f"the path visits module {unknown[0]}, which the manifest does not have")
+        evaluated = _only_evaluates(message)
+        self._check_order(stages, evaluated=evaluated)
+        if path.route is not None:
+            self._check_order([module.stage for module in path.route.modules], evaluated=evaluated)
+        if not -1 <= message.position <= len(path.hops):
+            raise ProtocolViolation(f"position {message.position} is not on a path of {len(path.hops)} hops")
+        if path.peer_at(message.position) != self._own:
+            raise ProtocolViolation("the message is for another peer on the path")
+        self._check_sender(sender, message)
+        fault = self._route_fault(message)
+        if fault is not None:
+            raise ProtocolViolation(f"{message.microbatch}: {fault}")
+
+    def _check_order(self, stages: list[int], *, evaluated: bool) -> None:
+        """The rule for paths is about training; the whole model, or any part of it, may be measured, from the first stage on."""
+        if evaluated:
+            in_order = all(one < other for one, other in pairwise(stages))
+            fault = None if in_order else f"not different stages in order: {stages}"
+        else:
+            fault = self._rules.fault_as_taken(stages)
+        if fault is not None:
+            raise ProtocolViolation(f"the path is not one that this run allows: {fault}")
+
+    def hosts(self, message: MicrobatchTensor) -> bool:
+        """Whether the hop it names is our module. A sender with an old view may be honestly wrong about that."""
+        hops, position = message.path.hops, message.position
+        return not 0 <= position < len(hops) or hops[position].module == self._module
+
+    def _check_sender(self, sender: PeerId, message: MicrobatchTensor) -> None:
+        """Only the neighbour on the path may hand something over; who that is depends on the direction."""
+        match message:
+            case Forward(position=position) if position < 0:
+                raise ProtocolViolation("a Forward cannot go to the start of its path")
+            case Backward(position=position) if position >= len(message.path.hops):
+                raise ProtocolViolation("a Backward cannot go to the end of its path")
+            case Forward(position=position):
+                neighbour = message.path.peer_at(position - 1)
+            case Backward(position=position):
+                neighbour = message.path.peer_at(position + 1)
+        if neighbour != sender:
+            raise ProtocolViolation(f"{short(sender)} sent what only {short(neighbour)} may send on this path")
+
+
+def _only_evaluates(message: MicrobatchTensor) -> bool:
+    return isinstance(message, Forward) and message.purpose is Purpose.EVALUATE

@@ -1,0 +1,161 @@
+"""The computations of a data node at both ends of a path: embedding, and norm, head and loss. Runs on the compute thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from node.data.packing import Microbatch
+from node.model.build import build_embedding, build_head
+from node.model.device import device_errors
+from node.model.memory_need import require_room
+from node.model.optimizer import Accumulator, Addition, InnerOptimizer, StepFigures
+from node.model.parts import EmbeddingPart, HeadPart
+from node.model.passes import Visit, backward, forward
+from node.pipeline.admission import hidden_tensor
+from node.pipeline.interfaces import Job, Output
+from node.pipeline.tensor_io import Wire
+from protocol.codecs.tensor_spec import TensorSpec
+from protocol.manifest.manifest import Manifest
+from swarm.pipeline.custody_states import Work
+from swarm.pipeline.ledger import DEFAULT_SLOTS
+from swarm.vocabulary.errors import ProtocolViolation, StateError
+from swarm.vocabulary.pipeline_messages import Purpose
+from swarm.vocabulary.types import MicrobatchId, ModuleId
+
+
+def host_stage_zero(manifest: Manifest, device: torch.device, slots: int = DEFAULT_SLOTS) -> DataWorker:
+    """A data node's replica of stage 0, with the run's initial weights. Raises as `host_hop`."""
+    require_room(manifest, (ModuleId(0),), device, slots)
+    with device_errors():
+        embedding, head = build_embedding(manifest).to(device), build_head(manifest).to(device)
+        sums = Accumulator(embedding), Accumulator(head)
+        stage = StageZero(embedding, head, *sums, InnerOptimizer(manifest.training, sums))
+    return DataWorker(stage, hidden_tensor(manifest), manifest.microbatch_tokens, device)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageZero:
+    """The two parts of stage 0, which count their visits apart but step together."""
+
+    embedding: EmbeddingPart
+    head: HeadPart
+    embedding_sum: Accumulator
+    head_sum: Accumulator
+    optimizer: InnerOptimizer
+
+
+class DataWorker:
+    """One data node's replica of stage 0.
+
+    Args:
+        tensor: of the hidden states.
+        tokens: of one microbatch.
+    """
+
+    def __init__(self, stage: StageZero, tensor: TensorSpec, tokens: int, device: torch.device) -> None:
+        self.stage = stage
+        self.accumulated = 0
+        """Microbatches whose gradients have been added at both ends, those before the snapshot it was resumed from included."""
+        self.recomputed = 0
+        self.texts: dict[MicrobatchId, Microbatch] = {}
+        """Of the microbatches under way. The data node puts them in and takes them out; here they are only read."""
+        self.parameter_version = 0
+        """Grows whenever the parameters change; a graph kept from an earlier version is stale."""
+        self.after_step: Callable[[StepFigures], None] = lambda figures: None
+        """Called after each inner step, in the same job."""
+        self._tensor = tensor
+        self.tokens = tokens
+        self.wire = Wire(device)
+        self._visits: dict[int, tuple[Visit, int]] = {}
+
+    @property
+    def tensor(self) -> TensorSpec:
+        return self._tensor
+
+    def compute(self, job: Job) -> Output:
+        """See `node.pipeline.interfaces.Worker`.
+
+        Raises:
+            ProtocolViolation: what came back is not finite.
+            StateError: the microbatch has been given up meanwhile.
+        """
+        with device_errors():
+            return self._compute(job)
+
+    def _compute(self, job: Job) -> Output:
+        text = self.texts.get(job.key.microbatch)
+        if text is None:
+            raise StateError(f"microbatch {job.key.microbatch} is not under way any more")
+        match job.work:
+            case Work.FORWARD:
+                return self._embed(job, text)
+            case Work.LOSS:
+                return self._loss(job, text)
+            case Work.BACKWARD:
+                return self._finish(job, text)
+            case Work.REPLAY:
+                raise StateError("nobody stands in for a data node")
+
+    def retract(self, job: Job) -> bool:
+        """A data node's own gradients count when the microbatch completes, and it knows of no other copy."""
+        raise StateError("a data node takes no gradient back")
+
+    def parameters_changed(self) -> None:
+        """To be called by whoever changes the parameters otherwise than by an inner step."""
+        self.parameter_version += 1
+
+    def forget(self, ticket: int) -> None:
+        self._visits.pop(ticket, None)
+
+    def step(self) -> StepFigures | None:
+        if not self.stage.optimizer.due:
+            return None
+        self.parameters_changed()
+        figures = self.stage.optimizer.step()
+        self.after_step(figures)
+        return figures
+
+    def _embed(self, job: Job, text: Microbatch) -> Output:
+        tokens = text.tokens.to(self.wire.device)
+        if job.purpose is Purpose.EVALUATE:
+            with torch.no_grad():
+                return self.wire.output(self.stage.embedding(tokens), job)
+        visit = forward(self.stage.embedding, tokens)
+        self._visits[job.ticket] = (visit, self.parameter_version)
+        return self.wire.output(visit.result, job)
+
+    def _loss(self, job: Job, text: Microbatch) -> Output:
+        hidden = self.wire.received(job.input)
+        labels = text.labels.to(self.wire.device)
+        if job.purpose is Purpose.EVALUATE:
+            with torch.no_grad():
+                return Output(loss=self.stage.head(hidden, labels).item())
+        visit = forward(self.stage.head, hidden, labels)
+        gradients = backward(self.stage.head, visit)
+        assert gradients.source is not None
+        output = self.wire.output(gradients.source, job, visit.result.item())  # before the gradient counts, as at a hop
+        self._add(self.stage.head_sum, job, gradients.parameters)
+        return output
+
+    def _finish(self, job: Job, text: Microbatch) -> Output:
+        gradient = self.wire.received(job.gradient)
+        kept = self._visits.pop(job.ticket, None)
+        if kept is None:
+            raise StateError(f"of microbatch {job.key.microbatch} nothing was kept to go back from")
+        visit, version = kept
+        if version != self.parameter_version:
+            visit = forward(self.stage.embedding, text.tokens.to(self.wire.device))
+            self.recomputed += 1
+        gradients = backward(self.stage.embedding, visit, gradient)
+        self._add(self.stage.embedding_sum, job, gradients.parameters)
+        self.accumulated += 1
+        return Output(step_due=self.stage.optimizer.due)
+
+    def _add(self, total: Accumulator, job: Job, gradients: tuple[Tensor, ...]) -> None:
+        addition = total.add(job.key.microbatch, self.tokens, gradients)
+        if addition is Addition.NOT_FINITE:
+            raise ProtocolViolation(f"microbatch {job.key.microbatch}: {addition.value}")

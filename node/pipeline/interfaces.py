@@ -1,0 +1,203 @@
+"""What the carrier needs of the rest of the node: somebody who computes, and somebody who wants the results."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from node.model.optimizer import StepFigures
+from protocol.codecs import Encoded
+from protocol.codecs.tensor_spec import TensorSpec
+from swarm.compression.microbatch_codecs import Traffic
+from swarm.pipeline.custody_states import Key, Work
+from swarm.vocabulary.pipeline_messages import Forward, Purpose, Receipt
+from swarm.vocabulary.types import Codec, MicrobatchId, Path, PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a computation gave. `tensor` is sent on; `loss` is in nats per token; `step_due` asks for an inner step before anything else."""
+
+    tensor: Encoded | None = None
+    loss: float | None = None
+    step_due: bool = False
+    error: float | None = None
+    """Relative, of the tensor's encoding, when the job asked for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One computation. `ticket` names the holding it is for: the same microbatch come by a second way has another."""
+
+    ticket: int
+    key: Key
+    work: Work
+    purpose: Purpose
+    input: Encoded | None = None
+    """The received hidden states; None at a data node's start."""
+    gradient: Encoded | None = None
+    """The received gradient of the output, once it is there."""
+    codec: Codec = Codec.NONE
+    """For what is sent on."""
+    check_codec: bool = False
+    """Whether to say how large the encoding's error is."""
+
+
+class Worker(Protocol):
+    """The numbers. Every method but `tensor` runs on the compute thread."""
+
+    @property
+    def tensor(self) -> TensorSpec:
+        """Of the hidden states and their gradients."""
+        ...
+
+    def compute(self, job: Job) -> Output:
+        """Does the job. Its tensors stay as they are until `forget(ticket)`; so does `Output.tensor`, which may be the same memory.
+
+        Raises:
+            SkipstoneError: it could not be done, and nothing was accumulated.
+        """
+        ...
+
+    def retract(self, job: Job) -> bool:
+        """Takes back the gradient that a BACKWARD or REPLAY of this holding has added, from its input and gradient.
+
+        Says whether there was anything to take back. Between the two an inner step may have been taken: then that step was taken with
+        it, and the negative goes into the next sum.
+
+        Raises:
+            SkipstoneError: it could not be computed; the gradient stays.
+        """
+        ...
+
+    def forget(self, ticket: int) -> None:
+        """Frees what was kept for the holding, if anything was."""
+        ...
+
+    def step(self) -> StepFigures | None:
+        """Takes the inner step that is due; None when an earlier call took it. (Two results in a row may both ask for it.)"""
+        ...
+
+
+class PathEnds(Protocol):
+    """A data node's interest in its own microbatches. A peer of another stage has none (`NoPathEnds`)."""
+
+    def expects(self, message: Forward) -> bool:
+        """Whether this microbatch of ours is still under way."""
+        ...
+
+    def loss_known(self, microbatch: MicrobatchId, path: Path, purpose: Purpose, loss: float) -> None: ...
+
+    def finished(self, microbatch: MicrobatchId, path: Path) -> None:
+        """It has come home along `path`, whose gradients are the ones that count."""
+        ...
+
+    def lost(self, microbatch: MicrobatchId, detail: str) -> None:
+        """It cannot go on."""
+        ...
+
+    def may_hold(self, peer: PeerId, microbatch: MicrobatchId) -> bool:
+        """Whether the peer hosts a module on the microbatch's path. Which replica has it may have changed on the way."""
+        ...
+
+    def may_have_held(self, peer: PeerId, microbatch: MicrobatchId) -> bool:
+        """Likewise, also of a microbatch that has come home, as long as receipts for it are expected."""
+        ...
+
+    def passed(self, sender: PeerId, receipt: Receipt) -> None:
+        """A peer says that it has passed one of our microbatches on, which may be home already."""
+        ...
+
+
+class NoPathEnds:
+    """Of a peer that starts no paths."""
+
+    def expects(self, message: Forward) -> bool:
+        return False
+
+    def loss_known(self, microbatch: MicrobatchId, path: Path, purpose: Purpose, loss: float) -> None: ...
+
+    def finished(self, microbatch: MicrobatchId, path: Path) -> None: ...
+
+    def lost(self, microbatch: MicrobatchId, detail: str) -> None: ...
+
+    def may_hold(self, peer: PeerId, microbatch: MicrobatchId) -> bool:
+        return False
+
+    def may_have_held(self, peer: PeerId, microbatch: MicrobatchId) -> bool:
+        return False
+
+    def passed(self, sender: PeerId, receipt: Receipt) -> None: ...
+
+
+class VisitCounter(Protocol):
+    """Somebody who counts whose gradients count."""
+
+    def visited(self, microbatch: MicrobatchId) -> None:
+        """The gradient that was added counts."""
+        ...
+
+    def retracted(self, microbatch: MicrobatchId) -> None:
+        """The gradient that was added did not count, and has been taken back."""
+        ...
+
+
+class NobodyCounts:
+    """Where nobody wants to know."""
+
+    def visited(self, microbatch: MicrobatchId) -> None: ...
+
+    def retracted(self, microbatch: MicrobatchId) -> None: ...
+
+
+class CodecChooser(Protocol):
+    """Somebody who knows the links, and which codecs the run allows (`node.pipeline.codec_selection`)."""
+
+    def choose(self, to: PeerId, traffic: Traffic) -> Codec:
+        """For the next tensor of this kind that goes to the peer."""
+        ...
+
+    def measured(self, traffic: Traffic, codec: Codec, error: float) -> None:
+        """The relative error of an encoding."""
+        ...
+
+    def sending(self, to: PeerId, tensor: Hashable, size_bytes: int) -> None:
+        """A tensor, by any name, begins to go to the peer."""
+        ...
+
+    def accepted(self, by: PeerId, tensor: Hashable) -> None:
+        """The peer says that it has all of it."""
+        ...
+
+    def not_accepted(self, by: PeerId, tensor: Hashable) -> None:
+        """The peer did not want it."""
+        ...
+
+    def lost(self, peer: PeerId) -> None:
+        """The link ended."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """For `status`."""
+        ...
+
+
+class AsTheyAre:
+    """Where nothing is encoded."""
+
+    def choose(self, to: PeerId, traffic: Traffic) -> Codec:
+        return Codec.NONE
+
+    def measured(self, traffic: Traffic, codec: Codec, error: float) -> None: ...
+
+    def sending(self, to: PeerId, tensor: Hashable, size_bytes: int) -> None: ...
+
+    def accepted(self, by: PeerId, tensor: Hashable) -> None: ...
+
+    def not_accepted(self, by: PeerId, tensor: Hashable) -> None: ...
+
+    def lost(self, peer: PeerId) -> None: ...
+
+    def describe(self) -> dict[str, Any]:
+        return {}

@@ -1,0 +1,449 @@
+"""Carries out what custody decides: admits and receives tensors, has them computed, sends them on.
+
+This is the part of `protocol.interfaces.transport.LinkHandler` that has to do with microbatches. Decisions are all in `swarm.pipeline.custody`; here are the buffers, the
+compute thread and the tasks that go with them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from node.concurrency.compute_thread import ComputeThread, Priority
+from node.concurrency.message_sender import Tellings
+from node.concurrency.task_tracker import Chores
+from node.model.optimizer import StepFigures
+from node.observability.failpoints import crash_point
+from node.pipeline.admission import Admission
+from node.pipeline.interfaces import (
+    AsTheyAre,
+    CodecChooser,
+    Job,
+    NobodyCounts,
+    NoPathEnds,
+    Output,
+    PathEnds,
+    VisitCounter,
+    Worker,
+)
+from node.pipeline.tensor_store import Load, Loads
+from protocol.codecs import Encoded
+from protocol.codecs.tensor_spec import TensorSpec
+from protocol.interfaces.clock import Clock
+from protocol.interfaces.transport import Refusal, Transport
+from protocol.transport.buffer_pool import BufferPool
+from swarm.compression.microbatch_codecs import Traffic
+from swarm.pipeline.custody import Custody
+from swarm.pipeline.custody_states import (
+    Action,
+    BackwardArrived,
+    BrokenOff,
+    CloseArrived,
+    Compute,
+    Computed,
+    ComputeFailed,
+    Confirmed,
+    Event,
+    Finished,
+    Forget,
+    ForwardArrived,
+    KeepGradient,
+    Key,
+    PeerBack,
+    PeerLost,
+    Place,
+    RecallArrived,
+    ReceiptArrived,
+    Retract,
+    SendOutput,
+    SettledArrived,
+    Tell,
+    Tick,
+    UnsettledArrived,
+    Work,
+)
+from swarm.vocabulary.errors import PeerError, ResourceExhausted, SkipstoneError
+from swarm.vocabulary.pipeline_messages import (
+    Backward,
+    Close,
+    Direction,
+    Forward,
+    MicrobatchControl,
+    MicrobatchTensor,
+    Purpose,
+    Recall,
+    Receipt,
+    ReceiptStatus,
+    Settled,
+    Stranded,
+    Unsettled,
+)
+from swarm.vocabulary.types import Codec, MicrobatchId, PeerId
+
+log = logging.getLogger(__name__)
+
+UsingTask = TypeVar("UsingTask", Compute, SendOutput, Retract)
+
+TICK_S = 0.1
+BUSY_RETRY_S = 0.1
+CHECKED_EVERY = 64
+"""Encodings of which the error is measured: decoding costs less than encoding, so this is about one percent of it."""
+
+MAX_WAITING_TELLS = 256
+"""Messages on the way to one peer. What is more is dropped, as for a peer that cannot be reached."""
+BUFFERS_A_SLOT = 6
+"""Two tensors come to a holding, the input and the gradient, and of every slot two more holdings may be unsettled."""
+
+
+class Carrier:
+    """One node's microbatches between its links and its compute thread.
+
+    `async with` runs it; the tasks it starts live inside.
+    """
+
+    def __init__(
+        self,
+        custody: Custody,
+        admission: Admission,
+        worker: Worker,
+        compute: ComputeThread,
+        clock: Clock,
+        on_failure: Callable[[PeerId, PeerError], None],
+        on_step: Callable[[StepFigures], None],
+        ends: PathEnds | None = None,
+        visits: VisitCounter | None = None,
+        codecs: CodecChooser | None = None,
+    ) -> None:
+        self.custody = custody
+        self._admission = admission
+        self._worker = worker
+        self._compute = compute
+        self._on_failure = on_failure
+        self._clock = clock
+        self._on_step = on_step
+        self.ends: PathEnds = ends or NoPathEnds()
+        self.takes_new_work = True
+        """False while the node leaves the module to its other replicas: what is new is theirs, and they stand in for lost hops."""
+        self._visits: VisitCounter = visits or NobodyCounts()
+        self.codecs: CodecChooser = codecs or AsTheyAre()
+        self._encoded = 0
+        self.transport: Transport | None = None
+        self.wire_s = 0.0
+        # A data node's own are held besides the slots.
+        self._pool = BufferPool(worker.tensor.raw_bytes, BUFFERS_A_SLOT * custody.slots + 64)
+        self._loads = Loads()
+        self._tellings = Tellings(MAX_WAITING_TELLS)
+        self._chores = Chores()
+        """The node may let go of its module when nothing of them is owed: messages to others, and inner steps that are due."""
+        self._arrived: Encoded | None = None
+
+    # ---- running -------------------------------------------------------------------------------------------------
+
+    async def run(self, transport: Transport) -> None:
+        """Until cancelled."""
+        self.transport = transport
+        async with self._chores.running():
+            while True:
+                await asyncio.sleep(TICK_S)
+                self.handle(Tick())
+
+    def handle(self, event: Event) -> None:
+        """Gives the event to custody and carries out what follows."""
+        self._carry_out(self.custody.handle(event, self._clock.monotonic()))
+
+    def abandon(self, microbatch: MicrobatchId, detail: str) -> None:
+        """A data node gives up one of its own."""
+        self._carry_out(self.custody.abandon(microbatch, detail))
+
+    async def nothing_owed(self, patience_s: float) -> None:
+        """Returns when every message to others has been handed to the links and every inner step that is due has been taken, or
+        after `patience_s` seconds."""
+        await self._chores.nothing_owed(patience_s)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is held and nothing is owed (see `nothing_owed`)."""
+        return len(self.custody) == 0 and not self._chores.owed
+
+    # ---- what comes in by the links ----------------------------------------------------------------------------------
+
+    def admit(self, sender: PeerId, message: MicrobatchTensor, tensor: TensorSpec) -> memoryview | Refusal:
+        self._admission.check(sender, message, tensor)
+        refusal = self._refusal(message)
+        if refusal is not None:
+            return refusal
+        try:
+            return self._pool.take()[: tensor.byte_length]
+        except ResourceExhausted as error:
+            self.handle(BrokenOff(message))
+            return Refusal(True, str(error), BUSY_RETRY_S)
+
+    def _refusal(self, message: MicrobatchTensor) -> Refusal | None:
+        """Why it is not taken; None when a place for it has been reserved."""
+        if self._pool.in_use >= self._pool.limit:
+            return Refusal(True, "all receive buffers are in use", BUSY_RETRY_S)
+        if not self._admission.hosts(message):
+            return Refusal(False, "this module is not hosted here")
+        if not self.takes_new_work and not self._is_ours_to_finish(message):
+            return Refusal(False, "this peer is leaving the module")
+        now = self._clock.monotonic()
+        if isinstance(message, Backward):
+            place = self.custody.admit_backward(message, now)
+            return None if place.value is Place.FREE else _refused(place.reason, busy=place.value is Place.BUSY)
+        if message.microbatch.data_node == self.custody.own and not self.ends.expects(message):
+            return Refusal(False, "this microbatch is not under way")
+        place = self.custody.admit_forward(message, now)
+        return None if place.value is Place.FREE else _refused(place.reason, busy=place.value is Place.BUSY)
+
+    def _is_ours_to_finish(self, message: MicrobatchTensor) -> bool:
+        """Held here already; or our own, which nobody else can end. Standing in for a lost hop is new work."""
+        held = self.custody.get(Key(message.microbatch, message.position)) is not None
+        return held or message.microbatch.data_node == self.custody.own
+
+    def received(self, message: MicrobatchTensor, tensor: Encoded) -> None:
+        crash_point("arrived")
+        self._arrived = tensor
+        self.handle(ForwardArrived(message) if isinstance(message, Forward) else BackwardArrived(message))
+        if self._arrived is not None:  # a second copy, or forgotten meanwhile: nothing is computed from it
+            self._pool.give_back(self._arrived.data)
+            self._arrived = None
+
+    def broken_off(self, message: MicrobatchTensor, buffer: memoryview) -> None:
+        self._pool.give_back(buffer)
+        self.handle(BrokenOff(message))
+
+    def told(self, sender: PeerId, message: MicrobatchControl) -> None:
+        match message:
+            case Receipt():
+                if message.status is ReceiptStatus.PASSED_ON and self._is_of_ours(
+                    sender, message, self.ends.may_have_held
+                ):
+                    self.custody.touch(Key(message.microbatch, -1), self._clock.monotonic())
+                    self.ends.passed(sender, message)
+                self._note_answer(sender, message)
+                self.handle(ReceiptArrived(sender, message))
+            case Close():
+                self.handle(CloseArrived(sender, message))
+            case Recall():
+                self.handle(RecallArrived(sender, message))
+            case Settled():
+                self.handle(SettledArrived(sender, message))
+            case Unsettled():
+                self.handle(UnsettledArrived(sender, message))
+            case Stranded() if self._is_of_ours(sender, message, self.ends.may_hold) and self._was_given(
+                sender, message
+            ):
+                self._stranded(message)
+            case _:
+                log.debug("%s from %s needs no action", type(message).__name__, sender)
+
+    def _is_of_ours(
+        self, sender: PeerId, message: Receipt | Stranded, may_know: Callable[[PeerId, MicrobatchId], bool]
+    ) -> bool:
+        """Whether it is about a microbatch of ours, from ourselves or from somebody who may know about it."""
+        if message.microbatch.data_node != self.custody.own:
+            return False
+        return sender == self.custody.own or may_know(sender, message.microbatch)
+
+    def _was_given(self, sender: PeerId, message: Stranded) -> bool:
+        """Whether the sender knows how the microbatch's route is signed. Of one that is only evaluated we keep nothing to compare with."""
+        start = self.custody.get(Key(message.microbatch, -1))
+        if sender == self.custody.own or start is None or start.path.route is None:
+            return True
+        return start.path.route.signature == message.signature
+
+    def link_up(self, peer: PeerId) -> None:
+        self.handle(PeerBack(peer))
+
+    def link_down(self, peer: PeerId, error: PeerError) -> None:
+        self.codecs.lost(peer)
+        self.handle(PeerLost(peer, str(error)))
+
+    def _note_answer(self, sender: PeerId, receipt: Receipt) -> None:
+        """What came of a tensor that we sent tells what the link carries. Of its answers, the first one counts."""
+        tensor = (receipt.microbatch, receipt.direction, receipt.position)
+        if receipt.status in (ReceiptStatus.ACCEPTED, ReceiptStatus.PASSED_ON):
+            self.codecs.accepted(sender, tensor)
+        else:
+            self.codecs.not_accepted(sender, tensor)
+
+    # ---- carrying out ----------------------------------------------------------------------------------------------
+
+    def _stranded(self, message: Stranded) -> None:
+        """A copy that lost against a repaired one may strand on the way out after the other has returned: no harm done."""
+        returned = self.custody.get(Key(message.microbatch, -1)) is not None and any(
+            holding.is_end and holding.key.microbatch == message.microbatch for holding in self.custody.holdings()
+        )
+        if message.direction is Direction.FORWARD and returned and message.position > -1:
+            return
+        self.ends.lost(message.microbatch, message.detail)
+
+    def _carry_out(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Compute():
+                    self._begin_with(self._load_for(action), self._computation, action)
+                case SendOutput():
+                    self._begin_with(self._loads[action.key], self._sending, action)
+                case Tell(to, message) if to == self.custody.own:
+                    asyncio.get_running_loop().call_soon(self.told, to, message)
+                case Tell(to, message):
+                    self._tell(to, message)
+                case KeepGradient(key):
+                    self._loads.of(key).gradient, self._arrived = self._arrived, None
+                case Confirmed(key):
+                    self._visits.visited(key.microbatch)
+                case Retract(key):
+                    self._begin_with(self._loads[key], self._retraction, action)
+                case Forget(key, reason):
+                    log.debug("%s at %d: %s", key.microbatch, key.position, reason)
+                    self._forget(key)
+                case Finished(microbatch, path):
+                    self.ends.finished(microbatch, path)
+
+    def _begin_with(
+        self, load: Load, work: Callable[[UsingTask, Load], Coroutine[Any, Any, None]], action: UsingTask
+    ) -> None:
+        """Starts a task that uses a load. From now on: what is forgotten before the task first runs is not given back under its hands."""
+        load.users += 1
+
+        async def use() -> None:
+            try:
+                with load.in_use():
+                    await work(action, load)
+            finally:
+                if load.is_idle:
+                    self._release(load)
+
+        self._chores.begin(use())
+
+    def _load_for(self, action: Compute) -> Load:
+        """The holding's tensors, the one that has just arrived among them."""
+        load = self._loads.of(action.key)
+        if self._arrived is not None:
+            if action.work is Work.BACKWARD:
+                load.gradient = self._arrived
+            else:
+                load.input = self._arrived
+            self._arrived = None
+        return load
+
+    async def _computation(self, action: Compute, load: Load) -> None:
+        priority = Priority.EVALUATE if action.purpose is Purpose.EVALUATE else Priority.TRAIN
+        if load.forgotten:
+            return
+        traffic, codec = self._codec_for(action)
+        self._encoded += codec is not Codec.NONE
+        check = codec is not Codec.NONE and self._encoded % CHECKED_EVERY == 1
+        tensors = load.input, load.gradient
+        job = Job(load.ticket, action.key, action.work, action.purpose, *tensors, codec, check)
+        crash_point(f"before {action.work.name.lower()}")
+        try:
+            output, seconds = await self._compute.run(priority, lambda: self._timed(job))
+        except SkipstoneError as error:
+            if not load.forgotten:
+                self.handle(ComputeFailed(action.key, str(error)))
+            return
+        crash_point(f"after {action.work.name.lower()}")
+        if output.error is not None:
+            self.codecs.measured(traffic, codec, output.error)
+        if output.step_due:
+            self._chores.owe(self._step())
+            await asyncio.sleep(0)  # the step's place in the queue comes before whatever this result brings about
+        if not load.forgotten:
+            self._computed(action, load, output, seconds)
+
+    def _codec_for(self, action: Compute) -> tuple[Traffic, Codec]:
+        """For what comes of the computation. It is sent to the neighbour on the path, or, should that one fail, to another in its place."""
+        forward = action.work is Work.FORWARD
+        traffic = Traffic.ACTIVATIONS if forward else Traffic.GRADIENTS
+        holding, position = self.custody.get(action.key), action.key.position + (1 if forward else -1)
+        if holding is None or position < -1 or (action.work is Work.LOSS and action.purpose is Purpose.EVALUATE):
+            return traffic, Codec.NONE  # nothing is sent
+        return traffic, self.codecs.choose(holding.path.peer_at(position), traffic)
+
+    def _timed(self, job: Job) -> tuple[Output, float]:
+        """On the compute thread."""
+        begun = self._clock.monotonic()
+        output = self._worker.compute(job)
+        return output, self._clock.monotonic() - begun
+
+    def _computed(self, action: Compute, load: Load, output: Output, seconds: float) -> None:
+        load.output = output.tensor
+        holding = self.custody.get(action.key)
+        if output.loss is not None and holding is not None:
+            self.ends.loss_known(action.key.microbatch, holding.path, action.purpose, output.loss)
+        self.handle(Computed(action.key, seconds))
+
+    async def _retraction(self, action: Retract, load: Load) -> None:
+        job = Job(load.ticket, action.key, Work.BACKWARD, Purpose.TRAIN, load.input, load.gradient)
+        try:
+            taken_back = await self._compute.run(Priority.TRAIN, lambda: self._worker.retract(job))
+        except SkipstoneError as error:
+            log.warning("the gradient of %s could not be taken back: %s", action.key.microbatch, error)
+            return
+        if taken_back:
+            self._visits.retracted(action.key.microbatch)
+
+    async def _step(self) -> None:
+        figures = await self._compute.run(Priority.UPKEEP, self._worker.step)
+        if figures is not None:
+            self._on_step(figures)
+
+    async def _sending(self, action: SendOutput, load: Load) -> None:
+        assert self.transport is not None
+        assert load.output is not None
+        begun, message, tensor = self._clock.monotonic(), action.message, load.output
+        direction = Direction.FORWARD if isinstance(message, Forward) else Direction.BACKWARD
+        name = (message.microbatch, direction, message.position)
+        self.codecs.sending(action.to, name, tensor.data.nbytes)
+        try:
+            await self.transport.send(action.to, message, tensor.spec, tensor.data)
+            crash_point("sent")
+        except PeerError as error:
+            self.codecs.not_accepted(action.to, name)
+            self._on_failure(action.to, error)
+            self.handle(PeerLost(action.to, str(error)))
+        self.wire_s += self._clock.monotonic() - begun
+
+    def _tell(self, to: PeerId, message: MicrobatchControl) -> None:
+        if not self._chores.are_running:
+            return
+        if self._tellings.begin(to):
+            self._chores.owe(self._telling(to, message))
+        else:
+            log.debug("%s reads nothing: %s is not said", to, type(message).__name__)
+
+    async def _telling(self, to: PeerId, message: MicrobatchControl) -> None:
+        assert self.transport is not None
+        try:
+            await self.transport.tell(to, message)
+        except PeerError as error:
+            log.debug("could not tell %s: %s", to, error)
+            self._on_failure(to, error)
+        finally:
+            self._tellings.end(to)
+
+    # ---- tensors ---------------------------------------------------------------------------------------------------
+
+    def _forget(self, key: Key) -> None:
+        load = self._loads.forget(key)
+        if load is not None and load.is_idle:
+            self._release(load)
+
+    def _release(self, load: Load) -> None:
+        self._chores.begin(self._freeing(load))
+
+    async def _freeing(self, load: Load) -> None:
+        """Only when the compute thread has let go of them may the buffers be written again."""
+        await self._compute.run(Priority.UPKEEP, lambda: self._worker.forget(load.ticket))
+        load.output = None
+        for tensor in (load.input, load.gradient):
+            if tensor is not None:
+                self._pool.give_back(tensor.data)
+
+
+def _refused(reason: str, *, busy: bool) -> Refusal:
+    return Refusal(busy, reason, BUSY_RETRY_S if busy else 0.0)

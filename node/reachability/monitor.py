@@ -1,0 +1,187 @@
+"""A running node's reachability: found out when it starts and now and then, announced when it changes, given back when it leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from node.concurrency.task_groups import task_scope
+from node.network.local_peer import OwnState
+from node.network.reach_status import NOT_LOOKED, ReachMode, ReachStep, Standing, held_by
+from node.network.session import Presence
+from node.observability.events import EventSink, Reach
+from node.reachability.held_links import Attachments
+from node.reachability.ladder import climb
+from node.reachability.nat_pmp import NatPmp
+from node.reachability.port_mapping import PortMapper, Router
+from node.reachability.reach_test import Witness, witnesses_of
+from node.reachability.relaying import keep_in_step, without_tunnels
+from node.reachability.reverse_calls import Switchboard
+from node.reachability.upnp import Upnp
+from protocol.interfaces.transport import QuestionAbout
+from swarm.vocabulary.types import PeerId
+
+log = logging.getLogger(__name__)
+
+AGAIN_S: Final = {
+    ReachStep.DIRECT: 600.0,
+    ReachStep.MAPPED: 600.0,
+    ReachStep.UNREACHABLE: 120.0,
+}
+"""Addresses change, routers restart, and their owners switch things on: the ladder is climbed again after so long."""
+FIRST_PAUSE_S: Final = 2.0
+LONGEST_PAUSE_S: Final = 60.0
+"""While nobody could be asked, the pause grows from the one to the other."""
+CONFIRM_S: Final = 5.0
+"""Addresses are given up only when the ladder led nowhere twice, so far apart: peers that are busy for a moment look like a firewall."""
+HOLD_S: Final = 2.0
+"""How often a node that cannot be dialled sees to the links through which it is called."""
+
+Climb = Callable[[], Awaitable[Standing]]
+Hold = Callable[[], Awaitable[tuple[PeerId, ...]]]
+"""Sees to it that such links stand, and says whose."""
+Sleep = Callable[[float], Awaitable[None]]
+
+
+def ways_to_map() -> tuple[PortMapper, ...]:
+    """NAT-PMP first: it asks the gateway alone, and needs nothing installed."""
+    return (NatPmp(), Upnp())
+
+
+@dataclass(slots=True)
+class Adoption:
+    """What a standing changes about this node. `announce` tells the others."""
+
+    own: OwnState
+    events: EventSink
+    announce: Callable[[], None]
+    before: tuple[str, ...]
+    """The addresses that the node has without the ladder."""
+    climbed: Standing = NOT_LOOKED
+    """What the ladder said last."""
+
+    def adopt(self, standing: Standing, via: tuple[PeerId, ...] = ()) -> None:
+        """Takes over what the ladder says. `via`: whom an unreachable node holds on to; then it announces them in place of addresses."""
+        self.climbed = standing
+        known, known_via = self.own.reach, self.own.via
+        self.own.reach, self.own.via = held_by(standing, via), via
+        addresses = self._addresses(standing)
+        same_way = addresses == self.own.addresses and self.own.reach.step is known.step
+        self.own.addresses = addresses
+        if not same_way or via != known_via:
+            self.announce()
+        if not same_way:
+            step, reason, fix = self.own.reach.step.value, self.own.reach.reason, self.own.reach.fix
+            self.events.emit(Reach(self.own.peer, step, ", ".join(addresses), reason, fix))
+
+    def _addresses(self, standing: Standing) -> tuple[str, ...]:
+        """None where nobody gets through: trying would cost every peer its time."""
+        if standing.step is ReachStep.UNREACHABLE:
+            return ()
+        return self.before if standing.address is None else (standing.address,)
+
+
+@asynccontextmanager
+async def reachable(
+    mode: ReachMode, told_host: str | None, presence: Presence, events: EventSink
+) -> AsyncIterator[None]:
+    """Within the block the node climbs the ladder, follows what it finds, and does its part in what others find and in their calls."""
+    transport, own, neighbourhood = presence.transport, presence.own, presence.neighbourhood
+    router = Router(ways_to_map()) if mode is ReachMode.AUTO else None
+    ask = witnesses_of(presence.membership, transport)
+    hold = Attachments(own, presence.membership, transport).hold
+    adoption = Adoption(own, events, neighbourhood.announce, own.addresses)
+
+    async def climbing() -> Standing:
+        return await climb(transport.port, told_host, ask, router)
+
+    try:
+        with _of_use_to_others(presence):
+            async with task_scope() as tasks:
+                running = (
+                    tasks.create_task(watch(climbing, hold, adoption, router)),
+                    tasks.create_task(keep_in_step(presence)),
+                )
+                try:
+                    yield
+                finally:
+                    for task in running:
+                        task.cancel()
+    finally:
+        if router is not None:
+            await router.close()
+
+
+async def watch(
+    climbing: Climb, hold: Hold, adoption: Adoption, router: Router | None, sleep: Sleep = asyncio.sleep
+) -> None:
+    """Climbs, and climbs again when it is time or the router has taken its mapping back; until cancelled."""
+    pause_s = FIRST_PAUSE_S
+    while True:
+        found = await _climb_surely(climbing, adoption.climbed, sleep)
+        wait_s = AGAIN_S.get(found.step, pause_s)
+        if found.step is ReachStep.UNKNOWN:
+            pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+            if adoption.climbed.step is not ReachStep.UNKNOWN:
+                found = adoption.climbed  # that nobody could be asked just now changes nothing about what is known
+        if found.step is ReachStep.UNREACHABLE:
+            await _hold_on(found, hold, adoption, wait_s, sleep)
+            continue
+        adoption.adopt(found)
+        if router is not None and router.mapping is not None:
+            await _until_lost(router, wait_s, sleep)
+        else:
+            await sleep(wait_s)
+
+
+async def _climb_surely(climbing: Climb, before: Standing, sleep: Sleep) -> Standing:
+    found = await climbing()
+    if found.step is not ReachStep.UNREACHABLE or before.step is ReachStep.UNREACHABLE:
+        return found
+    await sleep(CONFIRM_S)
+    return await climbing()
+
+
+async def _hold_on(standing: Standing, hold: Hold, adoption: Adoption, wait_s: float, sleep: Sleep) -> None:
+    """For so many seconds the node is there for calls."""
+    for _ in range(math.ceil(wait_s / HOLD_S)):
+        adoption.adopt(standing, await hold())
+        await sleep(HOLD_S)
+
+
+async def _until_lost(router: Router, wait_s: float, sleep: Sleep) -> None:
+    """For so many seconds, or until the mapping is lost."""
+
+    async def wait() -> None:
+        await sleep(wait_s)
+
+    async with task_scope() as tasks:
+        keeping, waiting = tasks.create_task(router.keep()), tasks.create_task(wait())
+        await asyncio.wait((keeping, waiting), return_when=asyncio.FIRST_COMPLETED)
+        if keeping.done():
+            log.info("%s", keeping.result().reason)
+        keeping.cancel()
+        waiting.cancel()
+
+
+@contextmanager
+def _of_use_to_others(presence: Presence) -> Iterator[None]:
+    """Within the block the node is a witness, passes calls on and follows those for itself."""
+    transport, neighbourhood, clock = presence.transport, presence.neighbourhood, presence.own.clock
+    switchboard = Switchboard(presence.run, presence.own.peer, transport, neighbourhood.announced, clock)
+    answers = {
+        QuestionAbout.DIAL_BACK: Witness(without_tunnels(presence.own, transport.far_end), clock).answer,
+        QuestionAbout.CALL: switchboard.pass_on,
+        QuestionAbout.CALLED: switchboard.follow,
+    }
+    presence.reception.answers_by_asker |= answers
+    try:
+        yield
+    finally:
+        for about in answers:
+            presence.reception.answers_by_asker.pop(about, None)

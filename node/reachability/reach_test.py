@@ -1,0 +1,151 @@
+"""Both sides of dialling back: a witness dials, and a node asks a few peers to be its witnesses."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from node.network.addresses import address_towards
+from protocol.interfaces.clock import Clock
+from protocol.interfaces.transport import FarEnd, Question, QuestionAbout
+from protocol.nat.dial_back import (
+    DIAL_BACK_S,
+    DialBackOutcome,
+    DialBackResult,
+    decode_dial_back,
+    dial_back,
+    encode_dial_back,
+)
+from protocol.transport.rate_limits import Allowance
+from swarm.membership.membership import Membership
+from swarm.vocabulary.announcement import Announcement
+from swarm.vocabulary.errors import Busy, PeerError
+from swarm.vocabulary.types import PeerId, PeerState, short
+
+log = logging.getLogger(__name__)
+
+WITNESSES: Final = 3
+MAX_ASKED: Final = 9
+"""Peers that are asked at most until so many have answered."""
+ASK_TIMEOUT_S: Final = DIAL_BACK_S + 7.0
+"""The dial-back, and a link that has to be opened first."""
+MAX_AT_ONCE: Final = 8
+BURST: Final = 16
+REFILL_S: Final = 10.0
+"""What one address gets: enough for a home of nodes that all start at once, and little for who looks for open ports."""
+
+DialBack = Callable[[str, int, bytes], Awaitable[DialBackResult]]
+
+
+class Witness:
+    """Answers DIAL_BACK questions. What is dialled is the asker's own address: where its link leads, as TLS has proved it.
+
+    The host is not the asker's to choose, so nobody else can be made a target; one at a time for each asker, a few a minute for each
+    address, and a few at once for all of them together.
+    """
+
+    def __init__(self, far_end: Callable[[PeerId], FarEnd | None], clock: Clock, dial: DialBack = dial_back) -> None:
+        self._far_end = far_end
+        self._clock = clock
+        self._dial = dial
+        self._allowance = Allowance(BURST, REFILL_S)
+        self._under_way: set[PeerId] = set()
+
+    async def answer(self, asker: PeerId, question: Question) -> bytes:
+        """Raises Busy when the asker, its address, or all askers together have had enough for now."""
+        end = self._far_end(asker)
+        if end is None:
+            return encode_dial_back(DialBackResult("", DialBackOutcome.NOT_TRIED, "your link has just ended"))
+        if asker in self._under_way or len(self._under_way) >= MAX_AT_ONCE:
+            raise Busy("a dial-back is under way already; ask again in a few seconds")
+        if not self._allowance.take(end.host, self._clock.monotonic()):
+            raise Busy("your address was dialled often enough; ask again in a minute")
+        self._under_way.add(asker)
+        try:
+            return encode_dial_back(await self._dial(end.host, question.port, end.certificate))
+        finally:
+            self._under_way.remove(asker)
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What one peer found out about a port of ours."""
+
+    witness: PeerId
+    result: DialBackResult
+    local_host: str | None
+    """This machine's own address on the way to the witness; another one than the witness sees means address translation."""
+
+
+Ask = Callable[[int], Awaitable[Sequence[Attempt]]]
+"""Has a few peers try a port of ours; empty when there is nobody to ask."""
+
+
+class Links(Protocol):
+    """What asking needs of `protocol.transport.grpc_transport.GrpcTransport`."""
+
+    async def ask(self, peer: PeerId, question: Question, timeout_s: float) -> bytes:
+        """Raises PeerError."""
+        ...
+
+    def far_end(self, peer: PeerId) -> FarEnd | None: ...
+
+
+def witnesses_of(
+    membership: Membership, links: Links, choose: Callable[[list[Announcement]], None] = random.shuffle
+) -> Ask:
+    """Asks up to three peers of the run, in different networks where there are such. `choose` puts the candidates into an order."""
+
+    async def ask(port: int) -> list[Attempt]:
+        candidates = [a for a in membership.peers() if a.is_reachable and a.state is not PeerState.VISITING]
+        choose(candidates)
+        order = scattered(candidates)[:MAX_ASKED]
+        found: list[Attempt] = []
+        while order and len(found) < WITNESSES:
+            wanted = WITNESSES - len(found)
+            now, order = order[:wanted], order[wanted:]
+            answers = await asyncio.gather(*(_ask_one(links, a.peer, port) for a in now))
+            found += [answer for answer in answers if answer is not None]
+        return found
+
+    return ask
+
+
+def scattered(candidates: Sequence[Announcement]) -> list[Announcement]:
+    """The same in an order in which networks that have had no turn come first, and peers last that have to be called before they can
+    be asked: nobody knows their networks, and while this node does not know its own address, calling is in vain."""
+    first: list[Announcement] = []
+    later: list[Announcement] = []
+    seen: set[str] = set()
+    for announcement in candidates:
+        if announcement.addresses:
+            network = network_of(announcement.addresses[0])
+            (later if network in seen else first).append(announcement)
+            seen.add(network)
+    return first + later + [announcement for announcement in candidates if not announcement.addresses]
+
+
+def network_of(address: str) -> str:
+    """What stands for the network of a `host:port`: the /24 of an IPv4 address, the /48 of an IPv6 one, a name itself."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        found = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    return str(ipaddress.ip_network((found, 24 if found.version == 4 else 48), strict=False))
+
+
+async def _ask_one(links: Links, peer: PeerId, port: int) -> Attempt | None:
+    try:
+        answer = await links.ask(peer, Question(QuestionAbout.DIAL_BACK, port=port), ASK_TIMEOUT_S)
+        result = decode_dial_back(answer)
+    except PeerError as error:
+        log.info("%s is no witness: %s", short(peer), error)
+        return None
+    end = links.far_end(peer)
+    return Attempt(peer, result, None if end is None else address_towards(end.host))

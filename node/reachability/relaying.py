@@ -1,0 +1,118 @@
+"""The node's part in tunnels, kept in step with how others reach it: to whom it is attached, what it offers, how it takes part in the DHT."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, Protocol
+
+from node.network.local_peer import OwnState
+from node.network.reach_status import ReachStep
+from node.network.session import Presence
+from protocol.identity.signed_records import MAX_RELAY_LENGTH
+from protocol.interfaces.transport import FarEnd
+from protocol.manifest.join_link import multiaddr_of
+from swarm.vocabulary.errors import Unreachable
+from swarm.vocabulary.types import PeerId
+
+log = logging.getLogger(__name__)
+
+STEP_S: Final = 2.0
+_HIDDEN: Final = (ReachStep.REVERSE, ReachStep.UNREACHABLE)
+_OFFERS: Final = (ReachStep.DIRECT, ReachStep.UNKNOWN)
+"""Not with a mapped port: the DHT's own, where tunnels come in, is not mapped."""
+
+FarEnds = Callable[[PeerId], FarEnd | None]
+
+
+class Dht(Protocol):
+    """What this needs of `protocol.dht.directory.DhtDirectory`."""
+
+    @property
+    def port(self) -> int: ...
+
+    @property
+    def serves_tunnels(self) -> bool: ...
+
+    def take_part(self, *, client: bool) -> None: ...
+
+
+class Attaching(Protocol):
+    """What this needs of `protocol.dht.tunnels.RelayTunnels`."""
+
+    async def attach(self, relays: Sequence[str], local: str) -> None:
+        """Raises Unreachable while the DHT is being restarted; it is done then."""
+        ...
+
+
+@dataclass(slots=True)
+class RelayPart:
+    """`relay_of` says at which multiaddr a peer serves tunnels; `announce` tells the others when our own is another."""
+
+    own: OwnState
+    dht: Dht
+    tunnels: Attaching
+    relay_of: Callable[[PeerId], str]
+    announce: Callable[[], None]
+    local_address: str
+    """`host:port` that tunnels to this node lead to."""
+    _attached: list[str] = field(default_factory=list)
+
+    async def follow(self) -> None:
+        """Brings everything in step with where the node stands now."""
+        hidden = self.own.reach.step in _HIDDEN
+        # A node that cannot be dialled is no place to keep records at: others would wait for it at every look-up.
+        self.dht.take_part(client=hidden)
+        # Others look for its relays among those that it is called through.
+        relays = [relay for peer in self.own.via if (relay := self.relay_of(peer))] if hidden else []
+        if relays != self._attached:
+            self._attached = relays
+            await self._attach(relays)
+        relay = self._offer()
+        if relay != self.own.relay:
+            self.own.relay = relay
+            self.announce()
+
+    async def _attach(self, relays: list[str]) -> None:
+        try:
+            await self.tunnels.attach(relays, self.local_address)
+        except Unreachable as error:
+            log.info("attached to relays as soon as the DHT is back: %s", error)
+
+    def _offer(self) -> str:
+        """Where the node serves tunnels; empty while it does not, or cannot be dialled."""
+        own = self.own
+        if not (self.dht.serves_tunnels and own.addresses and own.reach.step in _OFFERS):
+            return ""
+        host = own.addresses[0].rpartition(":")[0].strip("[]")
+        relay = f"{multiaddr_of(host, self.dht.port)}/p2p/{own.peer}"
+        return relay if len(relay) <= MAX_RELAY_LENGTH else ""  # no record could say it
+
+
+async def keep_in_step(presence: Presence, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
+    """Follows the node's standing every few seconds, until cancelled."""
+    directory, neighbourhood = presence.directory, presence.neighbourhood
+    part = RelayPart(
+        presence.own,
+        directory,
+        presence.tunnels,
+        presence.book.relay_of,
+        neighbourhood.announce,
+        presence.local_address,
+    )
+    while True:
+        await part.follow()
+        await sleep(STEP_S)
+
+
+def without_tunnels(own: OwnState, far_end: FarEnds) -> FarEnds:
+    """The same, but no host is known while the node cannot be dialled: a caller may then have come through a tunnel, whose local end
+    is on this machine, and must not have us look into our own ports."""
+
+    def found(peer: PeerId) -> FarEnd | None:
+        end = far_end(peer)
+        return end if end is None or own.addresses else replace(end, host="")
+
+    return found

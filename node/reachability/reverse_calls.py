@@ -1,0 +1,126 @@
+"""Both ends of a call that are not the caller's: who passes it on, and who is called and opens the link."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from protocol.identity.signed_records import decode_announced
+from protocol.interfaces.clock import Clock
+from protocol.interfaces.transport import FarEnd, Question, QuestionAbout
+from protocol.transport.rate_limits import Allowance
+from swarm.vocabulary.announcement import Announcement
+from swarm.vocabulary.errors import Busy, Rejected, Unreachable
+from swarm.vocabulary.types import PeerId, RunId, short
+
+FOLLOW_S: Final = 5.0
+"""What opening the link gets: as much as dialling."""
+PASS_ON_S: Final = FOLLOW_S + 1.0
+PASSED_ON_BURST: Final = 32
+PASSED_ON_REFILL_S: Final = 2.0
+"""What one address gets passed on: enough for a data node that calls all its hops at once."""
+MAX_AT_ONCE_TO_ONE: Final = 4
+"""Calls that are open to one peer: half of the questions that may be, so that it can always be asked for its state."""
+FOLLOWED_BURST: Final = 4
+FOLLOWED_REFILL_S: Final = 5.0
+"""How often one caller is dialled."""
+MAX_FOLLOWED_AT_ONCE: Final = 16
+
+Learn = Callable[[PeerId, bytes], None]
+
+
+class Lines(Protocol):
+    """What calls need of `protocol.transport.grpc_transport.GrpcTransport`."""
+
+    async def connect(self, peer: PeerId) -> None:
+        """Opens a link unless there is one. Raises PeerError."""
+        ...
+
+    async def ask(self, peer: PeerId, question: Question, timeout_s: float) -> bytes:
+        """Raises PeerError."""
+        ...
+
+    def is_linked(self, peer: PeerId) -> bool: ...
+
+    def far_end(self, peer: PeerId) -> FarEnd | None: ...
+
+
+class Switchboard:
+    """Answers CALL and CALLED questions.
+
+    A caller names nobody but itself: its own signed record says whom the called peer dials, so nobody can have a third one called
+    up. Both sides bound how often.
+
+    Args:
+        learn: takes a caller's record into what this node knows, so that it can be dialled.
+    """
+
+    def __init__(self, run: RunId, own: PeerId, lines: Lines, learn: Learn, clock: Clock) -> None:
+        self._run = run
+        self._own = own
+        self._lines = lines
+        self._learn = learn
+        self._clock = clock
+        self._passed_on = Allowance(PASSED_ON_BURST, PASSED_ON_REFILL_S)
+        self._followed = Allowance(FOLLOWED_BURST, FOLLOWED_REFILL_S)
+        self._open: Counter[PeerId] = Counter()
+        self._following: set[PeerId] = set()
+
+    async def pass_on(self, asker: PeerId, question: Question) -> bytes:
+        """Tells a linked peer that the asker wants a link to it, and waits for what it says.
+
+        Raises:
+            PeerError: Busy when there were too many calls, Rejected when it cannot be passed on, or what the called peer said.
+        """
+        end = self._lines.far_end(asker)
+        if end is None or not self._passed_on.take(end.host, self._clock.monotonic()):
+            raise Busy("enough calls from your address were passed on; call again in a few seconds")
+        if self._read(question.record).peer != asker:
+            raise Rejected("the record that came with the call is another peer's")
+        called = question.peer
+        if called is None or not self._lines.is_linked(called):
+            raise Rejected("the peer that you call has no link to this one")
+        if self._open[called] >= MAX_AT_ONCE_TO_ONE:
+            raise Busy("the peer that you call is being called by others; call again in a few seconds")
+        self._open[called] += 1
+        try:
+            return await self._lines.ask(called, Question(QuestionAbout.CALLED, record=question.record), PASS_ON_S)
+        finally:
+            self._open[called] -= 1
+            if not self._open[called]:
+                del self._open[called]
+
+    async def follow(self, _sender: PeerId, question: Question) -> bytes:
+        """Opens a link to the owner of the record, unless there is one. Who has passed the call on does not matter.
+
+        Raises:
+            PeerError: Busy when it was dialled often enough, Rejected when its record is of no use, or what became of the dialling.
+        """
+        caller = self._read(question.record).peer
+        if self._lines.is_linked(caller):
+            return b""
+        if caller in self._following or len(self._following) >= MAX_FOLLOWED_AT_ONCE:
+            raise Busy("a call is being followed already")
+        if not self._followed.take(caller, self._clock.monotonic()):
+            raise Busy("this caller was dialled often enough")
+        self._learn(caller, question.record)
+        self._following.add(caller)
+        try:
+            async with asyncio.timeout(FOLLOW_S):
+                await self._lines.connect(caller)
+        except TimeoutError:
+            raise Unreachable(f"{short(caller)} could not be connected to within {FOLLOW_S:g} s") from None
+        finally:
+            self._following.remove(caller)
+        return b""
+
+    def _read(self, record: bytes) -> Announcement:
+        """Raises ProtocolViolation when the record proves nothing, Rejected when it leads nowhere."""
+        caller = decode_announced(record, run=self._run, now=self._clock.wall())
+        if not caller.addresses:
+            raise Rejected("whoever calls must be able to be dialled")
+        if caller.peer == self._own:
+            raise Rejected("a peer does not call itself")
+        return caller

@@ -1,0 +1,1 @@
+"""The data node's side of paths: launches microbatches, negotiates lanes, evaluates."""

@@ -1,0 +1,163 @@
+"""Held-out loss through the swarm as it is: microbatches that are computed on the way out and never come back.
+
+Answers `evaluate`: the loss on held-out text, through the swarm as it is now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Callable, Sequence
+
+from node.concurrency.task_groups import task_scope
+from node.data.documents import Documents
+from node.data.feed import held_out_microbatches
+from node.data.packing import Microbatch
+from node.pipeline.data_worker import DataWorker
+from node.pipeline.microbatch_runner import Carrier
+from protocol.interfaces.clock import Clock
+from protocol.interfaces.transport import Question
+from protocol.manifest.manifest import Manifest
+from swarm.pipeline.custody_states import Started
+from swarm.routing.planner import NoReplica, Planner
+from swarm.routing.stage_balance import all_stages
+from swarm.vocabulary.errors import ConfigError, Rejected, Unreachable
+from swarm.vocabulary.pipeline_messages import Purpose
+from swarm.vocabulary.types import MicrobatchId, Path, PeerId
+
+PAUSE_S = 1.0
+LIFETIMES_S = (15.0, 30.0, 60.0)
+"""How long to wait for a loss, try by try: a hop that dies takes what it has accepted with it, and nobody else keeps what is only evaluated."""
+WINDOW = 8
+"""Under way at once: each waits behind what is trained on at every hop, so one after the other takes many times as long. Still less than a hop's slots."""
+
+
+class StrandedOnPathError(Exception):
+    """An evaluated microbatch got stuck; another try may find another path."""
+
+
+class Evaluator:
+    """Sends held-out microbatches through the swarm, a few at a time."""
+
+    def __init__(
+        self,
+        own: PeerId,
+        planner: Planner,
+        worker: DataWorker,
+        carrier: Carrier,
+        clock: Clock,
+        sign: Callable[[MicrobatchId, Path, Purpose, float], Path],
+        first_number: int,
+    ) -> None:
+        self._own = own
+        self._sign = sign
+        self._planner = planner
+        self._worker = worker
+        self._carrier = carrier
+        self._clock = clock
+        self._next = first_number
+        self._awaited: dict[MicrobatchId, asyncio.Future[float]] = {}
+
+    def awaits(self, microbatch: MicrobatchId) -> bool:
+        return microbatch in self._awaited
+
+    def loss_known(self, microbatch: MicrobatchId, loss: float) -> None:
+        arrival = self._awaited.get(microbatch)
+        if arrival is not None and not arrival.done():
+            arrival.set_result(loss)
+
+    def lost(self, microbatch: MicrobatchId, detail: str) -> None:
+        arrival = self._awaited.get(microbatch)
+        if arrival is not None and not arrival.done():
+            arrival.set_exception(StrandedOnPathError(detail))
+
+    async def evaluate(self, texts: Sequence[Microbatch], stages: Sequence[int]) -> list[float]:
+        """The loss of each text in nats per token, on paths through these stages; nothing is learnt from it.
+
+        Raises:
+            Unreachable: a microbatch found no way through, several times.
+        """
+        room = asyncio.Semaphore(WINDOW)
+
+        async def measured(text: Microbatch) -> float:
+            async with room:
+                return await self._evaluate(text, stages)
+
+        async with task_scope() as tasks:
+            losses = [tasks.create_task(measured(text)) for text in texts]
+        return [loss.result() for loss in losses]
+
+    async def _evaluate(self, text: Microbatch, stages: Sequence[int]) -> float:
+        reason = ""
+        for attempt, lifetime_s in enumerate(LIFETIMES_S):
+            if attempt:
+                await asyncio.sleep(PAUSE_S)
+            try:
+                return await self._send(text, stages, lifetime_s)
+            except (StrandedOnPathError, TimeoutError) as error:
+                reason = str(error) or f"nothing came back for {lifetime_s:.0f} s"
+        raise Unreachable(f"the held-out text found no way through the swarm: {reason}")
+
+    async def _send(self, text: Microbatch, stages: Sequence[int], lifetime_s: float) -> float:
+        microbatch = MicrobatchId(self._own, self._next)
+        self._next += 1
+        plan = self._planner.plan_through(stages, {}, self._clock.monotonic())
+        if isinstance(plan.value, NoReplica):
+            raise StrandedOnPathError(plan.reason)
+        arrival: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._awaited[microbatch] = arrival
+        self._worker.texts[microbatch] = text
+        try:
+            path = self._sign(microbatch, plan.value, Purpose.EVALUATE, lifetime_s)
+            self._carrier.handle(Started(microbatch, path, Purpose.EVALUATE, lifetime_s))
+            async with asyncio.timeout(lifetime_s):
+                return await arrival
+        finally:
+            del self._awaited[microbatch]
+            self._worker.texts.pop(microbatch, None)
+            self._carrier.abandon(microbatch, "evaluated")
+
+
+MAX_MICROBATCHES = 256
+
+
+class HeldOut:
+    """The held-out text of one run at one data node. One evaluation at a time; a second one waits."""
+
+    def __init__(self, manifest: Manifest, documents: Documents, evaluator: Evaluator) -> None:
+        self._manifest = manifest
+        self._documents = documents
+        self._evaluator = evaluator
+        self._turn = asyncio.Lock()
+
+    async def answer(self, question: Question) -> bytes:
+        """JSON: loss in nats per token, tokens, microbatches and the stages that were visited after stage 0.
+
+        Raises:
+            Rejected: the question asks for too much, or there is no held-out text.
+            Unreachable: the text found no way through the swarm.
+        """
+        count = question.microbatches
+        if not 1 <= count <= MAX_MICROBATCHES:
+            raise Rejected(f"{count} microbatches were asked for; 1 to {MAX_MICROBATCHES} are allowed")
+        every = all_stages(self._manifest.stages.count)
+        stages = question.stages or every
+        if not set(stages) <= set(every):
+            raise Rejected(f"stage {max(stages)} was asked for; this run's last is {len(every)}")
+        async with self._turn:
+            try:
+                texts = await asyncio.to_thread(
+                    lambda: list(held_out_microbatches(self._manifest, count, self._documents))
+                )
+            except ConfigError as error:
+                raise Rejected(str(error)) from None
+            losses = await self._evaluator.evaluate(texts, stages)
+        tokens = sum(text.size for text in texts)
+        report = {
+            "loss": math.fsum(losses) / len(losses),
+            "tokens": tokens,
+            "microbatches": len(losses),
+            "stages": stages,
+        }
+        return json.dumps(report).encode()

@@ -1,0 +1,252 @@
+"""Starts the paths: reads text, launches microbatches, and keeps the account of what became of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from node.concurrency.task_groups import set_or_after
+from node.data.packing import Microbatch
+from node.data.reading_position import ReadingPosition
+from node.network.proofs import Measured
+from node.observability.events import Abandoned, Completed, EventSink, Note, Resumed, Step, Visit, Waiting
+from node.observability.failpoints import crash_point
+from node.observability.throughput import Rate
+from node.pipeline.data_worker import DataWorker
+from node.pipeline.microbatch_runner import Carrier
+from node.routing.evaluation import Evaluator
+from protocol.interfaces.clock import Clock
+from swarm.pipeline.custody_states import Started
+from swarm.pipeline.in_flight import Flight, Flights
+from swarm.pipeline.ledger import LONGEST_LIFETIME_S, SHORTEST_LIFETIME_S
+from swarm.routing.latency_attribution import PathTimes
+from swarm.routing.loss_outliers import LossOutliers, Outlier
+from swarm.routing.planner import NoReplica, Planner, in_flight_by_peer
+from swarm.vocabulary.pipeline_messages import Forward, Purpose, Receipt
+from swarm.vocabulary.types import MicrobatchId, ModuleId, Path, PeerId, short
+
+log = logging.getLogger(__name__)
+
+LIFETIME_IN_PATHS = 20
+"""A microbatch of which nothing has been heard for so many expected path times is given up."""
+LOOK_AGAIN_S = 0.5
+
+
+Signing = Callable[[MicrobatchId, Path, Purpose, float], Path]
+"""Signs the route of a microbatch of this data node that is to live so many seconds without news (`protocol.identity.route_signatures.Routes.signed`)."""
+
+
+class Texts(Protocol):
+    """Where microbatches of text come from."""
+
+    def ready(self) -> Microbatch | None:
+        """The next one, or None when it is not packed yet; then `arrived` will be called."""
+        ...
+
+
+@dataclass(slots=True)
+class Progress:
+    """Of the training as this data node sees it."""
+
+    loss_first: float | None = None
+    loss_last: float | None = None
+    tokens: int = 0
+    waiting_for: tuple[ModuleId, ...] = ()
+    visits: dict[int, int] = field(default_factory=dict)
+    """Completed visits of each stage after 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataNodeParts:
+    """What a data node puts to work."""
+
+    flights: Flights
+    planner: Planner
+    times: PathTimes
+    evaluator: Evaluator
+    worker: DataWorker
+    carrier: Carrier
+    texts: Texts
+    sign: Signing
+    progress: Progress
+    reading: ReadingPosition
+    round_microbatches: int
+    """That a replica sees from one round to the next."""
+
+
+class DataNode:
+    """`node.pipeline.interfaces.PathEnds` of a peer that hosts stage 0.
+
+    Args:
+        on_finished: called once when all steps that were asked for are complete.
+    """
+
+    def __init__(self, parts: DataNodeParts, clock: Clock, events: EventSink, on_finished: Callable[[], None]) -> None:
+        self.flights = parts.flights
+        self.progress, self.reading = parts.progress, parts.reading
+        self.rate = Rate(clock)
+        self.measured = Measured()
+        self.stopping = False
+        self._planner, self._times, self._evaluator = parts.planner, parts.times, parts.evaluator
+        self._worker, self._carrier, self._texts = parts.worker, parts.carrier, parts.texts
+        self._sign = parts.sign
+        self._outliers = LossOutliers(parts.round_microbatches)
+        self._clock = clock
+        self._events = events
+        self._tokens = parts.worker.tokens
+        self._on_finished = on_finished
+        self._again: deque[Microbatch] = deque()
+        self._wake = asyncio.Event()
+        self._landed = asyncio.Event()
+
+    async def all_landed(self) -> None:
+        """Returns when nothing is under way."""
+        while self.flights.in_flight:
+            self._landed.clear()
+            await self._landed.wait()
+
+    # ---- launching -----------------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Something has changed that may let another microbatch start."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Launches until cancelled."""
+        if self.flights.finished:  # it was resumed from behind its last step
+            self._on_finished()
+        while True:
+            self._tell_who_is_missing()
+            while not self.stopping and self.flights.may_start().value and self._launch():
+                pass
+            await set_or_after(self._wake, LOOK_AGAIN_S)
+
+    def _launch(self) -> bool:
+        """Sends the next microbatch off; False when there is no path or no text for it now."""
+        now = self._clock.monotonic()
+        queue = in_flight_by_peer([flight.path for flight in self.flights.in_flight])
+        plan = self._planner.plan(self.flights.next_number, queue, now)
+        if isinstance(plan.value, NoReplica):
+            return False
+        text = self._again.popleft() if self._again else self._texts.ready()
+        if text is None:
+            return False
+        flight = self.flights.start(plan.value, now)
+        self._worker.texts[flight.microbatch] = text
+        self.reading.sent(text, flight.microbatch)
+        self._times.launched(flight.microbatch, plan.value, queue, now)
+        log.debug("%s: %s", flight.microbatch, plan.reason)
+        lifetime_s = self._lifetime(plan.value)
+        path = self._sign(flight.microbatch, plan.value, Purpose.TRAIN, lifetime_s)
+        self._carrier.handle(Started(flight.microbatch, path, Purpose.TRAIN, lifetime_s))
+        return True
+
+    def _tell_who_is_missing(self) -> None:
+        """Says once which modules keep the run waiting, and once when each is served again."""
+        before = self.progress.waiting_for
+        moment = self._clock.monotonic()
+        self.progress.waiting_for = now = self._planner.unserved(moment)
+        for module in now:
+            if module not in before:
+                until = "skipping it until one joins" if self._planner.leaves_out(module, moment) else "waiting for one"
+                self._events.emit(Waiting(str(module), f"stage {module.stage} has no peer left; {until}"))
+        for module in before:
+            if module not in now:
+                self._events.emit(Resumed(str(module)))
+
+    def _lifetime(self, path: Path) -> float:
+        expected = self._planner.expected_s(path)
+        return min(LONGEST_LIFETIME_S, max(SHORTEST_LIFETIME_S, LIFETIME_IN_PATHS * expected))
+
+    # ---- node.pipeline.interfaces.PathEnds --------------------------------------------------------------------------------------
+
+    def expects(self, message: Forward) -> bool:
+        if message.purpose is Purpose.EVALUATE:
+            return self._evaluator.awaits(message.microbatch)
+        return self.flights.get(message.microbatch) is not None
+
+    def loss_known(self, microbatch: MicrobatchId, path: Path, purpose: Purpose, loss: float) -> None:
+        if purpose is Purpose.EVALUATE:
+            self._evaluator.loss_known(microbatch, loss)
+        else:
+            self._times.turned(microbatch, self._clock.monotonic())
+            self.flights.returned(microbatch, path, loss)
+            outlier = self._outliers.returned(path, loss)
+            if outlier is not None:
+                self._leave_out(outlier)
+
+    def _leave_out(self, outlier: Outlier) -> None:
+        self._planner.leave_out(outlier.peer, self._clock.monotonic() + outlier.pause_s)
+        name = f"replica {short(outlier.peer)} of module {outlier.module}"
+        self._events.emit(Note("warning", f"{name} is left out of paths for {outlier.pause_s:.0f} s: {outlier.why}"))
+
+    def finished(self, microbatch: MicrobatchId, path: Path) -> None:
+        self._times.completed(microbatch, self._clock.monotonic())
+        text = self._worker.texts.pop(microbatch, None)
+        if text is not None:
+            self.reading.came_back(text)
+        flight = self.flights.get(microbatch)
+        step = self.flights.complete(microbatch)
+        if flight is not None:
+            hops = tuple(f"{hop.module}@{hop.peer}" for hop in path.hops)
+            crash_point("before completed")
+            self._events.emit(Completed(self.flights.own, str(microbatch), hops))
+            crash_point(
+                "after completed"
+            )  # a visit without its completion would be one too many, the other way round it is lost
+            self._events.emit(Visit(self.flights.own, str(ModuleId(0)), str(microbatch)))
+            for hop in path.hops:
+                self.measured.add(hop.peer)
+                stage = hop.module.stage
+                self.progress.visits[stage] = self.progress.visits.get(stage, 0) + 1
+            self.progress.tokens += self._tokens
+            self.rate.add(self._tokens)
+        if step is not None:
+            if self.progress.loss_first is None:
+                self.progress.loss_first = step.loss
+            self.progress.loss_last = step.loss
+            tokens, rate = self.progress.tokens, self.rate.per_second()
+            self._events.emit(Step(step.step, step.loss, tokens, rate, self.flights.own))
+        if self.flights.finished:
+            self._on_finished()
+        self._landed.set()
+        self.wake()
+
+    def lost(self, microbatch: MicrobatchId, detail: str) -> None:
+        if self._evaluator.awaits(microbatch):
+            self._evaluator.lost(microbatch, detail)
+            return
+        self._times.lost(microbatch, self._clock.monotonic())
+        text = self._worker.texts.pop(microbatch, None)
+        flight = self.flights.abandon(microbatch)
+        self._carrier.abandon(microbatch, detail)
+        if flight is not None:
+            self._abandoned(flight, text, detail)
+        self._landed.set()
+        self.wake()
+
+    def may_hold(self, peer: PeerId, microbatch: MicrobatchId) -> bool:
+        flight = self.flights.get(microbatch)
+        if flight is None:
+            return self._evaluator.awaits(microbatch)
+        return self._planner.hosts_one_of(peer, flight.path)
+
+    def may_have_held(self, peer: PeerId, microbatch: MicrobatchId) -> bool:
+        path = self._times.path_of(microbatch)
+        return self.may_hold(peer, microbatch) if path is None else self._planner.hosts_one_of(peer, path)
+
+    def passed(self, sender: PeerId, receipt: Receipt) -> None:
+        self._times.passed(sender, receipt, self._clock.monotonic())
+
+    def _abandoned(self, flight: Flight, text: Microbatch | None, detail: str) -> None:
+        self._events.emit(Abandoned(str(flight.microbatch), detail))
+        if text is None:
+            return
+        if flight.loss is None:  # no stage has learnt from it yet: its text sets out again
+            self._again.append(text)
+        else:
+            self.reading.dropped(text)

@@ -1,0 +1,1 @@
+"""One node from its start to its end: roles, serving, moving, leaving. Everything is put together here."""

@@ -1,0 +1,207 @@
+"""The duty of a data node: puts its parts together and takes them apart."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from secrets import randbelow
+
+from node.averaging.anchor.module_vector import LocalReplica
+from node.averaging.module_rounds import ModuleRounds, module_rounds
+from node.checkpoint.state import ReplicaState
+from node.concurrency.compute_thread import Priority
+from node.concurrency.task_groups import task_scope
+from node.context.module_context import Assignment
+from node.context.options import NodeOptions
+from node.data.feed import START, TrainingFeed, open_documents
+from node.data.prefetch import Prefetcher
+from node.data.reading_position import ReadingPosition
+from node.observability.events import Continued, Load, MicrobatchCounts
+from node.pipeline.admission import path_rules
+from node.pipeline.data_worker import DataWorker, host_stage_zero
+from node.pipeline.microbatch_runner import Carrier
+from node.routing.evaluation import Evaluator, HeldOut
+from node.routing.launcher import DataNode, DataNodeParts
+from node.routing.negotiation_runner import LaneTalk
+from node.runtime.resume import (
+    NUMBERS,
+    capture_stage_zero,
+    counts_of,
+    first_number,
+    position_of,
+    progress_of,
+    restore_stage_zero,
+)
+from node.runtime.role import Account, Answering, Hook, carrier_for
+from protocol.interfaces.clock import SystemClock
+from protocol.interfaces.transport import QuestionAbout
+from protocol.manifest.manifest import Manifest
+from swarm.pipeline.in_flight import Counts, FlightRules, Flights
+from swarm.routing.latency_attribution import PathTimes
+from swarm.routing.measurements import Measurements
+from swarm.routing.planner import Planner
+from swarm.routing.service_times import Estimates
+from swarm.vocabulary.types import ModuleId, PeerId
+
+LAST_WORDS_S = 3.0
+"""How long a data node that stops may take for its last inner step, and to tell the hops that their gradients count."""
+
+
+class DataDuty:
+    """A data node: stage 0, and the paths that start there."""
+
+    def __init__(
+        self,
+        given: Assignment,
+        worker: DataWorker,
+        carrier: Carrier,
+        data_node: DataNode,
+        text_came: asyncio.Event,
+        talk: LaneTalk,
+        rounds: ModuleRounds,
+    ) -> None:
+        self.carrier = carrier
+        self.rounds = rounds
+        self.answers: dict[QuestionAbout, Answering] = dict(rounds.answers)
+        self.before_leaving: list[Hook] = [rounds.finish_round]
+        self._given = given
+        self._presence = given.presence
+        self._worker = worker
+        self._data_node = data_node
+        self._text_came = text_came
+        self._talk = talk
+
+    async def prepare(self) -> None:
+        """The state on which its module stands. A data node announces no speed: nobody chooses among them."""
+        await self.rounds.prepare()
+
+    async def run(self) -> None:
+        reception = self._presence.reception
+        reception.lanes = self._talk
+        try:
+            await self._launch()
+        finally:
+            reception.lanes = None
+
+    async def _launch(self) -> None:
+        async with task_scope() as tasks:
+            tasks.create_task(self._data_node.run())
+            tasks.create_task(self._talk.run(self._presence.transport))
+            tasks.create_task(self._wake_on(self._text_came))
+            tasks.create_task(self._wake_on(self._presence.neighbourhood.changed, self._talk.look_around))
+
+    async def drain(self, patience_s: float) -> None:
+        self._data_node.stopping = True
+        try:
+            async with asyncio.timeout(patience_s):
+                await self._data_node.all_landed()
+        except TimeoutError:
+            for flight in self._data_node.flights.in_flight:
+                self._data_node.lost(flight.microbatch, "its data node stops")
+        await self.carrier.nothing_owed(LAST_WORDS_S)
+
+    def capture(self) -> ReplicaState:
+        node = self._data_node
+        return capture_stage_zero(self._worker, node.flights, node.progress, node.reading, self.rounds.agreed())
+
+    def load(self) -> Load:
+        flights = self._data_node.flights
+        own, rate = self._presence.own, self._data_node.rate.per_second()
+        return Load(own.peer, str(ModuleId(0)), flights.rules.window, len(flights.in_flight), rate)
+
+    def account(self) -> Account:
+        flights, progress = self._data_node.flights, self._data_node.progress
+        counts = flights.counts
+        return Account(
+            steps=flights.steps_done,
+            accumulated=self._worker.accumulated,
+            recomputed=self._worker.recomputed,
+            tokens=progress.tokens,
+            tokens_per_s=self._data_node.rate.mean(),
+            codec_s=self._worker.wire.codec_s,
+            counts=_reported(counts),
+            loss_first=progress.loss_first,
+            loss_last=progress.loss_last,
+            waiting_for=tuple(str(module) for module in progress.waiting_for),
+            visits=tuple(sorted(progress.visits.items())),
+            measured=self._data_node.measured.peers(),
+            paths=self._talk.describe(),
+        )
+
+    async def _wake_on(self, news: asyncio.Event, tell: Callable[[], None] = lambda: None) -> None:
+        """A peer that comes may be the one that is waited for, and a text too."""
+        while True:
+            await news.wait()
+            news.clear()
+            tell()
+            self._data_node.wake()
+
+
+@asynccontextmanager
+async def data_duty(given: Assignment) -> AsyncIterator[DataDuty]:
+    """The duty of a data node, its text open and the first microbatches being packed."""
+    manifest, own, clock = given.manifest, given.presence.own, SystemClock()
+    slots = given.options.slots_held
+    worker = await given.compute.run(Priority.UPKEEP, lambda: host_stage_zero(manifest, given.device, slots))
+    if given.resumed.state is not None:
+        await given.compute.run(Priority.UPKEEP, partial(restore_stage_zero, worker, given.resumed.state))
+    position, progress = position_of(given.resumed), progress_of(given.resumed)
+    if position is not None:
+        given.events.emit(Continued(own.peer, _reported(counts_of(position))))
+    own.steps = worker.stage.optimizer.steps
+    assert given.text.value is not None, given.text.reason
+    documents = await asyncio.to_thread(open_documents, manifest, given.text.value)
+    estimates, tokens = Estimates(), manifest.microbatch_tokens
+    membership, measurements = given.presence.membership, Measurements(own.peer, tokens)
+    rules = _flight_rules(given.options, manifest)
+    talk = LaneTalk(own, membership, measurements, path_rules(manifest), rules.most_in_flight)
+    planner = Planner(path_rules(manifest), membership, estimates, tokens, lambda: talk.lanes)
+    text_came = asyncio.Event()
+
+    def live_data_nodes() -> tuple[PeerId, ...]:
+        replicas = membership.replicas(ModuleId(0), clock.monotonic())
+        return tuple(sorted({own.peer, *(announcement.peer for announcement in replicas)}))
+
+    start = START if position is None else position.cursor
+    number, measured = first_number(position, randbelow(NUMBERS // 2)), NUMBERS + randbelow(NUMBERS // 2)
+    sign = given.presence.routes.signed
+    feed = TrainingFeed(manifest, documents, own.peer, start)
+    stage = worker.stage
+    replica = LocalReplica(
+        (stage.embedding, stage.head), manifest.training.fragments, stage.optimizer, worker.parameters_changed
+    )
+    prefetcher = Prefetcher(feed, live_data_nodes, text_came.set, rules.window + 1)
+    async with module_rounds(given, replica) as rounds, AsyncExitStack() as stack:
+        worker.after_step = rounds.after_inner_step
+        carrier = carrier_for(given, worker, planner, rounds)
+        texts = stack.enter_context(prefetcher)
+        parts = DataNodeParts(
+            flights=Flights(own.peer, rules, first_number=number, counts=counts_of(position)),
+            planner=planner,
+            times=PathTimes(own.peer, estimates, measurements, tokens, membership.slots_of),
+            evaluator=Evaluator(own.peer, planner, worker, carrier, clock, sign, measured),
+            worker=worker,
+            carrier=carrier,
+            texts=texts,
+            sign=sign,
+            progress=progress,
+            reading=ReadingPosition(start, rules.per_step * (rules.staleness + 2) + rules.window),
+            round_microbatches=manifest.training.inner_steps * rules.per_step,
+        )
+        data_node = DataNode(parts, clock, given.events, given.finished)
+        carrier.ends = data_node
+        duty = DataDuty(given, worker, carrier, data_node, text_came, talk, rounds)
+        duty.answers[QuestionAbout.EVALUATE] = HeldOut(manifest, documents, parts.evaluator).answer
+        yield duty
+
+
+def _reported(counts: Counts) -> MicrobatchCounts:
+    return MicrobatchCounts(counts.started, counts.completed, counts.abandoned, counts.duplicated)
+
+
+def _flight_rules(options: NodeOptions, manifest: Manifest) -> FlightRules:
+    """A window of one microbatch for each stage keeps every stage busy; two more cover what is on the wire."""
+    window = options.window or manifest.stages.visited_per_path + 3
+    return FlightRules(manifest.microbatches_per_step, manifest.training.staleness, window, options.steps)

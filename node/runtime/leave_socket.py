@@ -1,0 +1,233 @@
+"""The node that runs on this machine with an identity: there is one, and `skipstone leave` reaches it.
+
+It holds a lock on the key file, which the kernel takes back when it ends, however it ends.
+
+The node listens on a loopback port and writes the port and a secret beside its identity, in a file that only its owner can read.
+Whoever sends the secret there asks it to leave; the connection stays open until it has. Unlike a signal this works on every system,
+and unlike a process number the port cannot come to mean another process: that one would not know the secret.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import logging
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+from swarm.vocabulary.errors import ConfigError, IdentityError, ResourceExhausted, Stalled
+
+log = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+SECRET_BYTES = 32
+ACCEPTED = b"leaving\n"
+CONNECT_S = 5.0
+LISTEN_S = 5.0
+"""Who says nothing for so long is not listened to any more."""
+MAX_CONVERSATIONS = 64
+"""When there are more, the one that has been silent for longest ends: any user of this machine can open some, and whoever knows the secret says it at once."""
+LOCK_PATIENCE_S = 2.0
+"""A process that was killed may take a moment to be gone."""
+LOCK_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class _Door:
+    port: int
+    secret: str
+    process: int
+
+
+def door_path(identity_path: Path) -> Path:
+    """The file beside the identity that tells how its node is reached."""
+    return identity_path.with_name(identity_path.name + ".running")
+
+
+@dataclass(frozen=True, slots=True)
+class _Talks:
+    silent: dict[_Conversation, None] = field(default_factory=dict)
+    """Those who have not said the secret, the oldest first."""
+    accepted: set[_Conversation] = field(default_factory=set)
+
+    def end(self) -> None:
+        for talk in (*self.silent, *self.accepted):
+            talk.end()
+
+
+@asynccontextmanager
+async def sole_use(identity_path: Path) -> AsyncIterator[None]:
+    """Within the block, no other node of this machine runs with the identity. (Commands that only ask have keys of their own.)
+
+    Where the file system knows no locks, nobody is kept out.
+
+    Raises:
+        IdentityError: another node has it.
+    """
+    try:
+        descriptor = os.open(identity_path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise IdentityError(f"the identity key {identity_path} cannot be used: {error.strerror or error}") from error
+    try:
+        await _lock(descriptor, identity_path)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@asynccontextmanager
+async def leave_requests(identity_path: Path, ask: Callable[[], None]) -> AsyncIterator[None]:
+    """Within the block, `ask` is called when `skipstone leave` asks for it.
+
+    Raises:
+        ResourceExhausted: no loopback port or no file beside the identity could be had.
+    """
+    secret = secrets.token_hex(SECRET_BYTES)
+    talks = _Talks()
+    path = door_path(identity_path)
+    try:
+        server = await asyncio.get_running_loop().create_server(
+            lambda: _Conversation(secret, ask, talks), LOOPBACK, 0, backlog=MAX_CONVERSATIONS
+        )
+        _write(path, _Door(server.sockets[0].getsockname()[1], secret, os.getpid()))
+    except OSError as error:
+        raise ResourceExhausted(
+            f"the door for `skipstone leave` cannot be opened: {error.strerror or error}"
+        ) from error
+    try:
+        yield
+    finally:
+        server.close()
+        talks.end()
+        _remove_own(path, secret)
+
+
+async def ask_to_leave(identity_path: Path, patience_s: float) -> None:
+    """Asks the node of this identity to leave, and waits until it has.
+
+    Raises:
+        ConfigError: no node runs with it on this machine.
+        Stalled: it was asked, but is still there after `patience_s` seconds.
+    """
+    door = _read(door_path(identity_path))
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            reader, writer = await asyncio.open_connection(LOOPBACK, door.port)
+            writer.write(door.secret.encode())
+            accepted = await reader.read(len(ACCEPTED)) == ACCEPTED
+    except (OSError, TimeoutError):
+        raise _nobody(identity_path) from None
+    try:
+        if not accepted:
+            raise _nobody(identity_path)
+        async with asyncio.timeout(patience_s):
+            with contextlib.suppress(ConnectionError):  # a process that ends may reset its connections
+                await reader.read(1)
+    except TimeoutError:
+        raise Stalled(
+            f"the node has been asked to leave, but is still there after {patience_s:.0f} s",
+            hint="Look at its log, or end its process.",
+        ) from None
+    finally:
+        writer.close()
+
+
+class _Conversation(asyncio.Protocol):
+    """One connection to the door. Anything but the secret closes it."""
+
+    def __init__(self, secret: str, ask: Callable[[], None], talks: _Talks) -> None:
+        self._secret = secret.encode()
+        self._ask = ask
+        self._talks = talks
+        self._heard = b""
+        self._transport: asyncio.Transport | None = None
+        self._limit = asyncio.get_running_loop().call_later(LISTEN_S, self.end)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are of no class of asyncio's
+        silent = self._talks.silent
+        silent[self] = None
+        if len(silent) > MAX_CONVERSATIONS:
+            next(iter(silent)).end()
+
+    def data_received(self, data: bytes) -> None:
+        self._heard += data[: len(self._secret) + 1]
+        if len(self._heard) < len(self._secret):
+            return
+        if hmac.compare_digest(self._heard, self._secret) and self._transport is not None:
+            self._limit.cancel()
+            self._talks.silent.pop(self, None)
+            self._talks.accepted.add(self)
+            self._transport.write(ACCEPTED)
+            self._ask()
+        else:
+            self.end()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._limit.cancel()
+        self._talks.silent.pop(self, None)
+        self._talks.accepted.discard(self)
+
+    def end(self) -> None:
+        self._talks.silent.pop(self, None)
+        if self._transport is not None:
+            self._transport.close()
+
+
+async def _lock(descriptor: int, identity_path: Path) -> None:
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return
+    for _ in range(int(LOCK_PATIENCE_S / LOCK_POLL_S)):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            await asyncio.sleep(LOCK_POLL_S)
+        except OSError as error:
+            log.warning("%s cannot be locked (%s): see to it that one node uses it", identity_path, error.strerror)
+            return
+        else:
+            return
+    who = ""
+    with contextlib.suppress(ConfigError):
+        who = f" (process {_read(door_path(identity_path)).process})"
+    raise IdentityError(
+        f"another node{who} runs on this machine with the identity {identity_path}",
+        hint="Let it leave first (`skipstone leave`), or give this one a key of its own with --identity FILE.",
+    )
+
+
+def _write(path: Path, door: _Door) -> None:
+    path.unlink(missing_ok=True)  # of a node that was killed
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        json.dump({"port": door.port, "secret": door.secret, "process": door.process}, file)
+
+
+def _read(path: Path) -> _Door:
+    try:
+        table = json.loads(path.read_text())
+        return _Door(int(table["port"]), str(table["secret"]), int(table["process"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        raise _nobody(path.with_name(path.name.removesuffix(".running"))) from None
+
+
+def _remove_own(path: Path, secret: str) -> None:
+    """Unless a later node with the same identity has put its own there."""
+    with contextlib.suppress(ConfigError, OSError):
+        if _read(path).secret == secret:
+            path.unlink()
+
+
+def _nobody(identity_path: Path) -> ConfigError:
+    return ConfigError(
+        f"no node is running here with the identity {identity_path}",
+        hint="Name the key file that it was started with: skipstone leave --identity FILE.",
+    )

@@ -1,0 +1,109 @@
+"""A serving node's readiness to move: looks at the swarm now and then, and says when it should take another module."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from node.network.proofs import Proofs
+from node.network.session import Presence
+from protocol.interfaces.clock import Clock
+from protocol.manifest.manifest import Manifest, block_parameters
+from swarm.membership.capacity import Workload
+from swarm.membership.rebalancing import MoveRules, MoveWatch, Standing
+from swarm.vocabulary.types import ModuleId, Reasoned
+
+STATE_BYTES_PER_PARAMETER = 8
+"""The anchor and its outer momentum, both float32."""
+UNMEASURED_BYTES_PER_S = 4e6
+SETTING_UP_S = 10.0
+"""What a move costs besides the download: draining the old module, preparing the new one."""
+
+NextModule = Callable[[], Awaitable[Reasoned[ModuleId]]]
+"""Returns when the node should move, with where to and why; a node that is to stay never gets an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class MovePeriods:
+    """How often a node looks at the swarm, in seconds; each pause is longer or shorter by up to a fifth, at random."""
+
+    ordinary_s: float = 30.0
+    empty_s: float = 2.0
+    """How often it looks whether a module has lost its last peer."""
+
+
+def workload_of(manifest: Manifest) -> Workload:
+    """What the run asks of its modules, with blocks as the unit. Stage 0's embedding and head count as one at least."""
+    cost = tuple(float(max(1, blocks)) for blocks in manifest.stages.blocks)
+    return Workload(manifest.modules(), cost, manifest.stages.visited_per_path)
+
+
+async def stay_for_ever() -> Reasoned[ModuleId]:
+    """The `NextModule` of a node that was told which stage to host, or of a data node."""
+    await asyncio.Event().wait()
+    raise AssertionError("nobody sets this event")
+
+
+class Mover:
+    """Decides for one node in one module, from when it is made.
+
+    Args:
+        fitting: those of the modules that this machine has room for once it has let go of its own.
+        jitter: returns a number from 0 to 1.
+    """
+
+    def __init__(
+        self,
+        presence: Presence,
+        manifest: Manifest,
+        proofs: Proofs,
+        fitting: Callable[[Sequence[ModuleId]], Iterable[ModuleId]],
+        clock: Clock,
+        rules: MoveRules,
+        periods: MovePeriods,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        self._presence = presence
+        self._manifest = manifest
+        self._proofs = proofs
+        self._fitting = fitting
+        self._clock = clock
+        self._periods = periods
+        self._jitter = jitter
+        self._watch = MoveWatch(workload_of(manifest), rules)
+        self._since = clock.monotonic()
+
+    async def next_module(self) -> Reasoned[ModuleId]:
+        """See `NextModule`."""
+        looked = self._clock.monotonic()
+        while True:
+            await asyncio.sleep(self._periods.empty_s * (0.8 + 0.4 * self._jitter()))
+            now = self._clock.monotonic()
+            due = now - looked >= self._periods.ordinary_s * (0.8 + 0.4 * self._jitter())
+            if not due and not self._some_module_is_empty(now):
+                continue
+            looked = now if due else looked
+            await self._proofs.refresh()
+            goal = self._watch.consider(self._standing(now), now)
+            if goal.value is not None:
+                return Reasoned(goal.value, goal.reason)
+
+    def _some_module_is_empty(self, now: float) -> bool:
+        """Only a hint that a look is worth while: it does not count those that join."""
+        served = self._presence.membership.served(now) | {self._presence.own.module}
+        return not all(module in served for module in self._manifest.modules() if module.stage > 0)
+
+    def _standing(self, now: float) -> Standing:
+        membership, own = self._presence.membership, self._presence.own
+        others = tuple(a for a in membership.peers() if not membership.is_given_up(a.peer))
+        goals = [m for m in self._manifest.modules() if m.stage > 0 and m != own.module]
+        rates = (link.goodput_bytes_per_s for link in self._presence.transport.figures().values())
+        rate = max(rates, default=0.0) or UNMEASURED_BYTES_PER_S
+        move_s = {module: SETTING_UP_S + self._state_bytes(module) / rate for module in self._fitting(goals)}
+        return Standing(own.announcement(), others, now - self._since, move_s, self._proofs.proven)
+
+    def _state_bytes(self, module: ModuleId) -> int:
+        blocks = self._manifest.stages.blocks[module.stage]
+        return STATE_BYTES_PER_PARAMETER * blocks * block_parameters(self._manifest.model)

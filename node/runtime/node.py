@@ -1,0 +1,268 @@
+"""A node from start to end: enters a run, takes one module after another, works until asked to stop, and leaves in good order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from node.checkpoint.folder import CheckpointFolder
+from node.checkpoint.saver import SaveRequests
+from node.checkpoint.state import Resumed
+from node.concurrency.compute_thread import ComputeThread
+from node.concurrency.task_groups import unless
+from node.context.module_context import Assignment
+from node.context.options import NodeOptions
+from node.data.places import Places, places
+from node.model.device import choose_device
+from node.model.memory_need import modules_that_fit, need_of, none_fits, room_on
+from node.network.proofs import Proofs
+from node.network.session import Presence, Whereabouts, present
+from node.observability.event_log import Both, Watched, open_event_log
+from node.observability.events import Ended, EventSink, Note
+from node.reachability.monitor import reachable
+from node.runtime.leave_socket import leave_requests, sole_use
+from node.runtime.malloc import keep_freed_memory
+from node.runtime.mover import MovePeriods, Mover, NextModule, stay_for_ever, workload_of
+from node.runtime.resume import find_own
+from node.runtime.serving import Moving, serve_module
+from protocol.dht.directory import DirectorySettings
+from protocol.identity.keys import Identity
+from protocol.interfaces.clock import SystemClock
+from protocol.interfaces.transport import Question, QuestionAbout
+from protocol.manifest.join_link import multiaddr_of
+from protocol.manifest.manifest import Manifest
+from protocol.manifest.signing import SignedManifest, read_signed_manifest
+from swarm.membership.placement import choose_module
+from swarm.membership.rebalancing import MoveRules
+from swarm.vocabulary.errors import ConfigError, Rejected
+from swarm.vocabulary.types import ModuleId, PeerId, Reasoned, RunId
+
+LOOK_AROUND_S = 2.0
+WITHDRAW_S = 2.0
+
+
+class Consent(Protocol):
+    """Tells the person at this machine what the run is, and asks whether to join it."""
+
+    async def __call__(self, signed: SignedManifest, text: Reasoned[Places | None], own: bool) -> bool:
+        """`own`: whether this machine's identity is the manifest's author."""
+        ...
+
+
+async def run_node(
+    options: NodeOptions,
+    events: EventSink,
+    stop: asyncio.Event,
+    moving: Moving | None = None,
+    consent: Consent | None = None,
+) -> None:
+    """Runs one node until `stop` is set, or, for a data node, until its steps are done.
+
+    Args:
+        moving: says for each module that the node takes when it moves on; `readiness_to_move` if not given.
+        consent: asked before the node takes part; None for a node whose owner knows the run.
+
+    Raises:
+        Rejected: there is no consent.
+        SkipstoneError: it could not start, or something it cannot do without broke.
+    """
+    keep_freed_memory()
+    clock = SystemClock()
+    identity = Identity.load_or_create(options.identity_path)
+    signed = _read_manifest(options)
+    run = signed.run if signed is not None else _run_of(options)
+    device = choose_device(options.device)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    initial = options.link.peers if options.link is not None else ()
+    where = Whereabouts(options.listen, options.advertise, options.port, options.dht_port)
+    settings = _directory(where, initial, identity, signed, options.relay_bytes_per_hour)
+    with _logged(options, identity.peer, events) as logged:
+        async with (
+            sole_use(options.identity_path),
+            leave_requests(options.identity_path, stop.set),
+            present(identity, run, where, settings, clock, logged) as presence,
+        ):
+            logged.emit(Note("info", f"peer {identity.peer}, device {device.value} ({device.reason})"))
+            if signed is None:
+                signed = await unless(stop, presence.fetch_manifest(options.patience_s))
+                if signed is None:
+                    return
+            own = signed.author == identity.peer
+            text = places(signed.manifest.data, options.told, own=own)
+            if consent is not None and not await unless(stop, consent(signed, text, own)):
+                raise Rejected("the run was not joined", hint="Say yes when asked, or beforehand with --yes.")
+            async with reachable(options.reach, options.advertise, presence, logged):
+                await _serve(options, presence, signed, text, device.value, logged, stop, moving or readiness_to_move)
+
+
+async def _serve(
+    options: NodeOptions,
+    presence: Presence,
+    signed: SignedManifest,
+    text: Reasoned[Places | None],
+    device: torch.device,
+    events: EventSink,
+    stop: asyncio.Event,
+    moving: Moving,
+) -> None:
+    if signed.manifest.stages.count < 2:
+        raise ConfigError(
+            "this run has one stage, which leaves nothing for other peers to do",
+            hint="Train it with `skipstone solo`, or cut the model into at least two stages.",
+        )
+    presence.neighbourhood.watch(signed.manifest.modules())
+    presence.reception.answers[QuestionAbout.MANIFEST] = _always(signed.text)
+    resumed = await _find_own(options, presence, signed, events)
+    chosen = await _choose(options, presence, signed.manifest, resumed, device, text, events)
+    events.emit(Note("info", f"module {chosen.value}: {chosen.reason}"))
+    folder = None
+    if options.checkpoint_dir is not None:
+        folder = CheckpointFolder(options.checkpoint_dir, signed.run, signed.text)
+    module: ModuleId | None = chosen.value
+    with ComputeThread() as compute:
+        while module is not None and not stop.is_set():
+            saves, proofs = SaveRequests(), Proofs(presence)
+            given = Assignment(
+                options,
+                presence,
+                signed.manifest,
+                module,
+                device,
+                compute,
+                events,
+                stop.set,
+                saves,
+                proofs,
+                resumed,
+                text,
+            )
+            module = await serve_module(given, moving, folder, stop)
+            resumed = Resumed()
+        await presence.withdraw(WITHDRAW_S)
+
+
+def readiness_to_move(given: Assignment) -> NextModule:
+    """When the node of this assignment moves: by what it sees of the swarm, or never."""
+    if given.module.stage == 0 or not given.options.may_move:
+        return stay_for_ever
+    manifest, slots = given.manifest, given.options.slots_held
+    own = need_of(manifest, (given.module,), slots)
+
+    def fitting(modules: Sequence[ModuleId]) -> Iterable[ModuleId]:
+        return modules_that_fit(manifest, modules, room_on(given.device).and_back(own), slots)
+
+    mover = Mover(given.presence, manifest, given.proofs, fitting, given.presence.own.clock, MoveRules(), MovePeriods())
+    return mover.next_module
+
+
+@contextmanager
+def _logged(options: NodeOptions, peer: PeerId, stream: EventSink) -> Iterator[EventSink]:
+    """Where the node's events go: what is to be watched to the stream, everything to the log if there is one.
+
+    The log ends with Ended, unless something went wrong.
+    """
+    if options.log_dir is None:
+        yield Watched(stream)
+        return
+    with open_event_log(options.log_dir, peer) as event_log:
+        yield Both(Watched(stream), event_log)
+        event_log.emit(Ended(peer, int(SystemClock().wall() * 1000)))
+
+
+async def _choose(
+    options: NodeOptions,
+    presence: Presence,
+    manifest: Manifest,
+    resumed: Resumed,
+    device: torch.device,
+    text: Reasoned[Places | None],
+    events: EventSink,
+) -> Reasoned[ModuleId]:
+    """The module asked for, else the one it had, else the one that needs a peer most after a short look around, of those that fit.
+
+    Raises:
+        ConfigError: that would be stage 0, and the run's text may not be opened; or there is no such stage.
+        ResourceExhausted: no module that it may take fits into this machine.
+    """
+    wanted = options.stage if options.stage is not None or resumed.module is None else resumed.module.stage
+    if text.value is None and wanted == 0:
+        raise ConfigError(
+            f"this node can not take stage 0: {text.reason}", hint="Or take another stage with --no-data."
+        )
+    if options.stage is not None:
+        if options.stage >= manifest.stages.count:
+            raise ConfigError(
+                f"stage {options.stage} does not exist: this run has the stages 0 to {manifest.stages.count - 1}"
+            )
+        return Reasoned(ModuleId(options.stage), "asked for")
+    if resumed.module is not None:
+        return Reasoned(resumed.module, "the one in its checkpoint")
+    reads_text = options.reads_text and text.value is not None
+    if options.reads_text and not reads_text:
+        events.emit(Note("warning", f"this node takes no stage 0: {text.reason}"))
+    if options.link is None and reads_text:
+        return Reasoned(ModuleId(0), "the first node of a run is a data node")
+    allowed = [module for module in manifest.modules() if module.stage > 0 or reads_text]
+    room = room_on(device)
+    fitting = list(modules_that_fit(manifest, allowed, room, options.slots_held))
+    if not fitting:
+        raise none_fits(manifest, allowed, room, options.slots_held)
+    await asyncio.sleep(LOOK_AROUND_S)
+    alive = await presence.neighbourhood.alive(manifest.modules())
+    return choose_module(presence.own.peer, fitting, alive, workload_of(manifest))
+
+
+async def _find_own(options: NodeOptions, presence: Presence, signed: SignedManifest, events: EventSink) -> Resumed:
+    if options.checkpoint_dir is None:
+        return Resumed()
+    folder = CheckpointFolder(options.checkpoint_dir, signed.run, signed.text)
+    wanted = None if options.stage is None else ModuleId(options.stage)
+    resumed, notes = await asyncio.to_thread(find_own, folder, presence.own.peer, wanted)
+    for note in notes:
+        events.emit(note)
+    return resumed
+
+
+def _read_manifest(options: NodeOptions) -> SignedManifest | None:
+    if options.manifest_path is None:
+        return None
+    try:
+        text = options.manifest_path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"manifest {options.manifest_path}: {error.strerror}") from None
+    return read_signed_manifest(text, None if options.link is None else options.link.run)
+
+
+def _run_of(options: NodeOptions) -> RunId:
+    assert options.link is not None, "NodeOptions has a link or a manifest"
+    return options.link.run
+
+
+def _directory(
+    where: Whereabouts,
+    initial: tuple[str, ...],
+    identity: Identity,
+    signed: SignedManifest | None,
+    relay_bytes_per_hour: int,
+) -> DirectorySettings:
+    others = tuple(address for address in initial if not address.endswith(f"/{identity.peer}"))
+    announce = (multiaddr_of(where.advertise, where.dht_port),) if where.advertise and where.dht_port else ()
+    settings = DirectorySettings(
+        where.listen, where.dht_port, announce, others, relay_bytes_per_hour=relay_bytes_per_hour
+    )
+    if signed is None:
+        return settings
+    return replace(settings, stages=signed.manifest.stages.count, experts=signed.manifest.stages.experts)
+
+
+def _always(text: bytes) -> Callable[[Question], Awaitable[bytes]]:
+    async def answer(question: Question) -> bytes:
+        return text
+
+    return answer

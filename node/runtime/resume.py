@@ -1,0 +1,128 @@
+"""Between a replica at work and its saved state: what is copied out of it, what is put back, and what a starting node finds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from node.checkpoint.folder import CheckpointFolder, load_newest
+from node.checkpoint.replica import capture_module, restore_module
+from node.checkpoint.state import Agreed, DataState, ReplicaState, Resumed
+from node.data.reading_position import ReadingPosition
+from node.observability.events import Note
+from node.pipeline.data_worker import DataWorker
+from node.pipeline.stage_worker import HopWorker
+from node.routing.launcher import Progress
+from swarm.pipeline.in_flight import Counts, Flights
+from swarm.vocabulary.errors import CorruptSnapshot
+from swarm.vocabulary.types import ModuleId, PeerId
+
+RESERVED_NUMBERS = 2**32
+"""A node that was killed has used microbatch numbers after those in its snapshot, and in its life many before it: so many are left out either way."""
+NUMBERS = 2**47
+"""Of microbatches that are trained on; those from here on are of what is evaluated."""
+
+
+AgreedNow = Callable[[], Agreed | None]
+"""Asked on the compute thread while a replica is copied; its tensors must not be written to afterwards."""
+
+
+def nothing_agreed() -> Agreed | None:
+    """Of a replica that has not taken part in a round."""
+    return None
+
+
+def capture_hop(worker: HopWorker, tokens: int, agreed: Agreed | None) -> ReplicaState:
+    """A stage peer's replica; `tokens` are those of a microbatch."""
+    visits = worker.accumulated - worker.unapplied
+    return capture_module((worker.part,), worker.optimizer, visits=visits, tokens=tokens, agreed=agreed)
+
+
+def capture_stage_zero(
+    worker: DataWorker, flights: Flights, progress: Progress, reading: ReadingPosition, agreed: Agreed | None
+) -> ReplicaState:
+    """A data node's replica, and the place in its text that goes with exactly these parameters."""
+    stage, counts = worker.stage, flights.counts
+    visits = worker.accumulated - stage.embedding_sum.visits
+    parts = stage.embedding, stage.head
+    plain = capture_module(parts, stage.optimizer, visits=visits, tokens=worker.tokens, agreed=agreed)
+    data = DataState(
+        cursor=reading.resume_at(stage.embedding_sum.has_applied),
+        next_number=flights.next_number,
+        completed=visits,
+        abandoned=counts.abandoned,
+        duplicated=counts.duplicated,
+        loss_first=_finite(progress.loss_first),
+        loss_last=_finite(progress.loss_last),
+    )
+    return ReplicaState(plain.local, plain.inner, plain.counters, plain.anchor, data)
+
+
+def restore_hop(worker: HopWorker, state: ReplicaState) -> None:
+    """A stage peer's replica. Errors as `restore_module`."""
+    restore_module((worker.part,), worker.optimizer, state)
+    worker.accumulated = state.counters.visits
+
+
+def restore_stage_zero(worker: DataWorker, state: ReplicaState) -> None:
+    """A data node's replica of stage 0. Errors as `restore_module`."""
+    restore_module((worker.stage.embedding, worker.stage.head), worker.stage.optimizer, state)
+    worker.accumulated = state.counters.visits
+
+
+def counts_of(data: DataState | None) -> Counts:
+    """What a data node goes on counting from. What was under way when the state was saved was never completed, and is read again."""
+    if data is None:
+        return Counts()
+    return Counts(data.completed + data.abandoned, data.completed, data.abandoned, data.duplicated)
+
+
+def position_of(resumed: Resumed) -> DataState | None:
+    """Where a data node stood."""
+    return None if resumed.state is None else resumed.state.data
+
+
+def progress_of(resumed: Resumed) -> Progress:
+    """The training as a data node goes on seeing it."""
+    state = resumed.state
+    if state is None or state.data is None:
+        return Progress()
+    return Progress(state.data.loss_first, state.data.loss_last, state.counters.tokens)
+
+
+def first_number(data: DataState | None, drawn: int) -> int:
+    """Of the microbatches of this start: `drawn`, a number below NUMBERS / 2 that nobody else can know, unless the life before has come too near it.
+
+    Those of earlier lives it meets by chance only: of a hundred lives of a million microbatches each, once in 10,000 runs.
+    """
+    if data is None or abs(drawn - data.next_number) > RESERVED_NUMBERS:
+        return drawn
+    return (drawn + 2 * RESERVED_NUMBERS + 1) % (NUMBERS // 2)
+
+
+# ---- at the start ----------------------------------------------------------------------------------------------------------
+
+
+def find_own(folder: CheckpointFolder, peer: PeerId, module: ModuleId | None) -> tuple[Resumed, tuple[Note, ...]]:
+    """The peer's newest state, of `module` or (None) of any, and what to tell the person. Reads the disk.
+
+    Every damaged file is named. When all are damaged, the node goes on without them.
+
+    Raises:
+        StateError: the folder holds another run's checkpoint.
+    """
+    try:
+        found = load_newest(folder, peer, module)
+    except CorruptSnapshot as error:
+        return Resumed(), (Note("warning", f"{error}; the node goes on without them"),)
+    if found is None:
+        return Resumed(), ()
+    header = found.header
+    at = f"inner step {header.steps}, {header.counters.tokens} tokens"
+    damaged = tuple(Note("warning", f"damaged snapshot passed over: {problem}") for problem in found.problems)
+    told = Note("info", f"resumes module {header.owner.module} from snapshot {header.number}: {at}")
+    return Resumed(header.owner.module, found.state), (*damaged, told)
+
+
+def _finite(loss: float | None) -> float | None:
+    return loss if loss is not None and math.isfinite(loss) else None

@@ -1,0 +1,209 @@
+"""One node's time in one module: prepares it, serves, and lets go in good order, to stop or to take another module."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+
+from node.checkpoint.folder import CheckpointFolder
+from node.checkpoint.saver import Saver
+from node.concurrency.task_groups import task_scope, unless
+from node.context.module_context import Assignment
+from node.network.session import Presence
+from node.observability.events import EventSink, LastPeer, Move, NodeStatus, Note
+from node.observability.failpoints import crash_point
+from node.runtime.data_role import data_duty
+from node.runtime.mover import NextModule
+from node.runtime.role import Duty, Hook
+from node.runtime.stage_role import hop_duty
+from node.runtime.status import node_summary, status_json
+from protocol.interfaces.transport import Question, QuestionAbout
+from swarm.vocabulary.announcement import Announcement
+from swarm.vocabulary.types import ModuleId, PeerState, Reasoned
+
+log = logging.getLogger(__name__)
+
+DRAIN_S = 12.0
+"""What is not finished by then is left to the others; whoever asked for the stop waits for 20 s before using force."""
+HAND_OVER_S = 3.0
+"""For everything that is to be done for the others after that."""
+REPORT_S = 2.0
+MAX_ASKED = 16
+"""Replicas that are asked whether they stay, before this one goes."""
+
+Moving = Callable[[Assignment], NextModule]
+
+
+async def serve_module(
+    given: Assignment, moving: Moving, folder: CheckpointFolder | None, stop: asyncio.Event
+) -> ModuleId | None:
+    """From JOINING to drained.
+
+    Args:
+        moving: called when the node serves; what it gives says when the node should move.
+        folder: gets the replica's state now and then, and when the node stops.
+
+    Returns:
+        The module to take next; None when `stop` was set.
+    """
+    presence, own, events = given.presence, given.presence.own, given.events
+    own.take(given.module)
+    tell_state(presence, events)
+    make = data_duty if given.module.stage == 0 else hop_duty
+    async with make(given) as duty:
+        given.resumed.state = None
+        with _answering_status(presence, duty):
+            if await unless(stop, _prepared(duty)) is None:
+                return None
+            with _answering(presence, duty), _saver(given, duty, folder) as saver:
+                async with _at_work(duty, given, saver):
+                    goal = await _serve(duty, given, moving(given), stop)
+                    await hand_over(duty.before_leaving, HAND_OVER_S)
+                if goal is None and saver is not None:
+                    await saver.save_at_the_end()
+                events.emit(node_summary(own, duty, given.compute))
+                return goal
+
+
+def tell_state(presence: Presence, events: EventSink) -> None:
+    """Announces what the node is now, and tells whoever watches."""
+    own = presence.own
+    presence.neighbourhood.announce()
+    module = None if own.state is PeerState.VISITING else str(own.module)
+    events.emit(NodeStatus(own.peer, module, own.state.name.lower(), ", ".join(own.addresses), str(presence.link)))
+
+
+async def hand_over(hooks: Sequence[Hook], limit_s: float) -> None:
+    """Runs the hooks one after the other; what is not done within the limit is given up."""
+    try:
+        async with asyncio.timeout(limit_s):
+            for hook in hooks:
+                await hook()
+    except TimeoutError:
+        log.warning("handing over took more than %.0f s and was given up", limit_s)
+
+
+async def _prepared(duty: Duty) -> bool:
+    await duty.prepare()
+    return True
+
+
+async def _serve(duty: Duty, given: Assignment, next_module: NextModule, stop: asyncio.Event) -> ModuleId | None:
+    """Serves until it is time to stop or to move, and drains. A move that would leave nobody behind is called off."""
+    while True:
+        _become(PeerState.SERVING, given)
+        duty.carrier.takes_new_work = True
+        goal = await unless(stop, next_module())
+        if goal is not None and not await others_serve(given):
+            continue
+        if goal is not None:
+            _tell_of_move(given, goal)
+        await _drain(duty, given)
+        if stop.is_set():
+            _tell_if_last(given)
+            return None
+        assert goal is not None, "without a stop there was a goal"
+        if await others_serve(given):  # asked again: another replica may have begun to leave at the same moment
+            return goal.value
+        given.events.emit(Note("info", f"stays in module {given.module}: nobody else serves it any more"))
+
+
+async def _drain(duty: Duty, given: Assignment) -> None:
+    """Others are told first. What comes all the same is refused if there is somebody to take it, and done if not."""
+    _become(PeerState.DRAINING, given)
+    crash_point("draining")
+    duty.carrier.takes_new_work = not _replicas(given)
+    await duty.drain(DRAIN_S)
+
+
+async def others_serve(given: Assignment) -> bool:
+    """Whether another replica that is proven to work says so now, when asked. What only announces itself may be a liar, who would be left alone here."""
+    await given.proofs.refresh()
+    presence, proven = given.presence, given.proofs.proven
+    asked = [a.peer for a in _replicas(given) if a.peer in proven][:MAX_ASKED]
+    answers = await asyncio.gather(*(presence.neighbourhood.serves(peer, given.module) for peer in asked))
+    return any(answers)
+
+
+def _replicas(given: Assignment) -> list[Announcement]:
+    presence = given.presence
+    return presence.membership.replicas(given.module, presence.own.clock.monotonic())
+
+
+def _tell_of_move(given: Assignment, goal: Reasoned[ModuleId]) -> None:
+    given.events.emit(Move(given.presence.own.peer, str(given.module), str(goal.value), goal.reason))
+
+
+def _tell_if_last(given: Assignment) -> None:
+    if _replicas(given):
+        return
+    folder = given.options.checkpoint_dir
+    saved_in = None if folder is None else str(folder)
+    given.events.emit(LastPeer(given.presence.own.peer, str(given.module), saved_in))
+
+
+def _become(state: PeerState, given: Assignment) -> None:
+    given.presence.own.state = state
+    tell_state(given.presence, given.events)
+
+
+@contextmanager
+def _answering_status(presence: Presence, duty: Duty) -> Iterator[None]:
+    """Within the block, whoever asks learns how far the node is."""
+
+    async def answer(question: Question) -> bytes:
+        return status_json(presence.own, duty, presence.tunnels)
+
+    presence.reception.answers[QuestionAbout.STATUS] = answer
+    try:
+        yield
+    finally:
+        presence.reception.answers.pop(QuestionAbout.STATUS, None)
+
+
+@contextmanager
+def _answering(presence: Presence, duty: Duty) -> Iterator[None]:
+    """Within the block, what arrives for the module goes to the duty."""
+    reception = presence.reception
+    reception.carrier = duty.carrier
+    reception.answers |= duty.answers
+    try:
+        yield
+    finally:
+        reception.carrier = None
+        for about in duty.answers:
+            reception.answers.pop(about, None)
+
+
+@asynccontextmanager
+async def _at_work(duty: Duty, given: Assignment, saver: Saver | None) -> AsyncIterator[None]:
+    """The duty's tasks, for as long as the block lasts."""
+    async with task_scope() as tasks:
+        running = [
+            tasks.create_task(duty.carrier.run(given.presence.transport)),
+            tasks.create_task(duty.run()),
+            tasks.create_task(_report(duty, given.events)),
+        ]
+        if saver is not None:
+            running.append(tasks.create_task(saver.run()))
+        try:
+            await asyncio.sleep(0)  # the carrier takes work only when it runs
+            yield
+        finally:
+            for task in running:
+                task.cancel()
+
+
+async def _report(duty: Duty, events: EventSink) -> None:
+    while True:
+        await asyncio.sleep(REPORT_S)
+        events.emit(duty.load())
+
+
+def _saver(given: Assignment, duty: Duty, folder: CheckpointFolder | None) -> AbstractContextManager[Saver | None]:
+    if folder is None:
+        return nullcontext()
+    every_s, peer = given.options.checkpoint_every_s, given.presence.own.peer
+    return Saver(folder, peer, given.module, duty.capture, given.compute, given.saves, given.events, every_s)

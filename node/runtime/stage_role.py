@@ -1,0 +1,122 @@
+"""The duty of a stage peer: puts its parts together and takes them apart."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+
+import torch
+
+from node.averaging.anchor.module_vector import LocalReplica
+from node.averaging.module_rounds import ModuleRounds, module_rounds
+from node.checkpoint.state import ReplicaState
+from node.concurrency.compute_thread import Priority
+from node.context.module_context import Assignment
+from node.observability.events import Load
+from node.observability.throughput import Rate
+from node.pipeline.admission import path_rules
+from node.pipeline.microbatch_runner import Carrier
+from node.pipeline.stage_worker import HopWorker, host_hop, measure_speed
+from node.runtime.resume import capture_hop, restore_hop
+from node.runtime.role import Account, Answering, Hook, carrier_for
+from protocol.interfaces.clock import SystemClock
+from protocol.interfaces.transport import QuestionAbout
+from swarm.routing.planner import Planner
+from swarm.routing.service_times import Estimates
+from swarm.vocabulary.types import Reasoned
+
+QUIET_S = 1.0
+"""A draining stage peer that has held nothing for this long has nothing more to expect."""
+LARGEST_DEFAULT_GRAPHS = 2 * 2**30
+
+
+class HopDuty:
+    """A peer of stage 1 or above."""
+
+    def __init__(self, given: Assignment, worker: HopWorker, carrier: Carrier, rounds: ModuleRounds) -> None:
+        self.carrier = carrier
+        self.rounds = rounds
+        self.answers: dict[QuestionAbout, Answering] = dict(rounds.answers)
+        self.before_leaving: list[Hook] = [rounds.finish_round]
+        self._given = given
+        self._presence = given.presence
+        self._module = given.module
+        self._worker = worker
+        self._tokens = given.manifest.microbatch_tokens
+        self._rate = Rate(SystemClock())
+        self._seen = worker.accumulated
+
+    async def prepare(self) -> None:
+        """Its speed, to be announced, and the state on which its module stands."""
+        own, part, given = self._presence.own, self._worker.part, self._given
+        own.tokens_per_second = await given.compute.run(
+            Priority.UPKEEP, lambda: measure_speed(part, given.manifest, given.device)
+        )
+        await self.rounds.prepare()
+
+    async def run(self) -> None:
+        """Keeps the announced speed true."""
+        while True:
+            await asyncio.sleep(QUIET_S)
+            self._rate.add((self._worker.accumulated - self._seen) * self._tokens)
+            self._seen = self._worker.accumulated
+            if self._worker.tokens_per_s:
+                self._presence.own.tokens_per_second = self._worker.tokens_per_s
+
+    async def drain(self, patience_s: float) -> None:
+        quiet_since = None
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(patience_s):
+                while quiet_since is None or loop.time() - quiet_since < QUIET_S:
+                    if not self.carrier.is_empty:
+                        quiet_since = None
+                    elif quiet_since is None:
+                        quiet_since = loop.time()
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            return
+
+    def capture(self) -> ReplicaState:
+        return capture_hop(self._worker, self._tokens, self.rounds.agreed())
+
+    def load(self) -> Load:
+        own, custody = self._presence.own, self.carrier.custody
+        return Load(own.peer, str(self._module), custody.slots, custody.used_slots, self._rate.per_second())
+
+    def account(self) -> Account:
+        worker = self._worker
+        tokens = worker.accumulated * self._tokens
+        rate, codec_s = self._rate.per_second(), worker.wire.codec_s
+        return Account(worker.optimizer.steps, worker.accumulated, worker.recomputed, tokens, rate, codec_s)
+
+
+@asynccontextmanager
+async def hop_duty(given: Assignment) -> AsyncIterator[HopDuty]:
+    """The duty of a stage peer, built but not prepared."""
+    manifest, device = given.manifest, given.device
+    budget = default_graph_budget(device).value if given.options.memory is None else given.options.memory
+    slots = given.options.slots_held
+    worker = await given.compute.run(Priority.UPKEEP, lambda: host_hop(manifest, given.module, device, budget, slots))
+    if given.resumed.state is not None:
+        await given.compute.run(Priority.UPKEEP, partial(restore_hop, worker, given.resumed.state))
+    given.presence.own.steps = worker.optimizer.steps
+    planner = Planner(path_rules(manifest), given.presence.membership, Estimates(), manifest.microbatch_tokens)
+    replica = LocalReplica((worker.part,), manifest.training.fragments, worker.optimizer, worker.parameters_changed)
+    async with module_rounds(given, replica) as rounds:
+        worker.after_step = rounds.after_inner_step
+        yield HopDuty(given, worker, carrier_for(given, worker, planner, rounds), rounds)
+
+
+def default_graph_budget(device: torch.device) -> Reasoned[int]:
+    """Bytes that kept graphs may take when nobody says: two fifths of a GPU's free memory, an eighth of the machine's."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return Reasoned(free * 2 // 5, "two fifths of the GPU's free memory")
+    if not hasattr(os, "sysconf"):
+        return Reasoned(LARGEST_DEFAULT_GRAPHS // 2, "this system does not say how much memory it has")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Reasoned(min(LARGEST_DEFAULT_GRAPHS, memory // 8), "an eighth of this machine's memory, 2 GiB at most")

@@ -1,0 +1,58 @@
+"""What a node says of itself: its last event, and the JSON that `status` asks for."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+from node.concurrency.compute_thread import ComputeThread
+from node.network.local_peer import OwnState
+from node.observability.events import BusySeconds, NodeSummary
+from node.runtime.role import Duty
+from protocol.dht.tunnels import RelayTunnels
+
+
+def node_summary(own: OwnState, duty: Duty, compute: ComputeThread) -> NodeSummary:
+    """The account of a node that stops."""
+    account = duty.account()
+    busy = BusySeconds(compute=compute.busy_s, codec=account.codec_s, wire=duty.carrier.wire_s, wait=compute.idle_s)
+    return NodeSummary(
+        peer=own.peer,
+        module=str(own.module),
+        steps=account.steps,
+        loss_first=account.loss_first,
+        loss_last=account.loss_last,
+        tokens=account.tokens,
+        tokens_per_s=account.tokens_per_s,
+        microbatches=account.counts,
+        accumulated=account.accumulated,
+        busy_s=busy,
+    )
+
+
+def status_json(own: OwnState, duty: Duty, tunnels: RelayTunnels) -> bytes:
+    """docs/PROTOCOL.md lists the keys."""
+    account, custody = duty.account(), duty.carrier.custody
+    report = {
+        "peer": own.peer,
+        "module": str(own.module),
+        "state": own.state.name.lower(),
+        "addresses": list(own.addresses),
+        "via": list(own.via),
+        "reach": {"step": own.reach.step.value, "reason": own.reach.reason},
+        "relay": {"at": own.relay, **dataclasses.asdict(tunnels.carried())},
+        "relays": [dataclasses.asdict(attachment) for attachment in tunnels.attachments()],
+        "unix_ms": int(own.clock.wall() * 1000),
+        "slots": custody.slots,
+        "free_slots": custody.slots - custody.used_slots,
+        "round": 0 if own.anchor is None else own.anchor.round,
+        "digest": "" if own.anchor is None else own.anchor.digest.hex(),
+        "rounds": duty.rounds.describe(),
+        "last_round": duty.rounds.news.last_round(),
+        "accused": duty.rounds.news.accused_lately(),
+        "catching_up": duty.rounds.news.catching_up(),
+        "codecs": duty.carrier.codecs.describe(),
+        **dataclasses.asdict(account),
+        "visits": {str(stage): count for stage, count in account.visits},
+    }
+    return json.dumps(report).encode()

@@ -1,0 +1,106 @@
+"""A solo run's checkpoint: every module in the folder of a peer of its own, so that it reads like a swarm's.
+
+The modules are saved one after the other. A machine that dies in between leaves some of them a save ahead, so each says how far the
+run was, and it goes on from the latest point that all of them have. (Where stages are skipped, their own inner steps do not tell.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from node.averaging.anchor.lone_replica import LoneReplica
+from node.checkpoint.folder import (
+    CheckpointFolder,
+    Problem,
+    check_run,
+    remove_older,
+    whole_snapshots,
+    write_snapshot,
+)
+from node.checkpoint.replica import capture_module, restore_module
+from node.checkpoint.snapshot import Header, read_state
+from node.checkpoint.state import DataState, ReplicaState
+from node.data.packing import Cursor
+from node.model.optimizer import InnerOptimizer
+from swarm.vocabulary.errors import CorruptSnapshot
+from swarm.vocabulary.types import ModuleId, PeerId
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Hosted:
+    """A module, its parts, and what trains it."""
+
+    module: ModuleId
+    parts: tuple[nn.Module, ...]
+    optimizer: InnerOptimizer
+    replica: LoneReplica
+
+
+def solo_peer(module: ModuleId) -> PeerId:
+    """Whose folder a solo run's module is in."""
+    return PeerId(f"solo-{module}")
+
+
+def save_solo(
+    folder: CheckpointFolder, hosted: Sequence[Hosted], *, microbatches: int, per_step: int, size: int, at: Cursor
+) -> None:
+    """Saves the whole model after an inner step. Nothing old is removed before everything new is written.
+
+    Args:
+        microbatches: completed, each of `size` tokens.
+        per_step: how many of them go into a module's inner step.
+        at: where the next one begins.
+
+    Raises:
+        ResourceExhausted, StateError: see `node.checkpoint.folder.save_state`.
+    """
+    data = DataState(at, next_number=microbatches, completed=microbatches, abandoned=0, duplicated=0)
+    for each in hosted:
+        agreed = each.replica.agreed()
+        visits = each.optimizer.steps * per_step
+        state = capture_module(each.parts, each.optimizer, visits=visits, tokens=size, agreed=agreed)
+        state = ReplicaState(state.local, state.inner, state.counters, state.anchor, data)
+        write_snapshot(folder, solo_peer(each.module), each.module, state)
+    for each in hosted:
+        remove_older(folder, solo_peer(each.module))
+
+
+def load_solo(folder: CheckpointFolder, hosted: Sequence[Hosted]) -> tuple[DataState | None, tuple[Problem, ...]]:
+    """Puts the model back as it was when it was last saved whole; None when nothing was saved.
+
+    Also returns what is wrong with snapshots that had to be passed over.
+
+    Raises:
+        CorruptSnapshot: something was saved, and no save is whole.
+        StateError: see `check_run` and `node.checkpoint.replica.restore_module`.
+    """
+    check_run(folder)
+    problems: list[Problem] = []
+    saved = [
+        _by_position(whole_snapshots(folder, solo_peer(module), problems))
+        for module in (each.module for each in hosted)
+    ]
+    common = set(saved[0]).intersection(*saved)
+    if not common:
+        if problems or any(saved):
+            named = "; ".join(str(problem) for problem in problems) or "its modules were saved at different times"
+            raise CorruptSnapshot(f"{folder.path}: no save of the run is whole: {named}")
+        return None, ()
+    newest = max(common)
+    for each, headers in zip(hosted, saved, strict=True):
+        state = read_state(folder.of(solo_peer(each.module)), headers[newest])
+        restore_module(each.parts, each.optimizer, state)
+        each.replica.restore(state)
+    return saved[0][newest].data, tuple(problems)
+
+
+def _by_position(newest_first: Iterable[Header]) -> dict[int, Header]:
+    """By how many microbatches the run had completed."""
+    found: dict[int, Header] = {}
+    for header in newest_first:
+        if header.data is not None:
+            found.setdefault(header.data.completed, header)
+    return found

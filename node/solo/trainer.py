@@ -1,0 +1,322 @@
+"""A run in one process without any network: the baseline, and what a swarm of one replica a stage must reproduce.
+
+It has the swarm's own parts: modules cut by stage, a visit for each, an accumulator for each part, an optimizer for each
+module, the data in the order in which a single data node reads it, and the stages that the planner gives a data node's first,
+second, ... microbatch. A stage that is skipped takes its inner step when it has seen `inner_tokens` tokens of its own, as in a
+swarm, so it takes fewer steps than stage 0, and a microbatch's next one already meets the new parameters.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, Protocol
+
+import torch
+from torch import nn
+
+from node.averaging.anchor.lone_replica import LoneReplica
+from node.averaging.anchor.module_vector import LocalReplica
+from node.averaging.anchor.outer_step import outer_rule
+from node.checkpoint.folder import CheckpointFolder, Problem
+from node.checkpoint.gather import Gathered
+from node.data.documents import Documents
+from node.data.feed import TrainingFeed, open_documents
+from node.data.packing import Microbatch
+from node.model import passes as visit
+from node.model.build import build_block_stack, build_embedding, build_head
+from node.model.device import device_errors, flushed_denormals
+from node.model.initialization import parameters_of
+from node.model.memory_need import require_room
+from node.model.optimizer import Accumulator, Addition, InnerOptimizer, StepFigures
+from node.model.parts import BlockStack, EmbeddingPart, HeadPart
+from node.pipeline.admission import path_rules
+from node.solo.solo_checkpoint import Hosted, load_solo, save_solo
+from node.solo.solo_events import Event, SoloProgress
+from protocol.manifest.manifest import Manifest
+from swarm.routing.planner import visited_stages
+from swarm.vocabulary.errors import ConfigError, ResourceExhausted, StateError
+from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId
+
+log = logging.getLogger(__name__)
+
+SOLO: Final = PeerId("solo")
+"""Stands for the data node in microbatch ids."""
+
+
+def train_solo(
+    manifest: Manifest,
+    *,
+    steps: int,
+    device: torch.device,
+    threads: int | None,
+    on_event: Callable[[Event], None],
+    checkpoint: CheckpointFolder | None = None,
+    save_every_s: float = math.inf,
+    should_stop: Callable[[], bool] = lambda: False,
+    monotonic: Callable[[], float] = time.monotonic,
+) -> Event:
+    """Trains for `steps` inner steps, or until `should_stop` says so between two microbatches; returns the summary event.
+
+    `on_event` gets a `step` event after every step and the summary at the end. `threads` is the number of CPU threads of
+    torch, its own choice when None. What is in the checkpoint is gone on from; it is written every `save_every_s` seconds and at the
+    end. `steps` counts those before a resume.
+
+    Raises:
+        ConfigError: the run has several experts a stage, or its data is not here (see `open_documents`).
+        StateError: the loss or a gradient is not finite, or the last checkpoint could not be written.
+        CorruptSnapshot: there is a checkpoint, and no step of it is whole.
+    """
+    if threads is not None:
+        torch.set_num_threads(threads)
+    with flushed_denormals():  # as a node computes
+        model = WholeModel(manifest, device)
+        trainer = SoloTrainer(manifest, model, open_documents(manifest))
+        keeper = _Keeper(checkpoint, trainer, on_event, save_every_s, monotonic)
+        keeper.resume()
+        progress = SoloProgress(trainer, monotonic)
+        while trainer.steps < steps:
+            loss = trainer.step(should_stop)
+            if loss is None:
+                break
+            on_event(progress.step_event(loss, trainer))
+            keeper.save_if_due()
+        keeper.save()
+    summary = progress.summary_event(trainer)
+    on_event(summary)
+    return summary
+
+
+class Measurable(Protocol):
+    """A model whose loss can be measured."""
+
+    def loss(self, microbatch: Microbatch) -> float:
+        """Mean nats per token."""
+        ...
+
+
+def evaluate(model: Measurable, microbatches: Iterable[Microbatch]) -> Event:
+    """Mean loss over the microbatches, which are all of one size: `{"loss": nats per token, "tokens": n, "microbatches": n}`.
+
+    Raises:
+        ConfigError: there is no microbatch.
+    """
+    losses, tokens = [], 0
+    for microbatch in microbatches:
+        losses.append(model.loss(microbatch))
+        tokens += microbatch.size
+    if not losses:
+        raise ConfigError("a loss was asked for over no microbatch", hint="Ask for at least 1.")
+    return {"loss": math.fsum(losses) / len(losses), "tokens": tokens, "microbatches": len(losses)}
+
+
+class WholeModel:
+    """All parts of a run on one device."""
+
+    def __init__(self, manifest: Manifest, device: torch.device) -> None:
+        if manifest.stages.experts != 1:
+            raise ConfigError(
+                f"stages.experts is {manifest.stages.experts}: one process trains one path, with one expert a stage",
+                hint="Use a manifest with stages.experts = 1.",
+            )
+        self.device = device
+        require_room(manifest, manifest.modules(), device, 1)
+        with device_errors():
+            self.embedding: EmbeddingPart = build_embedding(manifest).to(device)
+            self.head: HeadPart = build_head(manifest).to(device)
+            self.stacks: list[BlockStack] = [build_block_stack(manifest, m).to(device) for m in manifest.modules()[1:]]
+
+    def modules(self) -> list[tuple[ModuleId, tuple[nn.Module, ...]]]:
+        """Each module's parts, in order of stage."""
+        stacks = [(ModuleId(stage), (stack,)) for stage, stack in enumerate(self.stacks, start=1)]
+        return [(ModuleId(0), (self.embedding, self.head)), *stacks]
+
+    @property
+    def all_stages(self) -> range:
+        """Those after stage 0, in order: a full path."""
+        return range(1, len(self.stacks) + 1)
+
+    @torch.no_grad()
+    def loss(self, microbatch: Microbatch, stages: Sequence[int] | None = None) -> float:
+        """Mean nats per token, without a graph, of a path through these stages (None for all)."""
+        hidden = self.embedding(microbatch.tokens.to(self.device))
+        for stage in self.all_stages if stages is None else stages:
+            hidden = self.stacks[stage - 1](hidden)
+        return float(self.head(hidden, microbatch.labels.to(self.device)).item())
+
+    def gradients(
+        self, microbatch: Microbatch, stages: Sequence[int] | None = None
+    ) -> tuple[float, dict[nn.Module, tuple[torch.Tensor, ...]]]:
+        """The loss of a path through these stages (None for all), and the gradients of each part on it. Each stage's graph is
+        freed as soon as it has been used."""
+        stacks = [self.stacks[stage - 1] for stage in (self.all_stages if stages is None else stages)]
+        visits = [visit.forward(self.embedding, microbatch.tokens.to(self.device))]
+        for stack in stacks:
+            visits.append(visit.forward(stack, visits[-1].result))
+        end = visit.forward(self.head, visits[-1].result, microbatch.labels.to(self.device))
+        found = visit.backward(self.head, end)
+        gradients: dict[nn.Module, tuple[torch.Tensor, ...]] = {self.head: found.parameters}
+        for part in [*reversed(stacks), self.embedding]:
+            found = visit.backward(part, visits.pop(), found.source)
+            gradients[part] = found.parameters
+        return end.result.item(), gradients
+
+    @torch.no_grad()
+    def load(self, gathered: Gathered) -> None:
+        """Takes over every module's parameters.
+
+        Raises:
+            StateError: they are of another model.
+        """
+        for module, parts in self.modules():
+            saved, parameters = gathered.modules[module], parameters_of(*parts)
+            if {n: t.shape for n, t in saved.items()} != {n: t.shape for n, t in parameters.items()}:
+                raise StateError(f"the checkpoint's module {module} is not that of the model its manifest describes")
+            for name, parameter in parameters.items():
+                parameter.copy_(saved[name])
+
+
+ChooseStages = Callable[[int], Sequence[int]]
+"""The stages that a microbatch visits, in their order, by its number."""
+
+
+def planned_stages(manifest: Manifest) -> ChooseStages:
+    """As the planner of a data node chooses them."""
+    rules = path_rules(manifest)
+    return lambda number: visited_stages(rules, number)
+
+
+class SoloTrainer:
+    """Inner steps of all modules, each as soon as it is due. Each module is alone, and takes its outer step as a lone replica of a swarm does.
+
+    Args:
+        choose: None for what the manifest says.
+    """
+
+    def __init__(
+        self, manifest: Manifest, model: WholeModel, documents: Documents, choose: ChooseStages | None = None
+    ) -> None:
+        self._manifest = manifest
+        self._choose = choose or planned_stages(manifest)
+        self._model = model
+        self._documents = documents
+        self._feed = TrainingFeed(manifest, documents, SOLO)
+        self._at = self._feed.cursor
+        self._accumulators = {part: Accumulator(part) for _, parts in model.modules() for part in parts}
+        self._hosted = [self._host(manifest, module, parts) for module, parts in model.modules()]
+        self.steps = 0
+        self.microbatches = 0
+        """Completed."""
+        self.figures: dict[ModuleId, StepFigures] = {}
+        """Of each module's last step."""
+
+    @property
+    def tokens(self) -> int:
+        """Trained on."""
+        return self.microbatches * self._manifest.microbatch_tokens
+
+    def save(self, folder: CheckpointFolder) -> None:
+        """Saves the model as it was after stage 0's last step, and the text's position there. Errors as `save_solo`.
+
+        What a stage has accumulated towards a step that is not due yet is not saved, as in a swarm.
+        """
+        per_step, size = self._manifest.microbatches_per_step, self._manifest.microbatch_tokens
+        save_solo(folder, self._hosted, microbatches=self.steps * per_step, per_step=per_step, size=size, at=self._at)
+
+    def resume(self, folder: CheckpointFolder) -> tuple[Problem, ...]:
+        """Goes on from what is in the folder, if anything is; returns what had to be passed over. Errors as `load_solo`."""
+        position, problems = load_solo(folder, self._hosted)
+        if position is not None:
+            self.microbatches = position.completed
+            self.steps = position.completed // self._manifest.microbatches_per_step
+            self._feed = TrainingFeed(self._manifest, self._documents, SOLO, position.cursor)
+            self._at = position.cursor
+        return problems
+
+    def step(self, should_stop: Callable[[], bool]) -> float | None:
+        """Goes on until stage 0 has taken an inner step; returns the mean loss of its microbatches, or None when asked to stop before.
+
+        Raises:
+            StateError: the loss or a gradient is not finite.
+        """
+        losses = []
+        for _ in range(self._manifest.microbatches_per_step):
+            if should_stop():
+                return None
+            losses.append(self._microbatch(self._feed.next()))
+            for hosted in self._hosted:
+                if hosted.optimizer.due:
+                    self.figures[hosted.module] = self._step(hosted)
+        self.steps += 1
+        self._at = self._feed.cursor
+        return math.fsum(losses) / len(losses)
+
+    def _host(self, manifest: Manifest, module: ModuleId, parts: tuple[nn.Module, ...]) -> Hosted:
+        training = manifest.training
+        optimizer = InnerOptimizer(training, [self._accumulators[part] for part in parts])
+        local = LocalReplica(parts, training.fragments, optimizer)
+        return Hosted(module, parts, optimizer, LoneReplica(local, outer_rule(manifest), training.inner_steps))
+
+    def _step(self, hosted: Hosted) -> StepFigures:
+        figures = hosted.optimizer.step()
+        hosted.replica.after_inner_step(figures.visits[0] * self._manifest.microbatch_tokens)
+        return figures
+
+    def _microbatch(self, microbatch: Microbatch) -> float:
+        loss, gradients = self._model.gradients(microbatch, self._choose(self.microbatches))
+        name = MicrobatchId(SOLO, self.microbatches)
+        for part, of_part in gradients.items():
+            addition = self._accumulators[part].add(name, microbatch.size, of_part)
+            if addition is not Addition.ADDED:
+                raise StateError(
+                    f"training has diverged: microbatch {name} has loss {loss}, and {addition.value}",
+                    hint="Make a run with a lower training.inner.learning_rate or a longer warm-up.",
+                )
+        self.microbatches += 1
+        return loss
+
+
+class _Keeper:
+    """Saves a solo run now and then, and finds what an earlier one has saved. Does nothing without a folder."""
+
+    def __init__(
+        self,
+        folder: CheckpointFolder | None,
+        trainer: SoloTrainer,
+        on_event: Callable[[Event], None],
+        every_s: float,
+        monotonic: Callable[[], float],
+    ) -> None:
+        self._folder = folder
+        self._trainer = trainer
+        self._on_event = on_event
+        self._every_s = every_s
+        self._monotonic = monotonic
+        self._saved_at = monotonic() if folder is not None else 0.0
+
+    def resume(self) -> None:
+        if self._folder is None:
+            return
+        for problem in self._trainer.resume(self._folder):
+            self._note("warning", f"damaged snapshot passed over: {problem}")
+        if self._trainer.steps:
+            self._note("info", f"resumes at step {self._trainer.steps}, {self._trainer.tokens} tokens")
+
+    def save_if_due(self) -> None:
+        """A save that fails on the way is a warning, and training goes on."""
+        if self._folder is None or self._monotonic() - self._saved_at < self._every_s:
+            return
+        self._saved_at = self._monotonic()
+        try:
+            self.save()
+        except (StateError, ResourceExhausted) as error:
+            self._note("warning", f"{error}. {error.hint}")
+
+    def save(self) -> None:
+        if self._folder is not None:
+            self._trainer.save(self._folder)
+
+    def _note(self, level: str, message: str) -> None:
+        self._on_event({"event": "note", "level": level, "message": message})

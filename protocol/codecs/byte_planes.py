@@ -1,0 +1,163 @@
+"""The codec PLANES: the elements without loss, their bytes sorted by rank, so that those that are alike lie together and can be shortened.
+
+Elements are float32 or bfloat16, of w = 4 or 2 bytes. They are cut into slices of SLICE_BYTES / w elements, the last one maybe shorter. A slice of m
+elements has w planes of m bytes: plane k has byte k of each element in order, byte 0 being the least significant. The encoding is
+
+    one length for each plane (unsigned 32 bits, little-endian) || one body for each plane
+
+both in order of the slices and, within a slice, of the planes. A body as long as its plane is the plane itself. A shorter one is a
+frame of Zstandard (RFC 8878) that states its content size, needs no dictionary, and holds the plane.
+
+In trained weights the highest byte, sign and exponent, takes few values and shrinks to a third. The mantissa's are noise, which Zstandard notices
+after a look at a few KB: such planes are stored and cost little more than being copied. (ZipNN, Hershcovitch et al. 2024, arXiv:2411.05239.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import zstandard
+from torch import Tensor
+
+from swarm.vocabulary.errors import ProtocolViolation
+
+SLICE_BYTES: Final = 2**20
+"""Small enough for a slice and its planes to stay in a core's cache."""
+
+_FEW_MATCHES: Final = zstandard.ZstdCompressionParameters.from_level(
+    1, window_log=16, hash_log=6, min_match=7, strategy=zstandard.STRATEGY_FAST
+)
+"""Level 1 that hardly looks for repetitions (runs of equal bytes it still finds). Among exponents there are only chance ones, which are
+not worth their references: without them encoding and decoding take half the time, and the result is a tenth shorter."""
+_LENGTH: Final = np.dtype("<u4")
+_WORDS: Final[dict[torch.dtype, np.dtype[Any]]] = {torch.float32: np.dtype("<u4"), torch.bfloat16: np.dtype("<u2")}
+
+Octets = npt.NDArray[np.uint8]
+Words = npt.NDArray[Any]
+"""Elements as whole numbers of the same width."""
+
+
+def encode(values: Tensor) -> Tensor | None:
+    """The encoding; None when it would not be shorter than the elements.
+
+    Args:
+        values: [n], float32 or bfloat16, contiguous, on the CPU.
+
+    Returns:
+        [bytes], uint8.
+    """
+    words = _words_of(values)
+    lengths = np.empty(_plane_count(words), _LENGTH)
+    out = np.empty(words.nbytes, np.uint8)
+    end = lengths.nbytes
+    compressor = zstandard.ZstdCompressor(compression_params=_FEW_MATCHES)
+    for number, plane in enumerate(_planes_of(words)):
+        body = _shortened(plane, compressor)
+        if end + len(body) >= len(out):
+            return None
+        out[end : end + len(body)] = body
+        lengths[number] = len(body)
+        end += len(body)
+    if end == lengths.nbytes:
+        return None
+    out[: lengths.nbytes] = lengths.view(np.uint8)
+    return torch.from_numpy(out[:end])
+
+
+def _planes_of(words: Words) -> Iterator[Octets]:
+    """Each is overwritten by the next."""
+    for part in _slices_of(words):
+        plane, shifted = np.empty(len(part), np.uint8), np.empty_like(part)
+        for byte in range(words.itemsize):
+            np.copyto(plane, np.right_shift(part, 8 * byte, out=shifted), casting="unsafe")
+            yield plane
+
+
+def _shortened(plane: Octets, compressor: zstandard.ZstdCompressor) -> Octets:
+    """The plane's body."""
+    frame = compressor.compress(plane.data)
+    return np.frombuffer(frame, np.uint8) if len(frame) < len(plane) else plane
+
+
+def decode(data: Tensor, out: Tensor) -> None:
+    """Writes what `data` encodes. Takes no more memory than two slices, whatever `data` says.
+
+    Args:
+        data: [bytes], uint8, on the CPU.
+        out: [n], float32 or bfloat16, contiguous, on the CPU.
+
+    Raises:
+        ProtocolViolation: `data` encodes nothing of `out`'s type and length; what `out` holds is then not defined.
+    """
+    words, octets = _words_of(out), data.numpy()
+    lengths = _checked_lengths(octets, words)
+    bodies = _bodies_of(octets, lengths)
+    decompressor = zstandard.ZstdDecompressor()
+    for part in _slices_of(words):
+        planes = [_plane(next(bodies), len(part), decompressor) for _ in range(words.itemsize)]
+        _join(planes, part)
+
+
+def _bodies_of(octets: Octets, lengths: list[int]) -> Iterator[Octets]:
+    at = _LENGTH.itemsize * len(lengths)
+    for length in lengths:
+        yield octets[at : at + length]
+        at += length
+
+
+def _checked_lengths(octets: Octets, words: Words) -> list[int]:
+    """Of the bodies. Raises ProtocolViolation unless each is possible, and together with themselves they are all of `octets`."""
+    count = _plane_count(words)
+    table = _LENGTH.itemsize * count
+    if len(octets) < table:
+        raise ProtocolViolation(f"byte planes of {len(octets)} bytes are too short for the lengths of {count} bodies")
+    lengths: list[int] = octets[:table].copy().view(_LENGTH).tolist()
+    largest = [len(part) for part in _slices_of(words) for _ in range(words.itemsize)]
+    if any(not 0 < length <= most for length, most in zip(lengths, largest, strict=True)):
+        raise ProtocolViolation("the length of a byte plane's body is 0, or more than the plane's")
+    if table + sum(lengths) != len(octets):
+        raise ProtocolViolation(
+            f"byte planes of {len(octets)} bytes have bodies with a length of {sum(lengths)} in all"
+        )
+    return lengths
+
+
+def _plane(body: Octets, size: int, decompressor: zstandard.ZstdDecompressor) -> Octets:
+    """The plane of `size` bytes that `body` holds. The declared size is checked before anything is decompressed, and bounds what is.
+
+    Raises:
+        ProtocolViolation: it holds none.
+    """
+    if len(body) == size:
+        return body
+    try:
+        declared = zstandard.frame_content_size(body.data)
+        if declared != size:
+            raise ProtocolViolation(f"a byte plane's frame declares {declared} bytes where there are {size}")
+        return np.frombuffer(decompressor.decompress(body.data, allow_extra_data=False), np.uint8)
+    except zstandard.ZstdError as error:
+        raise ProtocolViolation(f"a byte plane's body is no Zstandard frame: {error}") from None
+
+
+def _join(planes: list[Octets], part: Words) -> None:
+    """Writes the elements that have these planes, the least significant first."""
+    np.copyto(part, planes[-1])
+    for plane in reversed(planes[:-1]):
+        np.bitwise_or(np.left_shift(part, 8, out=part), plane, out=part)
+
+
+def _words_of(values: Tensor) -> Words:
+    return values.detach().view(torch.uint8).numpy().view(_WORDS[values.dtype])
+
+
+def _slices_of(words: Words) -> Iterator[Words]:
+    size = SLICE_BYTES // words.itemsize
+    return (words[start : start + size] for start in range(0, len(words), size))
+
+
+def _plane_count(words: Words) -> int:
+    return words.itemsize * -(-words.nbytes // SLICE_BYTES)

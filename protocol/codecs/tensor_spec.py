@@ -1,0 +1,166 @@
+"""What is known of a tensor before its bytes come: shape, element type, encoding, and from these its length.
+
+The bound on what a receiver spends is here: every length follows from the header's few numbers (for PLANES: is at most that of the elements), and
+those are checked by `fault` and against the manifest before any memory is taken.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from swarm.vocabulary.types import Codec
+
+
+class DType(enum.Enum):
+    """Element types that may travel. The value is the one in link.proto."""
+
+    FLOAT32 = 1
+    BFLOAT16 = 2
+    FLOAT16 = 3
+
+    @property
+    def size_bytes(self) -> int:
+        return 4 if self is DType.FLOAT32 else 2
+
+
+BLOCK: Final = 128
+INT4_BLOCK: Final = 64
+SPARSE_CHUNK: Final = 4096
+KEPT: Final = {Codec.TOP_K_4: 192, Codec.TOP_K_2: 256}
+"""Of a whole chunk; of a shorter last one as large a share, rounded up. As many as go into a sixtieth of float32."""
+PLACE_LOW_BITS: Final = 4
+"""Of a place in its chunk, sent as they are. What is above them takes about two bits a place (`protocol.codecs.top_k`)."""
+MAX_RANK: Final = 256
+FEWEST_CHANNELS_AN_OUTLIER: Final = 16
+"""So that what is sent twice, as a code and apart, stays little: at most every sixteenth channel is sent apart."""
+
+_BLOCKWISE: Final = frozenset({Codec.INT8, Codec.FP8, Codec.INT4})
+_WHOLE_FLOATS: Final = frozenset({DType.FLOAT32, DType.BFLOAT16})
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape, element type and encoding of a tensor on the wire. What `fault` objects to is no tensor of ours."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+    """Of the elements before encoding and after decoding."""
+    codec: Codec = Codec.NONE
+    outliers: int = 0
+    """Channels (places along the last dimension) that are sent apart in bfloat16. Blockwise codecs only."""
+    rank: int = 0
+    """LOW_RANK only."""
+    compressed_bytes: int = 0
+    """PLANES only: the one length that the elements themselves decide."""
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def raw_bytes(self) -> int:
+        """Of the elements as they are."""
+        return self.elements * self.dtype.size_bytes
+
+    @property
+    def rows(self) -> int:
+        """Of the matrix with the last dimension as its width."""
+        return math.prod(self.shape[:-1])
+
+    @property
+    def byte_length(self) -> int:
+        """Of the encoding."""
+        elements = self.elements
+        match self.codec:
+            case Codec.NONE:
+                return self.raw_bytes
+            case Codec.BF16:
+                return 2 * elements
+            case Codec.INT8 | Codec.FP8:
+                return elements + 4 * blocks_of(elements, BLOCK) + self._apart_bytes
+            case Codec.INT4:
+                return -(-elements // 2) + 2 * blocks_of(elements, INT4_BLOCK) + self._apart_bytes
+            case Codec.TOP_K_4 | Codec.TOP_K_2:
+                return _sparse_bytes(elements, self.codec)
+            case Codec.LOW_RANK:
+                return 2 * self.rank * (self.rows + self.shape[-1])
+            case Codec.PLANES:
+                return self.compressed_bytes
+
+    @property
+    def _apart_bytes(self) -> int:
+        """Two for a channel's number, two for each of its elements."""
+        return 2 * self.outliers * (1 + self.rows)
+
+    def fault(self) -> str | None:
+        """Why there is no such tensor, whatever the run; None when there is."""
+        if self.dtype not in _WHOLE_FLOATS and self.codec is not Codec.NONE:
+            return f"{self.codec.name} encodes float32 and bfloat16, not {self.dtype.name}"
+        apart = len(self.shape) > 1 and self.codec in _BLOCKWISE
+        if self.outliers > (most_outliers(self.shape) if apart else 0):
+            return f"{self.outliers} channels sent apart are more than {self.codec.name} of {self.shape} allows"
+        matrix = self.codec is Codec.LOW_RANK
+        if matrix != (self.rank > 0) or (matrix and not 1 <= self.rank <= _most_rank(self.shape)):
+            return f"a rank of {self.rank} makes no sense with {self.codec.name} of {self.shape}"
+        planes = self.codec is Codec.PLANES
+        if planes != (self.compressed_bytes > 0) or self.compressed_bytes > self.raw_bytes:
+            return f"{self.compressed_bytes} compressed bytes make no sense with {self.codec.name} of {self.shape}"
+        return None
+
+
+def blocks_of(elements: int, size: int) -> int:
+    """How many blocks of at most `size` so many elements make."""
+    return -(-elements // size)
+
+
+def most_outliers(shape: tuple[int, ...]) -> int:
+    """How many channels of such a tensor may be sent apart."""
+    return shape[-1] // FEWEST_CHANNELS_AN_OUTLIER
+
+
+@dataclass(frozen=True, slots=True)
+class SparseChunk:
+    """What a chunk of the sparse codecs consists of: two levels, the lower bits of the places, the upper ones, the codes; each in whole bytes."""
+
+    elements: int
+    """1 to SPARSE_CHUNK."""
+    codec: Codec
+
+    @property
+    def kept(self) -> int:
+        """How many elements are sent."""
+        return -(-self.elements * KEPT[self.codec] // SPARSE_CHUNK)
+
+    @property
+    def code_bits(self) -> int:
+        return 4 if self.codec is Codec.TOP_K_4 else 2
+
+    @property
+    def low_bytes(self) -> int:
+        return -(-self.kept * PLACE_LOW_BITS // 8)
+
+    @property
+    def high_bytes(self) -> int:
+        """A bit for each place, and one for each run of 2^PLACE_LOW_BITS elements."""
+        return -(-(self.kept + blocks_of(self.elements, 2**PLACE_LOW_BITS)) // 8)
+
+    @property
+    def code_bytes(self) -> int:
+        return -(-self.kept * self.code_bits // 8)
+
+    @property
+    def byte_length(self) -> int:
+        return 4 + self.low_bytes + self.high_bytes + self.code_bytes
+
+
+def _sparse_bytes(elements: int, codec: Codec) -> int:
+    whole, rest = divmod(elements, SPARSE_CHUNK)
+    last = SparseChunk(rest, codec).byte_length if rest else 0
+    return whole * SparseChunk(SPARSE_CHUNK, codec).byte_length + last
+
+
+def _most_rank(shape: tuple[int, ...]) -> int:
+    return min(MAX_RANK, math.prod(shape[:-1]), shape[-1]) if len(shape) > 1 else 0

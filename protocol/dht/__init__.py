@@ -1,0 +1,1 @@
+"""The directory: client, supervisor, child process, guards."""

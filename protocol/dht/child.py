@@ -1,0 +1,230 @@
+"""One life of the DHT's child process, seen from the node: start it, ask it, see it end, leave nothing of it behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections import deque
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from protocol.dht.pipe import pack, receive
+from protocol.generated import dht_process_pb2
+from protocol.identity.keys import Identity
+from protocol.libp2p.child_environment import with_packages
+from swarm.vocabulary.errors import ConfigError, PeerError, ProtocolViolation, SkipstoneError, Unreachable
+
+log = logging.getLogger(__name__)
+
+STOP_PATIENCE_S = 2.0
+MAX_WAITING_REQUESTS = 64
+_REMEMBERED_LINES = 5
+_MAX_LINE = 500
+_IDENTITY_FILE = "identity"
+_SOURCES = Path(__file__).resolve().parent.parent.parent
+
+
+class DhtChild:
+    """A running child. Made by `running_child`."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._waiting: dict[int, asyncio.Future[dht_process_pb2.DhtReply]] = {}
+        self._numbers = itertools.count(1)
+        self._last_lines: deque[str] = deque(maxlen=_REMEMBERED_LINES)
+        self.ended = asyncio.Event()
+        """Set when the child is gone or has closed its side."""
+
+    @property
+    def process_id(self) -> int:
+        return self._process.pid
+
+    async def ask(self, request: dht_process_pb2.DhtRequest, timeout_s: float) -> dht_process_pb2.DhtReply:
+        """Sends a request (without number) and waits for its reply.
+
+        Raises:
+            Unreachable: the child is gone, is silent past the timeout, has too much to do, or says that it failed.
+        """
+        if self.ended.is_set():
+            raise Unreachable("the DHT process has ended")
+        if len(self._waiting) >= MAX_WAITING_REQUESTS:
+            raise Unreachable(f"the DHT has {MAX_WAITING_REQUESTS} requests waiting already")
+        request.number = next(self._numbers)
+        reply: asyncio.Future[dht_process_pb2.DhtReply] = asyncio.get_running_loop().create_future()
+        self._waiting[request.number] = reply
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._send(request)
+                answered = await reply
+        except TimeoutError:
+            raise Unreachable(f"the DHT did not answer within {timeout_s:.0f} s") from None
+        finally:
+            del self._waiting[request.number]
+        if answered.failed:
+            raise Unreachable(f"DHT: {answered.failed[:_MAX_LINE]}")
+        return answered
+
+    async def _send(self, request: dht_process_pb2.DhtRequest) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(pack(request))
+            await self._process.stdin.drain()
+        except (ConnectionError, RuntimeError) as error:
+            raise Unreachable("the DHT process has closed its pipe") from error
+
+    async def hand_out_replies(self) -> None:
+        """Runs until the child ends; then whoever still waits gets Unreachable."""
+        assert self._process.stdout is not None
+        try:
+            while (reply := await receive(self._process.stdout, dht_process_pb2.DhtReply)) is not None:
+                waiting = self._waiting.get(reply.number)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(reply)
+        except ProtocolViolation as violation:
+            log.warning("the DHT process is out of step: %s", violation)
+        finally:
+            self.ended.set()
+            for waiting in self._waiting.values():
+                if not waiting.done():
+                    waiting.set_exception(Unreachable("the DHT process has ended"))
+
+    async def pass_on_its_log(self) -> None:
+        """hivemind and p2pd are talkative and blame the network in many words: their lines are for debugging."""
+        assert self._process.stderr is not None
+        rest = b""
+        while chunk := await self._process.stderr.read(4096):
+            *lines, rest = (rest + chunk).split(b"\n")
+            rest = rest[-_MAX_LINE:]
+            for line in lines:
+                text = line.decode(errors="replace")[:_MAX_LINE].rstrip()
+                self._last_lines.append(text)
+                log.debug("dht: %s", text)
+
+    def last_words(self) -> str:
+        return "; ".join(self._last_lines)
+
+    async def stop(self) -> None:
+        """Closes its stdin, which it takes as a request to end, and waits a while until it does. `end` has to follow."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.close()
+            async with asyncio.timeout(STOP_PATIENCE_S):
+                await self._process.wait()
+        except TimeoutError:
+            log.warning("the DHT process did not stop within %.0f s; it is killed", STOP_PATIENCE_S)
+
+    async def end(self) -> None:
+        """Kills what is left of the process group, so that p2pd goes too where the kernel does not see to it, and waits until the pipes
+        are closed, too. Harmless when all are gone."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_PATIENCE_S):
+                await self._process.communicate()
+
+
+@contextlib.asynccontextmanager
+async def running_child(
+    start: dht_process_pb2.DhtStart, identity: Identity
+) -> AsyncIterator[tuple[DhtChild, dht_process_pb2.DhtSituation]]:
+    """A child that has started, and its situation then; it is stopped, with all that belongs to it, on the way out.
+
+    `start.folder` and `start.identity` are filled in. The key is handed over in a file that only we can read, and removed as
+    soon as p2pd has read it.
+
+    Raises:
+        ConfigError: the child could not start.
+        Unreachable: it ended while starting.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="skipstone-"))
+    try:
+        key_file = folder / _IDENTITY_FILE
+        _write_private(key_file, identity.libp2p_private_key())
+        start.folder, start.identity = str(folder), _IDENTITY_FILE
+        async with _process() as child:
+            try:
+                reply = await child.ask(dht_process_pb2.DhtRequest(start=start), start.timeout_s)
+            except PeerError as error:
+                raise ConfigError(
+                    f"the DHT did not start: {error} ({child.last_words()})",
+                    hint="Check that the address can be listened on and that the port is free.",
+                ) from error
+            finally:
+                key_file.unlink(missing_ok=True)
+            yield child, reply.situation
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.asynccontextmanager
+async def _process() -> AsyncIterator[DhtChild]:
+    child = DhtChild(await _started())
+    failure: SkipstoneError | None = None
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            readers = [tasks.create_task(child.hand_out_replies()), tasks.create_task(child.pass_on_its_log())]
+            try:
+                yield child
+            except SkipstoneError as error:
+                failure = error  # raised below, where the group does not wrap it
+            finally:
+                await child.stop()
+                for reader in readers:
+                    reader.cancel()
+    finally:
+        await _done(asyncio.ensure_future(child.end()))
+    if failure is not None:
+        raise failure
+
+
+async def _started() -> asyncio.subprocess.Process:
+    """Whole, or ended again when cancelled."""
+    starting = asyncio.ensure_future(
+        asyncio.create_subprocess_exec(
+            sys.executable,
+            "-P",  # not from the folder in which the user stands
+            "-m",
+            "protocol.dht.process",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=with_packages({"HIVEMIND_LOGLEVEL": "WARNING", **os.environ}, str(_SOURCES)),
+            start_new_session=True,  # a group of its own to kill, and no Ctrl-C from the terminal: we stop it in order
+        )
+    )
+    try:
+        await _done(starting)
+    except asyncio.CancelledError:
+        if starting.exception() is None:
+            await _done(asyncio.ensure_future(DhtChild(starting.result()).end()))
+        raise
+    return starting.result()
+
+
+async def _done(short: asyncio.Future[Any]) -> None:
+    """Waits until it is; whoever cancels meanwhile has to wait, too.
+
+    A second cancellation, as it comes when a group of tasks around us ends, would stop asyncio from cleaning up after the first: the process was left
+    running and its pipes open.
+    """
+    cancelled = None
+    while not short.done():
+        try:
+            await asyncio.wait((short,))
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+
+
+def _write_private(path: Path, data: bytes) -> None:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(data)

@@ -1,0 +1,196 @@
+"""One node of the swarm's DHT: joins it, stays in it, stores and finds records.
+
+This module imports hivemind, so it belongs into the DHT's process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from typing import Any
+
+import hivemind.dht.node
+from hivemind.dht.node import DHTNode
+from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
+from hivemind.utils.multiaddr import Multiaddr
+
+from protocol.dht.guards import (
+    GuardedProtocol,
+    GuardedStorage,
+    RecordRules,
+    SourceBudgets,
+    guard_serializer,
+    node_id_of,
+)
+from protocol.dht.record_store import RecordStore, owners_per_key
+from protocol.generated import dht_process_pb2
+from protocol.identity.signed_records import MAX_LIFETIME_S
+from protocol.libp2p.daemon import any_answers, start_daemon
+from swarm.vocabulary.errors import Unreachable
+from swarm.vocabulary.types import RunId
+
+log = logging.getLogger(__name__)
+
+DIAL_TIMEOUT_S = 5.0
+FIRST_JOIN_PATIENCE_S = 2.0
+"""How long a start waits for the first try to join, which goes on in the background."""
+MISSING_RETRY_S = (0.2, 5.0)
+"""First and longest pause between tries while an initial peer has not answered yet."""
+MISSING_PATIENCE_S = 120.0
+"""After this long an initial peer that never answered is only looked for as often as everything else."""
+REFRESH_S = 60.0
+MAX_BLACKLIST = 4096
+
+
+class DhtService:
+    """Made by `start`; ended by `stop`. `stay_joined` and `daemon_ended` are to run all the while."""
+
+    def __init__(self, node: DHTNode, initial_peers: dict[PeerID, list[Multiaddr]], *, client: bool) -> None:
+        self._node = node
+        self._initial_peers = initial_peers
+        self._client = client
+        self._tried = asyncio.Event()
+
+    @classmethod
+    async def start(cls, start: dht_process_pb2.DhtStart) -> DhtService:
+        """Errors as `start_daemon`. ValueError when an initial peer is no multiaddr with a peer id."""
+        initial_peers = _by_peer(start.initial_peers, own=start.peer)
+        guard_serializer()
+        daemon = await start_daemon(start)
+        try:
+            node = await _guarded_node(daemon, start)
+        except BaseException:
+            await daemon.shutdown()
+            raise
+        return cls(node, initial_peers, client=start.client)
+
+    @property
+    def daemon(self) -> P2P:
+        """For streams of other kinds."""
+        return self._node.p2p
+
+    async def stop(self) -> None:
+        if self._node.p2p._child.returncode is None:
+            await self._node.shutdown()
+        await self._node.p2p.shutdown()
+
+    async def daemon_ended(self) -> int:
+        """Waits until p2pd is gone, which leaves this service without a network; returns its exit code."""
+        return int(await self._node.p2p._child.wait())
+
+    async def stay_joined(self) -> None:
+        """Greets the initial peers, again and again with growing pauses while one is missing or nobody is known.
+
+        A whole swarm may start at the same second, in any order: nodes that found each other without the one that came last
+        must not leave it alone. Later, now and then, this looks for new neighbours and for initial peers that were away,
+        so that a DHT that fell apart grows together.
+        """
+        pause_s, longest_s = MISSING_RETRY_S
+        began = time.monotonic()
+        while True:
+            missing = await self._join()
+            self._tried.set()
+            if self._peers_known() and (not missing or time.monotonic() - began > MISSING_PATIENCE_S):
+                pause_s = MISSING_RETRY_S[0]
+                await asyncio.sleep(REFRESH_S * random.uniform(0.75, 1.25))  # noqa: S311
+            else:
+                await asyncio.sleep(pause_s * random.uniform(0.75, 1.25))  # noqa: S311
+                pause_s = min(longest_s, pause_s * 2)
+
+    async def first_join(self) -> None:
+        """Waits a moment for the first other node, so that a start in a swarm that is up ends with being in it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_JOIN_PATIENCE_S):
+                await self._tried.wait()
+
+    async def store(self, request: dht_process_pb2.DhtStore) -> None:
+        """Stores our record at the nodes nearest to its key.
+
+        Raises:
+            Unreachable: no other node has it now, though there should be some. (A swarm's first node keeps it itself.)
+        """
+        stored = await self._node.store(
+            request.key, request.record, request.expires_at, subkey=request.owner, exclude_self=self._client
+        )
+        if not stored:
+            raise Unreachable("no node of the DHT took the record")
+        if self._initial_peers and not self._peers_known():
+            raise Unreachable("no other node of the DHT can be reached; the record is only kept here")
+
+    async def find(self, keys: list[str]) -> list[bytes]:
+        """The union of what all the nodes near each key hold, so that no single one can hide a record."""
+        answers = await self._node.get_many(keys, sufficient_expiration_time=float("inf"))
+        dictionaries = [answer.value for answer in answers.values() if answer is not None]
+        return [item.value for dictionary in dictionaries for item in dictionary.values()]
+
+    async def situation(self) -> dht_process_pb2.DhtSituation:
+        """Asks p2pd, so that an answer also says that p2pd is well."""
+        _, addresses = await self._node.p2p._client.identify()
+        own = Multiaddr(f"/p2p/{self.daemon.peer_id}")
+        return dht_process_pb2.DhtSituation(
+            multiaddrs=[str(address.encapsulate(own)) for address in addresses],
+            peers=self._peers_known(),
+            records=len(self._node.protocol.storage),
+        )
+
+    def _peers_known(self) -> int:
+        return len(self._node.protocol.routing_table.uid_to_peer_id)
+
+    async def _join(self) -> int:
+        """Returns how many of the initial peers do not answer."""
+        greeted = await asyncio.gather(*(self._greet(peer, at) for peer, at in self._initial_peers.items()))
+        if self._peers_known():
+            await self._node.find_nearest_nodes([self._node.node_id])
+        if len(self._node.blacklist.ban_counter) > MAX_BLACKLIST:
+            self._node.blacklist.clear()
+        return greeted.count(False)
+
+    async def _greet(self, peer: PeerID, addresses: list[Multiaddr]) -> bool:
+        try:
+            async with asyncio.timeout(DIAL_TIMEOUT_S):
+                if not await any_answers(addresses):
+                    return False
+                await self._node.p2p._client.connect(peer, addresses)
+                node_id = await self._node.protocol.call_ping(peer)
+        except (P2PDaemonError, OSError, TimeoutError) as error:
+            log.debug("initial peer %s cannot be reached: %s", peer, error or type(error).__name__)
+            return False
+        # hivemind adds it in a task of its own; here it must be known when this returns.
+        if node_id is not None:
+            await self._node.protocol.update_routing_table(node_id, peer, responded=True)
+        return node_id is not None
+
+
+async def _guarded_node(daemon: P2P, start: dht_process_pb2.DhtStart) -> DHTNode:
+    hivemind.dht.node.DHTProtocol = GuardedProtocol
+    # Set on the class, because requests can come in before `create` returns.
+    GuardedProtocol.budgets = SourceBudgets(time.monotonic)
+    keys = 2 + (start.stages - 1) * start.experts  # stage 0 has one module; visitors have a key too
+    node = await DHTNode.create(
+        p2p=daemon,
+        node_id=node_id_of(daemon.peer_id),
+        client_mode=start.client,
+        record_validator=RecordRules(RunId(start.run), start.stages, start.experts, time.time),
+        # Nothing is cached: a look-up asks the nodes near the key each time, and caches are one more thing to poison.
+        cache_locally=False,
+        cache_nearest=0,
+        cache_on_store=False,
+        reuse_get_requests=False,
+    )
+    node.protocol.storage = GuardedStorage(RecordStore(time.time, owners_per_key(keys), longest_s=MAX_LIFETIME_S))
+    node.protocol.cache = GuardedStorage(RecordStore(time.time, owners_of_key=0, max_records=0))
+    return node
+
+
+def _by_peer(multiaddrs: Any, own: str) -> dict[PeerID, list[Multiaddr]]:
+    peers: dict[PeerID, list[Multiaddr]] = {}
+    for text in multiaddrs:
+        multiaddr = Multiaddr(text)
+        peer = PeerID.from_base58(multiaddr["p2p"])
+        if peer.to_base58() != own:
+            peers.setdefault(peer, []).append(multiaddr.decapsulate(Multiaddr(f"/p2p/{peer}")))
+    return peers

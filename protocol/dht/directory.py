@@ -1,0 +1,352 @@
+"""The directory: where a run's peers find each other. `DhtDirectory` is `protocol.interfaces.directory.Directory` on hivemind's DHT.
+
+The DHT itself lives in a child process (`protocol.dht.process`). Here it is started, watched and started again, and everything
+it finds is checked once more: nothing a DHT says is believed for any other reason than its owner's signature.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import ipaddress
+import logging
+import random
+import re
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from protocol.dht.child import DhtChild, running_child
+from protocol.dht.pipe import KEYS_PER_FIND
+from protocol.generated import dht_process_pb2
+from protocol.identity.keys import Identity
+from protocol.identity.signed_records import decode_announced, directory_key, encode_record
+from protocol.interfaces.clock import Clock
+from swarm.vocabulary.announcement import Announcement
+from swarm.vocabulary.errors import ConfigError, ProtocolViolation, ResourceExhausted, SkipstoneError, Unreachable
+from swarm.vocabulary.types import MAX_EXPERTS, MAX_STAGES, ModuleId, PeerId, RunId
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 2.0
+HEARTBEAT_TIMEOUT_S = 10.0
+RESTART_PAUSE_S = (0.1, 30.0)
+"""First and longest pause before a restart; doubled each time, shortened at random by up to half."""
+STEADY_S = 60.0
+"""A child that lived this long counts as well: the next pause is the first one again."""
+MAX_REMEMBERED_PEERS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class DirectorySettings:
+    """How this node takes part in the DHT."""
+
+    host: str = "0.0.0.0"  # noqa: S104  # peers are to reach it
+    """IP address to listen on; empty: none, for a client that only asks."""
+    port: int = 0
+    """TCP port to listen on; 0 for any free one, which is kept when the DHT has to be restarted."""
+    announce: tuple[str, ...] = ()
+    """Multiaddrs to tell others instead of those the machine sees, for a forwarded port."""
+    initial_peers: tuple[str, ...] = ()
+    """Multiaddrs (`/ip4/.../tcp/.../p2p/12D3Koo...`) of nodes that are in the DHT; none for a swarm's first node."""
+    client: bool = False
+    """Keep nothing for others and do not be asked: for a node that cannot be dialled."""
+    relay_bytes_per_hour: int = 0
+    """Carry tunnels for others, up to so much in any hour (`protocol.nat`); 0: none."""
+    stages: int = MAX_STAGES
+    experts: int = MAX_EXPERTS
+    """Of the run's manifest: records of modules that do not exist are not kept."""
+    startup_timeout_s: float = 60.0
+    publish_timeout_s: float = 15.0
+    look_up_timeout_s: float = 15.0
+
+    def __post_init__(self) -> None:
+        try:
+            if self.host or not self.client:
+                ipaddress.ip_address(self.host)
+        except ValueError:
+            raise ConfigError(f"directory: {self.host!r} is not an IP address to listen on") from None
+        for multiaddr in self.initial_peers:
+            if not re.fullmatch(r"(/[^/,\s]+)+/p2p/[1-9A-HJ-NP-Za-km-z]+", multiaddr):
+                raise ConfigError(f"directory: initial peer {multiaddr!r} is not like /ip4/ADDRESS/tcp/PORT/p2p/PEER")
+        if not (1 <= self.stages <= MAX_STAGES and 1 <= self.experts <= MAX_EXPERTS and 0 <= self.port <= 65_535):
+            raise ConfigError(
+                f"directory: {self.stages} stages, {self.experts} experts or port {self.port} is out of range"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryStatistics:
+    running: bool
+    restarts: int
+    peers: int
+    """Other nodes in our routing table at the last heartbeat."""
+    records: int
+    """Records kept here for the swarm at the last heartbeat."""
+
+
+class LatestSequences:
+    """The newest record seen of each peer until it expires, so that what was replaced cannot come back. Forgets the longest unseen peer.
+
+    Not for ever: a peer that has begun with a clock far ahead of ours, and is started again when it is right, counts from less.
+    """
+
+    def __init__(self, limit: int = MAX_REMEMBERED_PEERS) -> None:
+        self._limit = limit
+        self._latest: OrderedDict[PeerId, tuple[int, float]] = OrderedDict()
+
+    def is_current(self, announcement: Announcement, now: float) -> bool:
+        """Whether nothing newer of this peer has been seen that still holds at `now` (Unix time); remembers it if so."""
+        sequence, expires_at = self._latest.get(announcement.peer, (0, 0.0))
+        if announcement.sequence < sequence and now < expires_at:
+            return False
+        self._latest[announcement.peer] = announcement.sequence, announcement.expires_at
+        self._latest.move_to_end(announcement.peer)
+        if len(self._latest) > self._limit:
+            self._latest.popitem(last=False)
+        return True
+
+
+class DhtDirectory:
+    """Use as `async with`: entering starts the DHT, leaving stops it.
+
+    While the DHT is being restarted, `publish` and `look_up` raise Unreachable at once; the last published record is stored
+    again as soon as it is back.
+    """
+
+    def __init__(self, settings: DirectorySettings, identity: Identity, run: RunId, clock: Clock) -> None:
+        self._settings = settings
+        self._identity = identity
+        self._run = run
+        self._clock = clock
+        self._tasks = asyncio.TaskGroup()
+        self._supervisor: asyncio.Task[None] | None = None
+        self._child: DhtChild | None = None
+        self._situation = dht_process_pb2.DhtSituation()
+        self._port = settings.port
+        self._starts = 0
+        self._kept: dict[str, dht_process_pb2.DhtRequest] = {}
+        self._sequences = LatestSequences()
+
+    async def __aenter__(self) -> Self:
+        """Returns when the DHT runs and has tried once to reach its initial peers (it goes on trying).
+
+        Raises:
+            ConfigError: it cannot be started here, most often because the port is taken.
+        """
+        await self._tasks.__aenter__()
+        started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._supervisor = self._tasks.create_task(self._supervise(started))
+        try:
+            await started
+        except BaseException:
+            self._supervisor.cancel()
+            await self._tasks.__aexit__(None, None, None)
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._supervisor is not None
+        self._supervisor.cancel()
+        if isinstance(error, asyncio.CancelledError):
+            await self._tasks.__aexit__(kind, error, traceback)
+        else:
+            await self._tasks.__aexit__(None, None, None)  # the caller's own error is not to be wrapped in a group
+
+    async def publish(self, announcement: Announcement) -> None:
+        """Signs and stores our record under its module's key (visitors under the visitors' key).
+
+        Raises:
+            Unreachable: the DHT could not store it just now, or no other node has it yet; call again later.
+            ProtocolViolation: no peer would accept this announcement.
+        """
+        store = dht_process_pb2.DhtStore(
+            key=directory_key(announcement.run, announcement.module),
+            owner=announcement.peer,
+            record=encode_record(announcement, self._identity),
+            expires_at=announcement.expires_at,
+        )
+        await self.keep("record", dht_process_pb2.DhtRequest(store=store))
+
+    async def look_up(self, modules: Sequence[ModuleId]) -> list[Announcement]:
+        """The newest valid record of every peer under these modules or among the visitors.
+
+        Raises:
+            Unreachable: the DHT did not answer.
+        """
+        child = self._running()
+        keys = [directory_key(self._run, module) for module in (None, *dict.fromkeys(modules))]
+        newest: dict[PeerId, Announcement] = {}
+        for start in range(0, len(keys), KEYS_PER_FIND):
+            find = dht_process_pb2.DhtFind(keys=keys[start : start + KEYS_PER_FIND])
+            reply = await child.ask(dht_process_pb2.DhtRequest(find=find), self._settings.look_up_timeout_s)
+            for announcement in self._checked(reply.records):
+                newest.setdefault(announcement.peer, announcement)
+                if announcement.sequence > newest[announcement.peer].sequence:
+                    newest[announcement.peer] = announcement
+        return list(newest.values())
+
+    async def ask(self, request: dht_process_pb2.DhtRequest, timeout_s: float) -> dht_process_pb2.DhtReply:
+        """Has the DHT's process do something else (`proto/dht_process.proto`).
+
+        Raises:
+            Unreachable: it could not, or there is none just now.
+        """
+        return await self._running().ask(request, timeout_s)
+
+    async def keep(self, name: str, request: dht_process_pb2.DhtRequest) -> None:
+        """The same, now and whenever the DHT was restarted, until another request takes the name."""
+        self._kept[name] = request
+        await self.ask(request, self._settings.publish_timeout_s)
+
+    def take_part(self, *, client: bool) -> None:
+        """From now on takes part as a client, or not (`DirectorySettings.client`). When that is a change, the DHT is started again within
+        seconds: it is away for a moment, and tunnels end."""
+        self._settings = dataclasses.replace(self._settings, client=client)
+
+    @property
+    def serves_tunnels(self) -> bool:
+        """Whether it carries tunnels for others."""
+        return self._settings.relay_bytes_per_hour > 0
+
+    @property
+    def port(self) -> int:
+        """The TCP port that the DHT listens on."""
+        return self._port
+
+    @property
+    def situation(self) -> dht_process_pb2.DhtSituation:
+        """As of the last heartbeat."""
+        return self._situation
+
+    def multiaddrs(self) -> list[str]:
+        """Where others can join the DHT through us, with our peer id: what goes into a join link."""
+        return list(self._situation.multiaddrs)
+
+    @property
+    def statistics(self) -> DirectoryStatistics:
+        return DirectoryStatistics(
+            running=self._child is not None,
+            restarts=max(0, self._starts - 1),
+            peers=self._situation.peers,
+            records=self._situation.records,
+        )
+
+    @property
+    def process_id(self) -> int | None:
+        """Of the DHT process, for diagnosis; None while there is none."""
+        return None if self._child is None else self._child.process_id
+
+    def _running(self) -> DhtChild:
+        if self._child is None:
+            raise Unreachable("the DHT is being restarted", hint="It comes back by itself; try again in a moment.")
+        return self._child
+
+    def _checked(self, records: Sequence[bytes]) -> list[Announcement]:
+        """Those that are what they claim and not older than what we have seen of the same peer."""
+        now = self._clock.wall()
+        valid: list[Announcement] = []
+        for record in records:
+            try:
+                valid.append(decode_announced(record, run=self._run, now=now))
+            except ProtocolViolation as violation:
+                log.debug("a record from the DHT is left out: %s", violation)
+        newest_first = sorted(valid, key=lambda announcement: -announcement.sequence)
+        return [announcement for announcement in newest_first if self._sequences.is_current(announcement, now)]
+
+    async def _supervise(self, started: asyncio.Future[None]) -> None:
+        pause_s, longest_s = RESTART_PAUSE_S
+        while True:
+            began = self._clock.monotonic()
+            try:
+                await self._live_once(started)
+            except (SkipstoneError, OSError) as error:
+                if not started.done():
+                    started.set_exception(_as_ours(error))
+                    return
+                level = logging.INFO if isinstance(error, _TakesPartAnew) else logging.WARNING
+                log.log(level, "the DHT has to be restarted: %s", error)
+            if self._clock.monotonic() - began > STEADY_S:
+                pause_s = RESTART_PAUSE_S[0]
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311  # no secret
+            pause_s = min(longest_s, pause_s * 2)
+
+    async def _live_once(self, started: asyncio.Future[None]) -> None:
+        """From the start of a child to its end.
+
+        Raises:
+            ConfigError: it did not start.
+            Unreachable: it ended or fell silent, or is not to go on like this.
+        """
+        start = self._start_message()
+        async with running_child(start, self._identity) as (child, situation):
+            self._situation = situation
+            self._port = self._port or _port_of(situation.multiaddrs)
+            self._starts += 1
+            self._child = child
+            try:
+                if not started.done():
+                    started.set_result(None)
+                await self._ask_again(child)
+                await self._watch(child, start.client)
+            finally:
+                self._child = None
+
+    async def _watch(self, child: DhtChild, client: bool) -> None:
+        """Returns never; raises Unreachable when the child is gone, does not answer, or takes part in another way than it is to."""
+        while True:
+            if client != self._settings.client:
+                raise _TakesPartAnew(f"from now on it is {'no' if client else 'a'} client")
+            try:
+                async with asyncio.timeout(HEARTBEAT_S):
+                    await child.ended.wait()
+            except TimeoutError:
+                status = dht_process_pb2.DhtRequest(status=dht_process_pb2.DhtStatus())
+                self._situation = (await child.ask(status, HEARTBEAT_TIMEOUT_S)).situation
+            else:
+                raise Unreachable(f"the DHT process has ended ({child.last_words()})")
+
+    async def _ask_again(self, child: DhtChild) -> None:
+        for name, request in list(self._kept.items()):
+            if request.WhichOneof("kind") == "store" and request.store.expires_at <= self._clock.wall():
+                continue
+            try:
+                await child.ask(request, self._settings.publish_timeout_s)
+            except Unreachable as error:
+                log.info("our %s: not yet again: %s", name, error)
+
+    def _start_message(self) -> dht_process_pb2.DhtStart:
+        settings = self._settings
+        return dht_process_pb2.DhtStart(
+            peer=self._identity.peer,
+            run=self._run,
+            stages=settings.stages,
+            experts=settings.experts,
+            host=settings.host,
+            port=self._port,
+            announce=settings.announce,
+            initial_peers=settings.initial_peers,
+            client=settings.client,
+            timeout_s=settings.startup_timeout_s,
+            relay_bytes_per_hour=settings.relay_bytes_per_hour,
+            relay_before=self._situation.relay if self._situation.HasField("relay") else None,
+        )
+
+
+class _TakesPartAnew(Unreachable):
+    """The DHT is ended because the node wants it so."""
+
+
+def _as_ours(error: SkipstoneError | OSError) -> SkipstoneError:
+    if isinstance(error, SkipstoneError):
+        return error
+    return ResourceExhausted(f"the DHT process could not be started: {error}")
+
+
+def _port_of(multiaddrs: Sequence[str]) -> int:
+    ports = [int(found[1]) for multiaddr in multiaddrs if (found := re.search(r"/tcp/(\d+)", multiaddr))]
+    return ports[0] if ports else 0

@@ -1,0 +1,277 @@
+"""What stands between hivemind's DHT and the bytes that strangers send it.
+
+hivemind 1.1.12 trusts its peers where it must not; each guard here answers one such place:
+
+* `guard_serializer`: nested msgpack extensions are decoded by recursion in C, so one packet of 1 KB ends the process.
+* `RecordRules`: any key, value, size and expiry is stored and returned, infinite and NaN ones too.
+* `GuardedStorage`: memory has no bound, and replays shorten the life of newer records (`protocol.dht.record_store`).
+* `GuardedProtocol`: answers to a search are believed about their own expiry (an infinite one ends the search with the liar's
+  answer alone), one bad record spoils a whole answer, requests have no bound, and nodes choose their place in the DHT freely.
+
+This module imports hivemind, so it belongs into the DHT's process; `protocol.libp2p.hivemind_import` goes first there.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from hivemind.p2p import P2PContext, PeerID
+from hivemind.proto import dht_pb2
+from hivemind.utils import MSGPackSerializer
+from hivemind.utils.timed_storage import ValueWithExpiration
+
+from protocol.dht.record_store import MAX_OWNERS_OF_KEY, Kept, RecordStore
+from protocol.identity.signed_records import MAX_LIFETIME_S, MAX_RECORD_BYTES, decode_announced, directory_key
+from protocol.transport.rate_limits import Allowance
+from swarm.vocabulary.announcement import Announcement
+from swarm.vocabulary.errors import ProtocolViolation, ResourceExhausted
+from swarm.vocabulary.types import ModuleId, RunId
+
+log = logging.getLogger(__name__)
+
+MAX_EXTENSION_DEPTH = 4
+"""Honest values have one level: the dictionary of a key's records."""
+MAX_PACKED_BYTES = (MAX_RECORD_BYTES + 128) * MAX_OWNERS_OF_KEY
+"""The records of one full key, with room for their owners' names."""
+MAX_KEYS_PER_REQUEST = 256
+BUDGET_BURST_BYTES = 4 * 2**20
+BUDGET_BYTES_PER_S = 256 * 2**10
+"""What one peer may make us check: about 200 records a second, a tenth of a core."""
+LOOKUP_COST_BYTES = 4096
+
+
+def guard_serializer() -> None:
+    """Bounds what hivemind's msgpack decoder does with bytes from outside. May be called again; it acts once a process."""
+    if getattr(MSGPackSerializer, "is_guarded", False):
+        return
+    decode_extension = MSGPackSerializer._decode_ext_types.__func__
+    loads = MSGPackSerializer.loads.__func__
+    depth = threading.local()
+
+    def bounded_extension(cls: Any, code: int, data: bytes) -> Any:
+        level = getattr(depth, "level", 0)
+        if level >= MAX_EXTENSION_DEPTH:
+            raise ValueError(f"msgpack extensions nested deeper than {MAX_EXTENSION_DEPTH}")
+        depth.level = level + 1
+        try:
+            return decode_extension(cls, code, data)
+        finally:
+            depth.level = level
+
+    def bounded_loads(cls: Any, data: bytes) -> Any:
+        if len(data) > MAX_PACKED_BYTES:
+            raise ValueError(f"{len(data)} bytes of msgpack are more than the {MAX_PACKED_BYTES} allowed")
+        return loads(cls, data)
+
+    MSGPackSerializer._decode_ext_types = classmethod(bounded_extension)
+    MSGPackSerializer.loads = classmethod(bounded_loads)
+    MSGPackSerializer.is_guarded = True
+
+
+def node_id_of(peer: PeerID) -> Any:
+    """The place of a peer in the DHT: the hash of its peer id, so that nobody can sit down next to a key it wants to hide
+    without searching for a key pair that hashes there, and nobody can have more than one place."""
+    return DHTID.generate(peer.to_bytes())
+
+
+@functools.lru_cache(maxsize=4096)
+def _key_id(run: RunId, module: ModuleId | None) -> bytes:
+    """How hivemind names a key to a validator: by its hash."""
+    return bytes(DHTID.generate(directory_key(run, module)))
+
+
+def unpack_bytes(packed: bytes) -> bytes:
+    """The content of one msgpack `bin 8` or `bin 16` value, which is how hivemind wraps a record.
+
+    Raises:
+        ProtocolViolation: anything else, also another encoding of the same bytes.
+    """
+    if len(packed) >= 2 and packed[0] == 0xC4 and packed[1] == len(packed) - 2:
+        return packed[2:]
+    if len(packed) >= 3 + 256 and packed[0] == 0xC5 and int.from_bytes(packed[1:3], "big") == len(packed) - 3:
+        return packed[3:]
+    raise ProtocolViolation("dht: the value is not one packed record")
+
+
+class RecordRules(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no types
+    """Accepts this run's signed records under their own key and owner, and nothing else.
+
+    hivemind asks before it stores and before it believes an answer. Values without a subkey are refused too, because their
+    "subkey" is the packed None, which is nobody's peer id.
+    """
+
+    priority = 1000
+
+    def __init__(self, run: RunId, stages: int, experts: int, now: Callable[[], float]) -> None:
+        self._run, self._stages, self._experts, self._now = run, stages, experts, now
+
+    def validate(self, record: DHTRecord) -> bool:
+        try:
+            self.check(record)
+        except ProtocolViolation as violation:
+            log.debug("record refused: %s", violation)
+            return False
+        return True
+
+    def check(self, record: DHTRecord) -> None:
+        """Raises ProtocolViolation with the reason when the record is not to be stored or believed."""
+        value, expires_at = record.value, record.expiration_time
+        if not isinstance(value, bytes) or len(value) > MAX_RECORD_BYTES + 3:
+            raise ProtocolViolation("dht: the value is not bytes, or too long")
+        now = self._now()
+        if (
+            not isinstance(expires_at, float)
+            or not math.isfinite(expires_at)
+            or not now < expires_at <= now + MAX_LIFETIME_S
+        ):
+            raise ProtocolViolation(f"dht: expiry {expires_at!r:.40} is not within {MAX_LIFETIME_S:.0f} s")
+        announcement = decode_announced(unpack_bytes(value), run=self._run, now=now)
+        if announcement.expires_at != expires_at:
+            raise ProtocolViolation("dht: the expiry is not the signed one")
+        if record.key != _key_id(announcement.run, announcement.module):
+            raise ProtocolViolation("dht: stored under another key than the signed one")
+        if record.subkey != MSGPackSerializer.dumps(str(announcement.peer)):
+            raise ProtocolViolation("dht: the subkey is not the owner's peer id")
+        self._check_module(announcement)
+
+    def _check_module(self, announcement: Announcement) -> None:
+        module = announcement.module
+        if module is None:
+            return
+        experts = self._experts if module.stage else 1
+        if module.stage >= self._stages or module.expert >= experts:
+            raise ProtocolViolation(f"dht: the run has no module {module}")
+
+
+class GuardedStorage:
+    """`RecordStore` as hivemind's DHT wants it: keys of dictionaries of packed records.
+
+    Every answer is a new dictionary, because hivemind merges what other nodes say into the one it was given.
+    """
+
+    def __init__(self, store: RecordStore) -> None:
+        self._records = store
+
+    def store(self, key: Any, value: bytes, expiration_time: float, subkey: str | None = None) -> bool:
+        return subkey is not None and self.store_subkey(key, subkey, value, expiration_time)
+
+    def store_subkey(self, key: Any, subkey: str, value: bytes, expiration_time: float) -> bool:
+        return self._records.put(key, subkey, Kept(value, expiration_time))
+
+    def get(self, key: Any) -> ValueWithExpiration | None:
+        return dictionary_of(
+            {owner: (kept.value, kept.expires_at) for owner, kept in self._records.of_key(key).items()}
+        )
+
+    def items(self) -> Iterator[tuple[Any, ValueWithExpiration]]:
+        for key in self._records.keys():  # noqa: SIM118  # not a mapping
+            if (item := self.get(key)) is not None:
+                yield key, item
+
+    def __contains__(self, key: Any) -> bool:
+        return bool(self._records.of_key(key))
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+
+def dictionary_of(records: Mapping[str, tuple[bytes, float]]) -> ValueWithExpiration | None:
+    """hivemind's form of a key's records, with the expiry that follows from them; None when there are none."""
+    if not records:
+        return None
+    dictionary = DictionaryDHTValue()
+    with dictionary.freeze():
+        for owner, (value, expires_at) in records.items():
+            dictionary.store(owner, value, expires_at)
+    return ValueWithExpiration(dictionary, max(expires_at for _, expires_at in records.values()))
+
+
+def recomputed(answer: ValueWithExpiration | None) -> ValueWithExpiration | None:
+    """A node's answer with the expiry that follows from its records, instead of the one it claims."""
+    if answer is None or not isinstance(answer.value, DictionaryDHTValue):
+        return None
+    return dictionary_of({owner: (kept.value, kept.expiration_time) for owner, kept in answer.value.data.items()})
+
+
+def plausible(nearest: Mapping[Any, PeerID], most: int) -> dict[Any, PeerID]:
+    """Neighbours that sit where their peer ids put them, no more than asked for."""
+    honest = [(node, peer) for node, peer in nearest.items() if node == node_id_of(peer)]
+    return dict(honest[:most])
+
+
+class SourceBudgets:
+    """How much work each peer may still cause, in bytes."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._allowance = Allowance(BUDGET_BURST_BYTES, 1 / BUDGET_BYTES_PER_S)
+
+    def spend(self, peer: str, cost_bytes: int) -> None:
+        """Raises ResourceExhausted when the peer has used up its share; later there will be some again."""
+        if not self._allowance.take(peer, self._now(), cost_bytes):
+            raise ResourceExhausted("too much at once; try again later")
+
+
+class GuardedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no types
+    """hivemind's DHT protocol with bounds on requests and doubts about answers. Speaks with ordinary hivemind nodes."""
+
+    budgets: SourceBudgets
+
+    @classmethod
+    def _get_handle_name(cls, namespace: str | None, method_name: str) -> str:
+        return str(DHTProtocol._get_handle_name(namespace, method_name))
+
+    async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
+        if len(request.keys) > MAX_KEYS_PER_REQUEST or len(request.subkeys) != len(request.keys):
+            raise ProtocolViolation(f"at most {MAX_KEYS_PER_REQUEST} records, each with a subkey")
+        if any(request.in_cache):
+            raise ProtocolViolation("nothing is cached here for others")
+        self.budgets.spend(str(context.remote_id), request.ByteSize())
+        return await super().rpc_store(request, context)
+
+    async def rpc_find(self, request: dht_pb2.FindRequest, context: P2PContext) -> dht_pb2.FindResponse:
+        if len(request.keys) > MAX_KEYS_PER_REQUEST:
+            raise ProtocolViolation(f"at most {MAX_KEYS_PER_REQUEST} keys")
+        self.budgets.spend(str(context.remote_id), LOOKUP_COST_BYTES * len(request.keys))
+        return await super().rpc_find(request, context)
+
+    async def call_find(self, peer: PeerID, keys: Iterable[Any]) -> dict[Any, tuple[Any, dict[Any, PeerID]]] | None:
+        found = await super().call_find(peer, keys)
+        if found is None:
+            return None
+        return {key: (recomputed(item), plausible(nearest, self.bucket_size)) for key, (item, nearest) in found.items()}
+
+    def _validate_dictionary(self, key_bytes: bytes, dictionary: DictionaryDHTValue) -> bool:
+        """Drops what is not valid instead of refusing the rest with it: one record that has just expired by our clock must
+        not hide its neighbours."""
+        with dictionary.freeze():
+            for subkey, (value, expires_at) in tuple(dictionary.items()):
+                record = DHTRecord(key_bytes, self.serializer.dumps(subkey), value, expires_at)
+                if not self.record_validator.validate(record):
+                    del dictionary[subkey]
+        return bool(dictionary.data)
+
+    async def update_routing_table(self, node_id: Any, peer_id: PeerID, responded: bool = True) -> None:
+        if node_id is not None and node_id != node_id_of(peer_id):
+            return
+        if responded and node_id is None:
+            return
+        await super().update_routing_table(node_id, peer_id, responded=responded)
+        if node_id is not None:
+            self._trim_replacements(node_id)
+
+    def _trim_replacements(self, node_id: Any) -> None:
+        """hivemind remembers every node it had no place for; a bucket's worth is enough."""
+        table = self.routing_table
+        bucket = table.buckets[table.get_bucket_index(node_id)]
+        while len(bucket.replacement_nodes) > self.bucket_size:
+            del table[next(iter(bucket.replacement_nodes))]

@@ -1,0 +1,189 @@
+"""The DHT's own process: `python -m protocol.dht.process`, started and supervised by `protocol.dht.directory`.
+
+hivemind's DHT and its p2pd live here, away from the node: a crash of theirs costs a restart of this process and nothing else,
+and gRPC's threads are never forked. hivemind's own way of doing that (`hivemind.DHT`) forks the node and hangs on long values,
+so its `DHTNode` is run on this process's event loop instead, and spoken to over stdin and stdout (`proto/dht_process.proto`).
+
+The process ends when its stdin does, and takes p2pd with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import sys
+
+from protocol.dht.pipe import pack, receive
+from protocol.generated import dht_process_pb2
+from protocol.libp2p import hivemind_import as slim_hivemind
+
+slim_hivemind.install()
+
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError  # noqa: E402
+
+from protocol.dht.dht_node import DhtService  # noqa: E402
+from protocol.libp2p.streams import Libp2pStreams  # noqa: E402
+from protocol.nat.relay_host import ChildTunnels  # noqa: E402
+from swarm.vocabulary.errors import ResourceExhausted, SkipstoneError  # noqa: E402
+
+log = logging.getLogger(__name__)
+
+MAX_CONCURRENT_REQUESTS = 32
+STOP_PATIENCE_S = 1.5
+"""p2pd that does not stop in this time is killed by the kernel when this process ends."""
+
+
+class _Finished(Exception):
+    """Ends the task group: the node closed our stdin, or p2pd is gone."""
+
+
+class _Doing:
+    """What requests are carried out with."""
+
+    def __init__(self, service: DhtService, tunnels: ChildTunnels) -> None:
+        self._service = service
+        self._tunnels = tunnels
+
+    async def carry_out(self, request: dht_process_pb2.DhtRequest, reply: dht_process_pb2.DhtReply) -> None:
+        match request.WhichOneof("kind"):
+            case "store":
+                await self._service.store(request.store)
+            case "find":
+                reply.records.extend(await self._service.find(list(request.find.keys)))
+            case "status":
+                await self.describe(reply)
+            case "attach":
+                self._tunnels.attach(request.attach)
+            case "open_tunnel":
+                reply.port = await self._tunnels.open(request.open_tunnel)
+            case kind:
+                reply.failed = f"unexpected request {kind}"
+
+    async def describe(self, reply: dht_process_pb2.DhtReply) -> None:
+        reply.situation.CopyFrom(await self._service.situation())
+        self._tunnels.describe(reply.situation)
+
+
+class _Desk:
+    """Takes requests from the node and answers each once, several at a time."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._writing = asyncio.Lock()
+        self._free = asyncio.Semaphore(MAX_CONCURRENT_REQUESTS)
+
+    async def serve(self, doing: _Doing, tasks: asyncio.TaskGroup) -> None:
+        while (request := await self.next()) is not None:
+            await self._free.acquire()
+            tasks.create_task(self._answer(doing, request))
+        raise _Finished("the node closed the pipe")
+
+    async def next(self) -> dht_process_pb2.DhtRequest | None:
+        return await receive(self._reader, dht_process_pb2.DhtRequest)
+
+    async def reply(self, reply: dht_process_pb2.DhtReply) -> None:
+        data = pack(reply)
+        async with self._writing:
+            self._writer.write(data)
+            await self._writer.drain()
+
+    async def _answer(self, doing: _Doing, request: dht_process_pb2.DhtRequest) -> None:
+        reply = dht_process_pb2.DhtReply(number=request.number)
+        try:
+            await doing.carry_out(request, reply)
+        except Exception as error:
+            # hivemind has no exceptions of its own for a network that lets it down: it may be anything, assertions included.
+            log.debug("request %d failed", request.number, exc_info=True)
+            reply.failed = str(error) or type(error).__name__
+        finally:
+            self._free.release()
+        try:
+            await self.reply(reply)
+        except ResourceExhausted as error:
+            await self.reply(dht_process_pb2.DhtReply(number=request.number, failed=str(error)))
+        except ConnectionError:
+            raise _Finished("the node is gone") from None
+
+
+async def _run(desk: _Desk) -> None:
+    request = await desk.next()
+    if request is None or request.WhichOneof("kind") != "start":
+        return
+    try:
+        await _start_and_serve(desk, request)
+    finally:
+        # The node removes it too, unless it was killed.
+        shutil.rmtree(request.start.folder, ignore_errors=True)
+
+
+async def _start_and_serve(desk: _Desk, request: dht_process_pb2.DhtRequest) -> None:
+    try:
+        service = await _start_unless_left(desk, request.start)
+    except _Finished:
+        return
+    except (SkipstoneError, ValueError, P2PDaemonError) as error:
+        await desk.reply(dht_process_pb2.DhtReply(number=request.number, failed=str(error)))
+        return
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(service.stay_joined())
+            tasks.create_task(_watch_daemon(service))
+            doing = _Doing(service, await ChildTunnels.start(Libp2pStreams(service.daemon), request.start, tasks))
+            await service.first_join()
+            reply = dht_process_pb2.DhtReply(number=request.number)
+            await doing.describe(reply)
+            await desk.reply(reply)
+            await desk.serve(doing, tasks)
+    except* _Finished as finished:
+        log.info("stopping: %s", finished.exceptions[0])
+    finally:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_PATIENCE_S):
+                await service.stop()
+
+
+async def _start_unless_left(desk: _Desk, start: dht_process_pb2.DhtStart) -> DhtService:
+    """Starts the service, or raises _Finished when the node goes away meanwhile: it sends nothing before we have answered."""
+    starting = asyncio.ensure_future(DhtService.start(start))
+    leaving = asyncio.ensure_future(desk.next())
+    try:
+        await asyncio.wait({starting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            raise _Finished("the node is gone")
+        return starting.result()
+    finally:
+        for task in (starting, leaving):
+            task.cancel()
+        await asyncio.wait({starting, leaving})
+
+
+async def _watch_daemon(service: DhtService) -> None:
+    raise _Finished(f"p2pd ended with code {await service.daemon_ended()}")
+
+
+async def _main() -> None:
+    incoming, outgoing = _claim_pipes()
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(incoming, "rb", 0))
+    transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, os.fdopen(outgoing, "wb", 0))
+    await _run(_Desk(reader, asyncio.StreamWriter(transport, protocol, None, loop)))
+
+
+def _claim_pipes() -> tuple[int, int]:
+    """Our copies of stdin and stdout. What anybody else reads is empty, and what anybody else prints goes to stderr."""
+    incoming, outgoing = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    os.close(nothing)
+    return incoming, outgoing
+
+
+if __name__ == "__main__":
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    asyncio.run(_main())

@@ -1,0 +1,1 @@
+"""Messages to bytes and back, one module for each vertical."""

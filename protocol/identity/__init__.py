@@ -1,0 +1,1 @@
+"""Keys, certificates, and what is signed with them: announcements, routes, entries, pieces."""

@@ -1,0 +1,246 @@
+"""TLS certificates that prove a peer id, and the authority that makes TLS let them in.
+
+gRPC's TLS takes no Ed25519 certificates. So each start of a node makes a throw-away P-256 key, and the node's Ed25519
+identity signs that key inside the certificate, by the extension of the libp2p TLS specification
+(https://github.com/libp2p/specs/blob/master/tls/tls.md). Whoever checks the certificate learns the peer id.
+
+A server has to name the roots that it lets in before it knows who comes. The certificates of one run are therefore signed
+by the *run's authority*, whose key anybody can compute from the RunId. Its signature says nothing but "knows the run"; who it is,
+the extension proves. (gRPC can also ask for new roots at every handshake; two handshakes at once then crash the
+process, seen with 1.85: the old ones are freed while the other still uses them.) Who dials knows whom it dials, and
+trusts that peer's certificate alone.
+
+A dialled peer's certificate thus is a trust root, and has to stand for nobody but itself. This is why `peer_of_certificate`
+insists on more than libp2p does: one that may sign others, or that carries another peer's name, would speak for more
+than its owner. That it is no authority (CA:FALSE) is not enough: gRPC's TLS takes a leaf signed with a root's key all the
+same (seen with 1.85), unless the root's key usage says that it signs no certificates.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import ssl
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Final
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+from cryptography.x509.oid import NameOID
+
+from protocol.frames.fields import SIGNATURE_BYTES
+from protocol.identity.keys import KEY_BYTES, LIBP2P_PUBLIC_KEY_PREFIX, Identity, peer_id_of, verify
+from swarm.vocabulary.errors import ProtocolViolation
+from swarm.vocabulary.types import PeerId, RunId
+
+MAX_CERTIFICATE_BYTES: Final = 1024
+"""Of DER. Ours have about 605; a record in the DHT (2 KiB) carries one."""
+
+_LIBP2P_EXTENSION: Final = x509.ObjectIdentifier("1.3.6.1.4.1.53594.1.1")
+_SIGNATURE_PURPOSE: Final = b"libp2p-tls-handshake:"
+
+# The extension's DER: SEQUENCE { OCTET STRING public key, OCTET STRING signature }. For an Ed25519 identity all
+# lengths are fixed, and DER allows one encoding only, so comparing the fixed bytes is a complete parser.
+_KEY_HEADER: Final = bytes.fromhex("30680424") + LIBP2P_PUBLIC_KEY_PREFIX
+_SIGNATURE_HEADER: Final = bytes.fromhex("0440")
+
+# The dates say nothing: what ends a certificate is that its key, which never leaves the process, ends with it; who dials
+# besides follows what is announced (a record lives 10 minutes). A window that starts at a fixed date, and not "now", lets
+# machines with wrong clocks talk to each other, and a node run for years needs no new certificate in mid-run.
+_NOT_BEFORE: Final = datetime(2000, 1, 1, tzinfo=UTC)
+_NOT_AFTER: Final = datetime(2100, 1, 1, tzinfo=UTC)
+
+_USAGES: Final = (
+    "digital_signature",
+    "content_commitment",
+    "key_encipherment",
+    "data_encipherment",
+    "key_agreement",
+    "key_cert_sign",
+    "crl_sign",
+    "encipher_only",
+    "decipher_only",
+)
+_SIGNS_HANDSHAKES_ONLY: Final = x509.KeyUsage(**{field: field == "digital_signature" for field in _USAGES})
+_P256_ORDER: Final = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
+_CACHED_AUTHORITIES: Final = 16
+"""A node is in one run; more are for the records of others that come its way."""
+
+_MALFORMED: Final = (
+    ValueError,
+    TypeError,
+    UnsupportedAlgorithm,
+    x509.InvalidVersion,
+    x509.DuplicateExtension,
+    x509.UnsupportedGeneralNameType,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Authority:
+    """Anybody can make the same key; the certificates of two makers differ in serial number and signature only."""
+
+    key: ec.EllipticCurvePrivateKey
+    certificate: x509.Certificate
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class TlsCredentials:
+    """A certificate, its private key, and the run's authority. The repr leaves the key out."""
+
+    certificate_der: bytes
+    certificate_pem: bytes
+    private_key_pem: bytes
+    authority_pem: bytes
+    """The root that a server lets callers in by."""
+
+    def __repr__(self) -> str:
+        return f"TlsCredentials(fingerprint={fingerprint(self.certificate_der).hex()})"
+
+
+def make_credentials(identity: Identity, run: RunId) -> TlsCredentials:
+    """A new P-256 key with a certificate that proves `identity.peer` and is let in by the peers of `run`."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    authority = _authority(run)
+    certificate = (
+        _certificate(_name(identity.peer), authority.certificate.subject, key.public_key())
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_SIGNS_HANDSHAKES_ONLY, critical=True)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(identity.peer)]), critical=False)
+        .add_extension(_libp2p_extension(identity, key.public_key()), critical=False)
+        .sign(authority.key, SHA256())
+    )
+    return TlsCredentials(
+        certificate_der=certificate.public_bytes(Encoding.DER),
+        certificate_pem=certificate.public_bytes(Encoding.PEM),
+        private_key_pem=key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
+        authority_pem=authority.certificate.public_bytes(Encoding.PEM),
+    )
+
+
+def peer_of_certificate(der: bytes, run: RunId) -> PeerId:
+    """The peer that a certificate made for `run` proves to belong to. Dates are left to TLS.
+
+    Raises:
+        ProtocolViolation: says what is wrong with it.
+    """
+    if len(der) > MAX_CERTIFICATE_BYTES:
+        raise ProtocolViolation(f"certificate: {len(der)} bytes are more than the {MAX_CERTIFICATE_BYTES} allowed")
+    try:
+        certificate = x509.load_der_x509_certificate(der)
+        key = certificate.public_key()
+        digest = certificate.signature_hash_algorithm
+        extensions = certificate.extensions
+        common_names = [
+            attribute.value for attribute in certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+        ]
+    except _MALFORMED as error:
+        raise ProtocolViolation(f"certificate: not one X.509 certificate in DER: {error}") from None
+    if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
+        raise ProtocolViolation("certificate: the key is not on the curve P-256")
+    if not isinstance(digest, SHA256):
+        raise ProtocolViolation("certificate: the signature is not ECDSA with SHA-256")
+    _check_signed_by(_authority(run), certificate)
+    peer = _proven_peer(extensions, key)
+    if common_names != [peer]:
+        raise ProtocolViolation(f"certificate: the common name is not {peer}, which the libp2p extension proves")
+    _check_speaks_only_for(peer, extensions)
+    return peer
+
+
+def pem_of(der: bytes) -> bytes:
+    """The same certificate in PEM, which is what gRPC takes."""
+    return ssl.DER_cert_to_PEM_cert(der).encode()
+
+
+def fingerprint(der: bytes) -> bytes:
+    """SHA-256 of the DER, 32 bytes."""
+    return hashlib.sha256(der).digest()
+
+
+@functools.lru_cache(maxsize=_CACHED_AUTHORITIES)
+def _authority(run: RunId) -> _Authority:
+    """The key is the same on every machine, and no secret. That the modulus favours some keys therefore does not matter."""
+    scalar = int.from_bytes(hashlib.sha256(b"skipstone-authority:" + run.encode()).digest(), "big")
+    key = ec.derive_private_key(scalar % (_P256_ORDER - 1) + 1, ec.SECP256R1())
+    name = _name(f"skipstone run {run[:32]}")
+    usage = x509.KeyUsage(**{field: field == "key_cert_sign" for field in _USAGES})
+    certificate = (
+        _certificate(name, name, key.public_key())
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(usage, critical=True)
+        .sign(key, SHA256())
+    )
+    return _Authority(key, certificate)
+
+
+def _certificate(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(_NOT_BEFORE)
+        .not_valid_after(_NOT_AFTER)
+    )
+
+
+def _name(common_name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+
+
+def _libp2p_extension(identity: Identity, key: ec.EllipticCurvePublicKey) -> x509.UnrecognizedExtension:
+    signature = identity.sign(_SIGNATURE_PURPOSE + _subject_public_key_info(key))
+    return x509.UnrecognizedExtension(
+        _LIBP2P_EXTENSION, _KEY_HEADER + identity.public_key + _SIGNATURE_HEADER + signature
+    )
+
+
+def _subject_public_key_info(key: ec.EllipticCurvePublicKey) -> bytes:
+    return key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+
+
+def _check_signed_by(authority: _Authority, certificate: x509.Certificate) -> None:
+    try:
+        certificate.verify_directly_issued_by(authority.certificate)
+    except InvalidSignature:
+        raise ProtocolViolation("certificate: the signature is not that of this run's authority") from None
+    except _MALFORMED as error:
+        raise ProtocolViolation(f"certificate: not issued by this run's authority: {error}") from None
+
+
+def _proven_peer(extensions: x509.Extensions, key: ec.EllipticCurvePublicKey) -> PeerId:
+    try:
+        extension = extensions.get_extension_for_oid(_LIBP2P_EXTENSION).value
+    except x509.ExtensionNotFound:
+        raise ProtocolViolation("certificate: the libp2p extension is missing") from None
+    value = extension.public_bytes()
+    start = len(_KEY_HEADER) + KEY_BYTES
+    end = start + len(_SIGNATURE_HEADER)
+    well_formed = len(value) == end + SIGNATURE_BYTES
+    if not (well_formed and value.startswith(_KEY_HEADER) and value[start:end] == _SIGNATURE_HEADER):
+        raise ProtocolViolation("certificate: the libp2p extension is not that of an Ed25519 identity")
+    public_key, signature = value[len(_KEY_HEADER) : start], value[end:]
+    if not verify(public_key, signature, _SIGNATURE_PURPOSE + _subject_public_key_info(key)):
+        raise ProtocolViolation("certificate: the libp2p extension's signature does not verify")
+    return peer_id_of(public_key)
+
+
+def _check_speaks_only_for(peer: PeerId, extensions: x509.Extensions) -> None:
+    try:
+        is_authority = extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+        usage = extensions.get_extension_for_class(x509.KeyUsage).value
+        names = list(extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
+    except x509.ExtensionNotFound:
+        raise ProtocolViolation("certificate: basic constraints, key usage or alternative names are missing") from None
+    if is_authority:
+        raise ProtocolViolation("certificate: it claims to be an authority (CA:TRUE)")
+    if usage != _SIGNS_HANDSHAKES_ONLY:
+        raise ProtocolViolation("certificate: the key usage is not digitalSignature alone")
+    if names != [x509.DNSName(peer)]:
+        raise ProtocolViolation(f"certificate: the alternative names are not exactly {peer}")

@@ -1,0 +1,258 @@
+"""Who a node is: one Ed25519 key in one file, and the libp2p peer id that follows from it.
+
+The peer id is the libp2p one (https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md): base58btc of the
+identity multihash of the protobuf-encoded public key. An Ed25519 key is short enough that the id *is* the key, so
+whoever knows a peer's id can check its signatures without asking anybody.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from functools import lru_cache
+from pathlib import Path
+from typing import Final, Self
+
+import base58
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
+
+from protocol.frames.fields import SIGNATURE_BYTES
+from swarm.vocabulary.errors import IdentityError, ProtocolViolation
+from swarm.vocabulary.types import PeerId
+
+KEY_BYTES: Final = 32
+PEER_ID_CHARACTERS: Final = 52
+MAX_KEY_FILE_BYTES: Final = 4096
+KEYS_KEPT: Final = 4096
+"""Of the peers asked about last: reading base58 takes half as long as verifying a signature."""
+
+LIBP2P_PUBLIC_KEY_PREFIX: Final = bytes.fromhex("08011220")
+"""Fields of libp2p's PublicKey protobuf before the key: type 1 (Ed25519), 32 bytes of data."""
+_LIBP2P_PRIVATE_KEY_PREFIX: Final = bytes.fromhex("08011240")
+_IDENTITY_MULTIHASH_PREFIX: Final = bytes.fromhex("0024")
+
+
+class Identity:
+    """A node's private key and what can be done with it. Its repr shows the peer id and nothing secret."""
+
+    __slots__ = ("_key", "_peer", "_public_key")
+
+    def __init__(self, key: Ed25519PrivateKey) -> None:
+        self._key = key
+        self._public_key = key.public_key().public_bytes_raw()
+        self._peer = peer_id_of(self._public_key)
+
+    @classmethod
+    def generate(cls) -> Self:
+        """A new identity that is kept nowhere."""
+        return cls(Ed25519PrivateKey.generate())
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Reads the key file.
+
+        Raises:
+            IdentityError: the file is missing, a symbolic link, open to group or others, damaged, or no Ed25519 key.
+        """
+        try:
+            return cls(_parse_key(_read_private_file(path), path))
+        except FileNotFoundError:
+            raise IdentityError(
+                f"there is no identity key at {path}", hint="Name the right file with --identity, or create a new key."
+            ) from None
+
+    @classmethod
+    def create(cls, path: Path) -> Self:
+        """Generates an identity and saves it; missing folders are made for the owner alone.
+
+        Raises:
+            IdentityError: something exists at `path` already, or it cannot be written.
+        """
+        identity = cls.generate()
+        pem = identity._key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        try:
+            _make_private_folders(path.parent)
+            _write_private_file(path, pem)
+        except FileExistsError:
+            raise IdentityError(
+                f"{path} exists already and is not overwritten", hint="Name another file, or move that one away first."
+            ) from None
+        except OSError as error:
+            raise _unusable(path, error) from error
+        return identity
+
+    @classmethod
+    def load_or_create(cls, path: Path) -> Self:
+        """The identity in the file, or a new one saved there when there is no file. Errors as `load` and `create`."""
+        if not os.path.lexists(path):
+            try:
+                return cls.create(path)
+            except IdentityError:
+                # Another process may have created it in between; then that one counts for both.
+                if not os.path.lexists(path):
+                    raise
+        return cls.load(path)
+
+    @property
+    def peer(self) -> PeerId:
+        return self._peer
+
+    @property
+    def public_key(self) -> bytes:
+        """The raw Ed25519 public key, 32 bytes."""
+        return self._public_key
+
+    def sign(self, data: bytes) -> bytes:
+        """An Ed25519 signature (RFC 8032), 64 bytes. The caller puts a purpose before `data`, so that a signature made
+        for one thing is worthless for another."""
+        return self._key.sign(data)
+
+    def libp2p_private_key(self) -> bytes:
+        """libp2p's PrivateKey protobuf (68 bytes, secret): what `p2pd` reads from its identity file."""
+        return _LIBP2P_PRIVATE_KEY_PREFIX + self._key.private_bytes_raw() + self._public_key
+
+    def __repr__(self) -> str:
+        return f"Identity({self._peer})"
+
+
+def peer_id_of(public_key: bytes) -> PeerId:
+    """The peer id of a raw Ed25519 public key.
+
+    Raises:
+        ProtocolViolation: not 32 bytes.
+    """
+    if len(public_key) != KEY_BYTES:
+        raise ProtocolViolation(f"an Ed25519 public key has {KEY_BYTES} bytes, not {len(public_key)}")
+    return PeerId(base58.b58encode(_IDENTITY_MULTIHASH_PREFIX + LIBP2P_PUBLIC_KEY_PREFIX + public_key).decode())
+
+
+@lru_cache(KEYS_KEPT)
+def public_key_of(peer: PeerId) -> bytes:
+    """The raw Ed25519 public key that a peer id contains.
+
+    Raises:
+        ProtocolViolation: not the libp2p id of an Ed25519 key, or written in another way than `peer_id_of` does.
+    """
+    prefix = _IDENTITY_MULTIHASH_PREFIX + LIBP2P_PUBLIC_KEY_PREFIX
+    # The length is checked first: decoding base58 takes quadratic time.
+    if len(peer) == PEER_ID_CHARACTERS:
+        try:
+            decoded = base58.b58decode(peer)
+        except ValueError:
+            decoded = b""
+        key = decoded[len(prefix) :]
+        if decoded.startswith(prefix) and len(key) == KEY_BYTES and peer_id_of(key) == peer:
+            return key
+    raise ProtocolViolation(f"{peer[:60]!r} is not the peer id of an Ed25519 key (12D3Koo..., 52 characters)")
+
+
+def verify(public_key: bytes, signature: bytes, data: bytes) -> bool:
+    """Whether `signature` over `data` was made with the key. Malformed keys and signatures are just not valid."""
+    if len(public_key) != KEY_BYTES or len(signature) != SIGNATURE_BYTES:
+        return False
+    try:
+        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, data)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def _read_private_file(path: Path) -> bytes:
+    """Checks the opened file, not the name, so that nobody can swap it between check and use.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+        IdentityError: it cannot be used as a secret.
+    """
+    try:
+        # O_NONBLOCK: a named pipe in place of the file must not hang the start.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if path.is_symlink():
+            raise IdentityError(
+                f"{path} is a symbolic link, which is refused for a key", hint="Name the file itself."
+            ) from None
+        raise _unusable(path, error) from error
+    try:
+        _check_private(os.fstat(descriptor), path)
+        return os.read(descriptor, MAX_KEY_FILE_BYTES + 1)
+    except OSError as error:
+        raise _unusable(path, error) from error
+    finally:
+        os.close(descriptor)
+
+
+def _check_private(status: os.stat_result, path: Path) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise IdentityError(f"{path} is not a regular file", hint="Name the key file itself with --identity.")
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise IdentityError(
+            f"the identity key {path} is open to others (mode {mode:04o}): run `chmod 600 {path}`",
+            hint=f"Run `chmod 600 {path}`; if others may have read it, create a new key instead.",
+        )
+
+
+def _parse_key(pem: bytes, path: Path) -> Ed25519PrivateKey:
+    damaged = "Restore it from a copy, or move it away and create a new key (with a new peer id)."
+    if len(pem) > MAX_KEY_FILE_BYTES:
+        raise IdentityError(f"{path} is larger than {MAX_KEY_FILE_BYTES} bytes: not an identity key", hint=damaged)
+    try:
+        key = load_pem_private_key(pem, password=None)
+    except TypeError:
+        raise IdentityError(
+            f"the identity key {path} is encrypted", hint="Store it without a password, mode 600."
+        ) from None
+    except (ValueError, UnsupportedAlgorithm):
+        raise IdentityError(f"the identity key {path} is damaged: not a PKCS#8 PEM file", hint=damaged) from None
+    if not isinstance(key, Ed25519PrivateKey):
+        raise IdentityError(f"the key in {path} is not an Ed25519 key", hint="Name another file with --identity.")
+    return key
+
+
+def _make_private_folders(folder: Path) -> None:
+    """Makes what is missing of `folder` with mode 0700 at every level; what exists is left as it is."""
+    if folder.is_dir():
+        return
+    _make_private_folders(folder.parent)
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        if not folder.is_dir():
+            raise NotADirectoryError(f"{folder} is not a folder") from None
+
+
+def _write_private_file(path: Path, data: bytes) -> None:
+    """Puts a whole file at `path` or none: other processes never see a part of it, nor a mode other than 0600.
+
+    Raises:
+        FileExistsError: something is at `path` already, be it a dangling link.
+    """
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(descriptor, 0o600)  # a umask may have taken even the owner's rights
+            file.write(data)
+            file.flush()
+            os.fsync(descriptor)
+        os.link(partial, path, follow_symlinks=False)
+    finally:
+        partial.unlink()
+
+
+def _unusable(path: Path, error: OSError) -> IdentityError:
+    return IdentityError(
+        f"the identity key {path} cannot be used: {error.strerror or error}",
+        hint="Check the path and its permissions, or name another file with --identity.",
+    )

@@ -1,0 +1,316 @@
+"""Announcements as signed bytes: what peers keep in the DHT and hand each other on a link (`proto/records.proto`).
+
+A record is believed because its owner signed it, not because of who brought it. So everything that could be changed, replayed
+or misread is inside the signature or checked here: the key it belongs under, its expiry, its sequence, its certificate. There
+is exactly one byte string for a record: whatever protobuf would tolerate besides (unknown fields, other orders, defaults
+written out) is refused.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import re
+from collections import OrderedDict
+from typing import Final, TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from protocol.frames.fields import checked_peer, checked_version
+from protocol.generated import records_pb2
+from protocol.identity.certificates import peer_of_certificate
+from protocol.identity.keys import Identity, peer_id_of, verify
+from swarm.vocabulary.announcement import Announcement
+from swarm.vocabulary.averaging_messages import MAX_COUNT
+from swarm.vocabulary.errors import ProtocolViolation
+from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId, PeerState, RunId, VersionRange
+
+KEY_PREFIX = "skipstone/"
+MAX_RECORD_BYTES = 2048
+RECORD_LIFETIME_S = 60.0
+"""From signing to expiry, by the signer's clock."""
+MAX_LIFETIME_S = 2 * RECORD_LIFETIME_S
+"""From now to expiry: the signer's clock may be a minute ahead of ours. (One that is a minute behind has none left.) Whoever keeps records
+prefers what expires later, so this is also how long a clock that was ahead and has been set right can stand in its owner's way."""
+MAX_ADDRESSES = 8
+MAX_ADDRESS_LENGTH = 64
+MAX_VIA = 4
+MAX_RELAY_LENGTH = 128
+MAX_CERTIFICATE_BYTES = 1024
+MAX_VERSION = 65_535
+MAX_SLOTS = 65_536
+MAX_INCARNATION = 2**48 - 1
+
+_DOMAIN = b"skipstone-record:"
+_REMEMBERED_RECORDS: Final = 4096
+_NO_ANCHOR = AnchorVersion(0, 0, 0, 0, b"")
+"""What the fields say of a peer that has none."""
+_RUN = re.compile(r"[0-9a-f]{64}")
+_HOST_NAME = re.compile(r"(?=.{1,253}\Z)(?!-)[A-Za-z0-9-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9-]{1,63}(?<!-))*")
+_PORT = re.compile(r"[1-9][0-9]{0,4}")
+_MULTIADDR = re.compile(r"/[!-~]+")
+
+Parsed = TypeVar("Parsed", bound=Message)
+
+
+def directory_key(run: RunId, module: ModuleId | None) -> str:
+    """The DHT key of a module's replicas, or of the run's visitors when there is no module."""
+    return f"{KEY_PREFIX}{run}/{'visitors' if module is None else module}"
+
+
+def encode_record(announcement: Announcement, identity: Identity) -> bytes:
+    """Signs our own announcement.
+
+    Raises:
+        ProtocolViolation: no peer would accept it: it is not `identity`'s, or a field is outside the bounds of the protocol.
+    """
+    if announcement.peer != identity.peer:
+        raise ProtocolViolation(f"record: peer {announcement.peer} cannot be announced with the key of {identity.peer}")
+    _check_fields(announcement)
+    _check_certificate(announcement)
+    body = _body_of(announcement)
+    record: bytes = records_pb2.SignedRecord(
+        public_key=identity.public_key,
+        signature=identity.sign(_signed_bytes(announcement, body)),
+        body=body,
+    ).SerializeToString(deterministic=True)
+    if len(record) > MAX_RECORD_BYTES:
+        raise ProtocolViolation(f"record: {len(record)} bytes are more than the {MAX_RECORD_BYTES} allowed")
+    return record
+
+
+def decode_record(data: bytes, *, key: str, now: float) -> Announcement:
+    """Checks a record found under a DHT key. `now` is Unix time in seconds.
+
+    Raises:
+        ProtocolViolation: it is malformed, forged, expired, or belongs under another key; the message says which.
+    """
+    announcement = _read(data, None, now)
+    own_key = directory_key(announcement.run, announcement.module)
+    if own_key != key:
+        raise ProtocolViolation(f"record: signed for {own_key}, found under {key[:100]}")
+    return announcement
+
+
+def decode_announced(data: bytes, *, run: RunId, now: float | None) -> Announcement:
+    """Checks a record that a peer of the run handed over, where no key comes with it.
+
+    `now` is None when its owner says it on a link of its own: then it is fresh, whatever the two clocks say.
+
+    Raises:
+        ProtocolViolation: it is malformed, forged, expired, or of another run.
+    """
+    return _read(data, run, now)
+
+
+_verified: OrderedDict[bytes, Announcement] = OrderedDict()
+"""What was found true of records whenever they are read. The same bytes come back from every replica of a key at every look-up, and the
+two signatures (record and certificate) are the expensive part of the work. Refusals are not remembered, so junk cannot fill it."""
+
+
+def _read(data: bytes, run: RunId | None, now: float | None) -> Announcement:
+    """What costs little comes first: whatever is too long, of another run or out of date is refused before a signature is checked."""
+    if len(data) > MAX_RECORD_BYTES:
+        raise ProtocolViolation(f"record: {len(data)} bytes are more than the {MAX_RECORD_BYTES} allowed")
+    data = bytes(data)
+    known = _verified.get(data)
+    if known is not None:
+        _check_run_and_time(known, run, now)
+        return known
+    envelope = _parse(records_pb2.SignedRecord(), data, "record")
+    announcement = _announcement_of(_parse(records_pb2.Announcement(), envelope.body, "record body"))
+    _check_run_and_time(announcement, run, now)
+    _check_fields(announcement)
+    _check_signature(envelope, announcement)
+    _check_certificate(announcement)
+    _verified[data] = announcement
+    if len(_verified) > _REMEMBERED_RECORDS:
+        _verified.popitem(last=False)
+    return announcement
+
+
+def _check_signature(envelope: records_pb2.SignedRecord, announcement: Announcement) -> None:
+    if len(envelope.public_key) != 32 or len(envelope.signature) != 64:
+        raise ProtocolViolation("record: a public key has 32 bytes and a signature 64")
+    if peer_id_of(envelope.public_key) != announcement.peer:
+        raise ProtocolViolation(f"record: names {announcement.peer[:64]} but carries another peer's key")
+    if not verify(envelope.public_key, envelope.signature, _signed_bytes(announcement, envelope.body)):
+        raise ProtocolViolation(f"record: the signature of {announcement.peer} does not match")
+
+
+def _signed_bytes(announcement: Announcement, body: bytes) -> bytes:
+    return _DOMAIN + directory_key(announcement.run, announcement.module).encode() + b"\0" + body
+
+
+def _parse(message: Parsed, data: bytes, what: str) -> Parsed:
+    """Raises ProtocolViolation unless `data` is the one canonical encoding of the message."""
+    try:
+        message.ParseFromString(data)
+    except (DecodeError, UnicodeDecodeError, ValueError):
+        raise ProtocolViolation(f"{what}: not the expected protobuf message") from None
+    message.DiscardUnknownFields()
+    if message.SerializeToString(deterministic=True) != data:
+        raise ProtocolViolation(f"{what}: not in canonical form (unknown, repeated or reordered fields)")
+    return message
+
+
+def _body_of(announcement: Announcement) -> bytes:
+    module, anchor = announcement.module, announcement.anchor or _NO_ANCHOR
+    encoded: bytes = records_pb2.Announcement(
+        run=announcement.run,
+        peer=announcement.peer,
+        state=announcement.state.name,
+        has_module=module is not None,
+        stage=0 if module is None else module.stage,
+        expert=0 if module is None else module.expert,
+        addresses=announcement.addresses,
+        certificate=announcement.certificate,
+        lowest_version=announcement.versions.lowest,
+        highest_version=announcement.versions.highest,
+        tokens_per_second=announcement.tokens_per_second,
+        slots=announcement.slots,
+        free_slots=announcement.free_slots,
+        steps=announcement.steps,
+        round=anchor.round,
+        digest=anchor.digest,
+        sequence=announcement.sequence,
+        expires_at=announcement.expires_at,
+        anchor_steps=anchor.steps,
+        anchor_tokens=anchor.tokens,
+        fragment=anchor.fragment,
+        incarnation=announcement.incarnation,
+        via=announcement.via,
+        relay=announcement.relay,
+    ).SerializeToString(deterministic=True)
+    return encoded
+
+
+def _announcement_of(body: records_pb2.Announcement) -> Announcement:
+    try:
+        state = PeerState(body.state)
+    except ValueError:
+        raise ProtocolViolation(f"record: unknown state {body.state}") from None
+    if not body.has_module and (body.stage or body.expert):
+        raise ProtocolViolation("record: names a stage or an expert without a module")
+    anchor = AnchorVersion(body.round, body.anchor_steps, body.anchor_tokens, body.fragment, body.digest)
+    return Announcement(
+        run=RunId(body.run),
+        peer=PeerId(body.peer),
+        state=state,
+        module=ModuleId(body.stage, body.expert) if body.has_module else None,
+        addresses=tuple(body.addresses),
+        certificate=body.certificate,
+        versions=VersionRange(body.lowest_version, body.highest_version),
+        tokens_per_second=body.tokens_per_second,
+        slots=body.slots,
+        free_slots=body.free_slots,
+        steps=body.steps,
+        anchor=None if anchor == _NO_ANCHOR else anchor,
+        incarnation=body.incarnation,
+        sequence=body.sequence,
+        expires_at=body.expires_at,
+        via=tuple(PeerId(peer) for peer in body.via),
+        relay=body.relay,
+    )
+
+
+def _check_fields(announcement: Announcement) -> None:
+    """The bounds on every field, the same when we write and when we read."""
+    _check_names(announcement)
+    _check_ways(announcement)
+    _check_figures(announcement)
+    if len(announcement.certificate) > MAX_CERTIFICATE_BYTES:
+        raise ProtocolViolation(f"record: a certificate has at most {MAX_CERTIFICATE_BYTES} bytes")
+
+
+def _check_certificate(announcement: Announcement) -> None:
+    if peer_of_certificate(announcement.certificate, announcement.run) != announcement.peer:
+        raise ProtocolViolation(f"record: the certificate does not belong to {announcement.peer}")
+
+
+def _check_names(announcement: Announcement) -> None:
+    if not _RUN.fullmatch(announcement.run):
+        raise ProtocolViolation("record: a run is named by 64 lower-case hexadecimal digits")
+    if (announcement.module is None) != (announcement.state is PeerState.VISITING):
+        raise ProtocolViolation(
+            f"record: state {announcement.state.name} does not go with module {announcement.module}"
+        )
+
+
+def _check_ways(announcement: Announcement) -> None:
+    """How the peer is reached, and how others are through it."""
+    if len(announcement.addresses) > MAX_ADDRESSES:
+        raise ProtocolViolation(
+            f"record: {len(announcement.addresses)} addresses are more than the {MAX_ADDRESSES} allowed"
+        )
+    for address in announcement.addresses:
+        _check_address(address)
+    _check_via(announcement)
+    relay = announcement.relay
+    fits = (
+        len(relay) <= MAX_RELAY_LENGTH and _MULTIADDR.fullmatch(relay) and relay.endswith(f"/p2p/{announcement.peer}")
+    )
+    if relay and not fits:
+        raise ProtocolViolation(f"record: {relay[:MAX_RELAY_LENGTH]!r} is not a multiaddr of the peer's own")
+
+
+def _check_via(announcement: Announcement) -> None:
+    via = announcement.via
+    if len(via) > MAX_VIA:
+        raise ProtocolViolation(f"record: {len(via)} peers to be called through are more than the {MAX_VIA} allowed")
+    if via and announcement.addresses:
+        raise ProtocolViolation("record: a peer that has addresses is not called through others")
+    if len(set(via)) < len(via) or announcement.peer in via:
+        raise ProtocolViolation("record: a peer to be called through is named twice, or is the announced peer itself")
+    for peer in via:
+        checked_peer(peer)
+
+
+def _check_figures(announcement: Announcement) -> None:
+    versions = announcement.versions
+    if not 1 <= versions.lowest <= versions.highest <= MAX_VERSION:
+        raise ProtocolViolation(f"record: protocol versions {versions.lowest} to {versions.highest} make no sense")
+    if not (math.isfinite(announcement.tokens_per_second) and 0 <= announcement.tokens_per_second <= MAX_COUNT):
+        raise ProtocolViolation(f"record: {announcement.tokens_per_second} tokens per second make no sense")
+    if not 0 <= announcement.free_slots <= announcement.slots <= MAX_SLOTS:
+        raise ProtocolViolation(f"record: {announcement.free_slots} free of {announcement.slots} slots make no sense")
+    if not 0 <= announcement.steps <= MAX_COUNT:
+        raise ProtocolViolation(f"record: step {announcement.steps} is out of range")
+    if not 1 <= announcement.incarnation <= MAX_INCARNATION:
+        raise ProtocolViolation(f"record: incarnation {announcement.incarnation} is not from 1 to {MAX_INCARNATION}")
+    if announcement.anchor is not None:
+        checked_version(announcement.anchor)
+    if not math.isfinite(announcement.expires_at):
+        raise ProtocolViolation(f"record: expiry {announcement.expires_at} is no time")
+    if not 1 <= announcement.sequence <= MAX_COUNT:
+        raise ProtocolViolation(f"record: sequence {announcement.sequence} is not from 1 to {MAX_COUNT}")
+
+
+def _check_run_and_time(announcement: Announcement, run: RunId | None, now: float | None) -> None:
+    if run is not None and announcement.run != run:
+        raise ProtocolViolation(f"record: belongs to run {announcement.run[:64]}, not {run}")
+    if now is None:
+        return
+    left_s = announcement.expires_at - now
+    if not 0 < left_s <= MAX_LIFETIME_S:
+        raise ProtocolViolation(
+            f"record: expires in {left_s:.0f} s; 0 to {MAX_LIFETIME_S:.0f} are allowed; is a clock wrong?"
+        )
+
+
+def _check_address(address: str) -> None:
+    """`host:port`, where the host is a name, an IPv4 address or an IPv6 address in brackets."""
+    host, colon, port = address.rpartition(":")
+    fits = len(address) <= MAX_ADDRESS_LENGTH and bool(colon) and bool(_PORT.fullmatch(port)) and int(port) <= 65_535
+    if not (fits and _is_host(host)):
+        raise ProtocolViolation(f"record: {address[:MAX_ADDRESS_LENGTH]!r} is not an address like host:port")
+
+
+def _is_host(host: str) -> bool:
+    bracketed = host.startswith("[") and host.endswith("]")
+    try:
+        ip = ipaddress.IPv6Address(host[1:-1]) if bracketed else ipaddress.IPv4Address(host)
+    except ValueError:
+        # A name of digits and dots only is a misspelt address, not a name.
+        return not bracketed and bool(_HOST_NAME.fullmatch(host)) and not re.fullmatch(r"[0-9.]+", host)
+    return not (ip.is_unspecified or ip.is_multicast)

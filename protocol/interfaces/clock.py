@@ -1,0 +1,24 @@
+"""The machine's clocks, as `protocol.interfaces.clock.Clock`."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    def monotonic(self) -> float:
+        """Seconds since an arbitrary moment; never goes back. For durations and deadlines."""
+        ...
+
+    def wall(self) -> float:
+        """Unix time in seconds. Only for what other machines see: record expiry and sequence."""
+        ...
+
+
+class SystemClock:
+    def monotonic(self) -> float:
+        return time.monotonic()
+
+    def wall(self) -> float:
+        return time.time()

@@ -1,0 +1,52 @@
+"""TODO"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from swarm.vocabulary.announcement import Announcement
+from swarm.vocabulary.types import ModuleId, PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class Contact:
+    """How to reach a peer and how to know that it is the one: enough to dial."""
+
+    peer: PeerId
+    addresses: tuple[str, ...]
+    certificate: bytes
+    """DER; already checked to belong to `peer`."""
+    via: tuple[PeerId, ...] = ()
+    """Through whom it can be called when it has no addresses."""
+    relay: str = ""
+    """The multiaddr at which it serves tunnels for others; empty when it does not."""
+
+
+class AddressBook(Protocol):
+    """Whom the transport can dial."""
+
+    def contact(self, peer: PeerId) -> Contact | None:
+        """How to dial the peer, or None when it is not known."""
+        ...
+
+
+class Directory(Protocol):
+    """The DHT as the node sees it."""
+
+    async def publish(self, announcement: Announcement) -> None:
+        """Signs and stores our record under its module's key (visitors under the visitors' key).
+
+        Raises:
+            Unreachable: the DHT could not store it just now; call again later.
+        """
+        ...
+
+    async def look_up(self, modules: Sequence[ModuleId]) -> list[Announcement]:
+        """All valid, unexpired records of these modules and of visitors; forged or malformed ones are left out.
+
+        Raises:
+            Unreachable: the DHT did not answer.
+        """
+        ...

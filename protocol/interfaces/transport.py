@@ -1,0 +1,207 @@
+"""The seams of the network side: what the node needs of a transport, a directory and a clock, and what they need of it.
+
+The real ones are `protocol.transport.grpc_transport` and `protocol.dht.directory`; tests and the simulator hand in others.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from protocol.codecs.tensor_spec import TensorSpec
+from protocol.interfaces.directory import Contact
+from swarm.vocabulary.errors import PeerError
+from swarm.vocabulary.pipeline_messages import ControlMessage, TensorMessage
+from swarm.vocabulary.types import ModuleId, PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The answer to a tensor that is not wanted. `busy` means: a free slot may come; try again or elsewhere."""
+
+    busy: bool
+    detail: str
+    retry_after_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One of the questions of link.proto. `microbatches` and `stages` are only for `evaluate`, `module` and `digest` only for `state`, `port` only for `dial_back`,
+    `peer` only for `call`, `record` for `call` and `called`."""
+
+    about: QuestionAbout
+    microbatches: int = 0
+    module: ModuleId | None = None
+    digest: bytes = b""
+    stages: tuple[int, ...] = ()
+    """Visited after stage 0, in rising order; none: all of them."""
+    port: int = 0
+    """Of the asker, to be dialled."""
+    peer: PeerId | None = None
+    """That is to be told to open a link."""
+    record: bytes = b""
+    """The SignedRecord of the peer that wants the link."""
+
+
+class QuestionAbout(enum.Enum):
+    MANIFEST = "manifest"
+    STATUS = "status"
+    EVALUATE = "evaluate"
+    STATE = "state"
+    """Which hash list belongs to a digest; the answer is `protocol.frames.hash_list`'s."""
+    DIAL_BACK = "dial_back"
+    """Whether the asker can be connected to; the answer is `protocol.nat.dial_back`'s."""
+    CALL = "call"
+    """To be passed on to another peer: the asker wants a link to it. The answer is empty."""
+    CALLED = "called"
+    """Passed on: a peer wants a link that is opened from here. The answer is empty, and comes when the link stands."""
+
+
+Ask = Callable[[PeerId, Question, float], Awaitable[bytes]]
+"""`Transport.ask`, for who needs no more of a transport."""
+
+
+class Caller(Protocol):
+    """Has a peer that cannot be dialled open a link to us. The real one is `protocol.nat.reverse_connect.Calls`."""
+
+    def can_be_dialled(self) -> bool:
+        """Whether a peer that is called could connect to this one."""
+        ...
+
+    async def call(self, contact: Contact, ask: Ask, patience_s: float) -> None:
+        """Returns when the peer says that it has opened one; it may arrive before or after that.
+
+        Raises:
+            Unreachable: nobody could pass the call on within `patience_s` seconds, or the peer could not follow it.
+        """
+        ...
+
+
+class Tunnels(Protocol):
+    """Ways between two peers of which neither can dial the other: somebody else has to carry what they say."""
+
+    async def way_to(self, contact: Contact) -> str:
+        """Opens a way. Returns the local `host:port` at which the peer then answers as if it had been dialled.
+
+        Raises:
+            Unreachable: there is none.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FarEnd:
+    """The other end of a link, as TLS has proved it."""
+
+    host: str
+    """Its IP address as this side sees it; the host's name when this side dialled a name."""
+    certificate: bytes
+    """DER."""
+
+
+class Topic(enum.Enum):
+    """What a small frame is about that not every node minds."""
+
+    MICROBATCHES = "microbatches"
+    ROUNDS = "rounds"
+    STATE = "state"
+    LANES = "lanes"
+
+
+class LinkHandler(Protocol):
+    """What the node does with what arrives. All methods but `answer` run on the event loop and must not block it."""
+
+    def admit(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec) -> memoryview | Refusal:
+        """Called with the header, before any memory is spent on the tensor.
+
+        Returns a writable, contiguous buffer of exactly `tensor.byte_length` bytes, or a refusal, which the transport
+        answers with Cancel and, when it belongs to a microbatch, a Receipt (BUSY or REFUSED).
+
+        Raises:
+            ProtocolViolation: the header contradicts the manifest; the transport ends the link.
+        """
+        ...
+
+    def received(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec, buffer: memoryview) -> None:
+        """The tensor admitted before is complete and every checksum agreed."""
+        ...
+
+    def broken_off(self, sender: PeerId, message: TensorMessage, buffer: memoryview, error: PeerError) -> None:
+        """The tensor admitted before will not be completed; the buffer is the handler's again."""
+        ...
+
+    def serves(self, sender: PeerId) -> bool:
+        """Whether the peer is known to host a module of the run: those that do are listened to more."""
+        ...
+
+    def minds(self, sender: PeerId, topic: Topic) -> bool:
+        """Whether this peer's word about the topic means anything here. Asked before a frame is decoded, which is left out if not."""
+        ...
+
+    def told(self, sender: PeerId, message: ControlMessage) -> None:
+        """A small message arrived."""
+        ...
+
+    def announced(self, sender: PeerId, record: bytes) -> None:
+        """The peer sent its signed record (unchecked)."""
+        ...
+
+    async def answer(self, sender: PeerId, question: Question) -> bytes:
+        """Answers a question.
+
+        Raises:
+            PeerError: refused; its message becomes `Answer.refused`.
+        """
+        ...
+
+    def link_up(self, peer: PeerId) -> None: ...
+
+    def link_down(self, peer: PeerId, error: PeerError) -> None:
+        """The last stream to the peer ended. Everything not yet acknowledged on it is to be taken as lost."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LinkFigures:
+    """What the transport has measured about one link."""
+
+    round_trip_s: float
+    """Smoothed; 0 before the first pong."""
+    sent_bytes: int
+    received_bytes: int
+    goodput_bytes_per_s: float
+    """Smoothed rate of whole tensor transfers sent; 0 before the first."""
+    last_heard_s: float
+    """Seconds since any frame came in."""
+
+
+class Transport(Protocol):
+    async def send(self, peer: PeerId, message: TensorMessage, tensor: TensorSpec, data: memoryview) -> None:
+        """Sends a tensor, dialling first when there is no link. Waits while the link's send budget for such tensors is used up;
+        microbatches do not wait for rounds and state, nor those for them.
+
+        Returns when the last byte has been handed to the stream, or when the receiver said it does not want the rest.
+        `data` must not change until then. That it returns does not mean that it arrived: only a Receipt does.
+
+        Raises:
+            Unreachable, Stalled, Rejected, StaleVersion: no link, or it broke before the end.
+        """
+        ...
+
+    async def tell(self, peer: PeerId, message: ControlMessage) -> None:
+        """Sends a small message, dialling first when there is no link. Same errors as `send`."""
+        ...
+
+    async def ask(self, peer: PeerId, question: Question, timeout_s: float) -> bytes:
+        """Asks and waits for the answer. Errors as `send`, and Rejected when the peer refuses, Stalled on timeout."""
+        ...
+
+    def announce(self, record: bytes) -> None:
+        """Hands our own new signed record to every peer we have a link to; b"" when there is none yet, which nobody is told."""
+        ...
+
+    def figures(self) -> dict[PeerId, LinkFigures]:
+        """Of every open link."""
+        ...

@@ -1,0 +1,119 @@
+"""Messages of `proto/relay.proto` on a stream between two peers, and the stream itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Final
+
+from google.protobuf.message import DecodeError
+
+from protocol.generated import relay_pb2
+from swarm.vocabulary.errors import PeerError, ProtocolViolation, Rejected, Unreachable
+from swarm.vocabulary.types import PeerId
+
+MAX_MESSAGE_BYTES: Final = 1024
+MAX_REASON: Final = 200
+CLOSE_PATIENCE_S: Final = 1.0
+"""What is written and not yet taken by the other side is dropped after so long."""
+_LENGTH_BYTES: Final = 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RelayStream:
+    """A stream of bytes to a peer. Who the peer is, libp2p has proved."""
+
+    peer: PeerId
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    async def say(self, message: relay_pb2.RelayMessage) -> None:
+        """Sends a message; waits while the other side does not read.
+
+        Raises:
+            Unreachable: the stream broke.
+        """
+        data = message.SerializeToString()
+        assert len(data) <= MAX_MESSAGE_BYTES
+        try:
+            self.writer.write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
+            await self.writer.drain()
+        except (OSError, RuntimeError) as error:  # RuntimeError: asyncio's, of a transport that is closing
+            raise Unreachable("the stream broke") from error
+
+    async def hear(self) -> relay_pb2.RelayMessage:
+        """The next message.
+
+        Raises:
+            Unreachable: the stream ended.
+            ProtocolViolation: too long, or no message of a kind that we know.
+        """
+        try:
+            length = int.from_bytes(await self.reader.readexactly(_LENGTH_BYTES), "big")
+            if length > MAX_MESSAGE_BYTES:
+                raise ProtocolViolation(f"relay: a message of {length} bytes is longer than {MAX_MESSAGE_BYTES}")
+            data = await self.reader.readexactly(length)
+        except (asyncio.IncompleteReadError, OSError) as error:
+            raise Unreachable("the stream ended") from error
+        message = relay_pb2.RelayMessage()
+        try:
+            message.ParseFromString(data)
+        except (DecodeError, UnicodeDecodeError, ValueError):
+            raise ProtocolViolation("relay: bytes on the stream are no message") from None
+        if message.WhichOneof("kind") is None:
+            raise ProtocolViolation("relay: a message says nothing that is known")
+        return message
+
+    async def close(self) -> None:
+        """Ends the stream, after what is written has gone out if the other side takes it soon. Never raises but CancelledError."""
+        self.writer.close()
+        try:
+            with contextlib.suppress(OSError, TimeoutError):
+                async with asyncio.timeout(CLOSE_PATIENCE_S):
+                    await self.writer.wait_closed()
+        finally:
+            self.cut()
+
+    def cut(self) -> None:
+        """Ends the stream at once. Harmless when it has ended."""
+        self.writer.transport.abort()
+
+
+Dial = Callable[[str], Awaitable[RelayStream]]
+"""A new stream to the relaying peer at a multiaddr. Raises Unreachable."""
+
+
+async def ask(stream: RelayStream, message: relay_pb2.RelayMessage, timeout_s: float) -> None:
+    """Sends the first message of a stream, and returns when it was answered well.
+
+    Raises:
+        Rejected: the relay refused.
+        Unreachable: the stream ended, or no answer came in time.
+        ProtocolViolation: what came is no answer.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            await stream.say(message)
+            answer = await stream.hear()
+    except TimeoutError:
+        raise Unreachable(f"the relay did not answer within {timeout_s:g} s") from None
+    if answer.WhichOneof("kind") != "answer":
+        raise ProtocolViolation(f"relay: {answer.WhichOneof('kind')} is no answer")
+    if answer.answer.refused:
+        raise Rejected(f"the relay refused: {readable(answer.answer.refused)}")
+
+
+def answer(refused: str = "") -> relay_pb2.RelayMessage:
+    return relay_pb2.RelayMessage(answer=relay_pb2.RelayAnswer(refused=refused[:MAX_REASON]))
+
+
+def readable(reason: str) -> str:
+    """A peer's words as they may be shown and logged."""
+    return "".join(c if c.isprintable() else "?" for c in reason[:MAX_REASON])
+
+
+def as_text(error: PeerError | TimeoutError) -> str:
+    """An error as a reason for the other side."""
+    return str(error) or "it took too long"

@@ -1,0 +1,1 @@
+"""What defines a run, its signature, and the join link."""

@@ -1,0 +1,157 @@
+"""The link that is given to a newcomer: which run, and whom to ask first.
+
+    skipstone:<run>@<peer>[,<peer>...]
+
+`<run>` is the RunId and every `<peer>` a libp2p multiaddr that ends in the peer's id
+(https://github.com/multiformats/multiaddr):
+
+    /ip4/203.0.113.7/tcp/4001/p2p/12D3Koo...      ip4, ip6, dns4 or dns6, then tcp/PORT
+    /dns4/node.example/udp/4001/quic-v1/p2p/...   or udp/PORT/quic-v1
+
+There is no `?`, `&` or `%` in it, so it can be pasted into a shell without quotes. The run's hash makes the link safe to
+take from anywhere: whatever the peers answer, only the manifest with that hash is accepted.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from protocol.identity.keys import public_key_of
+from swarm.vocabulary.errors import ConfigError, ProtocolViolation
+from swarm.vocabulary.types import PeerId, RunId
+
+MAX_LINK_PEERS: Final = 16
+MAX_LINK_CHARACTERS: Final = 8192
+
+EXAMPLE: Final = (
+    "skipstone:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
+    "@/ip4/203.0.113.7/tcp/4001/p2p/12D3KooWJRSrypvnpHgc6ZAgyCni4KcSmbV7uGRaMw5LgMKT18fq"
+)
+
+_SCHEME: Final = "skipstone:"
+_RUN: Final = re.compile(r"[0-9a-f]{64}")
+_LABEL: Final = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?")
+_PORT: Final = re.compile(r"[1-9][0-9]{0,4}")
+
+
+@dataclass(frozen=True, slots=True)
+class JoinLink:
+    """A run and from 1 to 16 multiaddrs of peers in it. `str()` gives the text that `parse_link` reads.
+
+    Raises:
+        ConfigError: the run or an address is malformed. Addresses are kept in their shortest spelling.
+    """
+
+    run: RunId
+    peers: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not _RUN.fullmatch(self.run):
+            raise _wrong(f"the run is {_shown(self.run)}, not 64 lower-case hexadecimal digits")
+        if not 1 <= len(self.peers) <= MAX_LINK_PEERS:
+            raise _wrong(f"it names {len(self.peers)} peers, allowed are 1 to {MAX_LINK_PEERS}")
+        object.__setattr__(self, "peers", tuple(_checked_address(peer) for peer in self.peers))
+
+    def __str__(self) -> str:
+        return f"{_SCHEME}{self.run}@{','.join(self.peers)}"
+
+
+def is_link(text: str) -> bool:
+    """Whether a person means a join link by it; it may still be malformed."""
+    return text.strip().startswith(_SCHEME)
+
+
+def parse_link(text: str) -> JoinLink:
+    """Reads a link; white space around it is ignored.
+
+    Raises:
+        ConfigError: says what is wrong with it and shows what a link looks like.
+    """
+    link = text.strip()
+    if len(link) > MAX_LINK_CHARACTERS:
+        raise _wrong(f"it has {len(link)} characters, allowed are {MAX_LINK_CHARACTERS}")
+    if any(character.isspace() for character in link):
+        raise _wrong("there is white space inside; was it broken into lines?")
+    if not link.startswith(_SCHEME):
+        raise _wrong(f"it must begin with {_SCHEME!r}, not {_shown(link)}")
+    run, at, peers = link.removeprefix(_SCHEME).partition("@")
+    if not at:
+        raise _wrong("there is no '@' with the address of a peer after the run")
+    return JoinLink(RunId(run), tuple(peers.split(",")))
+
+
+def multiaddr_of(host: str, port: int) -> str:
+    """The multiaddr of a TCP port of a host that is given by name or address, without the peer."""
+    try:
+        kind = f"ip{ipaddress.ip_address(host).version}"
+    except ValueError:
+        kind = "dns4"
+    return f"/{kind}/{host}/tcp/{port}"
+
+
+def _checked_address(address: str) -> str:
+    """The multiaddr with its host in the shortest spelling; raises ConfigError when it is not one that we dial."""
+    parts = address.split("/")
+    if len(parts) < 2 or parts[0]:
+        raise _wrong(f"the address {_shown(address)} does not begin with '/'")
+    match parts[1:]:
+        case [kind, host, "tcp", port, "p2p", peer]:
+            transport = f"tcp/{_checked_port(port, address)}"
+        case [kind, host, "udp", port, "quic-v1", "p2p", peer]:
+            transport = f"udp/{_checked_port(port, address)}/quic-v1"
+        case _:
+            raise _wrong(
+                f"the address {_shown(address)} is not /HOST-KIND/HOST/tcp/PORT/p2p/PEER (or udp/PORT/quic-v1)"
+            )
+    try:
+        public_key_of(PeerId(peer))
+    except ProtocolViolation as error:
+        raise _wrong(f"in the address {_shown(address)}, {error}") from None
+    return f"/{kind}/{_checked_host(kind, host, address)}/{transport}/p2p/{peer}"
+
+
+def _checked_port(port: str, address: str) -> int:
+    if not _PORT.fullmatch(port) or int(port) > 65_535:
+        raise _wrong(f"in the address {_shown(address)}, the port is {_shown(port)}, not 1 to 65535")
+    return int(port)
+
+
+def _checked_host(kind: str, host: str, address: str) -> str:
+    match kind:
+        case "ip4" | "ip6":
+            return _checked_ip(kind, host, address)
+        case "dns4" | "dns6":
+            name = host.lower()
+            if len(name) > 253 or not all(_LABEL.fullmatch(label) for label in name.split(".")):
+                raise _wrong(f"in the address {_shown(address)}, {_shown(host)} is not a host name")
+            return name
+        case _:
+            raise _wrong(f"the address {_shown(address)} begins with {_shown(kind)}, not with ip4, ip6, dns4 or dns6")
+
+
+def _checked_ip(kind: str, host: str, address: str) -> str:
+    family = ipaddress.IPv4Address if kind == "ip4" else ipaddress.IPv6Address
+    try:
+        ip = family(host)
+    except ValueError:
+        raise _wrong(f"in the address {_shown(address)}, {_shown(host)} is not an {kind} address") from None
+    if "%" in host:
+        raise _wrong(f"in the address {_shown(address)}, the zone after '%' means nothing on another machine")
+    if ip.is_unspecified or ip.is_multicast:
+        raise _wrong(f"in the address {_shown(address)}, {host} is not an address that can be dialled")
+    return str(ip)
+
+
+def _shown(text: str) -> str:
+    """Quoted, with control characters escaped, and cut: it may come from anywhere."""
+    return repr(text if len(text) <= 120 else text[:117] + "...")
+
+
+def _wrong(reason: str) -> ConfigError:
+    return ConfigError(
+        f"this is not a join link: {reason}. A link looks like this: {EXAMPLE}",
+        hint="Copy the whole link again from whoever runs the swarm.",
+    )

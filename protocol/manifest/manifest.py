@@ -1,0 +1,382 @@
+"""The manifest: one TOML file that defines a run, checked key by key.
+
+Everything that has to be equal on all peers is in here and nothing else is. `RunId` is the hash of the canonical form
+(`protocol.manifest.signing`), so two peers with the same RunId agree about all of it.
+
+Sizes are in tokens, rows (sequences) and elements; learning rates and ratios are plain numbers.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from functools import cached_property
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from swarm.vocabulary.errors import ManifestError
+from swarm.vocabulary.types import MAX_EXPERTS, MAX_FRAGMENTS, MAX_MODULES, MAX_STAGES, PROTOCOL_VERSIONS, ModuleId
+
+
+def block_parameters(model: ModelSection) -> int:
+    """Weights of the matrices of one transformer block; its two norms are left out."""
+    kv_size = model.kv_heads * model.head_size
+    return model.hidden * (2 * model.hidden + 2 * kv_size + 3 * model.feed_forward)
+
+
+def training_flops_per_token(manifest: Manifest) -> float:
+    """Floating point operations of one token's forward and backward pass through the whole model.
+
+    Six for every weight that is multiplied, and for the attention of a causal row half of the full square
+    (Kaplan et al. 2020, arXiv:2001.08361, section 2.1).
+    """
+    model, blocks = manifest.model, sum(manifest.stages.blocks)
+    weights = block_parameters(model)
+    attention = 6 * model.sequence * model.hidden
+    return float(6 * (blocks * weights + model.hidden * model.vocabulary) + blocks * attention)
+
+
+MAX_MANIFEST_BYTES = 64 * 1024
+MAX_DOTS_PER_LINE = 64
+"""tomllib takes quadratic time over deeply dotted keys; 64 KiB of them would keep it busy for many seconds."""
+MAX_DEPTH = 8
+"""Of nested tables and arrays; a manifest needs 3."""
+
+SOURCES: Final = "`python-stdlib`, `path:FILE-OR-FOLDER` and `huggingface:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]]`"
+_HUB: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(:[\w.-]{0,96}){0,3}", re.ASCII)
+"""OWNER/NAME, and nothing that could be a place on this machine."""
+
+Positive = Annotated[int, Field(gt=0)]
+Rate = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+
+
+class _Section(BaseModel):
+    """Unknown keys are refused, values are not coerced, and a manifest never changes once read.
+
+    The text under a key here is also the comment over that key in the file that `protocol.manifest.toml_writer` writes.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+
+class ModelSection(_Section):
+    """A decoder of the Llama family: RMSNorm, rotary embedding, SwiGLU, grouped-query attention, untied embeddings."""
+
+    family: Literal["llama"] = "llama"
+    vocabulary: Annotated[int, Field(ge=2, le=1_000_000)]
+    """Rows of the embedding; at least the tokenizer's size."""
+    hidden: Annotated[int, Field(ge=8, le=65_536)]
+    heads: Annotated[int, Field(ge=1, le=1024)]
+    kv_heads: Annotated[int, Field(ge=1, le=1024)]
+    feed_forward: Annotated[int, Field(ge=8, le=262_144)]
+    sequence: Annotated[int, Field(ge=8, le=1_048_576)]
+    """Tokens in one row of a microbatch."""
+    rope_theta: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)] = 10_000.0
+    norm_epsilon: Annotated[float, Field(gt=0, le=0.1, allow_inf_nan=False)] = 1e-5
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Element type of hidden states on the wire and of the matrix products; parameters are kept in float32."""
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden // self.heads
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> Self:
+        if self.hidden % self.heads:
+            raise ValueError(f"hidden ({self.hidden}) must be a multiple of heads ({self.heads})")
+        if self.head_size % 2:
+            raise ValueError(f"hidden / heads ({self.head_size}) must be even: rotary embedding turns pairs")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+        return self
+
+
+class StagesSection(_Section):
+    """How the model is cut, and which paths are allowed."""
+
+    blocks: Annotated[tuple[Annotated[int, Field(ge=0, le=1024)], ...], Field(min_length=1, max_length=MAX_STAGES)]
+    """Transformer blocks of each stage. Stage 0 also has the embedding, the final norm, the head and the loss; it may have 0."""
+    experts: Annotated[int, Field(ge=1, le=MAX_EXPERTS)] = 1
+    """Modules at each stage but stage 0, which has one."""
+    per_path: Annotated[int, Field(ge=0, le=MAX_STAGES)] | None = None
+    """Stages besides stage 0 that one path visits; all of them when absent."""
+    reordering: Literal["none", "adjacent"] = "none"
+    """`adjacent` lets a path visit two neighbouring stages in the other order (SkipPipe's rule)."""
+
+    @property
+    def count(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def visited_per_path(self) -> int:
+        return self.count - 1 if self.per_path is None else self.per_path
+
+    @model_validator(mode="after")
+    def _path_fits(self) -> Self:
+        if any(blocks == 0 for blocks in self.blocks[1:]):
+            raise ValueError("blocks: every stage but stage 0 needs at least 1 block")
+        if sum(self.blocks) == 0:
+            raise ValueError("blocks: the model needs at least 1 block")
+        if (modules := 1 + (self.count - 1) * self.experts) > MAX_MODULES:
+            raise ValueError(
+                f"{self.count} stages with {self.experts} experts each make {modules} modules; a run has {MAX_MODULES} at most"
+            )
+        if self.per_path is not None and not min(1, self.count - 1) <= self.per_path <= self.count - 1:
+            raise ValueError(f"per_path ({self.per_path}) must be from 1 to {self.count - 1}, the stages after stage 0")
+        return self
+
+
+class FilesSection(_Section):
+    """The text's list of files. A data node whose files are others refuses to read them."""
+
+    count: Annotated[int, Field(ge=1, le=1_000_000)]
+    bytes: Annotated[int, Field(ge=1, lt=2**63)]
+    """Of all files together."""
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    """Of every file's name and size, in the order of names. Not of what is in them, which would have to be read whole at every start."""
+
+
+class DataSection(_Section):
+    """Where text comes from. Every data node reads the same source and takes its share of the documents."""
+
+    source: Annotated[str, Field(min_length=1, max_length=512)] = "python-stdlib"
+    """`python-stdlib`, `path:FILE-OR-FOLDER`, or `huggingface:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]]`. A path says where the author has the text;
+    whoever joins by link says with --text where it lies there."""
+    files: FilesSection | None = None
+    """Only of `path:`; `skipstone new` writes it."""
+    tokenizer: Annotated[str, Field(pattern=r"^(bytes|file:.+)$", max_length=512)] = "bytes"
+    """`bytes`, or `file:TOKENIZER.json` in the format of the `tokenizers` library."""
+    tokenizer_sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    """Of the tokenizer file, so that all data nodes use the same one; required with `file:`."""
+    held_out: Share = 0.02
+    """Share of the documents that is never trained on."""
+
+    @field_validator("source")
+    @classmethod
+    def _source_is_known(cls, source: str) -> str:
+        kind, _, rest = source.partition(":")
+        known = (
+            source == "python-stdlib" or (kind == "path" and rest) or (kind == "huggingface" and _HUB.fullmatch(rest))
+        )
+        if not known:
+            raise ValueError(f"is none of {SOURCES}")
+        return _local_name(source, rest)
+
+    @field_validator("tokenizer")
+    @classmethod
+    def _tokenizer_is_local(cls, tokenizer: str) -> str:
+        return _local_name(tokenizer, tokenizer.removeprefix("file:"))
+
+    @model_validator(mode="after")
+    def _files_are_of_a_path(self) -> Self:
+        if self.files is not None and not self.source.startswith("path:"):
+            raise ValueError("files must not be given when source is not `path:...`")
+        return self
+
+    @model_validator(mode="after")
+    def _tokenizer_is_named(self) -> Self:
+        if (self.tokenizer_sha256 is not None) != self.tokenizer.startswith("file:"):
+            raise ValueError("tokenizer_sha256 must be given exactly when tokenizer is `file:...`")
+        return self
+
+
+class AdamWSection(_Section):
+    name: Literal["adamw"] = "adamw"
+    learning_rate: Rate = 1e-3
+    beta1: Share = 0.9
+    beta2: Share = 0.95
+    epsilon: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.1
+    clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Largest norm of one module's mean gradient; a value that is never reached, such as 1e9, means no clipping."""
+
+
+class ScheduleSection(_Section):
+    """Learning rate over inner steps: linear warm-up, then as `kind` says, down to `final_ratio` of the peak at `total_steps`."""
+
+    kind: Literal["constant", "cosine", "linear"] = "cosine"
+    warmup_steps: Annotated[int, Field(ge=0)] = 20
+    total_steps: Positive = 1000
+    final_ratio: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.1
+
+    @model_validator(mode="after")
+    def _warmup_fits(self) -> Self:
+        if self.warmup_steps >= self.total_steps:
+            raise ValueError(f"warmup_steps ({self.warmup_steps}) must be less than total_steps ({self.total_steps})")
+        return self
+
+
+class OuterSection(_Section):
+    """What a round does with the averaged pseudo-gradient."""
+
+    name: Literal["nesterov"] = "nesterov"
+    learning_rate: Rate = 0.7
+    momentum: Share = 0.9
+
+
+class TrainingSection(_Section):
+    rows: Annotated[int, Field(ge=1, le=65_536)] = 4
+    """Rows (sequences) of one microbatch."""
+    inner_tokens: Positive
+    """A replica takes an inner step after this many tokens; a multiple of rows x sequence."""
+    inner_steps: Positive = 50
+    """A round is due after this many inner steps."""
+    round_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 900.0
+    """A round is due after so long at the latest, however few inner steps were taken, provided that there were any."""
+    fragments: Annotated[int, Field(ge=1, le=MAX_FRAGMENTS)] = 1
+    """Parts of a module that are averaged at staggered times; each is due after `inner_steps`, so rounds come this much more often."""
+    staleness: Annotated[int, Field(ge=0, le=64)] = 0
+    """How many inner steps a data node may run ahead of its slowest microbatch. 0 waits for every microbatch of a step before
+    the next one starts, which makes a swarm reproduce one process; 1 and more keep the pipeline full across steps."""
+    inner: AdamWSection = AdamWSection()
+    schedule: ScheduleSection = ScheduleSection()
+    outer: OuterSection = OuterSection()
+
+
+class CodecSection(_Section):
+    """How hard each kind of traffic may be compressed. Peers compress hidden states and their gradients only as far as a link needs it."""
+
+    activations: Literal["none", "bf16", "int8", "fp8", "int4"] = "none"
+    """Hidden states between stages."""
+    gradients: Literal["none", "bf16", "int8", "fp8", "int4"] = "none"
+    """Their gradients."""
+    pseudo_gradients: Literal["none", "bf16", "int8", "int4", "top_k_4", "top_k_2"] = "none"
+    """What replicas send each other in a round, whatever the link: `int8` is 3.88 times smaller, with a relative error of 6.5e-3. Of a contribution as `int4`, or one of
+    the sparse ones (whose means come back as `int4`), what is left out stays in the replica."""
+    state: Literal["none", "planes"] = "planes"
+    """Of what newcomers download, which is lossless either way: `planes` lets it be shortened by a sixth where the link is slow."""
+
+
+class Manifest(_Section):
+    """A run. Read one with `protocol.manifest.signing`; compare two by their RunId."""
+
+    protocol: Annotated[int, Field(ge=PROTOCOL_VERSIONS.lowest, le=PROTOCOL_VERSIONS.highest)]
+    """Lowest protocol version that can carry this run."""
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Initial weights, document order and held-out choice all follow from it."""
+    model: ModelSection
+    stages: StagesSection
+    data: DataSection = DataSection()
+    training: TrainingSection
+    codecs: CodecSection = CodecSection()
+
+    @property
+    def microbatch_tokens(self) -> int:
+        return self.training.rows * self.model.sequence
+
+    @property
+    def microbatches_per_step(self) -> int:
+        return self.training.inner_tokens // self.microbatch_tokens
+
+    @property
+    def hidden_shape(self) -> tuple[int, int, int]:
+        """Of what travels between stages: rows, tokens, hidden."""
+        return (self.training.rows, self.model.sequence, self.model.hidden)
+
+    def modules(self) -> tuple[ModuleId, ...]:
+        """Every module of the run, in order of stage and expert; at most MAX_MODULES."""
+        return self._modules
+
+    def has(self, module: ModuleId) -> bool:
+        """Whether it is one of the run's."""
+        experts = self.stages.experts if module.stage else 1
+        return module.stage < self.stages.count and module.expert < experts
+
+    @cached_property
+    def _modules(self) -> tuple[ModuleId, ...]:
+        rest = (ModuleId(s, e) for s in range(1, self.stages.count) for e in range(self.stages.experts))
+        return (ModuleId(0), *rest)
+
+    @model_validator(mode="after")
+    def _step_is_whole(self) -> Self:
+        if self.training.inner_tokens % self.microbatch_tokens:
+            raise ValueError(
+                f"training.inner_tokens ({self.training.inner_tokens}) must be a multiple of"
+                f" training.rows x model.sequence ({self.microbatch_tokens})"
+            )
+        if self.data.tokenizer == "bytes" and self.model.vocabulary < 257:
+            raise ValueError(
+                "model.vocabulary must be at least 257 for the byte tokenizer (256 bytes and end of document)"
+            )
+        return self
+
+
+def _local_name(value: str, path: str) -> str:
+    """Raises ValueError for what is no path, and for one on another machine: Windows would prove who we are to whoever a manifest names."""
+    if "\0" in value:
+        raise ValueError("has a zero byte")
+    if len(path) > 1 and path[0] in "/\\" and path[1] in "/\\":
+        raise ValueError("is a path on another machine (it begins with two slashes)")
+    return value
+
+
+def manifest_from_table(table: dict[str, Any]) -> Manifest:
+    """Checks a parsed TOML table (without its signature).
+
+    Raises:
+        ManifestError: names the key, what stands there and what is allowed.
+    """
+    _check_protocol(table.get("protocol"))
+    try:
+        return Manifest.model_validate(_tuples(table))
+    except ValidationError as error:
+        raise ManifestError("manifest: " + "; ".join(_explain(dict(item)) for item in error.errors()[:5])) from None
+
+
+def _check_protocol(version: object) -> None:
+    """Before the rest: of a run of another protocol nothing else need be right."""
+    lowest, highest = PROTOCOL_VERSIONS.lowest, PROTOCOL_VERSIONS.highest
+    if type(version) is int and not lowest <= version <= highest:
+        spoken = f"{lowest}" if lowest == highest else f"{lowest} to {highest}"
+        advice = (
+            "its author has to make a new run with 'skipstone new'" if version < lowest else "a newer Skipstone may"
+        )
+        raise ManifestError(
+            f"manifest: this run needs protocol version {version}; this Skipstone speaks version {spoken}; {advice}"
+        )
+
+
+def parse_toml(text: bytes) -> dict[str, Any]:
+    """The bytes may come from a peer: whatever they are, this ends soon and in a table or a ManifestError.
+
+    Raises:
+        ManifestError: it is too long, not UTF-8, not TOML, or nested too deeply.
+    """
+    if len(text) > MAX_MANIFEST_BYTES:
+        raise ManifestError(f"manifest: {len(text)} bytes are more than the {MAX_MANIFEST_BYTES} allowed")
+    if any(line.count(b".") > MAX_DOTS_PER_LINE for line in text.split(b"\n")):
+        raise ManifestError(
+            f"manifest: a line with more than {MAX_DOTS_PER_LINE} dots; keys are not nested that deeply"
+        )
+    try:
+        return tomllib.loads(text.decode())
+    except ValueError as error:  # also what int() says of thousands of digits
+        raise ManifestError(f"manifest: not a TOML file: {error}") from None
+    except RecursionError:
+        raise ManifestError("manifest: values are nested too deeply") from None
+
+
+def _tuples(value: Any, depth: int = 0) -> Any:
+    """TOML arrays as tuples, since the strict schema is immutable; refuses what TOML does not promise to carry."""
+    if depth > MAX_DEPTH:
+        raise ManifestError(f"manifest: values are nested more than {MAX_DEPTH} deep")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ManifestError("manifest: a whole number does not fit in 64 bits")
+    if isinstance(value, dict):
+        return {key: _tuples(item, depth + 1) for key, item in value.items()}
+    return tuple(_tuples(item, depth + 1) for item in value) if isinstance(value, list) else value
+
+
+def _explain(error: dict[str, Any]) -> str:
+    path = ".".join(str(part) for part in error["loc"])[:80]
+    key = "".join(c if c.isprintable() else "?" for c in path) or "manifest"
+    message = str(error["msg"]).removeprefix("Value error, ")
+    if error["type"] == "extra_forbidden":
+        return f"{key}: unknown key"
+    if error["type"] == "missing":
+        return f"{key}: missing"
+    got = "" if isinstance(error["input"], dict | Manifest | _Section) else f" (got {str(error['input'])[:80]!r})"
+    return f"{key}: {message}{got}"

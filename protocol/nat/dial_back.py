@@ -1,0 +1,135 @@
+"""Dialling back: does a peer answer at a port of its own? The question and its answer are in link.proto.
+
+It is the smallest connection that proves something: TCP, and a TLS 1.3 handshake in which the server shows its certificate and that
+it has the key. Nothing of ours is sent beyond that; the server then turns us away, because we show no certificate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import ipaddress
+import ssl
+from dataclasses import dataclass
+from typing import Final
+
+from google.protobuf.message import DecodeError
+
+from protocol.frames.fields import DETAIL_CHARACTERS, read_detail, read_enum, wire_number
+from protocol.generated import link_pb2 as wire
+from swarm.vocabulary.errors import ProtocolViolation
+
+DIAL_BACK_S: Final = 3.0
+"""For the connection and the handshake together: a home's round trip is less than a tenth of that."""
+MAX_RESULT_BYTES: Final = 1536
+MAX_HOST_CHARACTERS: Final = 64
+
+
+class DialBackOutcome(enum.Enum):
+    """link.proto's numbers."""
+
+    REACHED = 1
+    CLOSED = 2
+    SILENT = 3
+    ANOTHER = 4
+    NOT_TRIED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class DialBackResult:
+    """What one peer found out."""
+
+    host: str
+    """The IP address that it has for the asker; empty when it knows none."""
+    outcome: DialBackOutcome
+    detail: str = ""
+    """For a person."""
+
+
+async def dial_back(host: str, port: int, certificate: bytes, timeout_s: float = DIAL_BACK_S) -> DialBackResult:
+    """Connects to an IP address and a port, and sees whether the owner of `certificate` (DER) answers. Raises nothing of the network's.
+
+    A host's name is not looked up: its owner could let it stand for somebody else's address.
+    """
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return DialBackResult("", DialBackOutcome.NOT_TRIED, "your link does not show an IP address of yours")
+    try:
+        async with asyncio.timeout(timeout_s):
+            shown = await _certificate_at(host, port)
+    except TimeoutError:
+        return DialBackResult(host, DialBackOutcome.SILENT, f"port {port} did not answer within {timeout_s:g} s")
+    except ConnectionRefusedError:
+        return DialBackResult(host, DialBackOutcome.CLOSED, f"port {port} refused the connection")
+    except (ssl.SSLError, ConnectionError, EOFError) as error:
+        detail = f"what answers at port {port} does not speak as a node does: {type(error).__name__}"
+        return DialBackResult(host, DialBackOutcome.ANOTHER, detail)
+    except OSError as error:
+        return DialBackResult(host, DialBackOutcome.SILENT, f"port {port}: {error.strerror or type(error).__name__}")
+    if shown != certificate:
+        return DialBackResult(host, DialBackOutcome.ANOTHER, f"another peer or program answers at port {port}")
+    return DialBackResult(host, DialBackOutcome.REACHED)
+
+
+def encode_dial_back(result: DialBackResult) -> bytes:
+    """The content of an Answer."""
+    data: bytes = wire.DialBackResult(
+        host=result.host, outcome=wire_number(result.outcome), detail=result.detail[:DETAIL_CHARACTERS]
+    ).SerializeToString()
+    return data
+
+
+def decode_dial_back(data: bytes) -> DialBackResult:
+    """A peer's answer.
+
+    Raises:
+        ProtocolViolation: it is none, or its host is no IP address.
+    """
+    if len(data) > MAX_RESULT_BYTES:
+        raise ProtocolViolation(f"dial-back: {len(data)} bytes are more than {MAX_RESULT_BYTES}")
+    try:
+        said = wire.DialBackResult.FromString(data)
+    except DecodeError:
+        raise ProtocolViolation(f"dial-back: {len(data)} bytes are no result") from None
+    outcome = read_enum(DialBackOutcome, said.outcome, "dial-back: outcome")
+    return DialBackResult(_read_host(said.host, outcome), outcome, read_detail(said.detail))
+
+
+def _read_host(host: str, outcome: DialBackOutcome) -> str:
+    if not host and outcome is DialBackOutcome.NOT_TRIED:
+        return ""
+    try:
+        if len(host) > MAX_HOST_CHARACTERS or "%" in host:
+            raise ValueError
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        raise ProtocolViolation("dial-back: the host is not an IP address") from None
+
+
+async def _certificate_at(host: str, port: int) -> bytes:
+    """DER of what the server shows, whose key it has: TLS 1.3 proves that before the handshake is done.
+
+    Raises:
+        OSError: no connection, or no handshake (ssl.SSLError is one).
+    """
+    _, writer = await asyncio.open_connection(host, port, ssl=_context())
+    try:
+        secured: ssl.SSLObject = writer.get_extra_info("ssl_object")
+        return secured.getpeercert(binary_form=True) or b""
+    finally:
+        # No farewell of TLS: the server is turning us away meanwhile, and what it says to that is of no interest.
+        writer.transport.abort()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+
+def _context() -> ssl.SSLContext:
+    """Takes any certificate: it is compared afterwards, which is stricter than any chain."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])  # gRPC's server hangs up on who does not offer it
+    return context

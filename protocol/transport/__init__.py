@@ -1,0 +1,1 @@
+"""Links over gRPC with mutual TLS: dialling, handshake, send queues, limits."""

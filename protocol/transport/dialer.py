@@ -1,0 +1,261 @@
+"""Getting a stream to a peer: dialling it, having it dial us, or through a tunnel.
+
+Dialling is address after address, TLS pinned to the peer's certificate, then both Hellos.
+
+How long to leave a peer alone after dialling it failed, or when links to it do not last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import Final, NoReturn, TypeAlias
+
+from protocol.frames.frames import Hello, decode, encode
+from protocol.identity.certificates import TlsCredentials
+from protocol.interfaces.clock import Clock
+from protocol.interfaces.directory import Contact
+from protocol.interfaces.transport import Ask, Caller, FarEnd, Tunnels
+from protocol.transport.grpc_streams import DialledStream, far_end_at, far_end_of_tunnel, open_channel
+from protocol.transport.handshake import Duplicate, expect_hello, objection_error, objection_to
+from protocol.transport.settings import TransportSettings
+from swarm.vocabulary.errors import PeerError, Rejected, Unreachable
+from swarm.vocabulary.types import PeerId, short
+
+
+class NoCalls:
+    """`protocol.interfaces.transport.Caller` of who waits for nobody."""
+
+    def can_be_dialled(self) -> bool:
+        return True
+
+    async def call(self, contact: Contact, ask: Ask, patience_s: float) -> None:
+        raise Unreachable(f"no address is known of {short(contact.peer)}")
+
+
+class NoTunnels:
+    """`protocol.interfaces.transport.Tunnels` where nobody carries anything for others."""
+
+    async def way_to(self, contact: Contact) -> str:
+        raise Unreachable(
+            f"{short(contact.peer)} cannot be dialled, nor can this node: both are behind address translation and nobody relays"
+        )
+
+
+TUNNEL_RETRY_S: Final = 1.0
+"""Opening a tunnel costs three peers more than a dial costs two."""
+
+Attempt: TypeAlias = Callable[[], Awaitable[tuple[DialledStream, Hello]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """To peers that announce no address. Without any, they can only be waited for."""
+
+    caller: Caller = field(default_factory=NoCalls)
+    tunnels: Tunnels = field(default_factory=NoTunnels)
+
+
+class Dialler:
+    """Takes the way that is open. `own` makes our Hello, `ask` puts a question to a peer that can be dialled."""
+
+    def __init__(
+        self,
+        credentials: TlsCredentials,
+        own: Callable[[], Hello],
+        ask: Ask,
+        clock: Clock,
+        settings: TransportSettings,
+        ways: Ways,
+    ) -> None:
+        self._credentials = credentials
+        self._own = own
+        self._ask = ask
+        self._clock = clock
+        self._settings = settings
+        self._ways = ways
+        self._called: set[PeerId] = set()
+
+    def has_called(self, peer: PeerId) -> bool:
+        """Whether the peer's stream is waited for, so that none of ours is on the way to it."""
+        return peer in self._called
+
+    async def stream_to(self, contact: Contact) -> tuple[DialledStream, Hello]:
+        """As `dial`. A peer that has to be called opens the stream itself: whoever gets it cancels this.
+
+        Raises:
+            PeerError: as `dial`; Unreachable also when no way is open.
+        """
+        if contact.addresses:
+            return await self._dialled(contact)
+        if not self._ways.caller.can_be_dialled():
+            return await self._tunnelled(contact)
+        return await self._wait_for_call(contact)
+
+    async def _dialled(self, contact: Contact) -> tuple[DialledStream, Hello]:
+        async def attempt() -> tuple[DialledStream, Hello]:
+            return await dial(contact, self._credentials, self._own(), self._settings.dial_timeout_s)
+
+        return await self._until_wanted(attempt, self._settings.first_retry_s)
+
+    async def _tunnelled(self, contact: Contact) -> tuple[DialledStream, Hello]:
+        """Each attempt needs a tunnel of its own: one is good for one connection."""
+
+        async def attempt() -> tuple[DialledStream, Hello]:
+            address = await self._ways.tunnels.way_to(contact)
+            through = replace(contact, addresses=(address,))
+            return await dial(through, self._credentials, self._own(), self._settings.dial_timeout_s, far_end_of_tunnel)
+
+        return await self._until_wanted(attempt, TUNNEL_RETRY_S)
+
+    async def _until_wanted(self, attempt: Attempt, pause_s: float) -> tuple[DialledStream, Hello]:
+        deadline = self._clock.monotonic() + self._settings.dial_timeout_s
+        while True:
+            try:
+                return await attempt()
+            except Duplicate:
+                # Its stream is on the way to us and will end this attempt; unless it died, and then ours is wanted again.
+                if self._clock.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(pause_s)
+
+    async def _wait_for_call(self, contact: Contact) -> NoReturn:
+        limit_s = self._settings.dial_timeout_s
+        self._called.add(contact.peer)
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._ways.caller.call(contact, self._ask, limit_s)
+                await asyncio.Event().wait()  # the stream that comes cancels it
+        except TimeoutError:
+            pass
+        finally:
+            self._called.discard(contact.peer)
+        raise Unreachable(f"{short(contact.peer)} was called and has opened no link within {limit_s:g} s")
+
+
+async def dial(
+    contact: Contact,
+    credentials: TlsCredentials,
+    own: Hello,
+    timeout_s: float,
+    far_end: Callable[[str, bytes], FarEnd] = far_end_at,
+) -> tuple[DialledStream, Hello]:
+    """A stream on which both sides have said Hello, and the peer's. `far_end` says what an address and a certificate make of its other end.
+
+    Raises:
+        Unreachable: no address answered in time; Duplicate when the peer has a stream to us.
+        Rejected, StaleVersion: the peer's Farewell or our objection to its Hello.
+        ProtocolViolation: it began with something else than a Hello.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            stream = await _first_that_answers(contact, credentials, encode(own), timeout_s, far_end)
+            return await _introduced(stream, contact, own)
+    except TimeoutError:
+        raise Unreachable(
+            f"{short(contact.peer)} did not answer at {', '.join(contact.addresses)} within {timeout_s:g} s"
+        ) from None
+
+
+async def _first_that_answers(
+    contact: Contact,
+    credentials: TlsCredentials,
+    hello: bytes,
+    timeout_s: float,
+    far_end: Callable[[str, bytes], FarEnd],
+) -> DialledStream:
+    """A connected stream with our Hello on it. The last address's error counts: earlier ones are more direct, not truer."""
+    error: PeerError = Unreachable(f"no address is known of {short(contact.peer)}")
+    for address in contact.addresses:
+        try:
+            channel = open_channel(contact, address, credentials)
+            stream = DialledStream(channel, far_end(address, contact.certificate))
+        except Unreachable as unusable:
+            error = unusable
+            continue
+        try:
+            async with asyncio.timeout(timeout_s / len(contact.addresses)):
+                await stream.write(hello)
+                return stream
+        except (Unreachable, Rejected) as failed:
+            await stream.close()
+            error = type(failed)(f"{short(contact.peer)} at {address}: {failed}")
+        except TimeoutError:
+            await stream.close()
+            error = Unreachable(f"{short(contact.peer)} at {address}: no answer")
+        except BaseException:
+            await stream.close()
+            raise
+    raise error
+
+
+async def _introduced(stream: DialledStream, contact: Contact, own: Hello) -> tuple[DialledStream, Hello]:
+    try:
+        first = await stream.read()
+        if first is None:
+            raise Unreachable(f"{short(contact.peer)} ended the stream without a word")
+        hello = expect_hello(decode(first), contact.peer)
+        objection = objection_to(hello, own.run, contact.peer)
+        if objection is not None:
+            await stream.write(encode(objection))
+            raise objection_error(objection, contact.peer)
+    except BaseException:
+        await stream.close()
+        raise
+    return stream, hello
+
+
+MAX_REMEMBERED_PEERS: Final = 1024
+MOST_REPLACED: Final = 3
+REPLACED_WITHIN_S: Final = 10.0
+
+
+class Backoff:
+    """Doubles the wait with every failure up to a limit, and takes a random part off so that peers do not dial in step
+    ("full jitter" halved: https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/)."""
+
+    def __init__(self, clock: Clock, first_s: float, longest_s: float, jitter: Callable[[], float]) -> None:
+        self._clock = clock
+        self._first_s = first_s
+        self._longest_s = longest_s
+        self._jitter = jitter
+        self._failures: OrderedDict[PeerId, tuple[int, float]] = OrderedDict()
+
+    def wait_s(self, peer: PeerId) -> float:
+        """Seconds until the peer may be dialled; 0 for one that has not failed."""
+        _, next_at = self._failures.get(peer, (0, 0.0))
+        return max(0.0, next_at - self._clock.monotonic()) if next_at else 0.0
+
+    def failed(self, peer: PeerId) -> None:
+        count = self._failures.pop(peer, (0, 0.0))[0]
+        wait_s = min(self._longest_s, self._first_s * 2 ** min(count, 30)) * (1 - self._jitter() / 2)
+        self._failures[peer] = (count + 1, self._clock.monotonic() + wait_s)
+        if len(self._failures) > MAX_REMEMBERED_PEERS:
+            self._failures.popitem(last=False)
+
+    def succeeded(self, peer: PeerId) -> None:
+        self._failures.pop(peer, None)
+
+
+class Turnover:
+    """Counts how often a link to a peer has been replaced by another of late. Honest peers do that when they start again."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._replaced: OrderedDict[PeerId, deque[float]] = OrderedDict()
+
+    def replaced(self, peer: PeerId) -> None:
+        """A link was."""
+        self._replaced.setdefault(peer, deque(maxlen=MOST_REPLACED)).append(self._clock.monotonic())
+        self._replaced.move_to_end(peer)
+        if len(self._replaced) > MAX_REMEMBERED_PEERS:
+            self._replaced.popitem(last=False)
+
+    def is_high(self, peer: PeerId) -> bool:
+        """Whether the peer's links were replaced MOST_REPLACED times within REPLACED_WITHIN_S."""
+        times = self._replaced.get(peer)
+        return (
+            times is not None and len(times) == MOST_REPLACED and self._clock.monotonic() - times[0] < REPLACED_WITHIN_S
+        )

@@ -1,0 +1,310 @@
+"""gRPC's side of a link: channels, credentials, and a stream of byte strings with errors of ours.
+
+One method, `Connect`, streaming both ways, without generated stubs: messages are frames as bytes. Everything that
+grpc.aio can raise is mapped here, so that nobody else has to know it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import re
+import ssl
+from collections.abc import Awaitable, Callable
+from typing import Final, Protocol, TypeAlias
+from urllib.parse import unquote
+
+import grpc
+
+from protocol.frames.chunks import MAX_CHUNK_FRAME_BYTES
+from protocol.identity.certificates import TlsCredentials, pem_of
+from protocol.interfaces.directory import Contact
+from protocol.interfaces.transport import FarEnd
+from swarm.vocabulary.errors import PeerError, ProtocolViolation, Rejected, Unreachable
+
+SERVICE: Final = "skipstone.Skipstone"
+METHOD: Final = "Connect"
+
+_RECEIVE_WINDOW_BYTES: Final = 4 * 1024 * 1024
+"""What a sender may have on the way to us unread. Fixed: gRPC's own probing lets it grow with the link's speed."""
+_WRITE_BUFFER_BYTES: Final = 1024 * 1024
+"""What gRPC takes from us ahead of the socket; enough that making the next chunk overlaps with sending the last."""
+
+_COMMON_OPTIONS: Final = (
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", _RECEIVE_WINDOW_BYTES),
+    ("grpc.http2.write_buffer_size", _WRITE_BUFFER_BYTES),
+    ("grpc.max_metadata_size", 8192),
+    # Identity only: tensors have their own codecs, and what cannot be inflated cannot be a bomb.
+    ("grpc.compression_enabled_algorithms_bitset", 1),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+)
+_SERVER_OPTIONS: Final = (
+    *_COMMON_OPTIONS,
+    # A second process on the same port must fail, not share it.
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_concurrent_streams", 1),
+    ("grpc.server_handshake_timeout_ms", 5_000),
+    ("grpc.max_connection_idle_ms", 30_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+)
+_CHANNEL_OPTIONS: Final = (
+    *_COMMON_OPTIONS,
+    ("grpc.enable_retries", 0),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.service_config_disable_resolution", 1),
+    # gRPC shares connections, and their back-off, between channels; here a channel is one attempt.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+_GRPC_LOG: Final = "grpc._cython.cygrpc"
+_ADDRESS: Final = re.compile(
+    r"(?P<host>[A-Za-z0-9](?:[A-Za-z0-9.-]{0,252})|\[[0-9A-Fa-f:.]{2,45}\]):(?P<port>[0-9]{1,5})"
+)
+_WRONG_CERTIFICATE: Final = re.compile("CERTIFICATE_VERIFY_FAILED|Hostname Verification")
+_HUNG_UP: Final = re.compile("failed to connect.*(closed|reset|pipe)", re.IGNORECASE | re.DOTALL)
+"""In TLS 1.3 a server refuses a client's certificate only after the client has finished its handshake."""
+_MISBEHAVED: Final = (grpc.aio.BaseError, grpc.RpcError, asyncio.InvalidStateError)
+
+
+ServicerContext: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
+Serve = Callable[[object, ServicerContext], Awaitable[None]]
+
+
+class Stream(Protocol):
+    """Frames as bytes, in order, both ways. One reader and one writer at a time."""
+
+    async def read(self) -> bytes | None:
+        """The next frame; None when the other side ended the stream.
+
+        Raises:
+            PeerError: the stream broke.
+        """
+        ...
+
+    async def write(self, frame: bytes) -> None:
+        """Returns when gRPC has taken the frame; waits while the other side does not read. Raises PeerError."""
+        ...
+
+    async def half_close(self) -> None:
+        """Says that nothing more will be written. Raises PeerError."""
+        ...
+
+    async def close(self) -> None:
+        """Cuts what is left of the stream and frees it."""
+        ...
+
+
+class DialledStream:
+    """The stream that this side opened, and the channel that serves it alone."""
+
+    def __init__(self, channel: grpc.aio.Channel, far_end: FarEnd | None = None) -> None:
+        self._channel = channel
+        self._far_end = far_end
+        self._call = channel.stream_stream(f"/{SERVICE}/{METHOD}")()
+
+    def far_end(self) -> FarEnd | None:
+        """Whom the channel was opened to, if whoever opened it has said so."""
+        return self._far_end
+
+    async def read(self) -> bytes | None:
+        try:
+            frame = await self._call.read()
+        except asyncio.CancelledError:
+            raise_if_cancelled()
+            raise Unreachable("the stream was closed") from None
+        except _MISBEHAVED as error:
+            raise stream_error(error) from None
+        return None if frame is grpc.aio.EOF else frame
+
+    async def write(self, frame: bytes) -> None:
+        try:
+            await self._call.write(frame)
+        except asyncio.CancelledError:
+            raise_if_cancelled()
+            raise Unreachable("the stream was closed") from None
+        except _MISBEHAVED as error:
+            raise stream_error(error) from None
+
+    async def half_close(self) -> None:
+        try:
+            await self._call.done_writing()
+        except _MISBEHAVED as error:
+            raise stream_error(error) from None
+
+    async def close(self) -> None:
+        self._call.cancel()
+        await self._channel.close()
+
+
+class AcceptedStream:
+    """The stream that the other side opened. gRPC ends it when its handler returns."""
+
+    def __init__(self, context: ServicerContext) -> None:
+        self._context = context
+
+    def far_end(self) -> FarEnd:
+        """The caller; its host is empty when gRPC does not say. Raises Rejected when it showed no certificate."""
+        return FarEnd(_host_of_caller(self._context.peer()), self.certificate())
+
+    def certificate(self) -> bytes:
+        """DER of the leaf that the caller proved to own in the TLS handshake.
+
+        Raises:
+            Rejected: there is none.
+        """
+        pem = self._context.auth_context().get("x509_pem_cert")
+        if not pem:
+            raise Rejected("the caller showed no certificate")
+        return ssl.PEM_cert_to_DER_cert(pem[0].decode())
+
+    async def read(self) -> bytes | None:
+        try:
+            frame = await self._context.read()
+        except _MISBEHAVED as error:
+            raise stream_error(error) from None
+        return None if frame is grpc.aio.EOF else frame
+
+    async def write(self, frame: bytes) -> None:
+        try:
+            await self._context.write(frame)
+        except _MISBEHAVED as error:
+            raise stream_error(error) from None
+
+    async def half_close(self) -> None:
+        """A gRPC server says so with the status that it sends when the handler returns."""
+
+    async def close(self) -> None:
+        """Likewise."""
+
+
+def far_end_at(address: str, certificate: bytes) -> FarEnd:
+    """The far end of a stream that is dialled at `host:port`."""
+    return FarEnd(address.rpartition(":")[0].strip("[]"), certificate)
+
+
+def far_end_of_tunnel(_local: str, certificate: bytes) -> FarEnd:
+    """The far end of a stream through a tunnel: nobody knows where it is. The local address must not pass for the peer's, which would
+    make this node look into its own ports for it."""
+    return FarEnd("", certificate)
+
+
+def _host_of_caller(name: str) -> str:
+    """The IP address in gRPC's name for a caller, such as `ipv4:192.0.2.1:4002` or `ipv6:%5B2001:db8::1%5D:4002`; empty if there is none.
+
+    A caller by IPv4 at a socket for both is named by its IPv4 address.
+    """
+    kind, _, address = unquote(name).partition(":")
+    host = address.rpartition(":")[0].strip("[]").partition("%")[0]
+    try:
+        found = ipaddress.ip_address(host) if kind in ("ipv4", "ipv6") else None
+    except ValueError:
+        return ""
+    if isinstance(found, ipaddress.IPv6Address):
+        found = found.ipv4_mapped or found
+    return "" if found is None else str(found)
+
+
+def raise_if_cancelled() -> None:
+    """grpc.aio reports a call that was cancelled like a task that was; only the latter may be passed on as such."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
+def _limits(max_frame_bytes: int) -> tuple[tuple[str, int], ...]:
+    return (
+        ("grpc.max_receive_message_length", max_frame_bytes),
+        ("grpc.max_send_message_length", max_frame_bytes),
+    )
+
+
+def open_channel(
+    contact: Contact, address: str, credentials: TlsCredentials, *, max_frame_bytes: int = MAX_CHUNK_FRAME_BYTES
+) -> grpc.aio.Channel:
+    """A channel that trusts the contact's certificate and nothing else, and shows ours.
+
+    Raises:
+        Unreachable: not an address of the form host:port.
+    """
+    return grpc.aio.secure_channel(
+        target_of(address),
+        grpc.ssl_channel_credentials(
+            root_certificates=pem_of(contact.certificate),
+            private_key=credentials.private_key_pem,
+            certificate_chain=credentials.certificate_pem,
+        ),
+        options=(*_CHANNEL_OPTIONS, *_limits(max_frame_bytes), ("grpc.ssl_target_name_override", contact.peer)),
+    )
+
+
+def target_of(address: str) -> str:
+    """gRPC's name for an address. Peers announce addresses, and gRPC knows schemes (unix:, xds:) that are not theirs to use.
+
+    Raises:
+        Unreachable: not an address of the form host:port.
+    """
+    match = _ADDRESS.fullmatch(address)
+    if match is None or not 0 < int(match["port"]) < 65536:
+        raise Unreachable(f"{address[:80]!r} is not an address of the form host:port")
+    return f"dns:///{address}"
+
+
+def make_server(
+    serve: Serve,
+    credentials: TlsCredentials,
+    address: str,
+    max_streams: int,
+    *,
+    max_frame_bytes: int = MAX_CHUNK_FRAME_BYTES,
+) -> tuple[grpc.aio.Server, int]:
+    """A server that lets in whoever shows a certificate of its run, and the port it has.
+
+    It serves `Connect` and nothing else; gRPC answers UNIMPLEMENTED to the rest.
+
+    Raises:
+        RuntimeError: the address cannot be bound.
+    """
+    logging.getLogger(_GRPC_LOG).addFilter(_is_news)
+    server = grpc.aio.server(options=(*_SERVER_OPTIONS, *_limits(max_frame_bytes)), maximum_concurrent_rpcs=max_streams)
+    methods = {METHOD: grpc.stream_stream_rpc_method_handler(serve)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
+
+    secured = grpc.ssl_server_credentials(
+        [(credentials.private_key_pem, credentials.certificate_pem)],
+        root_certificates=credentials.authority_pem,
+        require_client_auth=True,
+    )
+    return server, server.add_secure_port(address, secured)
+
+
+def _printable(text: str) -> str:
+    """The text of a gRPC status is the other side's, who may be anybody: without what could drive a terminal."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """gRPC writes an error with a traceback when a caller cuts its stream just as it ends: anybody could fill a log with that."""
+    return not record.getMessage().startswith("ExecuteBatchError raised in core")
+
+
+def stream_error(error: BaseException) -> PeerError:
+    """What an error of grpc.aio means to us."""
+    if not isinstance(error, grpc.aio.AioRpcError):
+        return Unreachable("the stream broke")
+    details = _printable((error.details() or "no details")[:300])
+    match error.code():
+        case grpc.StatusCode.UNIMPLEMENTED:
+            return Rejected("what answers at that address is no Skipstone node")
+        case grpc.StatusCode.UNAUTHENTICATED | grpc.StatusCode.PERMISSION_DENIED:
+            return Rejected(f"the peer refused the connection: {details}")
+        case grpc.StatusCode.RESOURCE_EXHAUSTED if "larger than max" in details:
+            return ProtocolViolation(f"a frame was too long: {details}")
+        case grpc.StatusCode.UNAVAILABLE if _WRONG_CERTIFICATE.search(details):
+            return Rejected(f"what answers at that address proved to be another peer: {details}")
+        case grpc.StatusCode.UNAVAILABLE if _HUNG_UP.search(details):
+            return Unreachable(f"the peer closed the connection; it may train another run: {details}")
+        case _:
+            return Unreachable(f"the stream broke: {details}")

@@ -1,0 +1,369 @@
+"""The transport: one link for each pair of peers, whoever dials, over gRPC with mutual TLS.
+
+Who may connect: whoever shows a certificate of the run that proves its peer id. When two peers dial each other at the same
+time, the stream dialled by the one with the smaller peer id is kept: that one lets the other's dial wait for its own,
+and the other takes the incoming stream at once and drops its own dial. So no stream that carries anything is ever
+given up for another, except when the peer has lost its end (a restart).
+
+A stream that another process with the same key opens is no restart while the one that is linked answers a ping: then somebody runs the
+same identity twice, and the older process is kept. The younger one is told so, and ends (`node.network.membership_sync`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import secrets
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final, Self
+
+import grpc
+
+from protocol.codecs.tensor_spec import TensorSpec
+from protocol.frames.frames import AnnouncementFrame, Farewell, FarewellReason, Hello, decode, encode
+from protocol.identity.certificates import TlsCredentials
+from protocol.identity.keys import Identity
+from protocol.interfaces.clock import Clock
+from protocol.interfaces.directory import AddressBook, Contact
+from protocol.interfaces.transport import FarEnd, LinkFigures, LinkHandler, Question
+from protocol.transport.dialer import Backoff, Dialler, Turnover, Ways
+from protocol.transport.grpc_streams import AcceptedStream, DialledStream, ServicerContext, make_server
+from protocol.transport.handshake import Door, SameKey, expect_hello, objection_to
+from protocol.transport.link import Link, LinkSurroundings
+from protocol.transport.rate_limits import CommonPatience
+from protocol.transport.settings import TransportSettings
+from swarm.vocabulary.errors import ConfigError, PeerError, ProtocolViolation, Unreachable
+from swarm.vocabulary.pipeline_messages import ControlMessage, TensorMessage
+from swarm.vocabulary.types import PROTOCOL_VERSIONS, PeerId, RunId, short
+
+_SPARE_STREAMS: Final = 16
+"""Streams beyond `max_links` that may be in their handshake."""
+_ABOUT_AS_OLD_S: Final = 1.0
+"""Of two processes with one key the one that is linked counts as the older, unless the other is by more than this: a Hello takes time to arrive."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Dial:
+    """An attempt to get a link. `outcome` is also resolved by a link that the peer opens meanwhile."""
+
+    outcome: asyncio.Future[Link]
+    task: asyncio.Task[None]
+
+
+class GrpcTransport:
+    """`protocol.interfaces.transport.Transport` over gRPC. Use as `async with`; it listens inside the block and leaves nothing behind.
+
+    `own_record` gives our current SignedRecord (or b"") for each Hello. `ways` lead to peers without addresses. `jitter` returns a
+    number from 0 to 1.
+    An error of the handler that is not in its contract ends the block with that error.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        credentials: TlsCredentials,
+        run: RunId,
+        address_book: AddressBook,
+        handler: LinkHandler,
+        clock: Clock,
+        settings: TransportSettings,
+        *,
+        own_record: Callable[[], bytes],
+        ways: Ways = Ways(),  # noqa: B008 - immutable
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        self._peer = identity.peer
+        self._credentials = credentials
+        self._run = run
+        self._address_book = address_book
+        self._handler = handler
+        self._clock = clock
+        self._settings = settings
+        self._own_record = own_record
+        self._door = Door(run)
+        self._surroundings = LinkSurroundings(handler, clock, settings, CommonPatience(clock.monotonic()))
+        self.incarnation = secrets.randbits(64)
+        """Tells this process from others with its key."""
+        self._began = clock.monotonic()
+        self._turnover = Turnover(clock)
+        self._backoff = Backoff(clock, settings.first_retry_s, settings.longest_retry_s, jitter)
+        self._dialler = Dialler(credentials, self._own_hello, self.ask, clock, settings, ways)
+        self._links: dict[PeerId, Link] = {}
+        self._dials: dict[PeerId, _Dial] = {}
+        self._tasks = asyncio.TaskGroup()
+        self._running: set[asyncio.Task[None]] = set()
+        self._closing = False
+        self._server: grpc.aio.Server | None = None
+        self._port = 0
+
+    @property
+    def port(self) -> int:
+        """The TCP port it listens on."""
+        return self._port
+
+    async def __aenter__(self) -> Self:
+        """Starts to listen.
+
+        Raises:
+            ConfigError: the address cannot be bound.
+        """
+        address = f"{self._settings.listen_host}:{self._settings.listen_port}"
+        most = self._settings.max_links + _SPARE_STREAMS
+        try:
+            self._server, self._port = make_server(self._serve, self._credentials, address, most)
+        except RuntimeError:
+            raise ConfigError(
+                f"cannot listen on {address}", hint="Choose another port, or stop what uses it now."
+            ) from None
+        await self._tasks.__aenter__()
+        await self._server.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._shut_down()
+        # Only a cancellation is the group's business (it may have caused it); the block's own error passes by it unwrapped.
+        if isinstance(error, asyncio.CancelledError):
+            await self._tasks.__aexit__(kind, error, traceback)
+        else:
+            await self._tasks.__aexit__(None, None, None)
+
+    async def send(self, peer: PeerId, message: TensorMessage, tensor: TensorSpec, data: memoryview) -> None:
+        await (await self._link_to(peer)).send(message, tensor, data)
+
+    async def tell(self, peer: PeerId, message: ControlMessage) -> None:
+        await (await self._link_to(peer)).tell(message)
+
+    async def ask(self, peer: PeerId, question: Question, timeout_s: float) -> bytes:
+        return await (await self._link_to(peer)).ask(question, timeout_s)
+
+    async def connect(self, peer: PeerId) -> None:
+        """Opens a link unless there is one. Same errors as `send`."""
+        await self._link_to(peer)
+
+    def is_linked(self, peer: PeerId) -> bool:
+        return peer in self._links
+
+    def announce(self, record: bytes) -> None:
+        for link in list(self._links.values()) if record else ():
+            link.say(AnnouncementFrame(record))
+
+    def figures(self) -> dict[PeerId, LinkFigures]:
+        return {peer: link.figures() for peer, link in self._links.items()}
+
+    def round_trip_s(self, peer: PeerId) -> float:
+        """As measured; 0 without a link or before the first answer."""
+        link = self._links.get(peer)
+        return 0.0 if link is None else link.figures().round_trip_s
+
+    def far_end(self, peer: PeerId) -> FarEnd | None:
+        """Where the link to the peer leads; None without one."""
+        link = self._links.get(peer)
+        return None if link is None else link.far_end
+
+    # ---- the table of links -------------------------------------------------------------------------------------
+
+    async def _link_to(self, peer: PeerId) -> Link:
+        link = self._links.get(peer)
+        if link is not None:
+            return link
+        if self._closing or peer == self._peer:
+            raise Unreachable("this node is leaving" if self._closing else "a node has no link to itself")
+        attempt = self._dials.get(peer) or self._start_dial(peer)
+        return await asyncio.shield(attempt.outcome)
+
+    def _install(self, link: Link, hello: Hello) -> None:
+        """Makes it the link to its peer. Whoever waits for one gets it; an older one has lost its other end."""
+        old = self._links.get(link.peer)
+        if old is not None:
+            old.end(Unreachable(f"{short(link.peer)} has opened a new link"), Farewell(FarewellReason.DUPLICATE))
+            self._turnover.replaced(link.peer)
+        self._links[link.peer] = link
+        if self._turnover.is_high(link.peer):
+            self._backoff.failed(link.peer)
+        else:
+            self._backoff.succeeded(link.peer)
+        self._handler.link_up(link.peer)
+        if hello.record:
+            self._handler.announced(link.peer, hello.record)
+        attempt = self._dials.pop(link.peer, None)
+        if attempt is not None:
+            attempt.outcome.set_result(link)
+            if not link.dialled:
+                attempt.task.cancel()
+
+    def _retire(self, link: Link, error: PeerError) -> None:
+        if self._links.get(link.peer) is link:
+            del self._links[link.peer]
+            self._handler.link_down(link.peer, error)
+            self._hear_of_twin(link.peer, error)
+
+    def _hear_of_twin(self, peer: PeerId, error: PeerError) -> None:
+        """Hands on what is to prove that another process uses our identity."""
+        if isinstance(error, SameKey) and error.record:
+            self._handler.announced(peer, error.record)
+
+    def _has_room_for(self, peer: PeerId) -> bool:
+        others = (self._links.keys() | self._dials.keys()) - {peer}
+        return len(others) < self._settings.max_links
+
+    def _link(self, peer: PeerId, stream: AcceptedStream | DialledStream, hello: Hello) -> Link:
+        return Link(
+            peer,
+            stream,
+            hello,
+            dialled=isinstance(stream, DialledStream),
+            far_end=stream.far_end(),
+            surroundings=self._surroundings,
+            on_end=self._retire,
+        )
+
+    def _own_hello(self) -> Hello:
+        age_ms = int(1e3 * (self._clock.monotonic() - self._began))
+        return Hello(self._peer, self._run, PROTOCOL_VERSIONS, self._own_record(), self.incarnation, age_ms)
+
+    # ---- dialling -----------------------------------------------------------------------------------------------
+
+    def _start_dial(self, peer: PeerId) -> _Dial:
+        outcome: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
+        # Whoever waited may have given up by the time it fails.
+        outcome.add_done_callback(lambda done: done.cancelled() or done.exception())
+        attempt = _Dial(outcome, self._spawn(self._dial(peer)))
+        self._dials[peer] = attempt
+        return attempt
+
+    async def _dial(self, peer: PeerId) -> None:
+        try:
+            stream, hello = await self._connect(peer)
+        except PeerError as error:
+            self._backoff.failed(peer)
+            self._give_up(peer, error)
+            self._hear_of_twin(peer, error)
+            return
+        except asyncio.CancelledError:
+            self._give_up(peer, Unreachable("this node is leaving"))
+            raise
+        link = self._link(peer, stream, hello)
+        self._install(link, hello)
+        await link.run()
+
+    def _give_up(self, peer: PeerId, error: PeerError) -> None:
+        attempt = self._dials.get(peer)
+        # After the peer's own stream has been taken, a new attempt may already stand here.
+        if attempt is not None and attempt.task is asyncio.current_task():
+            del self._dials[peer]
+            attempt.outcome.set_exception(error)
+
+    async def _connect(self, peer: PeerId) -> tuple[DialledStream, Hello]:
+        await asyncio.sleep(self._backoff.wait_s(peer))
+        return await self._dialler.stream_to(self._dialable(peer))
+
+    def _dialable(self, peer: PeerId) -> Contact:
+        if not self._has_room_for(peer):
+            raise Unreachable(f"all {self._settings.max_links} links are in use")
+        contact = self._address_book.contact(peer)
+        if contact is None:
+            raise Unreachable(f"{short(peer)} is not known, or has left")
+        return contact
+
+    # ---- answering ----------------------------------------------------------------------------------------------
+
+    async def _serve(self, _requests: object, context: ServicerContext) -> None:
+        """gRPC's handler of `Connect`. The work is done in a task of ours, so that its errors are ours too."""
+        peer = await self._door.enter(context)
+        if self._closing:
+            return
+        task = self._spawn(self._welcome(peer, AcceptedStream(context)))
+        try:
+            await asyncio.wait((task,))
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+
+    async def _welcome(self, peer: PeerId, stream: AcceptedStream) -> None:
+        """Hears the Hello of a peer, and carries the stream if nothing speaks against it."""
+        try:
+            async with asyncio.timeout(self._settings.hello_timeout_s):
+                hello = expect_hello(decode(await stream.read() or b""), peer)
+            objection = objection_to(hello, self._run, peer) or await self._objection_to_link(hello)
+        except ProtocolViolation as error:
+            objection = Farewell(FarewellReason.VIOLATION, str(error))
+        except TimeoutError:
+            objection = Farewell(FarewellReason.UNSPECIFIED, "no Hello came in time")
+        except PeerError:
+            return  # It broke off, or said farewell.
+        if objection is not None:
+            with contextlib.suppress(PeerError):
+                await stream.write(encode(objection))
+            return
+        link = self._link(peer, stream, hello)
+        link.say(self._own_hello())
+        self._install(link, hello)
+        await link.run()
+
+    async def _objection_to_link(self, hello: Hello) -> Farewell | None:
+        """Why a stream from a peer that may speak to us is not taken, if so."""
+        peer = hello.peer
+        wins = self._peer < peer
+        attempt = self._dials.get(peer)
+        if attempt is not None and wins and not self._dialler.has_called(peer):
+            # Not for ever: it may be that the peer can reach us, and we cannot reach the peer.
+            await asyncio.wait((attempt.outcome,), timeout=self._settings.dial_timeout_s / 2)
+        if self._closing:
+            return Farewell(FarewellReason.LEAVING)
+        link = self._links.get(peer)
+        if link is None:
+            return (
+                None if self._has_room_for(peer) else Farewell(FarewellReason.UNSPECIFIED, "no room for another link")
+            )
+        if self._turnover.is_high(peer):
+            return Farewell(FarewellReason.UNSPECIFIED, "links to you are replaced too often")
+        if link.incarnation != hello.incarnation and await link.answers(self._settings.proof_of_life_s):
+            return self._objection_to_twin(link, hello)
+        age_s = self._clock.monotonic() - link.since
+        if link.dialled and wins and age_s < self._settings.dial_timeout_s and not link.is_over:
+            return Farewell(FarewellReason.DUPLICATE)
+        return None
+
+    def _objection_to_twin(self, link: Link, hello: Hello) -> Farewell | None:
+        """Two processes have one key, and both are alive. The link of the older one is kept, or ended in favour of the stream at hand."""
+        now = self._clock.monotonic()
+        if link.began < now - hello.age_ms / 1e3 + _ABOUT_AS_OLD_S:
+            return Farewell(
+                FarewellReason.SAME_KEY,
+                f"another process with this key runs since {now - link.began:.0f} s",
+                link.record,
+            )
+        said = Farewell(
+            FarewellReason.SAME_KEY,
+            f"another process with this key runs since {hello.age_ms / 1e3:.0f} s",
+            hello.record,
+        )
+        link.end(Unreachable(f"{short(link.peer)} runs twice, and the older process is kept"), said)
+        return None
+
+    # ---- tasks --------------------------------------------------------------------------------------------------
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = self._tasks.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    async def _shut_down(self) -> None:
+        """Says farewell to everyone, and ends every task whether or not anybody heard it."""
+        self._closing = True
+        for attempt in list(self._dials.values()):
+            attempt.task.cancel()
+        for link in list(self._links.values()):
+            link.end(Unreachable("this node is leaving"), Farewell(FarewellReason.LEAVING))
+        if self._server is not None:
+            await self._server.stop(self._settings.farewell_grace_s)
+        if self._running:
+            _, late = await asyncio.wait(self._running, timeout=self._settings.farewell_grace_s)
+            for task in late:
+                task.cancel()

@@ -1,0 +1,132 @@
+"""Who may begin to speak: the checks before a stream's first frame.
+
+A stream whose caller does not read cannot be ended by us: gRPC's status waits behind what was written, for as long as the
+connection lives. So each peer gets few streams, and who is turned away here is told by the status alone, which nothing
+can hold up.
+
+The first words on a stream, and the last: who speaks, whether they may, and what a Farewell means.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Final
+
+import grpc
+
+from protocol.frames.frames import Farewell, FarewellReason, Frame, Hello
+from protocol.identity.certificates import peer_of_certificate
+from protocol.transport.grpc_streams import AcceptedStream, ServicerContext
+from swarm.vocabulary.errors import PeerError, ProtocolViolation, Rejected, StaleVersion, Unreachable
+from swarm.vocabulary.types import PROTOCOL_VERSIONS, PeerId, RunId, short
+
+MAX_STREAMS_PER_PEER: Final = 3
+"""The link's, its successor's after a restart, and one that has not quite ended."""
+
+
+class Door:
+    """Lets in the peers of a run, and counts the streams of each from their first moment until gRPC has forgotten them."""
+
+    def __init__(self, run: RunId) -> None:
+        self._run = run
+        self._streams: Counter[PeerId] = Counter()
+
+    async def enter(self, context: ServicerContext) -> PeerId:
+        """The peer that calls, when it may.
+
+        Raises:
+            grpc.aio.AbortError: it may not, and has been told; gRPC wants this error back from its handler.
+        """
+        try:
+            peer = proven_peer(AcceptedStream(context).certificate(), self._run)
+        except Rejected as error:
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
+        if self._streams[peer] >= MAX_STREAMS_PER_PEER:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "too many streams at once from this peer")
+        self._streams[peer] += 1
+        context.add_done_callback(lambda _context: self._left(peer))
+        return peer
+
+    def _left(self, peer: PeerId) -> None:
+        self._streams[peer] -= 1
+        if not self._streams[peer]:
+            del self._streams[peer]
+
+
+def proven_peer(certificate: bytes, run: RunId) -> PeerId:
+    """The peer whose certificate for the run the caller showed, and whose key it thereby has.
+
+    TLS alone says little: with the authority's key, which is no secret, anybody signs what he likes.
+
+    Raises:
+        Rejected: the certificate proves no peer.
+    """
+    try:
+        return peer_of_certificate(certificate, run)
+    except ProtocolViolation as error:
+        raise Rejected(str(error)) from None
+
+
+def objection_to(hello: Hello, own_run: RunId, expected: PeerId) -> Farewell | None:
+    """Why a Hello is not acceptable, or None when it is. `expected` is the peer that the certificate proves."""
+    if hello.peer != expected:
+        return Farewell(FarewellReason.NOT_YOU, f"the certificate is that of {expected}")
+    if hello.run != own_run:
+        return Farewell(FarewellReason.WRONG_RUN, f"this is run {own_run[:12]}")
+    if hello.versions.common(PROTOCOL_VERSIONS) is None:
+        spoken = f"{PROTOCOL_VERSIONS.lowest} to {PROTOCOL_VERSIONS.highest}"
+        return Farewell(FarewellReason.WRONG_VERSION, f"protocol versions {spoken} are spoken here")
+    return None
+
+
+def expect_hello(frame: Frame, peer: PeerId) -> Hello:
+    """The Hello that a stream has to begin with.
+
+    Raises:
+        PeerError: it is a Farewell, and then the error is its meaning; or something else, a ProtocolViolation.
+    """
+    if isinstance(frame, Hello):
+        return frame
+    if isinstance(frame, Farewell):
+        raise meaning_of(frame, peer)
+    raise ProtocolViolation(f"{type(frame).__name__} came from {short(peer)} before a Hello")
+
+
+def meaning_of(farewell: Farewell, peer: PeerId) -> PeerError:
+    """A peer's Farewell as the error that ends what was under way."""
+    said = f": {farewell.detail}" if farewell.detail else ""
+    match farewell.reason:
+        case FarewellReason.WRONG_RUN:
+            return Rejected(f"{short(peer)} trains another run{said}")
+        case FarewellReason.WRONG_VERSION:
+            return StaleVersion(f"{short(peer)} speaks no protocol version that we speak{said}")
+        case FarewellReason.NOT_YOU:
+            return Rejected(f"{short(peer)} does not take us for who we say we are{said}")
+        case FarewellReason.VIOLATION:
+            return Rejected(f"{short(peer)} says that we broke the protocol{said}")
+        case FarewellReason.LEAVING:
+            return Unreachable(f"{short(peer)} leaves{said}")
+        case FarewellReason.DUPLICATE:
+            return Duplicate(f"{short(peer)} has another stream to us{said}")
+        case FarewellReason.SAME_KEY:
+            return SameKey(f"{short(peer)} is linked to another process with our key{said}", farewell.record)
+        case FarewellReason.UNSPECIFIED:
+            return Unreachable(f"{short(peer)} closed the stream{said}")
+
+
+def objection_error(objection: Farewell, peer: PeerId) -> PeerError:
+    """Our own objection to a peer's Hello as an error for the one who dialled."""
+    kind = StaleVersion if objection.reason is FarewellReason.WRONG_VERSION else Rejected
+    return kind(f"{short(peer)} was refused ({objection.reason.name.lower()}): {objection.detail}")
+
+
+class SameKey(Rejected):
+    """The peer says that another process uses our identity; `record` is to prove it."""
+
+    def __init__(self, message: str, record: bytes) -> None:
+        super().__init__(message)
+        self.record = record
+
+
+class Duplicate(Unreachable):
+    """The peer has opened a stream to us at the same time, and that one is to be used."""

@@ -1,0 +1,142 @@
+"""The tensors that arrive on one link: admitted by their header, put together, handed over, or broken off.
+
+A sender can hold at most MAX_OPEN_TRANSFERS buffers here, each for a limited time: a transfer that stands still, or is
+slower than the settings allow, is broken off. Refused ones are swallowed until the sender has noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from protocol.frames.chunks import Chunk
+from protocol.frames.fields import TensorFrame
+from protocol.frames.frames import Cancel, SmallFrame
+from protocol.frames.tensor_transfer import Arrival, Assembly
+from protocol.interfaces.clock import Clock
+from protocol.interfaces.transport import LinkHandler, Refusal
+from swarm.vocabulary.errors import PeerError, ProtocolViolation, SkipstoneError, Stalled, Unreachable
+from swarm.vocabulary.pipeline_messages import Backward, Direction, Forward, MicrobatchTensor, Receipt, ReceiptStatus
+from swarm.vocabulary.types import PeerId, short
+
+MAX_OPEN_TRANSFERS: Final = 64
+"""Of one sender on one link, refused ones that still arrive included. A sender sets itself a lower limit."""
+
+
+class Inbox:
+    """Incoming transfers of the link to `peer`. `reply` queues a small frame for it."""
+
+    def __init__(
+        self,
+        peer: PeerId,
+        handler: LinkHandler,
+        clock: Clock,
+        reply: Callable[[SmallFrame], None],
+        *,
+        odd_numbers: bool,
+        stall_after_s: float,
+        slowest_bytes_per_s: float,
+    ) -> None:
+        self._peer = peer
+        self._handler = handler
+        self._clock = clock
+        self._reply = reply
+        self._odd_numbers = odd_numbers
+        self._stall_after_s = stall_after_s
+        self._slowest_bytes_per_s = slowest_bytes_per_s
+        self._arrivals: dict[int, Arrival] = {}
+
+    def owns(self, transfer: int) -> bool:
+        """Whether a transfer of this number is the peer's: the dialling peer's numbers are odd, the other's even."""
+        return (transfer % 2 == 1) == self._odd_numbers
+
+    def open(self, frame: TensorFrame) -> None:
+        """Takes a header.
+
+        Raises:
+            ProtocolViolation: a number in use or not the peer's, too many at once, or the handler says so.
+        """
+        number = frame.transfer
+        if not self.owns(number) or number in self._arrivals:
+            raise ProtocolViolation(f"transfer number {number} is not free for the peer to use")
+        if len(self._arrivals) >= MAX_OPEN_TRANSFERS:
+            raise ProtocolViolation(f"more than {MAX_OPEN_TRANSFERS} transfers at once")
+        admitted = self._handler.admit(self._peer, frame.message, frame.tensor)
+        if isinstance(admitted, Refusal):
+            self._arrivals[number] = Arrival(frame)
+            if isinstance(frame.message, Forward | Backward):
+                self._reply(_receipt_of(frame.message, admitted))
+            self._reply(Cancel(number))
+            return
+        if admitted.nbytes != frame.tensor.byte_length or admitted.readonly or not admitted.c_contiguous:
+            raise SkipstoneError(f"a buffer of {admitted.nbytes} bytes was given for {frame.tensor.byte_length} bytes")
+        now = self._clock.monotonic()
+        deadline = now + self._stall_after_s + admitted.nbytes / self._slowest_bytes_per_s
+        self._arrivals[number] = Assembly(frame, admitted, now, deadline)
+
+    def add(self, chunk: Chunk) -> TensorFrame | None:
+        """Takes a chunk. When it was the last of a tensor that was wanted, that is handed over, and its header returned.
+
+        Raises:
+            ProtocolViolation: of no open transfer, out of order, of a wrong size, or damaged.
+        """
+        arrival = self._arrivals.get(chunk.transfer)
+        if arrival is None:
+            raise ProtocolViolation(f"a chunk of transfer {chunk.transfer}, which is not open")
+        arrival.add(chunk)
+        if arrival.complete:
+            del self._arrivals[chunk.transfer]
+        if not isinstance(arrival, Assembly):
+            return None
+        arrival.progressed_at = self._clock.monotonic()
+        if not arrival.complete:
+            return None
+        self._handler.received(self._peer, arrival.frame.message, arrival.frame.tensor, arrival.buffer)
+        return arrival.frame
+
+    def withdrawn(self, transfer: int) -> None:
+        """The sender will not send the rest."""
+        arrival = self._arrivals.pop(transfer, None)
+        if isinstance(arrival, Assembly):
+            self._break_off(arrival, Unreachable(f"{short(self._peer)} broke transfer {transfer} off"))
+
+    def break_off_slow(self) -> None:
+        """Gives the buffers of transfers that stand still, or take too long, back to the handler."""
+        now = self._clock.monotonic()
+        for number, arrival in list(self._arrivals.items()):
+            if not isinstance(arrival, Assembly) or self._arrivals.get(number) is not arrival:
+                continue  # a reply may end the link, and with it all transfers
+            if now > arrival.deadline or now - arrival.progressed_at > self._stall_after_s:
+                self._arrivals[number] = arrival.swallowing_the_rest()
+                self._reply(Cancel(number))
+                self._break_off(
+                    arrival, Stalled(f"transfer {number} from {short(self._peer)} made too little progress")
+                )
+
+    def forgive(self, seconds: float) -> None:
+        """This process itself did not run for a while: nobody else is to blame for that time."""
+        for arrival in self._arrivals.values():
+            if isinstance(arrival, Assembly):
+                arrival.progressed_at += seconds
+                arrival.deadline += seconds
+
+    def close(self, error: PeerError) -> None:
+        """The link ended: nothing that was under way will be completed."""
+        arrivals, self._arrivals = self._arrivals, {}
+        for arrival in arrivals.values():
+            if isinstance(arrival, Assembly):
+                self._break_off(arrival, error)
+
+    def _break_off(self, arrival: Assembly, error: PeerError) -> None:
+        self._handler.broken_off(self._peer, arrival.frame.message, arrival.buffer, error)
+
+
+def _receipt_of(message: MicrobatchTensor, refusal: Refusal) -> Receipt:
+    return Receipt(
+        message.microbatch,
+        Direction.FORWARD if isinstance(message, Forward) else Direction.BACKWARD,
+        message.position,
+        ReceiptStatus.BUSY if refusal.busy else ReceiptStatus.REFUSED,
+        refusal.retry_after_s,
+        refusal.detail,
+    )

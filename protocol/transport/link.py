@@ -1,0 +1,350 @@
+"""One stream between two peers, after both have said Hello: everything they say to each other, until it ends.
+
+Three tasks: one reads and dispatches, one writes what the outbox holds, one pings. None of them waits for another, so
+the two directions cannot block each other. `end` closes a link at once and for good; `run` then lets the last words out.
+
+What a link measures of itself. Times are the clock's monotonic seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Final
+
+from protocol.codecs.tensor_spec import TensorSpec
+from protocol.frames.chunks import Chunk
+from protocol.frames.fields import TensorFrame
+from protocol.frames.frames import (
+    AnnouncementFrame,
+    Cancel,
+    Farewell,
+    FarewellReason,
+    Frame,
+    Hello,
+    Ping,
+    Pong,
+    SmallFrame,
+    decode,
+    encode,
+    is_chunk,
+    topic_of,
+)
+from protocol.frames.rpc import AnswerFrame, QuestionFrame
+from protocol.frames.tensor_transfer import OutgoingTransfer, chunk_bytes_for, chunk_count_of
+from protocol.interfaces.clock import Clock
+from protocol.interfaces.transport import FarEnd, LinkFigures, LinkHandler, Question
+from protocol.transport.grpc_streams import Stream
+from protocol.transport.handshake import meaning_of
+from protocol.transport.inbox import Inbox
+from protocol.transport.outbox import Outbox
+from protocol.transport.rate_limits import CommonPatience, Patience
+from protocol.transport.rpc import Answering, Asking
+from protocol.transport.send_queue import ByteBudget, Lane
+from protocol.transport.settings import TransportSettings
+from swarm.vocabulary.errors import PeerError, ProtocolViolation, Stalled, Unreachable
+from swarm.vocabulary.pipeline_messages import Backward, ControlMessage, Forward, TensorMessage
+from swarm.vocabulary.types import PeerId, short
+
+_ROUND_TRIP_GAIN: Final = 1 / 8
+"""Of RFC 6298, section 2."""
+_GOODPUT_GAIN: Final = 1 / 4
+
+
+class Meter:
+    """Measures one link: round trip, goodput, bytes each way, and when it was last heard."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._round_trip_s = 0.0
+        self._goodput = 0.0
+        self._sent_bytes = 0
+        self._received_bytes = 0
+        self._heard_at = clock.monotonic()
+        self._pinged_at = 0.0
+        self._open_token: int | None = None
+        self._next_token = 1
+
+    def wrote(self, size_bytes: int) -> None:
+        self._sent_bytes += size_bytes
+
+    def heard(self, size_bytes: int) -> None:
+        self._received_bytes += size_bytes
+        self._heard_at = self._clock.monotonic()
+
+    def silence_s(self) -> float:
+        return self._clock.monotonic() - self._heard_at
+
+    def forgive(self, seconds: float) -> None:
+        """This process itself did not run for a while, so it could not hear anything."""
+        self._heard_at = min(self._heard_at + seconds, self._clock.monotonic())
+
+    def ping(self) -> int:
+        """A token for a new ping; a pong to an earlier one does not count any more."""
+        self._open_token, self._next_token = self._next_token, self._next_token + 1
+        self._pinged_at = self._clock.monotonic()
+        return self._open_token
+
+    def pong(self, token: int) -> bool:
+        """Whether it answers the last ping."""
+        if token != self._open_token:
+            return False
+        self._open_token = None
+        sample = self._clock.monotonic() - self._pinged_at
+        self._round_trip_s += (sample - self._round_trip_s) * (_ROUND_TRIP_GAIN if self._round_trip_s else 1)
+        return True
+
+    @property
+    def ping_is_open(self) -> bool:
+        return self._open_token is not None
+
+    def transferred(self, size_bytes: int, seconds: float) -> None:
+        """A whole tensor was handed to the stream in so long."""
+        if seconds > 0:
+            self._goodput += (size_bytes / seconds - self._goodput) * (_GOODPUT_GAIN if self._goodput else 1)
+
+    def figures(self) -> LinkFigures:
+        return LinkFigures(self._round_trip_s, self._sent_bytes, self._received_bytes, self._goodput, self.silence_s())
+
+
+class _Over(Exception):
+    """Ends the link's task group."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSurroundings:
+    """What all links of a transport have in common."""
+
+    handler: LinkHandler
+    clock: Clock
+    settings: TransportSettings
+    patience: CommonPatience
+
+
+class Link:
+    """A link to `peer` on a stream where it has said this Hello. `dialled` says whether this side opened it."""
+
+    def __init__(
+        self,
+        peer: PeerId,
+        stream: Stream,
+        hello: Hello,
+        *,
+        dialled: bool,
+        far_end: FarEnd | None,
+        surroundings: LinkSurroundings,
+        on_end: Callable[[Link, PeerError], None],
+    ) -> None:
+        settings = surroundings.settings
+        self.peer = peer
+        self.dialled = dialled
+        self.far_end = far_end
+        self.since = surroundings.clock.monotonic()
+        self.incarnation = hello.incarnation
+        self.began = self.since - hello.age_ms / 1e3
+        """When the peer's process did, by our monotonic clock."""
+        self.record = hello.record
+        """The peer's newest, unchecked."""
+        self.outbox = Outbox(
+            {
+                Lane.MICROBATCHES: ByteBudget(settings.send_budget_bytes, settings.max_open_transfers),
+                Lane.BULK: ByteBudget(settings.send_budget_bytes, settings.max_bulk_transfers),
+            }
+        )
+        self._stream = stream
+        self._handler = surroundings.handler
+        self._clock = surroundings.clock
+        self._settings = settings
+        self._on_end = on_end
+        self._meter = Meter(surroundings.clock)
+        self._patience = Patience(surroundings.patience, self.since)
+        self._asking = Asking(peer)
+        self._inbox = Inbox(
+            peer,
+            surroundings.handler,
+            surroundings.clock,
+            self.say,
+            odd_numbers=not dialled,
+            stall_after_s=settings.stall_after_s,
+            slowest_bytes_per_s=settings.slowest_bytes_per_s,
+        )
+        self._next_transfer = 1 if dialled else 2
+        self._last_words: Farewell | None = None
+        self._error: PeerError | None = None
+        self._over = asyncio.Event()
+        self._ponged = asyncio.Event()
+
+    async def run(self) -> None:
+        """Carries the stream until the link ends; call it once."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                reader = tasks.create_task(self._until_error(self._read(tasks)))
+                writer = tasks.create_task(self._until_error(self._write()))
+                tasks.create_task(self._until_error(self._keep_alive()))
+                await self._over.wait()
+                if self._last_words is not None:
+                    # The side that dialled may cut the stream only after the other has ended it: cutting overtakes.
+                    last = (writer, reader) if self.dialled else (writer,)
+                    await asyncio.wait(last, timeout=self._settings.farewell_grace_s)
+                raise _Over
+        except* _Over:
+            pass
+        finally:
+            self.end(Unreachable(f"the link to {short(self.peer)} was closed"))
+            await self._stream.close()
+
+    def end(self, error: PeerError, last_words: Farewell | None = None) -> None:
+        """Closes the link: whatever is under way on it fails with `error`, now. Only the first call counts."""
+        if self._error is not None:
+            return
+        self._error = error
+        self._last_words = last_words
+        self.outbox.finish(None if last_words is None else encode(last_words), error)
+        self._asking.close(error)
+        self._inbox.close(error)
+        self._over.set()
+        self._on_end(self, error)
+
+    async def send(self, message: TensorMessage, tensor: TensorSpec, data: memoryview) -> None:
+        """As `Transport.send`, on this link."""
+        octets = data.cast("B")
+        if octets.nbytes != tensor.byte_length:
+            raise ValueError(f"{octets.nbytes} bytes of data for a tensor of {tensor.byte_length} bytes")
+        lane = Lane.MICROBATCHES if isinstance(message, Forward | Backward) else Lane.BULK
+        most = self._settings.bulk_chunk_bytes if lane is Lane.BULK else self._settings.chunk_bytes
+        started = 0.0
+
+        def make() -> OutgoingTransfer:
+            nonlocal started
+            started = self._clock.monotonic()
+            number, self._next_transfer = self._next_transfer, (self._next_transfer + 2) % 2**32
+            chunk_bytes = chunk_bytes_for(self._meter.figures().goodput_bytes_per_s, most)
+            header = TensorFrame(message, tensor, number, chunk_count_of(octets.nbytes, chunk_bytes))
+            return OutgoingTransfer(number, encode(header), octets, chunk_bytes)
+
+        if await self.outbox.send(lane, octets.nbytes, make):
+            self._meter.transferred(octets.nbytes, self._clock.monotonic() - started)
+            self._patience.exchanged(_hops_of(message))
+
+    async def tell(self, message: ControlMessage) -> None:
+        await self.outbox.put(encode(message))
+
+    async def ask(self, question: Question, timeout_s: float) -> bytes:
+        return await self._asking.ask(question, timeout_s, self.say)
+
+    def say(self, frame: SmallFrame) -> None:
+        """Queues a small frame without waiting; a peer that has left too much unread loses the link."""
+        try:
+            self.outbox.post(encode(frame))
+        except PeerError as error:
+            self.end(error)
+
+    @property
+    def is_over(self) -> bool:
+        return self._error is not None
+
+    async def answers(self, within_s: float) -> bool:
+        """Whether the process at the other end is there: it answers a ping in time, and the link still stands then."""
+        self._ponged.clear()
+        self.say(Ping(self._meter.ping()))
+        waiting = [asyncio.ensure_future(event.wait()) for event in (self._ponged, self._over)]
+        try:
+            await asyncio.wait(waiting, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in waiting:
+                each.cancel()
+        return self._ponged.is_set() and not self._over.is_set()
+
+    def figures(self) -> LinkFigures:
+        return self._meter.figures()
+
+    async def _until_error(self, part: Coroutine[None, None, None]) -> None:
+        try:
+            await part
+        except ProtocolViolation as error:
+            self.end(error, Farewell(FarewellReason.VIOLATION, str(error)))
+        except PeerError as error:
+            self.end(error)
+
+    async def _read(self, tasks: asyncio.TaskGroup) -> None:
+        answering = Answering(self.peer, self._handler, tasks, self.say)
+        while (data := await self._stream.read()) is not None:
+            if self._error is None:
+                self._meter.heard(len(data))
+                small = not is_chunk(data)
+                topic = topic_of(data) if small else None
+                frame = decode(data) if topic is None or self._handler.minds(self.peer, topic) else None
+                if frame is not None:
+                    self._dispatch(frame, answering)
+                if small:  # answers are as long as we have asked for, and cost little to read
+                    await self._before_the_next(0 if isinstance(frame, AnswerFrame) else len(data))
+        raise Unreachable(f"the stream to {short(self.peer)} ended without a farewell")
+
+    async def _before_the_next(self, octets: int) -> None:
+        """Who says too much is read later; not after the end, whose last words have to be heard."""
+        serves = self._handler.serves(self.peer)
+        pause_s = self._patience.heard(self._clock.monotonic(), octets, serves=serves)
+        if pause_s > 0 and self._error is None:
+            await asyncio.sleep(pause_s)
+
+    async def _write(self) -> None:
+        await self.outbox.pump(self._write_frame)
+        await self._stream.half_close()
+
+    async def _write_frame(self, frame: bytes) -> None:
+        await self._stream.write(frame)
+        self._meter.wrote(len(frame))
+
+    async def _keep_alive(self) -> None:
+        period = min(self._settings.ping_period_s, self._settings.stall_after_s / 4)
+        while True:
+            before = self._clock.monotonic()
+            await asyncio.sleep(period)
+            overslept = self._clock.monotonic() - before - period
+            if overslept > period:
+                self._meter.forgive(overslept)
+                self._inbox.forgive(overslept)
+            if self._meter.silence_s() > self._settings.stall_after_s:
+                raise Stalled(f"nothing was heard from {short(self.peer)} for {self._meter.silence_s():.1f} s")
+            self._inbox.break_off_slow()
+            if not self._meter.ping_is_open:
+                self.say(Ping(self._meter.ping()))
+
+    def _dispatch(self, frame: Frame, answering: Answering) -> None:
+        match frame:
+            case Chunk():
+                if (whole := self._inbox.add(frame)) is not None:
+                    self._patience.exchanged(_hops_of(whole.message))
+            case TensorFrame():
+                self._inbox.open(frame)
+            case Ping(token):
+                self.say(Pong(token))
+            case Pong(token):
+                if self._meter.pong(token):
+                    self._ponged.set()
+            case Cancel(transfer):
+                self._cancelled(transfer)
+            case QuestionFrame():
+                answering.asked(frame)
+            case AnswerFrame():
+                self._asking.answered(frame)
+            case AnnouncementFrame(record):
+                self.record = record
+                self._handler.announced(self.peer, record)
+            case Farewell():
+                raise meaning_of(frame, self.peer)
+            case Hello():
+                raise ProtocolViolation("a second Hello on one stream")
+            case _:
+                self._handler.told(self.peer, frame)
+
+    def _cancelled(self, transfer: int) -> None:
+        if self._inbox.owns(transfer):
+            self._inbox.withdrawn(transfer)
+        else:
+            self.outbox.stop(transfer)
+
+
+def _hops_of(message: TensorMessage) -> int:
+    return len(message.path.hops) if isinstance(message, Forward | Backward) else 0

@@ -1,0 +1,138 @@
+"""How much may be done in a time: a token bucket, and one for each of many askers.
+
+How much of a peer is listened to: small frames are in proportion to the tensors that are exchanged with it.
+
+Each frame costs its reader the same few dozen microseconds of the event loop, however little it says, and more the longer it is; its sender
+pays less. So frames are weighed: one, and one more for each BYTES_A_FRAME. Who says more
+than its due is not cut off and loses nothing: the next frame is read later. Its stream's window fills up meanwhile, and the sender waits,
+as it does for any peer that reads slowly.
+
+What is left over for all links together is for the peers that serve a module: strangers with the link get half of what is due to each, and no more.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Final
+
+MAX_REMEMBERED: Final = 1024
+
+
+class TokenBucket:
+    """Holds `most` at most, full unless `left` says otherwise, and gets one more in `refill_s` seconds. Times are monotonic seconds."""
+
+    def __init__(self, most: float, refill_s: float, now: float, left: float | None = None) -> None:
+        self._most = most
+        self._refill_s = refill_s
+        self._left = most if left is None else left
+        self._at = now
+
+    def earn(self, amount: float) -> None:
+        """That much more, besides what time brings."""
+        self._left = min(self._most, self._left + amount)
+
+    def left(self, now: float) -> float:
+        """How much there is; less than nothing after `borrow`."""
+        return min(self._most, self._left + max(0.0, now - self._at) / self._refill_s)
+
+    def take(self, now: float, amount: float = 1) -> bool:
+        """Whether so much is there; then it is gone."""
+        self._refill(now)
+        if self._left < amount:
+            return False
+        self._left -= amount
+        return True
+
+    def borrow(self, now: float, amount: float = 1) -> float:
+        """Takes it whether it is there or not; returns what is left."""
+        self._refill(now)
+        self._left -= amount
+        return self._left
+
+    def _refill(self, now: float) -> None:
+        self._left, self._at = self.left(now), max(self._at, now)
+
+
+class Allowance:
+    """A token bucket for each name: `burst` at once, then one more in `refill_s` seconds. Forgets the longest unseen name."""
+
+    def __init__(self, burst: int, refill_s: float) -> None:
+        self._burst = burst
+        self._refill_s = refill_s
+        self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
+
+    def take(self, name: str, now: float, amount: int = 1) -> bool:
+        """Whether so much may be done for `name` at `now` (monotonic seconds); then it counts as done."""
+        bucket = self._buckets.setdefault(name, TokenBucket(self._burst, self._refill_s, now))
+        self._buckets.move_to_end(name)
+        if len(self._buckets) > MAX_REMEMBERED:
+            self._buckets.popitem(last=False)
+        return bucket.take(now, amount)
+
+    def left(self, name: str, now: float) -> int:
+        """How much may be done for `name` at `now`."""
+        bucket = self._buckets.get(name)
+        return self._burst if bucket is None else int(bucket.left(now))
+
+
+FRAMES_A_TENSOR: Final = 16.0
+"""Due for each tensor that has been exchanged, either way. Its header, receipts and the rest are two (measured with `skipstone up`)."""
+BYTES_A_FRAME: Final = 256.0
+"""To read a frame of 60 KiB takes as long as to read some 200 pings (measured with the talk about lanes, the dearest)."""
+STRANGERS: Final = 2.0
+"""How much more a frame weighs of who is not known to serve: newcomers and visitors say some four frames a second, records included."""
+FRAMES_A_SECOND: Final = 50.0
+"""Due to each link besides."""
+IN_ADVANCE: Final = 200.0
+"""Due to a new link: nobody gains much by coming again."""
+MOST_SAVED: Final = 2000.0
+"""What a link may have saved up, to say at once."""
+COMMON_A_SECOND: Final = 500.0
+"""What all links together may say beyond what is due to each."""
+COMMON_A_TENSOR: Final = 8.0
+"""Likewise for each tensor that has been exchanged with anybody. In the middle of a path are peers that exchange none with the data node and
+report to it, two frames for each microbatch; talk about paths and rounds goes with the work, too."""
+COMMON_SAVED: Final = 1000.0
+PAUSE_AFTER: Final = 2.0
+"""Frames that are read beyond all that before there is a pause: half as many pauses, twice as long."""
+LONGEST_PAUSE_S: Final = 5.0
+"""Less than a link may be silent before its peer is taken for stalled. What is still owed then, the next pause has to bring in."""
+
+
+class CommonPatience:
+    """What all links of a transport draw on when they have used up their own."""
+
+    def __init__(self, now: float) -> None:
+        self._bucket = TokenBucket(COMMON_SAVED, 1 / COMMON_A_SECOND, now)
+
+    def exchanged(self, hops: int) -> None:
+        """A whole tensor has arrived or has been sent, whose path has so many hops."""
+        self._bucket.earn(COMMON_A_TENSOR + hops)
+
+    def take(self, now: float, weight: float = 1.0) -> bool:
+        """Whether there is so much left; then it is taken."""
+        return self._bucket.take(now, weight)
+
+
+class Patience:
+    """One link's. Times are monotonic seconds."""
+
+    def __init__(self, common: CommonPatience, now: float) -> None:
+        self._common = common
+        self._own = TokenBucket(MOST_SAVED, 1 / FRAMES_A_SECOND, now, left=IN_ADVANCE)
+
+    def exchanged(self, hops: int = 0) -> None:
+        """A whole tensor has arrived or has been sent. A path makes each frame that names it longer by a third of a frame a hop."""
+        self._own.earn(FRAMES_A_TENSOR + hops)
+        self._common.exchanged(hops)
+
+    def heard(self, now: float, octets: int = 0, *, serves: bool = True) -> float:
+        """Weighs one small frame of so many bytes; returns how many seconds to wait before the next one is read.
+
+        `serves` says whether its sender is known to serve a module of the run.
+        """
+        weight = (1.0 + octets / BYTES_A_FRAME) * (1.0 if serves else STRANGERS)
+        if self._own.take(now, weight) or (serves and self._common.take(now, weight)):
+            return 0.0
+        left = self._own.borrow(now, weight)
+        return 0.0 if left > -PAUSE_AFTER else min(LONGEST_PAUSE_S, -left / FRAMES_A_SECOND)

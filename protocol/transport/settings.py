@@ -1,0 +1,80 @@
+"""What can be set about the transport. The defaults serve links from a home's 10 Mbit/s to a data centre's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from protocol.frames.chunks import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
+from protocol.transport.inbox import MAX_OPEN_TRANSFERS
+from swarm.vocabulary.errors import ConfigError
+
+MAX_OPEN_QUESTIONS: Final = 8
+"""Of one peer; link.proto's number."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransportSettings:
+    """Immutable; impossible values are refused when it is made.
+
+    Raises:
+        ConfigError: names the setting and what is allowed.
+    """
+
+    listen_host: str = "127.0.0.1"
+    """Address to bind: `0.0.0.0` or `[::]` for all interfaces."""
+    listen_port: int = 0
+    """0 takes any free port."""
+    chunk_bytes: int = 512 * 1024
+    """Of a microbatch's tensor in one frame, at most; 4 KiB to 1 MiB. Fastest at 512 KiB (benchmarks/transport.py). Slow links take less
+    (`protocol.frames.tensor_transfer.chunk_bytes_for`)."""
+    bulk_chunk_bytes: int = 1024 * 1024
+    """Likewise of a piece of a round or of state: nobody waits for its beginning, and fewer frames cost less."""
+    send_budget_bytes: int = 64 * 1024 * 1024
+    """Sum of the tensors under way in one lane of a link; who wants to send more waits. One larger than this goes alone."""
+    max_open_transfers: int = 16
+    """Microbatches' tensors that take turns on one link, 1 to 32."""
+    max_bulk_transfers: int = 4
+    """Likewise pieces of rounds and of state. Few: each has to go on within the receiver's `stall_after_s` also on a slow link."""
+    max_links: int = 256
+    """Peers that we are connected to at once."""
+    ping_period_s: float = 2.0
+    stall_after_s: float = 10.0
+    """A peer from which nothing was heard for so long, though pinged, is taken for dead; so is a transfer that makes no
+    progress. At least two ping periods."""
+    slowest_bytes_per_s: float = 16 * 1024
+    """A transfer that is slower on average (after `stall_after_s`) is broken off, so that nobody can hold a buffer for ever."""
+    dial_timeout_s: float = 5.0
+    """For connecting, TLS and both Hellos, over all addresses of a peer."""
+    hello_timeout_s: float = 3.0
+    """Who opens a stream and says no Hello for so long is dropped."""
+    proof_of_life_s: float = 2.0
+    """For the answer to a ping that tells a process whose key another one shows from one that it has replaced. The other waits for a Hello meanwhile."""
+    first_retry_s: float = 0.2
+    """After a dial that failed the next one waits this long, then twice as long each time, less a random part."""
+    longest_retry_s: float = 5.0
+    farewell_grace_s: float = 0.5
+    """What a Farewell gets to arrive before the stream is cut."""
+
+    def __post_init__(self) -> None:
+        _require("chunk_bytes", self.chunk_bytes, MIN_CHUNK_BYTES, MAX_CHUNK_BYTES)
+        _require("bulk_chunk_bytes", self.bulk_chunk_bytes, MIN_CHUNK_BYTES, MAX_CHUNK_BYTES)
+        _require("listen_port", self.listen_port, 0, 65535)
+        _require("send_budget_bytes", self.send_budget_bytes, 1, 2**40)
+        _require("max_open_transfers", self.max_open_transfers, 1, MAX_OPEN_TRANSFERS // 2)
+        _require("max_bulk_transfers", self.max_bulk_transfers, 1, MAX_OPEN_TRANSFERS // 2)
+        _require("max_links", self.max_links, 1, 65536)
+        _require("ping_period_s", self.ping_period_s, 0.01, 3600)
+        _require("stall_after_s", self.stall_after_s, 2 * self.ping_period_s, 3600)
+        _require("slowest_bytes_per_s", self.slowest_bytes_per_s, 1, 2**40)
+        _require("dial_timeout_s", self.dial_timeout_s, 0.01, 600)
+        _require("hello_timeout_s", self.hello_timeout_s, 0.01, 600)
+        _require("proof_of_life_s", self.proof_of_life_s, 0.01, 600)
+        _require("first_retry_s", self.first_retry_s, 0.001, 60)
+        _require("longest_retry_s", self.longest_retry_s, self.first_retry_s, 600)
+        _require("farewell_grace_s", self.farewell_grace_s, 0, 1)
+
+
+def _require(name: str, value: float, least: float, most: float) -> None:
+    if not least <= value <= most:
+        raise ConfigError(f"transport: {name} is {value}; {least} to {most} are allowed")

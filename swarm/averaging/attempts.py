@@ -1,0 +1,472 @@
+"""The attempt under way: following a convener or being it, the exchange, the result, its commit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from swarm.averaging.attempt_log import ATTEMPTS_AT_ONCE
+from swarm.averaging.convener import Convening
+from swarm.averaging.invitees import GivenUp, Settled, TryAgain
+from swarm.averaging.member import Participation, Phase, StagedResult, can_be_meant, refusal_of
+from swarm.averaging.plausibility import measured_of
+from swarm.averaging.replica_view import Outlook
+from swarm.averaging.roster import contributors, exchange_limit_s, leads_to, make_roster, objection, oddity
+from swarm.averaging.round_events import (
+    Accuse,
+    Action,
+    CatchUp,
+    Caught,
+    CommitStaged,
+    DropStaged,
+    Exchange,
+    Owing,
+    PieceCame,
+    PieceRejected,
+    Release,
+    SnapshotBroken,
+    SnapshotTaken,
+    Staged,
+    TakeSnapshot,
+    Tell,
+)
+from swarm.averaging.schedule import convener_order
+from swarm.vocabulary.averaging_messages import (
+    Accepting,
+    Commit,
+    Declined,
+    DeclineReason,
+    Dissolved,
+    Entry,
+    Invitation,
+    Prepared,
+    Pulse,
+    RoundControl,
+    RoundId,
+    SignedRoster,
+)
+from swarm.vocabulary.types import AnchorVersion, PeerId, short
+
+Actions = list[Action]
+AttemptEvent = SnapshotTaken | SnapshotBroken | PieceCame | Owing | PieceRejected | Staged
+PATIENCE = 2.0
+"""Times what an exchange may take, until a convener that is heard and does not end it is left."""
+FORGED_ENTRY = "the entry that it sent is not signed by it, or has impossible figures"
+ToConvener = Accepting | Entry | Declined | Pulse | Prepared
+
+
+class Attempts:
+    """At most one is under way. What the replica tells itself comes back through `arrived`."""
+
+    def __init__(self, outlook: Outlook) -> None:
+        self._outlook = outlook
+        self._convening: Convening | None = None
+        self.part: Participation | None = None
+        self._staged: StagedResult | None = None
+        self.latest = ""
+        """How the last attempt ended, for people."""
+
+    # ---- opening and following ------------------------------------------------------------------------------------
+
+    def open(self, why: str) -> Actions:
+        """Convenes the next attempt."""
+        outlook = self._outlook
+        attempt = outlook.ballots.next_attempt(outlook.module, outlook.own, outlook.next_number())
+        outlook.ballots.follow(attempt)
+        away = outlook.ballots.left_out | outlook.offences.excluded(outlook.now)
+        guests = {outlook.own, *(outlook.fellows.serving - away)}
+        ballots = outlook.ballots
+        self._convening = Convening(
+            outlook.own,
+            attempt,
+            outlook.version,
+            guests,
+            ballots.rosters,
+            frozenset(ballots.doubted),
+            outlook.rules,
+            outlook.seal,
+            outlook.usual,
+            outlook.now,
+            outlook.anchored_s,
+        )
+        self.latest = f"opened round {attempt.number} attempt {attempt.attempt}: {why}"
+        return [*self._convening.open()]
+
+    def _invited(self, sender: PeerId, invitation: Invitation) -> Actions:
+        outlook, attempt = self._outlook, invitation.round
+        if not can_be_meant(sender, attempt, outlook):
+            return []
+        if self.part is not None and self.part.round == attempt:
+            return self._tell_convener(self.part)
+        refusal = refusal_of(invitation, self.part, outlook)
+        if refusal is not None:
+            return [Tell(sender, Declined(attempt, refusal, outlook.version))]
+        return self._follow(attempt)
+
+    def _follow(self, attempt: RoundId) -> Actions:
+        outlook = self._outlook
+        actions: Actions = []
+        if self._convening is not None and self._convening.round != attempt:
+            actions += self._convening.dissolve("another convener comes first")
+            self._convening = None
+        elif self.part is not None and self.part.round.convener not in (outlook.own, attempt.convener):
+            declined = Declined(self.part.round, DeclineReason.OTHER_CONVENER, outlook.version)
+            actions.append(Tell(self.part.round.convener, declined))
+        self._remember_delays()
+        self.part = Participation(attempt, outlook.now, outlook.rules)
+        outlook.ballots.follow(attempt)
+        return [*actions, *self._tell_convener(self.part), TakeSnapshot(attempt, outlook.version.fragment)]
+
+    def _tell_convener(self, part: Participation) -> Actions:
+        part.told = self._outlook.now
+        status = part.status(self._outlook.now)
+        return [] if status is None else [Tell(part.round.convener, status)]
+
+    # ---- leaving ----------------------------------------------------------------------------------------------------
+
+    def leave(self, why: str) -> Actions:
+        """Ends the attempt here. Once an exchange has begun from this anchor, later attempts use the same pseudo-gradient, and a
+        complete result is kept; else the next attempt takes a new one."""
+        self._remember_delays()
+        part, self.part, self._convening = self.part, None, None
+        if part is None:
+            return []
+        self.latest = f"round {part.round.number} attempt {part.round.attempt} ended: {why}"
+        ballots = self._outlook.ballots
+        ballots.ended, ballots.due_since = part.round, None
+        return [Release(part.round.number - 1 if ballots.rosters else part.round.number, why)]
+
+    def _remember_delays(self) -> None:
+        """The attempt that ends has come to nothing here."""
+        if self.part is not None:
+            for peer in self.part.was_waiting_for(self._outlook.now):
+                self._outlook.offences.kept_waiting(peer, self._outlook.now)
+
+    def forget(self, why: str) -> Actions:
+        """Ends the attempt, and gives up whatever came of this and earlier ones."""
+        number = self._outlook.ballots.highest[0]
+        self.part = self._convening = self._staged = None
+        return [Release(number, why)] if number else []
+
+    def _decline(self, part: Participation, reason: DeclineReason, why: str) -> Actions:
+        declined = Declined(part.round, reason, self._outlook.version)
+        return [Tell(part.round.convener, declined), *self.leave(why)]
+
+    # ---- messages ---------------------------------------------------------------------------------------------------
+
+    def arrived(self, sender: PeerId, message: RoundControl) -> Actions:
+        """A message about an attempt, from a live replica or from ourselves."""
+        if isinstance(message, Pulse) and message.round.convener == sender:
+            self._hear_convener(sender, message.round)
+        match message:
+            case Invitation():
+                return self._invited(sender, message)
+            case SignedRoster():
+                return self._roster_came(sender, message)
+            case Commit():
+                return self._commit_came(sender, message)
+            case Dissolved(attempt, detail):
+                return self._dissolved(sender, attempt, detail)
+            case Accepting() | Entry() | Declined() | Pulse() | Prepared():
+                return self._for_convener(sender, message)
+            case _:
+                return []
+
+    def _hear_convener(self, sender: PeerId, attempt: RoundId) -> bool:
+        """Whether this comes from the convener that we follow, about the attempt that we are in."""
+        part = self.part
+        if part is None or part.round != attempt or attempt.convener != sender:
+            return False
+        part.hear_convener(self._outlook.now)
+        return True
+
+    def _for_convener(self, sender: PeerId, message: ToConvener) -> Actions:
+        outlook, attempt = self._outlook, message.round
+        if self._convening is not None and self._convening.round == attempt:
+            tells = self._convening.hear(sender, message, outlook.now)
+            forged = isinstance(message, Entry) and sender in self._convening.forgers
+            return [*tells, *(self._accuse(sender, attempt, FORGED_ENTRY) if forged else [])]
+        part = self.part
+        if isinstance(message, Prepared) and part is not None and part.round == attempt:
+            if part.roster is not None and sender in part.roster.peers:
+                part.prepared[sender] = message.version
+            return self._commit_without_convener(part)
+        if isinstance(message, Declined):
+            past = message.reason is DeclineReason.PAST
+            return self.leave("it is over") if past and self._hear_convener(sender, attempt) else []
+        if attempt.convener != outlook.own or (self._convening is not None and sender in self._convening.guests):
+            return []
+        commit = outlook.ballots.commit_of(attempt)
+        if commit is not None:
+            return [Tell(sender, commit)]
+        if attempt.number <= outlook.version.round:
+            return [Tell(sender, Declined(attempt, DeclineReason.PAST, outlook.version))]
+        return [Tell(sender, Dissolved(attempt, "this attempt is over"))]
+
+    def _roster_came(self, sender: PeerId, signed: SignedRoster) -> Actions:
+        outlook, part = self._outlook, self.part
+        if part is None or part.entry is None or not self._hear_convener(sender, signed.round):
+            return []
+        if part.phase is not Phase.ENTERED:
+            return []
+        if sender != outlook.own:
+            here = outlook.fellows.on(outlook.version, outlook.now)
+            strange = oddity(signed, outlook.own, outlook.fellows.all, here)
+            wrong = strange or objection(outlook.rules, signed, part.entry, outlook.seal.verify)
+            if wrong is not None:
+                return self._refuse(part, wrong, lie=strange is None)
+            convener = next(entry for entry in signed.entries if entry.peer == sender)
+            if outlook.usual.too_short(convener, part.entry):
+                return self._refuse(part, "its update is far too short for its work", lie=True)
+        roster = make_roster(outlook.rules, signed)
+        if roster is None:
+            return self._refuse(part, "nobody in it has worked", lie=True)
+        part.begin(roster, outlook.now + PATIENCE * exchange_limit_s(outlook.rules, signed, part.bandwidth))
+        part.entries = signed.entries
+        outlook.ballots.began(roster)
+        return [Exchange(roster)]
+
+    def _refuse(self, part: Participation, why: str, lie: bool) -> Actions:
+        """This convener is not followed again at this round.
+
+        Args:
+            lie: no honest one sends what it has sent.
+        """
+        outlook, convener = self._outlook, part.round.convener
+        accused: Actions = []
+        if lie:
+            accused = self._accuse(convener, part.round, f"its roster cannot be: {why}")
+            outlook.ballots.left_out.add(convener)
+        outlook.ballots.refused.add(convener)
+        return [*accused, *self._decline(part, DeclineReason.NOT_READY, f"{short(convener)} is not followed: {why}")]
+
+    def _accuse(self, peer: PeerId, attempt: RoundId, why: str) -> Actions:
+        """It has sent what no honest replica sends."""
+        self._outlook.offences.sent_rubbish(peer, self._outlook.now)
+        return [Accuse(Caught(peer, attempt.number, why))]
+
+    def _dissolved(self, sender: PeerId, attempt: RoundId, detail: str) -> Actions:
+        if not self._hear_convener(sender, attempt) or sender == self._outlook.own:
+            return []
+        self._outlook.ballots.pause(self._outlook.now, 2 * self._outlook.rules.answer_s)
+        return self.leave(detail)
+
+    def _commit_came(self, sender: PeerId, commit: Commit) -> Actions:
+        if self._staged is not None and self._staged.version == commit.version:
+            return self._adopt(self._staged)
+        part = self.part
+        if part is None or not self._hear_convener(sender, commit.round):
+            return []
+        exchanging = part.phase in (Phase.EXCHANGING, Phase.FINISHING) and part.roster is not None
+        if exchanging and part.roster is not None and leads_to(self._outlook.rules, part.roster, commit.version):
+            part.phase, part.version = Phase.FINISHING, commit.version
+            return []
+        return self.leave("it settled on a result that we do not have")
+
+    # ---- events of the attempt --------------------------------------------------------------------------------------
+
+    def befell(self, event: AttemptEvent) -> Actions:
+        """Something about our own part; of another attempt it is ignored."""
+        part, now = self.part, self._outlook.now
+        accused = self._accuse(event.sender, event.round, event.why) if isinstance(event, PieceRejected) else []
+        if part is None or event.round != part.round:
+            return self._not_wanted(event.version) if isinstance(event, Staged) else accused
+        match event:
+            case SnapshotTaken():
+                return self._snapshot_taken(part, event)
+            case SnapshotBroken():
+                self._outlook.steps = 0
+                return self._decline(part, DeclineReason.BROKEN, "our own update is not finite")
+            case Staged(_, version):
+                return self._staged_came(part, version)
+            case PieceCame(_, sender):
+                part.piece_came(sender, now)
+            case Owing(_, peers):
+                part.owed(peers, now)
+            case PieceRejected(_, sender, why):
+                self.latest = f"a piece of {sender} was rejected: {why}"
+                return [*accused, *self._piece_rejected(part, sender)]
+        return []
+
+    def _snapshot_taken(self, part: Participation, taken: SnapshotTaken) -> Actions:
+        if part.phase is not Phase.PREPARING:
+            return []
+        staged = None if self._staged is None else self._staged.version
+        outlook = self._outlook
+        measured = measured_of(taken.received, outlook.version)
+        figures = (taken.steps, taken.tokens, taken.norm)
+        entry = Entry(outlook.own, taken.round, outlook.version, *figures, measured, staged)
+        part.entry, part.phase, part.bandwidth = outlook.seal.sign(entry), Phase.ENTERED, taken.bandwidth
+        if self._convening is not None:
+            self._convening.bandwidth = taken.bandwidth
+        return self._tell_convener(part)
+
+    def _piece_rejected(self, part: Participation, sender: PeerId) -> Actions:
+        part.rejected.add(sender)
+        if sender == part.round.convener:
+            self._outlook.ballots.left_out.add(sender)
+            return self._decline(part, DeclineReason.NOT_READY, "the convener sent what cannot be used")
+        return self._tell_convener(part)
+
+    def _staged_came(self, part: Participation, version: AnchorVersion) -> Actions:
+        roster = part.roster
+        if roster is None or part.phase not in (Phase.EXCHANGING, Phase.FINISHING):
+            return self._not_wanted(version)
+        if not leads_to(self._outlook.rules, roster, version):
+            declined = self._decline(part, DeclineReason.BROKEN, "our result is not what the roster leads to")
+            return [*declined, *self._not_wanted(version)]
+        result = StagedResult(roster, version)
+        if part.phase is Phase.FINISHING and version == part.version:
+            return self._adopt(result)
+        if part.phase is Phase.FINISHING:
+            return [*self.leave("our result differs from the committed"), *self._not_wanted(version)]
+        before, self._staged = self._staged, result
+        part.has_result(version, self._outlook.now)
+        return [*([] if before is None else self._not_wanted(before.version)), *self._tell_convener(part)]
+
+    def _not_wanted(self, version: AnchorVersion) -> Actions:
+        """A result that is not, or not any more, the one that we could commit. (Two attempts may give the same.)"""
+        return [] if self._staged is not None and self._staged.version == version else [DropStaged(version)]
+
+    def link_lost(self, peer: PeerId) -> Actions:
+        """Less patience with that peer; who waits for its pieces says so at once."""
+        if self._convening is not None:
+            self._convening.lost(peer)
+        part = self.part
+        if part is None:
+            return []
+        part.link_lost = part.link_lost or peer == part.round.convener
+        if peer not in part.owing or peer in part.broken:
+            return []
+        part.broken.add(peer)
+        return [] if peer == part.round.convener else self._tell_convener(part)
+
+    # ---- the result -------------------------------------------------------------------------------------------------
+
+    def adopt_if_others_did(self) -> Actions:
+        """A replica that stands on what we have prepared shows that it was committed."""
+        staged, outlook = self._staged, self._outlook
+        if staged is None or not outlook.fellows.on(staged.version, outlook.now):
+            return []
+        return self._adopt(staged)
+
+    def finish_alone(self) -> Actions:
+        """Nobody is left: a complete result holds, because somebody who is gone may have committed it."""
+        return self.forget("nobody else is there") if self._staged is None else self._adopt(self._staged)
+
+    def _adopt(self, result: StagedResult) -> Actions:
+        outlook = self._outlook
+        others: Sequence[Action] = () if self._convening is None else self._convening.dissolve("the result is there")
+        if self.part is not None and self.part.round == result.roster.round:
+            outlook.usual.committed(self.part.entries)
+        self.part = self._convening = self._staged = None
+        attempt = result.roster.round
+        commit = CommitStaged(result.roster, result.version)
+        self.latest = f"round {attempt.number} committed by {len(result.roster.peers)} at attempt {attempt.attempt}"
+        for peer in contributors(result.roster):
+            outlook.offences.delivered(peer)
+        outlook.fellows.presume(result.roster.peers, result.version, outlook.now)
+        return [*others, commit, *outlook.stand_on(result.version)]
+
+    # ---- time ---------------------------------------------------------------------------------------------------------
+
+    def advance(self) -> Actions:
+        """What the convener's part of us does by now."""
+        convening, outlook = self._convening, self._outlook
+        if convening is None:
+            return []
+        tells, verdict = convening.advance(outlook.now)
+        if convening.roster is None and verdict is None and not outlook.may_convene():
+            verdict = GivenUp(f"the module has gone on: {outlook.standing().reason}")
+        match verdict:
+            case Settled(version, holders):
+                return [*tells, *self._settle(convening, version, holders)]
+            case TryAgain(without, why, accuser):
+                outlook.ballots.doubted |= set() if accuser is None else {accuser}
+                return [*tells, *self._try_again(convening, without, why)]
+            case GivenUp(why):
+                outlook.ballots.failed(outlook.now)
+                return [*tells, *convening.dissolve(why), *self.leave(why)]
+            case None:
+                return [*tells]
+
+    def _settle(self, convening: Convening, version: AnchorVersion, holders: tuple[PeerId, ...]) -> Actions:
+        outlook = self._outlook
+        commit = Commit(convening.round, version, holders)
+        outlook.ballots.announced(commit)
+        self._convening = None
+        actions: Actions = [Tell(peer, commit) for peer in sorted({*convening.guests, *outlook.fellows.serving})]
+        if convening.roster is None and outlook.own not in holders:
+            donors = tuple(peer for peer in holders if peer in outlook.fellows)
+            actions += self.forget("an earlier attempt's result was found")
+            outlook.lag.started(version)
+            actions.append(
+                CatchUp(version, donors, "an earlier attempt's result was found, and somebody may have committed it")
+            )
+        return actions
+
+    def _try_again(self, convening: Convening, without: frozenset[PeerId], why: str) -> Actions:
+        outlook = self._outlook
+        outlook.ballots.left_out |= without | convening.mute
+        left: Actions = [
+            Tell(peer, Dissolved(convening.round, f"left out: {why}"))
+            for peer in sorted(without)
+            if peer != outlook.own
+        ]
+        if convening.round.attempt % ATTEMPTS_AT_ONCE == ATTEMPTS_AT_ONCE - 1:
+            outlook.ballots.failed(outlook.now)
+            return [*left, *convening.dissolve(why), *self.leave(why)]
+        return left + self.open(why)
+
+    def upkeep(self) -> Actions:
+        """What the member's part of us does by now."""
+        part, outlook = self.part, self._outlook
+        if part is None:
+            return []
+        if part.phase is Phase.FINISHING:
+            return self.leave("the committed result does not become complete here") if part.stalled(outlook.now) else []
+        if part.silence(outlook.now) > outlook.rules.silence_s and part.round.convener != outlook.own:
+            return self._succeed(part)
+        if outlook.now > part.until and part.round.convener != outlook.own:
+            outlook.offences.kept_waiting(part.round.convener, outlook.now)
+            return self._refuse(part, "its convener does not bring it to an end", lie=False)
+        if outlook.now - part.told >= outlook.rules.pulse_s:
+            return [*self._tell_convener(part), *self._tell_members(part)]
+        return []
+
+    def _tell_members(self, part: Participation) -> Actions:
+        """What only the convener need know, when it makes nothing of that."""
+        status, roster = part.status(self._outlook.now), part.roster
+        if roster is None or not isinstance(status, Prepared) or not part.overdue(self._outlook.now):
+            return []
+        apart = (self._outlook.own, part.round.convener)
+        return [Tell(peer, status) for peer in roster.peers if peer not in apart]
+
+    def _commit_without_convener(self, part: Participation) -> Actions:
+        """Most members have told each other that they have the same result: it holds, whatever the convener says. That it is kept for the next
+        attempt (`Convening._found`) comes to the same, later."""
+        outlook, staged = self._outlook, self._staged
+        if staged is None or staged.version != part.version or not part.overdue(outlook.now):
+            return []
+        holders = {outlook.own, *part.holders()}
+        if 2 * len(holders) <= len(staged.roster.members):
+            return []
+        commit = Commit(part.round, staged.version, tuple(sorted(holders)))
+        tells = [Tell(peer, commit) for peer in sorted(holders) if peer != outlook.own]
+        adopted = self._adopt(staged)
+        outlook.offences.kept_waiting(part.round.convener, outlook.now)
+        return [*tells, *adopted]
+
+    def _succeed(self, part: Participation) -> Actions:
+        """The convener is silent: the next in order opens another attempt without it, the one after that a little later."""
+        outlook = self._outlook
+        if not outlook.may_convene():
+            return self.leave("its convener is silent, and the module has gone on")
+        roster = part.roster
+        peers = outlook.fellows.on(outlook.version, outlook.now)
+        if roster is not None:
+            peers = frozenset(roster.peers)
+        outlook.ballots.left_out.add(part.round.convener)
+        candidates = {outlook.own, *(peers - outlook.ballots.left_out)}
+        rank = convener_order(outlook.module, outlook.version, part.round.number, candidates).index(outlook.own)
+        patience_s = outlook.rules.silence_s + rank * outlook.rules.answer_s
+        return self.open("the convener is silent") if part.silence(outlook.now) > patience_s else []

@@ -1,0 +1,367 @@
+"""Who is asked for which chunks of a state: the plan of one download from several donors at once.
+
+Each donor is given a batch, and the next when it is about done with it, so each serves in proportion to its speed; chunks are
+handed out from a random place on, to donors in random order, so that joiners who come together do not crowd on one (hivemind's
+all asked the same donor). When nothing is left to hand out, a donor with nothing to do is asked for what a slower or silent
+one still owes; whichever comes first counts. A donor whose chunk does not match its hash, or that does not keep the state any
+more, is not asked again; one that is busy, or whose link breaks, rests for a while.
+
+Everything ends: with all chunks; with no donor left; or when no chunk has come for PATIENCE_S.
+Nothing here does IO. `handle` takes what happened and the time, and returns what is to be done, in order.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Final
+
+from swarm.vocabulary.averaging_messages import StateRefusal
+from swarm.vocabulary.types import PeerId, short
+
+LARGEST_BATCH: Final = 16
+MOST_OWED: Final = LARGEST_BATCH + LARGEST_BATCH // 2
+"""Chunks that one donor is asked for and that have not come; fewer where the receiver has less room."""
+BATCH_S: Final = 1.0
+"""How much work, at the measured speed, a donor is asked for at once."""
+DONORS_AT_ONCE: Final = 8
+PATIENCE_S: Final = 60.0
+"""Without a single chunk from anybody for so long (longer for large chunks), the download has failed."""
+SILENCE_S: Final = 5.0
+"""A donor that owes chunks and of which nothing came for so long, and for `SILENT_CHUNKS` times what a chunk takes it, rests."""
+SILENT_CHUNKS: Final = 8.0
+SLOWEST_BYTES_PER_S: Final = 256 * 1024
+"""A donor whose speed is not known yet counts as silent as one that is so slow would."""
+STEAL_AFTER_S: Final = 1.0
+FIRST_REST_S: Final = 0.2
+LONGEST_REST_S: Final = 5.0
+MAX_STRIKES: Final = 5
+"""Broken links and silences in a row, without a chunk between, after which a donor is given up."""
+COPIES: Final = 2
+"""Of how many donors a chunk is asked at the same time, at most."""
+
+
+# ---- what happens -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkCame:
+    """A chunk of a donor is here and has been checked against its hash."""
+
+    donor: PeerId
+    chunk: int
+    matches: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkLost:
+    """A chunk was under way and will not be completed."""
+
+    donor: PeerId
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunksRefused:
+    donor: PeerId
+    chunks: tuple[int, ...]
+    reason: StateRefusal
+
+
+@dataclass(frozen=True, slots=True)
+class DonorLost:
+    """There is no link to the donor (any more), or none could be made."""
+
+    donor: PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed; comes several times a second. The first one begins the download."""
+
+
+Event = ChunkCame | ChunkLost | ChunksRefused | DonorLost | Tick
+
+
+# ---- what is to be done ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Send the donor a StateRequest for these chunks."""
+
+    donor: PeerId
+    chunks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The donor sent what is not the state that was agreed on."""
+
+    donor: PeerId
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """All chunks are here."""
+
+
+class FailureKind(enum.Enum):
+    NO_DONOR = 1
+    """None is left that has the state."""
+    STALLED = 2
+    """Those that may have it cannot be reached, or send nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    kind: FailureKind
+    detail: str
+    """What happened with each donor, for a person."""
+
+
+Action = Ask | Report | Complete | Failed
+
+
+@dataclass(slots=True, eq=False)
+class _Donor:
+    peer: PeerId
+    owes: dict[int, None] = field(default_factory=dict)
+    """Chunks asked for and not here, in the order in which they will come."""
+    seconds_per_byte: float | None = None
+    news: float = 0.0
+    """When it last sent something, or was asked for something while it owed nothing."""
+    rests_until: float = 0.0
+    strikes: int = 0
+    out: str = ""
+    """Why it is not asked any more."""
+    trouble: str = "it sent nothing"
+
+
+class Download:
+    """The plan. Chunks are numbered from 0; `chunk_bytes` is the size of most.
+
+    Args:
+        here: chunks that need not be fetched.
+        donors: who may have the state; at most `DONORS_AT_ONCE` of them are asked at the same time.
+        most_owed: for how many chunks of one donor there is room.
+    """
+
+    def __init__(
+        self,
+        chunks: int,
+        chunk_bytes: int,
+        here: Collection[int],
+        donors: Sequence[PeerId],
+        random: Random,
+        most_owed: int = MOST_OWED,
+    ) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._largest_batch = max(1, min(LARGEST_BATCH, 2 * most_owed // 3))
+        self._random = random
+        self._missing = set(range(chunks)) - set(here)
+        start = random.randrange(chunks)
+        self._waiting = deque(c for c in [*range(start, chunks), *range(start)] if c in self._missing)
+        self._donors = {peer: _Donor(peer) for peer in random.sample(list(dict.fromkeys(donors)), len(set(donors)))}
+        self._progressed_at: float | None = None
+        self._over = False
+
+    @property
+    def missing(self) -> int:
+        """How many chunks are not here yet."""
+        return len(self._missing)
+
+    def expects(self, donor: PeerId, chunk: int) -> bool:
+        """Whether this chunk is wanted, and of this donor."""
+        asked = self._donors.get(donor)
+        return not self._over and chunk in self._missing and asked is not None and chunk in asked.owes
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """What follows from `event`. News of donors or chunks that have nothing to do with this download are ignored."""
+        if self._over:
+            return []
+        if self._progressed_at is None:
+            self._progressed_at = now
+        actions: list[Action] = []
+        match event:
+            case ChunkCame(peer, chunk, matches):
+                actions += self._came(peer, chunk, matches, now)
+            case ChunkLost(peer, chunk):
+                self._lost(peer, chunk, now)
+            case ChunksRefused(peer, chunks, reason):
+                self._refused(peer, chunks, reason, now)
+            case DonorLost(peer):
+                if (donor := self._donors.get(peer)) is not None:
+                    self._strike(donor, "its link broke", now)
+            case Tick():
+                self._watch(now)
+        return actions + self._go_on(now)
+
+    # ---- news --------------------------------------------------------------------------------------------------------
+
+    def _came(self, peer: PeerId, chunk: int, matches: bool, now: float) -> list[Action]:
+        donor = self._donors.get(peer)
+        if donor is None:
+            return []
+        owed = chunk in donor.owes
+        donor.owes.pop(chunk, None)
+        if not matches:
+            self._put_back(chunk)
+            if donor.out:
+                return []
+            self._exclude(donor, f"its chunk {chunk} does not match its hash")
+            return [Report(peer, donor.out)]
+        if owed:
+            self._measure(donor, now)
+        donor.strikes, donor.trouble, donor.news = 0, "it stopped sending", now
+        if chunk in self._missing:  # even from one who was thought silent
+            self._missing.discard(chunk)
+            self._progressed_at = now
+        return []
+
+    def _lost(self, peer: PeerId, chunk: int, now: float) -> None:
+        donor = self._donors.get(peer)
+        if donor is not None and chunk in donor.owes:
+            del donor.owes[chunk]
+            self._put_back(chunk)
+            self._strike(donor, "it broke off in the middle of a chunk", now)
+
+    def _refused(self, peer: PeerId, chunks: tuple[int, ...], reason: StateRefusal, now: float) -> None:
+        donor = self._donors.get(peer)
+        if donor is None or not any(chunk in donor.owes for chunk in chunks):
+            return
+        if reason is StateRefusal.GONE:
+            self._exclude(donor, "it does not keep this state any more")
+            return
+        for chunk in chunks:
+            if chunk in donor.owes:
+                del donor.owes[chunk]
+                self._put_back(chunk)
+        donor.news = now
+        donor.trouble = "it is busy"
+        self._rest(donor, now, donor.strikes + 2)
+
+    def _watch(self, now: float) -> None:
+        for donor in self._donors.values():
+            if donor.owes and now - donor.news > self._silence_s(donor):
+                self._strike(donor, "it is silent", now)
+
+    # ---- donors ------------------------------------------------------------------------------------------------------
+
+    def _strike(self, donor: _Donor, why: str, now: float) -> None:
+        if donor.out:
+            return
+        if donor.rests_until > now and not donor.owes:
+            return  # of the same trouble
+        donor.strikes += 1
+        donor.trouble = why
+        if donor.strikes >= MAX_STRIKES:
+            self._exclude(donor, f"{why}, for the {donor.strikes}th time in a row")
+            return
+        self._take_back(donor)
+        self._rest(donor, now, donor.strikes)
+
+    def _rest(self, donor: _Donor, now: float, times: int) -> None:
+        longest = min(LONGEST_REST_S, FIRST_REST_S * 2**times)
+        donor.rests_until = now + self._random.uniform(0.5, 1.0) * longest
+
+    def _exclude(self, donor: _Donor, why: str) -> None:
+        donor.out = donor.out or why
+        self._take_back(donor)
+
+    def _take_back(self, donor: _Donor) -> None:
+        owed, donor.owes = list(donor.owes), {}
+        for chunk in reversed(owed):
+            self._put_back(chunk)
+
+    def _put_back(self, chunk: int) -> None:
+        if chunk in self._missing and not self._askers(chunk) and chunk not in self._waiting:
+            self._waiting.appendleft(chunk)
+
+    def _askers(self, chunk: int) -> int:
+        return sum(chunk in donor.owes for donor in self._donors.values())
+
+    def _measure(self, donor: _Donor, now: float) -> None:
+        """Smooths time per byte, not bytes per time: chunks that come in pairs would make a donor look fast."""
+        new = max(now - donor.news, 1e-6) / self._chunk_bytes
+        old = donor.seconds_per_byte
+        donor.seconds_per_byte = new if old is None else 0.7 * old + 0.3 * new
+
+    def _chunk_s(self, donor: _Donor) -> float | None:
+        return None if donor.seconds_per_byte is None else donor.seconds_per_byte * self._chunk_bytes
+
+    def _silence_s(self, donor: _Donor) -> float:
+        chunk_s = self._chunk_s(donor)
+        if chunk_s is None:
+            others = [s for other in self._donors.values() if (s := self._chunk_s(other)) is not None]
+            chunk_s = max(others, default=self._chunk_bytes / SLOWEST_BYTES_PER_S)
+        return max(SILENCE_S, SILENT_CHUNKS * chunk_s)
+
+    # ---- asking ------------------------------------------------------------------------------------------------------
+
+    def _go_on(self, now: float) -> list[Action]:
+        if not self._missing:
+            self._over = True
+            return [Complete()]
+        alive = [donor for donor in self._donors.values() if not donor.out]
+        if not alive:
+            silent = any(donor.strikes >= MAX_STRIKES for donor in self._donors.values())
+            return self._fail(FailureKind.STALLED if silent else FailureKind.NO_DONOR)
+        assert self._progressed_at is not None
+        if now - self._progressed_at > max(PATIENCE_S, 2 * SILENT_CHUNKS * self._chunk_bytes / SLOWEST_BYTES_PER_S):
+            return self._fail(FailureKind.STALLED)
+        actions: list[Action] = []
+        active = sum(bool(donor.owes) for donor in alive)
+        for donor in alive:
+            if donor.rests_until > now or (not donor.owes and active >= DONORS_AT_ONCE):
+                continue
+            chunks = self._batch(donor, now)
+            if chunks:
+                active += not donor.owes
+                if not donor.owes:
+                    donor.news = now
+                donor.owes.update(dict.fromkeys(chunks))
+                actions.append(Ask(donor.peer, chunks))
+        return actions
+
+    def _batch(self, donor: _Donor, now: float) -> tuple[int, ...]:
+        """The next chunks for a donor: none while it has enough to do."""
+        chunk_s = self._chunk_s(donor)
+        size = 2 if chunk_s is None else min(self._largest_batch, max(1, math.floor(BATCH_S / chunk_s)))
+        if len(donor.owes) > size // 2:
+            return ()
+        # Towards the end smaller ones, so that all donors are done at about the same time.
+        size = min(size, max(1, len(self._waiting) // (2 * len(self._donors))))
+        chunks: list[int] = []
+        while self._waiting and len(chunks) < size:
+            chunk = self._waiting.popleft()
+            if chunk in self._missing:
+                chunks.append(chunk)
+        if chunks or donor.owes:
+            return tuple(chunks)
+        return self._stolen(donor, now)
+
+    def _stolen(self, thief: _Donor, now: float) -> tuple[int, ...]:
+        """The chunk that will take longest to come from whoever owes it, if the thief is likely to be faster."""
+        own_s = self._chunk_s(thief) or 0.0
+        best, longest = None, 0.0
+        for holder in self._donors.values():
+            owed = [c for c in holder.owes if c in self._missing and self._askers(c) < COPIES]
+            if holder is thief or not owed:
+                continue
+            chunk_s = self._chunk_s(holder)
+            silent_s = now - holder.news
+            expected_s = silent_s if chunk_s is None else max(len(holder.owes) * chunk_s, silent_s)
+            if expected_s > max(longest, 2 * own_s, STEAL_AFTER_S):
+                best, longest = owed[-1], expected_s
+        return () if best is None else (best,)
+
+    def _fail(self, kind: FailureKind) -> list[Action]:
+        self._over = True
+        told = "; ".join(f"{short(d.peer)}: {d.out or d.trouble}" for d in self._donors.values())
+        return [Failed(kind, told or "there are no donors")]

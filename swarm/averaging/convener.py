@@ -1,0 +1,340 @@
+"""One attempt at a round as its convener sees it: whom it invited, what they answered, how far each is.
+
+The convener is a guest of its own: what it sends to itself comes back to it like everybody else's messages. `advance` says
+what to send and, when the attempt has come to an end, which (`Verdict`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+
+from swarm.averaging.invitees import ASKED_AGAIN, DECLINED, WITH_US, Answer, GivenUp, Guest, Settled, TryAgain, Verdict
+from swarm.averaging.plausibility import UsualLength
+from swarm.averaging.roster import codec_of, exchange_limit_s, leads_to, make_roster, may_be_committed, sound_entry
+from swarm.averaging.round_events import RoundRules, Seal, Tell
+from swarm.averaging.schedule import near, precedence
+from swarm.vocabulary.averaging_messages import (
+    Accepting,
+    Declined,
+    DeclineReason,
+    Dissolved,
+    Entry,
+    Invitation,
+    Prepared,
+    Pulse,
+    Roster,
+    RoundControl,
+    RoundId,
+    SignedRoster,
+)
+from swarm.vocabulary.types import AnchorVersion, PeerId
+
+
+class Convening:
+    """See the module.
+
+    Args:
+        guests: whom to invite, the convener included.
+        earlier: rosters of earlier attempts from this anchor that the convener has seen.
+        doubted: who alone accused another member in an earlier attempt. Accusing alone again, it goes itself: else one liar
+            could have everybody left out.
+        interval_s: how long we have stood on `base`.
+    """
+
+    def __init__(
+        self,
+        own: PeerId,
+        number: RoundId,
+        base: AnchorVersion,
+        guests: Iterable[PeerId],
+        earlier: Sequence[Roster],
+        doubted: frozenset[PeerId],
+        rules: RoundRules,
+        seal: Seal,
+        usual: UsualLength,
+        now: float,
+        interval_s: float,
+    ) -> None:
+        self.round = number
+        self.roster: Roster | None = None
+        self.bandwidth = 0.0
+        """Of our own best link, bytes per second, once we know it."""
+        self.forgers: set[PeerId] = set()
+        """Who has sent an entry that no honest guest sends."""
+        self._signed: SignedRoster | None = None
+        self._own = own
+        self._base = base
+        self._guests = {peer: Guest(now) for peer in sorted(guests)}
+        self._earlier = earlier
+        self._doubted = doubted
+        self._rules = rules
+        self._seal = seal
+        self._usual = usual
+        self._opened = now
+        self._interval_s = interval_s
+        self._pulsed = now
+        self._deadline = 0.0
+        self._accused_since: float | None = None
+
+    @property
+    def guests(self) -> tuple[PeerId, ...]:
+        return tuple(self._guests)
+
+    @property
+    def mute(self) -> frozenset[PeerId]:
+        """Those that never answered."""
+        return frozenset(peer for peer, guest in self._guests.items() if guest.answer is Answer.NONE)
+
+    def open(self) -> list[Tell]:
+        return [Tell(peer, Invitation(self.round, self._base)) for peer in self._guests]
+
+    def dissolve(self, why: str) -> list[Tell]:
+        """To everybody else that may still count on this attempt."""
+        others = (peer for peer, guest in self._guests.items() if peer != self._own and guest.answer in WITH_US)
+        return [Tell(peer, Dissolved(self.round, why)) for peer in others]
+
+    # ---- what comes in ------------------------------------------------------------------------------------------------
+
+    def lost(self, peer: PeerId) -> None:
+        guest = self._guests.get(peer)
+        if guest is not None:
+            guest.lost = True
+
+    def hear(self, sender: PeerId, message: RoundControl, now: float) -> list[Tell]:
+        """A guest's message about this attempt."""
+        guest = self._guests.get(sender)
+        if guest is None:
+            return [Tell(sender, Dissolved(self.round, "you are not among those invited"))]
+        guest.heard, guest.lost = now, False
+        match message:
+            case Accepting():
+                guest.answer = guest.answer if guest.answer is Answer.ENTERED else Answer.ACCEPTED
+            case Entry():
+                return self._entered(sender, guest, message)
+            case Declined(_, reason, version):
+                made_up = reason is DeclineReason.PAST and not near(self._base, version.round)
+                guest.answer = Answer.REFUSED if made_up else DECLINED.get(reason, Answer.REFUSED)
+                guest.entry = None
+            case Pulse(_, waiting_for, rejected):
+                guest.waiting_for = frozenset(waiting_for) & self._guests.keys()
+                guest.rejected |= frozenset(rejected) & self._guests.keys()
+            case Prepared(_, version):
+                if self.roster is not None and leads_to(self._rules, self.roster, version):
+                    guest.prepared, guest.waiting_for = version, frozenset()
+            case _:
+                pass
+        return []
+
+    def _entered(self, sender: PeerId, guest: Guest, entry: Entry) -> list[Tell]:
+        """Who enters after the roster is fixed has missed it, or comes too late for it. An entry that has come before is not checked again."""
+        if self._signed is not None:
+            if entry in self._signed.entries and entry.peer == sender:
+                return [Tell(sender, self._signed)]
+            return [Tell(sender, Dissolved(self.round, "the roster was fixed without you"))]
+        if entry == guest.entry:
+            return []
+        signed = sender == self._own or self._seal.verify(entry)
+        if entry.peer != sender or not sound_entry(entry) or not signed:
+            self.forgers.add(sender)
+        elif entry.base == self._base:
+            guest.answer, guest.entry = Answer.ENTERED, entry
+            return []
+        guest.answer, guest.entry = Answer.REFUSED, None
+        return [
+            Tell(sender, Dissolved(self.round, "your entry is not signed, or has impossible figures or another base"))
+        ]
+
+    # ---- time ---------------------------------------------------------------------------------------------------------
+
+    def advance(self, now: float) -> tuple[list[Tell], Verdict | None]:
+        """What is to be sent by now, and the end of this attempt if it has come."""
+        tells = self._pulses(now)
+        if self.roster is not None:
+            return tells, self._judge_exchange(self.roster, now)
+        if self._collecting(now):
+            return tells, None
+        verdict = self._judge_entries()
+        if verdict is None:
+            tells += self._fix(now)
+            verdict = None if self.roster is not None else GivenUp("nobody has worked")
+        return tells, verdict
+
+    def _pulses(self, now: float) -> list[Tell]:
+        if now - self._pulsed < self._rules.pulse_s:
+            return []
+        self._pulsed = now
+        invitation, pulse = Invitation(self.round, self._base), Pulse(self.round)
+        unsure = ASKED_AGAIN if self.roster is None else ()
+        return [
+            Tell(peer, invitation if guest.answer in unsure else pulse)
+            for peer, guest in self._guests.items()
+            if guest.answer in WITH_US or guest.answer in unsure
+        ]
+
+    # ---- before the exchange ------------------------------------------------------------------------------------------
+
+    def _collecting(self, now: float) -> bool:
+        return any(self._awaited(guest, now) for guest in self._guests.values())
+
+    def _awaited(self, guest: Guest, now: float) -> bool:
+        waited = now - self._opened
+        if guest.answer is Answer.ACCEPTED:
+            return waited < self._rules.prepare_s and not guest.silent(now, self._rules.silence_s)
+        patience_s = self._rules.answer_s / 2 if guest.lost else self._rules.answer_s
+        return guest.answer in ASKED_AGAIN and waited < patience_s
+
+    def _judge_entries(self) -> Verdict | None:
+        if self._guests[self._own].answer is not Answer.ENTERED:
+            return GivenUp("our own update is not ready")
+        elsewhere = sum(guest.answer is Answer.ELSEWHERE for guest in self._guests.values())
+        with_us = sum(guest.answer in WITH_US for guest in self._guests.values()) - 1
+        if elsewhere and elsewhere >= with_us:
+            return GivenUp("the others follow another convener")
+        past = any(guest.answer is Answer.PAST for guest in self._guests.values())
+        if past and 2 * (with_us + 1) <= len(self._guests):  # else one alone says so, and may be wrong
+            return GivenUp("this round has been committed without us")
+        return self._found()
+
+    def _found(self) -> Settled | None:
+        """The complete result of an earlier attempt that a majority may have had, so that somebody may have committed it."""
+        entries = self._entries()
+        holders: defaultdict[AnchorVersion, list[PeerId]] = defaultdict(list)
+        for peer, entry in entries.items():
+            if entry.staged is not None and self._base.round < entry.staged.round <= self.round.number:
+                holders[entry.staged].append(peer)
+        possible = [version for version, peers in holders.items() if self._possible(version, peers, entries)]
+        if not possible:
+            return None
+        version = max(possible, key=lambda version: (len(holders[version]), version.tokens, version.digest))
+        return Settled(version, tuple(holders[version]))
+
+    def _possible(self, version: AnchorVersion, holders: Sequence[PeerId], entries: Iterable[PeerId]) -> bool:
+        """A majority cannot have had it when too many of that roster are here without it: then one liar claims it."""
+        led_there = [roster for roster in self._earlier if leads_to(self._rules, roster, version)]
+        if not led_there:
+            return 2 * len(holders) >= len(list(entries))
+        lacking = set(entries) - set(holders)
+        return any(
+            may_be_committed(roster, sum(member.peer in lacking for member in roster.members)) for roster in led_there
+        )
+
+    def _fix(self, now: float) -> list[Tell]:
+        own = self._entries()[self._own]
+        short = [peer for peer, entry in self._entries().items() if self._usual.too_short(entry, own)]
+        for peer in short:
+            self._guests[peer].answer, self._guests[peer].entry = Answer.REFUSED, None
+        entries = self._entries()
+        codecs = codec_of(self._rules, self.round, self._base, entries, self._interval_s, self.bandwidth)
+        signed = SignedRoster(self.round, self._base, tuple(entries.values()), codecs.value.contribution, codecs.reason)
+        self.roster = make_roster(self._rules, signed)
+        if self.roster is None:
+            return []
+        self._signed = signed
+        self._deadline = now + exchange_limit_s(self._rules, signed, self.bandwidth)
+        for guest in self._guests.values():
+            guest.heard = max(guest.heard, now) if guest.entry is not None else guest.heard
+        late = [peer for peer, guest in self._guests.items() if guest.answer is Answer.ACCEPTED]
+        for peer in late:
+            self._guests[peer].answer = Answer.REFUSED
+        left_out = [Tell(peer, Dissolved(self.round, "the roster was fixed without you")) for peer in late]
+        left_out += [Tell(peer, Dissolved(self.round, "your update is far too short for its work")) for peer in short]
+        return left_out + [Tell(peer, signed) for peer in entries]
+
+    def _entries(self) -> dict[PeerId, Entry]:
+        return {peer: guest.entry for peer, guest in self._guests.items() if guest.entry is not None}
+
+    # ---- the exchange -------------------------------------------------------------------------------------------------
+
+    def _judge_exchange(self, roster: Roster, now: float) -> Verdict | None:
+        members = {member.peer: self._guests[member.peer] for member in roster.members}
+        prepared = Counter(guest.prepared for guest in members.values() if guest.prepared is not None)
+        for version, count in prepared.items():
+            if 2 * count > len(members):
+                return Settled(version, tuple(peer for peer, guest in members.items() if guest.prepared == version))
+        return (
+            self._gone(members, now)
+            or self._rejected(members)
+            or self._waited_for(members, now)
+            or self._overdue(members, now)
+        )
+
+    def _gone(self, members: dict[PeerId, Guest], now: float) -> Verdict | None:
+        if members[self._own].answer is not Answer.ENTERED:
+            return GivenUp("our own part has ended")
+        elsewhere = [peer for peer, guest in members.items() if guest.answer is Answer.ELSEWHERE]
+        if elsewhere and 2 * len(elsewhere) >= len(members) - 1:
+            return GivenUp("the others follow another convener")
+        gone = frozenset(
+            peer
+            for peer, guest in members.items()
+            if guest.prepared is None
+            and (guest.answer is not Answer.ENTERED or (peer != self._own and guest.silent(now, self._rules.silence_s)))
+        )
+        return TryAgain(gone, "silent or gone") if gone else None
+
+    def _rejected(self, members: dict[PeerId, Guest]) -> Verdict | None:
+        """Somebody sent what cannot be used."""
+        accusers = _by_accused({peer: guest.rejected & members.keys() for peer, guest in members.items()})
+        if not accusers:
+            return None
+        worst = max(accusers, key=lambda peer: (len(accusers[peer]), peer))
+        return self._convicted(worst, accusers[worst], "sent what cannot be used")
+
+    def _waited_for(self, members: dict[PeerId, Guest], now: float) -> Verdict | None:
+        """Somebody's pieces do not come through, though it lives. That may pass by itself, so it has two pulses' time, unless most of the
+        others say so."""
+        accusers = credible_accusers({peer: guest.waiting_for & members.keys() for peer, guest in members.items()})
+        if not accusers:
+            self._accused_since = None
+            return None
+        if self._accused_since is None:
+            self._accused_since = now
+        worst = max(accusers, key=lambda peer: self._blame(peer, accusers[peer], members))
+        by_most = len(accusers[worst]) > max(1, (len(members) - 1) // 2)
+        if not by_most and now - self._accused_since < 2 * self._rules.pulse_s:
+            return None
+        return self._convicted(worst, accusers[worst], "waited for in vain")
+
+    def _convicted(self, accused: PeerId, accusers: set[PeerId], why: str) -> TryAgain:
+        """The accused goes; or its accusers, when they accuse the convener (they will not have what it reduces) or are doubted."""
+        if accused == self._own or accusers <= self._doubted:
+            return TryAgain(frozenset(accusers - {self._own}), f"has something against others: {why}")
+        alone = next(iter(accusers)) if len(accusers) == 1 else None
+        return TryAgain(frozenset({accused}), why, alone if alone != self._own else None)
+
+    def _blame(
+        self, peer: PeerId, accusers: set[PeerId], members: dict[PeerId, Guest]
+    ) -> tuple[bool, int, bool, bytes]:
+        """One that itself hears everybody (the others may only pass on what they wait for); most accusers; not the convener;
+        then the order of this round decides."""
+        order = precedence(self.round.module, self._base, self.round.number, peer)
+        return not members[peer].waiting_for, len(accusers), peer != self._own, order
+
+    def _overdue(self, members: dict[PeerId, Guest], now: float) -> Verdict | None:
+        if all(guest.prepared is not None for guest in members.values()):
+            return TryAgain(frozenset(), "the results differ")
+        if now < self._deadline:
+            return None
+        unprepared = {peer for peer, guest in members.items() if guest.prepared is None} - {self._own}
+        return TryAgain(
+            frozenset(unprepared) if len(unprepared) < len(members) - 1 else frozenset(), "it takes too long"
+        )
+
+
+def credible_accusers(accusations: dict[PeerId, frozenset[PeerId]]) -> dict[PeerId, set[PeerId]]:
+    """Who is accused by whom, without those who accuse all the others and are accused themselves: one that hears nobody, or makes that up,
+    is more likely at fault than everybody else."""
+    accused = frozenset[PeerId]().union(*accusations.values())
+    sweeping = {peer for peer, named in accusations.items() if peer in accused and len(named) == len(accusations) - 1}
+    credible = {peer: named for peer, named in accusations.items() if peer not in sweeping}
+    return _by_accused(credible) or _by_accused(accusations)
+
+
+def _by_accused(accusations: dict[PeerId, frozenset[PeerId]]) -> dict[PeerId, set[PeerId]]:
+    """The accusers of each."""
+    accusers: defaultdict[PeerId, set[PeerId]] = defaultdict(set)
+    for peer, accused in accusations.items():
+        for named in accused:
+            accusers[named].add(peer)
+    return accusers

@@ -1,0 +1,89 @@
+"""How fast each replica can send, as those say that received from it.
+
+A replica's own word counts nothing, because who claims more reduces more. Entries tell of others' links; the lower median of what is said of a
+member is believed of it, so that one accomplice lifts nobody above what an honest receiver saw.
+
+How long an update for so much work usually is, as one replica has seen it.
+
+Updates are clipped to a multiple of the median of the declared norms. Where half of the replicas lie, one of two, that median is theirs, and a
+declared norm of next to nothing divides the others' work by any number. No arithmetic on the entries alone can tell who of two is right: taking the larger one's
+side would let a liar lengthen the step instead. Each replica can, because it knows its own update and the rounds before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from swarm.averaging.schedule import lower_median
+from swarm.vocabulary.averaging_messages import MAX_MEASURED, MAX_RATE, Entry, Measured
+from swarm.vocabulary.types import AnchorVersion, PeerId
+
+
+def mark_of(peer: PeerId) -> int:
+    """24 bits of its name's hash: names are long, and a roster tells of many links. Who shares another's mark shares what is measured of it."""
+    return int.from_bytes(hashlib.sha256(peer.encode()).digest()[:3], "big")
+
+
+def measured_of(bytes_per_s: Mapping[PeerId, float], base: AnchorVersion) -> tuple[Measured, ...]:
+    """What an entry says of the others' links. Of more than MAX_MEASURED links the anchor draws some, other ones each round."""
+
+    def drawn(peer: PeerId) -> bytes:
+        return hashlib.sha256(base.digest + peer.encode()).digest()
+
+    known = sorted((peer for peer, rate in bytes_per_s.items() if rate >= 1), key=drawn)[:MAX_MEASURED]
+    return tuple(Measured(mark_of(peer), _rate(bytes_per_s[peer])) for peer in known)
+
+
+def rates(entries: Mapping[PeerId, Entry]) -> dict[PeerId, int]:
+    """The rate of each member of which another one says something."""
+    said: dict[int, list[tuple[PeerId, int]]] = {}
+    for by, entry in entries.items():
+        for measured in entry.measured:
+            said.setdefault(measured.mark, []).append((by, measured.rate))
+    heard = {peer: [rate for by, rate in said.get(mark_of(peer), ()) if by != peer] for peer in entries}
+    return {peer: lower_median(found) for peer, found in heard.items() if found}
+
+
+def slowest_bytes_per_s(entries: Mapping[PeerId, Entry]) -> float:
+    """Of the members' links; 0 when nobody has measured any."""
+    known = rates(entries)
+    return 4.0 ** min(known.values()) if known else 0.0
+
+
+def _rate(bytes_per_s: float) -> int:
+    return max(1, min(MAX_RATE, round(math.log2(min(bytes_per_s, 2.0**64)) / 2)))
+
+
+TOO_SHORT: Final = 64.0
+"""Times shorter for each token than it should be: equal replicas differ by less than two, and one that did less work has more for each token."""
+FADING: Final = 0.9
+"""Of what was usual counts at the next round, so that a learning rate that falls is followed and a liar cannot lead it down quickly."""
+
+
+class UsualLength:
+    """One replica's."""
+
+    def __init__(self) -> None:
+        self._usual = 0.0
+        """Norm for each token; 0 before the first round."""
+
+    def too_short(self, entry: Entry, own: Entry) -> bool:
+        """Whether somebody's entry can only be meant to make the others' count nothing. The shorter of our own and of what was usual is compared:
+        should our own have become too long, it is not the others' fault."""
+        if not (entry.tokens and own.tokens):
+            return False
+        expected = min(_length(own), self._usual or math.inf)
+        return TOO_SHORT * _length(entry) < expected
+
+    def committed(self, entries: Iterable[Entry]) -> None:
+        """A round has been held with these."""
+        lengths = [_length(entry) for entry in entries if entry.tokens]
+        if lengths:
+            self._usual = max(lower_median(lengths), FADING * self._usual)
+
+
+def _length(entry: Entry) -> float:
+    return entry.norm / entry.tokens

@@ -1,0 +1,251 @@
+"""What we know of the other replicas of our module: who is there, on which version each stands, how far each has worked.
+
+Whether this replica is behind its module, and whom it follows when it is.
+
+What a replica knows at this moment: where it stands, how far it is, who the others are and where they stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from swarm.averaging.attempt_log import Ballots
+from swarm.averaging.penalties import Offences
+from swarm.averaging.plausibility import UsualLength
+from swarm.averaging.roster import MOST_STEPS
+from swarm.averaging.round_events import Fellow, RoundRules, Seal, Tell
+from swarm.averaging.schedule import convener_order, due, next_number, plausible_round, standing
+from swarm.vocabulary.averaging_messages import MAX_MEMBERS, Progress
+from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId, Reasoned
+
+WORD_HOLDS_S = 30.0
+"""What a fellow told us itself is worth more than an announcement for so long: announcements come late and out of order."""
+
+PRESUMED_S = 5.0
+"""A member of a round that we have committed is taken to stand on its result for so long without having said so: it is about to."""
+
+OVERTAKEN_S = 5.0
+"""For so long after a fellow has named a round, lower ones come from messages that were overtaken on the way. Later, it has started anew."""
+
+
+@dataclass(slots=True)
+class _Known:
+    serving: bool
+    announced: AnchorVersion
+    said: AnchorVersion | None = None
+    said_at: float = 0.0
+    presumed: bool = False
+    """Nobody has said it."""
+    base: AnchorVersion | None = None
+    """Of the work below."""
+    steps: int = 0
+
+    def version(self, now: float) -> AnchorVersion:
+        return self.said if self.said is not None and now - self.said_at < WORD_HOLDS_S else self.announced
+
+
+class Fellows:
+    """The live replicas besides us, at most one less than a roster can hold."""
+
+    def __init__(self) -> None:
+        self._known: dict[PeerId, _Known] = {}
+
+    def __contains__(self, peer: PeerId) -> bool:
+        return peer in self._known
+
+    def changed(self, fellows: Iterable[Fellow], now: float) -> frozenset[PeerId]:
+        """Takes over a new view; returns who is gone."""
+        before = self._known
+        listed = sorted(fellows, key=lambda fellow: (not fellow.serving, fellow.peer))[: MAX_MEMBERS - 1]
+        self._known = {fellow.peer: _renewed(before.get(fellow.peer), fellow, now) for fellow in listed}
+        return frozenset(before) - frozenset(self._known)
+
+    def said(self, peer: PeerId, version: AnchorVersion, now: float) -> None:
+        """A fellow told us where it stands. What strangers say is not kept."""
+        known = self._known.get(peer)
+        if known is None:
+            return
+        recent = known.said is not None and not known.presumed and now - known.said_at < OVERTAKEN_S
+        if not (recent and known.said is not None and version.round < known.said.round):
+            known.said, known.said_at, known.presumed = version, now, False
+
+    def presume(self, members: Iterable[PeerId], version: AnchorVersion, now: float) -> None:
+        """We have committed this version with these members. Whoever commits first would otherwise be alone on it for a moment, and could
+        find the next round due for itself."""
+        for peer in members:
+            known = self._known.get(peer)
+            if known is not None and known.version(now).round < version.round:
+                known.said, known.said_at, known.presumed = version, now - WORD_HOLDS_S + PRESUMED_S, True
+
+    def worked(self, peer: PeerId, base: AnchorVersion, steps: int) -> None:
+        known = self._known.get(peer)
+        if known is not None and 0 <= steps <= MOST_STEPS:
+            known.base, known.steps = base, steps
+
+    @property
+    def serving(self) -> frozenset[PeerId]:
+        return frozenset(peer for peer, known in self._known.items() if known.serving)
+
+    @property
+    def all(self) -> frozenset[PeerId]:
+        return frozenset(self._known)
+
+    def versions(self, now: float) -> dict[PeerId, AnchorVersion]:
+        """Of the serving ones."""
+        return {peer: known.version(now) for peer, known in self._known.items() if known.serving}
+
+    def on(self, version: AnchorVersion, now: float) -> frozenset[PeerId]:
+        """The serving ones that stand on it."""
+        return frozenset(peer for peer, stands in self.versions(now).items() if stands == version)
+
+    def donors(self, version: AnchorVersion, now: float) -> tuple[PeerId, ...]:
+        """All that have it, whether they serve or not."""
+        return tuple(sorted(peer for peer, known in self._known.items() if known.version(now) == version))
+
+    def steps(self, base: AnchorVersion, now: float) -> list[int]:
+        """The work that those on `base` have reported."""
+        return [self._known[peer].steps for peer in self.on(base, now) if self._known[peer].base == base]
+
+
+def _renewed(known: _Known | None, fellow: Fellow, now: float) -> _Known:
+    if known is None:
+        return _Known(fellow.serving, fellow.version)
+    news = fellow.version != known.announced
+    known.serving, known.announced = fellow.serving, fellow.version
+    if news and known.said is not None and fellow.version.round >= known.said.round:
+        known.said = None
+    return known
+
+
+PATIENCE_PULSES = 2
+"""So long a difference lasts before a replica acts on it: most are a commit's messages under way."""
+RETRY_S = 5.0
+LONGEST_RETRY_S = 60.0
+REMEMBERED = 16
+
+
+@dataclass(slots=True)
+class _Failure:
+    until: float
+    count: int
+
+
+class Lag:
+    """Compares our anchor with the others', with patience: most differences are gone in a moment.
+
+    Versions never go back: a module that stands on a lower or equal round, but on another anchor, is not followed before its next
+    round, which gets a number above all that are seen.
+    """
+
+    def __init__(self, rules: RoundRules) -> None:
+        self._rules = rules
+        self._failures: dict[AnchorVersion, _Failure] = {}
+        self._since: float | None = None
+        self.catching: AnchorVersion | None = None
+        """What we are getting now."""
+
+    def standing(
+        self, own: AnchorVersion, others: Mapping[PeerId, AnchorVersion], now: float
+    ) -> Reasoned[AnchorVersion]:
+        """What the module stands on, but for what could not be had lately."""
+        vain = {version for version, failure in self._failures.items() if now < failure.until}
+        return standing(self._rules, own, {peer: version for peer, version in others.items() if version not in vain})
+
+    def may_convene(self, own: AnchorVersion, best: AnchorVersion, now: float) -> bool:
+        """Not for an anchor that the module has left. If nothing comes of waiting, it goes on after `longest_s`."""
+        if self.catching is not None:
+            return False
+        return best == own or (self._since is not None and now - self._since > self._rules.longest_s)
+
+    def target(
+        self, own: AnchorVersion, best: AnchorVersion, now: float, certain: bool, busy: bool
+    ) -> AnchorVersion | None:
+        """What to get now; None when there is no need, no way, or when it may settle by itself.
+
+        Args:
+            certain: more than half of all replicas stand there.
+            busy: a round is under way here; it comes first.
+        """
+        if best == own or self.catching is not None:
+            self._since = None
+            return None
+        if self._since is None:
+            self._since = now
+        patient = not certain and now - self._since < PATIENCE_PULSES * self._rules.pulse_s
+        return None if busy or patient or best.round <= own.round else best
+
+    def started(self, version: AnchorVersion) -> None:
+        self.catching, self._since = version, None
+
+    def failed(self, version: AnchorVersion, now: float) -> None:
+        """Tried again later and later; of the versions that failed the latest few are remembered."""
+        self.catching = None
+        before = self._failures.pop(version, None)
+        count = 1 if before is None else before.count + 1
+        self._failures[version] = _Failure(now + min(RETRY_S * 2.0 ** min(count - 1, 8), LONGEST_RETRY_S), count)
+        while len(self._failures) > REMEMBERED:
+            del self._failures[next(iter(self._failures))]
+
+    def moved(self) -> None:
+        """We stand on another anchor."""
+        self.catching = self._since = None
+
+
+class Outlook:
+    """Shared by the parts of one `RoundMachine`, which keeps `now` up to date."""
+
+    def __init__(self, own: PeerId, module: ModuleId, rules: RoundRules, version: AnchorVersion, seal: Seal) -> None:
+        self.own = own
+        self.seal = seal
+        self.module = module
+        self.rules = rules
+        self.version = version
+        self.now = 0.0
+        self.steps = 0
+        """Our own since our anchor."""
+        self.anchored_at: float | None = None
+        """Since when we stand on our anchor; None before the first event."""
+        self._highest = 0
+        self.fellows = Fellows()
+        self.ballots = Ballots(rules)
+        self.offences = Offences()
+        self.lag = Lag(rules)
+        self.usual = UsualLength()
+
+    def standing(self) -> Reasoned[AnchorVersion]:
+        """What the module stands on, as we see it."""
+        return self.lag.standing(self.version, self.fellows.versions(self.now), self.now)
+
+    def may_convene(self) -> bool:
+        """Whether a round from our anchor is what the module needs, and there is a number left for it."""
+        possible = plausible_round(self.version, self.next_number())
+        return possible and self.lag.may_convene(self.version, self.standing().value, self.now)
+
+    @property
+    def anchored_s(self) -> float:
+        """How long we have stood on our anchor."""
+        return 0.0 if self.anchored_at is None else self.now - self.anchored_at
+
+    def due(self) -> Reasoned[bool]:
+        on = self.fellows.on(self.version, self.now)
+        return due(self.rules, self.steps, self.fellows.steps(self.version, self.now), len(on) + 1, self.anchored_s)
+
+    def next_number(self) -> int:
+        """Of the next round: above every version we have ever seen, also of replicas that are gone now, so that no number gets two
+        results only because somebody was away."""
+        self._highest = max(self._highest, next_number(self.version, self.fellows.versions(self.now).values()))
+        return max(self._highest, self.ballots.highest[0])
+
+    def order(self) -> tuple[PeerId, ...]:
+        """Who convenes the next round: the serving replicas on our anchor, we included."""
+        others = self.fellows.on(self.version, self.now) - self.offences.excluded(self.now)
+        return convener_order(self.module, self.version, self.next_number(), {self.own, *others})
+
+    def stand_on(self, version: AnchorVersion) -> list[Tell]:
+        """We stand on another anchor from now on, and all others learn it from ourselves."""
+        self.version, self.steps, self.anchored_at = version, 0, self.now
+        self.ballots.new_anchor()
+        self.lag.moved()
+        report = Progress(self.module, version, 0, 0)
+        return [Tell(peer, report) for peer in sorted(self.fellows.all)]

@@ -1,0 +1,291 @@
+"""A module's rounds as one replica lives them: what befalls it (`words.Event`) and what it does then (`words.Action`).
+
+The story. A replica works from its anchor and tells the three who would convene the next round how far it is. When the work of all
+is enough, the first in hash order invites everybody (Convening); who accepts fixes its pseudo-gradient and enters (Participation);
+the convener fixes the roster, the members exchange, and each says when it has the whole result, and which. When more than half of the
+roster has the same, the convener says Commit, and it holds.
+
+What is kept whatever happens:
+
+* One attempt at a time. The highest (number, attempt) is followed, of equals the one whose convener is first in hash order; but who
+  exchanges stays with a convener that it hears. A silent convener is replaced by the next in order, a silent or rejected
+  member is left out of the next attempt.
+* Who has prepared a result keeps it until it stands on another anchor, and says so in every entry. A convener does not start a new
+  exchange while a majority of an earlier roster may have prepared one: somebody may have committed it.
+* Nobody is believed because it convenes: entries are signed, travel in the roster, and every member works out weights, shards, steps and
+  tokens from them for itself. A convener that sends anything else is left out.
+* A replica applies only what it has prepared itself from the anchor it stands on, after a Commit or when another stands on it.
+* A replica leaves its anchor for another only when the module stands there (`rules.standing`), and only for a higher round: versions never
+  go back. Nobody's word but that of the replicas that stand there counts for it, with one exception: a convener takes over a
+  result that it found as above.
+* Time during which the process did not run is no time: nobody is taken for silent because we slept. After a long sleep the attempt is dropped.
+
+Nothing here does IO or draws random numbers. Messages to ourselves (the convener is a member too) never leave.
+
+Time that stands still while the process does: a frozen computer does not take the others for silent when it thaws.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from swarm.averaging.attempts import Attempts
+from swarm.averaging.replica_view import Outlook
+from swarm.averaging.round_events import (
+    Accuse,
+    Action,
+    Arrived,
+    CatchUp,
+    CatchUpFailed,
+    Caught,
+    CaughtUp,
+    Event,
+    FellowsChanged,
+    LinkLost,
+    Owing,
+    PieceCame,
+    PieceRejected,
+    RoundRules,
+    Seal,
+    SnapshotBroken,
+    SnapshotTaken,
+    Staged,
+    StandAlone,
+    SteppedAlone,
+    Tell,
+    Tick,
+    Worked,
+)
+from swarm.averaging.schedule import INFORMED
+from swarm.vocabulary.averaging_messages import (
+    Commit,
+    Declined,
+    Invitation,
+    Progress,
+    RoundControl,
+    RoundId,
+    SignedRoster,
+)
+from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId, short
+
+GAP_S = 0.5
+"""The machine is called ten times a second; a longer pause means that the process was stopped or held up."""
+
+
+class WakingTime:
+    """Turns a monotonic clock into seconds awake."""
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+        self._slept = 0.0
+
+    def advance(self, now: float) -> tuple[float, float]:
+        """Seconds awake, and how long it slept since the last call (0 when it did not)."""
+        gap = 0.0 if self._last is None else now - self._last
+        self._last = now
+        slept = gap if gap > GAP_S else min(gap, 0.0)
+        self._slept += slept
+        return now - self._slept, max(slept, 0.0)
+
+
+Actions = list[Action]
+
+
+class RoundMachine:
+    """See the module.
+
+    Args:
+        own: this peer.
+        version: the anchor it stands on at the start.
+        seal: signs our entries and checks the others'.
+    """
+
+    def __init__(self, own: PeerId, module: ModuleId, rules: RoundRules, version: AnchorVersion, seal: Seal) -> None:
+        self._outlook = Outlook(own, module, rules, version, seal)
+        self._attempts = Attempts(self._outlook)
+        self._time = WakingTime()
+        self._seen = False
+        """Whether there was a view of the others yet."""
+        self._alone: bool | None = None
+        """What we told last; None when nothing yet."""
+        self._alone_since: float | None = None
+        """When another serving replica was there last, or when we began to look."""
+
+    # ---- looking -----------------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> AnchorVersion:
+        """The anchor we stand on."""
+        return self._outlook.version
+
+    @property
+    def under_way(self) -> RoundId | None:
+        """The attempt we take part in."""
+        part = self._attempts.part
+        return None if part is None else part.round
+
+    @property
+    def settled(self) -> bool:
+        """Whether we have seen the others and stand where the module stands. Until then a replica should not announce that it serves."""
+        return self._seen and self._outlook.lag.catching is None and self._outlook.standing().value == self.version
+
+    @property
+    def in_company(self) -> bool:
+        """Whether another replica serves the module."""
+        return bool(self._outlook.fellows.serving)
+
+    def describe(self) -> str:
+        """One line for people."""
+        outlook, part = self._outlook, self._attempts.part
+        where = f"round {self.version.round}"
+        if outlook.lag.catching is not None:
+            return f"{where}, catching up to round {outlook.lag.catching.round}"
+        if part is not None:
+            attempt = part.round
+            convener = "we convene" if attempt.convener == outlook.own else f"{short(attempt.convener)} convenes"
+            return f"{where}; round {attempt.number} attempt {attempt.attempt}, {convener}: {part.phase.value}"
+        if self._alone:
+            return f"{where}, alone, {outlook.steps} inner steps since"
+        latest = f"; {self._attempts.latest}" if self._attempts.latest else ""
+        return f"{where}; {outlook.standing().reason}; {outlook.due().reason}{latest}"
+
+    # ---- the machine -------------------------------------------------------------------------------------------------
+
+    def handle(self, event: Event, now: float) -> Actions:
+        """What is to be done, in order. Events of attempts that are over are ignored, never an error.
+
+        Args:
+            now: seconds of a monotonic clock.
+        """
+        outlook = self._outlook
+        outlook.now, slept = self._time.advance(now)
+        if outlook.anchored_at is None:
+            outlook.anchored_at = outlook.now
+        actions: Actions = []
+        if slept >= outlook.rules.silence_s:
+            actions += self._attempts.leave(f"this process did not run for {slept:.1f} s")
+            outlook.ballots.pause(outlook.now, outlook.rules.answer_s)
+        to_ourselves: deque[RoundControl] = deque()
+        produced = self._react(event)
+        while produced or to_ourselves or (produced := self._follow_up()):
+            for action in produced:
+                if isinstance(action, Tell) and action.to == outlook.own:
+                    to_ourselves.append(action.message)
+                else:
+                    actions.append(action)
+            produced = self._attempts.arrived(outlook.own, to_ourselves.popleft()) if to_ourselves else []
+        return actions
+
+    def _react(self, event: Event) -> Actions:
+        attempts = self._attempts
+        match event:
+            case Arrived(sender, message):
+                return self._arrived(sender, message)
+            case FellowsChanged():
+                return self._fellows_changed(event)
+            case Worked(steps, tokens):
+                return self._worked(steps, tokens)
+            case SnapshotTaken() | SnapshotBroken() | PieceCame() | Owing() | PieceRejected() | Staged():
+                return attempts.befell(event)
+            case LinkLost(peer):
+                return attempts.link_lost(peer)
+            case SteppedAlone(version) | CaughtUp(version):
+                return [*attempts.forget("we stand on another anchor"), *self._outlook.stand_on(version)]
+            case Caught(peer):
+                self._outlook.offences.was_caught(peer, event.certain, self._outlook.now)
+                return [Accuse(event)]
+            case CatchUpFailed(wanted):
+                self._outlook.lag.failed(wanted, self._outlook.now)
+            case Tick():
+                pass
+        return []
+
+    def _follow_up(self) -> Actions:
+        """The first thing that time and the new state make due; asked again until nothing is."""
+        attempts = self._attempts
+        return (
+            attempts.adopt_if_others_did()
+            or self._notice_company()
+            or attempts.advance()
+            or attempts.upkeep()
+            or self._catch_up_if_behind()
+            or self._convene_if_due()
+        )
+
+    # ---- ourselves and the others ------------------------------------------------------------------------------------
+
+    def _arrived(self, sender: PeerId, message: RoundControl) -> Actions:
+        """Only live replicas of our module are heard. What they say of themselves tells where they stand."""
+        outlook = self._outlook
+        module = message.module if isinstance(message, Progress) else message.round.module
+        if sender not in outlook.fellows or module != outlook.module:
+            return []
+        match message:
+            case Progress(_, base, steps, _):
+                outlook.fellows.said(sender, base, outlook.now)
+                outlook.fellows.worked(sender, base, steps)
+            case Invitation(_, base) | SignedRoster(_, base):
+                outlook.fellows.said(sender, base, outlook.now)
+            case Declined(_, _, version):
+                outlook.fellows.said(sender, version, outlook.now)
+            case Commit(_, version, holders) if sender in holders:
+                outlook.fellows.said(sender, version, outlook.now)
+            case _:
+                pass
+        return [*self._attempts.adopt_if_others_did(), *self._attempts.arrived(sender, message)]
+
+    def _fellows_changed(self, event: FellowsChanged) -> Actions:
+        outlook = self._outlook
+        self._seen = True
+        gone = outlook.fellows.changed((fellow for fellow in event.fellows if fellow.peer != outlook.own), outlook.now)
+        return [action for peer in sorted(gone) for action in self._attempts.link_lost(peer)]
+
+    def _worked(self, steps: int, tokens: int) -> Actions:
+        outlook = self._outlook
+        if steps == outlook.steps:  # as after a commit: that we stand on it has been told with the number
+            return []
+        outlook.steps = steps
+        report = Progress(outlook.module, outlook.version, steps, tokens)
+        return [Tell(peer, report) for peer in outlook.order()[:INFORMED] if peer != outlook.own]
+
+    def _notice_company(self) -> Actions:
+        """Being alone must last a little: after a long sleep all announcements have run out, and the new ones are under way."""
+        outlook, alone = self._outlook, not self._outlook.fellows.serving
+        if self._alone_since is None or not alone:
+            self._alone_since = outlook.now
+        lasts = outlook.now - self._alone_since >= outlook.rules.answer_s
+        if not self._seen or alone == self._alone or (alone and not lasts):
+            return []
+        self._alone = alone
+        return [*(self._attempts.finish_alone() if alone else []), StandAlone(alone)]
+
+    # ---- what time brings -------------------------------------------------------------------------------------------
+
+    def _catch_up_if_behind(self) -> Actions:
+        outlook = self._outlook
+        best = outlook.standing()
+        certain = 2 * len(outlook.fellows.on(best.value, outlook.now)) > len(outlook.fellows.serving) + 1
+        busy = self._attempts.part is not None
+        wanted = outlook.lag.target(outlook.version, best.value, outlook.now, certain, busy)
+        if wanted is None:
+            return []
+        outlook.lag.started(wanted)
+        donors = outlook.fellows.donors(wanted, outlook.now)
+        return [*self._attempts.forget("catching up"), CatchUp(wanted, donors, best.reason)]
+
+    def _convene_if_due(self) -> Actions:
+        """The first in order opens a due round at once, the next one when nothing has come from those before."""
+        outlook = self._outlook
+        ballots = outlook.ballots
+        if not outlook.fellows.serving or self._attempts.part is not None or outlook.now < ballots.quiet_until:
+            return []
+        due = outlook.due()
+        if not (due.value and outlook.may_convene()):
+            ballots.due_since = None
+            return []
+        if ballots.due_since is None:
+            ballots.due_since = outlook.now
+        rank = outlook.order().index(outlook.own)
+        if outlook.now - ballots.due_since < rank * outlook.rules.answer_s:
+            return []
+        return self._attempts.open(due.reason)

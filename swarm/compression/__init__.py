@@ -1,0 +1,1 @@
+"""Which codec for which link, and what a link carries."""

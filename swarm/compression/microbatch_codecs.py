@@ -1,0 +1,79 @@
+"""Which codec a tensor gets on a link: the mildest with which the link is not what everybody waits for.
+
+Hybrid compression (arXiv 2409.02423): what stands it is compressed hard, what does not mildly, state not at all. The run's manifest says for each kind of traffic how
+far one may go (the limit); a link that carries more than is asked of it costs no accuracy.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from swarm.vocabulary.types import Codec, Reasoned
+
+
+class Traffic(enum.Enum):
+    """Kinds of tensors that differ in what they stand."""
+
+    ACTIVATIONS = "activations"
+    GRADIENTS = "gradients"
+
+
+MOST_OF_A_VISIT: Final = 0.25
+"""Of the time that a microbatch is computed at the slower end, a tensor may be on the link for so long. Two tensors of a microbatch leave each peer, and
+several microbatches are under way: with a quarter each, links are idle half of the time and rarely waited for."""
+NO_CHOICE: Final = "the run allows nothing else"
+BACK_AT: Final = 0.6
+"""A milder codec is taken again when it would need less than this part of what is allowed: a link that varies must not swing the choice."""
+
+MOST_ERROR: Final[Mapping[Codec, float]] = {Codec.BF16: 4e-3, Codec.INT8: 1.2e-2, Codec.FP8: 4e-2, Codec.INT4: 0.13}
+"""Relative errors that are more than these codecs have on any data they are meant for. Where one does, the next milder one is used."""
+
+_LADDERS: Final[Mapping[Codec, tuple[Codec, ...]]] = {
+    Codec.NONE: (),
+    Codec.BF16: (Codec.BF16,),
+    Codec.INT8: (Codec.BF16, Codec.INT8),
+    Codec.FP8: (Codec.BF16, Codec.FP8),
+    Codec.INT4: (Codec.BF16, Codec.INT8, Codec.INT4),
+}
+
+
+def ladder(limit: Codec, *, half_precision: bool) -> tuple[Codec, ...]:
+    """The codecs from the mildest to `limit`, what they fall back to among them. Where elements are bfloat16 anyway, BF16 is none."""
+    rungs = (Codec.NONE, *_LADDERS[limit])
+    return tuple(codec for codec in rungs if not (half_precision and codec is Codec.BF16))
+
+
+def choose(
+    rungs: Sequence[Codec], sizes: Mapping[Codec, int], current: Codec | None, bytes_per_s: float, visit_s: float
+) -> Reasoned[Codec]:
+    """One of `rungs` (mildest first, at least one).
+
+    Args:
+        sizes: encoded bytes of the tensor with each.
+        current: what was used on this link before.
+        bytes_per_s: what the link carries; 0 when nothing is known.
+        visit_s: how long a microbatch is computed at the slower end of the link, out and back; 0 when nothing is known.
+    """
+    if len(rungs) == 1:
+        return Reasoned(rungs[0], NO_CHOICE)
+    if not bytes_per_s or not visit_s:
+        return Reasoned(rungs[0], "nothing was measured yet")
+    allowed = MOST_OF_A_VISIT * visit_s
+    if current is not None and current in rungs:
+        kept = rungs.index(current)
+        if sizes[current] / bytes_per_s <= allowed:
+            milder = [codec for codec in rungs[:kept] if sizes[codec] / bytes_per_s <= BACK_AT * allowed]
+            return _reason(milder[0] if milder else current, sizes, bytes_per_s, visit_s)
+    fitting = [codec for codec in rungs if sizes[codec] / bytes_per_s <= allowed]
+    return _reason(fitting[0] if fitting else rungs[-1], sizes, bytes_per_s, visit_s)
+
+
+def _reason(codec: Codec, sizes: Mapping[Codec, int], bytes_per_s: float, visit_s: float) -> Reasoned[Codec]:
+    needs_s, rate = sizes[codec] / bytes_per_s, bytes_per_s * 8 / 1e6
+    return Reasoned(
+        codec,
+        f"{sizes[codec] / 1e6:.2f} MB over {rate:.0f} Mbit/s take {1000 * needs_s:.0f} ms"
+        f" of a visit's {1000 * visit_s:.0f} ms ({MOST_OF_A_VISIT:.0%} are wanted)",
+    )

@@ -1,0 +1,98 @@
+"""Which codecs a round uses: the mildest with which the slowest member's link does not hold the round up.
+
+Pseudo-gradients stand much (DiLoCo, arXiv 2501.18512; DESIGN section 6): INT8 makes no difference that can be measured (`benchmarks/codec_training.py`), so where the
+run allows it nothing milder is taken. The convener chooses, from the bandwidths that members enter with, and says so in the roster: all members of an attempt use the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from swarm.compression.microbatch_codecs import NO_CHOICE
+from swarm.vocabulary.averaging_messages import Contribution, RoundPiece
+from swarm.vocabulary.types import Codec, Reasoned
+
+MOST_OF_AN_INTERVAL: Final = 0.25
+"""Of the time between two rounds an exchange may take so much: training goes on meanwhile and uses the same links, and what is learnt during it starts from an older anchor."""
+
+_RESULTS: Final[Mapping[Codec, Codec]] = {
+    Codec.NONE: Codec.NONE,
+    Codec.BF16: Codec.BF16,
+    Codec.INT8: Codec.INT8,
+    Codec.INT4: Codec.INT4,
+    Codec.TOP_K_4: Codec.INT4,
+    Codec.TOP_K_2: Codec.INT4,
+}
+_LADDER: Final = (Codec.INT8, Codec.INT4, Codec.TOP_K_4, Codec.TOP_K_2)
+_LEAVE_LITTLE: Final = frozenset({Codec.NONE, Codec.BF16, Codec.INT8})
+
+
+@dataclass(frozen=True, slots=True)
+class RoundCodecs:
+    """Of what members contribute, and of the means that reducers send back."""
+
+    contribution: Codec
+
+    @property
+    def result(self) -> Codec:
+        """Nobody makes good for what this one leaves out, so it is never sparse."""
+        return _RESULTS[self.contribution]
+
+    @property
+    def leave_over(self) -> bool:
+        """Whether contributions leave out so much that it has to stay in the replicas (`node.averaging.exchange.pseudo_gradient`)."""
+        return self.contribution not in _LEAVE_LITTLE
+
+    def of(self, message: RoundPiece) -> Codec:
+        """That the message's tensor has."""
+        return self.contribution if isinstance(message, Contribution) else self.result
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """One choice.
+
+    Args:
+        share: bytes on the wire over those of float32, mean of both directions.
+    """
+
+    codecs: RoundCodecs
+    share: float
+
+
+FLOAT32: Final = Rung(RoundCodecs(Codec.NONE), 1.0)
+
+
+def ladder(limit: Codec) -> tuple[RoundCodecs, ...]:
+    """What a run allows, from the mildest to `limit`. NONE and BF16 stand alone: whoever asks for them wants no less."""
+    rungs = _LADDER[: _LADDER.index(limit) + 1] if limit in _LADDER else (limit,)
+    return tuple(RoundCodecs(codec) for codec in rungs)
+
+
+def choose(
+    rungs: Sequence[Rung], both_ways_bytes: float, slowest_bytes_per_s: float, interval_s: float
+) -> Reasoned[RoundCodecs]:
+    """One of `rungs` (mildest first, at least one).
+
+    Args:
+        both_ways_bytes: what the slowest member sends and receives with float32.
+        slowest_bytes_per_s: of its link; 0 when nothing is known.
+        interval_s: the time that the work of this round has taken.
+    """
+    if len(rungs) == 1:
+        return Reasoned(rungs[0].codecs, NO_CHOICE)
+    if not slowest_bytes_per_s:
+        return Reasoned(rungs[0].codecs, "no link was measured yet")
+
+    def takes_s(rung: Rung) -> float:
+        return rung.share * both_ways_bytes / slowest_bytes_per_s
+
+    allowed_s = MOST_OF_AN_INTERVAL * interval_s
+    chosen = next((rung for rung in rungs if takes_s(rung) <= allowed_s), rungs[-1])
+    return Reasoned(
+        chosen.codecs,
+        f"{chosen.share * both_ways_bytes / 1e6:.1f} MB over {slowest_bytes_per_s * 8 / 1e6:.0f} Mbit/s take {takes_s(chosen):.1f} s"
+        f" of the {interval_s:.0f} s between rounds ({MOST_OF_AN_INTERVAL:.0%} are wanted)",
+    )

@@ -1,0 +1,216 @@
+"""Who is in the swarm, as one peer sees it: the newest valid announcement of every other peer, and which of them fail us.
+
+All times are monotonic seconds of this machine; an announcement's wall-clock expiry is turned into a remaining time when it
+is seen, so that a clock that jumps does not empty the view.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from swarm.vocabulary.announcement import Announcement
+from swarm.vocabulary.types import PROTOCOL_VERSIONS, ModuleId, PeerId, PeerState, RunId
+
+MAX_PEERS = 20_000
+MAX_LEFT_OUT = 1024
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 60.0
+
+
+class Change(enum.Enum):
+    """What an announcement changed in the view."""
+
+    NEW = "new"
+    UPDATED = "updated"
+    IGNORED = "ignored"
+
+
+@dataclass(slots=True)
+class _Member:
+    announcement: Announcement
+    expires: float
+    heard: float
+    """When the announcement was."""
+    failures: int = 0
+    failed_ms: float = -math.inf
+    """A moment no later than its last failure, by the clock that dates its announcements."""
+    suspect_until: float = 0.0
+
+    @property
+    def is_given_up(self) -> bool:
+        return self.suspect_until == math.inf
+
+    def suspect(self, now: float, until: float) -> None:
+        self.suspect_until = until
+        self.failed_ms = max(self.failed_ms, self.announcement.sequence + (now - self.heard) * 1e3)
+
+
+class Membership:
+    """The view. Announcements put in have been verified by whoever read them.
+
+    Args:
+        run: announcements of other runs are ignored.
+        own: this peer; what it says of itself is ignored too.
+    """
+
+    def __init__(self, run: RunId, own: PeerId) -> None:
+        self.run = run
+        self.own = own
+        self._members: dict[PeerId, _Member] = {}
+        self._left_out: OrderedDict[PeerId, float] = OrderedDict()
+        """Until when; whoever is heard again or announces itself anew stays left out."""
+
+    def observe(self, announcement: Announcement, *, now: float, wall: float) -> Change:
+        """Takes in an announcement. One of another run, of ourselves, expired, or older than one that still holds changes nothing."""
+        remaining = announcement.expires_at - wall
+        if announcement.run != self.run or announcement.peer == self.own or remaining <= 0:
+            return Change.IGNORED
+        known = self._members.get(announcement.peer)
+        if known is None or known.expires <= now:
+            self._members[announcement.peer] = _Member(announcement, now + remaining, now)
+            evicted = self._evict_one() if len(self._members) > MAX_PEERS else None
+            return Change.IGNORED if evicted == announcement.peer else Change.NEW
+        if announcement.sequence <= known.announcement.sequence:
+            return Change.IGNORED
+        known.announcement = announcement
+        known.expires = now + remaining
+        known.heard = now
+        if announcement.sequence > known.failed_ms:  # else it is from before: the directory is slow
+            known.suspect_until = min(known.suspect_until, now + _pause_s(known.failures))
+        return Change.UPDATED
+
+    def expire(self, now: float) -> list[PeerId]:
+        """Removes and returns the peers whose announcement has run out."""
+        gone = [peer for peer, member in self._members.items() if member.expires <= now]
+        for peer in gone:
+            del self._members[peer]
+        return gone
+
+    def forget(self, peer: PeerId) -> None:
+        """The peer hosts nothing and has gone."""
+        self._members.pop(peer, None)
+
+    def fail(self, peer: PeerId, now: float) -> None:
+        """The peer could not be reached or fell silent: no new work for it for FIRST_PAUSE_S, in case only a link broke.
+
+        What fails while it is suspected already belongs to the same outage and does not count again; what fails after it
+        is one time too many (`give_up`).
+        """
+        member = self._members.get(peer)
+        if member is None or member.suspect_until > now:
+            return
+        member.failures += 1
+        member.suspect(now, now + FIRST_PAUSE_S if member.failures == 1 else math.inf)
+
+    def give_up(self, peer: PeerId, now: float) -> None:
+        """No work for the peer until it has announced something since: a dead peer announces nothing."""
+        member = self._members.get(peer)
+        if member is not None:
+            member.suspect(now, math.inf)
+
+    def leave_out(self, peer: PeerId, until: float) -> None:
+        """The peer is there and does harm: no work for it before `until`, unless nobody else serves its module."""
+        self._left_out.pop(peer, None)
+        self._left_out[peer] = until
+        while len(self._left_out) > MAX_LEFT_OUT:
+            self._left_out.popitem(last=False)
+
+    def recover(self, peer: PeerId) -> None:
+        """The peer has been heard again: a link to it stands."""
+        member = self._members.get(peer)
+        if member is not None:
+            member.failures, member.suspect_until = 0, 0.0
+
+    def get(self, peer: PeerId) -> Announcement | None:
+        member = self._members.get(peer)
+        return None if member is None else member.announcement
+
+    def slots_of(self, peer: PeerId) -> int:
+        """As it announces; 0 of one that is not known."""
+        known = self.get(peer)
+        return 0 if known is None else known.slots
+
+    def hosts(self, peer: PeerId, module: ModuleId) -> bool:
+        """Whether the peer says that it hosts the module, whatever state it is in."""
+        announcement = self.get(peer)
+        return announcement is not None and announcement.module == module
+
+    def is_suspect(self, peer: PeerId, now: float) -> bool:
+        member = self._members.get(peer)
+        return member is not None and member.suspect_until > now
+
+    def is_given_up(self, peer: PeerId) -> bool:
+        """Whether it is out of reach and has not been heard of since."""
+        member = self._members.get(peer)
+        return member is not None and member.is_given_up
+
+    def peers(self) -> Iterable[Announcement]:
+        """Every known announcement, suspect ones included."""
+        return tuple(member.announcement for member in self._members.values())
+
+    def replicas(self, module: ModuleId, now: float) -> list[Announcement]:
+        """The peers that may be given work for a module: serving, unexpired, not suspect, of a version we speak, and not left out if there are others."""
+        found = [member.announcement for member in self._serving(module, now) if member.suspect_until <= now]
+        return [known for known in found if self._left_out.get(known.peer, 0.0) <= now] or found
+
+    def with_state(self, module: ModuleId) -> list[Announcement]:
+        """The module's replicas that have told on which agreed state they stand, and have not been given up."""
+        return [
+            member.announcement
+            for peer, member in self._members.items()
+            if member.announcement.module == module
+            and member.announcement.state in (PeerState.SERVING, PeerState.DRAINING)
+            and member.announcement.anchor is not None
+            and not self.is_given_up(peer)
+        ]
+
+    def is_served(self, module: ModuleId, now: float) -> bool:
+        """Whether a module has a peer that has not been given up, suspect for a moment or not."""
+        return not all(member.is_given_up for member in self._serving(module, now))
+
+    def served(self, now: float) -> set[ModuleId | None]:
+        """All modules that are."""
+        serving = (member for member in self._members.values() if _serves(member, now) and not member.is_given_up)
+        return {member.announcement.module for member in serving}
+
+    def with_replicas(self, now: float) -> set[ModuleId | None]:
+        """The modules that have `replicas`."""
+        serving = (member for member in self._members.values() if _serves(member, now))
+        return {member.announcement.module for member in serving if member.suspect_until <= now}
+
+    def reaches_somebody(self) -> bool:
+        """Whether there is a peer that has not been given up."""
+        return not all(member.is_given_up for member in self._members.values())
+
+    def _serving(self, module: ModuleId, now: float) -> list[_Member]:
+        return [
+            member for member in self._members.values() if member.announcement.module == module and _serves(member, now)
+        ]
+
+    def _evict_one(self) -> PeerId:
+        """Visitors go first, then whoever expires first, a newcomer included: a flood of short-lived records cannot push out those that stay."""
+
+        def worth(member: _Member) -> tuple[bool, float]:
+            return member.announcement.state is not PeerState.VISITING, member.expires
+
+        victim = min(self._members.values(), key=worth).announcement.peer
+        del self._members[victim]
+        return victim
+
+
+def _serves(member: _Member, now: float) -> bool:
+    announcement = member.announcement
+    return (
+        announcement.state is PeerState.SERVING
+        and member.expires > now
+        and announcement.versions.common(PROTOCOL_VERSIONS) is not None
+    )
+
+
+def _pause_s(failures: int) -> float:
+    """How long a peer that announces itself, but could not be used so many times in a row, still gets no work."""
+    return min(LONGEST_PAUSE_S, 2.0 ** (failures - 3)) if failures > 2 else 0.0

@@ -1,0 +1,220 @@
+"""When a peer leaves its module for another: to fill an empty one at once, else when the gain is worth the download.
+
+The swarm is as fast as its weakest module, so only the weakest is moved to, and what counts is the weaker of the two modules
+concerned, before and after. That grows by at least `min_gain` with every move, so moves come to an end: no peer can go round in
+circles while speeds and peers stay the same.
+
+Everybody ranks the possible movers by the same rule. The first moves; the next ones wait their turn (`turn_s` each), because the
+first may be one that does not want to move, and nobody can see that. Nobody goes who is the last in its module that is proven to do its work: whoever
+else says that it serves there may be lying, and would be left alone with the module. While a peer drains that may be on its way there, nobody else
+sets out, for as long as a turn. One that has arrived (JOINING) counts at its new module, where nobody is missed any more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from swarm.membership.capacity import Host, Workload, allowed_throughput, draw, hosts_of
+from swarm.vocabulary.announcement import Announcement
+from swarm.vocabulary.types import ModuleId, PeerId, PeerState, Reasoned, short
+
+LEAST_VOUCHED = 0.1
+"""Of our work. Not half: data nodes share the replicas among them, so each has seen only some of ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoveRules:
+    """How eager peers are to move. The defaults are for links over the internet; times in seconds."""
+
+    min_gain: float = 0.1
+    """The weaker of both modules must gain at least this share."""
+    horizon_s: float = 600.0
+    """By then a move must have paid for itself."""
+    min_stay_s: float = 300.0
+    """No ordinary move for so long after a join or a move, and for up to half as long again (by hash)."""
+    steady_s: float = 30.0
+    """An ordinary move must have been worth it for so long: nobody runs after a passing picture."""
+    settle_s: float = 15.0
+    """A view younger than this is not trusted even in an emergency."""
+    empty_after_s: float = 3.0
+    """A module has to be without a peer for so long before somebody moves there: the peer may be back at once."""
+    turn_s: float = 20.0
+    """How long each possible mover has before the next one's turn; more than a drain takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """The swarm as one peer sees it, and its own place in it.
+
+    Args:
+        own: its own announcement; it is SERVING.
+        others: everybody else's, without those that are suspect.
+        served_s: seconds that it has served its module.
+        move_s: for each module it may move to, the seconds without it that the move would cost: drain, download, preparation.
+            Modules that are left out are never moved to.
+        proven: peers that have done their work before somebody's eyes (`proven_by`), or in a round with us.
+    """
+
+    own: Announcement
+    others: tuple[Announcement, ...]
+    served_s: float
+    move_s: Mapping[ModuleId, float]
+    proven: frozenset[PeerId] = frozenset()
+
+    def hosts(self, workload: Workload) -> tuple[Host, ...]:
+        """Everybody, this peer included."""
+        return hosts_of((self.own, *self.others), workload, self.proven | {self.own.peer})
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """The module that wants a peer most, and those who could go there, the best first.
+
+    `on_the_way` are peers that have just left a module which can spare them: nobody can see where they go.
+    """
+
+    target: ModuleId
+    is_empty: bool
+    movers: tuple[PeerId, ...]
+    on_the_way: frozenset[PeerId]
+
+
+class MoveWatch:
+    """One peer's readiness to move: looks at the swarm again and again, and remembers since when a module has wanted a peer."""
+
+    def __init__(self, workload: Workload, rules: MoveRules) -> None:
+        self._workload = workload
+        self._rules = rules
+        self._wanted: tuple[ModuleId, bool] | None = None
+        self._wanted_since = 0.0
+        self._on_the_way: frozenset[PeerId] = frozenset()
+        self._busy_since = 0.0
+
+    def consider(self, standing: Standing, now: float) -> Reasoned[ModuleId | None]:
+        """Where to move now, if anywhere. `now` is monotonic."""
+        wish = strongest_wish(standing, self._workload, self._rules)
+        wanted = None if wish is None else (wish.target, wish.is_empty)
+        if wanted != self._wanted:
+            self._wanted, self._wanted_since = wanted, now
+        on_the_way = frozenset() if wish is None else wish.on_the_way
+        if on_the_way - self._on_the_way:
+            self._busy_since = now
+        self._on_the_way = on_the_way
+        if wish is None:
+            return Reasoned(None, "no move would help")
+        if on_the_way and now - self._busy_since < self._rules.turn_s:
+            return Reasoned(None, f"module {wish.target} wants a peer; {short(min(on_the_way))} may be on its way")
+        return consider_move(standing, wish, now - self._wanted_since, self._workload, self._rules)
+
+
+def strongest_wish(standing: Standing, workload: Workload, rules: MoveRules) -> Wish | None:
+    """Which of the modules in `move_s` gains most by a move, and by whose; None when no move is worth considering.
+
+    Data nodes never move: their text and their account are theirs.
+    """
+    hosts = standing.hosts(workload)
+    allowed = allowed_throughput(hosts, workload)
+    goals = [module for module in workload.modules if module in standing.move_s or module == standing.own.module]
+    if not goals:
+        return None
+    target = min(goals, key=lambda module: (allowed[module], module))
+    spare = _who_can_be_spared(standing, hosts)
+    values = {
+        host.peer: _value(host, target, allowed, workload, rules)
+        for host in hosts
+        if host.module != target and host.module.stage > 0 and host.peer in spare
+    }
+    worth = {peer: value for peer, value in values.items() if value is not None}
+    on_the_way = frozenset(host.peer for host in hosts if host.peer in worth and host.state is PeerState.DRAINING)
+    movers = sorted(worth.keys() - on_the_way, key=lambda peer: (-worth[peer], draw(peer, target)))
+    return Wish(target, allowed[target] == 0, tuple(movers), on_the_way) if worth else None
+
+
+def consider_move(
+    standing: Standing, wish: Wish, wanted_s: float, workload: Workload, rules: MoveRules
+) -> Reasoned[ModuleId | None]:
+    """Whether it is on us to fulfil the wish, which has stood for `wanted_s` seconds."""
+    own, target = standing.own.peer, wish.target
+    if own not in wish.movers or target not in standing.move_s:
+        return Reasoned(None, f"module {target} wants a peer, but not this one")
+    rank = wish.movers.index(own)
+    first_turn = rules.empty_after_s if wish.is_empty else rules.steady_s
+    if wanted_s < first_turn + rank * rules.turn_s:
+        return Reasoned(None, f"module {target} wants a peer; {short(wish.movers[0])} goes first")
+    assert standing.own.module is not None
+    stay = rules.settle_s if wish.is_empty else rules.min_stay_s * (1 + draw(own, standing.own.module) / 2)
+    if standing.served_s < stay:
+        return Reasoned(None, f"module {target} wants a peer, but this one has only just come")
+    if wish.is_empty:
+        return Reasoned(target, f"module {target} has no peer, and module {standing.own.module} can spare this one")
+    return _if_it_pays(standing, target, workload, rules)
+
+
+def _if_it_pays(
+    standing: Standing, target: ModuleId, workload: Workload, rules: MoveRules
+) -> Reasoned[ModuleId | None]:
+    """Whether more is trained within the horizon by moving than by staying."""
+    hosts = standing.hosts(workload)
+    allowed = allowed_throughput(hosts, workload)
+    own = next(host for host in hosts if host.peer == standing.own.peer)
+    away = allowed[own.module] - own.power / workload.work(own.module)
+    before = min(allowed[own.module], allowed[target])
+    meanwhile = min(away, allowed[target])
+    after = min(away, allowed[target] + own.power / workload.work(target))
+    cost_s = standing.move_s[target]
+    gained = (after - before) * (rules.horizon_s - cost_s) - (before - meanwhile) * cost_s
+    if gained <= 0:
+        return Reasoned(None, f"a move to module {target} takes {cost_s:.0f} s, which is more than it brings")
+    percent = 100 * (after / before - 1)
+    return Reasoned(target, f"module {target} is the weakest; this peer there makes it {percent:.0f} % faster")
+
+
+def _who_can_be_spared(standing: Standing, hosts: tuple[Host, ...]) -> frozenset[PeerId]:
+    """Those who serve (or did, a moment ago) and leave others behind. We only leave if one of these is proven; what others know we do not."""
+    serving = Counter(host.module for host in hosts if host.state is PeerState.SERVING)
+    own = standing.own.peer
+    proven_there = any(
+        host.module == standing.own.module and host.state is PeerState.SERVING and host.peer in standing.proven - {own}
+        for host in hosts
+    )
+    return frozenset(
+        host.peer
+        for host in hosts
+        if host.state in (PeerState.SERVING, PeerState.DRAINING)
+        and serving[host.module] > (host.state is PeerState.SERVING)
+        and (host.peer != own or proven_there)
+    )
+
+
+def proven_by(words: Mapping[PeerId, frozenset[PeerId]], work: Mapping[PeerId, int]) -> frozenset[PeerId]:
+    """The peers whose work is vouched for by data nodes that have given us LEAST_VOUCHED of our own.
+
+    Data nodes are weighed by their work and not counted, since identities cost nothing and microbatches do.
+
+    Args:
+        words: whom each data node that has answered names.
+        work: microbatches of each data node that we have computed of late.
+    """
+    votes: Counter[PeerId] = Counter()
+    for data_node, measured in words.items():
+        for peer in measured:
+            votes[peer] += work.get(data_node, 0)
+    least = max(1.0, LEAST_VOUCHED * sum(work.values()))
+    return frozenset(peer for peer, weight in votes.items() if weight >= least)
+
+
+def _value(
+    host: Host, target: ModuleId, allowed: Mapping[ModuleId, float], workload: Workload, rules: MoveRules
+) -> float | None:
+    """What the weaker of both modules allows after the move, or None when that is too little to move for.
+
+    An empty module is filled by whoever leaves most behind: there, any peer is as good as another.
+    """
+    leaves = 0.0 if host.state is PeerState.DRAINING else host.power / workload.work(host.module)
+    left = allowed[host.module] - leaves
+    if allowed[target] == 0:
+        return left
+    after = min(left, allowed[target] + host.power / workload.work(target))
+    return after if after >= allowed[target] * (1 + rules.min_gain) else None

@@ -1,0 +1,1 @@
+"""One microbatch at one peer: custody, forward, backward, failover, which gradients count."""

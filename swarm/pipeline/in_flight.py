@@ -1,0 +1,158 @@
+"""A data node's microbatches: when the next may start, how many are where, and when a step is complete.
+
+A *step* is `per_step` completed microbatches. With staleness z a microbatch of step s + 1 + z waits until step s is complete, so that with z = 0
+nothing of a step is computed with parameters from before the last one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from swarm.vocabulary.types import MicrobatchId, Path, PeerId, Reasoned
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Of microbatches, since the start of the run as far as the node remembers it. `started` = `completed` + `abandoned` + those in flight, always."""
+
+    started: int = 0
+    completed: int = 0
+    abandoned: int = 0
+    duplicated: int = 0
+    """Completions of a microbatch that had completed already. Anything but 0 is a defect."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """One microbatch under way."""
+
+    microbatch: MicrobatchId
+    path: Path
+    started: float
+    loss: float | None = None
+    """Nats per token, once the loss has been computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """A step is complete. `loss` is the mean over its microbatches, in nats per token."""
+
+    step: int
+    loss: float
+    microbatches: int
+
+
+@dataclass(frozen=True, slots=True)
+class FlightRules:
+    """How many microbatches may be under way.
+
+    Args:
+        per_step: microbatches of one step.
+        staleness: steps that may be begun before the current one is complete.
+        window: microbatches in flight at most.
+        steps: stop after this many; None means never.
+    """
+
+    per_step: int
+    staleness: int
+    window: int
+    steps: int | None = None
+
+    @property
+    def most_in_flight(self) -> int:
+        """Microbatches that can be under way at once."""
+        return min(self.window, self.per_step * (1 + self.staleness))
+
+
+@dataclass(slots=True)
+class Flights:
+    """The data node's account of its microbatches.
+
+    Args:
+        first_number: of the first microbatch. A data node that comes back must not use a number of its earlier life again: others may still
+            hold that microbatch.
+    """
+
+    own: PeerId
+    rules: FlightRules
+    first_number: int = 0
+    counts: Counts = field(default_factory=Counts)
+    _flying: dict[MicrobatchId, Flight] = field(default_factory=dict)
+    _losses: list[float] = field(default_factory=list)
+    _next_number: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._next_number = self.first_number
+
+    @property
+    def in_flight(self) -> tuple[Flight, ...]:
+        return tuple(self._flying.values())
+
+    @property
+    def next_number(self) -> int:
+        return self._next_number
+
+    @property
+    def steps_done(self) -> int:
+        return self.counts.completed // self.rules.per_step
+
+    @property
+    def finished(self) -> bool:
+        """All steps that were asked for are complete and nothing is under way."""
+        return self.rules.steps is not None and self.steps_done >= self.rules.steps and not self._flying
+
+    def get(self, microbatch: MicrobatchId) -> Flight | None:
+        return self._flying.get(microbatch)
+
+    def may_start(self) -> Reasoned[bool]:
+        """Whether another microbatch may set out now."""
+        flying, rules = len(self._flying), self.rules
+        if flying >= rules.window:
+            return Reasoned(False, f"the window of {rules.window} is full")
+        begun = self.counts.completed + flying
+        if rules.steps is not None and begun >= rules.steps * rules.per_step:
+            return Reasoned(False, f"all {rules.steps} steps are under way or done")
+        if begun >= (self.steps_done + 1 + rules.staleness) * rules.per_step:
+            return Reasoned(False, f"step {self.steps_done + 1} is not complete")
+        return Reasoned(True, "there is room")
+
+    def start(self, path: Path, now: float) -> Flight:
+        """Numbers and notes a new microbatch on its planned path."""
+        microbatch = MicrobatchId(self.own, self._next_number)
+        self._next_number += 1
+        flight = Flight(microbatch, path, now)
+        self._flying[microbatch] = flight
+        self.counts = replace(self.counts, started=self.counts.started + 1)
+        return flight
+
+    def returned(self, microbatch: MicrobatchId, path: Path, loss: float) -> None:
+        """Its loss is known; `path` is the one it really took."""
+        flight = self._flying.get(microbatch)
+        if flight is not None:
+            self._flying[microbatch] = replace(flight, path=path, loss=loss)
+
+    def complete(self, microbatch: MicrobatchId) -> StepDone | None:
+        """It has come back to where it started. Tells when that ends a step."""
+        flight = self._flying.pop(microbatch, None)
+        if flight is None:
+            self.counts = replace(self.counts, duplicated=self.counts.duplicated + 1)
+            return None
+        if flight.loss is None:  # no honest path comes back without having been at its end
+            self.counts = replace(self.counts, abandoned=self.counts.abandoned + 1)
+            return None
+        self.counts = replace(self.counts, completed=self.counts.completed + 1)
+        self._losses.append(flight.loss)
+        if self.counts.completed % self.rules.per_step:
+            return None
+        losses, self._losses = self._losses, []
+        return StepDone(self.steps_done, sum(losses) / len(losses), len(losses))
+
+    def abandon(self, microbatch: MicrobatchId) -> Flight | None:
+        """Gives it up. Returns its flight, or None when it is not under way (any more).
+
+        If no loss had been computed, no stage has used it, and its data may set out again under a new number.
+        """
+        flight = self._flying.pop(microbatch, None)
+        if flight is not None:
+            self.counts = replace(self.counts, abandoned=self.counts.abandoned + 1)
+        return flight

@@ -1,0 +1,91 @@
+"""Which of the gradients that were added count: the last word on a microbatch, which only its data node has.
+
+When peers die or freeze in mid-way, two replicas of a module may both have added the gradient of one microbatch. Each peer on
+the way back takes one gradient from the hop after it and lets every other one go, so one chain reaches the data node; the
+path that comes with it names the replicas of that chain. The data node tells them (`Settled`). A hop keeps input and
+gradient until it hears that: named, its visit counts; not named, it takes its gradient back. A hop that hears nothing asks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from swarm.pipeline.custody_states import ADDED, Action, Confirmed, Holding, Phase, Retract, Tell
+from swarm.pipeline.ledger import Shelf
+from swarm.vocabulary.pipeline_messages import Close, Settled, Unsettled
+from swarm.vocabulary.types import MicrobatchId, Path, PeerId
+
+ASK_S = 3.0
+MAX_ASKS = 20
+"""After so many questions without an answer the gradient is taken back: at most once goes before exactly once. Counted, not
+timed, so that a machine that slept does not take its own sleep for the data node's silence."""
+REMEMBERED = 16_384
+"""Completed microbatches that a data node can still tell about."""
+
+
+class Settling:
+    """Both sides of it: the hop that waits for the word, and the data node that gives it."""
+
+    def __init__(self, shelf: Shelf) -> None:
+        self._shelf = shelf
+        self._settled: dict[MicrobatchId, Path] = {}
+
+    # ---- a hop ---------------------------------------------------------------------------------------------------
+
+    def enter(self, holding: Holding, now: float) -> None:
+        """Its part is done; only the word is missing."""
+        self._shelf.note_stay(holding, now)
+        waiting = replace(holding, phase=Phase.SETTLING, target=None, failing_since=None, asked=0)
+        self._shelf.put(replace(waiting, retry_at=now + ASK_S, deadline=math.inf))
+
+    def tick(self, holding: Holding, now: float) -> list[Action]:
+        """Asks when it is time to."""
+        if holding.retry_at is None or holding.retry_at > now:
+            return []
+        if holding.asked >= MAX_ASKS:
+            return [Retract(holding.key), self._shelf.drop(holding.key, "nobody says that its gradient counts")]
+        self._shelf.put(replace(holding, asked=holding.asked + 1, retry_at=now + ASK_S))
+        return [Tell(holding.path.data_node, Unsettled(holding.key.microbatch))]
+
+    def settled(self, sender: PeerId, message: Settled) -> list[Action]:
+        """The word has come. A gradient that is being computed just now is not there yet: it will be asked about later."""
+        actions: list[Action] = []
+        for holding in self._shelf.all():
+            if holding.key.microbatch != message.microbatch or holding.path.data_node != sender:
+                continue
+            if holding.phase in ADDED:
+                counts = _names(message.path, holding.key.position, self._shelf.own)
+                actions.append(Confirmed(holding.key) if counts else Retract(holding.key))
+            if holding.phase is not Phase.BACKWARD:
+                actions.append(self._shelf.drop(holding.key, "complete"))
+        return actions
+
+    # ---- the data node -------------------------------------------------------------------------------------------
+
+    def completed(self, microbatch: MicrobatchId, path: Path) -> list[Action]:
+        """Gives the word to every hop it names, and remembers it for those that ask."""
+        self._settled[microbatch] = path
+        if len(self._settled) > REMEMBERED:
+            del self._settled[next(iter(self._settled))]
+        word = Settled(microbatch, path)
+        return [Tell(peer, word) for peer in dict.fromkeys(hop.peer for hop in path.hops)]
+
+    def has_completed(self, microbatch: MicrobatchId) -> bool:
+        """Whether this data node has completed it, as far back as it remembers."""
+        return microbatch in self._settled
+
+    def asked(self, sender: PeerId, microbatch: MicrobatchId) -> list[Action]:
+        """Nothing while it is under way. One that is neither under way nor complete was abandoned."""
+        if microbatch.data_node != self._shelf.own:
+            return []
+        path = self._settled.get(microbatch)
+        if path is not None:
+            return [Tell(sender, Settled(microbatch, path))]
+        if any(holding.key.microbatch == microbatch for holding in self._shelf.all()):
+            return []
+        return [Tell(sender, Close(microbatch, "not under way any more"))]
+
+
+def _names(path: Path, position: int, peer: PeerId) -> bool:
+    return 0 <= position < len(path.hops) and path.hops[position].peer == peer

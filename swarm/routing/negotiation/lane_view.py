@@ -1,0 +1,205 @@
+"""What one data node knows of the lanes of all, and what follows from it. Nobody else ever touches this."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from swarm.routing.cost_model import Costs, Route
+from swarm.routing.deadlock import closes_a_circle, in_order
+from swarm.routing.lane_book import LaneBook, LaneId
+from swarm.routing.negotiation.groups import Group, share_of
+from swarm.routing.negotiation.negotiation_events import TalkRules
+from swarm.routing.path_rules import PathRules, order_tree
+from swarm.routing.stage_balance import fair_sets, free_lanes, lanes_for
+from swarm.vocabulary.routing_messages import Lane, Standing
+from swarm.vocabulary.types import PeerId
+
+WORTH_TELLING = 0.05
+"""Share of a lane's round trip by which it must have changed before the others are told."""
+WORTH_MOVING = 0.05
+"""Share of the round trip that another route for the same stages must save before a lane moves there by itself."""
+
+
+class View:
+    """One epoch: the time in which the same data nodes are alive. All that was agreed ends with it.
+
+    Args:
+        own: this data node, one of the group.
+
+    Raises:
+        ValueError: the rules allow no lanes with equal visits.
+    """
+
+    def __init__(self, own: PeerId, group: Group, costs: Costs, rules: PathRules, talk: TalkRules) -> None:
+        self.own, self.rules = own, rules
+        self._group = group
+        self.epoch = group.epoch
+        each = talk.microbatches
+        self.lanes = free_lanes(rules, group.total) if each is None else lanes_for(rules, group.total, each)
+        self.fellows = tuple(member.peer for member in group.members if member.peer != own)
+        self.versions: dict[PeerId, int] = {own: 0}
+        count = len(group.members)
+        sets = fair_sets(rules, count * self.lanes, group.first * self.lanes)
+        self.stages: dict[LaneId, frozenset[int]] = {}
+        """What the lanes have to visit. One for which some stage has nobody has an empty route."""
+        self.costs, self._exclusive = share_of(costs, group)
+        self.book = LaneBook(self.costs, rules, self.lanes)
+        self._ahead = replace(rules, max_back_stops=0)
+        for k in range(self.lanes):
+            self.stages[own, k] = stages = sets[k * count + group.rank(own)]
+            self.book.enter((own, k), self.book.cheapest(own, order_tree(self._ahead, stages)).get(stages, ()))
+
+    @property
+    def version(self) -> int:
+        return self.versions[self.own]
+
+    # ---- standing ------------------------------------------------------------------------------------------------
+
+    def standing(self) -> Standing:
+        """How we stand."""
+        return self.standing_of(self.own)
+
+    def standing_of(self, peer: PeerId) -> Standing:
+        """How a data node stands, as far as we know."""
+        held = [(peer, k) for k in range(self.lanes)]
+        lanes = tuple(Lane(self.book.routes[lane], self.stages[lane], self.book.alone_s(lane)) for lane in held)
+        return Standing(peer, self.versions[peer], lanes)
+
+    def take_in(self, standing: Standing) -> bool:
+        """Enters news of a fellow; False when they are none."""
+        peer = standing.peer
+        if peer not in self.fellows or standing.version <= self.versions.get(peer, -1):
+            return False
+        if len(standing.lanes) != self.lanes:
+            return False
+        self.versions[peer] = standing.version
+        for k, lane in enumerate(standing.lanes):
+            if (peer, k) in self.book.routes:
+                self.book.leave((peer, k))
+            self.stages[peer, k] = lane.stages
+            self.book.enter((peer, k), lane.route, lane.alone_s)
+        return True
+
+    def move(self, lane: int, route: Route, stages: frozenset[int]) -> None:
+        """A lane of ours changes. Whoever calls this counts the version."""
+        self.book.leave((self.own, lane))
+        self.stages[self.own, lane] = stages
+        self.book.enter((self.own, lane), route)
+
+    def advance(self) -> None:
+        """The next version of how we stand."""
+        self.versions[self.own] += 1
+
+    def tradable(self, lane: LaneId) -> bool:
+        """Whether all peers of a lane are alive, and serve the stages that its data node says."""
+        return self.book.serves(self.book.routes[lane], self.stages[lane])
+
+    # ---- costs ---------------------------------------------------------------------------------------------------
+
+    def reckon_with(self, costs: Costs) -> bool:
+        """New figures: lanes of ours with a peer that is gone, or with a clearly better one, get another route for the same stages.
+
+        Returns:
+            Whether a lane of ours changed, or its round trip by more than WORTH_TELLING.
+        """
+        before = self.book
+        self.costs, self._exclusive = share_of(costs, self._group)
+        self.book = LaneBook(self.costs, self.rules, self.lanes)
+        for lane, route in before.routes.items():
+            self.book.enter(lane, route, before.alone_s(lane))
+        own = [(self.own, k) for k in range(self.lanes)]
+        changed = [self._reckoned(lane) or self._reroute(lane) for lane in own]
+        if any(changed):
+            self.advance()
+        return any(changed)
+
+    def _reckoned(self, lane: LaneId) -> bool:
+        """Whether a lane of ours takes so much more or less time than we have told that we should tell it."""
+        told, route = self.book.alone_s(lane), self.book.routes[lane]
+        if not self.tradable(lane):
+            return False
+        takes = self.costs.round_trip_s(self.own, route)
+        if abs(takes - told) <= WORTH_TELLING * told:
+            return False
+        self.book.leave(lane)
+        self.book.enter(lane, route, takes)
+        self._reroute(lane)
+        return True
+
+    def _reroute(self, lane: LaneId) -> bool:
+        """Another route for the same stages, if the lane needs it or is much better off."""
+        book, stages = self.book, self.stages[lane]
+        trip = book.round_trip_s(lane) if self.tradable(lane) else math.inf
+        alone_s, route = book.alone_s(lane), book.leave(lane)
+        other = book.cheapest(self.own, order_tree(self.rules, stages)).get(stages)
+        if other is not None:
+            book.enter(lane, other)
+            if book.round_trip_s(lane) < (1 - WORTH_MOVING) * trip:
+                return True
+            book.leave(lane)
+        book.enter(lane, route, alone_s)
+        return False
+
+    def straighten(self) -> bool:
+        """Lanes of ours that are walked by other peers than the others know of (see `launches`) move there.
+
+        Returns:
+            Whether a lane of ours changed.
+        """
+        walked = {lane: self._walked(lane) for lane in self._whole()}
+        moved = {lane: route for lane, route in walked.items() if set(route) != set(self.book.routes[lane])}
+        for lane, route in moved.items():
+            self.move(lane[1], route, self.stages[lane])
+        if moved:
+            self.advance()
+        return bool(moved)
+
+    # ---- launching -----------------------------------------------------------------------------------------------
+
+    def launches(self) -> tuple[Route, ...]:
+        """The routes that our microbatches take in turn: those of our lanes with all peers alive.
+
+        A lane that steps back where microbatches could then wait for each other in a circle (`swarm.routing.deadlock`), or while somebody uses the peers of
+        whose lanes we have not heard, is walked in the order of its stages; by other peers if that would be slower than any lane is now.
+        """
+        return tuple(self._walked(lane) for lane in self._whole())
+
+    def _whole(self) -> list[LaneId]:
+        """Our lanes that can be walked."""
+        own = ((self.own, k) for k in range(self.lanes))
+        return [lane for lane in own if self.book.routes[lane] and self.book.whole(self.book.routes[lane])]
+
+    def _walked(self, lane: LaneId) -> Route:
+        route, stage_of = self.book.routes[lane], self.book.stage_of
+        ordered = in_order(route, stage_of)
+        if ordered == route:
+            return route
+        known = self._exclusive and len(self.versions) > len(self.fellows)
+        others = (other for number, other in self.book.routes.items() if number != lane)
+        if known and not closes_a_circle(route, others, stage_of, self.book.crowded):
+            return route
+        if self.costs.round_trip_s(self.own, ordered) <= max(map(self.book.round_trip_s, self.book.routes)):
+            return ordered
+        stages = self.book.stages(route)
+        return self.book.cheapest(self.own, order_tree(self._ahead, stages)).get(stages, ordered)
+
+    # ---- need ----------------------------------------------------------------------------------------------------
+
+    def times(self) -> dict[LaneId, float]:
+        """Expected round trips of all lanes that we know, the worst placed first."""
+        times = {lane: self.book.round_trip_s(lane) for lane in self.book.routes}
+        return dict(sorted(times.items(), key=lambda item: (-item[1], item[0])))
+
+
+def place_of(own: PeerId, times: Mapping[LaneId, float], worst: int) -> tuple[int, list[LaneId]]:
+    """How many others go before us, and which lanes of ours are among the `worst` of all."""
+    before: set[PeerId] = set()
+    lanes: list[LaneId] = []
+    for lane in list(times)[:worst]:
+        if lane[0] == own:
+            lanes.append(lane)
+        elif not lanes:
+            before.add(lane[0])
+    return len(before), lanes

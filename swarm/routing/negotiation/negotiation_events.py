@@ -1,0 +1,91 @@
+"""What the negotiator speaks of: its settings, the events that befall it and the actions that follow. Plain data.
+
+The messages between data nodes are in `swarm.vocabulary.routing_messages`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swarm.routing.cost_model import Costs, Route
+from swarm.vocabulary.routing_messages import LaneControl
+from swarm.vocabulary.types import PeerId
+
+# ---- settings -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TalkRules:
+    """What the manifest says, and the limits of patience. Seconds."""
+
+    microbatches: int | None
+    """Of each data node in one iteration: the number of lanes follows from it and from the number of data nodes. None where data nodes launch
+    whenever they can (`swarm.routing.stage_balance.free_lanes`)."""
+    quiet_s: float = 0.05
+    """Nothing new was heard for so long before the worst placed data node speaks."""
+    patience_s: float = 1.0
+    """The next worst waits so much longer each: about the time of an offer, its answer, and the news of the trade."""
+    answer_s: float = 2.0
+    """An offer without answer is given up after so long; an acceptance without decision is said again."""
+    repeat_s: float = 1.5
+    """News that was not acknowledged are told again after so long, then after twice that, up to `longest_repeat_s`."""
+    longest_repeat_s: float = 12.0
+    trades_each: int = 8
+    """Trades that a data node asks for between two changes of the swarm, and two for each of its lanes: nobody talks for ever."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A live data node. One that comes back after a crash has another incarnation: what it had agreed to is lost with it."""
+
+    peer: PeerId
+    incarnation: int = 0
+
+
+# ---- what happens -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmChanged:
+    """The membership view or the estimates changed.
+
+    Args:
+        members: live data nodes, ourselves among them.
+        costs: has figures for every member and every live peer of the other stages.
+    """
+
+    members: frozenset[Member]
+    costs: Costs
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    sender: PeerId
+    message: LaneControl
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed (`Negotiator.wakes_at`)."""
+
+
+Event = SwarmChanged | Arrived | Tick
+
+# ---- what is done -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    to: PeerId
+    message: LaneControl
+
+
+@dataclass(frozen=True, slots=True)
+class LanesChanged:
+    """Microbatches launched from now on take these routes in turn."""
+
+    routes: tuple[Route, ...]
+    why: str
+
+
+Action = Tell | LanesChanged

@@ -1,0 +1,126 @@
+"""Which orders of stages a path may visit.
+
+SkipPipe's rules (arXiv 2502.19913 and its code): with f the highest stage visited so far, the next stage is at most f + `max_forward_jump`; a step back goes
+exactly to f - 1; steps back are bounded in number and in summed distance. Stage 0 is the data node itself, stands at both ends and is never skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Union
+
+from swarm.vocabulary.errors import ManifestError
+
+FAR = 1024
+"""A forward jump to any later stage."""
+
+OrderTree = tuple[tuple[int, Union["OrderTree", tuple[()]]], ...]
+"""All legal orders as a tree that shares beginnings: (stage, what may follow). Nothing follows the last stage of a path."""
+
+
+@dataclass(frozen=True, slots=True)
+class PathRules:
+    """What the manifest says of paths.
+
+    Args:
+        stages: number of stages, stage 0 included.
+        per_path: how many of the stages after stage 0 a path visits.
+        max_forward_jump: how far past the highest stage visited the next one may lie.
+        max_back_stops: how many steps back a path may take.
+        max_back_distance: how far all its steps back may go together.
+
+    Raises:
+        ManifestError: a path that long cannot exist.
+    """
+
+    stages: int
+    per_path: int
+    max_forward_jump: int = FAR
+    max_back_stops: int = 0
+    max_back_distance: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.per_path < max(1, self.stages):
+            raise ManifestError(f"a path cannot visit {self.per_path} of the {self.stages - 1} stages after stage 0")
+        if self.max_forward_jump < 1 or min(self.max_back_stops, self.max_back_distance) < 0:
+            raise ManifestError("a path must be able to go forward, and cannot step back a negative number of times")
+
+    @property
+    def skippable(self) -> int:
+        """Stages after stage 0."""
+        return self.stages - 1
+
+    @property
+    def fewest(self) -> int:
+        """Stages that a path still visits when one of them has no peer left: one less, in a run that skips stages at all."""
+        return self.per_path - 1 if 1 < self.per_path < self.skippable else self.per_path
+
+    def fault(self, order: Sequence[int]) -> str | None:
+        """Why a path may not visit these stages in this order; None when it may."""
+        if len(order) != self.per_path or len(set(order)) != len(order):
+            return f"not {self.per_path} different stages: {list(order)}"
+        if any(not 1 <= stage < self.stages for stage in order):
+            return f"a stage outside 1 to {self.stages - 1}: {list(order)}"
+        step = _Step(0, 0, 0)
+        for stage in order:
+            following = _after(self, step, stage)
+            if following is None:
+                return f"stage {stage} may not follow in {list(order)}"
+            step = following
+        return None
+
+    def fault_as_taken(self, order: Sequence[int]) -> str | None:
+        """Likewise of a path that is under way, of which repair may have cut a stage."""
+        rules = replace(self, per_path=self.fewest) if len(order) == self.fewest else self
+        return rules.fault(order)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    frontier: int
+    back_stops: int
+    back_distance: int
+
+
+def _after(rules: PathRules, step: _Step, stage: int) -> _Step | None:
+    """Where a path stands after a visit to `stage`, or None when the rules forbid it."""
+    if stage > step.frontier:
+        if stage - step.frontier > rules.max_forward_jump:
+            return None
+        return _Step(stage, step.back_stops, step.back_distance)
+    stops, distance = step.back_stops + 1, step.back_distance + step.frontier - stage
+    if stage != step.frontier - 1 or stops > rules.max_back_stops or distance > rules.max_back_distance:
+        return None
+    return _Step(step.frontier, stops, distance)
+
+
+@lru_cache(maxsize=1024)
+def order_tree(rules: PathRules, required: frozenset[int], optional: frozenset[int] = frozenset()) -> OrderTree:
+    """The legal orders that visit every required stage, filled up with optional ones.
+
+    Its size grows with the binomial of the optional stages: callers keep those few (`swarm.simulation.lane_market.MAX_OPTIONAL`).
+    """
+    return _grown(rules, _Step(0, 0, 0), required, optional - required, rules.per_path)
+
+
+def _grown(rules: PathRules, step: _Step, required: frozenset[int], optional: frozenset[int], left: int) -> OrderTree:
+    branches = []
+    for stage in sorted(required | optional):
+        following = _after(rules, step, stage)
+        if following is None or (stage in optional and len(required) >= left):
+            continue
+        rest = _grown(rules, following, required - {stage}, optional - {stage}, left - 1) if left > 1 else ()
+        if rest or left == 1:
+            branches.append((stage, rest))
+    return tuple(branches)
+
+
+def orders(tree: OrderTree) -> Iterator[tuple[int, ...]]:
+    """Every order in the tree."""
+    for stage, rest in tree:
+        if not rest:
+            yield (stage,)
+        for following in orders(rest):
+            yield (stage, *following)

@@ -1,0 +1,243 @@
+"""Path choice, microbatch by microbatch: the lane whose turn it is, and somebody else where a peer of the lane is gone, crowded, or long not tried.
+
+Pure: everything comes in as arguments. Lanes are agreed among the data nodes (`swarm.routing.negotiation`); until there are some, and wherever a lane is left,
+the replica that should finish first is taken. A replica's expected finish is its service time (measured here, else announced) times the microbatches
+that it has to work off before this one's turn and this one: those of ours that are on their way through it, or, where there is no lane, the slots it announces as taken if
+that is more. Lanes know of the others already, and announcements are old: data nodes that believed them left their lanes all at once, and a step took 1.25 times as long.
+
+A stage that nobody serves any more is left out where the rules allow a path without it, as repair does under way; at the beginning it is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import compress
+
+from swarm.membership.membership import Membership
+from swarm.routing.path_rules import PathRules
+from swarm.routing.service_times import Estimates
+from swarm.routing.stage_balance import ring_stages
+from swarm.vocabulary.announcement import Announcement
+from swarm.vocabulary.types import Hop, ModuleId, Path, PeerId, Reasoned, short
+
+LEAVE_FACTOR = 1.5
+"""A peer of the lane that should finish so many times later than another one is left out: small errors must not make paths flutter. Less and more
+was worse in simulated swarms."""
+TRY_EVERY = 67
+"""Every so many microbatches one hop goes to the replica that was not measured for longest: who was slow once may be fast now. A prime number
+above that of lanes, so that every lane has its turn."""
+
+Lanes = tuple[tuple[Hop, ...], ...]
+"""The standing routes of a data node's microbatches, taken in turn."""
+
+
+def no_lanes() -> Lanes:
+    """Of who has not agreed on any."""
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class NoReplica:
+    """No path: these modules have no peer left that could be asked."""
+
+    modules: tuple[ModuleId, ...]
+
+
+def visited_stages(rules: PathRules, number: int) -> tuple[int, ...]:
+    """The stages that microbatch `number` of a data node visits while there are no lanes, in order.
+
+    The skipped ones move on like a ring, so that over any stages - 1 microbatches in a row every stage is visited equally often: then every stage's
+    gradient is a mean over equally many microbatches (SkipPipe's balance rule, held without a search).
+    """
+    return ring_stages(rules.stages, rules.per_path, number)
+
+
+def hop_to_try(lanes: Lanes, number: int) -> int | None:
+    """At which hop of its lane microbatch `number` tries somebody else; each hop of each lane has its turn, and the next try is at another hop, so that
+    newcomers of no stage wait until all lanes have had theirs."""
+    lane, (turn, rest) = lanes[number % len(lanes)], divmod(number, TRY_EVERY)
+    return None if rest or not lane else sum(divmod(turn, len(lanes))) % len(lane)
+
+
+class Planner:
+    """Chooses paths from a membership view.
+
+    Args:
+        tokens: tokens of one microbatch.
+        lanes: the lanes as they are agreed now.
+    """
+
+    def __init__(
+        self,
+        rules: PathRules,
+        membership: Membership,
+        estimates: Estimates,
+        tokens: int,
+        lanes: Callable[[], Lanes] = no_lanes,
+    ) -> None:
+        self.rules = rules
+        self._membership = membership
+        self._estimates = estimates
+        self._tokens = tokens
+        self._lanes = lanes
+        self._visited: set[ModuleId] = set()
+        """On some path so far: who serves them now may have gone, but is not yet to come."""
+
+    def plan(self, number: int, in_flight: Mapping[PeerId, int], now: float) -> Reasoned[Path | NoReplica]:
+        """A path for microbatch `number`, or the modules that keep it from one.
+
+        Args:
+            in_flight: for each peer, how many of our microbatches are on a path through it.
+        """
+        lanes = self._lanes()
+        if lanes:
+            lane, tried = lanes[number % len(lanes)], hop_to_try(lanes, number)
+            modules = [hop.module for hop in lane]
+            chosen = [self._on_lane(hop, in_flight, now, try_another=place == tried) for place, hop in enumerate(lane)]
+        else:
+            modules = [ModuleId(stage) for stage in visited_stages(self.rules, number)]
+            chosen = [self.replica(module, frozenset(), in_flight, now) for module in modules]
+        kept = [
+            choice.value is not None or not self.leaves_out(module, now)
+            for module, choice in zip(modules, chosen, strict=True)
+        ]
+        if sum(kept) < self.rules.fewest:
+            return self._joined(modules, chosen)
+        plan = self._joined(list(compress(modules, kept)), list(compress(chosen, kept)))
+        if isinstance(plan.value, Path):
+            self._visited.update(hop.module for hop in plan.value.hops)
+        return plan
+
+    def plan_through(
+        self, stages: Sequence[int], in_flight: Mapping[PeerId, int], now: float
+    ) -> Reasoned[Path | NoReplica]:
+        """A path through these stages in this order, whatever the lanes."""
+        modules = [ModuleId(stage) for stage in stages]
+        return self._joined(modules, [self.replica(module, frozenset(), in_flight, now) for module in modules])
+
+    def leave_out(self, peer: PeerId, until: float) -> None:
+        """No path goes through the peer before `until` (see `Membership.leave_out`)."""
+        self._membership.leave_out(peer, until)
+
+    def expected_s(self, path: Path) -> float:
+        """Seconds that the path's peers together should take, out and back, with empty queues."""
+        return sum(self._service(hop.peer) for hop in path.hops)
+
+    def unserved(self, now: float) -> tuple[ModuleId, ...]:
+        """The modules that no peer serves any more, whether or not the next path would need them."""
+        served = self._membership.served(now)
+        modules = (ModuleId(stage) for stage in range(1, self.rules.stages))
+        return tuple(module for module in modules if module not in served)
+
+    def leaves_out(self, module: ModuleId, now: float) -> bool:
+        """Whether paths go round a module that has lost its last peer, until one serves it again."""
+        return module in self._visited and self.goes_round(module, now)
+
+    def goes_round(self, module: ModuleId, now: float) -> bool:
+        """Whether paths do without a module that they have visited: nobody serves it, and the rules allow shorter ones.
+
+        Not where nobody at all is in reach: then it is rather this peer that is cut off.
+        """
+        may_be = self.rules.fewest < self.rules.per_path and self._membership.reaches_somebody()
+        return may_be and not self._membership.is_served(module, now)
+
+    def hosts_one_of(self, peer: PeerId, path: Path) -> bool:
+        """Whether the peer announces a module that the path visits."""
+        announcement = self._membership.get(peer)
+        return announcement is not None and any(hop.module == announcement.module for hop in path.hops)
+
+    def replica(
+        self, module: ModuleId, without: frozenset[PeerId], in_flight: Mapping[PeerId, int], now: float
+    ) -> Reasoned[PeerId | None]:
+        """The replica of `module` with the smallest expected finish time, or None when there is none outside `without`."""
+        candidates = [a for a in self._membership.replicas(module, now) if a.peer not in without]
+        return self._first_to_finish(module, candidates, in_flight, lambda a: self._after_all(a, in_flight))
+
+    # ---- steps ---------------------------------------------------------------------------------------------------
+
+    def _first_to_finish(
+        self,
+        module: ModuleId,
+        candidates: Sequence[Announcement],
+        in_flight: Mapping[PeerId, int],
+        finish: Callable[[Announcement], Reasoned[float]],
+    ) -> Reasoned[PeerId | None]:
+        if not candidates:
+            return Reasoned(None, f"module {module} has no peer left")
+        expected = {a.peer: finish(a) for a in candidates}
+        on_trial = self._on_trial([a.peer for a in candidates], in_flight)
+        best = min(candidates, key=lambda a: (a.peer in on_trial, expected[a.peer].value, a.peer)).peer
+        figure = expected[best]
+        return Reasoned(
+            best, f"{module} by {short(best)}: {figure.value * 1e3:.0f} ms, {figure.reason}, of {len(candidates)}"
+        )
+
+    def _on_lane(
+        self, hop: Hop, in_flight: Mapping[PeerId, int], now: float, *, try_another: bool
+    ) -> Reasoned[PeerId | None]:
+        """Who serves a hop of the lane this time."""
+        live = {a.peer: a for a in self._membership.replicas(hop.module, now)}
+
+        def finish(announcement: Announcement) -> Reasoned[float]:
+            return self._after(announcement, in_flight.get(announcement.peer, 0))
+
+        best = self._first_to_finish(hop.module, tuple(live.values()), in_flight, finish)
+        if hop.peer not in live or best.value is None:
+            return Reasoned(best.value, f"{short(hop.peer)} of the lane is not there; {best.reason}")
+        if try_another:
+            oldest = self._estimates.longest_unmeasured(sorted(live))
+            return Reasoned(oldest, f"{hop.module} by {short(oldest)}, to measure it again")
+        if hop.peer in self._on_trial(list(live), in_flight) and best.value != hop.peer:
+            return Reasoned(
+                best.value, f"{short(hop.peer)} of the lane has not brought anything back yet; {best.reason}"
+            )
+        usual, fastest = finish(live[hop.peer]), finish(live[best.value])
+        if usual.value > LEAVE_FACTOR * fastest.value:
+            return Reasoned(best.value, f"{short(hop.peer)} of the lane is crowded; {best.reason}")
+        return Reasoned(hop.peer, f"{hop.module} by {short(hop.peer)}, its lane")
+
+    def _on_trial(self, replicas: Sequence[PeerId], in_flight: Mapping[PeerId, int]) -> frozenset[PeerId]:
+        """Of a module's replicas those that have a microbatch of ours and have never brought one back, if others have.
+
+        Announcing any speed costs nothing: whoever did would have everything that we have under way.
+        """
+        unmeasured = frozenset(peer for peer in replicas if self._estimates.measured(peer) is None)
+        if len(unmeasured) == len(replicas):
+            return frozenset()
+        return frozenset(peer for peer in unmeasured if in_flight.get(peer, 0))
+
+    def _joined(
+        self, modules: Sequence[ModuleId], chosen: Sequence[Reasoned[PeerId | None]]
+    ) -> Reasoned[Path | NoReplica]:
+        reason = "; ".join(choice.reason for choice in chosen)
+        peers = [choice.value for choice in chosen]
+        missing = tuple(module for module, peer in zip(modules, peers, strict=True) if peer is None)
+        if missing:
+            return Reasoned(NoReplica(missing), reason)
+        hops = tuple(Hop(module, peer) for module, peer in zip(modules, peers, strict=True) if peer is not None)
+        return Reasoned(Path(self._membership.own, hops), reason)
+
+    def _service(self, peer: PeerId) -> float:
+        announcement = self._membership.get(peer)
+        speed = 0.0 if announcement is None else announcement.tokens_per_second
+        return self._estimates.seconds(peer, self._tokens, speed).value
+
+    def _after_all(self, announcement: Announcement, in_flight: Mapping[PeerId, int]) -> Reasoned[float]:
+        """Its expected finish after what it says that it has, or what we know that it has."""
+        taken = max(0, announcement.slots - announcement.free_slots)
+        return self._after(announcement, max(in_flight.get(announcement.peer, 0), taken))
+
+    def _after(self, announcement: Announcement, queue: int) -> Reasoned[float]:
+        """Its expected finish after so many others."""
+        service = self._estimates.seconds(announcement.peer, self._tokens, announcement.tokens_per_second)
+        return Reasoned(service.value * (1 + queue), service.reason)
+
+
+def in_flight_by_peer(paths: Sequence[Path]) -> dict[PeerId, int]:
+    """How many of the paths go through each peer."""
+    counts: dict[PeerId, int] = {}
+    for path in paths:
+        for hop in path.hops:
+            counts[hop.peer] = counts.get(hop.peer, 0) + 1
+    return counts

@@ -1,0 +1,65 @@
+"""What no schedule can beat."""
+
+from __future__ import annotations
+
+import heapq
+
+from swarm.routing.path_rules import order_tree
+from swarm.routing.route_search import cheapest_by_set
+from swarm.simulation.instance import Instance
+from swarm.vocabulary.types import PeerId
+
+MAX_STAGES_SEARCHED = 12
+MAX_REPLICAS_SEARCHED = 40
+"""With more skippable stages, or replicas of a stage, the shortest round trip is not searched for: the bound is that of the work alone."""
+
+
+def lower_bound_s(instance: Instance) -> float:
+    """Seconds that the iteration takes at least: the largest of three bounds.
+
+    Each data node has so many slots, and none comes back sooner than its shortest legal round trip when nobody waits; it has its own work to do; and each
+    stage has all its visits to serve, shared out over its replicas as well as can be.
+    """
+    waves = max(_slots_bound(instance, data_node) for data_node in instance.costs.data_nodes)
+    work = max(_own_work_bound(instance, data_node) for data_node in instance.costs.data_nodes)
+    return max(waves, work, _stage_bound(instance))
+
+
+def shortest_round_trip_s(instance: Instance, data_node: PeerId) -> float:
+    """Over all legal routes; 0 when there are too many to search."""
+    costs, rules = instance.costs, instance.rules
+    replicas = max(len(peers) for peers in costs.stages[1:]) if rules.skippable else 1
+    if rules.skippable > MAX_STAGES_SEARCHED or replicas > MAX_REPLICAS_SEARCHED:
+        return 0.0
+    price = {peer: (1 + costs.backward_factor) * seconds for peer, seconds in costs.forward_s.items()}
+    tree = order_tree(rules, frozenset(), frozenset(range(1, rules.stages)))
+    found = cheapest_by_set(costs, data_node, price, tree, nearest=replicas)
+    return min((way.price for way in found.values()), default=0.0) + costs.own_work_s(data_node)
+
+
+def _slots_bound(instance: Instance, data_node: PeerId) -> float:
+    costs = instance.costs
+    trip = shortest_round_trip_s(instance, data_node)
+    apart = costs.forward_s[data_node] + costs.task_overhead_s
+    free = [0.0] * costs.slots[data_node]
+    server, end = 0.0, 0.0
+    for _ in range(instance.microbatches):
+        start = max(server, heapq.heappop(free))
+        server, end = start + apart, start + trip
+        heapq.heappush(free, end + costs.task_overhead_s)
+    return end
+
+
+def _own_work_bound(instance: Instance, data_node: PeerId) -> float:
+    costs = instance.costs
+    each = costs.own_work_s(data_node) + 3 * costs.task_overhead_s
+    return instance.microbatches * each - costs.task_overhead_s
+
+
+def _stage_bound(instance: Instance) -> float:
+    costs, rules = instance.costs, instance.rules
+    if not rules.skippable:
+        return 0.0
+    visits = instance.total * rules.per_path / rules.skippable
+    rates = [sum(1 / max(costs.service_s(peer), 1e-9) for peer in peers) for peers in costs.stages[1:]]
+    return max(visits / rate for rate in rates)

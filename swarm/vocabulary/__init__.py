@@ -1,0 +1,1 @@
+"""The words as types: ids, paths, versions, errors, announcements, the messages of each vertical. All that `protocol` may import of `swarm`."""

@@ -1,0 +1,50 @@
+"""What a peer tells the swarm about itself, as plain data. `protocol.identity.signed_records` turns it into signed bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId, PeerState, RunId, VersionRange
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """One peer's current record: which module it hosts, where it is reached, how fast it is, how far it has come.
+
+    Figures are the peer's own claims. The planner believes them only until it has measurements of its own.
+    """
+
+    run: RunId
+    peer: PeerId
+    state: PeerState
+    module: ModuleId | None
+    """None exactly when `state` is VISITING."""
+    addresses: tuple[str, ...]
+    """`host:port` of its gRPC server, most direct first; at most 8. Empty for a peer that cannot be dialled; then see `via`."""
+    certificate: bytes
+    """DER of the P-256 TLS certificate that the run's authority signed and whose libp2p extension proves `peer`."""
+    versions: VersionRange
+    tokens_per_second: float
+    """Measured forward plus backward throughput of the module on this peer; 0 when not yet measured."""
+    slots: int
+    free_slots: int
+    steps: int
+    """Inner steps this replica has taken."""
+    anchor: AnchorVersion | None
+    """The agreed state of its module that it stands on; None while it has none."""
+    incarnation: int
+    """Unix time in milliseconds at which the announcing process started, from 1: another one is another life, which remembers nothing."""
+    sequence: int
+    """Milliseconds of this life so far, counted from `incarnation` by a clock that never goes back, strictly increasing: while a record holds,
+    an older one never replaces it."""
+    expires_at: float
+    """Unix time in seconds."""
+    via: tuple[PeerId, ...] = ()
+    """Peers that a peer without addresses keeps links to: through them it can be called, and then opens a link itself. At most 4."""
+    relay: str = ""
+    """The libp2p multiaddr at which this peer serves tunnels for others, at most 128 characters; empty when it does not."""
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether it says how: it can be dialled, or called."""
+        return bool(self.addresses or self.via)

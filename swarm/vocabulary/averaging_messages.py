@@ -1,0 +1,342 @@
+"""What the replicas of one module say to each other about a round and about their state, as plain data (DESIGN section 5).
+
+`protocol.frames.frames` turns it into bytes. A message that carries a tensor is sent together with it; the tensor never appears
+here. The story they tell is in `swarm.averaging.round_machine`.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId
+
+MAX_ROUND = 2**48 - 1
+MAX_COUNT = 2**48
+"""Of inner steps, and of tokens, wherever they are named. Sums end there instead of growing beyond it."""
+MAX_ATTEMPTS = 64
+MAX_MEMBERS = 256
+MAX_MEASURED = 16
+"""Links that an entry tells of: with 256 members each is told of by 16 others, and the roster of all stays a small frame."""
+MAX_RATE = 24
+"""Of a `Measured`: 280 TB/s."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundId:
+    """One attempt at one round of one module, named by who convenes it. A higher attempt replaces a lower one."""
+
+    module: ModuleId
+    number: int
+    """What `AnchorVersion.round` will be when it commits."""
+    attempt: int
+    """From 0."""
+    convener: PeerId
+
+
+# ---- before the exchange ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A replica to those who may convene the next round: the work it has done since its anchor."""
+
+    module: ModuleId
+    base: AnchorVersion
+    steps: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Invitation:
+    """The convener opens a round: "who has worked from this anchor?" """
+
+    round: RoundId
+    base: AnchorVersion
+
+
+@dataclass(frozen=True, slots=True)
+class Accepting:
+    """ "I am here and prepare my entry": sent at once, so that a slow replica is not taken for a dead one."""
+
+    round: RoundId
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """How fast the tensors of another replica came in."""
+
+    mark: int
+    """24 bits that stand for its name (`swarm.averaging.plausibility.mark_of`)."""
+    rate: int
+    """4 to this power bytes per second, 1 to MAX_RATE: what is measured varies by a factor of two among equals."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A replica is ready: its pseudo-gradient is fixed. Signed by it, so that a convener can pass it on and cannot change it."""
+
+    peer: PeerId
+    """Who enters."""
+    round: RoundId
+    base: AnchorVersion
+    """The anchor it has worked from."""
+    steps: int
+    tokens: int
+    norm: float
+    """Euclidean norm of the fragment's pseudo-gradient: finite, and never exceeded by what is sent later."""
+    measured: tuple[Measured, ...]
+    """What it says of others; of itself it says nothing that counts."""
+    staged: AnchorVersion | None
+    """The complete result of an earlier attempt at this round that it still has, if any. Such a result is never thrown
+    away: the convener settles on it, because somebody may have committed it."""
+    signature: bytes = b""
+    """Ed25519, over all of the above and the run (`protocol.identity.entry_signatures`)."""
+
+
+class DeclineReason(enum.Enum):
+    """Why a replica does not take part."""
+
+    OTHER_ANCHOR = 1
+    """It stands on another anchor, which `Declined.version` names; whichever has to, catches up."""
+    PAST = 2
+    """It has committed this round or a later one already."""
+    OTHER_CONVENER = 3
+    """It follows a higher attempt, or a convener that comes before in hash order."""
+    NOT_READY = 4
+    """It is still joining, leaving, or catching up."""
+    BROKEN = 5
+    """Its own update is not finite; it starts again from the anchor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Declined:
+    round: RoundId
+    reason: DeclineReason
+    version: AnchorVersion
+    """Of the one who declines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One of a roster. It reduces the chunks from `first_chunk` up to, not including, `end_chunk` (maybe none)."""
+
+    peer: PeerId
+    first_chunk: int
+    end_chunk: int
+    coefficient: float
+    """What its pseudo-gradient is multiplied with: its share of the tokens times the factor that clips its norm. 0 when it
+    has nothing to contribute; then it sends no contributions and receives the result."""
+    norm: float
+    """As it declared in its entry. A reducer rejects a member whose pieces together exceed it."""
+    share: float = 0.0
+    """What the coefficient would be if it were not clipped."""
+
+
+@dataclass(frozen=True, slots=True)
+class SignedRoster:
+    """The convener fixes who takes part, and the exchange begins. All else (`Roster`) follows from the entries, and each member works it out
+    for itself: there is nothing to believe."""
+
+    round: RoundId
+    base: AnchorVersion
+    entries: tuple[Entry, ...]
+    codec: Codec = Codec.NONE
+    """Of contributions; that of results follows from it (`swarm.compression.round_codecs`). The convener's free choice among what the run allows."""
+    codec_reason: str = ""
+    """Why, for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class Roster:
+    """Who takes part and who reduces what, as `swarm.averaging.roster.make_roster` works it out from the signed entries."""
+
+    round: RoundId
+    base: AnchorVersion
+    members: tuple[Member, ...]
+    steps: int
+    """What `AnchorVersion.steps` of the result will be."""
+    tokens: int
+    """Likewise."""
+    codec: Codec = Codec.NONE
+    codec_reason: str = ""
+
+    @property
+    def peers(self) -> tuple[PeerId, ...]:
+        """Who takes part."""
+        return tuple(member.peer for member in self.members)
+
+
+# ---- the exchange ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """To the member that reduces these chunks: the sender's encoded pseudo-gradient there. One-dimensional tensor. After the round also to whoever
+    audits them and has asked for it."""
+
+    round: RoundId
+    first_chunk: int
+    end_chunk: int
+    signature: bytes = field(default=b"", compare=False)
+    """The sender's, over all this and the tensor's hash (`protocol.identity.piece_signatures`). It does not make it another piece."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """From the member that reduces these chunks, to every other: the encoded weighted mean, the same bytes to all."""
+
+    round: RoundId
+    first_chunk: int
+    end_chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """Between convener and members, both ways, twice a second and when something changes: "I am alive, and this is how it goes." """
+
+    round: RoundId
+    waiting_for: tuple[PeerId, ...] = ()
+    """Members whose pieces have not come for a while, though nothing else holds them up."""
+    rejected: tuple[PeerId, ...] = ()
+    """Members that sent what is not finite, exceeds the norm they declared, or cannot be decoded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A member to the convener: the whole result is here, and this is the anchor it leads to."""
+
+    round: RoundId
+    version: AnchorVersion
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The convener, or a member in its place: a majority of the roster has the same result (or an earlier attempt's has been found). It holds from now on.
+
+    Who has prepared it applies it; who has not gets it from the `holders`.
+    """
+
+    round: RoundId
+    version: AnchorVersion
+    holders: tuple[PeerId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Dissolved:
+    """The convener gives this attempt up; another one may follow."""
+
+    round: RoundId
+    detail: str
+
+
+# ---- audits ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AuditRequest:
+    """After the commit, about one piece. To its reducer: what did the others sign? The answer is Evidence. To another contributor: what was it that
+    you signed? The answer is the Contribution, as it was sent then. Or AuditRefused."""
+
+    round: RoundId
+    first_chunk: int
+    end_chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class SignedHash:
+    """That this member has contributed the tensor with this hash to a piece."""
+
+    peer: PeerId
+    hash: bytes
+    """BLAKE3 of the encoded bytes, 32 bytes."""
+    signature: bytes
+    """64 bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """From a piece's reducer: what the other contributors have signed."""
+
+    round: RoundId
+    first_chunk: int
+    end_chunk: int
+    signed: tuple[SignedHash, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AuditRefused:
+    """It is not kept here (any more), or too much was asked."""
+
+    round: RoundId
+    first_chunk: int
+    end_chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Accusation:
+    """To all other members: "audit this piece; this is what I have seen signed." Whoever hears it judges by itself."""
+
+    round: RoundId
+    first_chunk: int
+    end_chunk: int
+    signed: tuple[SignedHash, ...]
+
+
+# ---- catching up ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StateRequest:
+    """Asks for chunks of the state with this digest. Chunk i of the parameters is number i, chunk i of the outer momentum is
+    number (count of chunks) + i. The answer to each is a StateChunk or a StateRefused."""
+
+    module: ModuleId
+    digest: bytes
+    chunks: tuple[int, ...]
+    """1 to 64."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateChunk:
+    """One chunk of a module's state; its float32 elements, in a lossless codec, are the tensor. Checked against the state's hash list."""
+
+    module: ModuleId
+    digest: bytes
+    chunk: int
+
+
+class StateRefusal(enum.Enum):
+    BUSY = 1
+    """Too many are being served; ask again later or elsewhere."""
+    GONE = 2
+    """This state is not kept here (any more)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateRefused:
+    module: ModuleId
+    digest: bytes
+    chunks: tuple[int, ...]
+    reason: StateRefusal
+
+
+AuditControl = AuditRequest | Evidence | AuditRefused | Accusation
+"""Small messages of an audit."""
+RoundControl = (
+    Progress
+    | Invitation
+    | Accepting
+    | Entry
+    | Declined
+    | SignedRoster
+    | Pulse
+    | Prepared
+    | Commit
+    | Dissolved
+    | AuditControl
+)
+"""Small messages of a round."""
+RoundPiece = Contribution | Reduced
+"""Messages of a round with a tensor."""
+StateControl = StateRequest | StateRefused

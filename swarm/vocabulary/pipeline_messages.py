@@ -1,0 +1,133 @@
+"""What peers say to each other about a microbatch, as plain data, and the union of all that travels. `protocol.frames.frames` turns it into bytes.
+
+A message that carries a tensor is sent together with it; the tensor itself never appears here.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from swarm.vocabulary.averaging_messages import RoundControl, RoundPiece, StateChunk, StateControl
+from swarm.vocabulary.routing_messages import LaneControl
+from swarm.vocabulary.types import MicrobatchId, Path
+
+
+class Purpose(enum.Enum):
+    TRAIN = 1
+    EVALUATE = 2
+
+
+class Direction(enum.Enum):
+    FORWARD = 1
+    BACKWARD = 2
+
+
+class ReceiptStatus(enum.Enum):
+    ACCEPTED = 1
+    PASSED_ON = 2
+    BUSY = 3
+    REFUSED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Hidden states [rows, tokens, hidden] for `path.hops[position]`, or for the data node when position is `len(hops)`."""
+
+    microbatch: MicrobatchId
+    path: Path
+    position: int
+    purpose: Purpose
+    lifetime_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """The loss's gradient for the output of `path.hops[position]`; position -1 is the data node's embedding."""
+
+    microbatch: MicrobatchId
+    path: Path
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What became of a tensor, told to whoever sent it. `position` is that of the tensor's receiver.
+
+    PASSED_ON also says how long it lay there before its computation began, how long that took, and how long it took from then on until the
+    next peer had said ACCEPTED: the data node tells by it waiting, computing and the network apart. Claims of the receiver, in seconds.
+    """
+
+    microbatch: MicrobatchId
+    direction: Direction
+    position: int
+    status: ReceiptStatus
+    retry_after_s: float = 0.0
+    detail: str = ""
+    waited_s: float = 0.0
+    computed_s: float = 0.0
+    sent_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stranded:
+    """To the data node: the hop at `position` cannot be reached, and nobody stands in for it.
+
+    `signature` is that of the microbatch's route, which only who was given the microbatch knows.
+    """
+
+    microbatch: MicrobatchId
+    direction: Direction
+    position: int
+    detail: str
+    signature: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """From the data node: the microbatch is abandoned."""
+
+    microbatch: MicrobatchId
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivalHint:
+    """The microbatch will reach `position` in about `expected_s` seconds."""
+
+    microbatch: MicrobatchId
+    position: int
+    expected_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """From a stand-in that holds the gradient of `path.hops[position + 1]` to the peer at `position`: send me its input."""
+
+    microbatch: MicrobatchId
+    path: Path
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """From the data node: the microbatch is complete, and the gradients of exactly these hops count."""
+
+    microbatch: MicrobatchId
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Unsettled:
+    """To the data node: I have added this microbatch's gradient and have not heard whether it counts."""
+
+    microbatch: MicrobatchId
+
+
+MicrobatchTensor = Forward | Backward
+MicrobatchControl = Receipt | Stranded | Close | ArrivalHint | Recall | Settled | Unsettled
+
+TensorMessage = MicrobatchTensor | RoundPiece | StateChunk
+"""Every message that a tensor goes with."""
+ControlMessage = MicrobatchControl | RoundControl | StateControl | LaneControl
+"""Every other message that peers exchange about work, rounds, state and lanes."""

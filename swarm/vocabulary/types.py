@@ -1,0 +1,211 @@
+"""The words of Skipstone as types: what a run, a module, a microbatch and a path are.
+
+Everything here is immutable, hashable and free of IO, so that the same values serve the node, the simulator
+and the tests. `docs/PROTOCOL.md` has the table of words; use exactly these in code, logs and output.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, replace
+from typing import Generic, NewType, TypeVar
+
+from swarm.vocabulary.errors import ProtocolViolation
+
+PeerId = NewType("PeerId", str)
+"""A peer's libp2p id: base58 of the multihash of its Ed25519 public key (`12D3Koo...`, 52 characters)."""
+
+RunId = NewType("RunId", str)
+"""SHA-256 of the manifest's canonical form, 64 lower-case hexadecimal digits."""
+
+MAX_STAGES = 1024
+MAX_EXPERTS = 1024
+MAX_MODULES = 4096
+"""Of one run. Everything that a node does for each module (look-ups, placement, views) is bounded by this."""
+MAX_MICROBATCH_NUMBER = 2**48 - 1
+MAX_HOPS = 256
+MAX_FRAGMENTS = 64
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoned(Generic[Value]):
+    """What was decided, and one sentence for the person who asks why."""
+
+    value: Value
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ModuleId:
+    """The weights at a stage. `expert` is 0 unless the run has several experts a stage (DiPaCo)."""
+
+    stage: int
+    expert: int = 0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.stage < MAX_STAGES and 0 <= self.expert < MAX_EXPERTS):
+            raise ProtocolViolation(
+                f"module {self.stage}.{self.expert} is outside 0.0 to {MAX_STAGES - 1}.{MAX_EXPERTS - 1}"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.stage}.{self.expert}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class MicrobatchId:
+    """A unit of work, named by the data node that started it and that node's running number."""
+
+    data_node: PeerId
+    number: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.number <= MAX_MICROBATCH_NUMBER:
+            raise ProtocolViolation(f"microbatch number {self.number} is outside 0 to {MAX_MICROBATCH_NUMBER}")
+
+    def __str__(self) -> str:
+        return f"{short(self.data_node)}#{self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """One visit of a path: which module, computed by which peer."""
+
+    module: ModuleId
+    peer: PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class SignedRoute:
+    """What a data node fixes of a microbatch when it sets out, and signs together with its run, number and purpose (`protocol.identity.route_signatures`). Peers are not
+    in it: repair may replace them."""
+
+    modules: tuple[ModuleId, ...]
+    lifetime_s: float
+    signature: bytes
+    """64 bytes, by the data node's identity key."""
+
+    def __post_init__(self) -> None:
+        if len(self.modules) > MAX_HOPS:
+            raise ProtocolViolation(f"a route of {len(self.modules)} modules is longer than {MAX_HOPS}")
+
+    def allows(self, path: Path) -> bool:
+        """Whether the path visits these modules in this order. Repair may have left some out."""
+        left = iter(self.modules)
+        return all(hop.module in left for hop in path.hops)
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """The hops a microbatch takes out from its data node and back.
+
+    Stage 0 is the data node itself and is not listed: it stands before the first and after the last hop. A
+    *position* is an index into `hops`; position -1 is the data node at the start (embedding) and
+    `len(hops)` the data node at the end (norm, head, loss).
+    """
+
+    data_node: PeerId
+    hops: tuple[Hop, ...]
+    route: SignedRoute | None = None
+    """Goes wherever the path goes; None where nobody asks for it."""
+
+    def __post_init__(self) -> None:
+        if len(self.hops) > MAX_HOPS:
+            raise ProtocolViolation(f"a path of {len(self.hops)} hops is longer than {MAX_HOPS}")
+
+    def peer_at(self, position: int) -> PeerId:
+        """The peer at a position; both ends are the data node.
+
+        Raises:
+            IndexError: `position` is not from -1 to `len(hops)`.
+        """
+        if position in (-1, len(self.hops)):
+            return self.data_node
+        if not 0 <= position < len(self.hops):
+            raise IndexError(f"position {position} is not on a path of {len(self.hops)} hops")
+        return self.hops[position].peer
+
+    def with_peer(self, position: int, peer: PeerId) -> Path:
+        """The same path with another replica at `position` (repair)."""
+        hop = self.hops[position]
+        return replace(self, hops=(*self.hops[:position], Hop(hop.module, peer), *self.hops[position + 1 :]))
+
+    def without(self, position: int) -> Path:
+        """The same path with the hop at `position` skipped (repair); those after it move up by one."""
+        return replace(self, hops=(*self.hops[:position], *self.hops[position + 1 :]))
+
+
+@dataclass(frozen=True, slots=True)
+class AnchorVersion:
+    """Which agreed state of a module: what its replicas compare, and what decides which of two states goes on."""
+
+    round: int
+    """Number of the round that made it; 0 for the initial weights. Never goes back on any peer."""
+    steps: int
+    """Inner steps behind it: the mean over the replicas of each round. The learning rate follows from it."""
+    tokens: int
+    """Tokens behind it, over all replicas."""
+    fragment: int
+    """The fragment that the next round averages."""
+    digest: bytes
+    """BLAKE3 (32 bytes) over all of the above and the state's chunk hashes: equal digests mean equal states, bit for bit."""
+
+
+class PeerState(enum.Enum):
+    """What a peer says of itself in its announcement."""
+
+    JOINING = 1
+    """It has chosen a module and prepares it; send it no work yet."""
+    SERVING = 2
+    """It takes microbatches."""
+    DRAINING = 3
+    """It finishes what it has and takes nothing new."""
+    VISITING = 4
+    """It hosts no module: a newcomer that has not chosen yet, or a `status` or `eval` command."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRange:
+    """The protocol versions a peer speaks, both ends included."""
+
+    lowest: int
+    highest: int
+
+    def common(self, other: VersionRange) -> int | None:
+        """The highest version that both speak, or None."""
+        highest = min(self.highest, other.highest)
+        return highest if highest >= max(self.lowest, other.lowest) else None
+
+
+PROTOCOL_VERSIONS = VersionRange(2, 2)
+"""What this code speaks."""
+
+
+def short(peer: PeerId) -> str:
+    """The last six characters: enough to tell peers apart in a table or a log line."""
+    return peer[-6:]
+
+
+class Codec(enum.Enum):
+    """How elements become bytes. The value is the one in link.proto; `protocol.codecs` does it."""
+
+    NONE = 1
+    """As they are, row-major, little-endian."""
+    INT8 = 2
+    """A signed byte each, and a float32 scale for each 128 of them."""
+    BF16 = 3
+    """The upper half of a float32."""
+    FP8 = 4
+    """Eight bits with an exponent of their own (e4m3), and a float32 scale for each 128 of them."""
+    INT4 = 5
+    """Half a byte each, and a bfloat16 scale for each 64 of them."""
+    TOP_K_4 = 6
+    """Of each 4096 the 192 largest, four bits each besides their place."""
+    TOP_K_2 = 7
+    """Of each 4096 the 256 largest, two bits each besides their place."""
+    LOW_RANK = 8
+    """A matrix as the product of two thin ones, bfloat16."""
+    PLANES = 9
+    """Without loss: the elements' first bytes, second bytes and so on, each plane compressed."""

@@ -1,0 +1,215 @@
+"""A replica and its anchor: copies in both directions, work carried over, the outer step of one that is alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from node.averaging.anchor.anchor import Anchor, hash_all
+from node.averaging.anchor.anchor_store import Shelf
+from node.averaging.anchor.lone_replica import LoneReplica, anchor_of
+from node.averaging.anchor.module_vector import LocalReplica
+from node.averaging.anchor.outer_step import OuterRule
+from node.averaging.replica_sync import AloneRule, ReplicaKeeper, Work
+from node.concurrency.compute_thread import ComputeThread
+from node.model.build import build_block_stack
+from node.model.optimizer import RAMP_STEPS, Accumulator, InnerOptimizer, StepFigures
+from swarm.vocabulary.types import AnchorVersion, MicrobatchId, ModuleId, PeerId
+from tests.node.averaging.exchanging import vector
+from tests.node.network.small_swarm import ManualClock
+from tests.node.small_manifest import small_manifest
+
+RULE = OuterRule(0.7, 0.9)
+MANIFEST = small_manifest(model__hidden=64, model__feed_forward=128, stages__blocks=[0, 4])
+
+
+class Trained:
+    """A module that takes inner steps with made-up gradients."""
+
+    def __init__(self, fragments: int = 1) -> None:
+        self.part: nn.Module = build_block_stack(MANIFEST, ModuleId(1))
+        self.sums = Accumulator(self.part)
+        self.optimizer = InnerOptimizer(MANIFEST.training, [self.sums])
+        self.changes = 0
+        self.local = LocalReplica([self.part], fragments, self.optimizer, self._changed)
+        self._microbatches = 0
+
+    def _changed(self) -> None:
+        self.changes += 1
+
+    def step(self, seed: int) -> StepFigures:
+        numbers = torch.Generator().manual_seed(seed)
+        gradients = [torch.randn(p.shape, generator=numbers) for p in self.part.parameters()]
+        self._microbatches += 1
+        self.sums.add(MicrobatchId(PeerId("data"), self._microbatches), 32, gradients)
+        return self.optimizer.step()
+
+    def vector(self) -> np.ndarray:
+        out = np.empty(self.local.layout.elements, np.float32)
+        self.local.read(slice(0, len(out)), out)
+        return out
+
+
+def test_a_vector_has_every_parameter_at_its_place() -> None:
+    trained = Trained(fragments=2)
+    values = trained.vector()
+    named = dict(trained.part.named_parameters())
+    for place in trained.local.layout.places:
+        expected = named[place.name].detach().numpy().ravel()
+        np.testing.assert_array_equal(values[place.start : place.stop], expected)
+    assert trained.local.layout.elements == sum(p.numel() for p in named.values())
+
+
+def test_parts_are_read_and_written_by_themselves() -> None:
+    trained = Trained()
+    before, total = trained.vector(), trained.local.layout.elements
+    part = slice(total // 3 + 1, total // 2 + 7)
+    new = vector(part.stop - part.start, 5)
+    trained.local.write(part, new)
+    after = trained.vector()
+    np.testing.assert_array_equal(after[part], new)
+    np.testing.assert_array_equal(after[: part.start], before[: part.start])
+    np.testing.assert_array_equal(after[part.stop :], before[part.stop :])
+    out = np.empty_like(new)
+    trained.local.read(part, out)
+    np.testing.assert_array_equal(out, new)
+    assert trained.changes == 1
+
+
+def test_carrying_over_keeps_what_came_after_the_snapshot() -> None:
+    trained = Trained()
+    trained.step(1)
+    snapshot = trained.vector()
+    new = vector(len(snapshot), 6)
+    trained.local.carry(slice(0, len(new)), snapshot, new)
+    np.testing.assert_array_equal(trained.vector(), new)
+    trained.local.write(slice(0, len(new)), snapshot)
+    trained.step(2)
+    local = trained.vector()
+    trained.local.carry(slice(0, len(new)), snapshot, new)
+    np.testing.assert_array_equal(trained.vector(), new + (local - snapshot))
+
+
+def test_a_plain_mean_leaves_a_lone_replica_as_it_is() -> None:
+    """An outer rate of 1 without momentum: what the demo's manifest says. Only the two subtractions round."""
+    trained, untouched = Trained(), Trained()
+    lone = LoneReplica(trained.local, OuterRule(1.0, 0.0), inner_steps=2)
+    for step in range(1, 9):
+        trained.step(step)
+        untouched.step(step)
+        lone.after_inner_step(32)
+    assert lone.shelf.current.version.round == 4
+    np.testing.assert_allclose(trained.vector(), untouched.vector(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("fragments", [1, 3])
+def test_a_lone_replica_does_what_torch_does(fragments: int) -> None:
+    """Outer SGD over the real parameters, fragment by fragment, by torch alone."""
+    trained, plain = Trained(fragments), Trained(fragments)
+    lone = LoneReplica(trained.local, RULE, inner_steps=2 * fragments)
+    anchor = torch.from_numpy(plain.vector()).requires_grad_()
+    buffer = torch.zeros(len(anchor))
+    fragment = 0
+    for step in range(1, 13):
+        trained.step(step)
+        plain.step(step)
+        lone.after_inner_step(32)
+        if step % 2 == 0:
+            first, end = plain.local.layout.fragments[fragment]
+            part = plain.local.layout.range_of(first, end)
+            parameter = anchor.detach()[part].clone().requires_grad_()
+            outer = torch.optim.SGD([parameter], lr=0.7, momentum=0.9, nesterov=True)
+            outer.state[parameter]["momentum_buffer"] = buffer[part].clone()
+            parameter.grad = parameter.detach() - torch.from_numpy(plain.vector()[part])
+            outer.step()
+            buffer[part] = outer.state[parameter]["momentum_buffer"]
+            anchor.detach()[part] = parameter.detach()
+            plain.local.write(part, parameter.detach().numpy())
+            fragment = (fragment + 1) % len(plain.local.layout.fragments)
+        np.testing.assert_allclose(trained.vector(), plain.vector(), rtol=0, atol=1e-5)
+    current = lone.shelf.current
+    assert (current.version.round, current.version.steps, current.version.tokens) == (6, 12, 12 * 32)
+    assert current.hashes == hash_all(current.layout, current.parameters, current.momentum)
+
+
+def keeper_of(
+    trained: Trained, compute: ComputeThread, averaging: ComputeThread, clock: ManualClock | None = None
+) -> ReplicaKeeper:
+    shelf = Shelf(anchor_of(trained.local))
+    rule = AloneRule(4, RULE, 32, clock or ManualClock(), longest_s=10.0)
+
+    def stepped_alone(anchor: Anchor, before: AnchorVersion) -> None:
+        assert anchor.version.round == before.round + 1
+
+    return ReplicaKeeper(trained.local, shelf, compute, averaging, rule, stepped_alone)
+
+
+async def test_a_lone_replica_takes_its_outer_step_after_enough_work_or_time() -> None:
+    trained, clock = Trained(), ManualClock()
+    with ComputeThread() as compute, ComputeThread(name="averaging") as averaging:
+        keeper = keeper_of(trained, compute, averaging, clock)
+        keeper.alone = True
+        left = []
+        for seconds in (1, 1, 1, 1, 1, 9, 1, 10):
+            clock.now += seconds
+            keeper.after_inner_step(trained.step(seconds))
+            left.append(keeper.since_anchor.steps)
+    assert left == [1, 2, 3, 0, 1, 0, 1, 0]
+
+
+async def test_a_snapshot_knows_its_work_and_norm() -> None:
+    trained = Trained()
+    with ComputeThread() as compute, ComputeThread(name="averaging") as averaging:
+        keeper = keeper_of(trained, compute, averaging)
+        base = trained.vector()
+        for seed in range(3):
+            keeper.after_inner_step(trained.step(seed))
+        snapshot = await keeper.snapshot()
+        assert snapshot.since_anchor == Work(3, 96)
+        assert snapshot.norm == pytest.approx(float(np.linalg.norm(base - trained.vector())), rel=1e-5)
+        keeper.after_inner_step(trained.step(9))
+        keeper.committed(snapshot)
+        assert keeper.since_anchor == Work(1, 32)
+
+
+async def test_an_adopted_anchor_replaces_everything() -> None:
+    trained, other = Trained(), Trained()
+    other.step(77)
+    anchor = anchor_of(other.local)
+    with ComputeThread() as compute, ComputeThread(name="averaging") as averaging:
+        keeper = keeper_of(trained, compute, averaging)
+        keeper.after_inner_step(trained.step(1))
+        await keeper.adopt(anchor)
+        np.testing.assert_array_equal(trained.vector(), anchor.parameters)
+        assert keeper.since_anchor == Work()
+        assert keeper.lost == Work(1, 32)
+        assert trained.optimizer.steps == anchor.version.steps
+
+
+def test_a_fresh_optimizer_rises_to_the_schedule() -> None:
+    trained, steady = Trained(), Trained()
+    for seed in range(5):
+        trained.step(seed)
+        steady.step(seed)
+    trained.optimizer.start_anew(5)
+    rates = [(trained.step(seed).learning_rate, steady.step(seed).learning_rate) for seed in range(RAMP_STEPS + 2)]
+    for number, (fresh, usual) in enumerate(rates, start=1):
+        assert fresh == pytest.approx(usual * min(1.0, number / RAMP_STEPS))
+
+
+async def test_a_lone_replica_that_diverged_starts_again_from_its_anchor() -> None:
+    trained = Trained()
+    with ComputeThread() as compute, ComputeThread(name="averaging") as averaging:
+        keeper = keeper_of(trained, compute, averaging)
+        keeper.alone = True
+        base = trained.vector()
+        for seed in range(3):
+            keeper.after_inner_step(trained.step(seed))
+        figures = trained.step(4)
+        with torch.no_grad():
+            next(trained.part.parameters()).view(-1)[0] = float("nan")
+        keeper.after_inner_step(figures)
+        np.testing.assert_array_equal(trained.vector(), base)
+        assert keeper.lost == Work(4, 128)

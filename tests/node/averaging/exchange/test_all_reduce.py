@@ -1,0 +1,324 @@
+"""The exchange among members in one process: what comes out, who is told what, and what a bad member can do."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from node.averaging.anchor.anchor import hash_all
+from node.averaging.exchange.partition import Plan
+from node.averaging.exchange.progress import ExchangeProgress, HowFar
+from protocol.codecs import encoded_bytes
+from swarm.averaging.round_events import Event, Owing, PieceCame, PieceRejected
+from swarm.compression.round_codecs import RoundCodecs, ladder
+from swarm.vocabulary.types import Codec, PeerId
+from tests.node.averaging.exchanging import (
+    base_anchor,
+    equal_weights,
+    outer_reference,
+    room,
+    roster_of,
+    small_layout,
+    vector,
+)
+
+NAMES = ("a", "b", "c", "d")
+
+
+def snapshots_of(base, count):  # type: ignore[no-untyped-def]
+    return {name: base.parameters - vector(base.layout.elements, 10 + i, 0.01) for i, name in enumerate(NAMES[:count])}
+
+
+EVERY = (RoundCodecs(Codec.NONE), RoundCodecs(Codec.BF16), *ladder(Codec.TOP_K_2))
+
+
+@pytest.mark.parametrize("codec", [Codec.NONE, Codec.BF16, Codec.INT8])
+@pytest.mark.parametrize(("count", "shares"), [(1, None), (2, [3, 1]), (4, None), (4, [5, 0, 1, 2])])
+async def test_all_members_make_the_same_anchor(codec: Codec, count: int, shares: list[int] | None) -> None:
+    base = base_anchor(small_layout())
+    async with room(base, snapshots_of(base, count), codec) as here:
+        parties = list(here.parties.values())
+        weights = [0.4, 0.3, 0.2, 0.1][:count]
+        members = [(p.peer, w / sum(weights), p.norm) for p, w in zip(parties, weights, strict=True)]
+        anchors = await here.exchange(roster_of(base, members, shares=shares))
+        assert len({anchor.version.digest for anchor in anchors}) == 1
+        first = anchors[0]
+        for other in anchors[1:]:
+            np.testing.assert_array_equal(first.parameters, other.parameters)
+            np.testing.assert_array_equal(first.momentum, other.momentum)
+        assert first.hashes == hash_all(first.layout, first.parameters, first.momentum)
+        mean = sum(c * p.gradient.astype(np.float64) for p, (_, c, _) in zip(parties, members, strict=True))
+        parameters, momentum = outer_reference(base, mean.astype(np.float32), slice(None))
+        tolerance = 1e-6 if codec is Codec.NONE else 1e-3
+        np.testing.assert_allclose(first.parameters, parameters, rtol=0, atol=tolerance)
+        np.testing.assert_allclose(first.momentum, momentum, rtol=0, atol=tolerance)
+        assert (first.version.round, first.version.steps, first.version.tokens) == (1, 10, 1000)
+
+
+async def test_a_fragment_leaves_the_others_alone() -> None:
+    base = base_anchor(small_layout(fragments=3))
+    async with room(base, snapshots_of(base, 2)) as here:
+        anchors = await here.exchange(roster_of(base, equal_weights(list(here.parties.values()))))
+        first, end = base.layout.fragments[0]
+        part = base.layout.range_of(first, end)
+        assert anchors[0].version.fragment == 1
+        for anchor in anchors:
+            np.testing.assert_array_equal(anchor.parameters[part.stop :], base.parameters[part.stop :])
+            np.testing.assert_array_equal(anchor.momentum[part.stop :], base.momentum[part.stop :])
+            assert not np.array_equal(anchor.parameters[part], base.parameters[part])
+            assert anchor.hashes == hash_all(anchor.layout, anchor.parameters, anchor.momentum)
+
+
+@pytest.mark.parametrize("codecs", EVERY, ids=lambda codecs: codecs.contribution.name)
+async def test_bytes_are_those_of_the_best_all_reduce(codecs: RoundCodecs) -> None:
+    base = base_anchor(small_layout())
+    async with room(base, snapshots_of(base, 4), codecs.contribution) as here:
+        await here.exchange(roster_of(base, equal_weights(list(here.parties.values()))))
+        sent = sum(party.exchange.sent_bytes for party in here.parties.values())
+        both_ways = sum(encoded_bytes(codec, base.layout.elements) for codec in (codecs.contribution, codecs.result))
+        assert sent <= 1.05 * 3 / 4 * both_ways * 4
+
+
+async def test_who_has_nothing_to_contribute_gets_the_result() -> None:
+    base = base_anchor(small_layout())
+    async with room(base, snapshots_of(base, 3)) as here:
+        a, b, c = here.parties.values()
+        anchors = await here.exchange(
+            roster_of(base, [(a.peer, 0.5, a.norm), (b.peer, 0.5, b.norm), (c.peer, 0.0, 0.0)])
+        )
+        assert len({anchor.version.digest for anchor in anchors}) == 1
+        mean = (a.gradient + b.gradient) / 2
+        np.testing.assert_allclose(anchors[2].momentum, mean, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("codec", [Codec.NONE, Codec.INT8, Codec.TOP_K_2])
+async def test_pieces_may_come_before_the_roster(codec: Codec) -> None:
+    """In any codec that the roster may name."""
+    base = base_anchor(small_layout())
+    async with room(base, snapshots_of(base, 3), codec) as here:
+        here.codecs = EVERY
+        roster = roster_of(base, equal_weights(list(here.parties.values())))
+        here.prepare(roster)
+        here.start(PeerId("a"), PeerId("b"))
+        await here.until(lambda: here["c"].arrivals.received_bytes > 0 and here.sent >= 6)
+        assert here["c"].anchor is None
+        here.start(PeerId("c"))
+        await here.until(lambda: all(party.anchor is not None for party in here.parties.values()))
+        assert len({party.anchor.version.digest for party in here.parties.values() if party.anchor}) == 1
+        assert not here["c"].refusals
+
+
+def spoil_with(value: float):  # type: ignore[no-untyped-def]
+    def spoil(data: bytearray) -> None:
+        np.frombuffer(data, np.float32)[:] *= np.float32(value)
+
+    return spoil
+
+
+def set_nan(data: bytearray) -> None:
+    np.frombuffer(data, np.float32)[17] = np.nan
+
+
+@pytest.mark.parametrize("spoil", [set_nan, spoil_with(1e6), spoil_with(1e30), spoil_with(np.inf)])
+async def test_a_contribution_that_cannot_be_used_is_named_and_left_out(spoil) -> None:  # type: ignore[no-untyped-def]
+    base = base_anchor(small_layout())
+    async with room(base, snapshots_of(base, 3)) as here:
+        roster = roster_of(base, equal_weights(list(here.parties.values())))
+
+        def tamper(sender, to, message, data):  # type: ignore[no-untyped-def]
+            if sender == "b" and type(message).__name__ == "Contribution":
+                with np.errstate(all="ignore"):
+                    spoil(data)
+
+        here.tamper = tamper
+        here.prepare(roster)
+        here.start()
+        await here.until(lambda: all(any(isinstance(e, PieceRejected) for e in here[name].events) for name in "ac"))
+        for name in "ac":
+            assert {e.sender for e in here[name].events if isinstance(e, PieceRejected)} == {"b"}
+            assert here[name].anchor is None
+        # The next attempt goes on without it.
+        await here.stop()
+        del here.parties[PeerId("b")]
+        anchors = await here.exchange(roster_of(base, equal_weights(list(here.parties.values()))))
+        assert anchors[0].version == anchors[1].version
+        assert np.isfinite(anchors[0].parameters).all()
+
+
+async def test_a_reducer_cannot_send_more_than_the_members_declared() -> None:
+    base = base_anchor(small_layout())
+    async with room(base, snapshots_of(base, 3)) as here:
+
+        def tamper(sender, to, message, data):  # type: ignore[no-untyped-def]
+            if sender == "c" and type(message).__name__ == "Reduced":
+                spoil_with(100.0)(data)
+
+        here.tamper = tamper
+        here.prepare(roster_of(base, equal_weights(list(here.parties.values()))))
+        here.start()
+        await here.until(lambda: all(any(isinstance(e, PieceRejected) for e in here[name].events) for name in "ab"))
+        assert {e.sender for e in here["a"].events if isinstance(e, PieceRejected)} == {"c"}
+        assert here["a"].anchor is None
+
+
+def alike(base, count):  # type: ignore[no-untyped-def]
+    """Replicas that have learnt something in common, as real ones have."""
+    elements = base.layout.elements
+    common = vector(elements, 9, 0.01)
+    return {name: base.parameters - common - vector(elements, 10 + i, 0.01) for i, name in enumerate(NAMES[:count])}
+
+
+LIES = {
+    "the other way round": lambda values: np.multiply(values, -1, out=values),
+    "zeros": lambda values: values.fill(0.0),
+    "something else": lambda values: np.copyto(values, np.roll(values, 7919) * np.float32(2.5)),
+}
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
+async def test_a_mean_that_cannot_contain_what_we_sent_is_objected_to(lie) -> None:  # type: ignore[no-untyped-def]
+    """It is within the norm that all together declared."""
+    base = base_anchor(small_layout())
+    async with room(base, alike(base, 3)) as here:
+
+        def tamper(sender, to, message, data):  # type: ignore[no-untyped-def]
+            if sender == "c" and type(message).__name__ == "Reduced":
+                lie(np.frombuffer(data, np.float32))
+
+        here.tamper = tamper
+        here.prepare(roster_of(base, equal_weights(list(here.parties.values()))))
+        here.start()
+        await here.until(lambda: all(any(isinstance(e, PieceRejected) for e in here[name].events) for name in "ab"))
+        for name in "ab":
+            assert {e.sender for e in here[name].events if isinstance(e, PieceRejected)} == {"c"}
+            assert here[name].anchor is None
+
+
+async def test_a_replica_whose_update_points_the_other_way_accuses_nobody() -> None:
+    base = base_anchor(small_layout())
+    snapshots = alike(base, 3)
+    snapshots["c"] = base.parameters + (base.parameters - snapshots["c"])
+    async with room(base, snapshots) as here:
+        anchors = await here.exchange(roster_of(base, equal_weights(list(here.parties.values()))))
+        assert len({anchor.version.digest for anchor in anchors}) == 1
+
+
+@pytest.mark.parametrize("codecs", EVERY, ids=lambda codecs: codecs.contribution.name)
+@pytest.mark.parametrize("members", [2, 3, 5, 9])
+@pytest.mark.parametrize("kind", ["in common", "nothing in common"])
+async def test_honest_means_are_not_objected_to(codecs: RoundCodecs, members: int, kind: str) -> None:
+    base = base_anchor(small_layout(40_000))
+    for seed in range(3):
+        common = vector(base.layout.elements, 100 + seed, 0.01 if kind == "in common" else 0.0)
+        snapshots = {
+            f"m{i}": base.parameters - common - vector(base.layout.elements, 1000 * seed + i, 0.01 * (1 + i % 3))
+            for i in range(members)
+        }
+        async with room(base, snapshots, codecs.contribution) as here:
+            anchors = await here.exchange(roster_of(base, equal_weights(list(here.parties.values()))))
+            assert len({anchor.version.digest for anchor in anchors}) == 1
+            assert not any(isinstance(e, PieceRejected) for party in here.parties.values() for e in party.events)
+
+
+async def test_garbage_as_int8_is_named() -> None:
+    base = base_anchor(small_layout())
+    async with room(base, snapshots_of(base, 2), Codec.INT8) as here:
+
+        def tamper(sender, to, message, data):  # type: ignore[no-untyped-def]
+            if sender == "b":
+                data[:] = b"\xff" * len(data)
+
+        here.tamper = tamper
+        here.prepare(roster_of(base, equal_weights(list(here.parties.values()))))
+        here.start()
+        await here.until(lambda: any(isinstance(e, PieceRejected) for e in here["a"].events))
+
+
+async def test_the_dead_is_the_one_who_owes() -> None:
+    base = base_anchor(small_layout(2_000_000))
+    async with room(base, snapshots_of(base, 3)) as here:
+        roster = roster_of(base, equal_weights(list(here.parties.values())))
+        # A quarter of all sendings: before it has all contributions, which is another third, nobody can be done with anybody.
+        early = len(Plan(PeerId("a"), base.layout, roster).pieces)
+
+        def tamper(sender, to, message, data):  # type: ignore[no-untyped-def]
+            if here.sent >= early:
+                here.dead.add(PeerId("c"))
+
+        here.tamper = tamper
+        here.prepare(roster)
+        here.start()
+        await here.until(lambda: any(party.task and here.sent >= early for party in here.parties.values()))
+        for name in "ab":
+            await here.until(lambda name=name: owed_to(here[name].events) == {"c"})
+            assert here[name].anchor is None
+            assert {event.sender for event in here[name].events if isinstance(event, PieceCame)} <= {"a", "b", "c"}
+
+
+def owed_to(events: list[Event]) -> frozenset[PeerId]:
+    """As last said."""
+    said = [event.peers for event in events if isinstance(event, Owing)]
+    return said[-1] if said else frozenset()
+
+
+async def test_ended_halfway_it_leaves_no_trace() -> None:
+    base = base_anchor(small_layout(2_000_000))
+    before = base.parameters.copy()
+    async with room(base, snapshots_of(base, 2)) as here:
+        roster = roster_of(base, equal_weights(list(here.parties.values())))
+        here.prepare(roster)
+        here.start()
+        await here.until(lambda: here.sent >= 4)
+        await here.stop()
+        anchors = await here.exchange(roster)
+        assert anchors[0].version == anchors[1].version
+        for party in here.parties.values():
+            np.testing.assert_array_equal(party.base.parameters, before)
+
+
+async def test_buffers_are_bounded() -> None:
+    """However slow the arithmetic, a reducer holds no more than the windows of the contributors."""
+    base = base_anchor(small_layout(8_000_000))
+    async with room(base, snapshots_of(base, 2)) as here:
+        await here.exchange(roster_of(base, equal_weights(list(here.parties.values()))))
+        plan = here["a"].exchange.plan
+        largest = max(piece.elements for piece in plan.pieces) * 4
+        for party in here.parties.values():
+            held = sum(len(buffers) * size for size, buffers in party.arrivals._free.items())
+            assert held <= 2 * 8 * largest
+
+
+def test_who_is_held_up_by_another_owes_nothing() -> None:
+    """All have sent what they may before there are results; what is missing then is missing because of one of them."""
+    base = base_anchor(small_layout(12 * 2**18))
+    roster = roster_of(base, [(PeerId(name), 1 / 3, 1.0) for name in "abc"])
+    plan = Plan(PeerId("a"), base.layout, roster)
+    progress = ExchangeProgress(plan)
+    first, second, *rest = plan.shards[PeerId("a")]
+    assert rest, "the shard has to be longer than what is sent ahead here"
+    assert progress.owing() == {"b", "c"}
+    progress.added(PeerId("b"), first)
+    progress.added(PeerId("b"), second)
+    assert progress.owing() == {"c"}
+    progress.added(PeerId("c"), first)
+    assert progress.owing() == {"c"}
+    progress.added(PeerId("c"), second)
+    assert progress.owing() == {"b", "c"}
+
+
+def test_another_tenth_of_the_pieces_is_told_once() -> None:
+    base = base_anchor(small_layout(12 * 2**18))
+    roster = roster_of(base, [(PeerId("a"), 0.5, 1.0), (PeerId("b"), 0.5, 1.0)])
+    plan, told = Plan(PeerId("a"), base.layout, roster), list[HowFar]()
+    progress = ExchangeProgress(plan, told.append)
+    own = plan.shards[PeerId("a")]
+    for piece in own:
+        progress.added(PeerId("b"), piece)
+    for piece in plan.pieces:
+        progress.applied(piece)
+    assert [how_far.percent for how_far in told] == sorted({how_far.percent for how_far in told})
+    assert (told[0].percent, told[-1].percent) == (0, 100)
+    assert len(told) > 6
+    assert {(how_far.round, how_far.reduced_chunks) for how_far in told} == {
+        (roster.round, roster.members[0].end_chunk)
+    }

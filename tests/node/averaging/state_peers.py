@@ -1,0 +1,251 @@
+"""Peers that give and fetch states over real links, with faults that a test can put between a donor and its transport."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+
+from node.averaging.anchor.anchor import Anchor
+from node.averaging.anchor.anchor_store import Shelf
+from node.averaging.anchor.layout import Layout
+from node.averaging.module_rounds import StateDesk
+from node.averaging.state_sync.chunk_codec import STATE_CODECS
+from node.averaging.state_sync.donor import Donor
+from node.averaging.state_sync.download import CatchingUp, Surroundings
+from node.averaging.state_sync.partial_state import FreshSpace, Space
+from node.concurrency.compute_thread import ComputeThread
+from node.concurrency.task_groups import task_scope
+from protocol.codecs.tensor_spec import TensorSpec
+from protocol.interfaces.transport import LinkFigures, Question, Refusal, Topic
+from protocol.transport.grpc_transport import GrpcTransport
+from protocol.transport.settings import TransportSettings
+from swarm.vocabulary.averaging_messages import StateChunk, StateRefused, StateRequest
+from swarm.vocabulary.errors import PeerError, Rejected
+from swarm.vocabulary.pipeline_messages import ControlMessage, TensorMessage
+from swarm.vocabulary.types import Codec, ModuleId, PeerId
+from tests.protocol.transport.link_peers import Persona, SystemClock
+
+MODULE = ModuleId(1)
+LONG_S = 60.0
+"""How long a test waits for what has to come; reached only when it fails."""
+SETTINGS = TransportSettings(chunk_bytes=16 * 1024, ping_period_s=0.1, stall_after_s=2.0)
+
+
+@dataclass(eq=False)
+class Faults:
+    """What goes wrong when a donor sends chunks, and what it has sent."""
+
+    corrupt: bool = False
+    """The last byte is another."""
+    garble: bool = False
+    """All bytes are others."""
+    lies_about_hashes: bytes | None = None
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    """Chunks wait here when it is not set."""
+    freeze_after: int | None = None
+    """Closes the gate after so many chunks."""
+    goodput_bytes_per_s: float = 0.0
+    """What the donor believes that its links carry; 0 leaves it to choose as if it had not measured any."""
+    sent: list[int] = field(default_factory=list)
+    codecs: Counter[Codec] = field(default_factory=Counter)
+    """Of what was sent."""
+    refused: list[StateRefused] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+
+    async def before_chunk(self) -> None:
+        if self.freeze_after is not None and len(self.sent) >= self.freeze_after:
+            self.freeze_after = None
+            self.gate.clear()
+        await self.gate.wait()
+
+
+class FaultyTransport:
+    """`protocol.interfaces.transport.Transport` over the real one."""
+
+    def __init__(self, inner: GrpcTransport, faults: Faults) -> None:
+        self._inner = inner
+        self._faults = faults
+
+    async def send(self, peer: PeerId, message: TensorMessage, tensor: TensorSpec, data: memoryview) -> None:
+        assert isinstance(message, StateChunk)
+        await self._faults.before_chunk()
+        if self._faults.corrupt:
+            spoilt = bytearray(data)
+            spoilt[-1] ^= 1
+            data = memoryview(spoilt)
+        if self._faults.garble:
+            data = memoryview(bytes(byte ^ 0xA5 for byte in data))
+        self._faults.sent.append(message.chunk)
+        self._faults.codecs[tensor.codec] += 1
+        await self._inner.send(peer, message, tensor, data)
+
+    async def tell(self, peer: PeerId, message: ControlMessage) -> None:
+        if isinstance(message, StateRefused):
+            self._faults.refused.append(message)
+        await self._inner.tell(peer, message)
+
+    async def ask(self, peer: PeerId, question: Question, timeout_s: float) -> bytes:
+        return await self._inner.ask(peer, question, timeout_s)
+
+    def announce(self, record: bytes) -> None:
+        return
+
+    def figures(self) -> dict[PeerId, LinkFigures]:
+        goodput = self._faults.goodput_bytes_per_s
+        return {peer: replace(link, goodput_bytes_per_s=goodput) for peer, link in self._inner.figures().items()}
+
+
+class DeskHandler:
+    """`protocol.interfaces.transport.LinkHandler` with nothing behind it but a desk."""
+
+    def __init__(self) -> None:
+        self.desk: StateDesk | None = None
+        self.faults: Faults | None = None
+        self.downs: list[PeerError] = []
+
+    def admit(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec) -> memoryview | Refusal:
+        assert isinstance(message, StateChunk)
+        assert self.desk is not None
+        return self.desk.admit(sender, message, tensor)
+
+    def received(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec, buffer: memoryview) -> None:
+        assert isinstance(message, StateChunk)
+        assert self.desk is not None
+        self.desk.received(sender, message, buffer)
+
+    def broken_off(self, sender: PeerId, message: TensorMessage, buffer: memoryview, error: PeerError) -> None:
+        assert isinstance(message, StateChunk)
+        assert self.desk is not None
+        self.desk.broken_off(sender, message, buffer)
+
+    def told(self, sender: PeerId, message: ControlMessage) -> None:
+        assert isinstance(message, StateRequest | StateRefused)
+        assert self.desk is not None
+        self.desk.told(sender, message)
+
+    def announced(self, sender: PeerId, record: bytes) -> None:
+        return
+
+    async def answer(self, sender: PeerId, question: Question) -> bytes:
+        if self.faults is not None and self.faults.lies_about_hashes is not None:
+            return self.faults.lies_about_hashes
+        if self.desk is None or self.desk.donor is None:
+            raise Rejected("there is nothing here")
+        return await self.desk.donor.answer(question)
+
+    def serves(self, sender: PeerId) -> bool:
+        return True
+
+    def minds(self, sender: PeerId, topic: Topic) -> bool:
+        return True
+
+    def link_up(self, peer: PeerId) -> None:
+        return
+
+    def link_down(self, peer: PeerId, error: PeerError) -> None:
+        self.downs.append(error)
+        if self.desk is not None:
+            self.desk.link_down(peer, error)
+
+
+@dataclass(eq=False)
+class StatePeer:
+    """One peer of the module."""
+
+    persona: Persona
+    transport: GrpcTransport
+    handler: DeskHandler
+    catching_up: CatchingUp
+    faults: Faults
+    shelf: Shelf | None
+    donor: Donor | None
+    progress: list[tuple[int, int]]
+    liars: list[tuple[PeerId, str]]
+    _stack: AsyncExitStack
+
+    @property
+    def peer(self) -> PeerId:
+        return self.persona.peer
+
+    async def vanish(self) -> None:
+        """Closes all its links and stops listening."""
+        await self._stack.aclose()
+
+
+class StateSwarm:
+    """Made by `state_swarm`."""
+
+    def __init__(self, stack: AsyncExitStack, layout: Layout, settings: TransportSettings, state_codec: str) -> None:
+        self._stack = stack
+        self.averaging = stack.enter_context(ComputeThread(name="averaging"))
+        self._codecs = STATE_CODECS[state_codec]
+        self._layout = layout
+        self._settings = settings
+        self.peers: list[StatePeer] = []
+
+    async def donor(self, anchor: Anchor, faults: Faults | None = None) -> StatePeer:
+        """A peer that stands on this anchor."""
+        return await self._add(Shelf(anchor), faults or Faults(), None, None)
+
+    async def joiner(self, folder: Path | None = None, space: Space | None = None) -> StatePeer:
+        """A peer without a state."""
+        return await self._add(None, Faults(), folder, space)
+
+    async def _add(self, shelf: Shelf | None, faults: Faults, folder: Path | None, space: Space | None) -> StatePeer:
+        persona, handler, clock = Persona(), DeskHandler(), SystemClock()
+        transport = GrpcTransport(
+            persona.identity,
+            persona.credentials,
+            persona.run,
+            persona.book,
+            handler,
+            clock,
+            self._settings,
+            own_record=lambda: b"",
+        )
+        progress: list[tuple[int, int]] = []
+        liars: list[tuple[PeerId, str]] = []
+        surroundings = Surroundings(
+            MODULE,
+            self._layout,
+            transport,
+            clock,
+            Random(len(self.peers)),
+            space or FreshSpace(self._layout),
+            self._codecs,
+            folder,
+            lambda done, total: progress.append((done, total)),
+            lambda peer, detail: liars.append((peer, detail)),
+        )
+        catching_up = CatchingUp(surroundings)
+        donor = None if shelf is None else Donor(MODULE, shelf, clock, self._codecs, self.averaging)
+        handler.desk, handler.faults = StateDesk(catching_up, donor), faults
+        stack = await self._stack.enter_async_context(AsyncExitStack())
+        await stack.enter_async_context(transport)
+        if donor is not None:
+            tasks = await stack.enter_async_context(task_scope())
+            running = tasks.create_task(donor.run(FaultyTransport(transport, faults)))
+            stack.callback(running.cancel)
+            await asyncio.sleep(0)
+        added = StatePeer(persona, transport, handler, catching_up, faults, shelf, donor, progress, liars, stack)
+        for other in self.peers:
+            other.persona.knows(persona, transport.port)
+            persona.knows(other.persona, other.transport.port)
+        self.peers.append(added)
+        return added
+
+
+@asynccontextmanager
+async def state_swarm(
+    layout: Layout, settings: TransportSettings = SETTINGS, state_codec: str = "planes"
+) -> AsyncIterator[StateSwarm]:
+    """`state_codec` is the manifest's `codecs.state`."""
+    async with asyncio.timeout(LONG_S), AsyncExitStack() as stack:
+        yield StateSwarm(stack, layout, settings, state_codec)

@@ -1,0 +1,457 @@
+"""Catching up over real links: mutual TLS, real donors, faults between a donor and its transport."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from node.averaging.anchor.anchor import Anchor, hash_all, version_of
+from node.averaging.anchor.anchor_store import Shelf
+from node.averaging.module_rounds import StateDesk
+from node.averaging.state_sync.chunk_codec import PLANES_BELOW_BYTES_PER_S, STATE_CODECS, codec_for
+from node.averaging.state_sync.donor import CHUNKS_OF_ONE, LEASE_S, LONGEST_LEASE_S, Donor
+from node.averaging.state_sync.partial_state import FreshSpace
+from node.concurrency.compute_thread import ComputeThread
+from protocol.codecs.tensor_spec import DType, TensorSpec
+from protocol.frames.hash_list import HashList, encode_hash_list
+from protocol.interfaces.transport import Question, QuestionAbout
+from swarm.vocabulary.averaging_messages import StateChunk, StateRefusal, StateRequest
+from swarm.vocabulary.errors import (
+    NoQuorum,
+    PeerError,
+    ProtocolViolation,
+    Rejected,
+    ResourceExhausted,
+    SkipstoneError,
+    Stalled,
+)
+from swarm.vocabulary.types import Codec, ModuleId
+from tests.node.averaging.state_peers import MODULE, Faults, StatePeer, state_swarm
+from tests.node.checkpoint.small_states import small_layout, state, written
+from tests.node.network.small_swarm import ManualClock, until
+
+LAYOUT = small_layout()
+CHUNKS = 2 * LAYOUT.chunks
+ANCHOR = state(3)
+SLOW = PLANES_BELOW_BYTES_PER_S / 4
+
+
+def same(got: Anchor, wanted: Anchor) -> bool:
+    return (
+        got.version == wanted.version
+        and got.hashes == wanted.hashes == hash_all(LAYOUT, got.parameters, got.momentum)
+        and np.array_equal(got.parameters, wanted.parameters)
+        and np.array_equal(got.momentum, wanted.momentum)
+    )
+
+
+async def fetch(joiner: StatePeer, *donors: StatePeer, known: Anchor | None = None) -> Anchor:
+    return await joiner.catching_up.catch_up(ANCHOR.version, [donor.peer for donor in donors], known)
+
+
+async def test_the_state_comes_from_several_donors_at_once_bit_for_bit():
+    async with state_swarm(LAYOUT) as swarm:
+        donors = [await swarm.donor(ANCHOR) for _ in range(3)]
+        joiner = await swarm.joiner()
+        got = await fetch(joiner, *donors)
+        assert same(got, ANCHOR)
+        sent = [chunk for donor in donors for chunk in donor.faults.sent]
+        assert set(sent) == set(range(CHUNKS))
+        assert all(donor.faults.sent for donor in donors)
+        assert joiner.progress[0] == (0, 8 * LAYOUT.elements)
+        assert joiner.progress[-1] == (8 * LAYOUT.elements, 8 * LAYOUT.elements)
+        assert joiner.progress == sorted(joiner.progress)
+
+
+async def test_parameters_alone_come_without_the_momentum():
+    async with state_swarm(LAYOUT) as swarm:
+        donors = [await swarm.donor(ANCHOR) for _ in range(2)]
+        joiner = await swarm.joiner()
+        got = await joiner.catching_up.parameters(ANCHOR.version, [donor.peer for donor in donors])
+        assert np.array_equal(got, ANCHOR.parameters)
+        assert {chunk for donor in donors for chunk in donor.faults.sent} == set(range(LAYOUT.chunks))
+        assert joiner.progress[0] == (0, 4 * LAYOUT.elements)
+        assert joiner.progress[-1] == (4 * LAYOUT.elements, 4 * LAYOUT.elements)
+
+
+async def test_it_is_known_how_much_came_from_whom():
+    async with state_swarm(LAYOUT) as swarm:
+        honest, liar = await swarm.donor(ANCHOR), await swarm.donor(ANCHOR, Faults(corrupt=True))
+        joiner = await swarm.joiner()
+        await fetch(joiner, honest, liar)
+        assert joiner.catching_up.received_bytes == {honest.peer: 8 * LAYOUT.elements}
+
+
+async def test_a_donor_of_wrong_chunks_is_found_out_and_the_others_do_its_part():
+    async with state_swarm(LAYOUT) as swarm:
+        liar, honest = await swarm.donor(ANCHOR, Faults(corrupt=True)), await swarm.donor(ANCHOR)
+        joiner = await swarm.joiner()
+        assert same(await fetch(joiner, liar, honest), ANCHOR)
+        assert [peer for peer, _ in joiner.liars] == [liar.peer]
+        assert not joiner.handler.downs
+
+
+async def test_when_all_donors_lie_nothing_is_taken():
+    async with state_swarm(LAYOUT) as swarm:
+        liars = [await swarm.donor(ANCHOR, Faults(corrupt=True)) for _ in range(2)]
+        joiner = await swarm.joiner()
+        with pytest.raises(NoQuorum, match="does not match its hash"):
+            await fetch(joiner, *liars)
+        assert {peer for peer, _ in joiner.liars} == {liar.peer for liar in liars}
+
+
+async def test_a_vanishing_donor_costs_nothing_but_its_part():
+    async with state_swarm(LAYOUT) as swarm:
+        vanishing = await swarm.donor(ANCHOR, Faults(freeze_after=3))
+        other = await swarm.donor(ANCHOR)
+        other.faults.gate.clear()
+        joiner = await swarm.joiner()
+        fetching = asyncio.create_task(fetch(joiner, vanishing, other))
+        await until(lambda: len(vanishing.faults.sent) == 3)
+        await vanishing.vanish()
+        other.faults.gate.set()
+        assert same(await fetching, ANCHOR)
+
+
+async def test_a_frozen_donor_does_not_hold_the_download_up():
+    async with state_swarm(LAYOUT) as swarm:
+        frozen, other = await swarm.donor(ANCHOR, Faults(freeze_after=1)), await swarm.donor(ANCHOR)
+        joiner = await swarm.joiner()
+        assert same(await fetch(joiner, frozen, other), ANCHOR)
+        assert len(frozen.faults.sent) == 1
+        assert not frozen.faults.gate.is_set()
+
+
+async def test_a_donor_that_goes_on_to_later_rounds_still_serves_what_was_begun():
+    async with state_swarm(LAYOUT) as swarm:
+        donor = await swarm.donor(written(ANCHOR, *FreshSpace(LAYOUT).spare()), Faults(freeze_after=5))
+        joiner = await swarm.joiner()
+        fetching = asyncio.create_task(fetch(joiner, donor))
+        await until(lambda: not donor.faults.gate.is_set())
+        for number in range(4, 8):
+            assert donor.shelf is not None
+            donor.shelf.put(written(state(number), *donor.shelf.spare()))
+        donor.faults.gate.set()
+        assert same(await fetching, ANCHOR)
+
+
+async def test_a_state_that_is_gone_is_no_quorum():
+    async with state_swarm(LAYOUT) as swarm:
+        donor, joiner = await swarm.donor(state(9)), await swarm.joiner()
+        with pytest.raises(NoQuorum, match="is not kept here"):
+            await fetch(joiner, donor)
+
+
+async def test_donors_that_cannot_be_reached_are_named():
+    async with state_swarm(LAYOUT) as swarm:
+        donor, joiner = await swarm.donor(ANCHOR), await swarm.joiner()
+        await donor.vanish()
+        with pytest.raises(Stalled, match=donor.peer[-6:]):
+            await fetch(joiner, donor)
+
+
+async def test_after_a_restart_only_what_is_missing_is_fetched(tmp_path: Path):
+    async with state_swarm(LAYOUT) as swarm:
+        donor, before = await swarm.donor(ANCHOR, Faults(freeze_after=12)), await swarm.joiner(tmp_path)
+        fetching = asyncio.create_task(fetch(before, donor))
+        await until(lambda: before.progress and before.progress[-1][0] >= 10 * 4 * LAYOUT.chunk_elements)
+        fetching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await fetching
+        (file,) = tmp_path.iterdir()
+        spoil(file)
+        donor.faults.gate.set()
+        await until(lambda: len(donor.faults.sent) >= 12)
+        donor.faults.sent.clear()
+        after = await swarm.joiner(tmp_path)
+        assert same(await fetch(after, donor), ANCHOR)
+        assert len(set(donor.faults.sent)) <= CHUNKS - 8
+        assert after.progress[0][0] >= 8 * 4 * LAYOUT.chunk_elements
+        assert list(tmp_path.iterdir()) == []
+
+
+def spoil(file: Path) -> None:
+    """Changes one byte of the first chunk that is there."""
+    data = bytearray(file.read_bytes())
+    assert len(data) == 8 * LAYOUT.elements
+    place = next(at for at, byte in enumerate(data) if byte)
+    data[place] ^= 1
+    file.write_bytes(data)
+
+
+async def test_the_file_of_another_state_is_removed(tmp_path: Path):
+    (tmp_path / "0123.partial-state").write_bytes(b"old")
+    async with state_swarm(LAYOUT) as swarm:
+        donor, joiner = await swarm.donor(ANCHOR), await swarm.joiner(tmp_path)
+        assert same(await fetch(joiner, donor), ANCHOR)
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_folder_that_cannot_be_written_costs_only_the_resumption(tmp_path: Path):
+    (blocked := tmp_path / "file").write_bytes(b"")
+    async with state_swarm(LAYOUT) as swarm:
+        donor, joiner = await swarm.donor(ANCHOR), await swarm.joiner(blocked)
+        assert same(await fetch(joiner, donor), ANCHOR)
+
+
+async def test_chunks_in_common_with_a_known_anchor_are_not_fetched():
+    known = written(ANCHOR, *FreshSpace(LAYOUT).spare())
+    known.parameters[: LAYOUT.chunk_elements] += 1.0
+    known = replace(known, hashes=hash_all(LAYOUT, known.parameters, known.momentum))
+    async with state_swarm(LAYOUT) as swarm:
+        donor, joiner = await swarm.donor(ANCHOR), await swarm.joiner()
+        assert same(await fetch(joiner, donor, known=known), ANCHOR)
+        assert set(donor.faults.sent) == {0}
+
+
+async def test_four_joiners_at_once_are_spread_over_the_donors():
+    async with state_swarm(LAYOUT) as swarm:
+        donors = [await swarm.donor(ANCHOR) for _ in range(3)]
+        joiners = [await swarm.joiner() for _ in range(4)]
+        for got in await asyncio.gather(*(fetch(joiner, *donors) for joiner in joiners)):
+            assert same(got, ANCHOR)
+        served = [donor.donor.sent_bytes for donor in donors if donor.donor is not None]
+        assert max(served) / (sum(served) / len(served)) <= 2.0
+
+
+async def test_sizes_are_checked_against_our_own_layout_before_memory_is_spent():
+    class NoSpace:
+        def spare(self):
+            raise AssertionError("memory was asked for")
+
+        def give_back(self, parameters, momentum) -> None:
+            return
+
+    giant = encode_hash_list(HashList(ANCHOR.version, 2**40, 2**40, ANCHOR.hashes))
+    async with state_swarm(LAYOUT) as swarm:
+        liar = await swarm.donor(ANCHOR, Faults(lies_about_hashes=giant))
+        joiner = await swarm.joiner(space=NoSpace())
+        with pytest.raises(NoQuorum):
+            await fetch(joiner, liar)
+        assert [peer for peer, _ in joiner.liars] == [liar.peer]
+
+
+async def test_a_hash_list_that_the_digest_does_not_prove_is_refused_and_the_next_one_used():
+    forged = encode_hash_list(HashList(ANCHOR.version, LAYOUT.elements, LAYOUT.chunk_elements, state(4).hashes))
+    async with state_swarm(LAYOUT) as swarm:
+        liar, honest = await swarm.donor(state(4), Faults(lies_about_hashes=forged)), await swarm.donor(ANCHOR)
+        joiner = await swarm.joiner()
+        assert same(await fetch(joiner, liar, honest), ANCHOR)
+
+
+async def test_a_chunk_of_another_size_ends_the_link_and_the_download_goes_on():
+    async with state_swarm(LAYOUT) as swarm:
+        giant, honest = await swarm.donor(ANCHOR), await swarm.donor(ANCHOR)
+        giant.faults.gate.clear()
+        honest.faults.gate.clear()
+        joiner = await swarm.joiner()
+        fetching = asyncio.create_task(fetch(joiner, giant, honest))
+        await until(lambda: giant.donor is not None and giant.donor._askers)
+        assert giant.donor is not None
+        asked = next(c for c in range(CHUNKS) if joiner.catching_up._fetching._plan.expects(giant.peer, c))  # type: ignore[union-attr]
+        message = StateChunk(MODULE, ANCHOR.version.digest, asked)
+        tensor = TensorSpec((2**26,), DType.FLOAT32)
+        with pytest.raises(PeerError):
+            await giant.transport.send(joiner.peer, message, tensor, memoryview(bytearray(tensor.byte_length)))
+        honest.faults.gate.set()
+        assert same(await fetching, ANCHOR)
+        assert [peer for peer, _ in joiner.liars] == [giant.peer]
+
+
+async def test_a_chunk_that_breaks_off_is_fetched_again():
+    async with state_swarm(LAYOUT) as swarm:
+        donor, joiner = await swarm.donor(ANCHOR), await swarm.joiner()
+        donor.faults.gate.clear()
+        fetching = asyncio.create_task(fetch(joiner, donor))
+        await until(lambda: donor.donor is not None and donor.donor._askers)
+        chunk = next(c for c in range(CHUNKS) if joiner.catching_up._fetching._plan.expects(donor.peer, c))  # type: ignore[union-attr]
+        message, desk = StateChunk(MODULE, ANCHOR.version.digest, chunk), joiner.handler.desk
+        data = ANCHOR.chunk(chunk)
+        assert desk is not None
+        buffer = desk.admit(donor.peer, message, TensorSpec((data.nbytes // 4,), DType.FLOAT32))
+        assert isinstance(buffer, memoryview)
+        buffer[:100] = bytes(100)
+        desk.broken_off(donor.peer, message, buffer)
+        desk.received(donor.peer, message, buffer)  # of no transfer that is under way: nothing happens
+        assert joiner.catching_up._fetching._pool.in_use == 0  # type: ignore[union-attr]
+        donor.faults.gate.set()
+        assert same(await fetching, ANCHOR)
+
+
+async def test_a_flood_of_requests_is_bounded_and_others_are_served():
+    async with state_swarm(LAYOUT) as swarm:
+        donor, flooder, joiner = await swarm.donor(ANCHOR), await swarm.joiner(), await swarm.joiner()
+        donor.faults.gate.clear()
+        for _ in range(200):
+            chunks = tuple(range(16))
+            await flooder.transport.tell(donor.peer, StateRequest(MODULE, ANCHOR.version.digest, chunks))
+        await until(lambda: donor.faults.refused)
+        assert donor.donor is not None
+        assert all(len(asker.waiting) <= CHUNKS_OF_ONE for asker in donor.donor._askers.values())
+        assert all(refused.reason is StateRefusal.BUSY for refused in donor.faults.refused)
+        donor.faults.gate.set()
+        assert same(await fetch(joiner, donor), ANCHOR)
+
+
+async def test_requests_for_what_is_not_there_are_answered_with_gone():
+    async with state_swarm(LAYOUT) as swarm:
+        donor, asker = await swarm.donor(ANCHOR), await swarm.joiner()
+        await asker.transport.tell(donor.peer, StateRequest(MODULE, ANCHOR.version.digest, (0, CHUNKS)))
+        await asker.transport.tell(donor.peer, StateRequest(MODULE, b"?" * 32, (0,)))
+        await until(lambda: len(donor.faults.refused) == 2)
+        assert {refused.reason for refused in donor.faults.refused} == {StateRefusal.GONE}
+        assert not donor.faults.sent
+
+
+async def test_a_cancelled_download_gives_its_vectors_back():
+    shelf = Shelf(state(1))
+    async with state_swarm(LAYOUT) as swarm:
+        donor, joiner = await swarm.donor(ANCHOR, Faults(freeze_after=4)), await swarm.joiner(space=shelf)
+        fetching = asyncio.create_task(fetch(joiner, donor))
+        await until(lambda: not donor.faults.gate.is_set())
+        with pytest.raises(SkipstoneError):
+            await fetch(joiner, donor)
+        fetching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await fetching
+        lent = [shelf.spare(), shelf.spare()]
+        with pytest.raises(ResourceExhausted):
+            shelf.spare()
+        shelf.give_back(*lent[0])
+        donor.faults.gate.set()
+        assert same(await fetch(joiner, donor), ANCHOR)
+
+
+async def test_a_reader_cannot_keep_a_state_for_ever():
+    clock = ManualClock()
+    shelf = Shelf(state(0), clock.monotonic)
+    donor = Donor(MODULE, shelf, clock, STATE_CODECS["planes"], ComputeThread())
+    question = Question(QuestionAbout.STATE, module=MODULE, digest=shelf.current.version.digest)
+    kept_s = 0.0
+    for number in range(1, 100):
+        if shelf.get(question.digest) is None:
+            break
+        await donor.answer(question)
+        shelf.put(written(state(number), *shelf.spare()))
+        clock.now += 30.0
+        kept_s += 30.0
+    with pytest.raises(Rejected):
+        await donor.answer(question)
+    assert LONGEST_LEASE_S <= kept_s <= LONGEST_LEASE_S + LEASE_S + 60.0
+
+
+async def test_a_donor_of_another_module_gives_nothing():
+    donor = Donor(ModuleId(7), Shelf(ANCHOR), ManualClock(), STATE_CODECS["planes"], ComputeThread())
+    with pytest.raises(Rejected, match=r"module 1\.0"):
+        await donor.answer(Question(QuestionAbout.STATE, module=MODULE, digest=ANCHOR.version.digest))
+
+
+# ---- in byte planes -------------------------------------------------------------------------------------------------
+
+
+async def test_over_a_slow_link_it_comes_in_planes_and_is_the_same_bit_for_bit():
+    async with state_swarm(LAYOUT) as swarm:
+        donor, joiner = await swarm.donor(ANCHOR, Faults(goodput_bytes_per_s=SLOW)), await swarm.joiner()
+        assert same(await fetch(joiner, donor), ANCHOR)
+        assert set(donor.faults.codecs) == {Codec.PLANES}
+        assert swarm.averaging.busy_s > 0
+        assert donor.donor is not None
+        assert donor.donor.sent_bytes < 0.9 * sum(len(ANCHOR.chunk(chunk)) for chunk in donor.faults.sent)
+        assert joiner.catching_up.received_bytes == {donor.peer: 8 * LAYOUT.elements}
+        assert joiner.progress[-1] == (8 * LAYOUT.elements, 8 * LAYOUT.elements)
+
+
+async def test_donors_with_slow_and_with_fast_links_serve_one_download():
+    async with state_swarm(LAYOUT) as swarm:
+        slow = await swarm.donor(ANCHOR, Faults(goodput_bytes_per_s=SLOW))
+        fast = await swarm.donor(ANCHOR, Faults(goodput_bytes_per_s=PLANES_BELOW_BYTES_PER_S))
+        joiner = await swarm.joiner()
+        assert same(await fetch(joiner, slow, fast), ANCHOR)
+        assert set(slow.faults.codecs) == {Codec.PLANES}
+        assert set(fast.faults.codecs) == {Codec.NONE}
+
+
+async def test_what_planes_do_not_shorten_comes_as_it_is():
+    noise = np.random.default_rng(0).integers(0, 2**32, 2 * LAYOUT.elements, np.uint32).view(np.float32)
+    parameters, momentum = noise[: LAYOUT.elements], noise[LAYOUT.elements :]
+    hashes = hash_all(LAYOUT, parameters, momentum)
+    anchor = Anchor(LAYOUT, version_of(LAYOUT, hashes, 1, 1, 1, 0), parameters, momentum, hashes)
+    async with state_swarm(LAYOUT) as swarm:
+        donor, joiner = await swarm.donor(anchor, Faults(goodput_bytes_per_s=SLOW)), await swarm.joiner()
+        got = await joiner.catching_up.catch_up(anchor.version, [donor.peer])
+        assert got.parameters.tobytes() == parameters.tobytes()
+        assert got.momentum.tobytes() == momentum.tobytes()
+        assert set(donor.faults.codecs) == {Codec.NONE}
+
+
+async def test_planes_of_a_liar_are_found_out_and_the_others_do_its_part():
+    async with state_swarm(LAYOUT) as swarm:
+        liar = await swarm.donor(ANCHOR, Faults(corrupt=True, goodput_bytes_per_s=SLOW))
+        honest = await swarm.donor(ANCHOR, Faults(goodput_bytes_per_s=SLOW))
+        joiner = await swarm.joiner()
+        assert same(await fetch(joiner, liar, honest), ANCHOR)
+        assert [peer for peer, _ in joiner.liars] == [liar.peer]
+        assert joiner.catching_up.received_bytes == {honest.peer: 8 * LAYOUT.elements}
+
+
+async def test_planes_that_are_none_are_no_more_than_a_wrong_chunk():
+    async with state_swarm(LAYOUT) as swarm:
+        liar = await swarm.donor(ANCHOR, Faults(garble=True, goodput_bytes_per_s=SLOW))
+        honest = await swarm.donor(ANCHOR)
+        joiner = await swarm.joiner()
+        assert same(await fetch(joiner, liar, honest), ANCHOR)
+        assert [peer for peer, _ in joiner.liars] == [liar.peer]
+        assert not joiner.handler.downs
+
+
+async def test_a_run_without_planes_sends_none_and_takes_none():
+    async with state_swarm(LAYOUT, state_codec="none") as swarm:
+        donor, joiner = await swarm.donor(ANCHOR, Faults(goodput_bytes_per_s=SLOW)), await swarm.joiner()
+        donor.faults.gate.clear()
+        fetching = asyncio.create_task(fetch(joiner, donor))
+        desk, chunk, elements = await asked(joiner, donor)
+        with pytest.raises(ProtocolViolation, match="no form of it in this run"):
+            desk.admit(donor.peer, StateChunk(MODULE, ANCHOR.version.digest, chunk), planes_of(elements, 100))
+        with pytest.raises(NoQuorum):
+            await fetching
+        donor.faults.gate.set()
+        assert same(await fetch(joiner, donor), ANCHOR)
+        assert set(donor.faults.codecs) == {Codec.NONE}
+
+
+@pytest.mark.parametrize("change", [0, 1, 2**30])
+async def test_planes_that_are_not_shorter_than_the_chunk_get_no_buffer(change: int):
+    async with state_swarm(LAYOUT) as swarm:
+        donor, joiner = await swarm.donor(ANCHOR), await swarm.joiner()
+        donor.faults.gate.clear()
+        fetching = asyncio.create_task(fetch(joiner, donor))
+        desk, chunk, elements = await asked(joiner, donor)
+        message = StateChunk(MODULE, ANCHOR.version.digest, chunk)
+        with pytest.raises(ProtocolViolation, match="no form of it in this run"):
+            desk.admit(donor.peer, message, planes_of(elements, 4 * elements + change))
+        assert joiner.catching_up._fetching._pool.in_use == 0  # type: ignore[union-attr]
+        donor.faults.gate.set()
+        with pytest.raises(NoQuorum):
+            await fetching
+
+
+async def asked(joiner: StatePeer, donor: StatePeer) -> tuple[StateDesk, int, int]:
+    """The joiner's desk, a chunk that it has asked the donor for, and how many elements that has."""
+    await until(lambda: donor.donor is not None and donor.donor._askers)
+    chunk = next(c for c in range(CHUNKS) if joiner.catching_up._fetching._plan.expects(donor.peer, c))  # type: ignore[union-attr]
+    assert joiner.handler.desk is not None
+    return joiner.handler.desk, chunk, len(ANCHOR.chunk(chunk)) // 4
+
+
+def planes_of(elements: int, size: int) -> TensorSpec:
+    return TensorSpec((elements,), DType.FLOAT32, Codec.PLANES, compressed_bytes=size)
+
+
+def test_planes_are_for_links_that_are_known_to_be_slow():
+    planes, none = STATE_CODECS["planes"], STATE_CODECS["none"]
+    assert codec_for(planes, SLOW) is Codec.PLANES
+    assert codec_for(planes, PLANES_BELOW_BYTES_PER_S) is Codec.NONE
+    assert codec_for(planes, 0.0) is Codec.NONE
+    assert codec_for(none, SLOW) is Codec.NONE

@@ -1,0 +1,53 @@
+"""What is told of rounds and downloads: not too often, and with who gave what."""
+
+from __future__ import annotations
+
+from node.averaging.reporting import PROGRESS_S, RoundNews
+from node.averaging.round_runner import RoundSettled
+from node.observability.events import CatchingUp, CaughtUp, Event, RoundCommitted
+from swarm.vocabulary.types import Codec, ModuleId, PeerId
+from tests.node.checkpoint.small_states import state
+from tests.node.network.small_swarm import ManualClock
+
+OWN, A, B = PeerId("own"), PeerId("a"), PeerId("b")
+MODULE = ModuleId(1)
+
+
+class Kept:
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def emit(self, event: Event) -> None:
+        self.events.append(event)
+
+
+def test_a_download_is_told_when_it_begins_and_once_a_second() -> None:
+    clock, kept = ManualClock(), Kept()
+    news = RoundNews(OWN, MODULE, clock, kept)
+    wanted, known = state(3), state(2)
+    news.fetching(wanted.version)
+    for done in range(5):
+        news.progressed(done, 8)
+        clock.now += PROGRESS_S / 2
+    assert kept.events == [CatchingUp(OWN, "1.0", 3, done, 8) for done in (0, 2, 4)]
+    assert news.catching_up() == {"round": 3, "bytes": 4, "total_bytes": 8}
+    news.caught_up(wanted, known, (A, B), {B: 7})
+    news.ended()
+    told = kept.events[-1]
+    assert isinstance(told, CaughtUp)
+    assert (told.donors, told.donor_bytes, told.seconds) == ((A, B), (0, 7), 2.5 * PROGRESS_S)
+    assert news.catching_up() is None
+    news.progressed(8, 8)
+    assert kept.events[-1] is told
+
+
+def test_the_last_round_is_remembered() -> None:
+    clock, kept = ManualClock(), Kept()
+    news = RoundNews(OWN, MODULE, clock, kept)
+    assert news.last_round() is None
+    news.committed(
+        RoundSettled(MODULE, state(3).version, (OWN, A, B), (OWN, A), 100, 1, 0.5, 10, 20, Codec.INT4, "slow")
+    )
+    clock.now += 4
+    assert news.last_round() == {"members": 3, "seconds_ago": 4.0, "codec": "int4", "codec_reason": "slow"}
+    assert isinstance(kept.events[0], RoundCommitted)

@@ -1,0 +1,234 @@
+"""Rounds from end to end in one process: real averagers, real round machines, links in memory or over gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from swarm.vocabulary.averaging_messages import Contribution
+from swarm.vocabulary.types import Codec
+from tests.node.averaging.small_rounds import RULE, TOKENS, Blocks, MadeUpOptimizer, grpc_hall, hall
+
+INNER = 2
+
+
+class Reference:
+    """DiLoCo in one place, by torch: the replicas' mean pseudo-gradient, and outer SGD with Nesterov momentum."""
+
+    def __init__(self, count: int, elements: int, fragments: list[slice]) -> None:
+        self.parts = [Blocks(elements) for _ in range(count)]
+        self.optimizers = [MadeUpOptimizer(part) for part in self.parts]
+        self.anchor = self.vector(0).clone()
+        self.momentum = torch.zeros_like(self.anchor)
+        self._fragments = fragments
+        self._round = 0
+
+    def vector(self, replica: int) -> torch.Tensor:
+        return torch.cat([p.detach() for _, p in sorted(self.parts[replica].named_parameters())])
+
+    @torch.no_grad()
+    def a_round(self, number: int, inner_steps: int) -> None:
+        for step in range(inner_steps):
+            for index, optimizer in enumerate(self.optimizers):
+                optimizer.step(1000 * number + 10 * step + index)
+        part = self._fragments[self._round % len(self._fragments)]
+        self._round += 1
+        gradient = sum(self.anchor[part] - self.vector(i)[part] for i in range(len(self.parts))) / len(self.parts)
+        self.momentum[part] = RULE.momentum * self.momentum[part] + gradient
+        self.anchor[part] -= RULE.learning_rate * (gradient + RULE.momentum * self.momentum[part])
+        for index, module in enumerate(self.parts):
+            values = self.vector(index)
+            values[part] = self.anchor[part]
+            start = 0
+            for _, parameter in sorted(module.named_parameters()):
+                parameter.copy_(values[start : start + parameter.numel()])
+                start += parameter.numel()
+
+
+@pytest.mark.parametrize(
+    ("codec", "tolerance", "share"),
+    [(Codec.NONE, 1e-5, 0.0), (Codec.BF16, None, 0.01), (Codec.INT8, None, 0.02), (Codec.INT4, None, 0.1)],
+)
+async def test_twenty_rounds_equal_the_same_algorithm_in_one_place(
+    codec: Codec, tolerance: float | None, share: float
+) -> None:
+    """`share` of the way that the parameters have come is what a lossy codec may be off."""
+    async with hall(3, codec=codec, inner_steps=INNER) as here:
+        reference = Reference(3, 200_000, [slice(0, 200_000)])
+        start = reference.anchor.numpy().copy()
+        for number in range(1, 21):
+            await here.a_round(number, INNER)
+            reference.a_round(number, INNER)
+        assert {tuple(sorted(r.history)) for r in here.replicas.values()} == {tuple(range(1, 21))}
+        assert here.agree()
+        expected = reference.anchor.numpy()
+        for replica in here.replicas.values():
+            off = np.abs(replica.anchor.parameters - expected)
+            if tolerance is not None:
+                assert off.max() <= tolerance
+                assert np.abs(replica.anchor.momentum - reference.momentum.numpy()).max() <= tolerance
+            else:
+                assert 0 < np.linalg.norm(off) <= share * np.linalg.norm(expected - start)
+            stays = np.linalg.norm(replica.vector() - replica.anchor.parameters)
+            if codec is Codec.INT4:
+                assert 0 < stays <= 0.01 * np.linalg.norm(expected - start), "what was left out, and no more"
+            else:
+                assert stays == 0
+        version = here[0].anchor.version
+        assert (version.round, version.steps, version.tokens) == (20, 20 * INNER, 3 * 20 * INNER * TOKENS)
+
+
+@pytest.mark.parametrize("codec", [Codec.TOP_K_4, Codec.TOP_K_2])
+async def test_with_sparse_contributions_all_agree_and_what_is_left_out_stays_in_the_replicas(codec: Codec) -> None:
+    async with hall(3, codec=codec, inner_steps=INNER) as here:
+        reference = Reference(3, 200_000, [slice(0, 200_000)])
+        start = reference.anchor.numpy().copy()
+        for number in range(1, 6):
+            await here.a_round(number, INNER)
+            reference.a_round(number, INNER)
+        assert here.agree()
+        way = np.linalg.norm(reference.anchor.numpy() - start)
+        away = [np.linalg.norm(replica.vector() - replica.anchor.parameters) for replica in here.replicas.values()]
+        assert all(0.1 * way < each < way for each in away), "most of it is still to be sent"
+
+
+async def test_slow_links_make_rounds_smaller_and_all_members_agree_on_how() -> None:
+    """What counts is how fast pieces came in."""
+    async with hall(3, limit=Codec.TOP_K_2, inner_steps=INNER) as here:
+        here.piece_s = 0.5
+        await here.a_round(1, INNER)
+        await here.a_round(2, INNER)
+        assert here.agree()
+        for replica in here.replicas.values():
+            first, second = replica.settled
+            assert [first.codec, second.codec] == [Codec.INT8, Codec.TOP_K_2]
+            assert second.sent_bytes < first.sent_bytes / 3
+            assert "no link was measured yet" in first.codec_reason
+            assert "Mbit/s" in second.codec_reason
+
+
+async def test_fragments_take_turns() -> None:
+    async with hall(2, inner_steps=4, fragments=2) as here:
+        layout = here[0].anchor.layout
+        parts = [layout.range_of(*fragment) for fragment in layout.fragments]
+        order = np.concatenate([np.arange(p.start, p.stop) for p in layout.places])
+        assert len(order) == layout.elements
+        for number in range(1, 7):
+            await here.a_round(number, 2)
+            assert here[0].anchor.version.fragment == number % 2
+            part = parts[(number - 1) % 2]
+            for replica in here.replicas.values():
+                np.testing.assert_array_equal(replica.vector()[part], replica.anchor.parameters[part])
+        assert here.agree()
+        assert not np.array_equal(here[0].vector(), here[1].vector()), "the other fragment is each replica's own"
+
+
+async def test_work_done_meanwhile_is_carried_over() -> None:
+    async with hall(2, inner_steps=INNER) as here:
+        meanwhile = asyncio.Event()
+
+        def on_piece(sender: object, to: object, message: object, data: object) -> None:
+            meanwhile.set()
+
+        here.on_piece = on_piece
+        for replica in here.replicas.values():
+            for step in range(INNER):
+                await replica.step(step)
+        await meanwhile.wait()
+        before = here[0].vector()
+        await here[0].step(99)
+        extra = here[0].vector() - before
+        await here.until(lambda: all(r.settled for r in here.replicas.values()))
+        carried = here[0].vector()
+        np.testing.assert_allclose(carried, here[0].anchor.parameters + extra, rtol=0, atol=1e-6)
+        np.testing.assert_array_equal(here[1].vector(), here[1].anchor.parameters)
+        assert here[0].averager.keeper.since_anchor.steps == 1
+        assert here[0].optimizer.steps == INNER + 1
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+async def test_who_vanishes_in_the_middle_does_not_stop_the_others(share: float) -> None:
+    async with hall(4, elements=2_000_000, inner_steps=INNER) as here:
+        await here.a_round(1, INNER)
+        pieces = here.pieces
+
+        def on_piece(sender: object, to: object, message: object, data: object) -> None:
+            if here.pieces >= pieces + share * pieces:
+                here.dead.add(here[3].peer)
+
+        here.on_piece = on_piece
+        await here.a_round(2, INNER)
+        here.on_piece = lambda sender, to, message, data: None
+        here.dead.add(here[3].peer)
+        await here.a_round(3, INNER)
+        assert here.agree()
+        assert len({r.anchor.version for r in here.living}) == 1
+
+
+async def test_a_bad_member_is_left_out() -> None:
+    async with hall(3, inner_steps=INNER) as here:
+        bad = here[2].peer
+
+        def on_piece(sender: object, to: object, message: object, data: bytearray) -> None:
+            if sender == bad and isinstance(message, Contribution):
+                np.frombuffer(data, np.float32)[3] = np.nan
+
+        here.on_piece = on_piece
+        for replica in here.replicas.values():
+            for step in range(INNER):
+                await replica.step(10 * step + hash(replica.peer) % 7)
+        honest = [here[0], here[1]]
+        await here.until(lambda: all(r.settled for r in honest))
+        assert here.agree()
+        for replica in honest:
+            assert bad not in replica.settled[0].members
+            assert np.isfinite(replica.anchor.parameters).all()
+            assert replica.settled[0].attempts > 1
+
+
+async def test_one_that_is_broken_starts_again_from_its_anchor() -> None:
+    async with hall(3, inner_steps=INNER) as here:
+        base = here[2].vector()
+        for step in range(INNER):
+            for index, replica in enumerate(here.replicas.values()):
+                await replica.step(10 * step + index)
+                if replica is here[2]:
+                    replica.local.write(slice(0, 1), np.array([np.nan], np.float32))
+        await here.until(lambda: all(r.settled for r in (here[0], here[1])))
+        assert here.agree()
+        await here.until(lambda: np.isfinite(here[2].vector()).all())
+        assert np.isfinite(base).all()
+
+
+async def test_who_is_alone_steps_alone_and_rejoins() -> None:
+    async with hall(2, inner_steps=INNER) as here:
+        await here.a_round(1, INNER)
+        here.dead.add(here[1].peer)
+        await here.until(lambda: here[0].averager.keeper.alone)
+        for step in range(3 * INNER):
+            await here[0].step(500 + step)
+        await here.until(lambda: here[0].anchor.version.round == 4)
+        np.testing.assert_array_equal(here[0].vector(), here[0].anchor.parameters)
+        here.dead.clear()
+        await here.until(lambda: here[1].anchor.version == here[0].anchor.version)
+        assert here[1].caught_up == 1
+        await here.until(lambda: np.array_equal(here[1].vector(), here[0].anchor.parameters))
+        await here.a_round(5, INNER)
+        assert here.agree()
+
+
+@pytest.mark.parametrize(("count", "codec"), [(2, Codec.NONE), (4, Codec.INT8)])
+async def test_rounds_over_real_links(count: int, codec: Codec) -> None:
+    async with grpc_hall(count, elements=1_000_000, codec=codec, inner_steps=INNER) as here:
+        for number in range(1, 4):
+            await here.a_round(number, INNER)
+        assert here.agree()
+        for replica in here.replicas.values():
+            assert sorted(replica.history) == [1, 2, 3]
+            np.testing.assert_array_equal(replica.vector(), replica.anchor.parameters)
+            sent = [settled.sent_bytes for settled in replica.settled]
+            assert all(settled.attempts == 1 for settled in replica.settled)
+            assert min(sent) > 0

@@ -1,0 +1,129 @@
+"""Small replica states, the folder they are saved to, and a storage that fails or dies at a chosen step."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import torch
+
+from node.checkpoint.folder import CheckpointFolder
+from node.checkpoint.snapshot import named_tensors
+from node.checkpoint.state import AnchorState, Counters, DataState, ReplicaState
+from node.checkpoint.storage import DiskStorage, Storage
+from node.data.documents import Place
+from node.data.packing import Cursor
+from node.model.optimizer import InnerState
+from protocol.identity.keys import Identity
+from protocol.manifest.manifest import Manifest
+from protocol.manifest.signing import sign_manifest
+from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId
+from tests.node.small_manifest import small_manifest
+
+ONE = ModuleId(1)
+PEER, OTHER = PeerId("12D3KooWpeer"), PeerId("12D3KooWother")
+
+
+def folder_at(path: Path, storage: Storage | None = None, manifest: Manifest | None = None) -> CheckpointFolder:
+    signed = sign_manifest(manifest or small_manifest(), Identity.generate())
+    return CheckpointFolder(path, signed.run, signed.text, storage or DiskStorage())
+
+
+def version(round_: int, digest: int = 7) -> AnchorVersion:
+    return AnchorVersion(round_, 10 * round_, 640 * round_, 0, bytes([digest]) * 32)
+
+
+def state_of(
+    value: float,
+    *,
+    steps: int = 4,
+    anchor: AnchorVersion | None = None,
+    tokens: int = 256,
+    cursor: Cursor | None = None,
+) -> ReplicaState:
+    """A module of two parameters, all of whose numbers follow from `value`."""
+
+    def tensors(factor: float) -> dict[str, torch.Tensor]:
+        return {
+            "w": torch.arange(6, dtype=torch.float32).reshape(2, 3) * factor + value,
+            "norm": torch.tensor([value, factor]),
+        }
+
+    agreed = None if anchor is None else AnchorState(anchor, tensors(4.0), tensors(5.0))
+    inner = InnerState(steps, tensors(2.0), tensors(3.0), {"w": steps, "norm": steps - 1})
+    data = None if cursor is None else DataState(cursor, 12, 8, 1, 0, 5.5, 4.25)
+    return ReplicaState(tensors(1.0), inner, Counters(tokens, 8, 3, tokens), agreed, data)
+
+
+CURSOR = Cursor(Place(1, 22, 333), 44)
+
+
+def same(left: ReplicaState, right: ReplicaState) -> bool:
+    ours, theirs = named_tensors(left), named_tensors(right)
+    return (
+        ours.keys() == theirs.keys()
+        and all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+        and (left.counters, left.data, left.inner.steps) == (right.counters, right.data, right.inner.steps)
+        and left.inner.adam_steps == right.inner.adam_steps
+        and (left.anchor is None) == (right.anchor is None)
+        and (left.anchor is None or right.anchor is None or left.anchor.version == right.anchor.version)
+    )
+
+
+class SteppedStorage:
+    """The real disk, with a hook before every single thing that is done to it; of a write, before and after each piece."""
+
+    def __init__(self, before: Callable[[str], None]) -> None:
+        self._disk = DiskStorage()
+        self._before = before
+
+    def make_folder(self, path: Path) -> None:
+        self._before("make_folder")
+        self._disk.make_folder(path)
+
+    def write(self, path: Path, pieces: Iterable[memoryview]) -> None:
+        self._before("write")
+        self._disk.write(path, self._stepped(pieces))
+
+    def _stepped(self, pieces: Iterable[memoryview]) -> Iterator[memoryview]:
+        for piece in pieces:
+            half = len(piece) // 2
+            for part in (piece[:half], piece[half:]):
+                yield part
+                self._before("written")
+
+    def sync(self, path: Path) -> None:
+        self._before("sync")
+        self._disk.sync(path)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._before("rename")
+        self._disk.rename(source, target)
+
+    def remove(self, path: Path) -> None:
+        self._before("remove")
+        self._disk.remove(path)
+
+    def names(self, folder: Path) -> tuple[str, ...]:
+        return self._disk.names(folder)
+
+
+class Countdown:
+    """Does something at the n-th step and counts on."""
+
+    def __init__(self, at: int, then: Callable[[], None]) -> None:
+        self.steps: list[str] = []
+        self._at = at
+        self._then = then
+
+    def __call__(self, step: str) -> None:
+        self.steps.append(step)
+        if len(self.steps) == self._at:
+            self._then()
+
+
+def die() -> None:
+    """As a machine that loses power, as far as a process can: nothing of this one is run any more."""
+    os.kill(os.getpid(), signal.SIGKILL)

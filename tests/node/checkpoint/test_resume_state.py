@@ -1,0 +1,137 @@
+"""A replica that is put back computes on exactly as the one it was copied from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from node.checkpoint.folder import load_newest, save_state
+from node.checkpoint.replica import capture_module, restore_module
+from node.checkpoint.state import Agreed
+from node.model.build import build_block_stack
+from node.model.initialization import digest_of, parameters_of
+from node.model.optimizer import Accumulator, InnerOptimizer
+from node.observability.events import Note
+from node.pipeline.stage_worker import host_hop
+from node.runtime.resume import NUMBERS, RESERVED_NUMBERS, capture_hop, counts_of, find_own, first_number, restore_hop
+from swarm.pipeline.in_flight import Counts
+from swarm.vocabulary.errors import StateError
+from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId
+from tests.node.checkpoint.saved_states import CURSOR, ONE, PEER, folder_at, state_of, version
+from tests.node.small_manifest import small_manifest
+
+CPU = torch.device("cpu")
+
+
+class Replica:
+    """A small module with its optimizer, fed with gradients that follow from a number."""
+
+    def __init__(self, seed: int = 3) -> None:
+        self.part: nn.Module = build_block_stack(small_manifest(seed=seed), ONE)
+        self.total = Accumulator(self.part)
+        self.optimizer = InnerOptimizer(small_manifest().training, [self.total])
+
+    def add(self, number: int) -> None:
+        numbers = torch.Generator().manual_seed(number)
+        gradients: list[Tensor] = [torch.randn(p.shape, generator=numbers) for p in self.total.parameters]
+        self.total.add(MicrobatchId(PeerId("a"), number), 32, gradients)
+
+    def steps(self, first: int, count: int) -> None:
+        for number in range(first, first + count):
+            self.add(number)
+            self.optimizer.step()
+
+
+def test_it_goes_on_to_the_bit_through_a_file(tmp_path: Path) -> None:
+    one, other = Replica(), Replica(seed=8)
+    one.steps(0, 5)
+    state = capture_module((one.part,), one.optimizer, visits=5, tokens=32)
+    save_state(folder_at(tmp_path), PEER, ONE, state)
+    one.steps(5, 5)  # what was captured is a copy, or this would change it
+    other.steps(100, 2)
+    found = load_newest(folder_at(tmp_path), PEER)
+    assert found is not None
+    restore_module((other.part,), other.optimizer, found.state)
+    assert other.optimizer.steps == 5
+    other.steps(5, 5)
+    assert digest_of(other.part) == digest_of(one.part)
+    assert found.state.counters.tokens == found.state.counters.tokens_since_anchor == 5 * 32
+
+
+def test_an_optimizer_that_has_not_stepped_has_an_empty_state() -> None:
+    one, other = Replica(), Replica()
+    other.steps(0, 3)
+    restore_module((other.part,), other.optimizer, capture_module((one.part,), one.optimizer, visits=0, tokens=32))
+    assert digest_of(other.part) == digest_of(one.part)
+    one.steps(0, 2)
+    other.total.start_over()
+    other.steps(10, 0)
+    fresh = [MicrobatchId(PeerId("b"), number) for number in range(2)]
+    for number, microbatch in enumerate(fresh):
+        numbers = torch.Generator().manual_seed(number)
+        other.total.add(microbatch, 32, [torch.randn(p.shape, generator=numbers) for p in other.total.parameters])
+        other.optimizer.step()
+    assert digest_of(other.part) == digest_of(one.part)
+
+
+def test_a_state_of_another_model_changes_nothing() -> None:
+    one = Replica()
+    one.steps(0, 1)
+    before = digest_of(one.part)
+    with pytest.raises(StateError, match="other parameters"):
+        restore_module((one.part,), one.optimizer, state_of(1.0))
+    with pytest.raises(StateError, match="another model"):
+        one.optimizer.import_state(parameters_of(one.part), state_of(1.0).inner)
+    assert digest_of(one.part) == before
+    assert one.optimizer.steps == 1
+
+
+def test_a_stage_peer_counts_what_is_applied_and_keeps_its_anchor() -> None:
+    manifest = small_manifest()
+    worker, other = (host_hop(manifest, ModuleId(1), CPU, 0) for _ in range(2))
+    worker.accumulated = 7
+    anchor = state_of(1.0, anchor=version(3)).anchor
+    assert anchor is not None
+    state = capture_hop(worker, 32, Agreed(anchor, 2, 64))
+    assert (state.counters.visits, state.counters.tokens) == (7, 7 * 32)
+    assert (state.counters.steps_since_anchor, state.counters.tokens_since_anchor) == (2, 64)
+    assert state.anchor is anchor
+    restore_hop(other, state)
+    assert other.accumulated == 7
+
+
+def test_numbers_keep_away_from_those_of_the_life_before() -> None:
+    data = state_of(1.0, cursor=CURSOR).data
+    assert data is not None
+    assert first_number(None, 1000) == 1000
+    assert first_number(data, 2**40) == 2**40
+    for near in (data.next_number - 1, data.next_number, data.next_number + RESERVED_NUMBERS):
+        number = first_number(data, near)
+        assert number > data.next_number + RESERVED_NUMBERS
+    last = replace(data, next_number=NUMBERS // 2 - 5)
+    for near in (NUMBERS // 2 - RESERVED_NUMBERS, NUMBERS // 2 - 1):
+        assert abs(first_number(last, near) - last.next_number) > RESERVED_NUMBERS
+        assert 0 <= first_number(last, near) < NUMBERS // 2
+    assert counts_of(data) == Counts(started=9, completed=8, abandoned=1, duplicated=0)
+
+
+def test_what_was_damaged_is_told_and_when_all_is_damaged_the_node_begins_anew(tmp_path: Path) -> None:
+    folder = folder_at(tmp_path)
+    assert find_own(folder, PEER, None)[1] == ()
+    for value in (1.0, 2.0):
+        save_state(folder, PEER, ONE, state_of(value))
+    (folder.of(PEER) / "state-2.safetensors").write_bytes(b"")
+    resumed, notes = find_own(folder, PEER, None)
+    assert resumed.module == ONE
+    assert [note.level for note in notes] == ["warning", "info"]
+    assert "state-2.safetensors" in notes[0].message
+    (folder.of(PEER) / "state-1.json").write_bytes(b"")
+    resumed, (note,) = find_own(folder, PEER, None)
+    assert resumed.state is None
+    assert isinstance(note, Note)
+    assert note.level == "warning"
+    assert "goes on without" in note.message

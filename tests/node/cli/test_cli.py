@@ -1,0 +1,488 @@
+"""The commands: what they write, where they write it, and how they end. Nodes are stand-ins; whole swarms are in tests/e2e."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from node.__main__ import app
+from node.cli.views.text import harmless_lines
+from node.context.options import NodeOptions
+from node.local_swarm import local_swarm
+from node.network.loss_report import AskedPaths
+from node.observability.events import EventSink, Note, Step
+from protocol.manifest.signing import read_signed_manifest
+from swarm.vocabulary.errors import ConfigError, IdentityError, SkipstoneError, Unreachable
+from tests.node.checkpoint.saved_model import file_of, save_checkpoint
+from tests.node.small_manifest import small_manifest
+
+ROOT = Path(__file__).parent.parent.parent.parent
+STAND_IN = (sys.executable, str(Path(__file__).parent.parent / "local_swarm" / "stand_in_node.py"))
+LINK = (
+    "skipstone:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
+    "@/ip4/127.0.0.1/tcp/4001/p2p/12D3KooWJRSrypvnpHgc6ZAgyCni4KcSmbV7uGRaMw5LgMKT18fq"
+)
+
+
+@pytest.fixture(autouse=True)
+def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKIPSTONE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_swarm, "node_command", lambda: STAND_IN)
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, arguments, prog_name="skipstone")
+
+
+def command(*arguments: str, code: str = "from node.__main__ import main; main()") -> subprocess.Popen[str]:
+    """A real process; `code` may prepare something before it calls main()."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        process_group=0,
+    )
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
+    """Puts the network side of a node aside: what it does is not under test here."""
+    for name in ("node.runtime.node", "node.network.client"):
+        module = types.ModuleType(name)
+        vars(module).update(functions)
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+class TestNew:
+    def test_it_writes_a_signed_manifest_with_the_changes(self, tmp_path: Path) -> None:
+        file, text = tmp_path / "run.toml", tmp_path / "corpus"
+        text.mkdir()
+        (text / "a.txt").write_bytes(b"abc")
+        result = run(
+            "new",
+            str(file),
+            "--name",
+            "mine",
+            "--seed",
+            "7",
+            "--stages",
+            "0,1,1",
+            "--data",
+            f"path:{text}",
+            "--stages-per-path",
+            "1",
+        )
+        assert result.exit_code == 0, result.output
+        signed = read_signed_manifest(file.read_bytes(), None)
+        assert (signed.manifest.name, signed.manifest.seed) == ("mine", 7)
+        assert signed.manifest.stages.blocks == (0, 1, 1)
+        assert signed.manifest.stages.per_path == 1
+        assert signed.manifest.data.source == f"path:{text}"
+        assert signed.manifest.data.files is not None
+        assert (signed.manifest.data.files.count, signed.manifest.data.files.bytes) == (1, 3)
+        assert signed.run in result.stdout
+        assert (tmp_path / "home" / "identity.key").stat().st_mode & 0o777 == 0o600
+
+    def test_it_takes_another_file_as_its_base(self, tmp_path: Path) -> None:
+        first, second = tmp_path / "first.toml", tmp_path / "second.toml"
+        assert run("new", str(first), "--seed", "5").exit_code == 0
+        assert run("new", str(second), "--from", str(first), "--name", "again").exit_code == 0
+        manifest = read_signed_manifest(second.read_bytes(), None).manifest
+        assert (manifest.seed, manifest.name) == (5, "again")
+
+    def test_it_does_not_overwrite(self, tmp_path: Path) -> None:
+        file = tmp_path / "run.toml"
+        file.write_text("precious")
+        result = run("new", str(file))
+        assert result.exit_code == 78
+        assert file.read_text() == "precious"
+        assert run("new", str(file), "--force").exit_code == 0
+
+    @pytest.mark.parametrize(
+        ("arguments", "code", "message"),
+        [
+            (("--stages", "a,b"), 78, "not a list of numbers"),
+            (("--stages", "0,0"), 65, "every stage but stage 0 needs at least 1 block"),
+            (("--name", "no spaces"), 65, "name"),
+            (("--from", "nowhere.toml"), 78, "cannot be read"),
+        ],
+    )
+    def test_wrong_values(self, tmp_path: Path, arguments: tuple[str, ...], code: int, message: str) -> None:
+        result = run("new", str(tmp_path / "run.toml"), *arguments)
+        assert result.exit_code == code
+        assert message in result.stderr
+        assert list(tmp_path.glob("*.toml")) == []
+
+    def test_a_folder_that_does_not_exist(self, tmp_path: Path) -> None:
+        result = run("new", str(tmp_path / "nowhere" / "run.toml"))
+        assert result.exit_code == 78
+        assert "cannot be written" in result.stderr
+
+
+class TestJoin:
+    def test_its_options_reach_the_node(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        seen: list[NodeOptions] = []
+
+        async def run_node(options: NodeOptions, events: EventSink, stop: asyncio.Event, **rest: object) -> None:
+            seen.append(options)
+            events.emit(Step(1, 5.5, 10, 2.0, "me"))
+
+        pretend(monkeypatch, run_node=run_node)
+        result = run(
+            "join",
+            LINK,
+            "--stage",
+            "2",
+            "--memory",
+            "1MiB",
+            "--steps",
+            "3",
+            "--port",
+            "9",
+            "--serve-relay",
+            "50",
+            "--json",
+        )
+        assert result.exit_code == 0, result.output
+        (options,) = seen
+        assert (str(options.link), options.manifest_path) == (LINK, None)
+        assert (options.stage, options.memory, options.steps, options.port) == (2, 2**20, 3, 9)
+        assert options.relay_bytes_per_hour == 50_000_000
+        assert options.identity_path == tmp_path / "home" / "identity.key"
+        assert [json.loads(line)["event"] for line in result.stdout.splitlines()] == ["step"]
+
+    def test_plain_lines_without_json(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        async def run_node(options: NodeOptions, events: EventSink, stop: asyncio.Event, **rest: object) -> None:
+            assert options.manifest_path == tmp_path / "run.toml"
+            events.emit(Note("info", "hello"))
+
+        (tmp_path / "run.toml").write_text("")
+        pretend(monkeypatch, run_node=run_node)
+        result = run("join", str(tmp_path / "run.toml"))
+        assert result.stdout.splitlines() == ["skipstone join: starting a node", "hello"]
+
+    @pytest.mark.parametrize("error", [IdentityError("bad key"), Unreachable("nobody there"), SkipstoneError("oops")])
+    @pytest.mark.parametrize("grouped", [False, True])
+    def test_errors_end_it_with_their_code(
+        self, monkeypatch: pytest.MonkeyPatch, error: SkipstoneError, grouped: bool
+    ) -> None:
+        async def run_node(options: NodeOptions, events: EventSink, stop: asyncio.Event, **rest: object) -> None:
+            if not grouped:
+                raise error
+            try:
+                raise error
+            except SkipstoneError as raised:
+                raise ExceptionGroup("tasks", [raised]) from None
+
+        pretend(monkeypatch, run_node=run_node)
+        result = run("join", LINK)
+        assert result.exit_code == error.exit_code
+        assert result.stderr == f"error: {error}\n  {error.hint}\n"
+        assert "Traceback" in run("--debug", "join", LINK).stderr
+
+    def test_bad_targets(self) -> None:
+        assert "neither a join link nor a manifest" in run("join", "nowhere").stderr
+        assert run("join", "nowhere").exit_code == 78
+        assert run("join", "skipstone:short@x").exit_code == 78
+        assert run("join", LINK, "--memory", "much").exit_code == 78
+        assert run("join", LINK, "--no-such-option").exit_code == 2
+        assert run("join").exit_code == 2
+
+
+WAITING_NODE = """
+import asyncio, sys, types
+from node.observability.events import Note
+async def run_node(options, events, stop, **rest):
+    events.emit(Note("info", "up"))
+    {body}
+module = types.ModuleType("node.runtime.node")
+module.run_node = run_node
+sys.modules["node.runtime.node"] = module
+from node.__main__ import main
+main()
+"""
+PATIENT = WAITING_NODE.format(body='await stop.wait(); events.emit(Note("info", "stopped in good order"))')
+DEAF = WAITING_NODE.format(body="await asyncio.Event().wait()")
+STUCK = WAITING_NODE.format(body="while True: pass")
+
+
+def until(process: subprocess.Popen[str], text: str) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if text in line:
+            return
+    raise AssertionError(f"{text!r} never came; {process.stderr and process.stderr.read()}")
+
+
+class TestSignals:
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+    def test_the_first_stops_in_good_order(self, number: signal.Signals) -> None:
+        with command("join", LINK, code=PATIENT) as process:
+            until(process, "up")
+            process.send_signal(number)
+            out, err = process.communicate()
+        assert "stopped in good order" in out
+        assert "once more to stop at once" in err
+        assert process.returncode == 0
+
+    @pytest.mark.parametrize("code", [DEAF, STUCK])
+    def test_the_second_stops_at_once(self, code: str) -> None:
+        with command("join", LINK, code=code) as process:
+            until(process, "up")
+            process.send_signal(signal.SIGINT)
+            assert process.stderr is not None
+            assert "once more" in process.stderr.readline()
+            process.send_signal(signal.SIGINT)
+        assert process.returncode == 130
+
+    def test_the_end_of_input_is_no_signal(self) -> None:
+        # Its input is /dev/null: at its end already.
+        with command("join", LINK, "--stop-on-eof", code=PATIENT) as process:
+            out, _ = process.communicate()
+        assert "stopped in good order" in out
+        assert process.returncode == 0
+
+    def test_a_reader_that_goes_away_stops_it(self) -> None:
+        body = 'while not stop.is_set(): events.emit(Note("info", "x")); await asyncio.sleep(0.01)'
+        with command("join", LINK, "--json", code=WAITING_NODE.format(body=body)) as process:
+            until(process, "up")
+            assert process.stdout is not None
+            process.stdout.close()
+        assert process.returncode == 0
+
+
+class TestUp:
+    def test_json(self, stand_ins: None) -> None:
+        result = run("up", "--peers", "6", "--steps", "3", "--json")
+        assert result.exit_code == 0, result.output
+        events = [json.loads(line) for line in result.stdout.splitlines()]
+        assert [event["step"] for event in events if event["event"] == "step"] == [1, 2, 3]
+        assert events[-1]["event"] == "summary"
+        assert events[-1]["microbatches"] == {"started": 3, "completed": 3, "abandoned": 0, "duplicated": 0}
+        assert [peer["exit_code"] for peer in events[-1]["peers"]] == [0] * 6
+        assert "starting a local swarm" in result.stderr
+
+    def test_plain_lines(self, stand_ins: None) -> None:
+        result = run("up", "--steps", "2")
+        lines = result.stdout.splitlines()
+        assert lines[0] == "skipstone up: starting a local swarm"
+        assert any(line.startswith("  skipstone join skipstone:") for line in lines)
+        assert sum(line.startswith("step ") for line in lines) == 2
+        assert any(line.startswith("2 steps  loss 5.0000 -> 2.5000") for line in lines)
+
+    def test_too_few_peers(self, stand_ins: None) -> None:
+        result = run("up", "--peers", "2")
+        assert result.exit_code == 78
+        assert "--peers 5" in result.stderr
+
+    def test_a_failed_node_is_the_exit_code(self, stand_ins: None, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("SKIPSTONE_STAND_IN", "crash:0")
+        result = run("up", "--steps", "2")
+        assert result.exit_code == 71
+        assert "the cat is on fire" in result.stdout
+
+    @pytest.mark.parametrize(("presses", "words"), [(1, ""), (2, "deaf:1")])
+    def test_ctrl_c(self, presses: int, words: str, tmp_path: Path) -> None:
+        code = (
+            "import os, tempfile; from node import local_swarm\n"
+            f"os.environ['SKIPSTONE_STAND_IN'] = {words!r}; tempfile.tempdir = {str(tmp_path)!r}\n"
+            f"local_swarm.node_command = lambda: {STAND_IN!r}\n"
+            "local_swarm.STOP_LIMIT_S = 3600.0\n"
+            "from node.__main__ import main; main()"
+        )
+        with command("up", "--json", code=code) as process:
+            until(process, '"step":2')
+            process.send_signal(signal.SIGINT)
+            assert process.stderr is not None
+            assert any("once more" in line for line in process.stderr)
+            if presses == 2:
+                process.send_signal(signal.SIGINT)
+            out, _ = process.communicate()
+        assert process.returncode == 130
+        summary = json.loads(out.splitlines()[-1])
+        assert summary["event"] == "summary"
+        codes = [peer["exit_code"] for peer in summary["peers"]]
+        assert codes == [0] * 5 if presses == 1 else 137 in codes
+        assert list(tmp_path.iterdir()) == []
+
+
+STATUS = {
+    "run": "9f86d081884c7d65",
+    "name": "demo",
+    "stages": 2,
+    "step": 12,
+    "loss": 3.25,
+    "tokens": 1000,
+    "tokens_per_s": 1500.0,
+    "microbatches": {"started": 1, "completed": 1, "abandoned": 0, "duplicated": 0},
+    "waiting_for": ["1.0"],
+    "peers": [
+        {
+            "peer": "12D3KooWabcdef",
+            "module": "0.0",
+            "state": "serving\x1b[2J",
+            "addresses": ["127.0.0.1:5000"],
+            "via": [],
+            "tokens_per_s": 1500.0,
+            "slots": 4,
+            "free_slots": 1,
+            "steps": 12,
+            "round": 0,
+            "digest": "",
+            "answered": {"steps": 12},
+        }
+    ],
+}
+
+
+class TestQuestions:
+    def test_status(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        async def query_status(link: object) -> dict[str, Any]:
+            assert str(link) == LINK
+            return STATUS
+
+        pretend(monkeypatch, query_status=query_status)
+        result = run("status", LINK)
+        assert result.exit_code == 0, result.output
+        for expected in ("demo", "step 12", "loss 3.2500", "abcdef", "3/4", "127.0.0.1:5000", "no peer serves 1.0"):
+            assert expected in result.stdout
+        assert any(line.split() == ["1", "none"] for line in result.stdout.splitlines())
+        assert "\x1b" not in result.stdout
+        result = run("status", LINK, "--json")
+        assert json.loads(result.stdout) == STATUS
+
+    def test_evaluation_of_a_swarm(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        async def query_evaluation(link: object, microbatches: int, paths: AskedPaths) -> dict[str, Any]:
+            subsets = [{"stages": list(stages), "loss": 2.5} for stages in paths.of(small_manifest())]
+            return {"loss": 2.5, "tokens": 512 * microbatches, "microbatches": microbatches, "subsets": subsets}
+
+        pretend(monkeypatch, query_evaluation=query_evaluation)
+        assert "through" not in run("eval", LINK).stdout
+        part = run("eval", LINK, "--stages-per-path", "1").stdout.splitlines()[1:]
+        assert part[1:] == ["  2.5000  through stages 0 and 1"]
+        parts = run("eval", LINK, "--stages-per-path", "1", "--every-subset").stdout.splitlines()[1:]
+        assert parts[1:] == ["  2.5000  through stages 0 and 1", "  2.5000  through stages 0 and 2"]
+        assert run("eval", LINK, "--stages-per-path", "3").exit_code == ConfigError.exit_code
+        assert run("eval", LINK, "--every-subset").exit_code == 2
+        assert "held-out loss 2.5000" in run("eval", LINK, "--microbatches", "4").stdout
+        assert json.loads(run("eval", LINK, "--microbatches", "4", "--json").stdout)["tokens"] == 2048
+        assert run("eval", LINK, "--microbatches", "0").exit_code == 2
+        assert run("eval", "nowhere").exit_code == 78
+
+    def test_version(self) -> None:
+        assert "protocol 2 to 2" in run("version").stdout
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return save_checkpoint(tmp_path / "checkpoint", small_manifest())
+
+
+class TestModels:
+    def test_export(self, tmp_path: Path, checkpoint: Path) -> None:
+        result = run("export", str(checkpoint), str(tmp_path / "folder"))
+        assert result.exit_code == 0, result.output
+        assert "bytes of parameters in 1 file" in result.stdout
+        assert run("export", str(checkpoint), str(tmp_path / "folder")).exit_code == 78
+        result = run("export", str(checkpoint), str(tmp_path / "folder"), "--force", "--json")
+        answer = json.loads(result.stdout)
+        assert (answer["files"], answer["path"]) == (1, str(tmp_path / "folder"))
+        assert answer["bytes"] < (tmp_path / "folder" / "model.safetensors").stat().st_size
+
+    def test_generate(self, tmp_path: Path, checkpoint: Path) -> None:
+        assert run("export", str(checkpoint), str(tmp_path / "folder")).exit_code == 0
+        asked = ("the cat", "--tokens", "30", "--seed", "5", "--device", "cpu")
+        answers = [
+            json.loads(run("generate", str(path), *asked, "--json").stdout)
+            for path in (checkpoint, checkpoint, tmp_path / "folder")
+        ]
+        assert answers[0] == answers[1] == answers[2]
+        assert (answers[0]["prompt_tokens"], answers[0]["seed"]) == (7, 5)
+        result = run("generate", str(checkpoint), *asked)
+        assert result.stdout == harmless_lines(answers[0]["text"]) + "\n"
+        assert "seed 5" in result.stderr
+
+    def test_generate_with_some_of_the_stages(self, checkpoint: Path) -> None:
+        asked = ("generate", str(checkpoint), "the cat", "--tokens", "30", "--seed", "5", "--device", "cpu", "--json")
+        whole, every, part = (
+            json.loads(run(*asked, *more).stdout)
+            for more in ((), ("--stages-per-path", "2"), ("--stages-per-path", "1"))
+        )
+        assert whole == every
+        assert (whole["stages"], part["stages"]) == ([1, 2], [1])
+        assert whole["tokens"] != part["tokens"]
+        assert "through stages 0 and 1" in run(*asked, "--stages-per-path", "1").stderr
+        assert run(*asked, "--stages-per-path", "3").exit_code == ConfigError.exit_code
+
+    def test_a_prompt_longer_than_what_the_model_sees_is_said(self, checkpoint: Path) -> None:
+        result = run("generate", str(checkpoint), "x" * 40, "--tokens", "2", "--device", "cpu")
+        assert result.exit_code == 0, result.output
+        assert "the prompt has 40 tokens; the model sees the last 16" in result.stderr
+
+    @pytest.mark.parametrize(
+        ("arguments", "code", "message"),
+        [
+            (("generate", "nowhere", "a"), 78, "neither a checkpoint nor an exported folder"),
+            (("export", "nowhere", "folder"), 78, "neither a checkpoint nor an exported folder"),
+            (("eval", "nowhere"), 78, "neither"),
+            (("generate", "nowhere", "a", "--temperature", "-1"), 78, "temperature"),
+            (("generate", "nowhere", "a", "--device", "abacus"), 78, "abacus"),
+            (("generate", "nowhere", "a", "--tokens", "0"), 2, ""),
+        ],
+    )
+    def test_wrong_arguments(self, arguments: tuple[str, ...], code: int, message: str) -> None:
+        result = run(*arguments)
+        assert result.exit_code == code
+        assert message in result.stderr
+        assert "Traceback" not in result.stderr
+
+    @pytest.mark.parametrize("asked", [("generate", "prompt"), ("eval",), ("export", "folder")])
+    def test_a_damaged_checkpoint(self, checkpoint: Path, asked: tuple[str, ...]) -> None:
+        file = file_of(checkpoint, "1.0")
+        file.write_bytes(file.read_bytes()[:-1])
+        result = run(asked[0], str(checkpoint), *asked[1:])
+        assert result.exit_code == 74
+        assert file.name in result.stderr
+
+
+def test_what_a_model_writes_moves_no_cursor() -> None:
+    assert harmless_lines("a\tb\r\n\x1b[2J\u202ec\x9b") == "a\tb \n [2J c "
+
+
+def test_solo_trains_and_its_checkpoint_can_be_evaluated(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.mkdir()
+    for number in range(60):
+        (text / f"{number}.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 60)
+    arguments = ("--data", f"path:{text}", "--threads", "1", "--device", "cpu")
+    result = run("solo", "--steps", "2", "--checkpoint-dir", str(tmp_path / "out"), "--json", *arguments)
+    assert result.exit_code == 0, result.output
+    events = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [event["event"] for event in events] == ["step", "step", "summary"]
+    assert events[-1]["peers"] == []
+    answer = json.loads(run("eval", str(tmp_path / "out"), "--microbatches", "1", "--json").stdout)
+    assert 0 < answer["loss"] < 7
+
+
+def test_leave_without_a_running_node(tmp_path: Path) -> None:
+    result = run("leave", "--identity", str(tmp_path / "identity.key"))
+    assert result.exit_code == 78
+    assert "no node is running here" in result.output

@@ -1,0 +1,317 @@
+"""What a person sees: the live view, plain lines, and that other peers cannot draw on the terminal."""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from node.cli.status import status_table
+from node.cli.views.accused_view import accused_view
+from node.cli.views.codecs_view import MOST_ROWS, codecs_views
+from node.cli.views.live import remaining_s, render
+from node.cli.views.paths_view import paths_views
+from node.cli.views.plain import plain_line
+from node.cli.views.text import MAX_FOREIGN_CHARACTERS, duration, harmless, sparkline
+from node.local_swarm.swarm_progress import SwarmProgress, apply, noted, peer_exited, peer_started
+from node.observability import events
+from swarm.compression.microbatch_codecs import NO_CHOICE
+
+NOW = 10.0
+HOSTILE = "\x1b[2J\x1b]0;owned\x07[red]bold[/red]\r\n\u202egnp.exe\x9b31m\ud800"
+
+
+def drawn(state: SwarmProgress, title: str = "demo") -> str:
+    console = Console(record=True, width=140, force_terminal=False, file=open("/dev/null", "w"))  # noqa: SIM115
+    with console.file:
+        console.print(render(state, title, 75.0, NOW))
+        return console.export_text()
+
+
+def swarm() -> SwarmProgress:
+    state = SwarmProgress(stages=3, target=10)
+    for index, stage in enumerate((0, 1, 2)):
+        state = peer_started(state, index, stage, f"12D3KooWpeer{index}abc")
+    for step in (1, 2):
+        event = events.Step(step, 6.0 - step, 1000 * step, 500.0, "12D3KooWpeer0abc")
+        state = apply(state, 0, event, 2.0 * step).state
+    load = events.Load("12D3KooWpeer1abc", "1.0", 4, 3, 1234.0)
+    status = events.NodeStatus("12D3KooWpeer1abc", "1.0", "serving", "127.0.0.1:1", "")
+    for event in (load, status):
+        state = apply(state, 1, event, 5.0).state
+    return state
+
+
+def test_the_view_shows_the_run() -> None:
+    text = drawn(swarm())
+    for expected in ("demo", "step 2 of 10", "1m15s", "16s left", "loss 4.0000", "from 5.0000", "500 tokens/s", "█▁"):
+        assert expected in text
+    row = next(line for line in text.splitlines() if "er1abc" in line)
+    for expected in ("1.0", "serving", "1,234", "3/4"):
+        assert expected in row
+    assert remaining_s(swarm()) == pytest.approx(16.0)
+
+
+def committed(number: int, members: tuple[str, ...]) -> events.RoundCommitted:
+    return events.RoundCommitted("12D3KooWpeer1abc", "1.0", number, "ab", members, members, 64, 1, 0.5, 10, 10)
+
+
+def test_the_view_shows_rounds_and_downloads() -> None:
+    state = apply(swarm(), 1, committed(12, ("p", "q", "r")), 6.0).state
+    assert row_of(state).endswith("12  3 peers  4s ago")
+    state = apply(state, 1, events.CatchingUp("12D3KooWpeer1abc", "1.0", 14, 12_300_000, 41_000_000), 7.0).state
+    assert "12.3 MB of 41.0 MB" in drawn(state)
+    caught_up = events.CaughtUp("12D3KooWpeer1abc", "1.0", 14, "ab", 41_000_000, 1.0, ("q",), (41_000_000,))
+    state = apply(state, 1, caught_up, 8.0).state
+    assert row_of(state).endswith("14  3 peers  4s ago")
+    state = apply(state, 1, committed(15, ("p",)), 9.0).state
+    assert row_of(state).endswith("15  alone  1s ago")
+
+
+def row_of(state: SwarmProgress) -> str:
+    return next(line for line in drawn(state).splitlines() if "er1abc" in line).rstrip()
+
+
+def test_status_shows_rounds_and_what_a_peer_says_cannot_break_it() -> None:
+    said = {"last_round": {"members": 2, "seconds_ago": 61}, "catching_up": None}
+    assert "3  2 peers  1m01s ago" in status_of(said)
+    said = {"last_round": None, "catching_up": {"bytes": 5e6, "total_bytes": 2e7}}
+    assert "5.0 MB of 20.0 MB" in status_of(said)
+    for odd in ("\x1b[2J", [1], {"bytes": HOSTILE, "members": [], "seconds_ago": math.inf, "total_bytes": -1}):
+        assert "\x1b" not in status_of({"last_round": odd, "catching_up": odd})
+    assert "no answer" in status_of(None)
+
+
+def test_status_shows_how_a_peer_is_reached() -> None:
+    assert "(mapped)" in status_of({"reach": {"step": "mapped", "reason": "because"}})
+    assert "(" not in status_of({"reach": {"step": "unknown", "reason": "nobody"}})
+    for odd in (None, "direct", 7, [], {"step": "\x1b[2J"}):
+        assert "\x1b" not in status_of({"reach": odd})
+
+
+def test_status_shows_what_a_relay_has_carried() -> None:
+    said = {"at": "/ip4/25.0.0.1/tcp/4001/p2p/12D3KooWpeer1abc", "carried_bytes": 12_300_000}
+    assert "relay: 12.3 MB carried" in status_of({"relay": said})
+    assert "relay" not in status_of({"relay": {**said, "at": ""}})
+    for odd in (None, "yes", [], {"at": "\x1b[2J", "carried_bytes": HOSTILE}):
+        assert "\x1b" not in status_of({"relay": odd})
+
+
+def status_of(answered: object) -> str:
+    peer = {
+        "peer": "12D3KooWpeer1abc",
+        "module": "1.0",
+        "state": "serving",
+        "addresses": [],
+        "via": [],
+        "tokens_per_s": 1.0,
+    }
+    peer |= {"slots": 4, "free_slots": 1, "steps": 5, "round": 3, "digest": "", "answered": answered}
+    console = Console(record=True, width=140, force_terminal=False, file=io.StringIO())
+    console.print(status_table({"stages": 2, "peers": [peer]}))
+    return console.export_text()
+
+
+LANES = [
+    {"stages": [1, 2], "skipped": [3], "peers": ["p1", "p2"], "round_trip_s": 0.25},
+    {"stages": [3, 2], "skipped": [1], "peers": ["p3", "p2"], "round_trip_s": 0.5},
+]
+
+
+def test_status_draws_which_stages_the_lanes_skip() -> None:
+    said = {"visits": {"1": 1200}, "paths": {"talk": "settled", "lanes": LANES, "waiting_s": {"p1": 0.012, "p2": 0.02}}}
+    rows = [line.split() for line in paths_of(said).splitlines()]
+    assert ["1", "█·", "1,200", "12", "ms"] in rows
+    assert ["2", "██", "0", "20", "ms"] in rows
+    assert ["3", "·█", "0", "-"] in rows
+    assert "2 lanes, 0.25 to 0.50 s when nobody waits; settled" in paths_of(said)
+    assert paths_of({"paths": None}) == paths_of(None) == ""
+    odd = {"talk": HOSTILE, "lanes": [1, {"stages": HOSTILE}, {**LANES[0], "round_trip_s": HOSTILE}], "waiting_s": 1}
+    assert "\x1b" not in paths_of({"visits": [], "paths": odd})
+    assert "1 lane;" in paths_of({"visits": [], "paths": odd})
+
+
+def paths_of(answered: object) -> str:
+    peer = {"peer": "12D3KooWdata1abc", "module": "0.0", "answered": answered}
+    console = Console(record=True, width=140, force_terminal=False, file=io.StringIO())
+    for table in paths_views({"stages": 4, "peers": [peer]}):
+        console.print(table)
+    return console.export_text()
+
+
+def test_the_view_names_the_stage_without_a_peer() -> None:
+    state = peer_exited(swarm(), 2, 137).state
+    state = apply(state, 0, events.Waiting("2.0", "stage 2 has no peer left"), 6.0).state
+    text = drawn(state)
+    assert "failed (137)" in text
+    assert "stage 2 has no peer left" in text
+    assert any(line.split() == ["2", "none"] for line in text.splitlines())
+    assert text.index("step 2 of 10") < text.index("\n") < text.index("loss 4.0000")
+
+
+def test_the_view_of_a_swarm_that_has_not_started() -> None:
+    text = drawn(SwarmProgress(stages=2))
+    assert "step 0" in text
+    assert "loss -" in text
+
+
+def test_peers_cannot_draw_on_the_terminal() -> None:
+    state = swarm()
+    state = apply(state, 1, events.NodeStatus(HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE), 6.0).state
+    state = apply(state, 0, events.Waiting(HOSTILE, HOSTILE), 6.0).state
+    state = noted(state, events.Note("error", HOSTILE)).state
+    text = drawn(state, HOSTILE)
+    assert not any(bad in text for bad in "\x1b\x07\r\x9b\u202e\ud800")
+    assert "[red]" in text, "markup is shown, not obeyed"
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        events.Step(1, math.nan, 1, math.inf, HOSTILE),
+        events.NodeStatus(HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE),
+        events.InnerStep(HOSTILE, HOSTILE, 1, 1, 1.0, 1.0),
+        events.Waiting(HOSTILE, HOSTILE),
+        events.Resumed(HOSTILE),
+        events.PeerChange(HOSTILE, "down", HOSTILE),
+        events.Abandoned(HOSTILE, HOSTILE),
+        events.Note("warning", HOSTILE),
+        events.CatchingUp(HOSTILE, HOSTILE, 1, 1, 2),
+        events.LastPeer(HOSTILE, HOSTILE, HOSTILE),
+        events.LastPeer(HOSTILE, HOSTILE, None),
+        events.NodeSummary(
+            *(HOSTILE, HOSTILE, 1, None, 2.0, 3, 4.0, events.MicrobatchCounts(), 5),
+            events.BusySeconds(math.inf),
+        ),
+    ],
+)
+def test_every_event_is_one_harmless_line(event: events.Event) -> None:
+    line = plain_line(event)
+    assert line
+    assert line.isprintable()
+
+
+def test_lines_say_what_happened() -> None:
+    assert plain_line(events.Step(3, 4.25, 9000, 1234.5, "p")) == "step 3  loss 4.2500  1,234 tokens/s"
+    assert plain_line(events.Load("p", "1.0", 1, 1, 1.0)) is None
+    peer = events.PeerSummary("12D3KooWabcdef", "0.0", 3, 12, 137)
+    summary = events.Summary(3, 5.5, 2.5, 9000, 100.0, events.MicrobatchCounts(4, 3, 1, 0), (peer,))
+    text = plain_line(summary)
+    assert text is not None
+    assert text.splitlines() == [
+        "3 steps  loss 5.5000 -> 2.5000  9,000 tokens  100 tokens/s",
+        "microbatches: 4 started, 3 completed, 1 abandoned, 0 counted twice",
+        "0.0  abcdef  3 inner steps, 12 gradients, exit code 137",
+    ]
+
+
+@given(st.text())
+def test_harmless_text_is_printable_and_bounded(text: str) -> None:
+    clean = harmless(text)
+    assert clean.isprintable()
+    assert len(clean) == min(len(text), MAX_FOREIGN_CHARACTERS)
+
+
+@given(st.lists(st.floats(-1e6, 1e6), max_size=200), st.integers(0, 60))
+def test_a_sparkline_fits_its_width(points: list[float], width: int) -> None:
+    assert len(sparkline(points, width)) == min(len(points), width)
+
+
+def test_a_sparkline_goes_down_with_the_loss() -> None:
+    assert sparkline([4.0, 3.0, 2.0, 1.0], 4) == "█▆▃▁"
+    assert sparkline([2.0, 2.0], 4) == "▁▁"
+
+
+def test_durations() -> None:
+    assert [duration(s) for s in (0.4, 61, 3725, math.inf)] == ["0s", "1m01s", "1h02m", "-"]
+
+
+def test_rates_without_a_window_fall_back() -> None:
+    assert remaining_s(replace(swarm(), target=None)) is None
+
+
+def codecs_of(answered: object) -> str:
+    peer = {"peer": "12D3KooWhop1abcdef", "module": "1.0", "answered": answered}
+    console = Console(record=True, width=160, force_terminal=False, file=io.StringIO())
+    for view in codecs_views({"stages": 4, "peers": [peer]}):
+        console.print(view)
+    return console.export_text()
+
+
+def choice(codec: str, why: str = "because") -> dict[str, str]:
+    return {"codec": codec, "why": why}
+
+
+def test_the_codecs_of_links_are_a_table_with_the_reason() -> None:
+    link = {"bytes_per_s": 2_500_000, "activations": choice("int8", "0.53 MB"), "gradients": choice("bf16", "0.53 MB")}
+    text = codecs_of({"codecs": {"allowed": {"activations": ["none", "int8"]}, "links": {"next": link}}})
+    assert any(line.split()[-6:] == ["20", "Mbit/s", "int8", "bf16", "0.53", "MB"] for line in text.splitlines())
+
+
+def in_round(codec: str, why: str, seconds_ago: object = 4) -> dict[str, object]:
+    return {"last_round": {"members": 2, "seconds_ago": seconds_ago, "codec": codec, "codec_reason": why}}
+
+
+def test_the_codec_of_the_newest_round_of_each_module_is_shown_with_the_reason() -> None:
+    said = [("1.0", "int8", 50), ("1.0", "int4", 3), ("2.0", "top_k_2", 9)]
+    peers = [
+        {"peer": f"12D3KooW{codec}", "module": module, "answered": in_round(codec, f"{codec} fits", ago)}
+        for module, codec, ago in said
+    ]
+    console = Console(record=True, width=160, force_terminal=False, file=io.StringIO())
+    for view in codecs_views({"stages": 4, "peers": peers}):
+        console.print(view)
+    rows = [line.split() for line in console.export_text().splitlines()[-2:]]
+    assert rows == [["1.0", "int4", "int4", "fits"], ["2.0", "top_k_2", "top_k_2", "fits"]]
+
+
+def test_where_rounds_have_no_choice_nothing_is_shown() -> None:
+    assert not codecs_of(in_round("none", NO_CHOICE))
+    assert not codecs_of(in_round("none", ""))
+
+
+def test_of_a_run_that_compresses_nothing_no_codecs_are_shown() -> None:
+    link = {"bytes_per_s": 1, "activations": choice("none")}
+    assert not codecs_of({"codecs": {"allowed": {"activations": ["none"]}, "links": {"next": link}}})
+
+
+@pytest.mark.parametrize(
+    "answered",
+    [
+        None,
+        {},
+        {"codecs": 7},
+        {"last_round": HOSTILE},
+        in_round(HOSTILE, HOSTILE, HOSTILE),
+        in_round("int8", 7, {}),  # type: ignore[arg-type]
+        {"codecs": {"allowed": {"activations": [1, 2]}, "links": [HOSTILE]}},
+        {"codecs": {"allowed": {"activations": [1, 2]}, "links": {HOSTILE: {"activations": choice(HOSTILE, HOSTILE)}}}},
+        {"codecs": {"allowed": {"activations": [1, 2]}, "links": {"a": {"bytes_per_s": "many", "gradients": 3}}}},
+        {"codecs": {"allowed": {"activations": [1, 2]}, "links": {str(n): {} for n in range(1000)}}},
+    ],
+)
+def test_peers_cannot_draw_with_their_codecs(answered: object) -> None:
+    text = codecs_of(answered)
+    assert not any(bad in text for bad in "\x1b\x07\r\x9b\u202e\ud800")
+    assert len(text.splitlines()) <= MOST_ROWS + 4
+
+
+def test_status_names_who_is_accused_and_bears_whatever_peers_say() -> None:
+    said: list[Any] = [
+        {"peer": "liar\x1b[2J", "round": 7, "why": "sent\nnothing"},
+        {"peer": 3},
+        "x",
+        {"peer": "liar2", "round": "y"},
+    ]
+    peers = [{"peer": name, "answered": {"accused": about}} for name, about in (("a", said), ("b", said[:1]), ("c", 5))]
+    lines = [view.plain for view in accused_view({"peers": [*peers, {"peer": "d", "answered": None}]})]
+    assert [line.split(":")[0] for line in lines] == ["accused by 2", "accused by 1"]
+    assert lines[0].endswith("sent nothing (round 7)")
+    assert not any(character in "".join(lines) for character in "\x1b\n")
+    assert list(accused_view({"peers": []})) == []

@@ -1,0 +1,241 @@
+"""Variables say what a node's options say, and links may be in files: how containers and services are started."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from node.__main__ import app
+from node.cli.options import LinkFile, link_in
+from node.context.options import SETTINGS, NodeOptions, variable, without_settings
+from node.local_swarm.setup import LocalSetup, LocalSwarmOptions
+from node.network.session import Whereabouts
+from node.observability.events import Event, EventSink, NodeStatus
+from swarm.vocabulary.errors import ConfigError
+from tests.node.small_manifest import small_manifest
+
+PEER = "12D3KooWJRSrypvnpHgc6ZAgyCni4KcSmbV7uGRaMw5LgMKT18fq"
+LINK = f"skipstone:{'0' * 64}@/ip4/127.0.0.1/tcp/4001/p2p/{PEER}"
+OTHER_LINK = f"skipstone:{'1' * 64}@/dns4/bootstrap/tcp/4001/p2p/{PEER}"
+NOT_BY_VARIABLE = {"help", "stop_on_eof"}
+
+
+@pytest.fixture(autouse=True)
+def no_settings_of_whoever_runs_this(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for setting in SETTINGS:
+        monkeypatch.delenv(variable(setting), raising=False)
+    monkeypatch.setenv("SKIPSTONE_HOME", str(tmp_path))
+
+
+def joined(monkeypatch: pytest.MonkeyPatch, *arguments: str, **variables: str) -> NodeOptions:
+    """What a node would run with."""
+    seen: list[NodeOptions] = []
+
+    async def run_node(options: NodeOptions, events: EventSink, stop: asyncio.Event, **rest: object) -> None:
+        seen.append(options)
+
+    monkeypatch.setitem(sys.modules, "node.runtime.node", types.SimpleNamespace(run_node=run_node))
+    result = CliRunner().invoke(app, ["join", *arguments], env=variables)
+    assert result.exit_code == 0, result.output
+    return seen[0]
+
+
+def parameters_of(command: str) -> dict[str, Any]:
+    group: Any = typer.main.get_command(app)
+    return {parameter.name: parameter for parameter in group.commands[command].params}
+
+
+class TestNodeSettings:
+    def test_every_option_has_the_variable_of_its_name(self) -> None:
+        parameters = parameters_of("join")
+        parameters["link"] = parameters.pop("target")
+        said = {name: parameter.envvar for name, parameter in parameters.items() if name not in NOT_BY_VARIABLE}
+        assert said == {setting.replace("-", "_"): variable(setting) for setting in SETTINGS}
+
+    def test_they_reach_the_node(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        options = joined(
+            monkeypatch,
+            SKIPSTONE_LINK=LINK,
+            SKIPSTONE_STAGE="2",
+            SKIPSTONE_MOVE="1",
+            SKIPSTONE_DATA="0",
+            SKIPSTONE_DHT_PORT="4001",
+            SKIPSTONE_CHECKPOINT_DIR="/saved",
+            SKIPSTONE_ADVERTISE="bootstrap",
+            SKIPSTONE_MEMORY="1KiB",
+        )
+        assert str(options.link) == LINK
+        assert (options.stage, options.moving, options.reads_text, options.dht_port) == (2, True, False, 4001)
+        assert (options.checkpoint_dir, options.advertise, options.memory) == (Path("/saved"), "bootstrap", 1024)
+
+    def test_what_is_typed_comes_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        options = joined(
+            monkeypatch,
+            LINK,
+            "--stage",
+            "1",
+            "--data",
+            SKIPSTONE_LINK=OTHER_LINK,
+            SKIPSTONE_STAGE="2",
+            SKIPSTONE_DATA="0",
+        )
+        assert (str(options.link), options.stage, options.reads_text) == (LINK, 1, True)
+
+    def test_an_empty_one_counts_as_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        empty = {variable(setting): "" for setting in SETTINGS}
+        assert joined(monkeypatch, LINK, **empty) == joined(monkeypatch, LINK)
+
+    def test_a_bad_one_is_wrong_usage(self) -> None:
+        result = CliRunner().invoke(app, ["join", LINK], env={"SKIPSTONE_PORT": "many"})
+        assert result.exit_code == 2
+        assert "SKIPSTONE_PORT" in result.stderr or "--port" in result.stderr
+
+    def test_the_help_tells_of_them_in_a_sentence(self) -> None:
+        said = CliRunner().invoke(app, ["join", "--help"]).stdout
+        assert "SKIPSTONE_DHT_PORT" in said
+        assert "env var" not in said
+
+    def test_the_nodes_of_a_local_swarm_are_told_everything_else_themselves(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("SKIPSTONE_STAGE", "2")
+        monkeypatch.setenv("SKIPSTONE_DEBUG", "1")
+        setup = LocalSetup(small_manifest(), LocalSwarmOptions(peers=3))
+        setup.remove()
+        assert "SKIPSTONE_STAGE" not in setup.environment()
+        assert setup.environment()["SKIPSTONE_DEBUG"] == "1"
+        assert without_settings({"SKIPSTONE_LINK": LINK, "PATH": "p"}) == {"PATH": "p"}
+
+
+class TestLinks:
+    def test_in_a_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        file = tmp_path / "link"
+        file.write_text(f"{OTHER_LINK}\n")
+        assert str(link_in(str(file))) == OTHER_LINK
+        assert str(joined(monkeypatch, SKIPSTONE_LINK=str(file)).link) == OTHER_LINK
+
+    @pytest.mark.parametrize("content", [b"protocol = 1", b"", b"\xff\x00"])
+    def test_another_file_is_none(self, tmp_path: Path, content: bytes) -> None:
+        (tmp_path / "file").write_bytes(content)
+        assert link_in(str(tmp_path / "file")) is None
+
+    def test_neither_a_link_nor_a_file(self, tmp_path: Path) -> None:
+        assert link_in(str(tmp_path / "nowhere")) is None
+        assert link_in("\0") is None
+        with pytest.raises(ConfigError):
+            link_in("skipstone:short@x")
+
+    def test_status_takes_it_from_the_variable(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[str] = []
+
+        async def query_status(link: object) -> dict[str, Any]:
+            asked.append(str(link))
+            return {}
+
+        monkeypatch.setitem(sys.modules, "node.network.client", types.SimpleNamespace(query_status=query_status))
+        (tmp_path / "link").write_text(LINK)
+        result = CliRunner().invoke(app, ["status", "--json"], env={"SKIPSTONE_LINK": str(tmp_path / "link")})
+        assert (result.exit_code, asked) == (0, [LINK])
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def emit(self, event: Event) -> None:
+        self.events.append(event)
+
+
+def serving(link: str) -> NodeStatus:
+    return NodeStatus(PEER, "0.0", "serving", "127.0.0.1:4002", link)
+
+
+class TestLinkFile:
+    def test_it_has_the_newest_link(self, tmp_path: Path) -> None:
+        heard = Heard()
+        sink = LinkFile(tmp_path / "link", heard)
+        for link in (LINK, OTHER_LINK):
+            sink.emit(serving(link))
+            assert str(link_in(str(tmp_path / "link"))) == link
+        assert heard.events == [serving(LINK), serving(OTHER_LINK)]
+        assert [file.name for file in tmp_path.iterdir()] == ["link"]
+
+    def test_the_same_link_is_not_written_again(self, tmp_path: Path) -> None:
+        sink = LinkFile(tmp_path / "link", Heard())
+        sink.emit(serving(LINK))
+        (tmp_path / "link").unlink()
+        sink.emit(serving(LINK))
+        assert not (tmp_path / "link").exists()
+
+    @pytest.mark.parametrize("trap", [".link.part", "link"])
+    def test_a_link_that_another_user_laid_there_is_not_followed(self, tmp_path: Path, trap: str) -> None:
+        (tmp_path / "precious").write_text("mine")
+        (tmp_path / trap).symlink_to(tmp_path / "precious")
+        LinkFile(tmp_path / "link", Heard()).emit(serving(LINK))
+        assert (tmp_path / "precious").read_text() == "mine"
+        assert str(link_in(str(tmp_path / "link"))) == LINK
+
+    def test_the_name_of_its_beginnings_cannot_be_guessed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        moved: list[str] = []
+        monkeypatch.setattr("os.replace", lambda source, target: moved.append(Path(source).name))
+        for _ in range(2):
+            LinkFile(tmp_path / "link", Heard()).emit(serving(LINK))
+        assert len({*moved}) == 2
+
+    def test_a_node_goes_on_without_it(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        heard = Heard()
+        LinkFile(tmp_path / "nowhere" / "link", heard).emit(serving(LINK))
+        assert len(heard.events) == 1
+        assert "cannot be written" in caplog.text
+
+    def test_the_node_writes_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        async def run_node(options: NodeOptions, events: EventSink, stop: asyncio.Event, **rest: object) -> None:
+            events.emit(serving(LINK))
+
+        monkeypatch.setitem(sys.modules, "node.runtime.node", types.SimpleNamespace(run_node=run_node))
+        result = CliRunner().invoke(app, ["join", LINK], env={"SKIPSTONE_LINK_FILE": str(tmp_path / "link")})
+        assert result.exit_code == 0, result.output
+        assert str(link_in(str(tmp_path / "link"))) == LINK
+
+
+class Probe:
+    """A UDP socket of a machine that has one address, 192.0.2.5, and finds all hosts but one."""
+
+    def __init__(self, *kind: object) -> None: ...
+
+    def __enter__(self) -> Probe:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def connect(self, address: tuple[str, int]) -> None:
+        if address[0] == "unknown.example":
+            raise socket.gaierror("no such host")
+
+    def getsockname(self) -> tuple[str, int]:
+        return "192.0.2.5", 9
+
+
+class TestAddresses:
+    @pytest.mark.parametrize(
+        "hosts", [["ip4/203.0.113.7"], ["dns4/node.example"], ["dns4/unknown.example", "dns4/node.example"]]
+    )
+    def test_the_way_to_a_peer_tells_our_own(self, monkeypatch: pytest.MonkeyPatch, hosts: list[str]) -> None:
+        monkeypatch.setattr(socket, "socket", Probe)
+        peers = tuple(f"/{host}/tcp/4001/p2p/{PEER}" for host in hosts)
+        assert Whereabouts("0.0.0.0").told_host(peers) == "192.0.2.5"
+
+    def test_without_a_way_it_is_this_machine_s_loopback(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(socket, "socket", Probe)
+        peers = (f"/dns4/unknown.example/tcp/4001/p2p/{PEER}", f"/ip6/::1/tcp/4001/p2p/{PEER}")
+        assert Whereabouts("0.0.0.0").told_host(peers) == "127.0.0.1"

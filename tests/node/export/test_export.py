@@ -1,0 +1,391 @@
+"""Exports: what is read back is the run's model, or it is refused; nothing else is overwritten, nothing half is left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from node.data.feed import held_out_microbatches
+from node.data.places import ToldPlaces
+from node.export import source as source_module
+from node.export.file_plan import SHARD_BYTES, plan_shards
+from node.export.offline_evaluation import evaluate_model
+from node.export.open_model import open_model
+from node.export.source import read_decoder
+from node.export.writer import Export, export
+from node.model.decoder import Decoder
+from node.model.initialization import parameters_of
+from node.model.shapes import parameter_shapes
+from node.network.loss_report import AskedPaths
+from node.solo.trainer import WholeModel
+from protocol.identity.keys import Identity
+from protocol.manifest.manifest import Manifest
+from protocol.manifest.signing import sign_manifest
+from swarm.vocabulary.errors import (
+    ConfigError,
+    CorruptSnapshot,
+    ManifestError,
+    ResourceExhausted,
+    SkipstoneError,
+    StateError,
+)
+from swarm.vocabulary.types import ModuleId
+from tests.node.checkpoint.saved_model import CPU, file_of, logits_of, noisy_model, save_checkpoint
+from tests.node.small_manifest import small_manifest
+
+TOKENS = torch.randint(257, (2, 16), generator=torch.Generator().manual_seed(1))
+A_FEW_TENSORS = 20_000
+"""Bytes of a file that cuts the small model into several."""
+
+
+def exported(source: Path, target: Path, *, replace: bool = False, shard_bytes: int = SHARD_BYTES) -> Export:
+    async def run() -> Export:
+        async with open_model(str(source)) as opened:
+            return await export(
+                opened.source,
+                target,
+                tokenizer_file=opened.tokenizer_file(),
+                replace=replace,
+                shard_bytes=shard_bytes,
+            )
+
+    return asyncio.run(run())
+
+
+def decoder_of(folder: Path) -> Decoder:
+    async def run() -> Decoder:
+        async with open_model(str(folder)) as opened:
+            return await read_decoder(opened.source, CPU)
+
+    return asyncio.run(run())
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return save_checkpoint(tmp_path / "checkpoint", small_manifest())
+
+
+@pytest.fixture
+def folder(tmp_path: Path, checkpoint: Path) -> Path:
+    exported(checkpoint, tmp_path / "folder", shard_bytes=A_FEW_TENSORS)
+    return tmp_path / "folder"
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+@pytest.mark.parametrize("blocks", [(1, 2, 1), (0, 1), (2,)])
+def test_shapes_are_those_of_the_parts(blocks: tuple[int, ...]) -> None:
+    manifest = small_manifest(stages__blocks=list(blocks))
+    for module, parts in WholeModel(manifest, CPU).modules():
+        shapes = {name: tuple(value.shape) for name, value in parameters_of(*parts).items()}
+        assert parameter_shapes(manifest, module) == shapes
+
+
+@pytest.mark.parametrize("shard_bytes", [SHARD_BYTES, A_FEW_TENSORS, 1])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_there_and_back_gives_the_logits_of_the_parts(tmp_path: Path, shard_bytes: int, dtype: str) -> None:
+    manifest = small_manifest(model__dtype=dtype)
+    model = noisy_model(manifest)
+    checkpoint = save_checkpoint(tmp_path / "checkpoint", manifest, model)
+    done = exported(checkpoint, tmp_path / "folder", shard_bytes=shard_bytes)
+    files = list((tmp_path / "folder").glob("*.safetensors"))
+    assert done.files == len(files) == len(plan_shards(manifest, shard_bytes))
+    assert shard_bytes != A_FEW_TENSORS or 1 < len(files) < 20
+    assert done.size_bytes == sum(4 * value.numel() for file in files for value in load_file(file).values())
+    for folder in (checkpoint, tmp_path / "folder"):
+        assert torch.equal(decoder_of(folder).logits(TOKENS), logits_of(model, TOKENS))
+
+
+def test_an_export_of_an_export_is_the_same(tmp_path: Path, folder: Path) -> None:
+    exported(folder, tmp_path / "again", shard_bytes=A_FEW_TENSORS)
+    assert contents(tmp_path / "again") == contents(folder)
+
+
+def test_whoever_may_read_one_file_may_read_all(folder: Path) -> None:
+    assert len({file.stat().st_mode for file in folder.iterdir()}) == 1
+
+
+def test_the_folder_says_where_it_comes_from(tmp_path: Path) -> None:
+    manifest = small_manifest(stages__per_path=1, stages__reordering="adjacent")
+    checkpoint = save_checkpoint(tmp_path / "checkpoint", manifest)
+    done = exported(checkpoint, tmp_path / "folder")
+    origin = json.loads((tmp_path / "folder" / "skipstone.json").read_text())
+    assert origin["run"] == done.run
+    assert origin["stages"] == {
+        "blocks": [1, 2, 1],
+        "visited_per_path": 1,
+        "trained_with_skipping": True,
+        "reordering": "adjacent",
+    }
+    assert (tmp_path / "folder" / "manifest.toml").read_bytes() == (checkpoint / "manifest.toml").read_bytes()
+
+
+def test_an_export_has_the_held_out_loss_of_its_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 3000)
+    checkpoint = save_checkpoint(tmp_path / "checkpoint", small_manifest(data__source=f"path:{tmp_path / 'text'}"))
+    exported(checkpoint, tmp_path / "folder")
+    told = ToldPlaces(text=tmp_path / "text")
+    losses = [asyncio.run(evaluate_model(str(path), 3, told=told)) for path in (checkpoint, tmp_path / "folder")]
+    assert losses[0] == losses[1]
+    assert (losses[0]["tokens"], losses[0]["microbatches"]) == (96, 3)
+    assert losses[0]["subsets"] == [{"stages": [1, 2], "loss": losses[0]["loss"]}]
+
+
+def test_a_downloaded_folder_opens_nothing_here_and_one_s_own_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its manifest names text and a tokenizer that may be anybody's; who has signed it with this machine's key has named them himself."""
+    monkeypatch.setenv("SKIPSTONE_HOME", str(tmp_path))
+    (tmp_path / "text").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 3000)
+    manifest = small_manifest(
+        data__source=f"path:{tmp_path / 'text'}",
+        data__tokenizer=f"file:{tmp_path / 'text'}",
+        data__tokenizer_sha256="0" * 64,
+    )
+    checkpoint = save_checkpoint(tmp_path / "downloaded", manifest)
+    with pytest.raises(ConfigError, match="--text"):
+        asyncio.run(evaluate_model(str(checkpoint), 3))
+    with pytest.raises(ConfigError, match="--tokenizer"):
+        exported(checkpoint, tmp_path / "folder")
+    own = Identity.create(tmp_path / "identity.key")
+    (checkpoint / "manifest.toml").write_bytes(sign_manifest(manifest, own).text)
+    with pytest.raises(ConfigError, match="has SHA-256"):  # it was opened, and is another one
+        exported(checkpoint, tmp_path / "folder")
+
+
+def test_parts_of_a_model_are_measured_on_the_same_text(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 3000)
+    manifest = small_manifest(data__source=f"path:{tmp_path / 'text'}")
+    model = noisy_model(manifest)
+    checkpoint = save_checkpoint(tmp_path / "checkpoint", manifest, model)
+    told = ToldPlaces(text=tmp_path / "text")
+    measured = asyncio.run(evaluate_model(str(checkpoint), 3, paths=AskedPaths(1, every_subset=True), told=told))
+    texts = list(held_out_microbatches(manifest, 3))
+    expected = [sum(model.loss(text, (stage,)) for text in texts) / 3 for stage in (1, 2)]
+    assert [subset["stages"] for subset in measured["subsets"]] == [[1], [2]]
+    assert [subset["loss"] for subset in measured["subsets"]] == pytest.approx(expected, abs=1e-5)
+    assert measured["loss"] == pytest.approx(sum(expected) / 2, abs=1e-5)
+    assert expected[0] != pytest.approx(expected[1], abs=1e-3)
+    first = asyncio.run(evaluate_model(str(checkpoint), 3, paths=AskedPaths(1), told=told))
+    assert first["subsets"] == measured["subsets"][:1]
+
+
+class TestTarget:
+    def test_an_empty_folder_is_taken(self, tmp_path: Path, checkpoint: Path) -> None:
+        (tmp_path / "folder").mkdir()
+        exported(checkpoint, tmp_path / "folder")
+        assert decoder_of(tmp_path / "folder").vocabulary == 257
+
+    def test_an_export_gives_way_only_when_asked_for(self, tmp_path: Path, folder: Path) -> None:
+        other = save_checkpoint(tmp_path / "other", small_manifest(seed=9))
+        before = contents(folder)
+        with pytest.raises(ConfigError, match="has an export already"):
+            exported(other, folder)
+        assert contents(folder) == before
+        exported(other, folder, replace=True)
+        assert contents(folder)["manifest.toml"] == (other / "manifest.toml").read_bytes()
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "folder", "other"]
+
+    def test_an_export_may_replace_itself(self, folder: Path) -> None:
+        before = contents(folder)
+        exported(folder, folder, replace=True, shard_bytes=A_FEW_TENSORS)
+        assert contents(folder) == before
+
+    def test_nothing_else_ever_gives_way(self, tmp_path: Path, checkpoint: Path) -> None:
+        (tmp_path / "file").write_text("precious")
+        (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+        for name, message in (("checkpoint", "not empty"), ("file", "not a folder"), ("link", "not a folder")):
+            with pytest.raises(ConfigError, match=message):
+                exported(checkpoint, tmp_path / name, replace=True)
+        assert (tmp_path / "file").read_text() == "precious"
+
+    @pytest.mark.parametrize("replace", [False, True])
+    def test_a_full_disk_leaves_what_was_there(
+        self, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, replace: bool
+    ) -> None:
+        before = contents(folder)
+        target = folder if replace else tmp_path / "new"
+
+        def disk_full(descriptor: int) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("os.fsync", disk_full)
+        with pytest.raises(StateError, match="No space left") as caught:
+            exported(tmp_path / "checkpoint", target, replace=replace)
+        assert "free space" in caught.value.hint
+        assert contents(folder) == before
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "folder"]
+
+    def test_a_damaged_source_leaves_nothing(self, tmp_path: Path, checkpoint: Path) -> None:
+        damage(file_of(checkpoint, "2.0"))
+        with pytest.raises(CorruptSnapshot, match=r"module 2\.0"):
+            exported(checkpoint, tmp_path / "folder")
+        assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def damage(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+class TestCheckpointSource:
+    def test_a_missing_module_is_named_before_anything_is_read(self, checkpoint: Path) -> None:
+        shutil.rmtree(checkpoint / "solo-1.0")
+        with pytest.raises(StateError, match=r"no snapshot of module 1\.0"):
+            decoder_of(checkpoint)
+
+    def test_a_changed_manifest_is_said(self, checkpoint: Path) -> None:
+        manifest = checkpoint / "manifest.toml"
+        manifest.write_text(manifest.read_text().replace("seed = 3", "seed = 4"))
+        with pytest.raises(ManifestError, match="changed after signing"):
+            decoder_of(checkpoint)
+
+    def test_another_runs_snapshots_are_refused(self, tmp_path: Path, checkpoint: Path) -> None:
+        other = save_checkpoint(tmp_path / "other", small_manifest(seed=9))
+        shutil.rmtree(checkpoint / "solo-1.0")
+        shutil.copytree(other / "solo-1.0", checkpoint / "solo-1.0")
+        with pytest.raises(StateError, match=r"module 1\.0"):
+            decoder_of(checkpoint)
+
+    def test_a_manifest_of_a_huge_model_costs_no_memory(self, checkpoint: Path) -> None:
+        huge = small_manifest(model__hidden=65_536, model__heads=512, model__kv_heads=512, model__vocabulary=1_000_000)
+        (checkpoint / "manifest.toml").write_bytes(sign_manifest(huge, Identity.generate()).text)
+        with pytest.raises(StateError):
+            decoder_of(checkpoint)
+
+    def test_a_folder_with_nothing_of_ours(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="not a checkpoint"):
+            decoder_of(tmp_path)
+        with pytest.raises(ConfigError, match="neither a checkpoint nor"):
+            decoder_of(tmp_path / "none")
+
+
+class TestExportedSource:
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [("hidden_size", 2**40), ("num_hidden_layers", 10**9), ("rope_theta", 5.0), ("vocab_size", -1)],
+    )
+    def test_a_config_that_is_not_the_manifests_is_refused(self, folder: Path, key: str, value: float) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {key: value}))
+        with pytest.raises(StateError, match=f"config.json: {key} is {value}") as caught:
+            decoder_of(folder)
+        assert "Export the model again" in caught.value.hint
+
+    def test_every_file_of_parameters_is_guarded(self, folder: Path) -> None:
+        for file in sorted(folder.glob("*.safetensors")):
+            whole = file.read_bytes()
+            damage(file)
+            with pytest.raises(CorruptSnapshot, match=file.name):
+                decoder_of(folder)
+            file.write_bytes(whole[:-1])
+            with pytest.raises(CorruptSnapshot, match=file.name):
+                decoder_of(folder)
+            file.unlink()
+            with pytest.raises(StateError, match=file.name):
+                decoder_of(folder)
+            file.write_bytes(whole)
+
+    def test_a_parameter_that_is_missing_or_of_another_shape_is_named(self, folder: Path) -> None:
+        file = min(folder.glob("*.safetensors"))
+        tensors = load_file(file)
+        name = min(tensors)
+        save_file({**tensors, name: tensors[name].to(torch.float16)}, file)
+        with pytest.raises(StateError, match=f"{name} is F16"):
+            decoder_of(folder)
+        del tensors[name]
+        save_file(tensors or {"other": torch.zeros(1)}, file)
+        with pytest.raises(StateError, match=f"no file has parameter {name}"):
+            decoder_of(folder)
+
+    @pytest.mark.parametrize("name", ["config.json", "manifest.toml"])
+    def test_a_missing_file_is_named(self, folder: Path, name: str) -> None:
+        (folder / name).unlink()
+        with pytest.raises(ConfigError, match=f"{name} cannot be read"):
+            decoder_of(folder)
+
+    @pytest.mark.parametrize(
+        ("text", "error"),
+        [
+            ("", CorruptSnapshot),
+            ("[]", CorruptSnapshot),
+            ("[" * 100_000, CorruptSnapshot),
+            ('{"format": 2, "run": "x"}', StateError),
+            ('{"format": 1, "run": "x"}', ManifestError),
+        ],
+    )
+    def test_an_origin_that_is_none(self, folder: Path, text: str, error: type[SkipstoneError]) -> None:
+        (folder / "skipstone.json").write_text(text)
+        with pytest.raises(error):
+            decoder_of(folder)
+
+    @pytest.mark.parametrize("change", [{"shards": 10**9}, {"shards": "../.."}, {"modules": None}, {"modules": {}}])
+    def test_a_changed_origin(self, folder: Path, change: dict[str, Any]) -> None:
+        origin = json.loads((folder / "skipstone.json").read_text())
+        (folder / "skipstone.json").write_text(json.dumps(origin | change))
+        with pytest.raises(StateError):
+            decoder_of(folder)
+
+
+class OneSource:
+    """Modules that the test gives."""
+
+    def __init__(self, manifest: Manifest, modules: dict[ModuleId, dict[str, torch.Tensor]]) -> None:
+        self.signed = sign_manifest(manifest, Identity.generate())
+        self.modules = modules
+
+    async def module(self, module: ModuleId) -> dict[str, torch.Tensor]:
+        return self.modules[module]
+
+
+class TestAnySource:
+    def modules(self) -> dict[ModuleId, dict[str, torch.Tensor]]:
+        return {module: parameters_of(*parts) for module, parts in WholeModel(small_manifest(), CPU).modules()}
+
+    def read(self, modules: dict[ModuleId, dict[str, torch.Tensor]], manifest: Manifest | None = None) -> Decoder:
+        return asyncio.run(read_decoder(OneSource(manifest or small_manifest(), modules), CPU))
+
+    def test_what_it_gives_is_checked(self, tmp_path: Path) -> None:
+        name = "model.layers.1.mlp.up_proj.weight"
+        wrong = {
+            "is missing": {},
+            "is torch.float16": {name: torch.zeros(24, 16, dtype=torch.float16)},
+            "is torch.float32": {name: torch.zeros(16, 24)},
+            "not finite": {name: torch.full((24, 16), float("nan"))},
+            "is none of its parameters": {name: torch.zeros(24, 16), "zzz": torch.zeros(1)},
+        }
+        for message, replacement in wrong.items():
+            modules = self.modules()
+            del modules[ModuleId(1)][name]
+            modules[ModuleId(1)] |= replacement
+            with pytest.raises(StateError, match=message):
+                self.read(modules)
+            with pytest.raises(StateError, match=message):
+                asyncio.run(export(OneSource(small_manifest(), modules), tmp_path / "folder"))
+        assert list(tmp_path.iterdir()) == []
+
+    def test_several_experts_are_several_models(self, tmp_path: Path) -> None:
+        manifest = small_manifest(stages__experts=2)
+        with pytest.raises(ConfigError, match=r"stages\.experts = 2"):
+            self.read({}, manifest)
+        with pytest.raises(ConfigError, match=r"stages\.experts = 2"):
+            asyncio.run(export(OneSource(manifest, {}), tmp_path / "folder"))
+
+    @pytest.mark.parametrize("change", [{"model__sequence": 1_048_576}, {"model__vocabulary": 1_000_000}])
+    def test_a_model_larger_than_memory_is_refused_before_it_is_read(
+        self, change: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(source_module, "memory_bytes", lambda: 16 * 2**20)
+        rows = {"training__rows": 1, "training__inner_tokens": change.get("model__sequence", 16)}
+        with pytest.raises(ResourceExhausted, match="GiB of memory"):
+            self.read({}, small_manifest(**change, **rows))

@@ -1,0 +1,318 @@
+"""The processes of a local swarm: started as planned, watched, stopped in order or by force, none left behind.
+
+The nodes are stand-ins (`stand_in_node.py`): what is under test here is the handling of processes alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from node.local_swarm import local_swarm
+from node.local_swarm.local_swarm import LocalSwarm
+from node.local_swarm.setup import LocalSetup, LocalSwarmOptions, Place, assign_stages
+from node.local_swarm.swarm_progress import summarize
+from node.observability.events import Event, InnerStep, Note, Step
+from protocol.manifest.join_link import parse_link
+from protocol.manifest.manifest import Manifest, manifest_from_table
+from protocol.manifest.signing import read_signed_manifest
+from swarm.vocabulary.errors import ConfigError
+
+STAND_IN = (sys.executable, str(Path(__file__).parent.parent / "local_swarm" / "stand_in_node.py"))
+
+
+def manifest(blocks: tuple[int, ...] = (0, 1, 1)) -> Manifest:
+    return manifest_from_table(
+        {
+            "protocol": 2,
+            "name": "test",
+            "model": {
+                "vocabulary": 257,
+                "hidden": 16,
+                "heads": 2,
+                "kv_heads": 1,
+                "feed_forward": 32,
+                "sequence": 16,
+            },
+            "stages": {"blocks": blocks},
+            "training": {"rows": 1, "inner_tokens": 16},
+        }
+    )
+
+
+def local_swarm_of(peers: int, *, steps: int | None = None, stop_limit_s: float = 20.0) -> LocalSwarm:
+    options = LocalSwarmOptions(peers=peers, steps=steps)
+    return LocalSwarm(manifest(), options, command=STAND_IN, stop_limit_s=stop_limit_s)
+
+
+async def until_step(swarm: LocalSwarm, step: int) -> list[Event]:
+    seen: list[Event] = []
+    async for event in swarm.events():
+        seen.append(event)
+        if isinstance(event, Step) and event.step >= step:
+            break
+    return seen
+
+
+async def rest(swarm: LocalSwarm) -> list[Event]:
+    return [event async for event in swarm.events()]
+
+
+@pytest.fixture(autouse=True)
+def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("peers", "blocks", "expected"),
+    [
+        (3, (0, 1, 1), [0, 1, 2]),
+        (4, (0, 1, 2), [0, 1, 2, 2]),
+        (6, (0, 2, 4), [0, 1, 2, 2, 1, 2]),
+        (5, (4, 1, 1), [0, 1, 2, 0, 0]),
+        (2, (1,), [0, 0]),
+    ],
+)
+def test_every_stage_has_a_peer_and_the_others_go_where_most_blocks_are(
+    peers: int, blocks: tuple[int, ...], expected: list[int]
+) -> None:
+    assert assign_stages(peers, blocks) == expected
+
+
+def test_too_few_peers_are_refused_with_the_number_needed() -> None:
+    with pytest.raises(ConfigError, match="2 peers cannot host 3 stages") as raised:
+        assign_stages(2, (0, 1, 1))
+    assert "--peers 3" in raised.value.hint
+
+
+def test_the_setup_is_what_a_first_node_and_the_others_need(tmp_path: Path) -> None:
+    options = LocalSwarmOptions(peers=4, steps=7)
+    setup = LocalSetup(manifest(), options)
+    first, second, *_, last = setup.peers
+    (folder,) = tmp_path.iterdir()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    target = setup.arguments(first)[1]
+    assert read_signed_manifest(Path(target).read_bytes(), setup.run).author == first.peer
+    link = parse_link(setup.arguments(second)[1])
+    assert link == setup.link
+    assert link.peers[0] == f"/ip4/127.0.0.1/tcp/{first.dht_port}/p2p/{first.peer}"
+    assert len({port for peer in setup.peers for port in (peer.port, peer.dht_port)}) == 8
+    assert "--steps" in setup.arguments(first)
+    assert "--steps" not in setup.arguments(second)
+    assert (second.stage, last.stage) == (1, 1)
+    assert "--checkpoint-dir" not in setup.arguments(first)
+    setup.remove()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_node_listens_and_is_found_where_it_is_placed(tmp_path: Path) -> None:
+    setup = LocalSetup(manifest(), LocalSwarmOptions(peers=3), lambda index: Place(host=f"10.0.0.{index}"))
+    arguments = setup.arguments(setup.peers[2])
+    assert (arguments[arguments.index("--listen") + 1], arguments[arguments.index("--advertise") + 1]) == (
+        "10.0.0.2",
+        "10.0.0.2",
+    )
+    assert [address.split("/")[2] for address in setup.link.peers] == ["10.0.0.0", "10.0.0.1"]
+    setup.remove()
+
+
+def test_with_a_checkpoint_folder_the_peers_are_the_same_every_time(tmp_path: Path) -> None:
+    options = LocalSwarmOptions(peers=4, checkpoint_dir=tmp_path / "out", checkpoint_every_s=5.0)
+    setups = [LocalSetup(manifest(), options) for _ in range(2)]
+    for setup in setups:
+        setup.remove()
+        arguments = setup.arguments(setup.peers[-1])
+        assert arguments[arguments.index("--checkpoint-dir") + 1] == str(tmp_path / "out")
+        assert arguments[arguments.index("--checkpoint-every") + 1] == "5.0"
+    first, second = ([peer.peer for peer in setup.peers] for setup in setups)
+    assert first == second
+    keys = [stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "out" / "identities").iterdir()]
+    assert keys == [0o600] * 4
+
+
+async def test_it_runs_to_its_steps_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    async with local_swarm_of(4, steps=5) as swarm:
+        steps = []
+        async for event in swarm.events():
+            if isinstance(event, Step):
+                steps.append(event.step)
+            if swarm.progress.is_over:
+                swarm.request_stop()
+    assert steps == [1, 2, 3, 4, 5]
+    summary = summarize(swarm.progress)
+    assert (summary.steps, summary.loss_first, summary.loss_last, summary.tokens) == (5, 5.0, 1.0, 500)
+    assert summary.microbatches.completed == 5
+    assert [peer.exit_code for peer in summary.peers] == [0, 0, 0, 0]
+    assert [peer.module for peer in summary.peers] == ["0.0", "1.0", "2.0", "1.0"]
+    assert not list(tmp_path.iterdir())
+
+
+async def test_leaving_the_block_stops_the_nodes_in_good_order() -> None:
+    async with local_swarm_of(3) as swarm:
+        await until_step(swarm, 2)
+    assert {end.exit_code for end in swarm.ends.values()} == {0}
+    assert len(swarm.ends) == 3
+    assert all(peer.summary for peer in swarm.progress.peers.values())
+
+
+async def test_data_nodes_are_asked_first() -> None:
+    async with local_swarm_of(3) as swarm:
+        await until_step(swarm, 2)
+    assert next(iter(swarm.ends)) == 0
+
+
+async def test_an_error_in_the_block_comes_out_as_it_is_and_kills_the_nodes(tmp_path: Path) -> None:
+    swarm = local_swarm_of(3)
+
+    async def fail() -> None:
+        async with swarm:
+            await until_step(swarm, 1)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await fail()
+    assert set(swarm.ends) == {0, 1, 2}
+    assert not list(tmp_path.iterdir())
+
+
+async def test_cancelling_kills_the_nodes(tmp_path: Path) -> None:
+    started = asyncio.Event()
+
+    async def run() -> None:
+        async with local_swarm_of(3) as swarm:
+            await until_step(swarm, 1)
+            started.set()
+            await rest(swarm)
+
+    task = asyncio.create_task(run())
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not list(tmp_path.iterdir())
+
+
+async def test_a_node_that_is_killed_is_reported_and_the_others_go_on() -> None:
+    async with local_swarm_of(3) as swarm:
+        seen = await until_step(swarm, 2)
+        swarm.kill(1)
+        while 1 not in swarm.ends:
+            seen += await until_step(swarm, swarm.progress.step + 1)
+        seen += await until_step(swarm, swarm.progress.step + 2)
+        replacement = swarm.start_peer(1)
+        while swarm.progress.peers[replacement].state != "serving":
+            await until_step(swarm, swarm.progress.step + 1)
+        await swarm.stop()
+        seen += await rest(swarm)
+    assert swarm.ends[1].exit_code == 137
+    assert {index: end.exit_code for index, end in swarm.ends.items() if index != 1} == {0: 0, 2: 0, 3: 0}
+    assert any(isinstance(event, Note) and "exit code 137" in event.message for event in seen)
+    with pytest.raises(Exception, match="stopping"):
+        swarm.start_peer(1)
+
+
+async def test_a_node_that_crashes_shows_what_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKIPSTONE_STAND_IN", "crash:2")
+    async with local_swarm_of(3, steps=3) as swarm:
+        seen = await until_step(swarm, 3)
+        while 2 not in swarm.ends:
+            await asyncio.wait([swarm._nodes[2]])
+        swarm.request_stop()
+        seen += await rest(swarm)
+    messages = [event.message for event in seen if isinstance(event, Note)]
+    assert any("ended with exit code 71" in message for message in messages)
+    assert any("the cat is on fire" in message for message in messages)
+
+
+async def test_a_deaf_node_is_killed_when_the_limit_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKIPSTONE_STAND_IN", "deaf:1")
+    async with local_swarm_of(3, stop_limit_s=0.4) as swarm:
+        await until_step(swarm, 1)
+        await swarm.stop()
+    assert {index: end.exit_code for index, end in swarm.ends.items()} == {0: 0, 1: 137, 2: 0}
+
+
+async def test_kill_all_does_not_wait_for_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKIPSTONE_STAND_IN", "deaf:1")
+    async with local_swarm_of(3, stop_limit_s=3600) as swarm:
+        await until_step(swarm, 1)
+        swarm.request_stop()
+        swarm.kill_all()
+        await rest(swarm)
+    assert swarm.ends[1].exit_code == 137
+
+
+async def test_a_stopped_node_does_not_hold_up_the_end() -> None:
+    async with local_swarm_of(3, stop_limit_s=0.4) as swarm:
+        await until_step(swarm, 1)
+        swarm.kill(2, signal.SIGSTOP)
+        await swarm.stop()
+    assert swarm.ends[2].exit_code == 137
+
+
+async def test_a_command_that_cannot_be_started_is_a_failed_node() -> None:
+    async with LocalSwarm(manifest(), LocalSwarmOptions(peers=3), command=["/nonexistent"]) as swarm:
+        seen = await rest(swarm)
+    assert {end.exit_code for end in swarm.ends.values()} == {71}
+    assert any(isinstance(event, Note) and "cannot start" in event.message for event in seen)
+
+
+async def test_lines_that_are_no_events_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKIPSTONE_STAND_IN", "chatter:0")
+    async with local_swarm_of(3) as swarm:
+        seen = await until_step(swarm, 1)
+    assert any(isinstance(event, Note) and "not JSON: b'hello there'" in event.message for event in seen)
+
+
+async def test_unread_events_are_bounded_and_progress_is_not_hurt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_swarm, "MAX_UNREAD_EVENTS", 3)
+    async with local_swarm_of(3, steps=20) as swarm:
+        await asyncio.wait([swarm._nodes[0]])
+        await swarm.stop()
+        assert len(await rest(swarm)) == 3
+    assert swarm.progress.step == 20
+    assert not any(isinstance(event, InnerStep) for event in swarm._unread)
+
+
+OWNER = """
+import asyncio, sys
+sys.path.insert(0, {tests!r})
+from test_local_swarm import local_swarm_of, until_step
+
+async def main():
+    async with local_swarm_of(3) as swarm:
+        await until_step(swarm, 1)
+        print(*(child.pid for child in swarm._children.values()), flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+async def test_nodes_stop_when_their_owner_is_killed(tmp_path: Path) -> None:
+    code = OWNER.format(tests=str(Path(__file__).parent))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent.parent.parent), "TMPDIR": str(tmp_path)}
+    owner = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=subprocess.PIPE, env=environment)
+    assert owner.stdout is not None
+    pids = [int(pid) for pid in (await owner.stdout.readline()).split()]
+    assert len(pids) == 3
+    owner.kill()
+    await owner.wait()
+    for pid in pids:
+        while _runs(pid):
+            await asyncio.sleep(0.01)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,189 @@
+"""Generation: the past changes nothing but the cost, the seed decides, and the text comes whole."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from node.data.detokenizer import ByteTextStream, WindowTextStream
+from node.data.tokenizers import ByteTokenizer
+from node.model.decoder import Decoder
+from node.model.generation import Sampling, choose, generate
+from node.model.initialization import parameters_of
+from node.model.kv_cache import Past
+from protocol.manifest.manifest import Manifest
+from swarm.vocabulary.errors import ConfigError, StateError
+from tests.node.checkpoint.saved_model import CPU, noisy_model
+from tests.node.small_manifest import small_manifest
+
+GREEDY = Sampling(temperature=0)
+SEQUENCE = 16
+
+
+def decoder_of(manifest: Manifest) -> Decoder:
+    parameters = {}
+    for _, parts in noisy_model(manifest).modules():
+        parameters |= parameters_of(*parts)
+    return Decoder(manifest, parameters, CPU)
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return decoder_of(small_manifest())
+
+
+def without_past(decoder: Decoder, prompt: list[int], limit: int) -> list[int]:
+    """Greedy, everything computed anew for each token; the same rule for what the model sees."""
+    seen, found = prompt[-SEQUENCE:], list[int]()
+    for _ in range(limit):
+        found.append(int(decoder.logits(torch.tensor([seen]))[0, -1].argmax()))
+        if found[-1] == ByteTokenizer.end_of_document:
+            break
+        seen = [*(seen[-SEQUENCE // 2 :] if len(seen) == SEQUENCE else seen), found[-1]]
+    return found
+
+
+@pytest.mark.parametrize("prompt", [b"a", b"The quick", b"x" * 15, b"y" * 16, b"a prompt longer than what it sees"])
+def test_the_past_changes_nothing(decoder: Decoder, prompt: bytes) -> None:
+    tokens = list(prompt)
+    found = list(generate(decoder, ByteTokenizer(), tokens, 40, GREEDY))
+    assert found == without_past(decoder, tokens, 40)
+    assert found == list(generate(decoder, ByteTokenizer(), tokens, 40, GREEDY))
+    assert len(set(found)) > 1
+
+
+@pytest.mark.parametrize("stages", [(1, 2), (1,), (2,), ()])
+def test_logits_with_a_past_are_those_without(decoder: Decoder, stages: tuple[int, ...]) -> None:
+    decoder = decoder.through(stages)
+    tokens = [5, 200, 31, 7, 99, 256, 12]
+    past = decoder.no_past(len(tokens))
+    stepped = [decoder.next_logits(tokens[:3], past), *(decoder.next_logits([token], past) for token in tokens[3:])]
+    whole = decoder.logits(torch.tensor([tokens]))[0, 2:]
+    torch.testing.assert_close(torch.stack(stepped), whole, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_part_of_the_model_skips_the_other_stages(decoder: Decoder) -> None:
+    model, tokens = noisy_model(small_manifest()), torch.tensor([[5, 200, 31]])
+    for stages in ((1, 2), (1,), (2,), ()):
+        hidden = model.embedding(tokens)
+        for stage in stages:
+            hidden = model.stacks[stage - 1](hidden)
+        part = decoder.through(stages)
+        torch.testing.assert_close(part.logits(tokens), model.head.logits(hidden))
+        assert part.stages == stages
+    assert decoder.stages == (1, 2)
+
+
+def test_bfloat16_models_generate() -> None:
+    decoder = decoder_of(small_manifest(model__dtype="bfloat16"))
+    assert len(list(generate(decoder, ByteTokenizer(), [1, 2], 20, GREEDY))) > 0
+
+
+def test_an_empty_prompt_is_the_beginning_of_a_document(decoder: Decoder) -> None:
+    begin = [ByteTokenizer.end_of_document]
+    assert list(generate(decoder, ByteTokenizer(), [], 9, GREEDY)) == without_past(decoder, begin, 9)
+
+
+def test_the_seed_decides(decoder: Decoder) -> None:
+    def text(seed: int) -> list[int]:
+        return list(generate(decoder, ByteTokenizer(), [65], 30, Sampling(temperature=1.5, seed=seed)))
+
+    assert text(1) == text(1)
+    assert len({tuple(text(seed)) for seed in range(4)}) > 1
+
+
+def test_it_ends_with_the_document(decoder: Decoder) -> None:
+    ends = 0
+    for seed in range(20):
+        tokens = list(generate(decoder, ByteTokenizer(), [65], 400, Sampling(temperature=9.0, seed=seed)))
+        assert 256 not in tokens[:-1]
+        assert len(tokens) == 400 or tokens[-1] == 256
+        ends += tokens[-1] == 256
+    assert ends
+
+
+def test_ids_above_the_tokenizers_are_never_chosen() -> None:
+    decoder = decoder_of(small_manifest(model__vocabulary=1000))
+    assert max(generate(decoder, ByteTokenizer(), [65], 60, Sampling(temperature=50.0, seed=3))) < 257
+
+
+class TestChoice:
+    logits = torch.log(torch.tensor([0.1, 0.4, 0.2, 0.3]))
+
+    def chosen(self, sampling: Sampling) -> set[int]:
+        generator = torch.Generator().manual_seed(0)
+        return {choose(self.logits, sampling, generator) for _ in range(300)}
+
+    @pytest.mark.parametrize(
+        ("sampling", "expected"),
+        [
+            (Sampling(temperature=0), {1}),
+            (Sampling(temperature=1), {0, 1, 2, 3}),
+            (Sampling(temperature=1e-9), {1}),
+            (Sampling(temperature=1, top_k=2), {1, 3}),
+            (Sampling(temperature=1, top_k=99), {0, 1, 2, 3}),
+            (Sampling(temperature=1, top_p=0.01), {1}),
+            (Sampling(temperature=1, top_p=0.5), {1, 3}),
+            (Sampling(temperature=1, top_p=0.8), {1, 2, 3}),
+            (Sampling(temperature=1, top_k=3, top_p=0.7), {1, 3}),
+        ],
+    )
+    def test_filters(self, sampling: Sampling, expected: set[int]) -> None:
+        assert self.chosen(sampling) == expected
+
+    def test_frequencies_are_the_probabilities(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        drawn = [choose(self.logits, Sampling(temperature=1), generator) for _ in range(4000)]
+        assert drawn.count(1) / len(drawn) == pytest.approx(0.4, abs=0.04)
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    def test_what_is_not_finite_is_said(self, value: float) -> None:
+        with pytest.raises(StateError, match="diverged"):
+            choose(torch.tensor([0.0, value]), GREEDY, torch.Generator())
+
+    @pytest.mark.parametrize(
+        "values",
+        [{"temperature": -1}, {"temperature": float("nan")}, {"top_k": 0}, {"top_p": 0}, {"top_p": 1.1}, {"seed": -1}],
+    )
+    def test_wrong_values(self, values: dict[str, float]) -> None:
+        with pytest.raises(ConfigError):
+            Sampling(**values)  # type: ignore[arg-type]
+
+
+def test_a_past_takes_one_at_a_time_and_no_more_than_its_room() -> None:
+    past, one, two = Past(3), torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 2, 4)
+    past.extend(one, one)
+    with pytest.raises(ValueError, match="one at a time"):
+        past.extend(two, two)
+    for _ in range(2):
+        past.extend(one, one)
+    with pytest.raises(ValueError, match="do not fit"):
+        past.extend(one, one)
+
+
+@given(st.binary(max_size=60))
+def test_pieces_of_bytes_are_the_text(text: bytes) -> None:
+    stream = ByteTextStream()
+    pieces = [stream.push(token) for token in text]
+    assert "".join([*pieces, stream.finish()]) == text.decode(errors="replace")
+
+
+@given(st.text(max_size=40))
+def test_pieces_of_tokens_that_are_parts_of_characters_are_the_text(text: str) -> None:
+    text = text.replace("\ufffd", "")
+    stream = WindowTextStream(lambda tokens: bytes(tokens).decode(errors="replace"))
+    pieces = [stream.push(token) for token in text.encode()]
+    assert "".join([*pieces, stream.finish()]) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_spaces_between_words_and_tokens_without_text() -> None:
+    words = ["the", "cat", "", "sat"]
+    stream = WindowTextStream(lambda tokens: " ".join(words[token] for token in tokens if words[token]))
+    tokens = [0, 1, *itertools.repeat(2, 20), 3]
+    assert "".join([*(stream.push(token) for token in tokens), stream.finish()]) == "the cat sat"

@@ -1,0 +1,147 @@
+"""A manifest is compared with the machine before anything of it is allocated."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from node.model.device import device_errors
+from node.model.free_memory import GIB, available_memory
+from node.model.memory_need import DEVICE_BYTES, MEMORY_BYTES, Room, modules_that_fit, need_of, none_fits
+from node.pipeline.data_worker import host_stage_zero
+from node.pipeline.stage_worker import host_hop
+from node.solo.trainer import WholeModel
+from protocol.manifest.manifest import Manifest
+from swarm.vocabulary.errors import ResourceExhausted
+from swarm.vocabulary.types import ModuleId, Reasoned
+from tests.node.small_manifest import small_manifest
+
+CPU = torch.device("cpu")
+PETABYTES = {
+    "model__vocabulary": 1_000_000,
+    "model__hidden": 65_536,
+    "model__heads": 8,
+    "model__kv_heads": 8,
+    "model__sequence": 1_048_576,
+    "training__rows": 65_536,
+    "training__inner_tokens": 65_536 * 1_048_576,
+}
+UNDER_A_LIMIT = """
+import resource
+import torch
+from node.pipeline.stage_worker import host_stage_zero
+from node.pipeline.tensor_io import device_errors
+from swarm.vocabulary.errors import ResourceExhausted
+from tests.node.small_manifest import small_manifest
+
+resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
+for work in (
+    lambda: host_stage_zero(small_manifest(model__vocabulary=1_000_000, model__hidden=1024), torch.device("cpu")),
+    lambda: torch.empty(4 << 30),
+):
+    try:
+        with device_errors():
+            work()
+    except ResourceExhausted as error:
+        print(error)
+"""
+
+
+def room(memory: int, device: int | None = None) -> Room:
+    return Room(Reasoned(memory, "in this machine"), None if device is None else Reasoned(device, "on the GPU"))
+
+
+def elements(manifest: Manifest, stage: int) -> int:
+    return sum(
+        p.numel()
+        for _, parts in WholeModel(manifest, CPU).modules()[stage : stage + 1]
+        for m in parts
+        for p in m.parameters()
+    )
+
+
+def test_a_parameter_takes_24_bytes_of_the_device_and_20_of_memory() -> None:
+    manifest = small_manifest()
+    with_more, with_less = need_of(manifest, [ModuleId(1)], 5), need_of(manifest, [ModuleId(1)], 0)
+    held = 5 * 3 * 2 * 16 * 16 * 4
+    assert (DEVICE_BYTES, MEMORY_BYTES) == (4 + 8 + 4 + 8, 8 + 8 + 4)
+    assert with_less.memory == elements(manifest, 1) * MEMORY_BYTES
+    assert with_more.memory - with_less.memory == held
+    assert with_less.device > elements(manifest, 1) * DEVICE_BYTES
+
+
+def test_what_does_not_fit_is_not_among_the_candidates() -> None:
+    manifest = small_manifest(stages__blocks=(1, 40, 1), stages__experts=2)
+    modules = manifest.modules()
+    small, large = need_of(manifest, [ModuleId(2)], 4).all, need_of(manifest, [ModuleId(1)], 4).all
+    assert list(modules_that_fit(manifest, modules, room(large), 4)) == list(modules)
+    assert list(modules_that_fit(manifest, modules, room(large - 1), 4)) == [
+        ModuleId(0),
+        ModuleId(2, 0),
+        ModuleId(2, 1),
+    ]
+    assert list(modules_that_fit(manifest, modules, room(small - 1), 4)) == []
+    said = str(none_fits(manifest, modules[1:], room(small - 1), 4))
+    assert "the smallest, 2.0" in said
+    assert "in this machine" in said
+
+
+def test_a_gpus_memory_counts_by_itself() -> None:
+    manifest = small_manifest()
+    need = need_of(manifest, [ModuleId(1)], 4)
+    assert room(need.memory, need.device).lacks(need) is None
+    assert "on the GPU" in (room(need.memory, need.device - 1).lacks(need) or "")
+    assert "in this machine" in (room(need.memory - 1, need.device).lacks(need) or "")
+    assert room(0, 0).and_back(need).lacks(need) is None
+
+
+@pytest.mark.parametrize(
+    "host",
+    [lambda m: host_stage_zero(m, CPU), lambda m: host_hop(m, ModuleId(1), CPU, 0), lambda m: WholeModel(m, CPU)],
+)
+def test_tensors_of_petabytes_are_refused_with_a_sentence(host) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(
+        ResourceExhausted, match=r"takes .* GiB .*GiB for holding .*, and .* GiB are free in|under"
+    ) as refused:
+        host(small_manifest(**PETABYTES))
+    assert refused.value.exit_code == 71
+    assert "--slots" in refused.value.hint
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts the address space by /proc")
+def test_under_a_limit_nothing_ends_in_a_bare_error() -> None:
+    command = (sys.executable, "-c", UNDER_A_LIMIT)
+    first, second = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert first.startswith("module 0.0 takes")
+    assert first.endswith("under this process's limit of address space")
+    assert "out of memory" in second
+
+
+def test_other_runtime_errors_keep_their_face() -> None:
+    with pytest.raises(RuntimeError, match="something else"), device_errors():
+        raise RuntimeError("something else")
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 8 * GIB),
+        ({"memory.max": 3 * GIB, "memory.current": GIB}, 2 * GIB),
+        ({"memory.max": 3 * GIB, "memory.current": 2 * GIB, "memory.stat": f"anon 5\ninactive_file {GIB}\n"}, 2 * GIB),
+        ({"memory.max": "max", "memory.current": GIB}, 8 * GIB),
+        ({"user/memory.max": 2 * GIB, "user/me/memory.max": "max", "user/memory.current": GIB}, GIB),
+        ({"memory/user/me/memory.limit_in_bytes": GIB, "memory/user/me/memory.usage_in_bytes": GIB // 2}, GIB // 2),
+        ({"memory/memory.limit_in_bytes": 2**63 - 4096, "memory/memory.usage_in_bytes": GIB}, 8 * GIB),
+    ],
+)
+def test_limits_of_control_groups_count(tmp_path: Path, files: dict[str, object], expected: int) -> None:
+    (tmp_path / "meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable: {8 * GIB // 1024} kB\n")
+    (tmp_path / "own").write_text("5:memory:/user/me\n0::/user/me\n")
+    for name, value in files.items():
+        (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "groups" / name).write_text(str(value))
+    assert available_memory(tmp_path / "meminfo", tmp_path / "groups", tmp_path / "own").value == expected

@@ -1,0 +1,124 @@
+"""Whom a replica can leave its module to, as the data nodes it has worked for tell; and that a refusal is no answer."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any, cast
+
+from node.context.module_context import Assignment
+from node.network.proofs import ASK_AGAIN_S, ASKED_DATA_NODES, MAX_MEASURED, Measured, Proofs
+from node.network.session import Presence
+from node.runtime.serving import others_serve
+from protocol.interfaces.transport import Question, QuestionAbout
+from swarm.membership.membership import Membership
+from swarm.vocabulary.errors import Rejected
+from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId
+from tests.node.network.small_swarm import ManualClock
+from tests.node.network.test_membership_sync import MODULE, Other, place
+from tests.swarm.membership.announcements import RUN, announcement
+
+FELLOW, LIAR = PeerId("fellow"), PeerId("liar")
+
+
+class Asked:
+    """A presence of which only questions and the view are used; `answers` is what each peer says."""
+
+    def __init__(self, *data_nodes: str) -> None:
+        self.own = SimpleNamespace(clock=ManualClock())
+        self.membership = Membership(RUN, PeerId("own"))
+        for name in data_nodes:
+            self.membership.observe(announcement(name, 0), now=0.0, wall=0.0)
+        self.answers: dict[PeerId, bytes] = {}
+        self.asked: list[PeerId] = []
+        self.transport = self
+
+    async def ask(self, peer: PeerId, question: Question, timeout_s: float) -> bytes:
+        assert question.about is QuestionAbout.STATUS
+        self.asked.append(peer)
+        if peer not in self.answers:
+            raise Rejected("no status for you")
+        return self.answers[peer]
+
+
+def proofs_of(presence: Asked) -> Proofs:
+    return Proofs(cast(Presence, presence))
+
+
+def says(*measured: Any) -> bytes:
+    return json.dumps({"measured": measured}).encode()
+
+
+async def test_only_data_nodes_that_gave_us_work_have_a_say() -> None:
+    presence = Asked("d1", "d2", "sybil")
+    proofs = proofs_of(presence)
+    presence.answers = {PeerId("d1"): says(FELLOW, 7), PeerId("sybil"): says(LIAR)}
+    for data_node in ("d1", "d2", "stranger"):
+        proofs.worked_on(MicrobatchId(PeerId(data_node), 1))
+    assert proofs.proven == frozenset()
+    await proofs.refresh()
+    assert proofs.proven == {FELLOW}
+    assert set(presence.asked) == {"d1", "d2"}, "neither one that never gave us work, nor one that hosts no stage 0"
+
+
+async def test_nonsense_is_no_word_and_rounds_count_besides() -> None:
+    presence = Asked("d1", "d2")
+    proofs = proofs_of(presence)
+    proofs.in_rounds = lambda: frozenset({FELLOW})
+    presence.answers = {PeerId("d1"): b'{"measured": 5}', PeerId("d2"): b"[" * 10_000}
+    for data_node in presence.answers:
+        proofs.worked_on(MicrobatchId(data_node, 1))
+    await proofs.refresh()
+    assert proofs.proven == {FELLOW}
+
+
+async def test_they_are_few_and_asked_seldom() -> None:
+    names = [f"d{number}" for number in range(20)]
+    presence = Asked(*names)
+    proofs = proofs_of(presence)
+    for name in names:
+        proofs.worked_on(MicrobatchId(PeerId(name), 1))
+    for _ in range(3):
+        await proofs.refresh()
+    assert len(presence.asked) == ASKED_DATA_NODES
+    presence.own.clock.now += ASK_AGAIN_S
+    await proofs.refresh()
+    assert len(presence.asked) == 2 * ASKED_DATA_NODES
+
+
+def test_a_data_node_remembers_the_last_ones() -> None:
+    measured = Measured()
+    for number in range(MAX_MEASURED + 5):
+        measured.add(PeerId(f"p{number}"))
+    measured.add(PeerId("p5"))
+    assert len(measured.peers()) == MAX_MEASURED
+    assert measured.peers()[-1] == "p5"
+
+
+async def test_before_it_lets_go_a_replica_wants_an_answer_from_one_that_is_proven() -> None:
+    async with place() as there:
+        fellow = Other(there.clock)
+        there.meets(fellow)
+        presence = SimpleNamespace(
+            membership=there.membership, neighbourhood=there.neighbourhood, own=SimpleNamespace(clock=there.clock)
+        )
+        proofs = proofs_of(Asked())
+        given = cast(Assignment, SimpleNamespace(presence=presence, module=MODULE, proofs=proofs))
+        there.links.outcome.set_result(json.dumps({"module": str(MODULE), "state": "serving"}).encode())
+        assert not await others_serve(given), "it has only announced itself"
+        assert there.links.asked == []
+        proofs.in_rounds = lambda: frozenset({fellow.peer})
+        assert await others_serve(given)
+        assert there.links.asked == [fellow.peer]
+
+
+async def test_an_answer_counts_only_if_it_says_so() -> None:
+    for said in ({"module": "1.0", "state": "draining"}, {"module": "2.0", "state": "serving"}, {}):
+        async with place() as there:
+            other = Other(there.clock)
+            there.meets(other)
+            there.links.outcome.set_result(json.dumps(said).encode())
+            assert not await there.neighbourhood.serves(other.peer, MODULE)
+    async with place() as there:
+        there.links.outcome.set_exception(Rejected("not for you"))
+        assert not await there.neighbourhood.serves(PeerId("p"), ModuleId(1))

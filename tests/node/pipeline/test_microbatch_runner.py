@@ -1,0 +1,583 @@
+"""Microbatches between real workers: right gradients, and nothing left behind whatever happens to them on the way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from node.pipeline.data_worker import host_stage_zero
+from node.pipeline.interfaces import Job, Output
+from node.pipeline.stage_worker import HopWorker, host_hop
+from protocol.codecs import Encoded
+from protocol.interfaces.transport import Refusal
+from swarm.compression.microbatch_codecs import MOST_ERROR, Traffic
+from swarm.pipeline.custody_states import PeerLost, Phase, Work
+from swarm.pipeline.ledger import PATIENCE_S, RETRY_S
+from swarm.pipeline.settlement import ASK_S
+from swarm.vocabulary.errors import ProtocolViolation, Unreachable
+from swarm.vocabulary.pipeline_messages import (
+    Backward,
+    Close,
+    Direction,
+    Forward,
+    MicrobatchTensor,
+    Purpose,
+    Receipt,
+    ReceiptStatus,
+    Stranded,
+)
+from swarm.vocabulary.types import Codec, Hop, MicrobatchId, ModuleId, Path, PeerId, SignedRoute
+from tests.node.network.small_swarm import (
+    A2,
+    CPU,
+    DATA,
+    LIFETIME_S,
+    LONG_S,
+    A,
+    B,
+    HardestCodec,
+    SmallSwarm,
+    path_by,
+    small_swarm,
+    text_of,
+    until,
+)
+
+AB = path_by(A, B)
+STRANGER = PeerId("stranger")
+
+
+def hop(swarm: SmallSwarm, peer: PeerId) -> HopWorker:
+    worker = swarm[peer].worker.inner
+    assert isinstance(worker, HopWorker)
+    return worker
+
+
+def mean_gradients(worker: HopWorker) -> list[torch.Tensor]:
+    worker._accumulator.hand_over_mean()
+    return [parameter.grad for parameter in worker.part.parameters() if parameter.grad is not None]
+
+
+async def test_a_microbatch_goes_out_and_back_with_the_gradients_of_one_process() -> None:
+    async with small_swarm(A, B) as swarm:
+        microbatch = swarm.launch(5, AB)
+        await until(lambda: swarm.ends.done == [microbatch])
+        await swarm.all_clear()
+        manifest, text = swarm.manifest, text_of(swarm.manifest, 5)
+        zero = host_stage_zero(manifest, CPU).stage
+        parts = [host_hop(manifest, ModuleId(stage), CPU, 0).part for stage in (1, 2)]
+        hidden = zero.embedding(text.tokens)
+        for part in parts:
+            hidden = part(hidden)
+        loss = zero.head(hidden, text.labels)
+        loss.backward()
+        assert swarm.ends.losses[microbatch] == pytest.approx(loss.item(), abs=1e-6)
+        for peer, part in zip((A, B), parts, strict=True):
+            for ours, theirs in zip(mean_gradients(hop(swarm, peer)), part.parameters(), strict=True):
+                torch.testing.assert_close(ours, theirs.grad, rtol=1e-5, atol=1e-7)
+        assert [hop(swarm, peer).accumulated for peer in (A, B)] == [1, 1]
+        reports = {(sender, receipt.direction, receipt.position) for sender, receipt in swarm.ends.reports}
+        assert {(A, Direction.FORWARD, 0), (B, Direction.FORWARD, 1), (B, Direction.BACKWARD, 1)} <= reports
+
+
+async def test_an_inner_step_that_is_due_is_owed_until_it_is_taken() -> None:
+    async with small_swarm(A, B) as swarm:
+        data = swarm[DATA]
+        gate = swarm.close(DATA, "step")
+        for number in range(swarm.manifest.microbatches_per_step):
+            swarm.launch(number, AB)
+        await until(lambda: gate.reached and len(swarm.ends.done) == swarm.manifest.microbatches_per_step)
+        await data.carrier.nothing_owed(0.01)
+        assert not data.steps
+        assert not data.carrier.is_empty
+        swarm.open(gate)
+        await data.carrier.nothing_owed(LONG_S)
+        assert [figures.step for figures in data.steps] == [1]
+
+
+async def test_many_at_once_take_turns_with_few_slots() -> None:
+    async with small_swarm(A, B) as swarm:
+        started = [swarm.launch(number, AB) for number in range(12)]
+
+        def over() -> bool:
+            swarm.wait(0.1)
+            return len(swarm.ends.done) == len(started)
+
+        await until(over)
+        await swarm.all_clear()
+        assert sorted(swarm.ends.done) == started
+        assert [hop(swarm, peer).accumulated for peer in (A, B)] == [12, 12]
+        stepped = sum(figures.visits[0] for figures in swarm[A].steps)
+        assert stepped + hop(swarm, A)._accumulator.visits == 12
+
+
+async def test_what_is_only_evaluated_leaves_nothing_behind() -> None:
+    async with small_swarm(A, B) as swarm:
+        microbatch = swarm.launch(5, AB, Purpose.EVALUATE)
+        await until(lambda: microbatch in swarm.ends.losses)
+        await swarm.all_clear()
+        assert swarm.ends.done == []
+        assert hop(swarm, A).accumulated == 0
+        assert not any(total.any() for total in hop(swarm, A)._accumulator._sums)
+
+
+@pytest.mark.parametrize(
+    ("phase", "position", "peer", "gate_at"),
+    [
+        (Phase.RECEIVING, 0, A, (DATA, "halfway", Forward)),
+        (Phase.FORWARD, 0, A, (A, Work.FORWARD, None)),
+        (Phase.HANDING_ON, 0, A, (A, "halfway", Forward)),
+        (Phase.GUARDING, 0, A, (B, Work.FORWARD, None)),
+        (Phase.AWAITING, 0, A, (DATA, Work.LOSS, None)),
+        (Phase.BACKWARD, 0, A, (A, Work.BACKWARD, None)),
+        (Phase.HANDING_BACK, 0, A, (A, "halfway", Backward)),
+        (Phase.GUARDING_BACK, 1, B, (A, Work.BACKWARD, None)),
+        (Phase.FORWARD, -1, DATA, (DATA, Work.FORWARD, None)),
+        (Phase.FORWARD, 2, DATA, (DATA, Work.LOSS, None)),
+        (Phase.BACKWARD, -1, DATA, (DATA, Work.BACKWARD, None)),
+    ],
+)
+async def test_nothing_is_left_when_it_is_abandoned_in(
+    phase: Phase, position: int, peer: PeerId, gate_at: tuple[PeerId, str | Work, type[MicrobatchTensor] | None]
+) -> None:
+    async with small_swarm(A, B) as swarm:
+        gate = swarm.close(*gate_at)
+        microbatch = swarm.launch(1, AB)
+        await until(lambda: gate.reached and swarm[peer].phase(microbatch, position) is phase)
+        swarm.ends.lost(microbatch, "the test gives it up")
+        await until(lambda: all(member.carrier.is_empty for member in swarm.members.values()))
+        swarm.open(gate)
+        await swarm.all_clear()
+        after = swarm.launch(2, AB)
+        await until(lambda: swarm.ends.done == [after])
+        await swarm.all_clear()
+
+
+async def test_a_repaired_path_replaces_the_copy_that_came_by_the_first() -> None:
+    async with small_swarm(A, A2, B) as swarm:
+        swarm.lost_messages = lambda sender, to, message: sender == A and isinstance(message, Receipt)
+        gate = swarm.close(B, Work.FORWARD)
+        microbatch = swarm.launch(1, AB)
+        await until(lambda: gate.reached and swarm[A].phase(microbatch, 0) is Phase.GUARDING)
+        swarm.dead.add(A)
+        swarm[DATA].carrier.link_down(A, Unreachable("gone"))
+        by_a2 = path_by(A2, B)
+        await until(lambda: [h.path for h in swarm[B].carrier.custody.holdings()] == [by_a2])
+        swarm.open(gate)
+        await until(lambda: swarm.ends.done == [microbatch])
+        assert [hop(swarm, peer).accumulated for peer in (A, A2, B)] == [0, 1, 1]
+        swarm.wait(LIFETIME_S)
+        await swarm.all_clear()
+
+
+@pytest.mark.parametrize(("sender", "kind"), [(DATA, Forward), (A, Forward), (DATA, Backward), (B, Backward)])
+async def test_a_transfer_that_breaks_is_made_again(sender: PeerId, kind: type[MicrobatchTensor]) -> None:
+    async with small_swarm(A, B) as swarm:
+        gate = swarm.close(sender, "halfway", kind, Unreachable("the link broke"))
+        microbatch = swarm.launch(1, AB)
+        await until(lambda: gate.reached)
+        swarm.open(gate)
+
+        def over() -> bool:
+            swarm.wait(RETRY_S)
+            return swarm.ends.done == [microbatch]
+
+        await until(over)
+        await swarm.all_clear()
+        assert [hop(swarm, peer).accumulated for peer in (A, B)] == [1, 1]
+
+
+async def test_what_can_be_handed_to_nobody_is_given_up_after_a_while() -> None:
+    async with small_swarm(A, B) as swarm:
+        swarm.dead.add(B)
+        microbatch = swarm.launch(1, AB)
+
+        def given_up() -> bool:
+            swarm.wait(PATIENCE_S / 4)
+            return microbatch in swarm.ends.given_up
+
+        await until(given_up)
+        assert "module 2.0 has no peer left" in swarm.ends.given_up[microbatch]
+        await swarm.all_clear()
+
+
+async def test_hidden_states_that_are_not_finite_strand_the_microbatch_and_add_nothing() -> None:
+    async with small_swarm(A, B) as swarm:
+        with torch.no_grad():
+            next(hop(swarm, A).part.parameters()).fill_(torch.nan)
+        microbatch = swarm.launch(1, AB)
+        await until(lambda: swarm.ends.given_up)
+        assert swarm.ends.given_up == {microbatch: "the tensor has elements that are not finite"}
+        await swarm.all_clear()
+        assert [hop(swarm, peer).accumulated for peer in (A, B)] == [0, 0]
+
+
+async def test_without_a_buffer_a_tensor_is_refused_as_busy_and_comes_again() -> None:
+    async with small_swarm(A, B) as swarm:
+        pool = swarm[A].carrier._pool
+        taken = [pool.take() for _ in range(pool.limit)]
+        microbatch = swarm.launch(1, AB)
+        await until(lambda: swarm.refused)
+        [(peer, refusal)] = swarm.refused
+        assert peer == A
+        assert refusal.busy
+        assert "buffers" in refusal.detail
+        for buffer in taken:
+            pool.give_back(buffer)
+        swarm.wait(refusal.retry_after_s)
+        await until(lambda: swarm.ends.done == [microbatch])
+        await swarm.all_clear()
+
+
+async def test_without_memory_for_a_buffer_a_tensor_is_refused_as_busy_and_comes_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def nothing_left(size: int) -> bytearray:
+        raise MemoryError
+
+    async with small_swarm(A, B) as swarm:
+        monkeypatch.setattr("protocol.transport.buffer_pool.bytearray", nothing_left, raising=False)
+        microbatch = swarm.launch(1, AB)
+        await until(lambda: swarm.refused)
+        peer, refusal = swarm.refused[0]
+        assert (peer, refusal.busy) == (A, True)
+        assert "no memory" in refusal.detail
+        assert swarm[A].is_clear
+        monkeypatch.undo()
+        swarm.wait(refusal.retry_after_s)
+        await until(lambda: swarm.ends.done == [microbatch])
+        await swarm.all_clear()
+
+
+async def test_without_a_slot_a_tensor_is_refused_as_busy_and_no_buffer_is_taken() -> None:
+    async with small_swarm(A, B) as swarm:
+        carrier, tensor = swarm[A].carrier, hop(swarm, A).tensor
+        forwards = [Forward(MicrobatchId(DATA, n), AB, 0, Purpose.TRAIN, LIFETIME_S) for n in range(5)]
+        admitted = [carrier.admit(DATA, message, tensor) for message in forwards]
+        refused = [answer for answer in admitted if isinstance(answer, Refusal)]
+        assert refused
+        assert all(refusal.busy and refusal.retry_after_s > 0 for refusal in refused)
+        assert carrier._pool.in_use == carrier.custody.used_slots == 5 - len(refused)
+        for message, answer in zip(forwards, admitted, strict=True):
+            if isinstance(answer, memoryview):
+                carrier.broken_off(message, answer)
+        await swarm.all_clear()
+
+
+async def test_what_is_closed_before_its_computation_begins_is_given_back_once() -> None:
+    async with small_swarm(A, B) as swarm:
+        carrier, worker = swarm[A].carrier, hop(swarm, A)
+        forward = Forward(MicrobatchId(DATA, 1), AB, 0, Purpose.TRAIN, LIFETIME_S)
+        buffer = carrier.admit(DATA, forward, worker.tensor)
+        assert isinstance(buffer, memoryview)
+        carrier.received(forward, Encoded(worker.tensor, buffer))
+        carrier.told(DATA, Close(forward.microbatch, "over"))  # in the same turn of the loop: no task has run yet
+        microbatch = swarm.launch(2, AB)
+        await until(lambda: swarm.ends.done == [microbatch])
+        await swarm.all_clear()
+        assert carrier._pool.in_use == 0
+        assert len({id(free) for free in carrier._pool._free}) == len(carrier._pool._free)
+        assert worker._kept == {}
+
+
+async def test_a_gradient_that_nobody_asked_for_is_given_back_when_its_input_cannot_be_had() -> None:
+    async with small_swarm(A, B) as swarm:
+        carrier, orphan = swarm[A].carrier, Backward(MicrobatchId(DATA, 1), AB, 0)
+        buffer = carrier.admit(B, orphan, hop(swarm, A).tensor)
+        assert isinstance(buffer, memoryview)
+        assert carrier.custody.used_slots == 1
+        carrier.received(orphan, Encoded(hop(swarm, A).tensor, buffer))
+        await swarm.all_clear()
+        assert hop(swarm, A).accumulated == 0
+
+
+async def test_another_replica_stands_in_for_one_that_dies_on_the_way_back() -> None:
+    async with small_swarm(A, A2, B) as swarm:
+        gate = swarm.close(B, "before", Backward, Unreachable("the link broke"))
+        microbatch = swarm.launch(5, AB)
+        await until(lambda: gate.reached)
+        swarm.dead.add(A)
+        swarm.open(gate)
+
+        def over() -> bool:
+            swarm.wait(RETRY_S)
+            return swarm.ends.done == [microbatch]
+
+        await until(over)
+        await until(lambda: swarm[A2].visits.counted == [microbatch])
+        assert swarm.ends.paths[microbatch] == path_by(A2, B)
+        assert [hop(swarm, peer).accumulated for peer in (A, A2, B)] == [0, 1, 1]
+        assert (swarm[A].visits.counted, swarm[B].visits.counted) == ([], [microbatch])
+        alone = await gradients_without_a_fault(5)
+        for ours, theirs in zip(mean_gradients(hop(swarm, A2)), alone, strict=True):
+            torch.testing.assert_close(ours, theirs)
+        await until(lambda: swarm[A2].is_clear and swarm[B].is_clear and swarm[DATA].is_clear)
+
+
+async def gradients_without_a_fault(number: int) -> list[torch.Tensor]:
+    """Of stage 1."""
+    async with small_swarm(A, B) as swarm:
+        microbatch = swarm.launch(number, AB)
+        await until(lambda: swarm.ends.done == [microbatch])
+        return mean_gradients(hop(swarm, A))
+
+
+async def test_one_that_comes_back_too_late_takes_its_gradient_back() -> None:
+    async with small_swarm(A, A2, B) as swarm:
+        gate = swarm.close(A, "before", Backward)
+        microbatch = swarm.launch(5, AB)
+        await until(lambda: gate.reached and swarm[B].phase(microbatch, 1) is Phase.GUARDING_BACK)
+        swarm.dead.add(A)
+
+        def over() -> bool:
+            swarm.wait(RETRY_S)
+            swarm[B].carrier.link_down(A, Unreachable("silent"))
+            return swarm.ends.done == [microbatch]
+
+        await until(over)
+        assert hop(swarm, A).accumulated == 1
+        swarm.dead.clear()
+        swarm.open(gate)
+
+        def settled() -> bool:
+            swarm.wait(ASK_S)
+            return swarm[A].visits.taken_back == [microbatch]
+
+        await until(settled)
+        await swarm.all_clear()
+        assert [hop(swarm, peer).accumulated for peer in (A, A2, B)] == [0, 1, 1]
+        assert not any(total.abs().max() > 1e-12 for total in hop(swarm, A)._accumulator._sums)
+        assert [swarm[peer].visits.counted for peer in (A, A2, B)] == [[], [microbatch], [microbatch]]
+
+
+async def test_hidden_states_for_a_microbatch_that_is_over_are_refused() -> None:
+    async with small_swarm(A, B) as swarm:
+        late = Forward(MicrobatchId(DATA, 1), AB, 2, Purpose.TRAIN, LIFETIME_S)
+        answer = swarm[DATA].carrier.admit(B, late, hop(swarm, A).tensor)
+        assert answer == Refusal(False, "this microbatch is not under way")
+
+
+async def test_a_gradient_for_what_is_only_evaluated_is_refused() -> None:
+    """The first hop could send it before it says that it has accepted the hidden states; nothing was kept to compute it from."""
+    async with small_swarm(A, B) as swarm:
+        gate = swarm.close(DATA, "before", Forward)
+        microbatch = swarm.launch(1, AB, Purpose.EVALUATE)
+        await until(lambda: gate.reached)
+        answer = swarm[DATA].carrier.admit(A, Backward(microbatch, AB, -1), hop(swarm, A).tensor)
+        assert isinstance(answer, Refusal)
+        swarm.open(gate)
+        await until(lambda: microbatch in swarm.ends.losses)
+        await swarm.all_clear()
+
+
+async def test_the_module_of_another_stage_is_refused() -> None:
+    async with small_swarm(A, B) as swarm:
+        elsewhere = Path(DATA, (Hop(ModuleId(1), B), Hop(ModuleId(2), A)))
+        forward_ = Forward(MicrobatchId(DATA, 1), elsewhere, 0, Purpose.TRAIN, LIFETIME_S)
+        answer = swarm[B].carrier.admit(DATA, forward_, hop(swarm, B).tensor)
+        assert answer == Refusal(False, "this module is not hosted here")
+
+
+async def test_only_peers_of_the_path_may_strand_or_report() -> None:
+    async with small_swarm(A, B) as swarm:
+        gate = swarm.close(B, Work.FORWARD)
+        microbatch = swarm.launch(1, AB)
+        await until(lambda: gate.reached and A in [sender for sender, _ in swarm.ends.reports])
+        carrier, reports = swarm[DATA].carrier, list(swarm.ends.reports)
+        deadline = next(iter(carrier.custody.holdings())).deadline
+        swarm.clock.now += 1
+        carrier.told(STRANGER, Stranded(microbatch, Direction.FORWARD, 1, "a lie"))
+        carrier.told(STRANGER, Receipt(microbatch, Direction.FORWARD, 1, ReceiptStatus.PASSED_ON))
+        carrier.told(STRANGER, Close(microbatch, "a lie"))
+        swarm[B].carrier.told(A, Close(microbatch, "only the data node may"))
+        assert swarm.ends.given_up == {}
+        assert swarm.ends.reports == reports
+        assert next(iter(carrier.custody.holdings())).deadline == deadline
+        assert swarm[B].phase(microbatch, 1) is Phase.FORWARD
+        carrier.told(B, Stranded(microbatch, Direction.FORWARD, 1, "it cannot be computed"))
+        assert swarm.ends.given_up == {microbatch: "it cannot be computed"}
+        swarm.open(gate)
+        await swarm.all_clear()
+
+
+async def test_what_is_closed_while_its_gradient_is_computed_is_taken_back() -> None:
+    async with small_swarm(A, B) as swarm:
+        gate = swarm.close(B, Work.BACKWARD)
+        microbatch = swarm.launch(1, AB)
+        await until(lambda: gate.reached)
+        swarm.ends.lost(microbatch, "its data node stops")
+        await until(lambda: swarm[B].phase(microbatch, 1) is None)
+        swarm.open(gate)
+        await swarm.all_clear()
+        assert swarm[B].visits.taken_back == [microbatch], "it had been added"
+        assert hop(swarm, B).accumulated == 0
+
+
+async def test_only_who_was_given_a_microbatch_may_strand_it() -> None:
+    """Another replica of a module on its path is not enough."""
+    async with small_swarm(A, A2, B) as swarm:
+        gate, signature = swarm.close(B, Work.FORWARD), b"s" * 64
+        route = SignedRoute(tuple(hop.module for hop in AB.hops), LIFETIME_S, signature)
+        microbatch = swarm.launch(1, replace(AB, route=route))
+        await until(lambda: gate.reached)
+        for proof in (b"", b"x" * 64):
+            swarm[DATA].carrier.told(A2, Stranded(microbatch, Direction.FORWARD, 1, "a lie", proof))
+        assert swarm.ends.given_up == {}
+        swarm[DATA].carrier.told(B, Stranded(microbatch, Direction.FORWARD, 1, "it cannot be computed", signature))
+        assert swarm.ends.given_up == {microbatch: "it cannot be computed"}
+        swarm.open(gate)
+        await swarm.all_clear()
+
+
+async def test_receipts_of_somebody_else_move_nothing() -> None:
+    async with small_swarm(A, B) as swarm:
+        gate = swarm.close(DATA, "before", Forward)
+        microbatch = swarm.launch(1, AB)
+        await until(lambda: gate.reached)
+        for status in ReceiptStatus:
+            swarm[DATA].carrier.told(B, Receipt(microbatch, Direction.FORWARD, 0, status))
+        assert swarm[DATA].phase(microbatch, -1) is Phase.HANDING_ON
+        swarm.open(gate)
+        await until(lambda: swarm.ends.done == [microbatch])
+        await swarm.all_clear()
+
+
+async def test_a_step_that_is_asked_for_twice_is_taken_once() -> None:
+    async with small_swarm(A, B) as swarm:
+        worker = swarm[A].worker
+        compute, asked = worker.compute, []
+
+        def always_due(job: Job) -> Output:
+            output = compute(job)
+            if job.work is Work.BACKWARD:
+                asked.append(job.key)
+                return replace(output, step_due=True)
+            return output
+
+        worker.compute = always_due  # type: ignore[method-assign]
+        started = [swarm.launch(number, AB) for number in (1, 2)]
+        await until(lambda: sorted(swarm.ends.done) == started)
+        await swarm.all_clear()
+        assert len(asked) == 2
+        assert [figures.visits for figures in swarm[A].steps] == [(2,)]
+
+
+async def test_a_hop_lets_go_of_a_data_node_that_is_gone() -> None:
+    async with small_swarm(A, B) as swarm:
+        gate = swarm.close(DATA, Work.LOSS)
+        microbatch = swarm.launch(1, AB)
+        await until(lambda: gate.reached and swarm[B].phase(microbatch, 1) is Phase.AWAITING)
+        for peer in (A, B):
+            swarm[peer].carrier.handle(PeerLost(DATA, "gone"))
+        swarm.wait(30)
+        await until(lambda: swarm[A].is_clear and swarm[B].is_clear)
+        swarm.ends.lost(microbatch, "its data node stops")
+        swarm.open(gate)
+        await swarm.all_clear()
+
+
+async def test_a_peer_that_leaves_takes_nothing_new_but_finishes_what_it_holds() -> None:
+    async with small_swarm(A, B) as swarm:
+        carrier, tensor = swarm[A].carrier, hop(swarm, A).tensor
+        held, new = (Forward(MicrobatchId(DATA, n), AB, 0, Purpose.TRAIN, LIFETIME_S) for n in range(2))
+        assert isinstance(carrier.admit(DATA, held, tensor), memoryview)
+        carrier.takes_new_work = False
+        assert carrier.admit(DATA, new, tensor) == Refusal(False, "this peer is leaving the module")
+        again = carrier.admit(DATA, held, tensor)
+        assert isinstance(again, memoryview), "its sender tries again over a new link"
+        carrier.broken_off(held, again)
+
+
+async def test_a_peer_that_leaves_stands_in_for_nobody() -> None:
+    async with small_swarm(A, B) as swarm:
+        carrier = swarm[A].carrier
+        carrier.takes_new_work = False
+        orphan = Backward(MicrobatchId(DATA, 1), AB, 0)
+        assert carrier.admit(B, orphan, hop(swarm, A).tensor) == Refusal(False, "this peer is leaving the module")
+        assert len(carrier.custody) == 0
+
+
+async def test_a_data_node_that_leaves_brings_its_own_home() -> None:
+    async with small_swarm(A, B) as swarm:
+        gate = swarm.close(B, "before", Forward)
+        microbatch = swarm.launch(5, AB)
+        await until(lambda: gate.reached)
+        swarm[DATA].carrier.takes_new_work = False
+        swarm.open(gate)
+        await until(lambda: swarm.ends.done == [microbatch])
+        await swarm.all_clear()
+        assert swarm.refused == []
+
+
+@pytest.mark.parametrize(("limit", "tolerance"), [("bf16", 2e-2), ("int8", 4e-2), ("fp8", 0.15), ("int4", 0.5)])
+async def test_encoded_both_ways_the_gradients_are_nearly_those_of_one_process(limit: str, tolerance: float) -> None:
+    async with small_swarm(A, B, codecs={"activations": limit, "gradients": limit}) as swarm:
+        microbatch = swarm.launch(5, AB)
+        await until(lambda: swarm.ends.done == [microbatch])
+        await swarm.all_clear()
+        manifest, text = swarm.manifest, text_of(swarm.manifest, 5)
+        zero = host_stage_zero(manifest, CPU).stage
+        parts = [host_hop(manifest, ModuleId(stage), CPU, 0).part for stage in (1, 2)]
+        hidden = zero.embedding(text.tokens)
+        for part in parts:
+            hidden = part(hidden)
+        loss = zero.head(hidden, text.labels)
+        loss.backward()
+        assert swarm.ends.losses[microbatch] == pytest.approx(loss.item(), rel=tolerance)
+        for peer, part in zip((A, B), parts, strict=True):
+            ours = torch.cat([gradient.flatten() for gradient in mean_gradients(hop(swarm, peer))])
+            theirs = torch.cat([p.grad.flatten() for p in part.parameters() if p.grad is not None])
+            assert torch.linalg.vector_norm(ours - theirs) < tolerance * torch.linalg.vector_norm(theirs)
+        used = swarm[A].carrier.codecs
+        assert isinstance(used, HardestCodec)
+        size = hop(swarm, A).tensor.raw_bytes
+        assert len(used.sent_bytes) == 2 <= used.answers
+        assert all(sent < 0.52 * size for sent in used.sent_bytes)
+        assert [(kind, codec) for kind, codec, _ in used.errors] == [(Traffic.ACTIVATIONS, Codec[limit.upper()])]
+        assert used.errors[0][2] <= MOST_ERROR[Codec[limit.upper()]]
+
+
+async def test_what_a_codec_cannot_express_goes_as_a_wider_one_and_is_refused_as_ever() -> None:
+    async with small_swarm(A, B, codecs={"activations": "int8", "gradients": "int8"}) as swarm:
+        with torch.no_grad():
+            next(swarm[DATA].worker.inner.stage.embedding.parameters()).fill_(torch.inf)  # type: ignore[union-attr]
+        microbatch = swarm.launch(5, AB)
+        await until(lambda: microbatch in swarm.ends.given_up)
+        await swarm.all_clear()
+        assert "not finite" in swarm.ends.given_up[microbatch]
+
+
+async def test_a_codec_that_the_run_does_not_allow_is_a_violation() -> None:
+    async with small_swarm(A, B, codecs={"activations": "int8", "gradients": "none"}) as swarm:
+        carrier, tensor = swarm[A].carrier, hop(swarm, A).tensor
+        out, back = (
+            Forward(MicrobatchId(DATA, 1), AB, 0, Purpose.TRAIN, LIFETIME_S),
+            Backward(MicrobatchId(DATA, 1), AB, 0),
+        )
+        for message, codec, outliers in (
+            (out, Codec.INT4, 0),
+            (out, Codec.FP8, 0),
+            (back, Codec.INT8, 0),
+            (back, Codec.BF16, 0),
+        ):
+            spec = replace(tensor, codec=codec, outliers=outliers)
+            with pytest.raises(ProtocolViolation, match="this run allows"):
+                carrier.admit(DATA if message is out else B, message, spec)
+        buffer = carrier.admit(DATA, out, replace(tensor, codec=Codec.INT8, outliers=1))
+        assert isinstance(buffer, memoryview)
+        assert buffer.nbytes == replace(tensor, codec=Codec.INT8, outliers=1).byte_length
+        carrier.broken_off(out, buffer)
+        await swarm.all_clear()
+
+
+async def test_a_tensor_that_could_not_be_sent_is_not_waited_for_when_the_link_is_measured() -> None:
+    async with small_swarm(A, B) as swarm:
+        gate = swarm.close(DATA, "before", Forward, Unreachable("gone"))
+        swarm.launch(5, AB)
+        await until(lambda: gate.reached)
+        swarm.open(gate)
+        used = swarm[DATA].carrier.codecs
+        assert isinstance(used, HardestCodec)
+        await until(lambda: used.in_vain == [A])

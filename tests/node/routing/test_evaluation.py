@@ -1,0 +1,114 @@
+"""Held-out microbatches: several under way at once, sent again when they get stuck, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import cast
+
+import pytest
+import torch
+
+from node.data.packing import Microbatch
+from node.pipeline.data_worker import DataWorker
+from node.pipeline.microbatch_runner import Carrier
+from node.routing import evaluation
+from node.routing.evaluation import WINDOW, Evaluator
+from protocol.interfaces.clock import SystemClock
+from swarm.membership.membership import Membership
+from swarm.pipeline.custody_states import Started
+from swarm.routing.path_rules import PathRules
+from swarm.routing.planner import Planner
+from swarm.routing.service_times import Estimates
+from swarm.vocabulary.errors import Unreachable
+from swarm.vocabulary.pipeline_messages import Purpose
+from swarm.vocabulary.types import MicrobatchId, Path, PeerId
+from tests.swarm.membership.announcements import RUN, announcement
+
+OWN = PeerId("own")
+
+
+def unsigned(microbatch: MicrobatchId, path: Path, purpose: Purpose, lifetime_s: float) -> Path:
+    return path
+
+
+@dataclass
+class Road:
+    """Stands where a carrier does: what sets out, and what has been given up."""
+
+    texts: dict[MicrobatchId, Microbatch] = field(default_factory=dict)
+    away: list[MicrobatchId] = field(default_factory=list)
+    most_away: int = 0
+    meets: Callable[[MicrobatchId], None] = lambda microbatch: None
+
+    def handle(self, event: Started) -> None:
+        assert event.purpose is Purpose.EVALUATE
+        assert event.microbatch in self.texts
+        self.away.append(event.microbatch)
+        self.most_away = max(self.most_away, len(self.away))
+        asyncio.get_running_loop().call_soon(self.meets, event.microbatch)
+
+    def abandon(self, microbatch: MicrobatchId, detail: str) -> None:
+        self.away.remove(microbatch)
+
+
+def evaluator_on(road: Road, *, served: bool = True) -> Evaluator:
+    members = Membership(RUN, OWN)
+    if served:
+        members.observe(announcement("a", 1), now=0, wall=0)
+    planner = Planner(PathRules(2, 1), members, Estimates(), 1000)
+    return Evaluator(OWN, planner, cast(DataWorker, road), cast(Carrier, road), SystemClock(), unsigned, 2**47)
+
+
+def texts(count: int) -> list[Microbatch]:
+    return [Microbatch(torch.full((1, 2), number), torch.zeros(1, 2), ((0,),), 1.0) for number in range(count)]
+
+
+async def test_losses_come_in_the_order_of_the_texts_and_only_so_many_are_under_way() -> None:
+    road = Road()
+    evaluator = evaluator_on(road)
+
+    def arrives_out_of_turn(microbatch: MicrobatchId) -> None:
+        number = int(road.texts[microbatch].tokens[0, 0])
+        asyncio.get_running_loop().call_later(0.001 * (number % 3), evaluator.loss_known, microbatch, float(number))
+
+    road.meets = arrives_out_of_turn
+    assert await evaluator.evaluate(texts(3 * WINDOW), (1,)) == [float(number) for number in range(3 * WINDOW)]
+    assert road.most_away == WINDOW
+    assert not road.away
+    assert not road.texts
+
+
+async def test_what_gets_stuck_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "PAUSE_S", 0.0)
+    road, stuck = Road(), set[int]()
+    evaluator = evaluator_on(road)
+
+    def meets(microbatch: MicrobatchId) -> None:
+        text = int(road.texts[microbatch].tokens[0, 0])
+        if text % 2 and text not in stuck:
+            stuck.add(text)
+            evaluator.lost(microbatch, "a hop died")
+        else:
+            evaluator.loss_known(microbatch, float(text))
+
+    road.meets = meets
+    assert await evaluator.evaluate(texts(5), (1,)) == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert stuck == {1, 3}
+
+
+async def test_what_never_comes_back_is_given_up_and_nothing_of_the_rest_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "PAUSE_S", 0.0)
+    monkeypatch.setattr(evaluation, "LIFETIMES_S", (0.01, 0.02))
+    road = Road()
+    with pytest.raises(Unreachable, match="no way through the swarm: nothing came back"):
+        await evaluator_on(road).evaluate(texts(20), (1,))
+    assert not road.away
+    assert not road.texts
+
+
+async def test_a_stage_that_nobody_serves_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "PAUSE_S", 0.0)
+    with pytest.raises(Unreachable, match=r"module 1\.0 has no peer left"):
+        await evaluator_on(Road(), served=False).evaluate(texts(1), (1,))

@@ -1,0 +1,263 @@
+"""`solo` trains, reports, stops when asked, and its checkpoint gives the loss it had."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from node.checkpoint.folder import CheckpointFolder, load_newest
+from node.checkpoint.gather import gather_modules
+from node.data.feed import TrainingFeed, held_out_microbatches, open_documents
+from node.data.places import ToldPlaces
+from node.export.offline_evaluation import evaluate_model
+from node.local_swarm.default_manifest import default_manifest
+from node.model.initialization import digest_of
+from node.solo.solo_checkpoint import solo_peer
+from node.solo.trainer import SOLO, SoloTrainer, WholeModel, evaluate, train_solo
+from protocol.manifest.manifest import Manifest
+from swarm.vocabulary.errors import ConfigError, CorruptSnapshot, StateError
+from swarm.vocabulary.types import ModuleId
+from tests.node.checkpoint.saved_states import SteppedStorage, folder_at
+from tests.node.small_manifest import small_manifest
+
+CPU = torch.device("cpu")
+TEXT = b"the quick brown fox jumps over the lazy dog. "
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> Manifest:
+    (tmp_path / "text").write_bytes(TEXT * 3000)
+    return small_manifest(data__source=f"path:{tmp_path / 'text'}", training__inner={"learning_rate": 0.02})
+
+
+def train(manifest: Manifest, steps: int, **options: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    events: list[dict[str, Any]] = []
+    ticks = iter(range(10_000))
+    summary = train_solo(
+        manifest,
+        steps=steps,
+        device=CPU,
+        threads=1,
+        on_event=events.append,
+        monotonic=lambda: float(next(ticks)),
+        **options,
+    )
+    return summary, events
+
+
+def test_the_loss_falls_and_every_step_is_reported(manifest: Manifest) -> None:
+    summary, events = train(manifest, 40)
+    steps = events[:-1]
+    assert [event["step"] for event in steps] == list(range(1, 41))
+    assert [event["tokens"] for event in steps] == [64 * step for step in range(1, 41)]
+    assert {event["event"] for event in steps} == {"step"}
+    assert steps[0]["tokens_per_s"] == pytest.approx(64)  # the clock goes on by one second a step
+    assert events[-1] == summary
+    assert summary == {
+        "event": "summary",
+        "steps": 40,
+        "loss_first": steps[0]["loss"],
+        "loss_last": steps[-1]["loss"],
+        "tokens": 2560,
+        "tokens_per_s": pytest.approx(64),
+        "microbatches": {"started": 80, "completed": 80, "abandoned": 0, "duplicated": 0},
+        "peers": [],
+    }
+    assert summary["loss_first"] == pytest.approx(5.55, abs=0.1)
+    assert summary["loss_last"] < 4
+
+
+def test_it_is_deterministic(manifest: Manifest) -> None:
+    losses = [[event.get("loss") for event in train(manifest, 5)[1]] for _ in range(2)]
+    assert losses[0] == losses[1]
+
+
+def test_a_step_is_that_of_one_model_on_one_large_batch(manifest: Manifest) -> None:
+    """Cutting into stages and microbatches changes nothing: against one graph, one loss and one optimizer a module."""
+    model = WholeModel(manifest, CPU)
+    other = copy.deepcopy(model)
+    documents = open_documents(manifest)
+    loss = SoloTrainer(manifest, model, documents).step(lambda: False)
+
+    feed = TrainingFeed(manifest, documents, SOLO)
+    microbatches = [feed.next() for _ in range(manifest.microbatches_per_step)]
+    hidden = other.embedding(torch.cat([microbatch.tokens for microbatch in microbatches]))
+    for stack in other.stacks:
+        hidden = stack(hidden)
+    whole = other.head(hidden, torch.cat([microbatch.labels for microbatch in microbatches]))
+    whole.backward()
+    inner = manifest.training.inner
+    for _, parts in other.modules():
+        parameters = [parameter for part in parts for parameter in part.parameters()]
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        groups = [
+            {"params": [p for p in parameters if p.dim() == 2], "weight_decay": inner.weight_decay},
+            {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+        ]
+        rate = inner.learning_rate / 2  # the first of two warm-up steps
+        torch.optim.AdamW(groups, lr=rate, betas=(inner.beta1, inner.beta2), eps=inner.epsilon).step()
+
+    assert loss == pytest.approx(whole.item(), abs=1e-5)
+    for (_, parts), (_, others) in zip(model.modules(), other.modules(), strict=True):
+        for part, expected in zip(parts, others, strict=True):
+            for name, parameter in part.named_parameters():
+                # Adam's first step divides a gradient by its own size, so where that is near 0 rounding shows.
+                torch.testing.assert_close(
+                    parameter, expected.get_parameter(name), atol=2e-3, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+                )
+
+
+def test_it_stops_when_asked_and_counts_what_it_did(manifest: Manifest) -> None:
+    asked = iter([False] * 5 + [True])
+    summary, events = train(manifest, 40, should_stop=lambda: next(asked))
+    assert summary["steps"] == len(events) - 1 == 2
+    assert summary["microbatches"]["completed"] == 5
+
+
+def test_no_steps_are_no_losses(manifest: Manifest) -> None:
+    summary, _ = train(manifest, 0)
+    assert (summary["loss_first"], summary["loss_last"], summary["tokens_per_s"]) == (None, None, 0)
+
+
+def test_a_checkpoint_gives_the_held_out_loss_of_the_trained_model(manifest: Manifest, tmp_path: Path) -> None:
+    folder = folder_at(tmp_path / "checkpoint", manifest=manifest)
+    train(manifest, 40, checkpoint=folder)
+    trained = WholeModel(manifest, CPU)
+    trained.load(gather_modules(folder.path))
+    assert digest_of(trained.head) != digest_of(WholeModel(manifest, CPU).head)
+    measured = asyncio.run(evaluate_model(str(folder.path), 5, told=ToldPlaces(text=tmp_path / "text")))
+    expected = evaluate(trained, held_out_microbatches(manifest, 5))
+    assert measured == {**expected, "subsets": [{"stages": [1, 2], "loss": expected["loss"]}]}
+    assert measured["loss"] < 4
+    assert (measured["tokens"], measured["microbatches"]) == (5 * 32, 5)
+
+
+def test_an_interrupted_run_goes_on_as_if_nothing_had_been(manifest: Manifest, tmp_path: Path) -> None:
+    """Interrupted in the middle of a step: its first microbatch is computed again."""
+    whole = [event["loss"] for event in train(manifest, 16)[1] if event["event"] == "step"]
+    folder = folder_at(tmp_path / "checkpoint", manifest=manifest)
+    asked = iter([False] * 13 + [True])
+    summary, events = train(manifest, 16, checkpoint=folder, should_stop=lambda: next(asked))
+    assert summary["steps"] == 6
+    before = [event["loss"] for event in events if event["event"] == "step"]
+    summary, events = train(manifest, 16, checkpoint=folder)
+    steps = [event for event in events if event["event"] == "step"]
+    assert [event["step"] for event in steps] == list(range(7, 17))
+    assert [*before, *(event["loss"] for event in steps)] == pytest.approx(whole, abs=1e-6)
+    assert summary["tokens"] == 16 * 64
+    assert summary["microbatches"]["completed"] == 32
+    assert any(event.get("message") == "resumes at step 6, 384 tokens" for event in events)
+
+
+def steps_of(folder: CheckpointFolder) -> list[int]:
+    """Inner steps of each module, as they were saved last."""
+    found = (load_newest(folder, solo_peer(ModuleId(stage))) for stage in range(3))
+    return [loaded.header.steps for loaded in found if loaded is not None]
+
+
+def test_a_skipped_stage_steps_when_it_has_seen_its_tokens(manifest: Manifest, tmp_path: Path) -> None:
+    """Of two microbatches in each step of stage 0, each of the two other stages sees one: a step of its own every second time."""
+    skipping = small_manifest(data__source=manifest.data.source, stages__per_path=1)
+    folder = folder_at(tmp_path / "checkpoint", manifest=skipping)
+    summary, events = train(skipping, 7, checkpoint=folder)
+    assert summary["microbatches"]["completed"] == 14
+    assert steps_of(folder) == [7, 3, 3]
+    saved = load_newest(folder, solo_peer(ModuleId(1)))
+    assert saved is not None
+    assert (saved.header.counters.visits, saved.header.counters.tokens) == (6, 6 * 32)
+    losses = [event["loss"] for event in events if event["event"] == "step"]
+    full = [event["loss"] for event in train(manifest, 7)[1] if event["event"] == "step"]
+    assert losses != pytest.approx(full, abs=1e-3)
+
+
+def test_what_skips_goes_on_where_no_sum_is_open_as_if_nothing_had_been(manifest: Manifest, tmp_path: Path) -> None:
+    skipping = small_manifest(
+        data__source=manifest.data.source, training__inner={"learning_rate": 0.02}, stages__per_path=1
+    )
+    whole = [event["loss"] for event in train(skipping, 12)[1] if event["event"] == "step"]
+    folder = folder_at(tmp_path / "checkpoint", manifest=skipping)
+    train(skipping, 4, checkpoint=folder)
+    resumed = [event["loss"] for event in train(skipping, 12, checkpoint=folder)[1] if event["event"] == "step"]
+    assert resumed == pytest.approx(whole[4:], abs=1e-6)
+    assert steps_of(folder) == [12, 6, 6]
+
+
+def test_a_path_may_go_through_its_stages_in_any_order(manifest: Manifest) -> None:
+    model = WholeModel(manifest, CPU)
+    (text,) = held_out_microbatches(manifest, 1)
+    loss, gradients = model.gradients(text, (2, 1))
+    assert loss == pytest.approx(model.loss(text, (2, 1)), abs=1e-6)
+    assert loss != pytest.approx(model.loss(text, (1, 2)), abs=1e-6)
+    assert set(gradients) == {model.embedding, model.head, *model.stacks}
+    assert set(model.gradients(text, (2,))[1]) == {model.embedding, model.head, model.stacks[1]}
+
+
+def test_modules_saved_at_different_steps_are_taken_back_to_the_last_common_one(
+    manifest: Manifest, tmp_path: Path
+) -> None:
+    """A machine that died between two modules' writes."""
+    folder = folder_at(tmp_path / "checkpoint", manifest=manifest)
+    train(manifest, 4, checkpoint=folder)
+    train(manifest, 6, checkpoint=folder)
+    for file in (folder.path / "solo-2.0").glob("state-2.*"):
+        file.unlink()
+    _, again = train(manifest, 5, checkpoint=folder)
+    assert [event["step"] for event in again if event["event"] == "step"] == [5]
+
+
+def test_it_saves_on_the_way_and_a_failure_there_is_only_said(manifest: Manifest, tmp_path: Path) -> None:
+    writes: list[str] = []
+
+    def once(step: str) -> None:
+        writes.append(step)
+        if len(writes) == 1:
+            raise OSError(28, "No space left on device")
+
+    folder = folder_at(tmp_path / "checkpoint", SteppedStorage(once), manifest)
+    summary, events = train(manifest, 6, checkpoint=folder, save_every_s=2.5)
+    assert summary["steps"] == 6
+    (note,) = (event for event in events if event["event"] == "note")
+    assert note["level"] == "warning"
+    assert "No space left" in note["message"]
+    assert len(list((folder.path / "solo-0.0").glob("*.json"))) == 2
+
+
+def test_a_checkpoint_without_a_whole_step_is_refused(manifest: Manifest, tmp_path: Path) -> None:
+    folder = folder_at(tmp_path / "checkpoint", manifest=manifest)
+    train(manifest, 2, checkpoint=folder)
+    (folder.path / "solo-1.0" / "state-1.safetensors").write_bytes(b"")
+    with pytest.raises(CorruptSnapshot, match=r"solo-1\.0"):
+        train(manifest, 4, checkpoint=folder)
+
+
+def test_a_loss_over_nothing_is_refused(manifest: Manifest) -> None:
+    with pytest.raises(ConfigError, match="no microbatch"):
+        evaluate(WholeModel(manifest, CPU), [])
+
+
+def test_diverging_is_said(manifest: Manifest) -> None:
+    wild = small_manifest(data__source=manifest.data.source)
+    model = WholeModel(wild, CPU)
+    with torch.no_grad():
+        model.head.lm_head.weight.fill_(float("inf"))
+    with pytest.raises(StateError, match="diverged"):
+        SoloTrainer(wild, model, open_documents(wild)).step(lambda: False)
+
+
+def test_several_experts_are_not_for_one_process(manifest: Manifest) -> None:
+    with pytest.raises(ConfigError, match="experts"):
+        WholeModel(small_manifest(stages__experts=2), CPU)
+
+
+def test_the_default_run_learns() -> None:
+    """Its first steps; what becomes of it in a minute is measured, not tested."""
+    manifest = default_manifest(seed=1)
+    assert manifest.stages.count >= 4
+    summary, _ = train(manifest, 6)
+    assert summary["loss_first"] == pytest.approx(5.6, abs=0.1)
+    assert summary["loss_last"] < 5.0

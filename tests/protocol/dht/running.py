@@ -1,0 +1,77 @@
+"""Real directories on loopback, and the processes that belong to them, for tests."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from protocol.dht.directory import DhtDirectory, DirectorySettings
+from protocol.identity.keys import Identity
+from tests.protocol.announcements import RUN
+
+needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+PATIENCE_S = 30.0
+
+
+class RealClock:
+    def monotonic(self) -> float:
+        return time.monotonic()
+
+    def wall(self) -> float:
+        return time.time()
+
+
+def directory(identity: Identity, *joining: DhtDirectory, **changes: object) -> DhtDirectory:
+    initial_peers = tuple(multiaddr for other in joining for multiaddr in other.multiaddrs())
+    settings = DirectorySettings(host="127.0.0.1", stages=4, experts=2, initial_peers=initial_peers)
+    return DhtDirectory(dataclasses.replace(settings, **changes), identity, RUN, RealClock())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits for something that happens in another process; fails the test when it does not."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+class Marked:
+    """Every process that descends from this test, found by a mark in its environment."""
+
+    NAME = "SKIPSTONE_TEST_MARK"
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.value = uuid.uuid4().hex
+        monkeypatch.setenv(self.NAME, self.value)
+
+    def processes(self) -> dict[int, str]:
+        """Command lines by process id, without this process."""
+        mark = f"{self.NAME}={self.value}".encode()
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit() or int(entry.name) == os.getpid():
+                continue
+            try:
+                if mark in (entry / "environ").read_bytes().split(b"\0"):
+                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue  # it ended meanwhile
+        return found
+
+    def network_daemons(self) -> set[int]:
+        return {process for process, command in self.processes().items() if command.split(" ")[0].endswith("/p2pd")}
+
+    def network_daemon_of(self, process: int | None) -> int:
+        """The daemon of the DHT process with this id."""
+        return next(daemon for daemon in self.network_daemons() if parent_of(daemon) == process)
+
+
+def parent_of(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])

@@ -1,0 +1,205 @@
+"""Each guard between hivemind and strangers, by itself. With the real child: test_directory_hostile.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+
+import msgpack
+import pytest
+from hivemind.dht.routing import DHTID, RoutingTable
+from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.dht.validation import DHTRecord
+from hivemind.p2p import PeerID
+from hivemind.utils import MSGPackSerializer
+from hivemind.utils.timed_storage import ValueWithExpiration
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.dht.guards import (
+    BUDGET_BURST_BYTES,
+    BUDGET_BYTES_PER_S,
+    MAX_PACKED_BYTES,
+    GuardedProtocol,
+    GuardedStorage,
+    RecordRules,
+    SourceBudgets,
+    guard_serializer,
+    node_id_of,
+    plausible,
+    recomputed,
+    unpack_bytes,
+)
+from protocol.dht.record_store import RecordStore
+from protocol.identity.keys import Identity
+from protocol.identity.signed_records import directory_key, encode_record
+from swarm.vocabulary.errors import ProtocolViolation, ResourceExhausted
+from swarm.vocabulary.types import ModuleId, RunId
+from tests.protocol.announcements import MODULE, OTHER_RUN, RUN, announced
+
+OWNER = Identity.generate()
+STRANGER = Identity.generate()
+RULES = RecordRules(RUN, stages=4, experts=2, now=time.time)
+
+
+@pytest.fixture(autouse=True)
+def _guarded() -> None:
+    guard_serializer()
+
+
+def stored(identity: Identity = OWNER, **changes: object) -> DHTRecord:
+    announcement = announced(identity, **changes)
+    return DHTRecord(
+        key=bytes(DHTID.generate(directory_key(announcement.run, announcement.module))),
+        subkey=MSGPackSerializer.dumps(str(identity.peer)),
+        value=MSGPackSerializer.dumps(encode_record(announcement, identity)),
+        expiration_time=announcement.expires_at,
+    )
+
+
+def other_key(run: RunId, module: ModuleId | None) -> bytes:
+    return bytes(DHTID.generate(directory_key(run, module)))
+
+
+def test_an_honest_record_is_accepted() -> None:
+    assert RULES.validate(stored())
+    assert RULES.validate(stored(module=ModuleId(3, 1)))
+
+
+@pytest.mark.parametrize(
+    ("change", "because"),
+    [
+        ({"expiration_time": math.inf}, "expiry"),
+        ({"expiration_time": math.nan}, "expiry"),
+        ({"expiration_time": 7}, "expiry"),
+        ({"expiration_time": "soon"}, "expiry"),
+        ({"value": b"x" * 2052}, "too long"),
+        ({"value": "text"}, "not bytes"),
+        ({"value": b""}, "not one packed record"),
+        ({"value": b"\xc4\x03abc"}, "record"),
+        ({"subkey": MSGPackSerializer.dumps(str(STRANGER.peer))}, "subkey"),
+        ({"subkey": MSGPackSerializer.dumps(None)}, "subkey"),
+        ({"subkey": b""}, "subkey"),
+        ({"key": other_key(RUN, ModuleId(2))}, "another key"),
+        ({"key": other_key(RUN, None)}, "another key"),
+        ({"key": other_key(OTHER_RUN, MODULE)}, "another key"),
+        ({"key": bytes(DHTID.generate("body1.0."))}, "another key"),
+    ],
+)
+def test_what_is_stored_otherwise_than_signed_is_refused(change: dict[str, object], because: str) -> None:
+    with pytest.raises(ProtocolViolation, match=because):
+        RULES.check(dataclasses.replace(stored(), **change))
+
+
+@pytest.mark.parametrize(("seconds", "because"), [(31_536_000, "expiry"), (90, "not the signed one"), (-60, "expiry")])
+def test_what_is_stored_for_longer_or_shorter_than_signed_is_refused(seconds: float, because: str) -> None:
+    with pytest.raises(ProtocolViolation, match=because):
+        RULES.check(dataclasses.replace(stored(), expiration_time=time.time() + seconds))
+
+
+def test_the_run_and_its_modules_are_all_there_is() -> None:
+    for changes in (
+        {"run": OTHER_RUN},
+        {"module": ModuleId(4)},
+        {"module": ModuleId(1, 2)},
+        {"module": ModuleId(0, 1)},
+    ):
+        assert not RULES.validate(stored(**changes))
+
+
+@given(st.binary(max_size=2100))
+def test_no_value_raises_anything_else(value: bytes) -> None:
+    assert not RULES.validate(dataclasses.replace(stored(), value=value))
+    assert not RULES.validate(dataclasses.replace(stored(), value=MSGPackSerializer.dumps(value)))
+
+
+@given(st.binary(max_size=3000))
+def test_unpacking_is_the_inverse_of_packing(data: bytes) -> None:
+    assert unpack_bytes(msgpack.packb(data)) == data
+
+
+@pytest.mark.parametrize(
+    "packed", [b"\xc5\x00\x03abc", b"\xc6\x00\x00\x00\x03abc", b"\xc4\x04abc", b"\xa3abc", b"\xc0"]
+)
+def test_other_encodings_of_a_value_are_refused(packed: bytes) -> None:
+    with pytest.raises(ProtocolViolation):
+        unpack_bytes(packed)
+
+
+def test_nested_extensions_are_refused_before_they_overflow_the_stack() -> None:
+    packed = b"\xc0"
+    for _ in range(8):
+        packed = msgpack.packb(msgpack.ExtType(0x40, b"\x91" + packed))
+    with pytest.raises(ValueError, match="nested deeper"):
+        MSGPackSerializer.loads(packed)
+    assert MSGPackSerializer.loads(MSGPackSerializer.dumps((1, (2, 3)))) == (1, (2, 3)), "the level must go down again"
+
+
+def test_long_values_are_refused_before_they_are_decoded() -> None:
+    with pytest.raises(ValueError, match="more than"):
+        MSGPackSerializer.loads(b"\x90" * (MAX_PACKED_BYTES + 1))
+
+
+def test_storage_keeps_no_value_without_an_owner_and_hands_out_copies() -> None:
+    storage = GuardedStorage(RecordStore(time.time))
+    soon = time.time() + 60
+    assert not storage.store(1, b"value", soon)
+    assert storage.store(1, b"value", soon, subkey="owner")
+    answer = storage.get(1)
+    assert answer is not None
+    assert isinstance(answer.value, DictionaryDHTValue)
+    answer.value.store("intruder", b"", soon)
+    assert list(storage.get(1).value.data) == ["owner"]
+    assert [key for key, _ in storage.items()] == [1]
+    assert storage.get(2) is None
+    assert 2 not in storage
+
+
+def test_one_source_cannot_spend_what_another_has() -> None:
+    now = 0.0
+    budgets = SourceBudgets(lambda: now)
+    budgets.spend("greedy", BUDGET_BURST_BYTES)
+    with pytest.raises(ResourceExhausted):
+        budgets.spend("greedy", 1)
+    budgets.spend("other", 1000)
+    now = 1.0
+    budgets.spend("greedy", BUDGET_BYTES_PER_S)
+    with pytest.raises(ResourceExhausted):
+        budgets.spend("greedy", 1)
+
+
+def test_an_answer_does_not_outlive_its_records() -> None:
+    soon = time.time() + 60
+    dictionary = DictionaryDHTValue(maxsize=1)
+    with dictionary.freeze():
+        dictionary.store("one", b"", soon)
+        dictionary.store("two", b"", soon + 1)
+    answer = recomputed(ValueWithExpiration(dictionary, math.inf))
+    assert answer is not None
+    assert answer.expiration_time == soon + 1, "an endless answer would end the search with itself"
+    assert set(answer.value.data) == {"one", "two"}
+    assert answer.value.maxsize == math.inf
+    assert recomputed(ValueWithExpiration(DictionaryDHTValue(), math.inf)) is None
+    assert recomputed(ValueWithExpiration(b"regular", math.inf)) is None
+    assert recomputed(None) is None
+
+
+def test_neighbours_must_sit_where_their_ids_put_them() -> None:
+    peers = [PeerID.from_base58(Identity.generate().peer) for _ in range(4)]
+    honest = {node_id_of(peer): peer for peer in peers}
+    assert plausible(honest, 10) == honest
+    assert len(plausible(honest, 3)) == 3
+    assert plausible({DHTID.generate(): peer for peer in peers}, 10) == {}
+
+
+async def test_a_node_with_a_place_of_its_own_choice_is_not_remembered() -> None:
+    protocol = GuardedProtocol(_initialized_with_create=True)
+    protocol.node_id, protocol.bucket_size, protocol.num_replicas = DHTID.generate(), 20, 5
+    protocol.storage = GuardedStorage(RecordStore(time.time))
+    protocol.routing_table = RoutingTable(protocol.node_id, 20, 5)
+    peer = PeerID.from_base58(OWNER.peer)
+    await protocol.update_routing_table(DHTID.generate(), peer)
+    assert not protocol.routing_table.uid_to_peer_id
+    await protocol.update_routing_table(node_id_of(peer), peer)
+    assert protocol.routing_table.uid_to_peer_id == {node_id_of(peer): peer}

@@ -1,0 +1,183 @@
+"""A certificate proves a peer id, and nothing that differs from ours in a way that matters is believed."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import ssl
+from collections.abc import Callable
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA384
+
+from protocol.identity.certificates import fingerprint, make_credentials, peer_of_certificate, pem_of
+from protocol.identity.keys import Identity
+from swarm.vocabulary.errors import ProtocolViolation
+from tests.protocol.identity.minting import (
+    LIBP2P_EXTENSION,
+    OTHER_RUN,
+    RUN,
+    authority_key,
+    authority_name,
+    certificate,
+    extension_for,
+    new_key,
+)
+
+SPECIFICATION_CERTIFICATE = bytes.fromhex(
+    "308201773082011ea003020102020900f5bd0debaa597f52300a06082a8648ce3d04030230003020170d3735303130313030303030"
+    "305a180f34303936303130313030303030305a30003059301306072a8648ce3d020106082a8648ce3d030107034200046bf9871220"
+    "d71dcb3483ecdfcbfcc7c103f8509d0974b3c18ab1f1be1302d643103a08f7a7722c1b247ba3876fe2c59e26526f479d7718a85202"
+    "ddbe47562358a37f307d307b060a2b0601040183a25a01010101ff046a30680424080112207fda21856709c5ae12fd6e8450623f15f"
+    "11955d384212b89f56e7e136d2e17280440aaa6bffabe91b6f30c35e3aa4f94b1188fed96b0ffdd393f4c58c1c047854120e674ce6"
+    "4c788406d1c2c4b116581fd7411b309881c3c7f20b46e54c7e6fe7f0f300a06082a8648ce3d040302034700304402207d1a1dbd2bda2"
+    "35ff2ec87daf006f9b04ba076a5a5530180cd9c2e8f6399e09d0220458527178c7e77024601dbb1b256593e9b96d961b96349d1f560"
+    "114f61a87595"
+)
+"""Test vector 1 (Ed25519 identity) of libp2p's TLS specification, and the peer id that it says there."""
+SPECIFICATION_PEER = "12D3KooWJRSrypvnpHgc6ZAgyCni4KcSmbV7uGRaMw5LgMKT18fq"
+
+
+def test_our_certificate_proves_our_peer_id_and_fits_a_record() -> None:
+    identity = Identity.generate()
+    credentials = make_credentials(identity, RUN)
+    assert peer_of_certificate(credentials.certificate_der, RUN) == identity.peer
+    assert max(len(make_credentials(identity, RUN).certificate_der) for _ in range(20)) < 700
+    assert pem_of(credentials.certificate_der) == credentials.certificate_pem
+    assert fingerprint(credentials.certificate_der) == hashlib.sha256(credentials.certificate_der).digest()
+
+
+def test_the_extension_is_the_one_of_the_specification() -> None:
+    """Its key and its extension, in a certificate whose signature and names are those of a run."""
+    theirs = x509.load_der_x509_certificate(SPECIFICATION_CERTIFICATE)
+    key = theirs.public_key()
+    assert isinstance(key, ec.EllipticCurvePublicKey)
+    value = theirs.extensions.get_extension_for_oid(LIBP2P_EXTENSION).value.public_bytes()
+    der = certificate(
+        Identity.generate(),
+        public_key=key,
+        extension=x509.UnrecognizedExtension(LIBP2P_EXTENSION, value),
+        names=(SPECIFICATION_PEER,),
+        alternative=(SPECIFICATION_PEER,),
+    )
+    assert peer_of_certificate(der, RUN) == SPECIFICATION_PEER
+
+
+def test_every_certificate_has_its_own_key_and_serial() -> None:
+    identity = Identity.generate()
+    first, second = (x509.load_der_x509_certificate(make_credentials(identity, RUN).certificate_der) for _ in range(2))
+    assert first.serial_number != second.serial_number
+    assert first.public_key() != second.public_key()
+
+
+def test_the_authority_of_a_run_has_the_documented_key_and_name_and_may_sign() -> None:
+    pem = make_credentials(Identity.generate(), RUN).authority_pem
+    authority = x509.load_pem_x509_certificate(pem)
+    assert authority.public_key() == authority_key(RUN).public_key()
+    assert authority.subject.rfc4514_string() == f"CN={authority_name(RUN)}"
+    assert authority.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    assert authority.extensions.get_extension_for_class(x509.KeyUsage).value.key_cert_sign
+    assert authority.public_key() != authority_key(OTHER_RUN).public_key()
+
+
+def test_what_the_builder_of_these_tests_makes_is_good_when_nothing_is_wrong() -> None:
+    identity = Identity.generate()
+    assert peer_of_certificate(certificate(identity), RUN) == identity.peer
+
+
+Maker = Callable[[Identity, Identity, ec.EllipticCurvePrivateKey], bytes]
+
+WRONG: dict[str, tuple[Maker, str]] = {
+    "too large": (lambda me, other, key: certificate(me, padding=600), "more than the 1024 allowed"),
+    "other curve": (lambda me, other, key: certificate(me, key=ec.generate_private_key(ec.SECP384R1())), "P-256"),
+    "signed by another": (lambda me, other, key: certificate(me, signing_key=key), "signature is not that of"),
+    "signed by itself": (
+        lambda me, other, key: certificate(me, key=key, signing_key=key, issuer=me.peer),
+        "not issued by this run",
+    ),
+    "of another run": (
+        lambda me, other, key: make_credentials(me, OTHER_RUN).certificate_der,
+        "not issued by this run",
+    ),
+    "signed for another run in this one's name": (
+        lambda me, other, key: certificate(me, signing_key=authority_key(OTHER_RUN)),
+        "signature is not that of",
+    ),
+    "signed for this run in another's name": (
+        lambda me, other, key: certificate(me, issuer=authority_name(OTHER_RUN)),
+        "not issued by this run",
+    ),
+    "other digest": (lambda me, other, key: certificate(me, digest=SHA384()), "SHA-256"),
+    "no extension": (lambda me, other, key: certificate(me, leave_out="libp2p"), "libp2p extension is missing"),
+    "extension of another key": (
+        lambda me, other, key: certificate(me, extension=extension_for(me, key)),
+        "extension's signature",
+    ),
+    "extension for another purpose": (
+        lambda me, other, key: certificate(me, key=key, extension=extension_for(me, key, b"other:")),
+        "extension's signature",
+    ),
+    "extension garbage": (
+        lambda me, other, key: certificate(me, extension=x509.UnrecognizedExtension(LIBP2P_EXTENSION, bytes(106))),
+        "not that of an Ed25519",
+    ),
+    "extension too long": (
+        lambda me, other, key: certificate(
+            me,
+            key=key,
+            extension=x509.UnrecognizedExtension(LIBP2P_EXTENSION, extension_for(me, key).value + b"\0"),
+        ),
+        "not that of an Ed25519",
+    ),
+    "another's name": (lambda me, other, key: certificate(me, names=(other.peer,)), "common name"),
+    "two names": (lambda me, other, key: certificate(me, names=(me.peer, other.peer)), "common name"),
+    "authority": (lambda me, other, key: certificate(me, authority=True), "CA:TRUE"),
+    "silent about authority": (lambda me, other, key: certificate(me, leave_out="constraints"), "are missing"),
+    "signs others": (lambda me, other, key: certificate(me, may_sign_others=True), "key usage"),
+    "silent about key usage": (lambda me, other, key: certificate(me, leave_out="usage"), "are missing"),
+    "another's alternative name": (lambda me, other, key: certificate(me, alternative=(other.peer,)), "alternative"),
+    "a second alternative name": (
+        lambda me, other, key: certificate(me, alternative=(me.peer, other.peer)),
+        "alternative",
+    ),
+    "no alternative name": (
+        lambda me, other, key: certificate(me, leave_out="alternative"),
+        "alternative names are missing",
+    ),
+    "two certificates": (lambda me, other, key: certificate(me, leave_out="libp2p") * 2, "not one X.509"),
+    "PEM": (lambda me, other, key: make_credentials(me, RUN).certificate_pem, "not one X.509"),
+    "empty": (lambda me, other, key: b"", "not one X.509"),
+    "cut": (lambda me, other, key: certificate(me)[:-1], "not one X.509"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_refused(case: str) -> None:
+    make, message = WRONG[case]
+    der = make(Identity.generate(), Identity.generate(), new_key())
+    with pytest.raises(ProtocolViolation, match=message):
+        peer_of_certificate(der, RUN)
+
+
+@pytest.mark.filterwarnings("ignore:Parsed a serial number which wasn't positive")
+def test_a_change_of_any_byte_is_noticed_and_never_ends_in_another_error() -> None:
+    der = make_credentials(Identity.generate(), RUN).certificate_der
+    generator = random.Random(7)
+    for position in range(len(der)):
+        changed = bytearray(der)
+        changed[position] ^= generator.randrange(1, 256)
+        with pytest.raises(ProtocolViolation):
+            peer_of_certificate(bytes(changed), RUN)
+
+
+def test_repr_shows_no_key() -> None:
+    credentials = make_credentials(Identity.generate(), RUN)
+    assert repr(credentials) == f"TlsCredentials(fingerprint={fingerprint(credentials.certificate_der).hex()})"
+
+
+def test_openssl_takes_both() -> None:
+    credentials = make_credentials(Identity.generate(), RUN)
+    for pem in (credentials.certificate_pem, credentials.authority_pem):
+        ssl.create_default_context(cadata=pem.decode())

@@ -1,0 +1,436 @@
+"""The values make the RunId, all of them and nothing else; and only the author's signature over them is believed."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+import random
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from protocol.identity.keys import Identity, verify
+from protocol.manifest.manifest import MAX_MANIFEST_BYTES, Manifest, manifest_from_table, parse_toml
+from protocol.manifest.signing import canonical, read_signed_manifest, render, run_id_of, sign_manifest
+from protocol.manifest.toml_writer import toml_of, toml_value
+from swarm.vocabulary.errors import ManifestError
+from swarm.vocabulary.types import MAX_MODULES, ModuleId, RunId
+
+AUTHOR = Identity.generate()
+Table = dict[str, Any]
+Keys = tuple[str, ...]
+
+SMALL: Table = {
+    "protocol": 2,
+    "name": "small",
+    "model": {"vocabulary": 257, "hidden": 64, "heads": 4, "kv_heads": 2, "feed_forward": 128, "sequence": 32},
+    "stages": {"blocks": [1, 1, 1]},
+    "training": {"inner_tokens": 128},
+}
+
+
+def floats(low: float, high: float) -> st.SearchStrategy[float]:
+    return st.floats(low, high, allow_nan=False)
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> Table:
+    """Tables that the schema takes, with extreme floats and text; many keys are left out now and then."""
+    heads, kv, rows, sequence = draw(st.integers(1, 8)), draw(st.integers(1, 4)), draw(st.integers(1, 8)), 16
+    below_one = floats(0, 1).filter(lambda x: x < 1)
+    positive = floats(0, 1).filter(lambda x: x > 0)
+    digest = draw(st.none() | st.text("0123456789abcdef", min_size=64, max_size=64))
+    data: Table = {
+        "source": "path:."
+        + draw(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=40)),
+        "held_out": draw(below_one),
+    }
+    if digest:
+        data |= {"tokenizer": "file:a" + draw(st.text("abc äß\t\x7f\"\\'/")), "tokenizer_sha256": digest}
+    stages: Table = {"blocks": [draw(st.integers(0, 3)), *draw(st.lists(st.integers(1, 1024), min_size=1, max_size=9))]}
+    if draw(st.booleans()):
+        stages["per_path"] = draw(st.integers(1, len(stages["blocks"]) - 1))
+    inner = {"learning_rate": draw(positive), "beta1": draw(below_one | st.just(-0.0)), "epsilon": draw(positive)}
+    return {
+        "protocol": 2,
+        "name": draw(st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True)),
+        "seed": draw(st.integers(0, 2**63 - 1)),
+        "model": {
+            "vocabulary": draw(st.integers(257, 1_000_000)),
+            "hidden": heads * kv * 8,
+            "heads": heads * kv,
+            "kv_heads": kv,
+            "feed_forward": draw(st.integers(8, 262_144)),
+            "sequence": sequence,
+            "rope_theta": draw(floats(0, 1e9).filter(lambda x: x > 0)),
+        },
+        "stages": stages,
+        "data": data,
+        "training": {
+            "rows": rows,
+            "inner_tokens": rows * sequence * draw(st.integers(1, 2**40)),
+            "fragments": draw(st.integers(1, 64)),
+            "round_seconds": draw(positive),
+            "inner": inner,
+        },
+        "codecs": {
+            "activations": draw(st.sampled_from(["none", "bf16", "int8", "fp8", "int4"])),
+            "gradients": draw(st.sampled_from(["none", "bf16", "int8", "fp8", "int4"])),
+            "pseudo_gradients": draw(st.sampled_from(["none", "bf16", "int8", "int4", "top_k_4", "top_k_2"])),
+            "state": draw(st.sampled_from(["none", "planes"])),
+        },
+    }
+
+
+def leaves(table: Table, at: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from leaves(value, (*at, key))
+        else:
+            yield (*at, key), value
+
+
+def changed(table: Table, keys: Keys, value: Any) -> Table:
+    other = copy.deepcopy(table)
+    place = other
+    for key in keys[:-1]:
+        place = place[key]
+    place[keys[-1]] = value
+    return other
+
+
+def full_table(manifest: Manifest) -> Table:
+    """All values, defaults included, as TOML gives them."""
+    return tomllib.loads(toml_of(manifest))
+
+
+def shuffled(table: Table, order: random.Random) -> Table:
+    items = [(key, shuffled(value, order) if isinstance(value, dict) else value) for key, value in table.items()]
+    order.shuffle(items)
+    return dict(items)
+
+
+def flat_toml(table: Table) -> bytes:
+    """Another way to write the same: dotted keys, no sections, other white space, comments."""
+    lines = [
+        f"  {'.'.join(keys)}   =\t{toml_value(_tuple(value))} # {index}"
+        for index, (keys, value) in enumerate(leaves(table))
+    ]
+    return ("\r\n".join(lines) + "\r\n").encode()
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def small() -> Manifest:
+    return manifest_from_table(copy.deepcopy(SMALL))
+
+
+def test_the_run_id_of_a_known_manifest_never_changes() -> None:
+    """Written out by hand: a change here means that no older run can be joined any more."""
+    expected = (
+        b'{"codecs":{"activations":"none","gradients":"none","pseudo_gradients":"none","state":"planes"},'
+        b'"data":{"files":null,"held_out":0.02,"source":"python-stdlib","tokenizer":"bytes","tokenizer_sha256":null},'
+        b'"model":{"dtype":"float32","family":"llama","feed_forward":128,"heads":4,"hidden":64,"kv_heads":2,'
+        b'"norm_epsilon":1e-05,"rope_theta":10000.0,"sequence":32,"vocabulary":257},"name":"small","protocol":2,"seed":0,'
+        b'"stages":{"blocks":[1,1,1],"experts":1,"per_path":null,"reordering":"none"},'
+        b'"training":{"fragments":1,"inner":{"beta1":0.9,"beta2":0.95,"clip_norm":1.0,"epsilon":1e-08,"learning_rate":0.001,'
+        b'"name":"adamw","weight_decay":0.1},"inner_steps":50,"inner_tokens":128,'
+        b'"outer":{"learning_rate":0.7,"momentum":0.9,"name":"nesterov"},"round_seconds":900.0,"rows":4,'
+        b'"schedule":{"final_ratio":0.1,"kind":"cosine","total_steps":1000,"warmup_steps":20},"staleness":0}}'
+    )
+    assert canonical(small()) == expected
+    assert run_id_of(small()) == hashlib.sha256(b"skipstone-manifest:" + expected).hexdigest()
+
+
+def test_another_process_with_another_hash_seed_agrees() -> None:
+    program = (
+        "import sys; from protocol.manifest.signing import read_signed_manifest as read;"
+        "print(read(sys.stdin.buffer.read(), None).run)"
+    )
+    signed = sign_manifest(small(), AUTHOR)
+    result = subprocess.run(
+        [sys.executable, "-c", program], input=signed.text, capture_output=True, check=True, env={"PYTHONHASHSEED": "7"}
+    )
+    assert result.stdout.decode().strip() == signed.run
+
+
+@given(tables())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_what_is_signed_reads_back_the_same(table: Table) -> None:
+    manifest = manifest_from_table(table)
+    signed = sign_manifest(manifest, AUTHOR)
+    again = read_signed_manifest(signed.text, signed.run)
+    assert again == signed
+    assert again.manifest == manifest
+    assert (again.run, again.author) == (run_id_of(manifest), AUTHOR.peer)
+    assert verify(AUTHOR.public_key, again.signature, b"skipstone-manifest:" + canonical(manifest))
+
+
+@given(tables(), st.randoms(use_true_random=False))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_order_and_layout_do_not_matter(table: Table, order: random.Random) -> None:
+    signed = sign_manifest(manifest_from_table(table), AUTHOR)
+    other_layout = flat_toml(shuffled(tomllib.loads(signed.text.decode()), order))
+    assume(len(other_layout) < MAX_MANIFEST_BYTES)
+    again = read_signed_manifest(other_layout, signed.run)
+    assert again.run == signed.run
+    assert again.text == signed.text
+
+
+@given(tables(), st.data())
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_a_change_of_any_value_makes_another_run_and_breaks_the_signature(table: Table, data: st.DataObject) -> None:
+    signed = sign_manifest(manifest_from_table(table), AUTHOR)
+    values = full_table(signed.manifest)
+    other_values = full_table(manifest_from_table(data.draw(tables())))
+    keys, value = data.draw(st.sampled_from(sorted(leaves(other_values))))
+    before = dict(leaves(values)).get(keys)
+    if isinstance(value, float) and data.draw(st.booleans()):
+        value = _next_float(before) if isinstance(before, float) else value
+    assume(value != before)
+    changed_table = changed(values, keys, value)
+    try:
+        other = manifest_from_table(copy.deepcopy(changed_table))
+    except ManifestError:
+        assume(False)
+    assert run_id_of(other) != signed.run
+    with pytest.raises(ManifestError, match=r"signature.value: it is not the author's"):
+        read_signed_manifest(render(other, signed.author, signed.signature), None)
+
+
+def _next_float(value: float) -> float:
+    return math.nextafter(value, 0.5)
+
+
+def other_values(value: Any) -> list[Any]:
+    if isinstance(value, list):
+        return [[*value[:-1], value[-1] + 1]]
+    if isinstance(value, str):
+        return [
+            value + "x",
+            "path:/tmp",
+            "file:other",
+            "bfloat16",
+            "adjacent",
+            "linear",
+            "int8",
+            "none",
+            "planes",
+            "0" * 64,
+        ]
+    return [_next_float(value), math.nextafter(value, 2.0)] if isinstance(value, float) else [value + 1, value * 2]
+
+
+def test_each_key_counts() -> None:
+    """One key after the other gets another value; only those that have but one value in this version cannot."""
+    stages = {"blocks": [1, 1, 1], "per_path": 1}
+    data = {"tokenizer": "file:a", "tokenizer_sha256": "1" * 64}
+    training = {"inner_tokens": 256}  # so that rows and sequence can double
+    base = full_table(manifest_from_table(SMALL | {"stages": stages, "data": data, "training": training}))
+    run = run_id_of(manifest_from_table(copy.deepcopy(base)))
+    unchangeable = set()
+    for keys, value in leaves(base):
+        seen = 0
+        for other in (other for other in other_values(value) if other != value):
+            try:
+                manifest = manifest_from_table(changed(base, keys, other))
+            except ManifestError:
+                continue
+            assert run_id_of(manifest) != run, keys
+            seen += 1
+        if not seen:
+            unchangeable.add(".".join(keys))
+    assert unchangeable <= {"protocol", "model.family", "training.inner.name", "training.outer.name"}
+
+
+def test_every_key_of_the_schema_is_in_the_canonical_form_and_in_the_text() -> None:
+    """So that a key added to the schema cannot be forgotten here."""
+
+    def names(schema: dict[str, Any], at: dict[str, Any]) -> Iterator[str]:
+        for key, field in at["properties"].items():
+            inner = schema["$defs"].get(field.get("$ref", "").removeprefix("#/$defs/"))
+            yield key
+            if inner:
+                yield from names(schema, inner)
+
+    schema = Manifest.model_json_schema()
+    everything = set(names(schema, schema))
+    text, form = toml_of(small()), canonical(small()).decode()
+    assert {"clip_norm", "total_steps", "per_path", "kv_heads"} <= everything
+    assert [key for key in everything if f'"{key}":' not in form] == []
+    assert [key for key in everything if key not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(1, 1.0), (0.0, -0.0), (0.1, 0.1000000000000000055), (1e-3, 0.001), (5e-1, 0.5)],
+)
+def test_the_same_number_in_other_words_is_the_same_run(one: float, other: float) -> None:
+    runs = {
+        run_id_of(manifest_from_table(changed(SMALL | {"training": SMALL["training"] | {"schedule": {}}}, keys, value)))
+        for value in (one, other)
+        for keys in [("training", "schedule", "final_ratio")]
+    }
+    assert len(runs) == 1
+
+
+def test_the_text_explains_itself_and_carries_no_comment_of_others() -> None:
+    signed = sign_manifest(small(), AUTHOR)
+    assert b"# Rows (sequences) of one microbatch.\nrows = 4\n" in signed.text
+    assert b"# per_path is not set\n" in signed.text
+    again = read_signed_manifest(b"# Trust me.\n" + signed.text, signed.run)
+    assert again.text == signed.text
+    assert max(len(line) for line in signed.text.splitlines()) <= 120
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("training", "fragments", 0),
+        ("training", "fragments", 65),
+        ("training", "round_seconds", 0.0),
+        ("training", "round_seconds", -1.0),
+        ("training", "round_seconds", math.inf),
+        ("training", "round_seconds", math.nan),
+        ("codecs", "pseudo_gradients", "planes"),
+        ("codecs", "state", "int8"),
+        ("codecs", "activations", "top_k_4"),
+    ],
+)
+def test_impossible_rounds_are_refused_by_name(section: str, key: str, value: object) -> None:
+    with pytest.raises(ManifestError, match=f"{section}.{key}"):
+        manifest_from_table(SMALL | {section: SMALL.get(section, {}) | {key: value}})
+
+
+def test_unsigned_is_refused() -> None:
+    with pytest.raises(ManifestError, match="not signed"):
+        read_signed_manifest(toml_of(small()).encode(), None)
+
+
+def test_another_run_is_refused_with_both_names() -> None:
+    signed = sign_manifest(small(), AUTHOR)
+    with pytest.raises(ManifestError) as raised:
+        read_signed_manifest(signed.text, RunId("0" * 64))
+    assert signed.run in str(raised.value)
+    assert "0" * 64 in str(raised.value)
+
+
+def test_a_signature_by_another_key_is_refused() -> None:
+    signature = Identity.generate().sign(b"skipstone-manifest:" + canonical(small()))
+    with pytest.raises(ManifestError, match="not the author's signature"):
+        read_signed_manifest(render(small(), AUTHOR.peer, signature), None)
+
+
+def test_a_signature_for_another_purpose_is_refused() -> None:
+    signature = AUTHOR.sign(b"skipstone-record:" + canonical(small()))
+    with pytest.raises(ManifestError, match="not the author's signature"):
+        read_signed_manifest(render(small(), AUTHOR.peer, signature), None)
+
+
+@pytest.mark.parametrize(
+    ("signature", "message"),
+    [
+        ("[signature]", "two keys"),
+        ('[signature]\nauthor = "x"', "two keys"),
+        ('[signature]\nauthor = "x"\nvalue = "eA=="\nmore = 1', "two keys"),
+        ('[signature]\nauthor = 1\nvalue = "eA=="', "strings"),
+        ('[signature]\nauthor = "x"\nvalue = ["eA=="]', "strings"),
+        ('[signature]\nauthor = "x"\nvalue = "*"', "not base64"),
+        ('[signature]\nauthor = "x"\nvalue = "ä"', "not base64"),
+        ('[signature]\nauthor = "x"\nvalue = "eA=="', "1 bytes"),
+        (f'[signature]\nauthor = "x"\nvalue = "{"A" * 86}=="', r"signature.author: 'x' is not the peer id"),
+        ("[[signature]]", "must be a table"),
+    ],
+)
+def test_a_malformed_signature_is_refused(signature: str, message: str) -> None:
+    with pytest.raises(ManifestError, match=message):
+        read_signed_manifest(f"{toml_of(small())}\n{signature}\n".encode(), None)
+
+
+def test_a_signature_that_is_no_table_is_refused() -> None:
+    with pytest.raises(ManifestError, match="must be a table"):
+        read_signed_manifest(b"signature = 1\n" + toml_of(small()).encode(), None)
+
+
+def test_the_schema_still_speaks() -> None:
+    text = sign_manifest(small(), AUTHOR).text
+    with pytest.raises(ManifestError, match=r"model\.hiden: unknown key"):
+        read_signed_manifest(text.replace(b"hidden = 64", b"hidden = 64\nhiden = 64"), None)
+    with pytest.raises(ManifestError, match=r"training\.rows"):
+        read_signed_manifest(text.replace(b"rows = 4", b"rows = 0"), None)
+
+
+HOSTILE = {
+    "not UTF-8": b"\xff\xfe",
+    "too long": b"#" * (MAX_MANIFEST_BYTES + 1),
+    "deep arrays": b"a = " + b"[" * 60_000,
+    "deep closed arrays": b"seed = " + b"[" * 30_000 + b"]" * 30_000,
+    "arrays just within the parser's depth": b"seed = " + b"[" * 200 + b"]" * 200,
+    "deep inline tables": b"a = " + b"{a=" * 20_000,
+    "one deep key": b".".join([b"a"] * 32_000) + b" = 1",
+    "deep header with many keys": b"["
+    + b".".join([b"a"] * 6_000)
+    + b"]\n"
+    + b"\n".join(b"k%d=1" % i for i in range(6_000)),
+    "digits": b"seed = " + b"1" * 60_000,
+    "hexadecimal digits": b"seed = 0x" + b"f" * 60_000,
+    "out of 64 bits": b"seed = 9223372036854775808",
+    "not a number": b"model.rope_theta = nan",
+    "many tables": b"\n".join(b"[a%d]" % i for i in range(8_000)),
+}
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_text_ends_in_a_manifest_error(case: str) -> None:
+    with pytest.raises(ManifestError):
+        manifest_from_table(parse_toml(HOSTILE[case]))
+    with pytest.raises(ManifestError):
+        read_signed_manifest(HOSTILE[case], None)
+
+
+@given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
+def test_any_bytes_end_in_a_manifest_error(text: bytes) -> None:
+    with pytest.raises(ManifestError):
+        read_signed_manifest(text, None)
+
+
+def test_a_strange_key_cannot_write_to_the_terminal() -> None:
+    with pytest.raises(ManifestError) as raised:
+        manifest_from_table(parse_toml(b'"\\u001b[2J" = 1\n' + toml_of(small()).encode()))
+    assert str(raised.value).isprintable()
+
+
+def test_a_value_that_cannot_be_read_back_is_not_signed() -> None:
+    table = changed(SMALL | {"data": {}}, ("data", "source"), "path:" + "." * 100)
+    with pytest.raises(ManifestError, match="dots"):
+        sign_manifest(manifest_from_table(table), AUTHOR)
+
+
+@pytest.mark.parametrize(("version", "advice"), [(1, "make a new run"), (99, "a newer Skipstone")])
+def test_a_run_of_another_protocol_is_refused_with_a_sentence(version: int, advice: str) -> None:
+    with pytest.raises(ManifestError, match=f"needs protocol version {version}; this Skipstone speaks .*{advice}"):
+        manifest_from_table({"protocol": version, "whatever": "else"})
+
+
+def test_a_run_has_4096_modules_at_most() -> None:
+    def stages(count: int, experts: int) -> Table:
+        return SMALL | {"stages": {"blocks": [1] * count, "experts": experts}}
+
+    manifest = manifest_from_table(stages(64, 65))
+    assert len(manifest.modules()) == MAX_MODULES
+    assert all(manifest.has(module) for module in manifest.modules())
+    assert not any(manifest.has(module) for module in (ModuleId(0, 1), ModuleId(64), ModuleId(1, 65)))
+    with pytest.raises(ManifestError, match="1024 stages with 1024 experts each make 1047553 modules; a run has 4096"):
+        manifest_from_table(stages(1024, 1024))
+    with pytest.raises(ManifestError, match="a run has 4096 at most"):
+        manifest_from_table(stages(64, 66))

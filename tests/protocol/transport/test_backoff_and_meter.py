@@ -1,0 +1,100 @@
+"""How long a peer is left alone, under a clock that the test moves."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.transport.dialer import MAX_REMEMBERED_PEERS, Backoff
+from protocol.transport.link import Meter
+from swarm.vocabulary.types import PeerId
+
+PEER = PeerId("peer")
+
+
+class HandClock:
+    now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wall(self) -> float:
+        return self.now
+
+
+def test_waits_double_up_to_the_limit_and_end_with_success() -> None:
+    backoff = Backoff(HandClock(), 0.5, 3.0, lambda: 0.0)
+    waits = []
+    for _ in range(5):
+        backoff.failed(PEER)
+        waits.append(backoff.wait_s(PEER))
+    assert waits == [0.5, 1.0, 2.0, 3.0, 3.0]
+    backoff.succeeded(PEER)
+    assert backoff.wait_s(PEER) == 0
+    assert backoff.wait_s(PeerId("another")) == 0
+
+
+def test_waiting_uses_the_wait_up() -> None:
+    clock = HandClock()
+    backoff = Backoff(clock, 2.0, 3.0, lambda: 0.0)
+    backoff.failed(PEER)
+    clock.now += 1.5
+    assert backoff.wait_s(PEER) == pytest.approx(0.5)
+    clock.now += 1.5
+    assert backoff.wait_s(PEER) == 0
+
+
+@given(st.integers(1, 200), st.floats(0, 1))
+def test_a_wait_is_never_longer_than_the_limit_nor_less_than_half_of_the_first(failures: int, jitter: float) -> None:
+    backoff = Backoff(HandClock(), 0.5, 3.0, lambda: jitter)
+    for _ in range(failures):
+        backoff.failed(PEER)
+    assert 0.25 <= backoff.wait_s(PEER) <= 3.0 + 1e-9
+
+
+def test_only_so_many_peers_are_remembered() -> None:
+    backoff = Backoff(HandClock(), 0.5, 3.0, lambda: 0.0)
+    for n in range(MAX_REMEMBERED_PEERS + 1):
+        backoff.failed(PeerId(str(n)))
+    assert backoff.wait_s(PeerId("0")) == 0
+    assert backoff.wait_s(PeerId("1")) > 0
+
+
+def test_the_meter_smooths_round_trips_and_ignores_strange_pongs() -> None:
+    clock = HandClock()
+    meter = Meter(clock)
+    token = meter.ping()
+    clock.now += 0.8
+    meter.pong(token + 1)
+    assert meter.figures().round_trip_s == 0
+    meter.pong(token)
+    meter.pong(token)
+    assert meter.figures().round_trip_s == pytest.approx(0.8)
+    token = meter.ping()
+    clock.now += 1.6
+    meter.pong(token)
+    assert meter.figures().round_trip_s == pytest.approx(0.9)
+
+
+def test_the_meter_knows_silence_and_forgives_our_own() -> None:
+    clock = HandClock()
+    meter = Meter(clock)
+    meter.heard(10)
+    clock.now += 5
+    assert meter.figures().last_heard_s == 5
+    meter.forgive(4)
+    assert meter.silence_s() == 1
+    meter.forgive(40)
+    assert meter.silence_s() == 0
+
+
+def test_goodput_is_that_of_whole_tensors() -> None:
+    meter = Meter(HandClock())
+    meter.wrote(1000)
+    assert meter.figures().goodput_bytes_per_s == 0
+    meter.transferred(1000, 2.0)
+    assert meter.figures().goodput_bytes_per_s == 500
+    meter.transferred(1000, 1.0)
+    assert meter.figures().goodput_bytes_per_s == 625
+    assert meter.figures().sent_bytes == 1000

@@ -1,0 +1,245 @@
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarm.averaging.chunk_download import (
+    MAX_STRIKES,
+    Ask,
+    ChunkCame,
+    ChunksRefused,
+    Complete,
+    DonorLost,
+    Download,
+    Failed,
+    FailureKind,
+    Report,
+    Tick,
+)
+from swarm.averaging.schedule import choose_version
+from swarm.vocabulary.averaging_messages import StateRefusal
+from swarm.vocabulary.types import AnchorVersion, PeerId
+from tests.swarm.averaging.download_world import CHUNK_BYTES, Donor, World
+
+A, B, C, D = (PeerId(name) for name in "ABCD")
+
+
+def asks(actions) -> dict[PeerId, tuple[int, ...]]:
+    return {action.donor: action.chunks for action in actions if isinstance(action, Ask)}
+
+
+def test_all_donors_are_asked_at_once_for_different_chunks():
+    plan = Download(100, CHUNK_BYTES, (), [A, B, C], Random(1))
+    asked = asks(plan.handle(Tick(), 0.0))
+    assert asked.keys() == {A, B, C}
+    chunks = [chunk for batch in asked.values() for chunk in batch]
+    assert len(set(chunks)) == len(chunks)
+
+
+def test_joiners_begin_at_different_places_with_donors_in_different_order():
+    firsts = set()
+    for seed in range(8):
+        action = Download(1000, CHUNK_BYTES, (), [A, B, C], Random(seed)).handle(Tick(), 0.0)[0]
+        assert isinstance(action, Ask)
+        firsts.add((action.donor, action.chunks[0]))
+    assert len(firsts) > 4
+    assert len({donor for donor, _ in firsts}) > 1
+
+
+def test_nothing_is_asked_for_what_is_here():
+    plan = Download(4, CHUNK_BYTES, (0, 1, 3), [A], Random(0))
+    assert asks(plan.handle(Tick(), 0.0)) == {A: (2,)}
+    assert plan.missing == 1
+    assert plan.handle(ChunkCame(A, 2, True), 0.1) == [Complete()]
+
+
+def test_a_download_of_nothing_is_complete():
+    assert Download(2, CHUNK_BYTES, (0, 1), [A], Random(0)).handle(Tick(), 0.0) == [Complete()]
+
+
+def test_a_wrong_chunk_is_reported_and_fetched_elsewhere():
+    plan = Download(1, CHUNK_BYTES, (), [A, B], Random(0))
+    ((first, chunks),) = asks(plan.handle(Tick(), 0.0)).items()
+    other = B if first == A else A
+    actions = plan.handle(ChunkCame(first, 0, False), 0.1)
+    assert [action.donor for action in actions if isinstance(action, Report)] == [first]
+    assert asks(actions) == {other: chunks}
+    assert not plan.expects(first, 0)
+    assert plan.handle(ChunkCame(other, 0, True), 0.2) == [Complete()]
+
+
+def test_with_no_donor_left_it_fails_and_says_what_happened_with_each():
+    plan = Download(10, CHUNK_BYTES, (), [A, B], Random(0))
+    asked = asks(plan.handle(Tick(), 0.0))
+    plan.handle(ChunkCame(A, asked[A][0], False), 0.1)
+    (failed,) = plan.handle(ChunksRefused(B, asked[B], StateRefusal.GONE), 0.2)
+    assert isinstance(failed, Failed)
+    assert failed.kind is FailureKind.NO_DONOR
+    assert "does not match" in failed.detail
+    assert "does not keep" in failed.detail
+    assert plan.handle(Tick(), 99.0) == []
+
+
+def test_a_busy_donor_is_asked_again_later():
+    plan = Download(2, CHUNK_BYTES, (), [A], Random(0))
+    asked = asks(plan.handle(Tick(), 0.0))
+    assert plan.handle(ChunksRefused(A, asked[A], StateRefusal.BUSY), 0.1) == []
+    assert asks(plan.handle(Tick(), 3.0)).keys() == {A}
+
+
+def test_a_donor_whose_link_keeps_breaking_is_given_up():
+    plan = Download(2, CHUNK_BYTES, (), [A], Random(0))
+    now, actions = 0.0, plan.handle(Tick(), 0.0)
+    for _ in range(MAX_STRIKES):
+        assert asks(actions).keys() == {A}
+        failed = plan.handle(DonorLost(A), now)
+        now += 10.0
+        actions = plan.handle(Tick(), now)
+    assert isinstance(failed[0], Failed)
+    assert failed[0].kind is FailureKind.STALLED
+    assert "its link broke" in failed[0].detail
+
+
+@pytest.mark.parametrize("most_owed", [1, 3, 7, 24])
+def test_no_more_is_asked_for_than_there_is_room_for(most_owed: int):
+    plan = Download(500, CHUNK_BYTES, (), [A], Random(0), most_owed)
+    owed, now, actions = 0, 0.0, plan.handle(Tick(), 0.0)
+    order: list[int] = []
+    while not any(isinstance(action, Complete) for action in actions):
+        asked = asks(actions).get(A, ())
+        order += asked
+        owed += len(asked)
+        assert owed <= max(2, most_owed)
+        now += 0.001
+        actions = plan.handle(ChunkCame(A, order.pop(0), True), now)
+        owed -= 1
+
+
+def test_what_a_silent_donor_owes_is_fetched_from_another_that_has_nothing_to_do():
+    plan = Download(4, CHUNK_BYTES, (), [A, B], Random(0))
+    asked = asks(plan.handle(Tick(), 0.0))
+    got: set[int] = set()
+    actions = [Ask(B, asked[B])]
+    now = 0.0
+    while not any(isinstance(action, Complete) for action in actions):
+        batch = asks(actions).get(B, ())
+        now += 0.5
+        assert now < 10.0
+        actions = plan.handle(Tick(), now)
+        for chunk in batch:
+            assert plan.expects(B, chunk)
+            actions += plan.handle(ChunkCame(B, chunk, True), now)
+            got.add(chunk)
+    assert got == {0, 1, 2, 3}
+
+
+def test_strangers_are_ignored():
+    plan = Download(4, CHUNK_BYTES, (), [A], Random(0))
+    plan.handle(Tick(), 0.0)
+    assert plan.handle(ChunkCame(B, 0, False), 0.1) == []
+    assert plan.handle(DonorLost(B), 0.1) == []
+    assert plan.handle(ChunksRefused(B, (0,), StateRefusal.GONE), 0.1) == []
+
+
+def test_fast_donors_serve_more():
+    world = World([Donor(A, 40e6), Donor(B, 10e6)], 3)
+    joiner = world.join(400)
+    world.run(60.0)
+    assert isinstance(joiner.end, Complete)
+    served = {peer: donor.served.total() for peer, donor in world.donors.items()}
+    assert 2.5 < served[A] / served[B] < 6.0
+    assert world.time.now < 1.3 * 400 * CHUNK_BYTES / 50e6
+
+
+@pytest.mark.parametrize("donors", [3, 4])
+@pytest.mark.parametrize("seed", range(20))
+def test_four_joiners_at_once_are_spread_over_the_donors(donors: int, seed: int):
+    world = World([Donor(peer) for peer in (A, B, C, D)[:donors]], seed)
+    joiners = [world.join(128) for _ in range(4)]
+    world.run(600.0)
+    assert all(isinstance(joiner.end, Complete) for joiner in joiners)
+    served = [donor.served.total() for donor in world.donors.values()]
+    assert max(served) / (sum(served) / len(served)) <= 1.2
+    assert sum(served) <= 1.1 * 4 * 128 * CHUNK_BYTES
+
+
+FAULTS = st.builds(
+    Donor,
+    st.just(A),
+    bytes_per_s=st.sampled_from([0.3e6, 2e6, 20e6, 200e6]),
+    wrong=st.sampled_from([0.0, 0.0, 0.05, 1.0]),
+    freezes_at=st.sampled_from([float("inf"), 0.0, 0.5, 3.0]),
+    thaws_at=st.sampled_from([float("inf"), 8.0]),
+    gone_at=st.sampled_from([float("inf"), 0.0, 1.0]),
+    dies_at=st.sampled_from([float("inf"), 0.0, 1.0]),
+    breaks=st.sampled_from([0.0, 0.1, 0.9]),
+    busy=st.sampled_from([0.0, 0.5, 1.0]),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    faulty=st.lists(FAULTS, max_size=5),
+    honest=st.booleans(),
+    chunks=st.integers(1, 80),
+    here=st.sets(st.integers(0, 79)),
+    seed=st.integers(0, 2**32),
+)
+def test_it_always_ends_and_with_everything_when_one_honest_donor_remains(faulty, honest, chunks, here, seed):
+    donors = [*faulty, *([Donor(A, 2e6)] if honest else [])]
+    for number, donor in enumerate(donors):
+        donor.peer = PeerId(f"donor {number}")
+    world = World(donors, seed)
+    joiner = world.join(chunks, {chunk for chunk in here if chunk < chunks})
+    world.run(3600.0)
+    assert joiner.end is not None
+    if isinstance(joiner.end, Complete):
+        assert joiner.chunks == set(range(chunks))
+    if honest:
+        assert isinstance(joiner.end, Complete)
+    for report in joiner.reports:
+        assert world.donors[report.donor].wrong > 0.0
+    for donor in donors:
+        assert not donor.served or max(donor.served.values()) <= 3 * chunks * CHUNK_BYTES
+
+
+@pytest.mark.parametrize("faulty", [{"freezes_at": 0.4}, {"dies_at": 0.4}, {"gone_at": 0.4}, {"wrong": 1.0}])
+def test_one_that_fails_in_the_middle_costs_seconds(faulty: dict[str, float]):
+    world = World([Donor(A), Donor(B), Donor(C, **faulty)], 1)
+    joiner = world.join(200)
+    world.run(600.0)
+    assert isinstance(joiner.end, Complete)
+    assert world.time.now < 200 * CHUNK_BYTES / 40e6 + 3.0
+
+
+# ---- which version ----------------------------------------------------------------------------------------------------
+
+
+def version(number: int, tokens: int = 0, digest: bytes = b"") -> AnchorVersion:
+    return AnchorVersion(number, 10 * number, tokens or 1000 * number, 0, digest or bytes([number]) * 32)
+
+
+def test_the_version_of_most_replicas_is_chosen():
+    chosen = choose_version({A: version(3), B: version(3), C: version(4)})
+    assert chosen.value == version(3)
+    assert "2 of 3" in chosen.reason
+
+
+@given(st.builds(version, st.integers(0, 200), tokens=st.integers(0, 2**48)))
+def test_one_that_lies_never_prevails_against_two_that_agree(lie: AnchorVersion):
+    assert choose_version({A: version(3), B: version(3), C: lie}).value == version(3)
+
+
+@given(st.builds(version, st.integers(5, 200), tokens=st.integers(0, 2**48)))
+def test_one_that_lies_does_not_prevail_while_two_honest_ones_are_a_round_apart(lie: AnchorVersion):
+    assert choose_version({A: version(3), B: version(4), C: lie}).value is None
+
+
+def test_of_two_halves_the_one_with_more_tokens():
+    announced = {A: version(3, 900), B: version(3, 900), C: version(2, 1000), D: version(2, 1000)}
+    assert choose_version(announced).value == version(2, 1000)
+
+
+def test_without_anybody_there_is_no_version():
+    assert choose_version({}).value is None

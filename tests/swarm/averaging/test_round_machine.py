@@ -1,0 +1,517 @@
+"""One machine, told by hand what befalls it: what it refuses, what it keeps, what it says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from swarm.averaging.convener import credible_accusers
+from swarm.averaging.roster import make_roster
+from swarm.averaging.round_events import (
+    Accuse,
+    Action,
+    Arrived,
+    CatchUp,
+    CatchUpFailed,
+    Caught,
+    CommitStaged,
+    DropStaged,
+    Event,
+    Exchange,
+    Fellow,
+    FellowsChanged,
+    PieceRejected,
+    Release,
+    RoundRules,
+    SnapshotBroken,
+    SnapshotTaken,
+    Staged,
+    TakeSnapshot,
+    Tell,
+    Tick,
+    Worked,
+)
+from swarm.averaging.round_machine import RoundMachine
+from swarm.vocabulary.averaging_messages import (
+    MAX_ROUND,
+    Accepting,
+    Commit,
+    Declined,
+    DeclineReason,
+    Dissolved,
+    Entry,
+    Invitation,
+    Prepared,
+    Progress,
+    Pulse,
+    Roster,
+    RoundControl,
+    RoundId,
+    SignedRoster,
+)
+from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId
+from tests.swarm.averaging.virtual_exchange import VirtualSeal
+
+MODULE = ModuleId(1)
+RULES = RoundRules(inner_steps=10, fragments=1, chunks=8, longest_s=60.0)
+US, B, C, D, STRANGER = (PeerId(name) for name in ("us", "b", "c", "d", "stranger"))
+BASE = AnchorVersion(4, 40, 4000, 0, b"base")
+RESULT = AnchorVersion(5, 50, 4300, 0, b"result")
+ATTEMPT = RoundId(MODULE, 5, 0, B)
+SEAL = VirtualSeal()
+
+
+class Desk:
+    """A machine with three fellows on its anchor, at a clock that only moves when told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.machine = RoundMachine(US, MODULE, RULES, BASE, SEAL)
+        self.feed(FellowsChanged(tuple(Fellow(peer, BASE, True) for peer in (B, C, D))))
+
+    def feed(self, event: Event) -> list[Action]:
+        return self.machine.handle(event, self.now)
+
+    def hear(self, sender: PeerId, message: RoundControl) -> list[Action]:
+        return self.feed(Arrived(sender, message))
+
+    def wait(self, seconds: float) -> list[Action]:
+        actions: list[Action] = []
+        for _ in range(round(seconds * 10)):
+            self.now += 0.1
+            actions += self.feed(Tick())
+        return actions
+
+    def enter(self, attempt: RoundId = ATTEMPT) -> list[Action]:
+        self.hear(attempt.convener, Invitation(attempt, BASE))
+        return self.feed(SnapshotTaken(attempt, 10, 100, 1.0, 1e6))
+
+    def prepare(self) -> None:
+        self.enter()
+        self.hear(B, signed())
+        self.feed(Staged(ATTEMPT, RESULT))
+
+
+def entry(attempt: RoundId = ATTEMPT, peer: PeerId = US, steps: int = 10, staged: AnchorVersion | None = None) -> Entry:
+    return SEAL.sign(Entry(peer, attempt, BASE, steps, 10 * steps, 1.0, (), staged))
+
+
+def signed(attempt: RoundId = ATTEMPT, staged: AnchorVersion | None = None) -> SignedRoster:
+    """`staged` is what we had in hand when we entered."""
+    return SignedRoster(attempt, BASE, (entry(attempt, B), entry(attempt, C), entry(attempt, staged=staged)))
+
+
+def roster(attempt: RoundId = ATTEMPT) -> Roster:
+    made = make_roster(RULES, signed(attempt))
+    assert made is not None
+    return made
+
+
+def told(actions: list[Action], to: PeerId) -> list[RoundControl]:
+    return [action.message for action in actions if isinstance(action, Tell) and action.to == to]
+
+
+def kinds(actions: list[Action]) -> list[type]:
+    return [type(action) for action in actions]
+
+
+def test_a_round_from_the_members_side() -> None:
+    desk = Desk()
+    actions = desk.hear(B, Invitation(ATTEMPT, BASE))
+    assert actions == [Tell(B, Accepting(ATTEMPT)), TakeSnapshot(ATTEMPT, 0)]
+    assert desk.feed(SnapshotTaken(ATTEMPT, 10, 100, 1.0, 1e6)) == [Tell(B, entry())]
+    assert desk.hear(B, signed()) == [Exchange(roster())]
+    assert desk.feed(Staged(ATTEMPT, RESULT)) == [Tell(B, Prepared(ATTEMPT, RESULT))]
+    actions = desk.hear(B, Commit(ATTEMPT, RESULT, (B, US)))
+    assert actions[0] == CommitStaged(roster(), RESULT)
+    assert desk.machine.version == RESULT
+    assert {peer for peer in (B, C, D) if told(actions, peer) == [Progress(MODULE, RESULT, 0, 0)]} == {B, C, D}
+    assert desk.machine.under_way is None
+
+
+def test_a_round_from_the_conveners_side_and_for_those_who_missed_a_message() -> None:
+    desk = Desk()
+    actions = desk.feed(Worked(2 * RULES.inner_steps, 1000))
+    while desk.machine.under_way is None:
+        actions = desk.wait(0.1)
+    invitations = [a for a in actions if isinstance(a, Tell) and isinstance(a.message, Invitation)]
+    attempt = desk.machine.under_way
+    assert attempt == RoundId(MODULE, 5, 0, US)
+    assert {invitation.to for invitation in invitations} == {B, C, D}
+    desk.hear(B, Accepting(attempt))
+    actions = (
+        desk.feed(SnapshotTaken(attempt, 20, 1000, 1.0, 1e6))
+        + desk.hear(B, entry(attempt, B))
+        + desk.hear(C, entry(attempt, C))
+    )
+    actions += desk.hear(D, Declined(attempt, DeclineReason.BROKEN, BASE))
+    (sent,) = [message for message in told(actions, B) if isinstance(message, SignedRoster)]
+    assert {entered.peer for entered in sent.entries} == {US, B, C}
+    assert told(desk.hear(B, entry(attempt, B)), B) == [sent], "it has missed the roster"
+    made = make_roster(RULES, sent)
+    assert made is not None
+    result = AnchorVersion(5, made.steps, made.tokens, 0, b"result")
+    assert told(desk.feed(Staged(attempt, result)), B) == []
+    actions = desk.hear(C, Prepared(attempt, result))
+    commit = Commit(attempt, result, (C, US))
+    assert [commit in told(actions, peer) for peer in (B, C, D)] == [True, True, True]
+    assert CommitStaged in kinds(actions)
+    assert told(desk.hear(B, Prepared(attempt, result)), B) == [commit], "it has missed the commit"
+
+
+def test_a_convener_for_which_all_have_waited_goes_on_at_once() -> None:
+    desk = Desk()
+    desk.feed(Worked(2 * RULES.inner_steps, 1000))
+    while desk.machine.under_way is None:
+        desk.wait(0.1)
+    attempt = desk.machine.under_way
+    for peer in (B, C, D):
+        assert desk.hear(peer, entry(attempt, peer)) == []
+    actions = desk.feed(SnapshotTaken(attempt, 20, 1000, 1.0, 1e6))
+    (sent,) = [message for message in told(actions, B) if isinstance(message, SignedRoster)]
+    made = make_roster(RULES, sent)
+    assert made is not None
+    assert Exchange(made) in actions
+    result = AnchorVersion(5, made.steps, made.tokens, 0, b"result")
+    for peer in (B, C):
+        assert desk.hear(peer, Prepared(attempt, result)) == []
+    assert CommitStaged in kinds(desk.feed(Staged(attempt, result)))
+
+
+@pytest.mark.parametrize(
+    ("sender", "attempt"),
+    [
+        (STRANGER, replace(ATTEMPT, convener=STRANGER)),
+        (C, ATTEMPT),
+        (B, replace(ATTEMPT, number=2**40)),
+        (B, replace(ATTEMPT, attempt=64)),
+        (B, replace(ATTEMPT, module=ModuleId(2))),
+    ],
+)
+def test_invitations_that_cannot_be_meant_are_not_answered(sender: PeerId, attempt: RoundId) -> None:
+    assert Desk().hear(sender, Invitation(attempt, BASE)) == []
+
+
+def test_who_stands_elsewhere_or_is_late_is_told_so() -> None:
+    desk = Desk()
+    other = replace(BASE, digest=b"other")
+    assert told(desk.hear(B, Invitation(ATTEMPT, other)), B) == [Declined(ATTEMPT, DeclineReason.OTHER_ANCHOR, BASE)]
+    old = replace(ATTEMPT, number=4)
+    assert told(desk.hear(C, Invitation(replace(old, convener=C), BASE)), C)[0] == Declined(
+        replace(old, convener=C), DeclineReason.PAST, BASE
+    )
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        replace(signed(), entries=signed().entries[:2]),
+        replace(signed(), entries=(*signed().entries[:2], replace(entry(), norm=2.0))),
+        replace(signed(), entries=(*signed().entries[:2], entry(steps=11))),
+        replace(signed(), entries=(entry(peer=B), replace(entry(peer=C), tokens=1), entry())),
+        replace(signed(), entries=(entry(peer=B), entry(replace(ATTEMPT, number=4), C), entry())),
+        replace(signed(), codec=Codec.INT8),
+    ],
+)
+def test_a_lying_convener_is_refused_and_not_followed_again_at_this_round(wrong: SignedRoster) -> None:
+    desk = Desk()
+    desk.enter()
+    actions = desk.hear(B, wrong)
+    assert Exchange not in kinds(actions)
+    assert told(actions, B) == [Declined(ATTEMPT, DeclineReason.NOT_READY, BASE)]
+    assert desk.machine.under_way is None
+    again = replace(ATTEMPT, attempt=1)
+    assert told(desk.hear(B, Invitation(again, BASE)), B) == [Declined(again, DeclineReason.OTHER_CONVENER, BASE)]
+    assert told(desk.hear(C, Invitation(replace(again, convener=C), BASE)), C) == [
+        Accepting(replace(again, convener=C))
+    ]
+
+
+def test_a_convener_takes_no_entry_that_another_has_signed_or_nobody() -> None:
+    desk = Desk()
+    desk.feed(Worked(2 * RULES.inner_steps, 1000))
+    while desk.machine.under_way is None:
+        desk.wait(0.1)
+    attempt = desk.machine.under_way
+    for peer, false in ((B, entry(attempt, C)), (C, replace(entry(attempt, C), tokens=7)), (D, entry(ATTEMPT, D))):
+        answers = told(desk.hear(peer, replace(false, round=attempt)), peer)
+        assert [type(answer) for answer in answers] == [Dissolved]
+    actions = desk.feed(SnapshotTaken(attempt, 20, 1000, 1.0, 1e6))
+    (alone,) = [action.roster for action in actions if isinstance(action, Exchange)]
+    assert alone.peers == (US,)
+
+
+def test_of_two_the_one_that_declares_next_to_nothing_has_no_say() -> None:
+    """The lower median of two norms is the smaller: ours would be clipped to it."""
+    desk = Desk()
+    desk.feed(FellowsChanged((Fellow(B, BASE, True),)))
+    desk.enter()
+    tiny = SEAL.sign(replace(entry(peer=B), norm=1e-30))
+    actions = desk.hear(B, SignedRoster(ATTEMPT, BASE, (tiny, entry())))
+    assert told(actions, B) == [Declined(ATTEMPT, DeclineReason.NOT_READY, BASE)]
+    desk.feed(Worked(2 * RULES.inner_steps, 1000))
+    while desk.machine.under_way is None:
+        desk.wait(0.1)
+    attempt = desk.machine.under_way
+    desk.hear(B, SEAL.sign(replace(tiny, round=attempt)))
+    actions = desk.feed(SnapshotTaken(attempt, 20, 1000, 1.0, 1e6)) + desk.wait(0.1)
+    (alone,) = [action.roster for action in actions if isinstance(action, Exchange)]
+    assert alone.peers == (US,)
+
+
+def test_a_convener_that_is_heard_and_brings_nothing_to_an_end_is_left() -> None:
+    """It pulses for ever: it has shown others another roster, so no majority has the same result, or it does not want one."""
+    desk = Desk()
+    desk.prepare()
+    for _ in range(2000):
+        actions = desk.wait(0.5)
+        if Declined(ATTEMPT, DeclineReason.NOT_READY, BASE) in told(actions, B):
+            break
+        desk.hear(B, Pulse(ATTEMPT))
+    assert desk.machine.under_way is None
+    again = replace(ATTEMPT, attempt=1)
+    assert told(desk.hear(B, Invitation(again, BASE)), B) == [Declined(again, DeclineReason.OTHER_CONVENER, BASE)]
+
+
+def test_what_was_prepared_is_named_in_the_next_attempts_entry() -> None:
+    desk = Desk()
+    desk.prepare()
+    second = replace(ATTEMPT, attempt=1, convener=C)
+    assert told(desk.hear(C, Invitation(second, BASE)), C) == [Declined(second, DeclineReason.OTHER_CONVENER, BASE)], (
+        "the convener was heard a moment ago"
+    )
+    desk.wait(1.2)
+    actions = desk.enter(second)
+    assert told(actions, C) == [entry(second, staged=RESULT)]
+    assert kinds(desk.hear(C, Commit(second, RESULT, (US,))))[0] is CommitStaged
+
+
+def test_a_fellow_that_stands_on_what_we_prepared_shows_that_it_holds() -> None:
+    desk = Desk()
+    desk.prepare()
+    assert kinds(desk.hear(C, Progress(MODULE, RESULT, 1, 10)))[0] is CommitStaged
+
+
+def test_a_commit_of_what_we_do_not_have_moves_nobody_before_the_others_stand_there() -> None:
+    desk = Desk()
+    desk.enter()
+    lie = replace(RESULT, digest=b"lie", tokens=2**47)
+    actions = desk.hear(B, Commit(ATTEMPT, lie, (B, C, D)))
+    actions += desk.wait(1.0)
+    assert CatchUp not in kinds(actions)
+    assert desk.machine.version == BASE
+    actions = desk.hear(C, Progress(MODULE, lie, 0, 0)) + desk.hear(D, Progress(MODULE, lie, 0, 0))
+    assert CatchUp in kinds(actions), "three say it of themselves"
+
+
+def test_a_silent_convener_is_replaced_and_not_invited() -> None:
+    desk = Desk()
+    desk.enter()
+    desk.hear(B, signed())
+    actions = desk.wait(7.0)
+    invited = {a.to for a in actions if isinstance(a, Tell) and isinstance(a.message, Invitation)}
+    assert invited == {C, D}
+    assert desk.machine.under_way == RoundId(MODULE, 5, 1, US)
+
+
+def test_a_convener_that_pulses_is_not_replaced() -> None:
+    desk = Desk()
+    desk.enter()
+    desk.hear(B, signed())
+    for _ in range(20):
+        desk.wait(0.5)
+        desk.hear(B, Pulse(ATTEMPT))
+    assert desk.machine.under_way == ATTEMPT
+
+
+def test_who_slept_drops_the_attempt_and_keeps_what_it_prepared() -> None:
+    desk = Desk()
+    desk.enter()
+    desk.hear(B, signed())
+    desk.now += 30.0
+    actions = desk.feed(Tick())
+    assert actions == [Release(4, "this process did not run for 30.0 s")]
+    assert desk.feed(Staged(ATTEMPT, RESULT)) == [DropStaged(RESULT)]
+    assert desk.wait(0.5) == []
+
+
+def test_of_two_results_the_later_is_kept() -> None:
+    desk = Desk()
+    desk.prepare()
+    again, other = RoundId(MODULE, 5, 1, B), replace(RESULT, digest=b"o" * 32)
+    desk.hear(B, Dissolved(ATTEMPT, "a member was silent"))
+    desk.enter(again)
+    assert kinds(desk.hear(B, signed(again, RESULT))) == [Exchange]
+    assert desk.feed(Staged(again, other)) == [DropStaged(RESULT), Tell(B, Prepared(again, other))]
+    assert desk.hear(B, Commit(again, other, (B, US)))[0] == CommitStaged(roster(again), other)
+
+
+def test_a_process_that_is_held_up_does_not_take_its_convener_for_silent() -> None:
+    desk = Desk()
+    desk.enter()
+    desk.hear(B, signed())
+    for _ in range(8):
+        desk.now += 1.9
+        desk.feed(Tick())
+    assert desk.machine.under_way == ATTEMPT
+
+
+def test_rejected_pieces_are_told_and_a_repeated_offender_is_heard_no_more() -> None:
+    desk = Desk()
+    desk.enter()
+    desk.hear(B, signed())
+    assert told(desk.feed(PieceRejected(ATTEMPT, C, "not finite")), B) == [Pulse(ATTEMPT, (), (C,))]
+    desk.feed(PieceRejected(ATTEMPT, C, "not finite"))
+    desk.wait(4.0)
+    assert desk.hear(C, Invitation(RoundId(MODULE, 5, 2, C), BASE)) == []
+
+
+def accused(actions: list[Action]) -> list[PeerId]:
+    return [action.caught.peer for action in actions if isinstance(action, Accuse)]
+
+
+def test_who_sends_a_piece_that_cannot_be_used_is_named_even_after_the_attempt() -> None:
+    desk = Desk()
+    desk.enter()
+    desk.hear(B, signed())
+    assert accused(desk.feed(PieceRejected(ATTEMPT, C, "not finite"))) == [C]
+    desk.hear(B, Dissolved(ATTEMPT, "it ends"))
+    assert accused(desk.feed(PieceRejected(ATTEMPT, D, "not finite"))) == [D]
+
+
+def test_a_convener_whose_roster_has_an_entry_that_nobody_signed_is_named() -> None:
+    desk = Desk()
+    desk.enter()
+    forged = replace(signed(), entries=(entry(peer=B), replace(entry(peer=C), tokens=7), entry()))
+    assert accused(desk.hear(B, forged)) == [B]
+
+
+def test_a_convener_that_leaves_out_whom_it_did_not_see_is_not_named() -> None:
+    desk = Desk()
+    desk.enter()
+    assert accused(desk.hear(B, replace(signed(), entries=(entry(peer=B), entry())))) == []
+
+
+@pytest.mark.parametrize("what", ["not signed", "somebody else's", "impossible"])
+def test_a_guest_whose_entry_is_forged_is_named(what: str) -> None:
+    desk = Desk()
+    desk.feed(Worked(2 * RULES.inner_steps, 1000))
+    while desk.machine.under_way is None:
+        desk.wait(0.1)
+    attempt = desk.machine.under_way
+    forged = {
+        "not signed": replace(entry(attempt, C), tokens=7),
+        "somebody else's": entry(attempt, B),
+        "impossible": SEAL.sign(replace(entry(attempt, C), steps=-1)),
+    }[what]
+    assert accused(desk.hear(C, forged)) == [C]
+
+
+def test_a_guest_that_stands_elsewhere_by_now_is_not_named() -> None:
+    desk = Desk()
+    desk.feed(Worked(2 * RULES.inner_steps, 1000))
+    while desk.machine.under_way is None:
+        desk.wait(0.1)
+    other = SEAL.sign(replace(entry(desk.machine.under_way, C), base=RESULT))
+    assert accused(desk.hear(C, other)) == []
+
+
+def test_whom_an_audit_has_caught_is_named() -> None:
+    desk = Desk()
+    caught = Caught(C, 4, "its mean is none")
+    assert Accuse(caught) in desk.feed(caught)
+
+
+def test_who_accuses_everybody_and_is_accused_is_not_believed() -> None:
+    """A liar among four, of which one has not lost its patience yet: that one seems to hear everybody, and would have to go."""
+    waiting = {US: {D}, B: {D}, C: set[PeerId](), D: {US, B, C}}
+    assert credible_accusers({peer: frozenset(named) for peer, named in waiting.items()}) == {D: {US, B}}
+
+
+def test_who_waits_for_all_and_is_not_accused_is_believed() -> None:
+    waiting = {US: frozenset[PeerId](), B: frozenset({US, C}), C: frozenset[PeerId]()}
+    assert credible_accusers(waiting) == {US: {B}, C: {B}}
+
+
+def test_where_all_accuse_all_everybody_is_believed() -> None:
+    everybody = {US, B, C}
+    waiting = {peer: frozenset(everybody - {peer}) for peer in everybody}
+    assert credible_accusers(waiting) == {peer: everybody - {peer} for peer in everybody}
+
+
+def test_who_cannot_reach_one_reducer_is_the_one_who_is_accused_by_it() -> None:
+    """The others only pass on what that reducer waits for."""
+    waiting = {US: frozenset({C}), B: frozenset({C}), C: frozenset({D}), D: frozenset[PeerId]()}
+    assert credible_accusers(waiting) == {C: {US, B}, D: {C}}
+
+
+def test_a_broken_update_is_declined() -> None:
+    desk = Desk()
+    desk.hear(B, Invitation(ATTEMPT, BASE))
+    actions = desk.feed(SnapshotBroken(ATTEMPT))
+    assert told(actions, B) == [Declined(ATTEMPT, DeclineReason.BROKEN, BASE)]
+    assert kinds(actions) == [Tell, Release]
+
+
+def test_a_version_that_cannot_be_had_is_tried_again_later() -> None:
+    desk = Desk()
+    for peer in (B, C, D):
+        actions = desk.hear(peer, Progress(MODULE, RESULT, 0, 0))
+    assert desk.machine.describe() == "round 4, catching up to round 5"
+    actions = desk.feed(CatchUpFailed(RESULT, "nobody has it"))
+    actions += desk.wait(4.0)
+    assert CatchUp not in kinds(actions)
+    assert CatchUp in kinds(desk.wait(4.0))
+
+
+def test_it_says_where_it_stands() -> None:
+    desk = Desk()
+    assert desk.machine.settled
+    assert "all 4 replicas stand on our anchor" in desk.machine.describe()
+    desk.enter()
+    assert desk.machine.describe() == "round 4; round 5 attempt 0, b convenes: waits for the roster"
+
+
+def test_who_stands_on_the_last_number_there_is_opens_no_round_and_does_not_hang() -> None:
+    last = replace(BASE, round=MAX_ROUND)
+    machine = RoundMachine(US, MODULE, RULES, last, SEAL)
+    machine.handle(FellowsChanged((Fellow(B, last, True),)), 0.0)
+    actions = machine.handle(Worked(10 * RULES.inner_steps, 1000), 0.1) + machine.handle(Tick(), 0.2)
+    assert not any(isinstance(action, Tell) and isinstance(action.message, Invitation) for action in actions)
+
+
+def test_one_that_claims_weeks_of_rounds_does_not_end_those_of_others() -> None:
+    """It says that each of them is over; whoever stands alone on an anchor goes on."""
+    far, start = AnchorVersion(50_000, 500_000, 2**40, 0, b"far"), AnchorVersion(0, 0, 0, 0, b"start")
+    desk = Desk()
+    desk.feed(FellowsChanged((Fellow(B, far, True), Fellow(C, start, True))))
+    actions = desk.feed(Worked(2 * RULES.inner_steps, 1000)) + desk.wait(1.0)
+    attempt = next(action.round for action in actions if isinstance(action, TakeSnapshot))
+    desk.feed(SnapshotTaken(attempt, 10, 100, 1.0, 1e6))
+    desk.hear(B, Declined(attempt, DeclineReason.PAST, far))
+    actions = desk.hear(C, Declined(attempt, DeclineReason.OTHER_ANCHOR, start)) + desk.wait(RULES.answer_s + 1)
+    assert Exchange in kinds(actions)
+
+
+def test_members_commit_what_most_of_them_have_when_their_convener_does_not() -> None:
+    """It is heard all the while, so nobody takes it for dead."""
+    desk = Desk()
+    desk.prepare()
+    for _ in range(6):
+        actions = desk.wait(RULES.pulse_s) + desk.hear(B, Pulse(ATTEMPT))
+    assert Prepared(ATTEMPT, RESULT) in told(actions, C)
+    assert CommitStaged not in kinds(desk.hear(D, Prepared(ATTEMPT, RESULT))), "it has no part in this round"
+    other = replace(RESULT, digest=b"other")
+    assert CommitStaged not in kinds(desk.hear(C, Prepared(ATTEMPT, other)))
+    actions = desk.hear(C, Prepared(ATTEMPT, RESULT))
+    assert CommitStaged(roster(), RESULT) in actions
+    assert told(actions, C)[0] == Commit(ATTEMPT, RESULT, tuple(sorted((US, C))))
+    assert desk.machine.version == RESULT
+
+
+def test_members_leave_it_to_a_convener_that_has_had_no_time() -> None:
+    desk = Desk()
+    desk.prepare()
+    assert CommitStaged not in kinds(desk.hear(C, Prepared(ATTEMPT, RESULT)))
+    assert told(desk.wait(RULES.pulse_s), C) == []

@@ -1,0 +1,364 @@
+"""The arithmetic of rounds, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from node.averaging.anchor.layout import layout_of
+from swarm.averaging.plausibility import UsualLength, mark_of, measured_of, rates
+from swarm.averaging.roster import (
+    leads_to,
+    make_roster,
+    may_be_committed,
+    objection,
+    oddity,
+    shards,
+    sound_entry,
+    weigh,
+)
+from swarm.averaging.round_events import RoundRules
+from swarm.averaging.schedule import (
+    LARGEST_LEAD,
+    MOST_ROUNDS,
+    convener_order,
+    due,
+    fragment_chunks,
+    lower_median,
+    next_number,
+    possible,
+    standing,
+)
+from swarm.vocabulary.averaging_messages import MAX_COUNT, MAX_ROUND, Entry, Measured, Roster, RoundId, SignedRoster
+from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId
+from tests.swarm.averaging.virtual_exchange import VirtualSeal
+
+MODULE = ModuleId(2)
+RULES = RoundRules(inner_steps=10, fragments=1, chunks=16, longest_s=60.0, step_tokens=1000)
+A, B, C, D = (PeerId(name) for name in "abcd")
+BASE = AnchorVersion(4, 40, 4000, 0, b"base")
+ATTEMPT = RoundId(MODULE, 5, 0, A)
+SEAL = VirtualSeal()
+
+
+def entry(tokens: int, norm: float = 1.0, steps: int = 10, peer: PeerId = A, attempt: RoundId = ATTEMPT) -> Entry:
+    return SEAL.sign(Entry(peer, attempt, BASE, steps if tokens else 0, tokens, norm, (), None))
+
+
+def version(number: int, tokens: int = 0, digest: bytes = b"x") -> AnchorVersion:
+    return AnchorVersion(number, 0, tokens, 0, digest)
+
+
+# ---- who, when, which number ------------------------------------------------------------------------------------------
+
+
+def test_the_convener_changes_from_round_to_round_and_a_leaver_moves_nobody_else() -> None:
+    peers = [PeerId(f"peer{number}") for number in range(8)]
+    first = [convener_order(MODULE, BASE, number, peers)[0] for number in range(400)]
+    assert all(20 < first.count(peer) < 90 for peer in peers)
+    for number in range(20):
+        order = convener_order(MODULE, BASE, number, peers)
+        assert convener_order(MODULE, BASE, number, peers[1:]) == tuple(peer for peer in order if peer != peers[0])
+
+
+def test_who_convenes_is_not_known_before_the_round_before_is_committed() -> None:
+    """A key that convenes the next rounds would have to be made after they have begun."""
+    peers = [PeerId(f"peer{number}") for number in range(8)]
+    anchors = [replace(BASE, digest=bytes([number])) for number in range(200)]
+    firsts = [convener_order(MODULE, anchor, 5, peers)[0] for anchor in anchors]
+    assert all(5 < firsts.count(peer) < 60 for peer in peers)
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "replicas", "since_s", "expected"),
+    [
+        (10, [10, 10], 3, 0.0, True),
+        (10, [10, 9], 3, 0.0, False),
+        (12, [18], 3, 0.0, True),
+        (5, [10**9], 3, 0.0, False),  # one claim alone makes no round due
+        (20, [], 9, 0.0, True),
+        (0, [], 3, 1000.0, False),
+        (0, [1], 3, 60.0, True),
+    ],
+)
+def test_a_round_is_due_by_the_work_of_all_or_by_time(
+    own: int, others: list[int], replicas: int, since_s: float, expected: bool
+) -> None:
+    assert due(RULES, own, others, replicas, since_s).value is expected
+
+
+@pytest.mark.parametrize("fragments", [1, 2, 3, 7, 64, 1000])
+def test_fragments_are_those_of_the_modules_layout(fragments: int) -> None:
+    shapes = {f"model.layers.{number}.weight": (977, 61) for number in range(12)}
+    layout = layout_of(shapes, fragments)
+    rules = replace(RULES, fragments=fragments, chunks=layout.chunks)
+    assert [fragment_chunks(rules, number) for number in range(len(layout.fragments))] == list(layout.fragments)
+
+
+def test_numbers_go_beyond_all_that_is_seen_but_not_beyond_reason() -> None:
+    assert next_number(BASE, [version(7), version(2)]) == 8
+    assert next_number(BASE, [version(4 + LARGEST_LEAD)]) == 5
+    assert next_number(BASE, [version(900)]) == 901
+    assert next_number(version(100_000), [version(300_000)]) == 300_001
+    assert next_number(version(0), [version(2**48 - 1)]) == 1
+
+
+# ---- what the module stands on --------------------------------------------------------------------------------------
+
+
+def test_most_replicas_decide_and_of_equally_many_the_greater() -> None:
+    other = version(9, tokens=1, digest=b"other")
+    assert standing(RULES, BASE, {A: BASE, B: other, C: other}).value == BASE
+    assert standing(RULES, BASE, {A: other, B: other}).value == other
+    assert standing(RULES, BASE, {A: other}).value == BASE
+    assert standing(RULES, BASE, {A: replace(other, tokens=5000)}).value.tokens == 5000
+
+
+def test_one_replica_cannot_move_a_majority_by_lying() -> None:
+    for lie in (version(5, tokens=2**47), version(2**40, tokens=2**47), version(4, digest=b"z")):
+        assert standing(RULES, BASE, {A: BASE, B: BASE, C: lie}).value == BASE
+
+
+def test_nobody_stays_with_the_initial_weights_when_there_is_something_later() -> None:
+    start = version(0)
+    assert standing(RULES, start, {A: start, B: BASE, C: BASE, D: start}).value == BASE
+    assert standing(RULES, start, {A: BASE}).value == BASE
+    assert standing(RULES, BASE, {A: start, B: start, C: start}).value == BASE
+
+
+def test_a_fresh_run_does_not_follow_one_that_claims_to_be_ahead() -> None:
+    """Weeks of rounds that nobody else knows of; and with a single other replica there is nobody else to ask."""
+    start, old = version(0), AnchorVersion(50_000, 500_000, 2**40, 0, b"old")
+    assert standing(RULES, start, {A: start, B: old}).value == start
+    assert standing(RULES, start, {A: start, B: start, C: start, D: old}).value == start
+    assert standing(RULES, start, {B: old}).value == old
+    assert standing(RULES, start, {A: start, B: old, C: old}).value == old
+    assert next_number(start, [old]) == 1, "nor does it lead the old one astray, should it be true"
+
+
+def test_a_newcomer_to_a_run_that_most_have_begun_believes_what_can_be_true() -> None:
+    """Of two that say so, one claims weeks of rounds."""
+    start, old = version(0), AnchorVersion(50_000, 500_000, 2**40, 0, b"old")
+    assert standing(RULES, start, {A: BASE, B: old}).value == BASE
+    assert standing(RULES, start, {A: start, B: BASE}).value == start
+
+
+def test_who_was_away_for_long_follows_two_and_not_one() -> None:
+    far = replace(version(1_000_000, tokens=10**6), steps=10**6)
+    assert standing(RULES, BASE, {A: BASE, B: far}).value == BASE
+    assert standing(RULES, BASE, {A: far, B: far}).value == far
+    assert standing(RULES, BASE, {B: far}).value == far
+
+
+@pytest.mark.parametrize(
+    "absurd",
+    [
+        AnchorVersion(MAX_ROUND, 1, 1, 0, b"x"),
+        AnchorVersion(MOST_ROUNDS + 1, 1, 1, 0, b"x"),
+        AnchorVersion(5, 2**32, 4000, 0, b"x"),
+        AnchorVersion(5, 50, MAX_COUNT, 0, b"x"),
+    ],
+)
+def test_absurd_figures_are_nobodys_version_whoever_claims_them(absurd: AnchorVersion) -> None:
+    assert not possible(RULES, absurd)
+    for own in (version(0), BASE):
+        assert standing(RULES, own, {A: absurd}).value == own
+        assert standing(RULES, own, {A: absurd, B: absurd}).value == own
+
+
+def test_a_young_run_whose_rounds_fail_for_hours_is_possible() -> None:
+    assert possible(RULES, AnchorVersion(3, 3 * 3600 * 100, 10**12, 0, b"x"))
+
+
+# ---- rosters --------------------------------------------------------------------------------------------------------
+
+
+def test_shares_follow_tokens_up_to_a_limit_and_long_updates_are_scaled_down() -> None:
+    def coefficients(**entries: Entry) -> dict[str, float]:
+        return {peer: weight.coefficient for peer, weight in weigh({PeerId(p): e for p, e in entries.items()}).items()}
+
+    assert coefficients(a=entry(100), b=entry(300)) == {A: 0.25, B: 0.75}
+    assert coefficients(a=entry(100), b=entry(10**9)) == {A: 0.2, B: 0.8}
+    clipped = coefficients(a=entry(100), b=entry(100, norm=1e6))
+    assert clipped[A] == 0.5
+    assert clipped[B] * 1e6 == pytest.approx(0.5 * 1.5)
+    more_work = coefficients(a=entry(100), b=entry(400, norm=1e6))
+    assert more_work[B] * 1e6 == pytest.approx(0.8 * 3.0)
+    assert coefficients(a=entry(0), b=entry(100, norm=0.0)) == {A: 0.0, B: 1.0}
+    assert coefficients(a=entry(0), b=entry(0)) == {A: 0.0, B: 0.0}
+
+
+def test_an_update_far_too_short_for_its_work_is_known_by_our_own_and_by_the_rounds_before() -> None:
+    usual, own = UsualLength(), entry(100)
+    assert usual.too_short(entry(100, norm=1e-30), own)
+    assert not usual.too_short(entry(2, norm=0.02, steps=1), own), "little work"
+    assert not usual.too_short(entry(100, norm=0.05), own)
+    usual.committed([own, entry(100)])
+    diverged = entry(100, norm=1000.0)
+    assert not usual.too_short(entry(100), diverged), "our own has become too long"
+    assert usual.too_short(entry(100, norm=1e-30), diverged)
+    for number in range(40):  # the learning rate falls to nothing
+        assert not usual.too_short(entry(100, norm=0.8**number), entry(100, norm=0.8**number))
+        usual.committed([entry(100, norm=0.8**number)] * 2)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"norm": math.nan}, {"norm": math.inf}, {"norm": -1.0}, {"tokens": -1}, {"steps": 2**40}, {"steps": 0}],
+)
+def test_entries_with_impossible_figures_are_unsound(wrong: dict[str, float]) -> None:
+    assert sound_entry(entry(1))
+    assert not sound_entry(replace(entry(1), **wrong))  # type: ignore[arg-type]
+
+
+@given(
+    st.dictionaries(
+        st.text("abcdefgh", min_size=1, max_size=3).map(PeerId),
+        st.none() | st.integers(1, 24),
+        min_size=1,
+        max_size=12,
+    ),
+    st.integers(0, 50),
+    st.integers(0, 200),
+)
+def test_shards_cover_every_chunk_once_and_nobody_reduces_much_more_than_another(
+    said: dict[PeerId, int | None], start: int, count: int
+) -> None:
+    cut = shards(range(start, start + count), {peer: rate for peer, rate in said.items() if rate is not None}, said)
+    chunks = [chunk for first, end in cut.values() for chunk in range(first, end)]
+    assert sorted(chunks) == list(range(start, start + count))
+    sizes = [end - first for first, end in cut.values()]
+    assert max(sizes) <= 2 * (min(sizes) + 1)
+
+
+def test_who_is_faster_reduces_twice_as_much_and_unknown_is_the_median() -> None:
+    sizes = {peer: end - first for peer, (first, end) in shards(range(20), {A: 10, B: 12, C: 24}, [A, B, C, D]).items()}
+    assert sizes == {A: 3, B: 6, C: 6, D: 5}
+    assert shards(range(4), {}, [A, B]) == {A: (0, 2), B: (2, 4)}
+
+
+def test_a_members_rate_is_what_others_measured_and_one_accomplice_lifts_nobody() -> None:
+    said = {A: {B: 4.0**10, C: 4.0**10}, B: {A: 4.0**8, C: 4.0**10}, C: {A: 4.0**20, C: 4.0**20, B: 4.0**20}}
+    entries = {by: replace(entry(100, peer=by), measured=measured_of(rates, BASE)) for by, rates in said.items()}
+    assert rates(entries) == {A: 8, B: 10, C: 10}
+    assert rates({A: entry(100)}) == {}
+
+
+def test_an_entry_tells_of_some_links_where_there_are_many() -> None:
+    links = {PeerId(f"peer{number}"): 1e6 for number in range(100)}
+    told, later = measured_of(links, BASE), measured_of(links, replace(BASE, digest=b"next"))
+    assert len(told) == len(later) == 16
+    assert set(told) != set(later)
+    assert measured_of({A: 0.0, B: 1e300}, BASE) == (Measured(mark_of(B), 24),)
+
+
+def signed(attempt: RoundId = ATTEMPT) -> SignedRoster:
+    figures = ((A, 100, 10), (B, 300, 20), (C, 0, 0))
+    entries = tuple(entry(tokens, steps=steps, peer=peer, attempt=attempt) for peer, tokens, steps in figures)
+    return SignedRoster(attempt, BASE, entries)
+
+
+def roster(attempt: RoundId = ATTEMPT) -> Roster:
+    made = make_roster(RULES, signed(attempt))
+    assert made is not None
+    return made
+
+
+def test_a_roster_counts_the_work_and_says_what_it_leads_to() -> None:
+    made = roster()
+    assert (made.steps, made.tokens) == (55, 4400)
+    assert objection(RULES, signed(), signed().entries[0], SEAL.verify) is None
+    assert leads_to(RULES, made, AnchorVersion(5, 55, 4400, 0, b"any"))
+    assert not leads_to(RULES, made, AnchorVersion(5, 55, 4401, 0, b"any"))
+    assert make_roster(RULES, replace(signed(), entries=(entry(0),))) is None
+
+
+def test_every_member_works_out_the_same_in_whatever_order_the_entries_come() -> None:
+    assert make_roster(RULES, replace(signed(), entries=signed().entries[::-1])) == roster()
+
+
+def test_sums_end_where_frames_end() -> None:
+    full = replace(signed(), base=replace(BASE, steps=MAX_COUNT - 1, tokens=MAX_COUNT - 1))
+    made = make_roster(RULES, full)
+    assert made is not None
+    assert (made.steps, made.tokens) == (MAX_COUNT, MAX_COUNT)
+
+
+def test_one_of_two_that_claims_many_or_hardly_any_steps_bends_the_schedule_a_little() -> None:
+    def steps(claimed: int) -> int:
+        made = make_roster(RULES, replace(signed(), entries=(entry(100), entry(100, steps=claimed, peer=B))))
+        assert made is not None
+        return made.steps - BASE.steps
+
+    assert steps(10) == 10
+    assert steps(1) >= 5
+    assert steps(2**32) <= 25
+
+
+def test_from_the_third_attempt_on_the_convener_reduces_alone() -> None:
+    made = roster(replace(ATTEMPT, attempt=2))
+    assert {member.peer: member.end_chunk - member.first_chunk for member in made.members} == {A: 16, B: 0, C: 0}
+
+
+def test_rosters_that_cannot_be_right_are_objected_to() -> None:
+    made = signed()
+    first, second, third = made.entries
+    other_anchor = replace(second, base=replace(BASE, digest=b"other"))
+    wrong = [
+        (first, second),
+        (second, third),
+        (first, second, third, third),
+        (first, second, replace(third, norm=2.0)),
+        (first, replace(second, norm=2.0), third),
+        (first, replace(second, tokens=1), third),
+        (first, replace(second, signature=b""), third),
+        (first, replace(second, peer=D), third),
+        (first, SEAL.sign(other_anchor), third),
+        (first, SEAL.sign(replace(second, round=replace(ATTEMPT, number=4))), third),
+        (first, SEAL.sign(replace(second, norm=math.inf)), third),
+        (),
+    ]
+    assert objection(RULES, made, third, SEAL.verify) is None
+    for entries in wrong:
+        assert objection(RULES, replace(made, entries=entries), third, SEAL.verify) is not None
+    not_allowed = objection(RULES, replace(made, codec=Codec.INT8), third, SEAL.verify)
+    assert not_allowed == "this run's rounds do not use INT8"
+
+
+def test_signatures_are_checked_last_and_once_for_each_of_the_others() -> None:
+    asked: list[PeerId] = []
+
+    def verify(entry: Entry) -> bool:
+        asked.append(entry.peer)
+        return True
+
+    made = signed()
+    objection(RULES, replace(made, codec=Codec.INT8), made.entries[2], verify)
+    assert asked == []
+    assert objection(RULES, made, made.entries[2], verify) is None
+    assert asked == [A, B]
+
+
+def test_a_first_roster_that_leaves_most_of_us_out_or_is_full_of_strangers_is_odd() -> None:
+    made, others = signed(), [PeerId(name) for name in "bcdefgh"]
+    assert oddity(made, A, others[:2], others[:2]) is None
+    assert oddity(made, A, others, others[:5]) is None
+    assert oddity(made, A, others, others[:6]) is not None
+    assert oddity(replace(made, round=replace(ATTEMPT, attempt=1)), A, others, others[:6]) is None
+    assert oddity(made, A, [B], [B]) is None, "one that we do not see yet holds nobody up"
+    assert oddity(made, A, [], []) is not None
+
+
+def test_a_majority_leaves_no_room_for_another_one() -> None:
+    made = roster()
+    assert may_be_committed(made, without=1)
+    assert not may_be_committed(made, without=2)
+
+
+def test_the_lower_median_of_two_is_the_smaller() -> None:
+    assert lower_median([5, 1]) == 1
+    assert lower_median([5, 1, 3]) == 3

@@ -1,0 +1,77 @@
+"""The mildest codec that a link carries: never milder than it can, never harder than the run allows, steady when the link varies a little."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.compression.microbatch_codecs import BACK_AT, MOST_OF_A_VISIT, choose, ladder
+from swarm.vocabulary.types import Codec
+
+RUNGS = ladder(Codec.INT4, half_precision=False)
+SIZES = {Codec.NONE: 4_000_000, Codec.BF16: 2_000_000, Codec.INT8: 1_031_250, Codec.FP8: 1_031_250, Codec.INT4: 531_250}
+VISIT_S = 0.4
+
+
+def rate_for(codec: Codec, share: float = 1.0) -> float:
+    """With which the codec needs just this part of what is allowed."""
+    return SIZES[codec] / (MOST_OF_A_VISIT * VISIT_S * share)
+
+
+def test_the_ladders() -> None:
+    assert ladder(Codec.NONE, half_precision=False) == (Codec.NONE,)
+    assert ladder(Codec.INT8, half_precision=False) == (Codec.NONE, Codec.BF16, Codec.INT8)
+    assert ladder(Codec.INT8, half_precision=True) == (Codec.NONE, Codec.INT8)
+    assert ladder(Codec.FP8, half_precision=False) == (Codec.NONE, Codec.BF16, Codec.FP8)
+    assert RUNGS == (Codec.NONE, Codec.BF16, Codec.INT8, Codec.INT4)
+
+
+@pytest.mark.parametrize("limit", [Codec.NONE, Codec.BF16, Codec.INT8, Codec.FP8, Codec.INT4])
+@pytest.mark.parametrize("half", [False, True])
+def test_what_may_be_chosen_is_accepted_and_so_is_what_it_falls_back_to(limit: Codec, half: bool) -> None:
+    accepted = ladder(limit, half_precision=half)
+    assert limit in accepted or (half and limit is Codec.BF16)
+    assert (Codec.NONE if half or limit is Codec.NONE else Codec.BF16) in accepted
+
+
+@pytest.mark.parametrize("codec", RUNGS)
+def test_a_link_that_just_carries_a_codec_gets_it(codec: Codec) -> None:
+    assert choose(RUNGS, SIZES, None, rate_for(codec) * 1.01, VISIT_S).value is codec
+
+
+def test_a_link_that_carries_nothing_gets_the_hardest() -> None:
+    chosen = choose(RUNGS, SIZES, None, 1000.0, VISIT_S)
+    assert chosen.value is Codec.INT4
+    assert "Mbit/s" in chosen.reason
+
+
+@pytest.mark.parametrize(("rate", "visit_s"), [(0.0, VISIT_S), (1e6, 0.0)])
+def test_before_anything_is_known_nothing_is_lost(rate: float, visit_s: float) -> None:
+    assert choose(RUNGS, SIZES, None, rate, visit_s).value is Codec.NONE
+
+
+def test_a_link_that_varies_a_little_keeps_its_codec() -> None:
+    edge = rate_for(Codec.BF16)
+    current: Codec | None = None
+    seen = set()
+    for factor in (1.05, 0.95, 1.1, 0.9, 1.2, 1.3, 0.92):
+        current = choose(RUNGS, SIZES, current, edge * factor, VISIT_S).value
+        seen.add(current)
+    assert seen == {Codec.BF16, Codec.INT8}, "once worse, it does not come back for a little"
+    assert current is Codec.INT8
+    assert choose(RUNGS, SIZES, current, edge / BACK_AT * 1.01, VISIT_S).value is Codec.BF16
+
+
+@given(
+    st.sampled_from([None, *RUNGS]), st.floats(1.0, 1e10), st.floats(1e-4, 100.0), st.sampled_from([RUNGS, RUNGS[:2]])
+)
+def test_it_fits_or_it_is_the_hardest_and_what_is_much_milder_would_not_fit(
+    current: Codec | None, rate: float, visit_s: float, rungs: tuple[Codec, ...]
+) -> None:
+    chosen = choose(rungs, SIZES, current, rate, visit_s).value
+    assert chosen in rungs
+    allowed = MOST_OF_A_VISIT * visit_s
+    assert SIZES[chosen] / rate <= allowed or chosen is rungs[-1]
+    for milder in rungs[: rungs.index(chosen)]:
+        assert SIZES[milder] / rate > BACK_AT * allowed

@@ -1,0 +1,98 @@
+"""Rounds use the mildest codec that does not hold them up, and every roster says which."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from swarm.averaging.plausibility import mark_of
+from swarm.averaging.roster import CONVENER_REDUCES_FROM, codec_of, objection
+from swarm.averaging.round_events import RoundRules
+from swarm.compression.round_codecs import MOST_OF_AN_INTERVAL, RoundCodecs, Rung, choose, ladder
+from swarm.vocabulary.averaging_messages import Entry, Measured, RoundId, SignedRoster
+from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId, Reasoned
+
+A, B = PeerId("a"), PeerId("b")
+BASE = AnchorVersion(4, 40, 4000, 0, b"d" * 32)
+SHARES = {Codec.INT8: 0.25, Codec.INT4: 0.125, Codec.TOP_K_4: 0.07, Codec.TOP_K_2: 0.06}
+RUNGS = tuple(Rung(codecs, SHARES[codecs.contribution]) for codecs in ladder(Codec.TOP_K_2))
+RULES = RoundRules(inner_steps=10, fragments=1, chunks=10, longest_s=60.0, chunk_bytes=10**6, rungs=RUNGS)
+INTERVAL_S = 40.0
+"""So that an exchange may take 10 s. Two members send and receive 10 MB of float32 each."""
+
+
+def chosen(rates: dict[PeerId, int], attempt: int = 0, own: float = 0.0) -> Reasoned[RoundCodecs]:
+    """Rates are what all the others say."""
+    number = RoundId(ModuleId(1), 5, attempt, A)
+    said = {peer: tuple(Measured(mark_of(other), rates[other]) for other in rates if rates[other]) for peer in rates}
+    entries = {peer: Entry(peer, number, BASE, 10, 100, 1.0, said[peer], None) for peer in rates}
+    return codec_of(RULES, number, BASE, entries, INTERVAL_S, own)
+
+
+@pytest.mark.parametrize(
+    ("limit", "contributions"),
+    [
+        (Codec.NONE, [Codec.NONE]),
+        (Codec.BF16, [Codec.BF16]),
+        (Codec.INT8, [Codec.INT8]),
+        (Codec.INT4, [Codec.INT8, Codec.INT4]),
+        (Codec.TOP_K_2, [Codec.INT8, Codec.INT4, Codec.TOP_K_4, Codec.TOP_K_2]),
+    ],
+)
+def test_a_run_allows_what_is_milder_than_its_limit(limit: Codec, contributions: list[Codec]) -> None:
+    assert [codecs.contribution for codecs in ladder(limit)] == contributions
+
+
+def test_means_are_never_sparse() -> None:
+    for codecs in ladder(Codec.TOP_K_2):
+        assert codecs.result in (Codec.INT8, Codec.INT4)
+        assert codecs.leave_over is (codecs.contribution is not Codec.INT8)
+
+
+@pytest.mark.parametrize(
+    ("slowest", "codec"),
+    [
+        (1e9, Codec.INT8),
+        (0.26e6, Codec.INT8),
+        (0.24e6, Codec.INT4),
+        (0.13e6, Codec.INT4),
+        (0.12e6, Codec.TOP_K_4),
+        (0.065e6, Codec.TOP_K_2),
+        (1.0, Codec.TOP_K_2),
+    ],
+)
+def test_the_mildest_that_the_slowest_member_carries_in_time(slowest: float, codec: Codec) -> None:
+    made = choose(RUNGS, 10e6, slowest, INTERVAL_S)
+    assert made.value.contribution is codec
+    assert f"{MOST_OF_AN_INTERVAL:.0%} are wanted" in made.reason
+
+
+def test_who_has_measured_nothing_holds_nobody_back() -> None:
+    assert chosen({A: 0, B: 8}).value.contribution is Codec.TOP_K_2
+    nothing = chosen({A: 0, B: 0})
+    assert (nothing.value.contribution, nothing.reason) == (Codec.INT8, "no link was measured yet")
+
+
+def test_before_anything_was_measured_the_conveners_own_link_counts() -> None:
+    assert chosen({A: 0, B: 0}, own=0.12e6).value.contribution is Codec.TOP_K_4
+    assert chosen({A: 10, B: 10}, own=0.12e6).value.contribution is Codec.INT8
+
+
+def test_a_convener_that_reduces_alone_has_more_to_carry() -> None:
+    peers = {PeerId(name): 10 for name in "abcdefghijkl"}
+    assert chosen(peers).value.contribution is Codec.INT8
+    assert chosen(peers, CONVENER_REDUCES_FROM).value.contribution is not Codec.INT8
+
+
+def test_a_run_that_allows_one_has_no_choice() -> None:
+    only = RoundCodecs(Codec.NONE)
+    assert choose((Rung(only, 1.0),), 1e9, 1.0, 1.0).value == only
+
+
+def test_a_codec_that_the_run_does_not_allow_is_objected_to() -> None:
+    rules = replace(RULES, rungs=RUNGS[:2])
+    number = RoundId(ModuleId(1), 5, 0, A)
+    entries = tuple(Entry(peer, number, BASE, 10, 100, 1.0, (), None) for peer in (A, B))
+    signed = SignedRoster(number, BASE, entries, Codec.TOP_K_2)
+    assert objection(rules, signed, entries[1], lambda entry: True) == "this run's rounds do not use TOP_K_2"

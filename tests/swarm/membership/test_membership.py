@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from swarm.membership import membership as module_under_test
+from swarm.membership.membership import FIRST_PAUSE_S, LONGEST_PAUSE_S, Change, Membership
+from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId, PeerState, RunId, VersionRange
+from tests.swarm.membership.announcements import RUN, announcement
+
+OWN, A = PeerId("own"), PeerId("a")
+
+
+def view() -> Membership:
+    return Membership(RUN, OWN)
+
+
+def is_asked(members: Membership, now: float, stage: int = 1) -> list[PeerId]:
+    return [a.peer for a in members.replicas(ModuleId(stage), now)]
+
+
+def test_newer_announcements_replace_older_ones_and_replays_change_nothing() -> None:
+    members = view()
+    assert members.observe(announcement("a", sequence=5, speed=5.0), now=0, wall=0) is Change.NEW
+    assert members.observe(announcement("a", sequence=6, speed=6.0), now=0, wall=0) is Change.UPDATED
+    for replayed in (5, 6):
+        again = announcement("a", sequence=replayed, speed=9.0, expires_at=2e9)
+        assert members.observe(again, now=0, wall=0) is Change.IGNORED
+    known = members.get(A)
+    assert known is not None
+    assert known.tokens_per_second == 6.0
+
+
+def test_replicas_with_a_state_are_those_that_tell_of_one_and_can_be_reached() -> None:
+    members = view()
+    anchor = AnchorVersion(3, 10, 100, 0, bytes(32))
+    states = {"serving": PeerState.SERVING, "draining": PeerState.DRAINING, "joining": PeerState.JOINING}
+    for peer, state in states.items():
+        members.observe(replace(announcement(peer, state=state), anchor=anchor), now=0, wall=0)
+    members.observe(replace(announcement("elsewhere", 2), anchor=anchor), now=0, wall=0)
+    members.observe(announcement("without"), now=0, wall=0)
+    assert [known.peer for known in members.with_state(ModuleId(1))] == ["serving", "draining"]
+    members.give_up(PeerId("serving"), 0)
+    assert [known.peer for known in members.with_state(ModuleId(1))] == ["draining"]
+
+
+def test_what_is_not_for_us_is_ignored() -> None:
+    members = view()
+    assert members.observe(announcement("own"), now=0, wall=0) is Change.IGNORED
+    assert members.observe(announcement("a", run=RunId("1" * 64)), now=0, wall=0) is Change.IGNORED
+    assert members.observe(announcement("a", expires_at=50.0), now=0, wall=50.0) is Change.IGNORED
+    assert members.peers() == ()
+
+
+def test_announcements_run_out_by_this_machines_own_clock() -> None:
+    members = view()
+    members.observe(announcement("a", expires_at=1010.0), now=5.0, wall=1000.0)
+    assert is_asked(members, 14.9) == [A]
+    assert members.expire(14.9) == []
+    assert is_asked(members, 15.0) == []
+    assert members.expire(15.0) == [A]
+    assert members.get(A) is None
+
+
+def test_a_renewal_puts_the_expiry_off() -> None:
+    members = view()
+    members.observe(announcement("a", sequence=1, expires_at=10.0), now=0, wall=0)
+    members.observe(announcement("a", sequence=2, expires_at=20.0), now=0, wall=0)
+    assert members.expire(15.0) == []
+
+
+def test_only_those_that_can_take_work_are_asked() -> None:
+    members = view()
+    for state in PeerState:
+        members.observe(
+            announcement(state.name, None if state is PeerState.VISITING else 1, state=state), now=0, wall=0
+        )
+    members.observe(announcement("elsewhere", 2), now=0, wall=0)
+    members.observe(announcement("from the future", versions=VersionRange(3, 4)), now=0, wall=0)
+    assert is_asked(members, 0) == [PeerId("SERVING")]
+
+
+def test_after_a_first_failure_it_is_tried_again_soon_and_then_not_before_it_is_heard_of() -> None:
+    members = view()
+    members.observe(announcement("a", sequence=1), now=0, wall=0)
+    members.fail(A, 0.0)
+    members.fail(A, 0.5)  # the same outage
+    assert is_asked(members, FIRST_PAUSE_S - 0.01) == []
+    assert is_asked(members, FIRST_PAUSE_S) == [A]
+    assert members.is_served(ModuleId(1), 0.5), "nobody is given up for one link"
+    members.fail(A, FIRST_PAUSE_S)
+    assert is_asked(members, 59.0) == []
+    assert not members.is_served(ModuleId(1), 59.0)
+    members.observe(announcement("a", sequence=1), now=59, wall=59)
+    assert is_asked(members, 59.0) == [], "an old record says nothing about now"
+    members.observe(announcement("a", sequence=59_001), now=59, wall=59)
+    assert is_asked(members, 59.0) == [A]
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_what_it_announced_before_it_fell_silent_is_no_sign_of_life(failures: int) -> None:
+    """The directory brings news later than a link that breaks."""
+    members = view()
+    members.observe(announcement("a", sequence=7_000_000), now=10, wall=0)
+    members.fail(A, 12.0)
+    if failures == 2:
+        members.give_up(A, 12.1)
+    members.observe(announcement("a", sequence=7_002_000), now=12.2, wall=0)
+    assert is_asked(members, 12.2) == []
+    members.give_up(A, 12.3)
+    members.observe(announcement("a", sequence=7_002_100), now=12.4, wall=0)
+    assert is_asked(members, 12.4) == [], "not another one either"
+    members.observe(announcement("a", sequence=7_002_301), now=12.5, wall=0)
+    assert is_asked(members, 12.5) == [A]
+
+
+def test_what_a_peer_announces_after_a_link_to_it_broke_brings_it_back_at_once() -> None:
+    members = view()
+    members.observe(announcement("a", sequence=7_000_000), now=10, wall=0)
+    members.fail(A, 10.1)
+    members.observe(announcement("a", sequence=7_000_101), now=10.2, wall=0)
+    assert is_asked(members, 10.2) == [A]
+
+
+def test_who_announces_but_never_answers_is_tried_less_and_less() -> None:
+    members = view()
+    members.observe(announcement("a", sequence=1), now=0, wall=0)
+    now = 0.0
+    members.fail(A, now)
+    pauses = []
+    for later in range(2, 12):
+        now += FIRST_PAUSE_S
+        members.fail(A, now)
+        members.observe(announcement("a", sequence=int(now * 1000) + later), now=now, wall=0)
+        pause = next(
+            pause for pause in (0, 1, 2, 4, 8, 16, 32, LONGEST_PAUSE_S) if not members.is_suspect(A, now + pause)
+        )
+        pauses.append(pause)
+        now += pause
+    assert pauses == [0, 1, 2, 4, 8, 16, 32, 60, 60, 60]
+    members.recover(A)
+    members.fail(A, now)
+    assert is_asked(members, now + FIRST_PAUSE_S) == [A], "a link that stood ends the count"
+
+
+def test_strangers_may_fail_and_leave() -> None:
+    members = view()
+    members.fail(A, 0.0)
+    members.recover(A)
+    members.forget(A)
+    assert not members.is_suspect(A, 0.0)
+    members.observe(announcement("a"), now=0, wall=0)
+    members.forget(A)
+    assert members.peers() == ()
+
+
+def test_the_view_is_bounded_and_visitors_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_under_test, "MAX_PEERS", 3)
+    members = view()
+    members.observe(announcement("short", expires_at=10.0), now=0, wall=0)
+    members.observe(announcement("visitor", None, state=PeerState.VISITING), now=0, wall=0)
+    members.observe(announcement("long"), now=0, wall=0)
+    members.observe(announcement("a", expires_at=20.0), now=0, wall=0)
+    assert {a.peer for a in members.peers()} == {"short", "long", "a"}
+    members.observe(announcement("b"), now=0, wall=0)
+    assert {a.peer for a in members.peers()} == {"long", "a", "b"}
+
+
+@pytest.mark.parametrize("visiting", [False, True])
+def test_a_flood_pushes_out_none_of_those_that_stay(monkeypatch: pytest.MonkeyPatch, visiting: bool) -> None:
+    monkeypatch.setattr(module_under_test, "MAX_PEERS", 4)
+    members = view()
+    lasting = {f"lasting{n}" for n in range(4)}
+    for peer in lasting:
+        members.observe(announcement(peer, expires_at=100.0), now=0, wall=0)
+    for n in range(20):
+        flood = (
+            announcement(f"flood{n}", None, state=PeerState.VISITING)
+            if visiting
+            else announcement(f"flood{n}", expires_at=1.0)
+        )
+        assert members.observe(flood, now=0, wall=0) is Change.IGNORED
+    assert {a.peer for a in members.peers()} == lasting
+
+
+def test_who_counts_from_less_in_its_next_life_is_news_as_soon_as_the_old_record_has_run_out() -> None:
+    """It began with a clock far ahead, and has been started again with the right one."""
+    members = Membership(RUN, OWN)
+    members.observe(announcement("a", sequence=9_000_000, expires_at=60.0), now=0, wall=0)
+    members.give_up(PeerId("a"), now=1)
+    assert members.observe(announcement("a", sequence=1_000, expires_at=119.0), now=59, wall=59) is Change.IGNORED
+    assert members.observe(announcement("a", sequence=1_001, expires_at=120.0), now=60, wall=60) is Change.NEW
+    assert not members.is_given_up(PeerId("a"))

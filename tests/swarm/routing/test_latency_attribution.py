@@ -1,0 +1,230 @@
+"""Receipts that pass become measurements of whoever sent them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.routing.latency_attribution import LOST_S, MAX_JOURNEYS, PathTimes
+from swarm.routing.measurements import Measurements
+from swarm.routing.service_times import Estimates
+from swarm.vocabulary.pipeline_messages import Direction, Receipt, ReceiptStatus
+from swarm.vocabulary.types import MicrobatchId, PeerId
+from tests.swarm.membership.announcements import announcement
+from tests.swarm.pipeline.custody_desk import A2, ABC, BACK, DATA, MICROBATCH, OUT, A, B, C
+
+TOKENS = 100
+
+
+class Travel:
+    """One microbatch on its way by A, B and C. It sets out at 0."""
+
+    def __init__(self, queue: dict[PeerId, int] | None = None) -> None:
+        self.estimates = Estimates()
+        self.measurements = Measurements(DATA, TOKENS)
+        self.times = PathTimes(DATA, self.estimates, self.measurements, TOKENS, lambda peer: 4)
+        self.times.launched(MICROBATCH, ABC, queue or {}, 0.0)
+
+    def passed(self, sender: PeerId, direction: Direction, position: int, now: float) -> None:
+        self.times.passed(sender, Receipt(MICROBATCH, direction, position, ReceiptStatus.PASSED_ON), now)
+
+    def out(self) -> None:
+        """To the loss at 10: A takes 1 second, B 2, C 3."""
+        for peer, direction, position, now in ((A, OUT, 0, 1.0), (B, OUT, 1, 3.0), (C, OUT, 2, 6.0)):
+            self.passed(peer, direction, position, now)
+        self.times.turned(MICROBATCH, 10.0)
+
+    def back(self, first: PeerId = A) -> None:
+        """C takes 6 seconds, B 4, A 2."""
+        for peer, position, now in ((C, 2, 16.0), (B, 1, 20.0), (first, 0, 22.0)):
+            self.passed(peer, BACK, position, now)
+
+    def seconds(self, peer: PeerId) -> float | None:
+        known = self.estimates.measured(peer)
+        return None if known is None else known.seconds_per_token * TOKENS
+
+
+def test_each_peer_is_charged_for_its_own_time_out_and_back() -> None:
+    travel = Travel()
+    travel.out()
+    travel.back()
+    assert [travel.seconds(peer) for peer in (A, B, C)] == pytest.approx([3.0, 6.0, 9.0])
+
+
+def test_the_queue_that_it_found_is_taken_out() -> None:
+    travel = Travel({B: 2})
+    travel.out()
+    travel.back()
+    assert travel.seconds(B) == pytest.approx(2.0)
+
+
+def test_receipts_that_come_when_it_is_home_already_count() -> None:
+    """As they do wherever a round trip is longer than what we compute: those of the first hop always."""
+    travel = Travel()
+    travel.out()
+    travel.times.completed(MICROBATCH, 15.0)
+    travel.back()
+    assert [travel.seconds(peer) for peer in (A, B, C)] == pytest.approx([3.0, 6.0, 9.0])
+
+
+@given(st.permutations(range(7)))
+def test_the_order_in_which_receipts_come_does_not_matter(order: list[int]) -> None:
+    words: list[tuple[PeerId, Direction, int, float]] = [
+        (A, OUT, 0, 1.0),
+        (B, OUT, 1, 3.0),
+        (C, OUT, 2, 6.0),
+        (DATA, BACK, 3, 10.0),
+        (C, BACK, 2, 16.0),
+        (B, BACK, 1, 20.0),
+        (A, BACK, 0, 22.0),
+    ]
+    travel = Travel()
+    for place in order:
+        travel.passed(*words[place])
+    assert [travel.seconds(peer) for peer in (A, B, C)] == pytest.approx([3.0, 6.0, 9.0])
+
+
+def test_a_visit_whose_two_ways_were_anothers_each_is_nobodys_measurement() -> None:
+    travel = Travel()
+    travel.out()
+    travel.back(first=A2)
+    assert [travel.seconds(peer) for peer in (A, A2)] == [None, None]
+    assert travel.seconds(B) == pytest.approx(6.0)
+
+
+def test_who_stood_in_is_measured_instead_of_who_was_planned() -> None:
+    travel = Travel()
+    travel.passed(A2, OUT, 0, 1.0)
+    travel.times.turned(MICROBATCH, 10.0)
+    travel.passed(B, BACK, 1, 10.0)
+    travel.passed(A2, BACK, 0, 14.0)
+    assert travel.seconds(A2) == pytest.approx(5.0)
+    assert travel.seconds(A) is None
+
+
+def test_a_hop_that_was_skipped_is_not_measured_and_the_one_after_it_is() -> None:
+    travel = Travel()
+    for peer, direction, position, now in ((A, OUT, 0, 1.0), (C, OUT, 1, 4.0)):
+        travel.passed(peer, direction, position, now)
+    travel.times.turned(MICROBATCH, 10.0)
+    for peer, position, now in ((C, 1, 16.0), (A, 0, 18.0)):
+        travel.passed(peer, BACK, position, now)
+    assert [travel.seconds(peer) for peer in (A, B, C)] == [pytest.approx(3.0), None, pytest.approx(9.0)]
+
+
+def test_a_receipt_that_comes_again_counts_once_and_moves_no_clock() -> None:
+    travel = Travel()
+    travel.out()
+    travel.passed(A, OUT, 0, 11.0)
+    travel.back()
+    travel.passed(C, BACK, 2, 30.0)
+    measured = travel.estimates.measured(C)
+    assert measured is not None
+    assert measured.samples == 1
+    assert travel.seconds(C) == pytest.approx(9.0)
+
+
+@pytest.mark.parametrize("position", [-2, 4, 255])
+def test_a_position_off_the_path_moves_no_clock(position: int) -> None:
+    travel = Travel()
+    travel.out()
+    travel.passed(A, BACK, position, 15.0)
+    travel.back()
+    assert travel.seconds(C) == pytest.approx(9.0)
+
+
+def test_the_ends_are_not_measured_but_their_time_is_nobody_elses() -> None:
+    travel = Travel()
+    travel.passed(DATA, OUT, -1, 0.5)
+    travel.out()
+    travel.passed(DATA, BACK, 3, 12.0)
+    travel.back()
+    assert travel.seconds(DATA) is None
+    assert travel.seconds(A) == pytest.approx(2.5)
+    assert travel.seconds(C) == pytest.approx(7.0)
+
+
+def test_a_way_back_without_a_way_out_is_no_measurement() -> None:
+    travel = Travel()
+    travel.passed(A, BACK, 0, 5.0)
+    assert travel.seconds(A) is None
+
+
+def test_what_was_never_launched_is_ignored() -> None:
+    travel = Travel()
+    travel.out()
+    travel.times.lost(MicrobatchId(DATA, 99), 11.0)
+    assert travel.seconds(A) is None
+
+
+def test_what_is_lost_counts_against_everybody_on_its_path_however_fast_that_went() -> None:
+    """A hop that spoils everything at once must not look fast; one that was measured before is not ruined by somebody else's fault."""
+    travel = Travel()
+    travel.estimates.observe(B, 1.0, TOKENS, 0)
+    travel.out()
+    travel.times.lost(MICROBATCH, 10.5)
+    travel.times.turned(MICROBATCH, 11.0)
+    travel.back()
+    assert [travel.seconds(peer) for peer in (A, B, C)] == pytest.approx([10.5, 1.2, 10.5])
+    travel.times.launched(MICROBATCH, ABC, {}, 20.0)
+    travel.times.lost(MICROBATCH, 20.001)
+    assert travel.seconds(A) == pytest.approx(0.9 * 10.5 + 0.1 * LOST_S)
+
+
+# ---- claims ----------------------------------------------------------------------------------------------------------
+
+
+def claimed(direction: Direction, position: int, waited_s: float, computed_s: float, sent_s: float) -> Receipt:
+    status = ReceiptStatus.PASSED_ON
+    return Receipt(MICROBATCH, direction, position, status, 0.0, "", waited_s, computed_s, sent_s)
+
+
+def forward_s(travel: Travel, peer: PeerId) -> float:
+    stages = ([announcement(DATA, 0)], *([announcement(each, k)] for k, each in enumerate((A, B, C), start=1)))
+    return travel.measurements.costs(stages, 4).forward_s[peer]
+
+
+def test_waiting_computing_and_sending_are_told_apart() -> None:
+    travel = Travel()
+    travel.times.passed(DATA, claimed(OUT, -1, 0.0, 0.125, 0.5), 0.625)
+    travel.times.passed(A, claimed(OUT, 0, 1.0, 0.5, 0.25), 2.375)
+    assert forward_s(travel, DATA) == 0.125
+    assert forward_s(travel, A) == 0.5
+    assert travel.measurements.waiting_s() == {A: 1.0}
+
+
+def test_who_says_it_is_fast_and_is_not_counts_as_slow() -> None:
+    travel = Travel()
+    travel.times.passed(A, claimed(OUT, 0, 0.0, 0.001, 0.001), 2.0)
+    assert forward_s(travel, A) == pytest.approx(2.0, abs=0.01)
+
+
+def test_waiting_is_believed_up_to_a_full_queue() -> None:
+    travel = Travel()
+    travel.times.passed(A, claimed(OUT, 0, 100.0, 0.01, 0.0), 2.0)
+    assert travel.measurements.waiting_s()[A] == pytest.approx(0.09), "three slots more, each out and back"
+    assert forward_s(travel, A) == pytest.approx(1.91)
+
+
+def test_what_came_home_tells_how_much_of_sending_was_the_way() -> None:
+    travel = Travel()
+    now = 0.0
+    for peer, direction, position in ((DATA, OUT, -1), (A, OUT, 0), (B, OUT, 1), (C, OUT, 2)):
+        now += 3.0
+        travel.times.passed(peer, claimed(direction, position, 0.0, 1.0, 2.0), now)
+    travel.times.turned(MICROBATCH, now := now + 1.0)
+    for peer, position in ((DATA, 3), (C, 2), (B, 1), (A, 0)):
+        now += 3.0 if peer != DATA else 2.0
+        travel.times.passed(peer, claimed(BACK, position, 0.0, 1.0, 2.0), now)
+    travel.times.completed(MICROBATCH, now - 4.0)
+    stages = ([announcement(DATA, 0)], [announcement(A, 1)])
+    assert travel.measurements.costs(stages, 4).message_s[DATA][A] == pytest.approx(2.0 * (16.0 - 4.0) / 16.0)
+
+
+def test_journeys_that_never_end_are_forgotten() -> None:
+    travel = Travel()
+    for number in range(MAX_JOURNEYS):
+        travel.times.launched(MicrobatchId(DATA, 1000 + number), ABC, {}, 0.0)
+    travel.times.passed(A, claimed(OUT, 0, 0.0, 1.0, 0.0), 1.0)
+    assert travel.measurements.waiting_s() == {}

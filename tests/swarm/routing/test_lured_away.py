@@ -1,0 +1,66 @@
+"""Announcements are believed only so far: nobody leaves a module to somebody who has only said that it serves there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from swarm.membership.capacity import MOST_BELIEVED, Workload, allowed_throughput, hosts_of
+from swarm.membership.rebalancing import MoveRules, MoveWatch, Standing, proven_by
+from swarm.vocabulary.announcement import Announcement
+from swarm.vocabulary.types import ModuleId, PeerId, PeerState
+from tests.swarm.membership.announcements import announcement
+
+MODULES = tuple(ModuleId(stage) for stage in range(4))
+WORK = Workload(MODULES, (1.0, 2.0, 2.0, 2.0), 3)
+OWN = announcement("honest1", 1)
+HONEST = (announcement("data", 0, speed=0.0), announcement("honest2", 2), announcement("honest3", 3))
+LIAR = announcement("liar", 1, speed=1e6)
+MANY_LIARS = tuple(announcement(f"liar{n}", 1, speed=1e6) for n in range(50))
+
+
+def moves(others: tuple[Announcement, ...], *proven: str, own: Announcement = OWN) -> ModuleId | None:
+    """Where the peer goes within twenty minutes, looking every two seconds."""
+    watch, known = MoveWatch(WORK, MoveRules()), frozenset(PeerId(name) for name in proven)
+    move_s = {module: 30.0 for module in MODULES[1:] if module != own.module}
+    for second in range(0, 1200, 2):
+        goal = watch.consider(Standing(own, others, float(second), move_s, known), float(second)).value
+        if goal is not None:
+            return goal
+    return None
+
+
+@pytest.mark.parametrize("liars", [(LIAR,), MANY_LIARS])
+@pytest.mark.parametrize("lost", [(), (3,)])
+def test_the_only_honest_replica_of_a_module_stays(liars: tuple[Announcement, ...], lost: tuple[int, ...]) -> None:
+    """Not even to fill a module that is empty: the liar would be alone with what this one knows."""
+    others = tuple(a for a in HONEST if a.module is None or a.module.stage not in lost)
+    assert moves((*others, *liars)) is None
+    assert moves((*others, *liars), "honest2", "honest3", "data") is None
+
+
+def test_who_leaves_a_proven_replica_behind_goes() -> None:
+    second = announcement("honest4", 1)
+    assert moves((*HONEST[:2], second), "honest4") == ModuleId(3)
+    assert moves((*HONEST[:2], second)) is None
+    assert moves((*HONEST[:2], replace(second, state=PeerState.DRAINING)), "honest4") is None
+
+
+def test_what_a_peer_announces_counts_up_to_four_times_the_median() -> None:
+    unknown = allowed_throughput(hosts_of((OWN, *HONEST, LIAR), WORK), WORK)[ModuleId(1)]
+    known = allowed_throughput(hosts_of((OWN, *HONEST, LIAR), WORK, frozenset({LIAR.peer})), WORK)[ModuleId(1)]
+    assert unknown == 1000.0 + MOST_BELIEVED * 1000.0
+    assert known == 1000.0 + 1e6
+
+
+def test_a_data_node_s_word_weighs_as_much_as_the_work_it_gave() -> None:
+    a, b, c, liar = (PeerId(name) for name in ("a", "b", "c", "liar"))
+    assert proven_by({}, {}) == frozenset()
+    assert proven_by({a: frozenset({c})}, {}) == frozenset(), "who gave us nothing has no say"
+    assert proven_by({a: frozenset({c})}, {a: 1}) == {c}
+    assert proven_by({a: frozenset({c}), b: frozenset()}, {a: 500, b: 500}) == {c}, (
+        "data nodes share the replicas among them"
+    )
+    sybils = {PeerId(f"s{n}"): frozenset({liar}) for n in range(50)}
+    assert proven_by({a: frozenset({c}), **sybils}, {a: 900, **dict.fromkeys(sybils, 1)}) == {c}

@@ -1,0 +1,342 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from swarm.membership.membership import Membership
+from swarm.routing import service_times as module_under_test
+from swarm.routing.path_rules import PathRules
+from swarm.routing.planner import TRY_EVERY, Lanes, NoReplica, Planner, hop_to_try, in_flight_by_peer, visited_stages
+from swarm.routing.service_times import UNKNOWN_TOKENS_PER_S, Estimates
+from swarm.vocabulary.announcement import Announcement
+from swarm.vocabulary.types import Hop, ModuleId, Path, PeerId
+from tests.swarm.membership.announcements import RUN, announcement
+
+NOW = 0.0
+OWN, FAST, SLOW, LIAR = PeerId("own"), PeerId("fast"), PeerId("slow"), PeerId("liar")
+TOKENS = 1000
+ONE_STAGE = PathRules(stages=2, per_path=1)
+
+
+def planner_with(*announcements: Announcement, rules: PathRules = ONE_STAGE) -> tuple[Planner, Estimates]:
+    members, estimates = Membership(RUN, OWN), Estimates()
+    for one in announcements:
+        members.observe(one, now=0, wall=0)
+    return Planner(rules, members, estimates, TOKENS), estimates
+
+
+def chosen(planner: Planner, in_flight: dict[PeerId, int] | None = None) -> PeerId | None:
+    return planner.replica(ModuleId(1), frozenset(), in_flight or {}, 0.0).value
+
+
+# ---- which stages ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stages", "per_path"), [(2, 1), (5, 4), (5, 3), (5, 2), (5, 1), (8, 5), (9, 6), (13, 7), (4, 0)]
+)
+def test_every_stage_is_visited_equally_often_over_any_window(stages: int, per_path: int) -> None:
+    skippable = stages - 1
+    for first in range(3 * skippable):
+        window = [visited_stages(PathRules(stages, per_path), first + n) for n in range(skippable)]
+        assert all(len(visited) == per_path and list(visited) == sorted(set(visited)) for visited in window)
+        visits = Counter(stage for visited in window for stage in visited)
+        assert visits == {stage: per_path for stage in range(1, stages) if per_path}
+
+
+def test_a_path_goes_through_its_stages_in_order() -> None:
+    planner, _ = planner_with(*(announcement(f"p{stage}", stage) for stage in (1, 2, 3)), rules=PathRules(4, 3))
+    path = planner.plan(0, {}, 0.0).value
+    assert path == Path(OWN, tuple(Hop(ModuleId(stage), PeerId(f"p{stage}")) for stage in (1, 2, 3)))
+
+
+def test_a_path_can_be_had_through_any_stages() -> None:
+    planner, _ = planner_with(*(announcement(f"p{stage}", stage) for stage in (1, 2, 3)), rules=PathRules(5, 2))
+    full = planner.plan_through((1, 2, 3), {}, 0.0).value
+    assert full == Path(OWN, tuple(Hop(ModuleId(stage), PeerId(f"p{stage}")) for stage in (1, 2, 3)))
+    assert planner.plan_through((2, 4), {}, 0.0).value == NoReplica((ModuleId(4),))
+
+
+@pytest.mark.parametrize("with_lanes", [False, True])
+def test_a_stage_that_has_lost_its_last_peer_is_left_out_until_one_serves_it(*, with_lanes: bool) -> None:
+    members, rules = Membership(RUN, OWN), PathRules(stages=4, per_path=2)
+    for stage in (1, 2, 3):
+        members.observe(announcement(f"p{stage}", stage), now=0, wall=0)
+    sets = [visited_stages(rules, number) for number in range(3)]
+    lanes: Lanes = tuple(tuple(Hop(ModuleId(stage), PeerId(f"p{stage}")) for stage in stages) for stages in sets)
+    planner = Planner(rules, members, Estimates(), TOKENS, lambda: lanes if with_lanes else ())
+
+    def stages_of(number: int) -> list[int] | NoReplica:
+        path = planner.plan(number, {}, NOW).value
+        return path if isinstance(path, NoReplica) else [hop.module.stage for hop in path.hops]
+
+    whole = [stages_of(number) for number in range(3)]
+    assert whole == [list(stages) for stages in sets]
+    members.give_up(PeerId("p2"), NOW)
+    assert [stages_of(number) for number in range(3)] == [[stage for stage in stages if stage != 2] for stages in sets]
+    assert planner.unserved(NOW) == (ModuleId(2),)
+    assert [planner.goes_round(ModuleId(stage), NOW) for stage in (1, 2, 3)] == [False, True, False]
+    members.give_up(PeerId("p3"), NOW)  # two are more than a path may miss
+    assert {str(stages_of(number)) for number in range(3) if 1 not in sets[number]} == {
+        str(NoReplica((ModuleId(2), ModuleId(3))))
+    }
+    members.recover(PeerId("p2"))
+    members.recover(PeerId("p3"))
+    assert [stages_of(number) for number in range(3)] == whole
+
+
+def test_whoever_reaches_nobody_goes_round_nobody() -> None:
+    """It is cut off itself."""
+    members = Membership(RUN, OWN)
+    for stage in (1, 2):
+        members.observe(announcement(f"p{stage}", stage), now=0, wall=0)
+    planner = Planner(PathRules(stages=4, per_path=2), members, Estimates(), TOKENS)
+    members.give_up(PeerId("p2"), NOW)
+    assert planner.goes_round(ModuleId(2), NOW)
+    members.give_up(PeerId("p1"), NOW)
+    assert not planner.goes_round(ModuleId(2), NOW)
+
+
+def test_a_stage_that_nobody_has_served_yet_is_waited_for() -> None:
+    planner, _ = planner_with(announcement("p1", 1), announcement("p2", 2), rules=PathRules(stages=4, per_path=2))
+    plans = [planner.plan(number, {}, NOW).value for number in range(3)]
+    assert plans.count(NoReplica((ModuleId(3),))) == 2
+
+
+def test_a_stage_whose_peer_is_out_of_reach_for_a_moment_is_waited_for() -> None:
+    members = Membership(RUN, OWN)
+    for stage in (1, 2, 3):
+        members.observe(announcement(f"p{stage}", stage), now=0, wall=0)
+    planner = Planner(PathRules(stages=4, per_path=2), members, Estimates(), TOKENS)
+    for number in range(3):
+        planner.plan(number, {}, NOW)
+    members.fail(PeerId("p2"), NOW)
+    assert [planner.plan(number, {}, NOW).value for number in range(3)].count(NoReplica((ModuleId(2),))) == 2
+
+
+def test_a_path_may_visit_nobody() -> None:
+    planner, _ = planner_with(rules=PathRules(1, 0))
+    assert planner.plan(0, {}, 0.0).value == Path(OWN, ())
+
+
+def test_all_missing_modules_are_named() -> None:
+    planner, _ = planner_with(announcement("p2", 2), rules=PathRules(5, 4))
+    plan = planner.plan(0, {}, 0.0)
+    assert plan.value == NoReplica((ModuleId(1), ModuleId(3), ModuleId(4)))
+    assert all(f"module {stage}.0 has no peer left" in plan.reason for stage in (1, 3, 4))
+
+
+def test_a_skipped_stage_needs_no_peer() -> None:
+    rules = PathRules(4, 2)
+    planner, _ = planner_with(*(announcement(f"p{stage}", stage) for stage in (1, 2)), rules=rules)
+    found = [isinstance(planner.plan(n, {}, 0.0).value, Path) for n in range(3)]
+    assert found == [3 not in visited_stages(rules, n) for n in range(3)]
+    assert any(found)
+
+
+# ---- which peer --------------------------------------------------------------------------------------------------------
+
+
+def test_the_fastest_is_chosen_and_the_reason_says_so() -> None:
+    planner, _ = planner_with(announcement("slow", speed=1000), announcement("fast", speed=4000))
+    choice = planner.replica(ModuleId(1), frozenset(), {}, 0.0)
+    assert choice.value == FAST
+    assert "250 ms" in choice.reason
+    assert "announced" in choice.reason
+
+
+def test_those_left_out_are_not_chosen() -> None:
+    planner, _ = planner_with(announcement("slow", speed=1000), announcement("fast", speed=4000))
+    assert planner.replica(ModuleId(1), frozenset({FAST}), {}, 0.0).value == SLOW
+    assert planner.replica(ModuleId(1), frozenset({FAST, SLOW}), {}, 0.0).value is None
+
+
+def test_work_in_flight_spreads_the_load_in_proportion_to_speed() -> None:
+    speeds = {"a": 1000, "b": 2000, "c": 5000}
+    planner, _ = planner_with(*(announcement(peer, speed=speed) for peer, speed in speeds.items()))
+    in_flight: dict[PeerId, int] = {}
+    for _ in range(80):
+        peer = chosen(planner, in_flight)
+        assert peer is not None
+        in_flight[peer] = in_flight.get(peer, 0) + 1
+    for name, speed in speeds.items():
+        assert in_flight[PeerId(name)] == pytest.approx(80 * speed / 8000, abs=1)
+
+
+def test_slots_that_others_have_taken_count_as_a_queue() -> None:
+    planner, _ = planner_with(announcement("fast", speed=4000, slots=8, free_slots=0), announcement("slow", speed=1000))
+    assert chosen(planner) == SLOW, "1 s against 9 times 0.25 s"
+    assert chosen(planner, {SLOW: 2}) == FAST, "3 s against 9 times 0.25 s"
+    assert chosen(planner, {FAST: 20, SLOW: 2}) == SLOW, "our own are more than it says are taken"
+
+
+def test_a_liar_is_believed_only_until_it_has_been_measured() -> None:
+    planner, estimates = planner_with(announcement("liar", speed=100_000), announcement("fast", speed=1000))
+    assert chosen(planner) == LIAR
+    estimates.observe(LIAR, seconds=2.0, tokens=TOKENS, queue=0)
+    assert chosen(planner) == FAST
+
+
+def test_a_measurement_outlives_every_further_lie() -> None:
+    planner, estimates = planner_with(announcement("liar", speed=float("inf")), announcement("fast", speed=1000))
+    estimates.observe(LIAR, seconds=2.0, tokens=TOKENS, queue=0)
+    assert chosen(planner) == FAST
+
+
+def test_who_has_brought_nothing_back_gets_one_at_a_time_where_others_have() -> None:
+    planner, estimates = planner_with(announcement("liar", speed=100_000), announcement("fast", speed=1000))
+    assert chosen(planner, {LIAR: 3}) == LIAR, "nobody was measured yet: what is announced is all there is"
+    estimates.observe(FAST, seconds=1.0, tokens=TOKENS, queue=0)
+    assert chosen(planner) == LIAR
+    assert chosen(planner, {LIAR: 1, FAST: 9}) == FAST
+    estimates.observe(LIAR, seconds=0.01, tokens=TOKENS, queue=0)
+    assert chosen(planner, {LIAR: 1}) == LIAR, "it was no lie"
+
+
+def test_a_lane_is_left_while_its_peer_has_one_and_has_brought_nothing_back() -> None:
+    members, estimates = Membership(RUN, OWN), Estimates()
+    for one in (announcement("liar", speed=100_000), announcement("fast", speed=1000)):
+        members.observe(one, now=0, wall=0)
+    lane = (Hop(ModuleId(1), LIAR),)
+    planner = Planner(ONE_STAGE, members, estimates, TOKENS, lambda: (lane,))
+    estimates.observe(FAST, seconds=1.0, tokens=TOKENS, queue=0)
+    assert planner.plan(1, {}, NOW).value == Path(OWN, lane)
+    assert planner.plan(1, {LIAR: 1}, NOW).value == Path(OWN, (Hop(ModuleId(1), FAST),))
+
+
+def test_failing_never_looks_like_speed() -> None:
+    planner, estimates = planner_with(announcement("slow", speed=900), announcement("fast", speed=1000))
+    estimates.penalize(FAST, seconds=30.0, tokens=TOKENS)
+    assert chosen(planner) == SLOW
+
+
+def test_hops_are_counted_by_peer() -> None:
+    one, two = Hop(ModuleId(1), FAST), Hop(ModuleId(2), SLOW)
+    assert in_flight_by_peer([Path(OWN, (one, two)), Path(OWN, (one,))]) == {FAST: 2, SLOW: 1}
+
+
+# ---- estimates ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_sample_starts_the_average_and_later_ones_move_it_by_a_tenth() -> None:
+    estimates = Estimates()
+    estimates.observe(FAST, seconds=1.0, tokens=100, queue=0)
+    assert estimates.seconds(FAST, 100, 0.0).value == pytest.approx(1.0)
+    estimates.observe(FAST, seconds=2.0, tokens=100, queue=0)
+    assert estimates.seconds(FAST, 100, 0.0).value == pytest.approx(1.1)
+    known = estimates.measured(FAST)
+    assert known is not None
+    assert known.samples == 2
+    assert known.deviation == pytest.approx(0.005 + 0.1 * (0.01 - 0.005))
+
+
+def test_the_queue_it_found_there_does_not_count_against_a_peer() -> None:
+    estimates = Estimates()
+    estimates.observe(FAST, seconds=4.0, tokens=100, queue=3)
+    assert estimates.seconds(FAST, 100, 0.0).value == pytest.approx(1.0)
+
+
+def test_without_a_measurement_the_announcement_counts_and_without_that_a_constant() -> None:
+    estimates = Estimates()
+    assert estimates.seconds(FAST, 100, 50.0) == estimates.seconds(SLOW, 100, 50.0)
+    assert estimates.seconds(FAST, 100, 50.0).value == 2.0
+    for unusable in (0.0, -1.0, float("nan")):
+        assert estimates.seconds(FAST, 100, unusable).value == 100 / UNKNOWN_TOKENS_PER_S
+
+
+def test_nonsense_measurements_do_no_harm() -> None:
+    estimates = Estimates()
+    estimates.observe(FAST, seconds=-1.0, tokens=0, queue=-5)
+    assert estimates.seconds(FAST, 100, 0.0).value == 0.0
+
+
+def test_the_longest_unused_estimate_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_under_test, "MAX_PEERS", 2)
+    estimates = Estimates()
+    for peer in (FAST, SLOW, FAST, LIAR):
+        estimates.observe(peer, 1.0, 1, 0)
+    assert [estimates.measured(peer) is None for peer in (FAST, SLOW, LIAR)] == [False, True, False]
+
+
+# ---- lanes -------------------------------------------------------------------------------------------------------------
+
+
+class OnLanes:
+    """Two stages with two replicas each, and two lanes."""
+
+    def __init__(self) -> None:
+        first, second = ModuleId(1), ModuleId(2)
+        self.lanes: Lanes = (
+            (Hop(first, PeerId("a1")), Hop(second, PeerId("b1"))),
+            (Hop(second, PeerId("b2")), Hop(first, PeerId("a2"))),
+        )
+        self.members = Membership(RUN, OWN)
+        for peer, stage in (("a1", 1), ("a2", 1), ("b1", 2), ("b2", 2)):
+            self.members.observe(announcement(peer, stage), now=NOW, wall=0.0)
+        self.estimates = Estimates()
+        self.planner = Planner(PathRules(3, 2), self.members, self.estimates, TOKENS, lambda: self.lanes)
+
+    def path(self, number: int, **in_flight: int) -> list[str]:
+        plan = self.planner.plan(number, {PeerId(peer): count for peer, count in in_flight.items()}, NOW)
+        assert isinstance(plan.value, Path)
+        return [hop.peer for hop in plan.value.hops]
+
+
+def test_lanes_are_taken_in_turn_in_their_own_order() -> None:
+    on = OnLanes()
+    assert [on.path(number) for number in (1, 2, 3)] == [["b2", "a2"], ["a1", "b1"], ["b2", "a2"]]
+
+
+def test_a_peer_of_the_lane_that_is_gone_or_crowded_is_replaced_and_the_stages_stay() -> None:
+    on = OnLanes()
+    assert on.path(2, a1=2, a2=1) == ["a1", "b1"], "half as long again is not much longer"
+    assert on.path(2, a1=3) == ["a2", "b1"]
+    on.members.give_up(PeerId("b1"), NOW)
+    assert on.path(2) == ["a1", "b2"]
+
+
+def test_what_peers_announce_of_their_queues_does_not_move_anybody_off_a_lane() -> None:
+    """All data nodes hear it at once, and it is over when they come."""
+    on = OnLanes()
+    on.members.observe(announcement("a1", 1, slots=16, free_slots=0, sequence=2), now=NOW, wall=0.0)
+    assert on.path(2) == ["a1", "b1"]
+    on.lanes = ()
+    assert on.planner.replica(ModuleId(1), frozenset(), {}, NOW).value == "a2", (
+        "but without a lane it is all that is known"
+    )
+
+
+def test_every_now_and_then_one_hop_goes_to_who_was_not_measured_for_longest() -> None:
+    on = OnLanes()
+    for peer in ("a2", "a1", "b2"):
+        on.estimates.observe(PeerId(peer), 1.0, TOKENS, 0)
+    assert on.path(0) == ["a2", "b1"]
+    assert on.path(2) == ["a1", "b1"]
+    on.lanes = on.lanes[:1]
+    assert on.path(0) == ["a2", "b1"]
+    tried = {place: number for number in range(3 * TRY_EVERY) if (place := hop_to_try(on.lanes, number)) is not None}
+    assert set(tried) == {0, 1}
+    assert on.path(tried[1])[1] == "b1", "never measured goes before long ago"
+
+
+@pytest.mark.parametrize(("count", "length"), [(1, 1), (2, 2), (24, 3), (6, 4), (8, 8)])
+def test_every_hop_of_every_lane_is_tried_some_day(count: int, length: int) -> None:
+    lane = tuple(Hop(ModuleId(stage), PeerId(f"p{stage}")) for stage in range(length))
+    lanes = (lane,) * count
+    numbers = range(TRY_EVERY * count * length * 2)
+    tried = {(n % count, place) for n in numbers if (place := hop_to_try(lanes, n)) is not None}
+    assert len(tried) == count * length
+
+
+def test_no_stage_waits_for_its_first_try_until_all_lanes_have_had_theirs() -> None:
+    lanes = (tuple(Hop(ModuleId(stage), PeerId(f"p{stage}")) for stage in range(12)),) * 24
+    assert {hop_to_try(lanes, TRY_EVERY * turn) for turn in range(12)} == set(range(12))
+
+
+def test_without_lanes_the_ring_decides() -> None:
+    on = OnLanes()
+    on.lanes = ()
+    assert set(on.path(1)) <= {"a1", "a2", "b1", "b2"}
+    on.lanes = ((),)
+    assert on.path(0) == []
