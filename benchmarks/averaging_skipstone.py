@@ -25,13 +25,13 @@ from node.averaging.module_rounds import rung_of
 from node.averaging.round_runner import Averager, AveragerHooks, AveragerParts, RoundSettled
 from node.concurrency.compute_thread import ComputeThread
 from node.model.optimizer import StepFigures
-from protocol.codecs.tensor_spec import TensorSpec
 from protocol.identity.certificates import make_credentials
 from protocol.identity.entry_signatures import EntrySeal
 from protocol.identity.keys import Identity
 from protocol.identity.piece_signatures import PieceSignatures
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.directory import Contact
+from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import Question, QuestionAbout, Refusal, Topic
 from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.settings import TransportSettings

@@ -34,11 +34,11 @@ from node.averaging.state_sync.download import CatchingUp, Surroundings
 from node.averaging.state_sync.partial_state import FreshSpace
 from node.concurrency.compute_thread import ComputeThread
 from node.concurrency.task_groups import task_scope
-from protocol.codecs.tensor_spec import TensorSpec
 from protocol.identity.certificates import make_credentials
 from protocol.identity.keys import Identity
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.directory import Contact
+from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import Question, Refusal, Topic
 from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.settings import TransportSettings

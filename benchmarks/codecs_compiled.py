@@ -17,8 +17,8 @@ from torch import Tensor
 
 from benchmarks.codecs_contenders import Sent
 from protocol.codecs import Encoded
-from protocol.codecs.tensor_spec import BLOCK, INT4_BLOCK, TensorSpec
 from protocol.codecs.views import DTYPES, octets_of, octets_of_tensor
+from protocol.interfaces.tensor_spec import BLOCK, INT4_BLOCK, TensorSpec
 from swarm.vocabulary.types import Codec
 
 Kernel = Callable[[Tensor, Tensor, Tensor], None]

@@ -19,7 +19,7 @@ from hivemind.proto import runtime_pb2
 from torch import Tensor
 
 from protocol import codecs
-from protocol.codecs.tensor_spec import TensorSpec
+from protocol.interfaces.tensor_spec import TensorSpec
 from swarm.vocabulary.types import Codec
 
 RANKS: Final = (4, 16)

@@ -30,11 +30,11 @@ from node.pipeline.microbatch_runner import Carrier
 from node.pipeline.stage_worker import HopWorker
 from node.pipeline.tensor_io import Wire
 from node.runtime.role import PlannedReplicas
-from protocol.codecs.tensor_spec import TensorSpec
 from protocol.identity.certificates import make_credentials
 from protocol.identity.keys import Identity
 from protocol.identity.route_signatures import Routes
 from protocol.interfaces.clock import SystemClock
+from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.manifest.manifest import Manifest, ModelSection, StagesSection, TrainingSection
 from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.settings import TransportSettings

@@ -24,10 +24,10 @@ from node.network.session import Presence, Whereabouts, present
 from node.observability.events import Event, Reach
 from node.reachability.monitor import reachable
 from protocol.codecs import Encoded
-from protocol.codecs.tensor_spec import DType, TensorSpec
 from protocol.dht.directory import DirectorySettings
 from protocol.identity.keys import Identity
 from protocol.interfaces.clock import SystemClock
+from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.interfaces.transport import Topic
 from protocol.manifest.join_link import parse_link
 from swarm.vocabulary.pipeline_messages import Close, Forward, MicrobatchControl, MicrobatchTensor, Purpose

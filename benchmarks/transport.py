@@ -23,10 +23,10 @@ import uvloop
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from benchmarks.raw_stream import RUN, process, raw_mb_per_s
-from protocol.codecs.tensor_spec import DType, TensorSpec
 from protocol.identity.certificates import TlsCredentials, make_credentials
 from protocol.identity.keys import Identity
 from protocol.interfaces.directory import Contact
+from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.interfaces.transport import Question, Topic
 from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.settings import TransportSettings

@@ -36,9 +36,9 @@ from node.model.optimizer import StepFigures
 from node.network.dispatcher import RoundTensor
 from node.observability.events import Note
 from protocol.codecs import encoded_bytes
-from protocol.codecs.tensor_spec import TensorSpec
 from protocol.identity.entry_signatures import EntrySeal
 from protocol.identity.piece_signatures import PieceSignatures
+from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import Question, QuestionAbout, Refusal
 from protocol.manifest.manifest import Manifest
 from swarm.averaging.round_events import Fellow, RoundRules

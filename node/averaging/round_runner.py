@@ -29,9 +29,9 @@ from node.concurrency.message_sender import Tellings
 from node.concurrency.task_groups import task_scope
 from node.model.optimizer import StepFigures
 from node.observability.failpoints import crash_point
-from protocol.codecs.tensor_spec import TensorSpec
 from protocol.identity.piece_signatures import PieceSignatures
 from protocol.interfaces.clock import Clock
+from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import Refusal, Transport
 from swarm.averaging.roster import contributors
 from swarm.averaging.round_events import (

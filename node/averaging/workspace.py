@@ -22,7 +22,7 @@ from node.averaging.exchange.piece_receiver import Arrivals
 from node.averaging.exchange.pseudo_gradient import SentParts
 from node.averaging.replica_sync import ReplicaKeeper, Snapshot
 from node.concurrency.compute_thread import Priority
-from protocol.codecs.tensor_spec import TensorSpec
+from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import Refusal
 from swarm.averaging.round_events import Event, PieceRejected, Staged
 from swarm.vocabulary.averaging_messages import Contribution, Roster, RoundId, RoundPiece

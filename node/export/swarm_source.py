@@ -23,7 +23,7 @@ from node.export.source import Parameters
 from node.model.shapes import parameter_bytes, parameter_shapes
 from node.network.dispatcher import RoundTensor
 from node.network.session import Presence, visit
-from protocol.codecs.tensor_spec import TensorSpec
+from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import Refusal
 from protocol.manifest.join_link import JoinLink
 from protocol.manifest.manifest import Manifest

@@ -6,8 +6,9 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
+from node.network.asking import parse_answer
 from node.network.loss_report import WHOLE_MODEL, AskedPaths, loss_in, loss_report
-from node.network.session import Presence, parse_answer, visit
+from node.network.session import Presence, visit
 from protocol.interfaces.transport import Question, QuestionAbout
 from protocol.manifest.join_link import JoinLink
 from swarm.vocabulary.announcement import Announcement

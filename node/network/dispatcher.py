@@ -8,7 +8,7 @@ from typing import Protocol
 from node.network.membership_sync import Neighbourhood
 from node.pipeline.microbatch_runner import Carrier
 from protocol.codecs import Encoded
-from protocol.codecs.tensor_spec import TensorSpec
+from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import Question, QuestionAbout, Refusal, Topic
 from swarm.vocabulary.averaging_messages import RoundControl, RoundPiece, StateChunk, StateControl
 from swarm.vocabulary.errors import PeerError, Rejected

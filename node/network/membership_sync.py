@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from node.concurrency.task_groups import set_or_after, task_scope
 from node.network.addresses import KnownPeers
+from node.network.asking import parse_answer
 from node.network.local_peer import OwnState
-from node.network.session import parse_answer
 from node.observability.events import EventSink, PeerChange
 from protocol.identity.keys import Identity
 from protocol.identity.signed_records import RECORD_LIFETIME_S, decode_announced, encode_record

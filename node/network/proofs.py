@@ -8,7 +8,8 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from typing import Final
 
-from node.network.session import Presence, parse_answer
+from node.network.asking import parse_answer
+from node.network.session import Presence
 from protocol.interfaces.transport import Question, QuestionAbout
 from swarm.membership.rebalancing import proven_by
 from swarm.vocabulary.errors import PeerError

@@ -1,22 +1,20 @@
 """This machine in the network of one run: its directory, its links, its view of the others. Nodes, `status` and `eval` alike have one.
 
-Asking strangers: several at once, because one that never answers must not keep the others from doing so; and their answers are only data.
-
 A short stay in a run's network, to ask or to fetch something without taking part.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import TypeVar
 
 from node.concurrency.task_groups import task_scope
 from node.network.addresses import KnownPeers, address_towards
+from node.network.asking import Told, first_good
 from node.network.dispatcher import Reception
 from node.network.local_peer import OwnState
 from node.network.membership_sync import Neighbourhood
@@ -37,56 +35,10 @@ from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.settings import TransportSettings
 from swarm.membership.membership import Membership
 from swarm.vocabulary.announcement import Announcement
-from swarm.vocabulary.errors import ManifestError, PeerError, ProtocolViolation, Unreachable
-from swarm.vocabulary.types import PeerId, PeerState, RunId, short
+from swarm.vocabulary.errors import ProtocolViolation, Unreachable
+from swarm.vocabulary.types import PeerId, PeerState, RunId
 
 Answer = TypeVar("Answer")
-
-
-@dataclass(frozen=True, slots=True)
-class Told(Generic[Answer]):
-    """What somebody answered."""
-
-    answer: Answer
-
-
-async def first_good(peers: Sequence[PeerId], ask: Callable[[PeerId], Awaitable[Answer]]) -> Told[Answer] | str:
-    """Asks all of them at once. Returns the first good answer, or, when there is none, why the last one gave none.
-
-    Args:
-        ask: raises PeerError or ManifestError for an answer that is none, or not good.
-    """
-
-    async def attempt(peer: PeerId) -> Told[Answer] | str:
-        try:
-            return Told(await ask(peer))
-        except (PeerError, ManifestError) as error:
-            return f"{short(peer)}: {error}"
-
-    why = "nobody was asked"
-    async with task_scope() as tasks:
-        waiting = {tasks.create_task(attempt(peer)) for peer in peers}
-        while waiting:
-            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                result = task.result()
-                if isinstance(result, Told):
-                    for other in waiting:
-                        other.cancel()
-                    return result
-                why = result
-    return why
-
-
-def parse_answer(text: bytes) -> dict[str, Any]:
-    """A peer's answer to a question whose answer is JSON. Raises ProtocolViolation when it is not a JSON object."""
-    try:
-        table = json.loads(text)
-    except (ValueError, RecursionError):
-        raise ProtocolViolation("the answer is not JSON") from None
-    if not isinstance(table, dict):
-        raise ProtocolViolation("the answer is not a JSON object")
-    return table
 
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
-from protocol.codecs.tensor_spec import DType, TensorSpec
+from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.manifest.manifest import Manifest
 from swarm.compression.microbatch_codecs import Traffic, ladder
 from swarm.routing.path_rules import PathRules

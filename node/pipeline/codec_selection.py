@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from node.pipeline.admission import allowed_codecs
-from protocol.codecs.tensor_spec import TensorSpec
 from protocol.interfaces.clock import Clock
+from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.manifest.manifest import Manifest
 from swarm.compression.goodput import Goodput
 from swarm.compression.microbatch_codecs import MOST_ERROR, Traffic, choose

@@ -18,7 +18,7 @@ from node.model.passes import Visit, backward, forward
 from node.pipeline.admission import hidden_tensor
 from node.pipeline.interfaces import Job, Output
 from node.pipeline.tensor_io import Wire
-from protocol.codecs.tensor_spec import TensorSpec
+from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.manifest.manifest import Manifest
 from swarm.pipeline.custody_states import Work
 from swarm.pipeline.ledger import DEFAULT_SLOTS

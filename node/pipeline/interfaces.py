@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from node.model.optimizer import StepFigures
 from protocol.codecs import Encoded
-from protocol.codecs.tensor_spec import TensorSpec
+from protocol.interfaces.tensor_spec import TensorSpec
 from swarm.compression.microbatch_codecs import Traffic
 from swarm.pipeline.custody_states import Key, Work
 from swarm.vocabulary.pipeline_messages import Forward, Purpose, Receipt

@@ -30,8 +30,8 @@ from node.pipeline.interfaces import (
 )
 from node.pipeline.tensor_store import Load, Loads
 from protocol.codecs import Encoded
-from protocol.codecs.tensor_spec import TensorSpec
 from protocol.interfaces.clock import Clock
+from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import Refusal, Transport
 from protocol.transport.buffer_pool import BufferPool
 from swarm.compression.microbatch_codecs import Traffic

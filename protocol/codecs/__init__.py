@@ -18,9 +18,9 @@ from torch import Tensor
 
 from protocol.codecs import bf16, fp8, int4, int8, low_rank, outliers, plain
 from protocol.codecs import byte_planes as planes
-from protocol.codecs.tensor_spec import DType, TensorSpec
 from protocol.codecs.top_k import TOP_K_2, TOP_K_4
 from protocol.codecs.views import DTYPES, ELEMENT_TYPES, Vector, octets_of, octets_of_tensor, tensor_of
+from protocol.interfaces.tensor_spec import DType, TensorSpec
 from swarm.vocabulary.errors import StateError
 from swarm.vocabulary.types import Codec
 

@@ -26,7 +26,7 @@ from protocol.codecs.blockwise import (
     slice_elements,
     span_elements,
 )
-from protocol.codecs.tensor_spec import BLOCK, blocks_of
+from protocol.interfaces.tensor_spec import BLOCK, blocks_of
 
 LARGEST_CODE: Final = 448.0
 LARGEST_SCALE: Final = float(np.finfo(np.float32).max) / 512

@@ -29,7 +29,7 @@ from protocol.codecs.blockwise import (
     slice_elements,
     span_elements,
 )
-from protocol.codecs.tensor_spec import INT4_BLOCK, blocks_of
+from protocol.interfaces.tensor_spec import INT4_BLOCK, blocks_of
 
 LARGEST_SCALE: Final = float(np.finfo(np.float32).max) / 16
 """So that no code decodes to infinity."""

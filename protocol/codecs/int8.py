@@ -27,7 +27,7 @@ from protocol.codecs.blockwise import (
     slice_elements,
     span_elements,
 )
-from protocol.codecs.tensor_spec import BLOCK, blocks_of
+from protocol.interfaces.tensor_spec import BLOCK, blocks_of
 
 LARGEST_SCALE: Final = torch.finfo(torch.bfloat16).max / 128
 """So that no code, -128 included, decodes to infinity, in bfloat16 neither."""

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from protocol.codecs.tensor_spec import most_outliers
+from protocol.interfaces.tensor_spec import most_outliers
 from swarm.vocabulary.errors import ProtocolViolation
 
 TIMES_THE_MEDIAN: Final = 8.0

@@ -44,7 +44,7 @@ from protocol.codecs.blockwise import (
     slice_elements,
     span_elements,
 )
-from protocol.codecs.tensor_spec import PLACE_LOW_BITS, SPARSE_CHUNK, SparseChunk
+from protocol.interfaces.tensor_spec import PLACE_LOW_BITS, SPARSE_CHUNK, SparseChunk
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import Codec
 

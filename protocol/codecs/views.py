@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from protocol.codecs.tensor_spec import DType
+from protocol.interfaces.tensor_spec import DType
 
 Vector = npt.NDArray[np.float32]
 """Contiguous, one-dimensional."""

@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from protocol.codecs.tensor_spec import DType
 from protocol.frames.fields import (
     DETAIL_CHARACTERS,
-    SIGNATURE_BYTES,
     TensorFrame,
     checked_count,
     checked_measure,
@@ -29,6 +27,7 @@ from protocol.frames.fields import (
 )
 from protocol.frames.hash_list import HASH_BYTES
 from protocol.generated import link_pb2 as wire
+from protocol.interfaces.tensor_spec import DType
 from swarm.vocabulary.averaging_messages import (
     MAX_ATTEMPTS,
     MAX_MEASURED,
@@ -59,7 +58,7 @@ from swarm.vocabulary.averaging_messages import (
     SignedRoster,
 )
 from swarm.vocabulary.errors import ProtocolViolation
-from swarm.vocabulary.types import AnchorVersion, Codec, PeerId
+from swarm.vocabulary.types import SIGNATURE_BYTES, AnchorVersion, Codec, PeerId
 
 MAX_CHUNKS: Final = 2**20
 """Of a module, and of its state; their numbers are lower."""

@@ -13,16 +13,13 @@ import re
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from protocol.codecs.tensor_spec import DType, TensorSpec
 from protocol.frames.chunks import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from protocol.generated import link_pb2 as wire
+from protocol.interfaces.tensor_spec import DType, TensorSpec
 from swarm.vocabulary.averaging_messages import MAX_COUNT, MAX_ROUND, Measured
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.pipeline_messages import TensorMessage
 from swarm.vocabulary.types import MAX_FRAGMENTS, AnchorVersion, Codec, ModuleId, PeerId
-
-SIGNATURE_BYTES: Final = 64
-
 
 _LARGEST: Final = 2**32 - 1
 

@@ -10,7 +10,6 @@ from typing import Final
 
 from protocol.frames.fields import (
     DETAIL_CHARACTERS,
-    SIGNATURE_BYTES,
     TensorFrame,
     checked_peer,
     milliseconds,
@@ -40,7 +39,7 @@ from swarm.vocabulary.pipeline_messages import (
     Stranded,
     Unsettled,
 )
-from swarm.vocabulary.types import MAX_HOPS, Hop, MicrobatchId, Path, SignedRoute
+from swarm.vocabulary.types import MAX_HOPS, SIGNATURE_BYTES, Hop, MicrobatchId, Path, SignedRoute
 
 MAX_LIFETIME_MS: Final = 3_600_000
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from protocol.codecs.tensor_spec import DType
 from protocol.frames.averaging import MAX_CHUNKS
 from protocol.frames.fields import (
     TensorFrame,
@@ -18,6 +17,7 @@ from protocol.frames.fields import (
     wire_number,
 )
 from protocol.generated import link_pb2 as wire
+from protocol.interfaces.tensor_spec import DType
 from swarm.vocabulary.averaging_messages import StateChunk, StateControl, StateRefusal, StateRefused, StateRequest
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import Codec

@@ -32,10 +32,9 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from cryptography.x509.oid import NameOID
 
-from protocol.frames.fields import SIGNATURE_BYTES
 from protocol.identity.keys import KEY_BYTES, LIBP2P_PUBLIC_KEY_PREFIX, Identity, peer_id_of, verify
 from swarm.vocabulary.errors import ProtocolViolation
-from swarm.vocabulary.types import PeerId, RunId
+from swarm.vocabulary.types import SIGNATURE_BYTES, PeerId, RunId
 
 MAX_CERTIFICATE_BYTES: Final = 1024
 """Of DER. Ours have about 605; a record in the DHT (2 KiB) carries one."""

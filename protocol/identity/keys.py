@@ -24,9 +24,8 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from protocol.frames.fields import SIGNATURE_BYTES
 from swarm.vocabulary.errors import IdentityError, ProtocolViolation
-from swarm.vocabulary.types import PeerId
+from swarm.vocabulary.types import SIGNATURE_BYTES, PeerId
 
 KEY_BYTES: Final = 32
 PEER_ID_CHARACTERS: Final = 52

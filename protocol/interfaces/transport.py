@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from protocol.codecs.tensor_spec import TensorSpec
 from protocol.interfaces.directory import Contact
+from protocol.interfaces.tensor_spec import TensorSpec
 from swarm.vocabulary.errors import PeerError
 from swarm.vocabulary.pipeline_messages import ControlMessage, TensorMessage
 from swarm.vocabulary.types import ModuleId, PeerId

@@ -17,12 +17,11 @@ from typing import Any, Final
 
 from pydantic import BaseModel
 
-from protocol.frames.fields import SIGNATURE_BYTES
 from protocol.identity.keys import Identity, public_key_of, verify
 from protocol.manifest.manifest import Manifest, manifest_from_table, parse_toml
 from protocol.manifest.toml_writer import toml_comment, toml_of, toml_value
 from swarm.vocabulary.errors import ManifestError, ProtocolViolation
-from swarm.vocabulary.types import PeerId, RunId
+from swarm.vocabulary.types import SIGNATURE_BYTES, PeerId, RunId
 
 _PURPOSE: Final = b"skipstone-manifest:"
 _SIGNATURE_COMMENT: Final = (

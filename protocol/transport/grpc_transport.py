@@ -22,12 +22,12 @@ from typing import Final, Self
 
 import grpc
 
-from protocol.codecs.tensor_spec import TensorSpec
 from protocol.frames.frames import AnnouncementFrame, Farewell, FarewellReason, Hello, decode, encode
 from protocol.identity.certificates import TlsCredentials
 from protocol.identity.keys import Identity
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.directory import AddressBook, Contact
+from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import FarEnd, LinkFigures, LinkHandler, Question
 from protocol.transport.dialer import Backoff, Dialler, Turnover, Ways
 from protocol.transport.grpc_streams import AcceptedStream, DialledStream, ServicerContext, make_server

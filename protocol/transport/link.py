@@ -13,7 +13,6 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Final
 
-from protocol.codecs.tensor_spec import TensorSpec
 from protocol.frames.chunks import Chunk
 from protocol.frames.fields import TensorFrame
 from protocol.frames.frames import (
@@ -34,6 +33,7 @@ from protocol.frames.frames import (
 from protocol.frames.rpc import AnswerFrame, QuestionFrame
 from protocol.frames.tensor_transfer import OutgoingTransfer, chunk_bytes_for, chunk_count_of
 from protocol.interfaces.clock import Clock
+from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import FarEnd, LinkFigures, LinkHandler, Question
 from protocol.transport.grpc_streams import Stream
 from protocol.transport.handshake import meaning_of

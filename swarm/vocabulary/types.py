@@ -25,6 +25,8 @@ MAX_MODULES = 4096
 MAX_MICROBATCH_NUMBER = 2**48 - 1
 MAX_HOPS = 256
 MAX_FRAGMENTS = 64
+SIGNATURE_BYTES = 64
+"""Of an Ed25519 signature (RFC 8032)."""
 
 Value = TypeVar("Value")
 

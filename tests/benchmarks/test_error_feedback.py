@@ -8,7 +8,7 @@ import pytest
 from benchmarks.error_feedback import DECAYS, ErrorFeedback
 from node.averaging.anchor.anchor import Vector
 from protocol.codecs import decode_into, encode_into, encoded_bytes
-from protocol.codecs.tensor_spec import KEPT
+from protocol.interfaces.tensor_spec import KEPT
 from swarm.vocabulary.errors import StateError
 from swarm.vocabulary.types import Codec
 

@@ -28,7 +28,9 @@ except ImportError:
     atheris = None
 
 with (
-    atheris.instrument_imports(include=["protocol.codecs", "protocol.codecs.tensor_spec"]) if atheris else nullcontext()
+    atheris.instrument_imports(include=["protocol.codecs", "protocol.interfaces.tensor_spec"])
+    if atheris
+    else nullcontext()
 ):
     import torch
 

@@ -10,8 +10,8 @@ from typing import Final
 import torch
 
 from protocol.codecs import Encoded, decode, encode, encode_low_rank
-from protocol.codecs.tensor_spec import DType, TensorSpec
 from protocol.codecs.views import ELEMENT_TYPES
+from protocol.interfaces.tensor_spec import DType, TensorSpec
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import Codec
 

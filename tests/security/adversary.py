@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 import grpc
 
-from protocol.codecs.tensor_spec import TensorSpec
 from protocol.dht.directory import DhtDirectory, DirectorySettings
 from protocol.frames.chunks import MAX_CHUNK_BYTES
 from protocol.frames.fields import TensorFrame
@@ -24,6 +23,7 @@ from protocol.identity.route_signatures import Routes
 from protocol.identity.signed_records import encode_record
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.directory import Contact
+from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.manifest.join_link import JoinLink
 from protocol.transport.grpc_streams import DialledStream
 from swarm.vocabulary.announcement import Announcement

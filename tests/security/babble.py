@@ -12,9 +12,9 @@ from typing import Any, Final
 
 from google.protobuf.descriptor import FieldDescriptor
 
-from protocol.codecs.tensor_spec import TensorSpec
 from protocol.frames.frames import decode
 from protocol.generated import link_pb2 as wire
+from protocol.interfaces.tensor_spec import TensorSpec
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import AnchorVersion, MicrobatchId, PeerId
 

@@ -25,8 +25,8 @@ from node.averaging.exchange.reducer import Reduction
 from node.averaging.replica_sync import ReplicaKeeper, Snapshot
 from node.pipeline.interfaces import Job, Output
 from node.pipeline.stage_worker import HopWorker
-from protocol.codecs.tensor_spec import TensorSpec
 from protocol.identity.entry_signatures import EntrySeal
+from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.transport.grpc_transport import GrpcTransport
 from swarm.averaging import convener as convening
 from swarm.vocabulary.averaging_messages import MAX_ROUND, Contribution, Entry, RoundId, SignedRoster

@@ -16,7 +16,7 @@ import pytest
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions
 from node.pipeline.admission import hidden_tensor
-from protocol.codecs.tensor_spec import TensorSpec
+from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import Question, QuestionAbout
 from swarm.vocabulary.errors import PeerError
 from swarm.vocabulary.pipeline_messages import Backward, Direction, Forward, Receipt, ReceiptStatus, TensorMessage

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 
-from protocol.codecs.tensor_spec import DType, TensorSpec
 from protocol.frames.chunks import encode_chunk
 from protocol.frames.fields import TensorFrame
 from protocol.frames.frames import Cancel, Farewell
+from protocol.interfaces.tensor_spec import DType, TensorSpec
 from swarm.vocabulary.averaging_messages import (
     Accepting,
     Commit,

@@ -27,7 +27,7 @@ from node.averaging.exchange.all_reduce import ExchangeMeans, ExchangeRecord
 from node.averaging.exchange.partition import Piece
 from node.averaging.exchange.piece_receiver import piece_spec
 from node.concurrency.compute_thread import Priority
-from protocol.codecs.tensor_spec import TensorSpec
+from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import Refusal
 from swarm.averaging.round_events import Caught, Event
 from swarm.vocabulary.averaging_messages import (

@@ -13,7 +13,7 @@ import numpy as np
 
 from node.averaging.exchange.partition import LARGEST_PIECE, Piece, Plan
 from protocol.codecs import encoded_bytes
-from protocol.codecs.tensor_spec import DType, TensorSpec
+from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.interfaces.transport import Refusal
 from swarm.compression.round_codecs import RoundCodecs
 from swarm.vocabulary.averaging_messages import RoundId, RoundPiece

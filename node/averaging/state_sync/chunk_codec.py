@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from protocol.codecs import Encoded, decode, encode
-from protocol.codecs.tensor_spec import DType, TensorSpec
 from protocol.codecs.views import octets_of_tensor, tensor_of
+from protocol.interfaces.tensor_spec import DType, TensorSpec
 from swarm.vocabulary.types import Codec
 
 STATE_CODECS: Final[Mapping[str, frozenset[Codec]]] = {

@@ -24,9 +24,9 @@ from node.averaging.state_sync.hash_lists import ProvenList, first_hash_list
 from node.averaging.state_sync.partial_state import KeptChunks, PartialState, Space
 from node.concurrency.task_groups import set_or_after, task_scope
 from node.observability.failpoints import crash_point
-from protocol.codecs.tensor_spec import TensorSpec
 from protocol.frames.hash_list import HashList
 from protocol.interfaces.clock import Clock
+from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import Refusal, Transport
 from protocol.transport.buffer_pool import BufferPool
 from swarm.averaging.chunk_download import (

@@ -25,8 +25,8 @@ from node.averaging.replica_sync import ReplicaKeeper, Snapshot
 from node.averaging.workspace import RoundBench
 from node.network.local_peer import OwnState
 from protocol.codecs import encode_into
-from protocol.codecs.tensor_spec import TensorSpec
 from protocol.identity.entry_signatures import EntrySeal
+from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.transport.grpc_transport import GrpcTransport
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.averaging_messages import (

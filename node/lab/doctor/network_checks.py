@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from node.lab.doctor.finding import Finding, Level, bounded_async
+from node.network.asking import parse_answer
 from node.network.reach_status import ReachMode, ReachStep, Standing, held_by
-from node.network.session import Presence, parse_answer, visit
+from node.network.session import Presence, visit
 from node.reachability.held_links import Attachments
 from node.reachability.ladder import climb
 from node.reachability.monitor import ways_to_map

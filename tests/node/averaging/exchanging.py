@@ -20,8 +20,8 @@ from node.averaging.exchange.piece_receiver import Arrivals
 from node.averaging.exchange.pseudo_gradient import Source
 from node.concurrency.compute_thread import ComputeThread
 from node.concurrency.task_groups import task_scope
-from protocol.codecs.tensor_spec import TensorSpec
 from protocol.interfaces.clock import SystemClock
+from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import LinkFigures, Question, Refusal
 from swarm.averaging.round_events import Event
 from swarm.compression.round_codecs import RoundCodecs

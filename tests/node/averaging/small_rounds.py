@@ -22,10 +22,10 @@ from node.averaging.round_runner import Averager, AveragerHooks, AveragerParts, 
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.task_groups import task_scope
 from node.model.optimizer import StepFigures
-from protocol.codecs.tensor_spec import TensorSpec
 from protocol.identity.entry_signatures import EntrySeal
 from protocol.identity.piece_signatures import PieceSignatures
 from protocol.interfaces.clock import SystemClock
+from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import LinkFigures, Question, Refusal, Topic, Transport
 from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.settings import TransportSettings

@@ -20,7 +20,7 @@ from node.averaging.state_sync.download import CatchingUp, Surroundings
 from node.averaging.state_sync.partial_state import FreshSpace, Space
 from node.concurrency.compute_thread import ComputeThread
 from node.concurrency.task_groups import task_scope
-from protocol.codecs.tensor_spec import TensorSpec
+from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import LinkFigures, Question, Refusal, Topic
 from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.settings import TransportSettings

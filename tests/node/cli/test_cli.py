@@ -302,7 +302,7 @@ class TestUp:
     @pytest.mark.parametrize(("presses", "words"), [(1, ""), (2, "deaf:1")])
     def test_ctrl_c(self, presses: int, words: str, tmp_path: Path) -> None:
         code = (
-            "import os, tempfile; from node import local_swarm\n"
+            "import os, tempfile; from node.local_swarm import local_swarm\n"
             f"os.environ['SKIPSTONE_STAND_IN'] = {words!r}; tempfile.tempdir = {str(tmp_path)!r}\n"
             f"local_swarm.node_command = lambda: {STAND_IN!r}\n"
             "local_swarm.STOP_LIMIT_S = 3600.0\n"

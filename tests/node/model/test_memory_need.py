@@ -33,8 +33,8 @@ PETABYTES = {
 UNDER_A_LIMIT = """
 import resource
 import torch
-from node.pipeline.stage_worker import host_stage_zero
-from node.pipeline.tensor_io import device_errors
+from node.pipeline.data_worker import host_stage_zero
+from node.model.device import device_errors
 from swarm.vocabulary.errors import ResourceExhausted
 from tests.node.small_manifest import small_manifest
 

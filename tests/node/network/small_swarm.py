@@ -20,7 +20,7 @@ from node.pipeline.interfaces import AsTheyAre, Job, Output
 from node.pipeline.microbatch_runner import Carrier
 from node.pipeline.stage_worker import HopWorker, host_hop
 from protocol.codecs import Encoded
-from protocol.codecs.tensor_spec import TensorSpec
+from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import LinkFigures, Question, Refusal
 from protocol.manifest.manifest import Manifest
 from swarm.compression.microbatch_codecs import Traffic

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from node.network.session import Told, first_good
+from node.network.asking import Told, first_good
 from swarm.vocabulary.errors import ManifestError, Rejected
 from swarm.vocabulary.types import PeerId
 

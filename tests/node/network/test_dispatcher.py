@@ -8,7 +8,7 @@ import pytest
 
 from node.network.dispatcher import Reception
 from node.network.membership_sync import Neighbourhood
-from protocol.codecs.tensor_spec import DType, TensorSpec
+from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.interfaces.transport import Question, QuestionAbout, Refusal, Topic
 from swarm.vocabulary.averaging_messages import (
     Accepting,

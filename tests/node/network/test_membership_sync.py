@@ -14,10 +14,10 @@ from node.network.addresses import KnownPeers
 from node.network.local_peer import FORMER_LIFE_MS, OwnState
 from node.network.membership_sync import Neighbourhood
 from node.observability.events import Event, PeerChange
-from protocol.codecs.tensor_spec import TensorSpec
 from protocol.identity.certificates import make_credentials
 from protocol.identity.keys import Identity
 from protocol.identity.signed_records import decode_announced, encode_record
+from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import LinkFigures, Question, QuestionAbout
 from swarm.membership.membership import FIRST_PAUSE_S, Membership
 from swarm.vocabulary.announcement import Announcement

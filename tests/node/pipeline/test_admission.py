@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from node.pipeline.admission import Admission, hidden_tensor
-from protocol.codecs.tensor_spec import DType, TensorSpec
+from protocol.interfaces.tensor_spec import DType, TensorSpec
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.pipeline_messages import Backward, Forward, MicrobatchTensor, Purpose
 from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, Path, PeerId, SignedRoute

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from node.pipeline.codec_selection import MAX_LINKS, LinkCodecs
-from protocol.codecs.tensor_spec import DType, TensorSpec
+from protocol.interfaces.tensor_spec import DType, TensorSpec
 from swarm.compression.microbatch_codecs import Traffic
 from swarm.vocabulary.types import Codec, PeerId
 from tests.node.network.small_swarm import ManualClock

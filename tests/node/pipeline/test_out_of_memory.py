@@ -23,10 +23,10 @@ import numpy as np
 import torch
 from node.pipeline.stage_worker import HopWorker
 from node.model.optimizer import Accumulator, InnerOptimizer
-from node.pipeline.tensor_io import device_errors
+from node.model.device import device_errors
 from node.pipeline.interfaces import Job
 from protocol.codecs import encode
-from protocol.codecs.tensor_spec import DType, TensorSpec
+from protocol.interfaces.tensor_spec import DType, TensorSpec
 from swarm.vocabulary.errors import ResourceExhausted
 from swarm.pipeline.custody_states import Key, Work
 from swarm.vocabulary.pipeline_messages import Purpose

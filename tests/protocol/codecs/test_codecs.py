@@ -14,8 +14,8 @@ from hypothesis.extra.numpy import arrays
 
 from protocol.codecs import VECTOR_CODECS, decode_into, encode_into, encoded_bytes
 from protocol.codecs.int8 import LARGEST_SCALE, LARGEST_VALUE
-from protocol.codecs.tensor_spec import BLOCK
 from protocol.codecs.views import Vector
+from protocol.interfaces.tensor_spec import BLOCK
 from swarm.vocabulary.errors import ProtocolViolation, StateError
 from swarm.vocabulary.types import Codec
 

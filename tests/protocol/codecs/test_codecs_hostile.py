@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.codecs.tensor_spec import BLOCK, INT4_BLOCK, DType, TensorSpec, blocks_of, most_outliers
+from protocol.interfaces.tensor_spec import BLOCK, INT4_BLOCK, DType, TensorSpec, blocks_of, most_outliers
 from swarm.vocabulary.types import Codec
 from tests.fuzz.decoding import Received, check, damaged, honest_encoding, received
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from protocol.codecs import Encoded, decode, encode
 from protocol.codecs.blockwise import SMALLEST_SCALE
-from protocol.codecs.tensor_spec import BLOCK, INT4_BLOCK, TensorSpec
 from protocol.codecs.views import ELEMENT_TYPES
+from protocol.interfaces.tensor_spec import BLOCK, INT4_BLOCK, TensorSpec
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import Codec
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from protocol.codecs import decode as decode_any
 from protocol.codecs import encode_low_rank
 from protocol.codecs.low_rank import LARGEST_ELEMENT, decode, encode, first_start
-from protocol.codecs.tensor_spec import DType, TensorSpec
+from protocol.interfaces.tensor_spec import DType, TensorSpec
 from swarm.vocabulary.errors import ProtocolViolation, StateError
 from swarm.vocabulary.types import Codec
 

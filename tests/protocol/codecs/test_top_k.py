@@ -14,8 +14,8 @@ from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
 from protocol.codecs import Encoded, decode, encode
-from protocol.codecs.tensor_spec import KEPT, PLACE_LOW_BITS, SPARSE_CHUNK, DType, SparseChunk, TensorSpec
 from protocol.codecs.top_k import LARGEST_LEVEL, TOP_K_2, TOP_K_4, TopK
+from protocol.interfaces.tensor_spec import KEPT, PLACE_LOW_BITS, SPARSE_CHUNK, DType, SparseChunk, TensorSpec
 from swarm.vocabulary.errors import ProtocolViolation, StateError
 from swarm.vocabulary.types import Codec
 

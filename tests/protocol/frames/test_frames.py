@@ -10,9 +10,8 @@ from google.protobuf.descriptor import FieldDescriptor
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.codecs.tensor_spec import DType, TensorSpec
 from protocol.frames.chunks import MAX_CHUNK_BYTES, Chunk, checksum_of, decode_chunk, encode_chunk
-from protocol.frames.fields import SIGNATURE_BYTES, TensorFrame
+from protocol.frames.fields import TensorFrame
 from protocol.frames.frames import (
     MAX_SMALL_FRAME_BYTES,
     AnnouncementFrame,
@@ -31,6 +30,7 @@ from protocol.frames.pipeline import MAX_LIFETIME_MS
 from protocol.frames.rpc import AnswerFrame, QuestionFrame
 from protocol.generated import link_pb2 as wire
 from protocol.identity.keys import peer_id_of
+from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.interfaces.transport import Question, QuestionAbout, Topic
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.pipeline_messages import (
@@ -47,7 +47,17 @@ from swarm.vocabulary.pipeline_messages import (
     Stranded,
     Unsettled,
 )
-from swarm.vocabulary.types import MAX_HOPS, Hop, MicrobatchId, ModuleId, Path, RunId, SignedRoute, VersionRange
+from swarm.vocabulary.types import (
+    MAX_HOPS,
+    SIGNATURE_BYTES,
+    Hop,
+    MicrobatchId,
+    ModuleId,
+    Path,
+    RunId,
+    SignedRoute,
+    VersionRange,
+)
 from tests.protocol.codecs.damage import assert_refused_or_another_valid_frame
 
 PEERS = [peer_id_of(bytes([number]) * 32) for number in range(3)]

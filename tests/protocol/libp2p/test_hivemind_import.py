@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 CHECK = """
-from protocol import slim_hivemind
-slim_hivemind.install()
+from protocol.libp2p import hivemind_import
+hivemind_import.install()
 import protocol.dht.dht_node, sys
 heavy = {"torch", "numpy", "grpc", "hivemind.optim", "hivemind.averaging", "hivemind.moe"} & set(sys.modules)
 assert not heavy, heavy

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
-from protocol.codecs.tensor_spec import DType, TensorSpec
 from protocol.frames.frames import Farewell, Frame, Hello, decode, encode
 from protocol.identity.certificates import TlsCredentials, make_credentials
 from protocol.identity.keys import Identity
 from protocol.interfaces.directory import Contact
+from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.interfaces.transport import Question, Refusal, Topic
 from protocol.transport.dialer import Ways
 from protocol.transport.grpc_streams import DialledStream, open_channel

@@ -10,8 +10,8 @@ import asyncio
 import json
 import sys
 
-from protocol.codecs.tensor_spec import DType, TensorSpec
 from protocol.interfaces.directory import Contact
+from protocol.interfaces.tensor_spec import DType, TensorSpec
 from swarm.vocabulary.types import PeerId
 from tests.protocol.transport.link_peers import Persona, forward, node, with_settings
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from protocol.codecs.tensor_spec import DType, TensorSpec
 from protocol.frames.frames import Farewell, FarewellReason
+from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.interfaces.transport import Question, QuestionAbout, Refusal
 from protocol.transport.settings import TransportSettings
 from swarm.vocabulary.errors import ConfigError, Rejected, Stalled, Unreachable

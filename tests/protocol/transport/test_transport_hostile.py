@@ -12,12 +12,12 @@ from typing import Any
 import grpc
 import pytest
 
-from protocol.codecs.tensor_spec import DType, TensorSpec
 from protocol.frames.chunks import MAX_CHUNK_BYTES, checksum_of, encode_chunk
 from protocol.frames.fields import TensorFrame
 from protocol.frames.frames import Cancel, Farewell, FarewellReason, Frame, Hello, Ping, Pong, SmallFrame, encode
 from protocol.frames.rpc import AnswerFrame, QuestionFrame
 from protocol.generated import link_pb2 as wire
+from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.interfaces.transport import Question, QuestionAbout, Refusal, Topic
 from protocol.transport.grpc_streams import AcceptedStream, DialledStream, make_server, open_channel, target_of
 from protocol.transport.handshake import MAX_STREAMS_PER_PEER

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 
 from protocol.codecs import decode_into, encode_into
-from protocol.codecs.tensor_spec import DType, TensorSpec
+from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.interfaces.transport import Question, QuestionAbout, Refusal
 from swarm.vocabulary.averaging_messages import Accepting, Contribution, Pulse, RoundId, StateChunk
 from swarm.vocabulary.types import Codec, ModuleId, PeerId

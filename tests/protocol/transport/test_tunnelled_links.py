@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import pytest
 
-from protocol.codecs.tensor_spec import DType, TensorSpec
 from protocol.interfaces.directory import Contact
+from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.interfaces.transport import Ask
 from protocol.libp2p.messages import RelayStream
 from protocol.nat.relay_client import Attachment, Incoming

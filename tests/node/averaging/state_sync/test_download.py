@@ -14,8 +14,8 @@ from node.averaging.state_sync.chunk_codec import PLANES_BELOW_BYTES_PER_S, STAT
 from node.averaging.state_sync.donor import CHUNKS_OF_ONE, LEASE_S, LONGEST_LEASE_S, Donor
 from node.averaging.state_sync.partial_state import FreshSpace
 from node.concurrency.compute_thread import ComputeThread
-from protocol.codecs.tensor_spec import DType, TensorSpec
 from protocol.frames.hash_list import HashList, encode_hash_list
+from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.interfaces.transport import Question, QuestionAbout
 from swarm.vocabulary.averaging_messages import StateChunk, StateRefusal, StateRequest
 from swarm.vocabulary.errors import (

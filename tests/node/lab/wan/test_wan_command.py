@@ -19,7 +19,7 @@ from tests.node.lab.wan.test_scenario import BASE, EVENTS
 
 ROOT = Path(__file__).parent.parent.parent.parent.parent
 STAND_IN = (sys.executable, str(ROOT / "tests" / "node" / "local_swarm" / "stand_in_node.py"))
-WITH_STAND_INS = f"from node import local_swarm; local_swarm.node_command = lambda: {STAND_IN!r}\n"
+WITH_STAND_INS = f"from node.local_swarm import local_swarm; local_swarm.node_command = lambda: {STAND_IN!r}\n"
 
 
 def run(*arguments: str) -> Result:
