@@ -17,12 +17,12 @@ import uvloop
 from torch import nn
 
 from node.averaging.anchor.anchor import Anchor
-from node.averaging.anchor.anchor_store import Shelf
+from node.averaging.anchor.anchor_store import AnchorStore
 from node.averaging.anchor.lone_replica import anchor_of
 from node.averaging.anchor.module_vector import LocalReplica
 from node.averaging.anchor.outer_step import OuterRule
 from node.averaging.module_rounds import rung_of
-from node.averaging.round_runner import Averager, AveragerHooks, AveragerParts, RoundSettled
+from node.averaging.round_runner import RoundRunner, RoundRunnerHooks, RoundRunnerParts, RoundSettled
 from node.concurrency.compute_thread import ComputeThread
 from node.model.optimizer import StepFigures
 from protocol.identity.certificates import make_credentials
@@ -68,7 +68,7 @@ def module_of(elements: int) -> nn.Module:
 class Handler:
     """`protocol.interfaces.transport.LinkHandler` of a peer that only holds rounds."""
 
-    averager: Averager
+    averager: RoundRunner
 
     def admit(self, sender: PeerId, message: Any, tensor: TensorSpec) -> memoryview | Refusal:
         return self.averager.admit(sender, message, tensor)
@@ -132,7 +132,7 @@ class RoundPeer:
         own = identity.peer
         self.module = module_of(elements)
         replica = LocalReplica([self.module], 1, Schedule())
-        shelf = Shelf(anchor_of(replica))
+        shelf = AnchorStore(anchor_of(replica))
         start = shelf.current.version
         rules = RoundRules(
             inner_steps=1,
@@ -142,7 +142,7 @@ class RoundPeer:
             rungs=(rung_of(RoundCodecs(codec)),),
         )
         self.settled: asyncio.Queue[RoundSettled] = asyncio.Queue()
-        parts = AveragerParts(
+        parts = RoundRunnerParts(
             own,
             MODULE,
             RoundMachine(own, MODULE, rules, start, EntrySeal(identity, RUN)),
@@ -158,12 +158,12 @@ class RoundPeer:
             PieceSignatures(RUN, identity),
             SystemRandom(),
         )
-        hooks = AveragerHooks(
+        hooks = RoundRunnerHooks(
             fellows=lambda: tuple(Fellow(peer, start, True) for peer in book.contacts),
             catch_up=no_catching_up,
             settled=self.settled.put_nowait,
         )
-        self.averager = Averager(parts, hooks)
+        self.averager = RoundRunner(parts, hooks)
 
     @torch.no_grad()
     def work(self) -> None:

@@ -25,7 +25,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from benchmarks.raw_stream import RUN, process
 from node.averaging.anchor.anchor import Anchor, initial_anchor
-from node.averaging.anchor.anchor_store import Shelf
+from node.averaging.anchor.anchor_store import AnchorStore
 from node.averaging.anchor.layout import layout_of
 from node.averaging.module_rounds import StateDesk
 from node.averaging.state_sync.chunk_codec import STATE_CODECS
@@ -131,7 +131,7 @@ def give(pipe: Connection) -> None:
         transport, handler, contact = make_peer()
         async with AsyncExitStack() as stack:
             averaging = stack.enter_context(ComputeThread(name="averaging"))
-            donor = handler.desk.donor = Donor(MODULE, Shelf(make_anchor()), SystemClock(), CODECS, averaging)
+            donor = handler.desk.donor = Donor(MODULE, AnchorStore(make_anchor()), SystemClock(), CODECS, averaging)
             await stack.enter_async_context(transport)
             tasks = await stack.enter_async_context(task_scope())
             tasks.create_task(donor.run(transport))

@@ -20,13 +20,13 @@ from benchmarks.samples import SAMPLES_PER_ROUND, Sample, threads_of_each_peer
 from node.concurrency.compute_thread import ComputeThread
 from node.model.optimizer import Accumulator, InnerOptimizer, StepFigures
 from node.network.addresses import KnownPeers
-from node.network.dispatcher import Reception
-from node.network.local_peer import OwnState
-from node.network.membership_sync import Neighbourhood
+from node.network.dispatcher import Dispatcher
+from node.network.local_peer import LocalPeer
+from node.network.membership_sync import MembershipSync
 from node.observability.events import Event
 from node.pipeline.admission import Admission, hidden_tensor
 from node.pipeline.interfaces import Job, Output, PathEnds, Worker
-from node.pipeline.microbatch_runner import Carrier
+from node.pipeline.microbatch_runner import MicrobatchRunner
 from node.pipeline.stage_worker import HopWorker
 from node.pipeline.tensor_io import Wire
 from node.runtime.role import PlannedReplicas
@@ -146,28 +146,28 @@ def identity_worker(manifest: Manifest) -> HopWorker:
 @asynccontextmanager
 async def peer_of_two(
     connection: Connection, manifest: Manifest, module: ModuleId, worker: Worker, ends: PathEnds | None
-) -> AsyncIterator[tuple[Carrier, PeerId, Routes]]:
+) -> AsyncIterator[tuple[MicrobatchRunner, PeerId, Routes]]:
     """A carrier at work on loopback, what signs its routes, and the other process's peer, with which announcements are exchanged first."""
     identity, clock = Identity.generate(), SystemClock()
     credentials = make_credentials(identity, RUN)
-    own = OwnState(RUN, identity.peer, credentials.certificate_der, clock, state=PeerState.SERVING, module=module)
+    own = LocalPeer(RUN, identity.peer, credentials.certificate_der, clock, state=PeerState.SERVING, module=module)
     book = KnownPeers()
-    neighbourhood = Neighbourhood(identity, own, Membership(RUN, identity.peer), book, clock, NoEvents())
-    reception, settings = Reception(neighbourhood), TransportSettings()
+    membership_sync = MembershipSync(identity, own, Membership(RUN, identity.peer), book, clock, NoEvents())
+    dispatcher, settings = Dispatcher(membership_sync), TransportSettings()
     transport = GrpcTransport(
-        identity, credentials, RUN, book, reception, clock, settings, own_record=neighbourhood.own_record
+        identity, credentials, RUN, book, dispatcher, clock, settings, own_record=membership_sync.own_record
     )
     torch.set_num_threads(threads_of_each_peer())
     with ComputeThread() as compute:
-        planner = Planner(PathRules(2, 1), neighbourhood.membership, Estimates(), manifest.microbatch_tokens)
-        replicas = PlannedReplicas(planner, neighbourhood.membership, clock, transport.is_linked)
+        planner = Planner(PathRules(2, 1), membership_sync.membership, Estimates(), manifest.microbatch_tokens)
+        replicas = PlannedReplicas(planner, membership_sync.membership, clock, transport.is_linked)
         custody = Custody(identity.peer, DEFAULT_SLOTS, replicas)
         routes = Routes(identity, RUN)
         admission = Admission(manifest, identity.peer, module, routes.fault)
-        carrier = Carrier(
-            custody, admission, worker, compute, clock, neighbourhood.link_down, lambda figures: None, ends
+        carrier = MicrobatchRunner(
+            custody, admission, worker, compute, clock, membership_sync.link_down, lambda figures: None, ends
         )
-        reception.carrier = carrier
+        dispatcher.carrier = carrier
         async with transport, asyncio.TaskGroup() as tasks:
             own.addresses = (f"127.0.0.1:{transport.port}",)
             connection.send(own.announcement())
@@ -208,7 +208,7 @@ def data_node_process(connection: Connection, shape: tuple[int, int, int]) -> No
     uvloop.run(main())
 
 
-async def fly(carrier: Carrier, routes: Routes, flight: OneFlight, stage: PeerId, number: int) -> Sample:
+async def fly(carrier: MicrobatchRunner, routes: Routes, flight: OneFlight, stage: PeerId, number: int) -> Sample:
     own = carrier.custody.own
     flight.landed = asyncio.get_running_loop().create_future()
     microbatch, path = MicrobatchId(own, number), Path(own, (Hop(STAGE, stage),))

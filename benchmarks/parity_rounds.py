@@ -18,11 +18,11 @@ import torch
 from benchmarks.averaging_skipstone import Book, Handler, no_catching_up
 from benchmarks.parity_learner import Learner
 from node.averaging.anchor.anchor import Anchor, version_of
-from node.averaging.anchor.anchor_store import Shelf
+from node.averaging.anchor.anchor_store import AnchorStore
 from node.averaging.anchor.lone_replica import anchor_of
 from node.averaging.anchor.outer_step import outer_rule
 from node.averaging.module_rounds import rungs_to
-from node.averaging.round_runner import Averager, AveragerHooks, AveragerParts, RoundSettled
+from node.averaging.round_runner import RoundRunner, RoundRunnerHooks, RoundRunnerParts, RoundSettled
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.task_groups import task_scope
 from node.data.packing import Microbatch
@@ -51,7 +51,7 @@ class Peer:
     """A replica with all that a round needs."""
 
     learner: Learner
-    averager: Averager
+    averager: RoundRunner
     compute: ComputeThread
     transport: GrpcTransport
     book: Book
@@ -134,8 +134,8 @@ def _averager(
     settled: asyncio.Queue[RoundSettled],
     compute: ComputeThread,
     averaging: ComputeThread,
-) -> Averager:
-    own, shelf = identity.peer, Shelf(_anchor_after(learner))
+) -> RoundRunner:
+    own, shelf = identity.peer, AnchorStore(_anchor_after(learner))
     start = shelf.current.version
     training = manifest.training
     rules = RoundRules(
@@ -148,7 +148,7 @@ def _averager(
         silence_s=PATIENCE_S,
         rungs=rungs_to(Codec[manifest.codecs.pseudo_gradients.upper()]),
     )
-    parts = AveragerParts(
+    parts = RoundRunnerParts(
         own,
         learner.module,
         RoundMachine(own, learner.module, rules, start, EntrySeal(identity, RUN)),
@@ -164,12 +164,12 @@ def _averager(
         PieceSignatures(RUN, identity),
         SystemRandom(),
     )
-    hooks = AveragerHooks(
+    hooks = RoundRunnerHooks(
         fellows=lambda: tuple(Fellow(peer, start, True) for peer in book.contacts),
         catch_up=no_catching_up,
         settled=settled.put_nowait,
     )
-    return Averager(parts, hooks)
+    return RoundRunner(parts, hooks)
 
 
 def _anchor_after(learner: Learner) -> Anchor:

@@ -20,7 +20,7 @@ import uvloop
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from node.network.reach_status import ReachMode
-from node.network.session import Presence, Whereabouts, present
+from node.network.session import NetworkSession, Whereabouts, present
 from node.observability.events import Event, Reach
 from node.reachability.monitor import reachable
 from protocol.codecs import Encoded
@@ -94,59 +94,59 @@ def say(**words: object) -> None:
     print(json.dumps(words), flush=True)
 
 
-async def settled(presence: Presence, events: Listener) -> Reach:
+async def settled(session: NetworkSession, events: Listener) -> Reach:
     """How it is reached, when all that follows from that is done: a hidden node starts its DHT again, as a client, and tunnels end with the old one."""
     reach = await events.found
     async with asyncio.timeout(PATIENCE_S):
-        while reach.step == "reverse" and not _runs_again(presence):  # noqa: ASYNC110 - the directory tells nobody
+        while reach.step == "reverse" and not _runs_again(session):  # noqa: ASYNC110 - the directory tells nobody
             await asyncio.sleep(0.1)
     return reach
 
 
-def _runs_again(presence: Presence) -> bool:
-    figures = presence.directory.statistics
+def _runs_again(session: NetworkSession) -> bool:
+    figures = session.directory.statistics
     return figures.running and figures.restarts > 0
 
 
-async def receive(presence: Presence, counter: Counter, events: Listener) -> None:
+async def receive(session: NetworkSession, counter: Counter, events: Listener) -> None:
     """Serves, says how it is reached, and answers every batch; until cancelled."""
-    presence.own.take(ModuleId(1))
-    presence.own.state = PeerState.SERVING
-    presence.neighbourhood.announce()
-    say(peer=presence.own.peer, link=str(presence.link))
+    session.own.take(ModuleId(1))
+    session.own.state = PeerState.SERVING
+    session.membership_sync.announce()
+    say(peer=session.own.peer, link=str(session.link))
 
     async def tell_step() -> None:
-        reach = await settled(presence, events)
+        reach = await settled(session, events)
         say(step=reach.step, reason=reach.reason)
 
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(tell_step())
         while True:
             sender = await counter.batches.get()
-            await presence.transport.tell(sender, Close(MicrobatchId(sender, 0), "whole"))
+            await session.transport.tell(sender, Close(MicrobatchId(sender, 0), "whole"))
 
 
-async def send(presence: Presence, counter: Counter, events: Listener, receiver: PeerId, step: str) -> None:
+async def send(session: NetworkSession, counter: Counter, events: Listener, receiver: PeerId, step: str) -> None:
     """Waits until the receiver announces what goes with its step, and says the rate of each batch after the first, in MB/s."""
     async with asyncio.timeout(PATIENCE_S):
         if step == RELAY:
             await settled(
-                presence, events
+                session, events
             )  # before it knows that it cannot be dialled it would call the other and wait for it
-        while not _is_announced(presence, receiver, step):
-            presence.neighbourhood.changed.clear()
-            await presence.neighbourhood.changed.wait()
+        while not _is_announced(session, receiver, step):
+            session.membership_sync.changed.clear()
+            await session.membership_sync.changed.wait()
     began = time.perf_counter()
-    await presence.transport.connect(receiver)
+    await session.transport.connect(receiver)
     say(connected_s=round(time.perf_counter() - began, 4))
-    own = presence.own.peer
+    own = session.own.peer
     way = Way(own, (Hop(ModuleId(1), receiver),))
     data = memoryview(bytearray(os.urandom(TENSOR.byte_length)))
 
     async def some(numbers: range) -> None:
         for number in numbers:
             message = Forward(MicrobatchId(own, number), way, 0, Purpose.TRAIN, 60.0)
-            await presence.transport.send(receiver, message, TENSOR, data)
+            await session.transport.send(receiver, message, TENSOR, data)
 
     rates = []
     for _ in range(BATCHES + 1):
@@ -160,11 +160,11 @@ async def send(presence: Presence, counter: Counter, events: Listener, receiver:
     say(mb_per_s=rates[1:])
 
 
-def _is_announced(presence: Presence, receiver: PeerId, step: str) -> bool:
-    known = presence.membership.get(receiver)
+def _is_announced(session: NetworkSession, receiver: PeerId, step: str) -> bool:
+    known = session.membership.get(receiver)
     if known is None or not known.is_reachable or bool(known.via) != (step not in ("direct", "mapped")):
         return False
-    return step != RELAY or any(via is not None and via.relay for via in map(presence.membership.get, known.via))
+    return step != RELAY or any(via is not None and via.relay for via in map(session.membership.get, known.via))
 
 
 async def main(arguments: argparse.Namespace, over: asyncio.Event) -> None:
@@ -174,13 +174,13 @@ async def main(arguments: argparse.Namespace, over: asyncio.Event) -> None:
     peers = () if link is None else link.peers
     settings = DirectorySettings(arguments.listen, 0, (), peers, relay_bytes_per_hour=arguments.relay_bytes)
     counter, events = Counter(), Listener()
-    async with present(Identity.generate(), run, where, settings, SystemClock(), events) as presence:
-        presence.reception.carrier = counter  # type: ignore[assignment]
-        async with reachable(ReachMode.AUTO, None, presence, events):
+    async with present(Identity.generate(), run, where, settings, SystemClock(), events) as session:
+        session.dispatcher.carrier = counter  # type: ignore[assignment]
+        async with reachable(ReachMode.AUTO, None, session, events):
             work = asyncio.create_task(
-                receive(presence, counter, events)
+                receive(session, counter, events)
                 if arguments.to is None
-                else send(presence, counter, events, PeerId(arguments.to), arguments.step)
+                else send(session, counter, events, PeerId(arguments.to), arguments.step)
             )
             ending = asyncio.create_task(over.wait())
             await asyncio.wait((work, ending), return_when=asyncio.FIRST_COMPLETED)

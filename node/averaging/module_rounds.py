@@ -17,21 +17,21 @@ import torch
 
 from node.averaging.anchor.anchor import Anchor
 from node.averaging.anchor.anchor_checkpoint import anchor_state, restored_anchor
-from node.averaging.anchor.anchor_store import Shelf
+from node.averaging.anchor.anchor_store import AnchorStore
 from node.averaging.anchor.layout import Layout
 from node.averaging.anchor.lone_replica import anchor_of
 from node.averaging.anchor.module_vector import LocalReplica
 from node.averaging.anchor.outer_step import outer_rule
 from node.averaging.replica_sync import Work
 from node.averaging.reporting import RoundNews
-from node.averaging.round_runner import Averager, AveragerHooks, AveragerParts, RoundSettled
+from node.averaging.round_runner import RoundRunner, RoundRunnerHooks, RoundRunnerParts, RoundSettled
 from node.averaging.state_sync.chunk_codec import STATE_CODECS
 from node.averaging.state_sync.donor import Donor
 from node.averaging.state_sync.download import CatchingUp, Surroundings
 from node.checkpoint.state import Agreed, AnchorState
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.task_groups import task_scope
-from node.context.module_context import Assignment
+from node.context.module_context import ModuleContext
 from node.model.optimizer import StepFigures
 from node.network.dispatcher import RoundTensor
 from node.observability.events import Note
@@ -104,15 +104,15 @@ RESUMING_WITHIN_S = 12.0
 class ModuleRounds:
     """`node.network.dispatcher.RoundReceiver` of a node's module. Made by `module_rounds`."""
 
-    def __init__(self, given: Assignment, replica: LocalReplica, start: Anchor, averaging: ComputeThread) -> None:
-        manifest, own = given.manifest, given.presence.own
+    def __init__(self, given: ModuleContext, replica: LocalReplica, start: Anchor, averaging: ComputeThread) -> None:
+        manifest, own = given.manifest, given.session.own
         self._given = given
         self._own = own
-        self._shelf = Shelf(start)
+        self._shelf = AnchorStore(start)
         rules = round_rules(manifest, start.layout)
-        seal = EntrySeal(given.presence.identity, given.presence.run)
+        seal = EntrySeal(given.session.identity, given.session.run)
         self._machine = RoundMachine(own.peer, given.module, rules, start.version, seal)
-        parts = AveragerParts(
+        parts = RoundRunnerParts(
             own=own.peer,
             module=given.module,
             machine=self._machine,
@@ -125,14 +125,14 @@ class ModuleRounds:
             inner_steps=manifest.training.inner_steps,
             microbatch_tokens=manifest.microbatch_tokens,
             clock=own.clock,
-            signatures=PieceSignatures(own.run, given.presence.identity),
+            signatures=PieceSignatures(own.run, given.session.identity),
             random=SystemRandom(),
             longest_s=manifest.training.round_seconds,
         )
         self.news = RoundNews(own.peer, given.module, own.clock, given.events)
         self.goodput: Callable[[], float] = lambda: 0.0
         """Of our best link, as whoever sends microbatches measures it."""
-        hooks = AveragerHooks(
+        hooks = RoundRunnerHooks(
             fellows=self._fellows,
             catch_up=self._catch_up,
             anchored=self._anchored,
@@ -141,14 +141,14 @@ class ModuleRounds:
             exchanging=self.news.exchanging,
             goodput=lambda: self.goodput(),
         )
-        self._averager = Averager(parts, hooks)
+        self._averager = RoundRunner(parts, hooks)
         state_codecs = STATE_CODECS[manifest.codecs.state]
         self._donor = Donor(given.module, self._shelf, own.clock, state_codecs, averaging)
         folder = given.options.checkpoint_dir
         around = Surroundings(
             given.module,
             start.layout,
-            given.presence.transport,
+            given.session.transport,
             own.clock,
             Random(own.peer),  # noqa: S311 - spreads the load over donors; no secret
             self._shelf,
@@ -165,7 +165,7 @@ class ModuleRounds:
 
     async def run(self) -> None:
         """Until cancelled."""
-        transport = self._given.presence.transport
+        transport = self._given.session.transport
         async with task_scope() as tasks:
             tasks.create_task(self._donor.run(transport))
             tasks.create_task(self._averager.run(transport))
@@ -183,7 +183,7 @@ class ModuleRounds:
 
         With nobody else there it stands on its own state: the initial weights, or what it was resumed with.
         """
-        await self._given.presence.neighbourhood.looked.wait()
+        await self._given.session.membership_sync.looked.wait()
         await self._settled_down()
         if self._shelf.current.version == self._resumed:
             await self._seen_who_resumes_with_us()
@@ -211,7 +211,7 @@ class ModuleRounds:
 
     def _known_here(self) -> list[Announcement]:
         """All others that say they are in our module, whatever they do there."""
-        return [known for known in self._given.presence.membership.peers() if known.module == self._given.module]
+        return [known for known in self._given.session.membership.peers() if known.module == self._given.module]
 
     @property
     def answers(self) -> dict[QuestionAbout, Callable[[Question], Awaitable[bytes]]]:
@@ -246,7 +246,7 @@ class ModuleRounds:
     def admit(self, sender: PeerId, message: RoundTensor, tensor: TensorSpec) -> memoryview | Refusal:
         if isinstance(message, StateChunk):
             return self._desk.admit(sender, message, tensor)
-        if not self._given.presence.membership.hosts(sender, self._given.module):
+        if not self._given.session.membership.hosts(sender, self._given.module):
             return Refusal(False, "only replicas of a module have a part in its rounds")
         return self._averager.admit(sender, message, tensor)
 
@@ -278,7 +278,7 @@ class ModuleRounds:
         """To a newcomer one that leaves is as good as one that stays: it may be the last that has the state."""
         found = (
             Fellow(known.peer, known.anchor, known.state is PeerState.SERVING or not self._ready)
-            for known in self._given.presence.membership.with_state(self._given.module)
+            for known in self._given.session.membership.with_state(self._given.module)
             if known.anchor is not None
         )
         return tuple(sorted(found, key=lambda fellow: fellow.peer))
@@ -303,7 +303,7 @@ class ModuleRounds:
     def _anchored(self, anchor: Anchor) -> None:
         if self._ready:
             self._own.anchor = anchor.version
-            self._given.presence.neighbourhood.announce()
+            self._given.session.membership_sync.announce()
 
     def _settled(self, settled: RoundSettled) -> None:
         self.news.committed(settled)
@@ -314,7 +314,7 @@ class ModuleRounds:
 
 
 @asynccontextmanager
-async def module_rounds(given: Assignment, replica: LocalReplica) -> AsyncIterator[ModuleRounds]:
+async def module_rounds(given: ModuleContext, replica: LocalReplica) -> AsyncIterator[ModuleRounds]:
     """The rounds of the module that the node hosts, at work as long as the block lasts."""
     start = await given.compute.run(Priority.UPKEEP, lambda: anchor_of(replica))
     saved, since = given.resumed.state, Work()
@@ -325,7 +325,7 @@ async def module_rounds(given: Assignment, replica: LocalReplica) -> AsyncIterat
             since = Work(saved.counters.steps_since_anchor, saved.counters.tokens_since_anchor)
         rounds = ModuleRounds(given, replica, start, averaging)
         rounds.resume(since)
-        given.presence.reception.rounds = rounds
+        given.session.dispatcher.rounds = rounds
         try:
             async with task_scope() as tasks:
                 running = tasks.create_task(rounds.run())
@@ -334,7 +334,7 @@ async def module_rounds(given: Assignment, replica: LocalReplica) -> AsyncIterat
                 finally:
                     running.cancel()
         finally:
-            given.presence.reception.rounds = None
+            given.session.dispatcher.rounds = None
 
 
 def round_rules(manifest: Manifest, layout: Layout) -> RoundRules:
@@ -355,7 +355,7 @@ def module_of(message: RoundControl) -> ModuleId:
     return message.module if isinstance(message, Progress) else message.round.module
 
 
-def _restored(given: Assignment, layout: Layout, saved: AnchorState) -> Anchor | None:
+def _restored(given: ModuleContext, layout: Layout, saved: AnchorState) -> Anchor | None:
     """The saved anchor; None, and a word to the person, when it is of no use."""
     try:
         return restored_anchor(layout, saved)

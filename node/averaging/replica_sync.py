@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 
 from node.averaging.anchor.anchor import Anchor, Vector
-from node.averaging.anchor.anchor_store import Shelf
+from node.averaging.anchor.anchor_store import AnchorStore
 from node.averaging.anchor.lone_replica import step_alone, steps_between_rounds
 from node.averaging.anchor.module_vector import LocalReplica
 from node.averaging.anchor.outer_step import OuterRule
@@ -74,7 +74,7 @@ class AloneRule:
     """After so many seconds since the last outer step, the next inner step brings another."""
 
 
-class ReplicaKeeper:
+class ReplicaSync:
     """One replica on the compute thread, as the event loop sees it.
 
     Args:
@@ -85,7 +85,7 @@ class ReplicaKeeper:
     def __init__(
         self,
         replica: LocalReplica,
-        shelf: Shelf,
+        shelf: AnchorStore,
         compute: ComputeThread,
         averaging: ComputeThread,
         rule: AloneRule,

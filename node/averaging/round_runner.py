@@ -16,16 +16,16 @@ from random import Random
 from typing import Any, Final, Protocol
 
 from node.averaging.anchor.anchor import Anchor
-from node.averaging.anchor.anchor_store import Shelf
+from node.averaging.anchor.anchor_store import AnchorStore
 from node.averaging.anchor.module_vector import LocalReplica
 from node.averaging.anchor.outer_step import OuterRule
 from node.averaging.audit.auditor import Auditor
 from node.averaging.exchange.all_reduce import ExchangeMeans
 from node.averaging.exchange.progress import Watch
-from node.averaging.replica_sync import AloneRule, ReplicaKeeper
-from node.averaging.workspace import RoundBench, StagedRound
+from node.averaging.replica_sync import AloneRule, ReplicaSync
+from node.averaging.workspace import RoundWorkspace, StagedRound
 from node.concurrency.compute_thread import ComputeThread
-from node.concurrency.message_sender import Tellings
+from node.concurrency.pending_messages import PendingMessages
 from node.concurrency.task_groups import task_scope
 from node.model.optimizer import StepFigures
 from node.observability.failpoints import crash_point
@@ -107,7 +107,7 @@ class RoundSettled:
 
 
 @dataclass(frozen=True, slots=True)
-class AveragerHooks:
+class RoundRunnerHooks:
     """What the rest of the node wants to know, or gives. All are called on the event loop."""
 
     fellows: Callable[[], tuple[Fellow, ...]]
@@ -124,13 +124,13 @@ class AveragerHooks:
 
 
 @dataclass(frozen=True, slots=True)
-class AveragerParts:
+class RoundRunnerParts:
     """What an averager is made of."""
 
     own: PeerId
     module: ModuleId
     machine: RoundDecider
-    shelf: Shelf
+    shelf: AnchorStore
     replica: LocalReplica
     compute: ComputeThread
     """Where the replica lives."""
@@ -149,26 +149,24 @@ class AveragerParts:
     """Between two outer steps of a replica that is alone; for several the machine knows it."""
 
 
-class Averager:
+class RoundRunner:
     """`node.network.dispatcher.RoundReceiver` for messages of rounds. `run` carries it."""
 
-    def __init__(self, parts: AveragerParts, hooks: AveragerHooks) -> None:
+    def __init__(self, parts: RoundRunnerParts, hooks: RoundRunnerHooks) -> None:
         self._parts = parts
         self._hooks = hooks
         self._machine = parts.machine
         self._shelf = parts.shelf
         rule = AloneRule(parts.inner_steps, parts.outer, parts.microbatch_tokens, parts.clock, parts.longest_s)
-        self.keeper = ReplicaKeeper(
-            parts.replica, parts.shelf, parts.compute, parts.averaging, rule, self._stepped_alone
-        )
+        self.keeper = ReplicaSync(parts.replica, parts.shelf, parts.compute, parts.averaging, rule, self._stepped_alone)
         self._events: deque[Event] = deque()
         self._handling = False
         self._fellows: tuple[Fellow, ...] | None = None
-        self._tellings = Tellings(MAX_WAITING_TELLS)
+        self._tellings = PendingMessages(MAX_WAITING_TELLS)
         self._begun: tuple[int, float] = (0, 0.0)
         """Which round we took a snapshot for last, and when."""
         self._catching: asyncio.Task[None] | None = None
-        self._bench: RoundBench | None = None
+        self._bench: RoundWorkspace | None = None
         self.auditor: Auditor | None = None
         """While it runs."""
         self._transport: Transport | None = None
@@ -204,7 +202,7 @@ class Averager:
                 report=self.handle,
                 spawn=self._spawn,
             )
-            self._bench = RoundBench(parts.own, self._shelf, self.keeper, means, self.handle, self.auditor)
+            self._bench = RoundWorkspace(parts.own, self._shelf, self.keeper, means, self.handle, self.auditor)
             try:
                 while True:
                     self._look_around()
@@ -324,7 +322,7 @@ class Averager:
         finally:
             self._tellings.end(action.to)
 
-    async def _take_snapshot(self, bench: RoundBench, action: TakeSnapshot) -> None:
+    async def _take_snapshot(self, bench: RoundWorkspace, action: TakeSnapshot) -> None:
         number = action.round.number
         if self._begun[0] != number:
             self._begun = (number, self._parts.clock.monotonic())
@@ -341,7 +339,7 @@ class Averager:
             await self.keeper.adopt(self._shelf.current)
             self.handle(SnapshotBroken(action.round))
 
-    def _commit(self, bench: RoundBench, action: CommitStaged) -> None:
+    def _commit(self, bench: RoundWorkspace, action: CommitStaged) -> None:
         before = self._shelf.current
         try:
             staged = bench.take_staged(action.version)
@@ -357,7 +355,7 @@ class Averager:
         self.stepped()
         self._spawn(self._settle(bench, action, before, staged))
 
-    async def _settle(self, bench: RoundBench, action: CommitStaged, before: Anchor, staged: StagedRound) -> None:
+    async def _settle(self, bench: RoundWorkspace, action: CommitStaged, before: Anchor, staged: StagedRound) -> None:
         await self.keeper.carry(staged.snapshot, staged.anchor, staged.sent)
         crash_point("committed")
         version, roster = staged.anchor.version, action.roster

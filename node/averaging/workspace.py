@@ -13,14 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from node.averaging.anchor.anchor import Anchor, Vector
-from node.averaging.anchor.anchor_store import Shelf
+from node.averaging.anchor.anchor_store import AnchorStore
 from node.averaging.audit.auditor import Auditor
 from node.averaging.exchange.all_reduce import Exchange, ExchangeMeans
 from node.averaging.exchange.arrival_rates import Incoming
 from node.averaging.exchange.partition import Plan
 from node.averaging.exchange.piece_receiver import Arrivals
 from node.averaging.exchange.pseudo_gradient import SentParts
-from node.averaging.replica_sync import ReplicaKeeper, Snapshot
+from node.averaging.replica_sync import ReplicaSync, Snapshot
 from node.concurrency.compute_thread import Priority
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import Refusal
@@ -57,7 +57,7 @@ class Traffic:
     received: int = 0
 
 
-class RoundBench:
+class RoundWorkspace:
     """One replica's.
 
     Args:
@@ -68,8 +68,8 @@ class RoundBench:
     def __init__(
         self,
         own: PeerId,
-        shelf: Shelf,
-        keeper: ReplicaKeeper,
+        shelf: AnchorStore,
+        keeper: ReplicaSync,
         means: ExchangeMeans,
         report: Callable[[Event], None],
         auditor: Auditor,

@@ -11,7 +11,7 @@ from typing import Any
 from node.concurrency.task_groups import task_scope
 
 
-class Chores:
+class TaskTracker:
     """Tasks that live inside `running`. What is begun outside of it is left undone."""
 
     def __init__(self) -> None:

@@ -13,18 +13,18 @@ from node.concurrency.compute_thread import ComputeThread
 from node.context.options import NodeOptions
 from node.data.places import Places
 from node.network.proofs import Proofs
-from node.network.session import Presence
+from node.network.session import NetworkSession
 from node.observability.events import EventSink
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.types import ModuleId, Reasoned
 
 
 @dataclass(frozen=True, slots=True)
-class Assignment:
+class ModuleContext:
     """Who and where we are, which module it is to be, and what it runs on."""
 
     options: NodeOptions
-    presence: Presence
+    session: NetworkSession
     manifest: Manifest
     module: ModuleId
     device: torch.device

@@ -22,7 +22,7 @@ from node.averaging.state_sync.partial_state import FreshSpace
 from node.export.source import Parameters
 from node.model.shapes import parameter_bytes, parameter_shapes
 from node.network.dispatcher import RoundTensor
-from node.network.session import Presence, visit
+from node.network.session import NetworkSession, visit
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import Refusal
 from protocol.manifest.join_link import JoinLink
@@ -50,17 +50,17 @@ NEWS_S: Final = 2.5
 class SwarmSource:
     """Implements `ModuleSource`. Made by `open_swarm`."""
 
-    def __init__(self, presence: Presence, signed: SignedManifest, on_progress: Progress) -> None:
+    def __init__(self, session: NetworkSession, signed: SignedManifest, on_progress: Progress) -> None:
         manifest = signed.manifest
         self.signed = signed
         self.versions: dict[ModuleId, AnchorVersion] = {}
         """Of the modules that have been fetched."""
-        self._presence = presence
+        self._session = session
         self._on_progress = on_progress
         self._here = dict.fromkeys(manifest.modules(), 0)
         self._total = sum(parameter_bytes(parameter_shapes(manifest, module)) for module in manifest.modules())
         self._downloads = {module: self._download(manifest, module) for module in manifest.modules()}
-        presence.reception.rounds = _Downloads(self._downloads)
+        session.dispatcher.rounds = _Downloads(self._downloads)
 
     async def module(self, module: ModuleId) -> Parameters:
         """Raises as `agreed`, and NoQuorum or Stalled when the donors are gone or give nothing."""
@@ -83,7 +83,7 @@ class SwarmSource:
         self, module: ModuleId, patience_s: float = PATIENCE_S
     ) -> tuple[AnchorVersion, tuple[PeerId, ...]]:
         """As `state_to_take`, with the same errors, after up to `patience_s` seconds of waiting for one."""
-        clock, membership = self._presence.own.clock, self._presence.membership
+        clock, membership = self._session.own.clock, self._session.membership
         deadline = clock.monotonic() + patience_s
         while True:
             announced = {a.peer: a.anchor for a in membership.with_state(module) if a.anchor is not None}
@@ -93,12 +93,12 @@ class SwarmSource:
 
     def _download(self, manifest: Manifest, module: ModuleId) -> CatchingUp:
         layout = layout_of(parameter_shapes(manifest, module), manifest.training.fragments)
-        own = self._presence.own
+        own = self._session.own
         return CatchingUp(
             Surroundings(
                 module,
                 layout,
-                self._presence.transport,
+                self._session.transport,
                 own.clock,
                 Random(own.peer),  # noqa: S311 - spreads the load over donors; no secret
                 FreshSpace(layout),
@@ -127,27 +127,27 @@ async def open_swarm(
         Unreachable: no peer has given the manifest; also as `SwarmSource.agreed`.
         NoQuorum: as `SwarmSource.agreed`.
     """
-    async with visit(link) as presence:
-        signed = await presence.fetch_manifest(patience_s)
+    async with visit(link) as session:
+        signed = await session.fetch_manifest(patience_s)
         modules = signed.manifest.modules()
-        await _look_around(presence, modules, patience_s)
-        source = SwarmSource(presence, signed, on_progress)
-        clock = presence.own.clock
+        await _look_around(session, modules, patience_s)
+        source = SwarmSource(session, signed, on_progress)
+        clock = session.own.clock
         deadline = clock.monotonic() + patience_s
         for module in modules:
             await source.agreed(module, deadline - clock.monotonic())
         yield source
 
 
-async def _look_around(presence: Presence, modules: Sequence[ModuleId], patience_s: float) -> None:
+async def _look_around(session: NetworkSession, modules: Sequence[ModuleId], patience_s: float) -> None:
     """Until it is known who announces a module, and which of those who might be missed are not there any more."""
-    presence.neighbourhood.watch(modules)
+    session.membership_sync.watch(modules)
     try:
         async with asyncio.timeout(patience_s):
-            await presence.neighbourhood.looked.wait()
+            await session.membership_sync.looked.wait()
     except TimeoutError:
         raise Unreachable(f"the directory could not be read for {patience_s:.0f} s") from None
-    await presence.neighbourhood.alive(modules)
+    await session.membership_sync.alive(modules)
 
 
 class _Downloads:

@@ -8,7 +8,7 @@ from typing import Any
 
 from node.network.asking import parse_answer
 from node.network.loss_report import WHOLE_MODEL, AskedPaths, loss_in, loss_report
-from node.network.session import Presence, visit
+from node.network.session import NetworkSession, visit
 from protocol.interfaces.transport import Question, QuestionAbout
 from protocol.manifest.join_link import JoinLink
 from swarm.vocabulary.announcement import Announcement
@@ -54,10 +54,10 @@ async def query_status(link: JoinLink, patience_s: float = 30.0) -> dict[str, An
     Raises:
         Unreachable: no peer of the run answered within `patience_s` seconds.
     """
-    async with visit(link) as presence:
-        signed = await presence.fetch_manifest(patience_s)
-        seen = await presence.look_around(signed.manifest)
-        reports = [PeerReport(a, answered) for a, answered in zip(seen, await _ask_all(presence, seen), strict=True)]
+    async with visit(link) as session:
+        signed = await session.fetch_manifest(patience_s)
+        seen = await session.look_around(signed.manifest)
+        reports = [PeerReport(a, answered) for a, answered in zip(seen, await _ask_all(session, seen), strict=True)]
     return _summary(link, signed.manifest.name, signed.manifest.stages.count, reports)
 
 
@@ -70,30 +70,30 @@ async def query_evaluation(
         ConfigError: the run has not so many stages.
         Unreachable: no data node could measure it.
     """
-    async with visit(link) as presence:
-        signed = await presence.fetch_manifest(patience_s)
+    async with visit(link) as session:
+        signed = await session.fetch_manifest(patience_s)
         subsets = paths.of(signed.manifest)
 
         async def ask(peer: PeerId) -> dict[str, Any]:
             measured = []
             for stages in subsets:
                 question = Question(QuestionAbout.EVALUATE, microbatches, stages=stages)
-                answer = await presence.transport.ask(peer, question, EVALUATION_TIMEOUT_S)
+                answer = await session.transport.ask(peer, question, EVALUATION_TIMEOUT_S)
                 measured.append((stages, loss_in(parse_answer(answer))))
             return loss_report(measured)
 
         def is_data_node(peer: PeerId) -> bool:
-            announcement = presence.membership.get(peer)
+            announcement = session.membership.get(peer)
             return announcement is not None and announcement.module == ModuleId(0)
 
         what = "that hosts stage 0 has measured the held-out loss"
-        return await presence.first_answer(ask, is_data_node, patience_s, what)
+        return await session.first_answer(ask, is_data_node, patience_s, what)
 
 
-async def _ask_all(presence: Presence, announcements: list[Announcement]) -> list[dict[str, Any] | None]:
+async def _ask_all(session: NetworkSession, announcements: list[Announcement]) -> list[dict[str, Any] | None]:
     async def ask(peer: PeerId) -> dict[str, Any] | None:
         try:
-            return parse_answer(await presence.transport.ask(peer, Question(QuestionAbout.STATUS), STATUS_TIMEOUT_S))
+            return parse_answer(await session.transport.ask(peer, Question(QuestionAbout.STATUS), STATUS_TIMEOUT_S))
         except PeerError:
             return None
 

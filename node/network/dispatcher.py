@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from node.network.membership_sync import Neighbourhood
-from node.pipeline.microbatch_runner import Carrier
+from node.network.membership_sync import MembershipSync
+from node.pipeline.microbatch_runner import MicrobatchRunner
 from protocol.codecs import Encoded
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import Question, QuestionAbout, Refusal, Topic
@@ -43,15 +43,15 @@ class LaneReceiver(Protocol):
     def told(self, sender: PeerId, message: LaneControl) -> None: ...
 
 
-class Reception:
+class Dispatcher:
     """`protocol.interfaces.transport.LinkHandler`. Before a node hosts a module there is neither carrier nor rounds, and tensors are refused.
 
     Only a data node minds lanes, and only of other data nodes; of rounds only what the other replicas of the own module say means anything.
     """
 
-    def __init__(self, neighbourhood: Neighbourhood) -> None:
-        self._neighbourhood = neighbourhood
-        self.carrier: Carrier | None = None
+    def __init__(self, membership_sync: MembershipSync) -> None:
+        self._membership_sync = membership_sync
+        self.carrier: MicrobatchRunner | None = None
         self.rounds: RoundReceiver | None = None
         self.lanes: LaneReceiver | None = None
         self.answers: dict[QuestionAbout, Answering] = {}
@@ -81,7 +81,7 @@ class Reception:
             self.rounds.broken_off(sender, message, buffer, error)
 
     def serves(self, sender: PeerId) -> bool:
-        return self._neighbourhood.module_of(sender) is not None
+        return self._membership_sync.module_of(sender) is not None
 
     def minds(self, sender: PeerId, topic: Topic) -> bool:
         match topic:
@@ -90,10 +90,10 @@ class Reception:
             case Topic.STATE:  # visitors fetch it, too
                 return self.rounds is not None
             case Topic.ROUNDS:
-                own = self._neighbourhood.own_module
-                return self.rounds is not None and self._neighbourhood.module_of(sender) == own
+                own = self._membership_sync.own_module
+                return self.rounds is not None and self._membership_sync.module_of(sender) == own
             case Topic.LANES:
-                return self.lanes is not None and self._neighbourhood.module_of(sender) == ModuleId(0)
+                return self.lanes is not None and self._membership_sync.module_of(sender) == ModuleId(0)
 
     def told(self, sender: PeerId, message: ControlMessage) -> None:
         if isinstance(message, MicrobatchControl):
@@ -106,7 +106,7 @@ class Reception:
             self.rounds.told(sender, message)
 
     def announced(self, sender: PeerId, record: bytes) -> None:
-        self._neighbourhood.announced(sender, record)
+        self._membership_sync.announced(sender, record)
 
     async def answer(self, sender: PeerId, question: Question) -> bytes:
         personal = self.answers_by_asker.get(question.about)
@@ -118,12 +118,12 @@ class Reception:
         return await answering(question)
 
     def link_up(self, peer: PeerId) -> None:
-        self._neighbourhood.link_up(peer)
+        self._membership_sync.link_up(peer)
         if self.carrier is not None:
             self.carrier.link_up(peer)
 
     def link_down(self, peer: PeerId, error: PeerError) -> None:
-        self._neighbourhood.link_down(peer, error)
+        self._membership_sync.link_down(peer, error)
         if self.carrier is not None:
             self.carrier.link_down(peer, error)
         if self.rounds is not None:

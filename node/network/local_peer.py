@@ -16,7 +16,7 @@ FORMER_LIFE_MS = 5000
 
 
 @dataclass(slots=True)
-class OwnState:
+class LocalPeer:
     """Changed by the node as it goes; read whenever an announcement is due."""
 
     run: RunId

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from node.concurrency.task_groups import set_or_after, task_scope
 from node.network.addresses import KnownPeers
 from node.network.asking import parse_answer
-from node.network.local_peer import OwnState
+from node.network.local_peer import LocalPeer
 from node.observability.events import EventSink, PeerChange
 from protocol.identity.keys import Identity
 from protocol.identity.signed_records import RECORD_LIFETIME_S, decode_announced, encode_record
@@ -37,13 +37,13 @@ FEW_REPLICAS = 2
 MAX_ASKED = 64
 
 
-class Neighbourhood:
+class MembershipSync:
     """This node's part in the swarm's knowledge of itself."""
 
     def __init__(
         self,
         identity: Identity,
-        own: OwnState,
+        own: LocalPeer,
         membership: Membership,
         book: KnownPeers,
         clock: Clock,

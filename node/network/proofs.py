@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Final
 
 from node.network.asking import parse_answer
-from node.network.session import Presence
+from node.network.session import NetworkSession
 from protocol.interfaces.transport import Question, QuestionAbout
 from swarm.membership.rebalancing import proven_by
 from swarm.vocabulary.errors import PeerError
@@ -44,9 +44,9 @@ class Measured:
 class Proofs:
     """Of a node in one module. `in_rounds` gives the peers that contributed to the last round that was committed here."""
 
-    def __init__(self, presence: Presence) -> None:
+    def __init__(self, session: NetworkSession) -> None:
         self.in_rounds: Callable[[], frozenset[PeerId]] = frozenset
-        self._presence = presence
+        self._session = session
         self._work: deque[PeerId] = deque(maxlen=REMEMBERED_MICROBATCHES)
         self._measured: frozenset[PeerId] = frozenset()
         self._asked_at = -math.inf
@@ -62,7 +62,7 @@ class Proofs:
 
     async def refresh(self) -> None:
         """Asks the data nodes, unless that was done a moment ago; those that do not answer have no say."""
-        now = self._presence.own.clock.monotonic()
+        now = self._session.own.clock.monotonic()
         if now - self._asked_at < ASK_AGAIN_S:
             return
         self._asked_at = now
@@ -70,7 +70,7 @@ class Proofs:
 
         async def ask(peer: PeerId) -> None:
             try:
-                answer = await self._presence.transport.ask(peer, Question(QuestionAbout.STATUS), ASK_TIMEOUT_S)
+                answer = await self._session.transport.ask(peer, Question(QuestionAbout.STATUS), ASK_TIMEOUT_S)
                 named = parse_answer(answer).get("measured")
             except PeerError:
                 return
@@ -78,6 +78,6 @@ class Proofs:
                 words[peer] = frozenset(PeerId(each) for each in named[:MAX_MEASURED] if isinstance(each, str))
 
         work = Counter(self._work)
-        hosting = [peer for peer, _ in work.most_common() if self._presence.membership.hosts(peer, ModuleId(0))]
+        hosting = [peer for peer, _ in work.most_common() if self._session.membership.hosts(peer, ModuleId(0))]
         await asyncio.gather(*(ask(peer) for peer in hosting[:ASKED_DATA_NODES]))
         self._measured = proven_by(words, work)

@@ -15,9 +15,9 @@ from typing import TypeVar
 from node.concurrency.task_groups import task_scope
 from node.network.addresses import KnownPeers, address_towards
 from node.network.asking import Told, first_good
-from node.network.dispatcher import Reception
-from node.network.local_peer import OwnState
-from node.network.membership_sync import Neighbourhood
+from node.network.dispatcher import Dispatcher
+from node.network.local_peer import LocalPeer
+from node.network.membership_sync import MembershipSync
 from node.observability.events import Event, EventSink
 from protocol.dht.directory import DhtDirectory, DirectorySettings
 from protocol.dht.tunnels import RelayTunnels
@@ -75,14 +75,14 @@ class Whereabouts:
 
 
 @dataclass(frozen=True, slots=True)
-class Presence:
+class NetworkSession:
     """Everything of one run that is not a module. Made by `present`."""
 
     run: RunId
     identity: Identity
-    own: OwnState
-    neighbourhood: Neighbourhood
-    reception: Reception
+    own: LocalPeer
+    membership_sync: MembershipSync
+    dispatcher: Dispatcher
     directory: DhtDirectory
     transport: GrpcTransport
     tunnels: RelayTunnels
@@ -95,7 +95,7 @@ class Presence:
 
     @property
     def membership(self) -> Membership:
-        return self.neighbourhood.membership
+        return self.membership_sync.membership
 
     @property
     def link(self) -> JoinLink:
@@ -108,14 +108,14 @@ class Presence:
 
     async def look_around(self, manifest: Manifest) -> list[Announcement]:
         """Looks up every module once, which takes a moment. Returns `others`."""
-        self.neighbourhood.watch(manifest.modules())
+        self.membership_sync.watch(manifest.modules())
         await asyncio.sleep(LOOK_AROUND_S)
         return self.others()
 
     async def withdraw(self, limit_s: float) -> None:
         """The last word of a node that leaves: it hosts nothing. Linked peers hear it at once, the directory if it can."""
         self.own.state, self.own.module = PeerState.VISITING, None
-        self.transport.announce(self.neighbourhood.own_record())
+        self.transport.announce(self.membership_sync.own_record())
         try:
             async with asyncio.timeout(limit_s):
                 await self.directory.publish(self.own.announcement())
@@ -172,17 +172,17 @@ class Presence:
 @asynccontextmanager
 async def present(
     identity: Identity, run: RunId, where: Whereabouts, settings: DirectorySettings, clock: Clock, events: EventSink
-) -> AsyncIterator[Presence]:
+) -> AsyncIterator[NetworkSession]:
     """Enters the network of a run as a visitor; leaving it closes every link and stops the directory.
 
     Raises:
         ConfigError: a port is taken, or an address cannot be bound.
     """
     credentials = make_credentials(identity, run)
-    own = OwnState(run, identity.peer, credentials.certificate_der, clock)
+    own = LocalPeer(run, identity.peer, credentials.certificate_der, clock)
     membership, book = Membership(run, identity.peer), KnownPeers()
-    neighbourhood = Neighbourhood(identity, own, membership, book, clock, events)
-    reception = Reception(neighbourhood)
+    membership_sync = MembershipSync(identity, own, membership, book, clock, events)
+    dispatcher = Dispatcher(membership_sync)
     async with AsyncExitStack() as stack:
         directory = DhtDirectory(settings, identity, run, clock)
         tunnels = RelayTunnels(directory, book.relay_of)
@@ -191,26 +191,26 @@ async def present(
             credentials,
             run,
             book,
-            reception,
+            dispatcher,
             clock,
             TransportSettings(listen_host=where.listen, listen_port=where.port),
-            own_record=neighbourhood.own_record,
-            ways=Ways(Calls(book, clock, neighbourhood.own_record, lambda: bool(own.addresses)), tunnels),
+            own_record=membership_sync.own_record,
+            ways=Ways(Calls(book, clock, membership_sync.own_record, lambda: bool(own.addresses)), tunnels),
         )
         await stack.enter_async_context(transport)
         host = await asyncio.to_thread(where.told_host, settings.initial_peers)  # names may have to be looked up
         own.addresses = (f"{host}:{transport.port}",)
         await stack.enter_async_context(directory)
         tasks = await stack.enter_async_context(task_scope())
-        running = tasks.create_task(neighbourhood.run(directory, transport))
+        running = tasks.create_task(membership_sync.run(directory, transport))
         try:
             introduced = frozenset(PeerId(multiaddr.rpartition("/")[2]) for multiaddr in settings.initial_peers)
-            yield Presence(
+            yield NetworkSession(
                 run,
                 identity,
                 own,
-                neighbourhood,
-                reception,
+                membership_sync,
+                dispatcher,
                 directory,
                 transport,
                 tunnels,
@@ -240,7 +240,7 @@ class _Silent:
 
 
 @asynccontextmanager
-async def visit(link: JoinLink, listen: str | None = None, port: int = 0) -> AsyncIterator[Presence]:
+async def visit(link: JoinLink, listen: str | None = None, port: int = 0) -> AsyncIterator[NetworkSession]:
     """A visitor's presence on this machine: any port unless one is given, a key of its own, and nothing kept for others in the DHT.
 
     Its DHT listens nowhere. For links it listens where the first peer of `link` is reached from, and on no other interface: a peer that nobody can
@@ -250,5 +250,5 @@ async def visit(link: JoinLink, listen: str | None = None, port: int = 0) -> Asy
         listen = await asyncio.to_thread(address_to_reach, link.peers)  # names may have to be looked up
     settings = DirectorySettings("", 0, (), link.peers, client=True)
     where = Whereabouts(listen=listen, port=port)
-    async with present(Identity.generate(), link.run, where, settings, SystemClock(), _Silent()) as presence:
-        yield presence
+    async with present(Identity.generate(), link.run, where, settings, SystemClock(), _Silent()) as session:
+        yield session

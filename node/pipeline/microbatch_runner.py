@@ -12,8 +12,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from node.concurrency.compute_thread import ComputeThread, Priority
-from node.concurrency.message_sender import Tellings
-from node.concurrency.task_tracker import Chores
+from node.concurrency.pending_messages import PendingMessages
+from node.concurrency.task_tracker import TaskTracker
 from node.model.optimizer import StepFigures
 from node.observability.failpoints import crash_point
 from node.pipeline.admission import Admission
@@ -28,7 +28,7 @@ from node.pipeline.interfaces import (
     VisitCounter,
     Worker,
 )
-from node.pipeline.tensor_store import Load, Loads
+from node.pipeline.tensor_store import Load, TensorStore
 from protocol.codecs import Encoded
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.tensor_spec import TensorSpec
@@ -97,7 +97,7 @@ BUFFERS_A_SLOT = 6
 """Two tensors come to a holding, the input and the gradient, and of every slot two more holdings may be unsettled."""
 
 
-class Carrier:
+class MicrobatchRunner:
     """One node's microbatches between its links and its compute thread.
 
     `async with` runs it; the tasks it starts live inside.
@@ -133,9 +133,9 @@ class Carrier:
         self.wire_s = 0.0
         # A data node's own are held besides the slots.
         self._pool = BufferPool(worker.tensor.raw_bytes, BUFFERS_A_SLOT * custody.slots + 64)
-        self._loads = Loads()
-        self._tellings = Tellings(MAX_WAITING_TELLS)
-        self._chores = Chores()
+        self._loads = TensorStore()
+        self._tellings = PendingMessages(MAX_WAITING_TELLS)
+        self._chores = TaskTracker()
         """The node may let go of its module when nothing of them is owed: messages to others, and inner steps that are due."""
         self._arrived: Encoded | None = None
 

@@ -36,7 +36,7 @@ class Load:
             self.users -= 1
 
 
-class Loads:
+class TensorStore:
     """One load for each holding that has tensors, by key."""
 
     def __init__(self) -> None:

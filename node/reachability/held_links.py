@@ -6,7 +6,7 @@ import asyncio
 import logging
 from typing import Final, Protocol
 
-from node.network.local_peer import OwnState
+from node.network.local_peer import LocalPeer
 from swarm.membership.contact_selection import by_worth, relays_first
 from swarm.membership.membership import Membership
 from swarm.vocabulary.errors import PeerError
@@ -33,7 +33,7 @@ class Links(Protocol):
 class Attachments:
     """The links are the transport's, like all others, and stay as long as both sides live."""
 
-    def __init__(self, own: OwnState, membership: Membership, links: Links, connect_s: float = CONNECT_S) -> None:
+    def __init__(self, own: LocalPeer, membership: Membership, links: Links, connect_s: float = CONNECT_S) -> None:
         self._own = own
         self._membership = membership
         self._links = links

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from node.concurrency.task_groups import task_scope
-from node.network.local_peer import OwnState
+from node.network.local_peer import LocalPeer
 from node.network.reach_status import NOT_LOOKED, ReachMode, ReachStep, Standing, held_by
-from node.network.session import Presence
+from node.network.session import NetworkSession
 from node.observability.events import EventSink, Reach
 from node.reachability.held_links import Attachments
 from node.reachability.ladder import climb
@@ -57,7 +57,7 @@ def ways_to_map() -> tuple[PortMapper, ...]:
 class Adoption:
     """What a standing changes about this node. `announce` tells the others."""
 
-    own: OwnState
+    own: LocalPeer
     events: EventSink
     announce: Callable[[], None]
     before: tuple[str, ...]
@@ -88,24 +88,24 @@ class Adoption:
 
 @asynccontextmanager
 async def reachable(
-    mode: ReachMode, told_host: str | None, presence: Presence, events: EventSink
+    mode: ReachMode, told_host: str | None, session: NetworkSession, events: EventSink
 ) -> AsyncIterator[None]:
     """Within the block the node climbs the ladder, follows what it finds, and does its part in what others find and in their calls."""
-    transport, own, neighbourhood = presence.transport, presence.own, presence.neighbourhood
+    transport, own, membership_sync = session.transport, session.own, session.membership_sync
     router = Router(ways_to_map()) if mode is ReachMode.AUTO else None
-    ask = witnesses_of(presence.membership, transport)
-    hold = Attachments(own, presence.membership, transport).hold
-    adoption = Adoption(own, events, neighbourhood.announce, own.addresses)
+    ask = witnesses_of(session.membership, transport)
+    hold = Attachments(own, session.membership, transport).hold
+    adoption = Adoption(own, events, membership_sync.announce, own.addresses)
 
     async def climbing() -> Standing:
         return await climb(transport.port, told_host, ask, router)
 
     try:
-        with _of_use_to_others(presence):
+        with _of_use_to_others(session):
             async with task_scope() as tasks:
                 running = (
                     tasks.create_task(watch(climbing, hold, adoption, router)),
-                    tasks.create_task(keep_in_step(presence)),
+                    tasks.create_task(keep_in_step(session)),
                 )
                 try:
                     yield
@@ -170,18 +170,18 @@ async def _until_lost(router: Router, wait_s: float, sleep: Sleep) -> None:
 
 
 @contextmanager
-def _of_use_to_others(presence: Presence) -> Iterator[None]:
+def _of_use_to_others(session: NetworkSession) -> Iterator[None]:
     """Within the block the node is a witness, passes calls on and follows those for itself."""
-    transport, neighbourhood, clock = presence.transport, presence.neighbourhood, presence.own.clock
-    switchboard = Switchboard(presence.run, presence.own.peer, transport, neighbourhood.announced, clock)
+    transport, membership_sync, clock = session.transport, session.membership_sync, session.own.clock
+    switchboard = Switchboard(session.run, session.own.peer, transport, membership_sync.announced, clock)
     answers = {
-        QuestionAbout.DIAL_BACK: Witness(without_tunnels(presence.own, transport.far_end), clock).answer,
+        QuestionAbout.DIAL_BACK: Witness(without_tunnels(session.own, transport.far_end), clock).answer,
         QuestionAbout.CALL: switchboard.pass_on,
         QuestionAbout.CALLED: switchboard.follow,
     }
-    presence.reception.answers_by_asker |= answers
+    session.dispatcher.answers_by_asker |= answers
     try:
         yield
     finally:
         for about in answers:
-            presence.reception.answers_by_asker.pop(about, None)
+            session.dispatcher.answers_by_asker.pop(about, None)

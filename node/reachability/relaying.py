@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
-from node.network.local_peer import OwnState
+from node.network.local_peer import LocalPeer
 from node.network.reach_status import ReachStep
-from node.network.session import Presence
+from node.network.session import NetworkSession
 from protocol.identity.signed_records import MAX_RELAY_LENGTH
 from protocol.interfaces.transport import FarEnd
 from protocol.manifest.join_link import multiaddr_of
@@ -51,7 +51,7 @@ class Attaching(Protocol):
 class RelayPart:
     """`relay_of` says at which multiaddr a peer serves tunnels; `announce` tells the others when our own is another."""
 
-    own: OwnState
+    own: LocalPeer
     dht: Dht
     tunnels: Attaching
     relay_of: Callable[[PeerId], str]
@@ -91,23 +91,23 @@ class RelayPart:
         return relay if len(relay) <= MAX_RELAY_LENGTH else ""  # no record could say it
 
 
-async def keep_in_step(presence: Presence, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
+async def keep_in_step(session: NetworkSession, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
     """Follows the node's standing every few seconds, until cancelled."""
-    directory, neighbourhood = presence.directory, presence.neighbourhood
+    directory, membership_sync = session.directory, session.membership_sync
     part = RelayPart(
-        presence.own,
+        session.own,
         directory,
-        presence.tunnels,
-        presence.book.relay_of,
-        neighbourhood.announce,
-        presence.local_address,
+        session.tunnels,
+        session.book.relay_of,
+        membership_sync.announce,
+        session.local_address,
     )
     while True:
         await part.follow()
         await sleep(STEP_S)
 
 
-def without_tunnels(own: OwnState, far_end: FarEnds) -> FarEnds:
+def without_tunnels(own: LocalPeer, far_end: FarEnds) -> FarEnds:
     """The same, but no host is known while the node cannot be dialled: a caller may then have come through a tunnel, whose local end
     is on this machine, and must not have us look into our own ports."""
 

@@ -15,7 +15,7 @@ from node.data.documents import Documents
 from node.data.feed import held_out_microbatches
 from node.data.packing import Microbatch
 from node.pipeline.data_worker import DataWorker
-from node.pipeline.microbatch_runner import Carrier
+from node.pipeline.microbatch_runner import MicrobatchRunner
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import Question
 from protocol.manifest.manifest import Manifest
@@ -45,7 +45,7 @@ class Evaluator:
         own: PeerId,
         planner: Planner,
         worker: DataWorker,
-        carrier: Carrier,
+        carrier: MicrobatchRunner,
         clock: Clock,
         sign: Callable[[MicrobatchId, Path, Purpose, float], Path],
         first_number: int,
@@ -54,7 +54,7 @@ class Evaluator:
         self._sign = sign
         self._planner = planner
         self._worker = worker
-        self._carrier = carrier
+        self._runner = carrier
         self._clock = clock
         self._next = first_number
         self._awaited: dict[MicrobatchId, asyncio.Future[float]] = {}
@@ -110,13 +110,13 @@ class Evaluator:
         self._worker.texts[microbatch] = text
         try:
             path = self._sign(microbatch, plan.value, Purpose.EVALUATE, lifetime_s)
-            self._carrier.handle(Started(microbatch, path, Purpose.EVALUATE, lifetime_s))
+            self._runner.handle(Started(microbatch, path, Purpose.EVALUATE, lifetime_s))
             async with asyncio.timeout(lifetime_s):
                 return await arrival
         finally:
             del self._awaited[microbatch]
             self._worker.texts.pop(microbatch, None)
-            self._carrier.abandon(microbatch, "evaluated")
+            self._runner.abandon(microbatch, "evaluated")
 
 
 MAX_MICROBATCHES = 256

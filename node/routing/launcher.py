@@ -17,7 +17,7 @@ from node.observability.events import Abandoned, Completed, EventSink, Note, Res
 from node.observability.failpoints import crash_point
 from node.observability.throughput import Rate
 from node.pipeline.data_worker import DataWorker
-from node.pipeline.microbatch_runner import Carrier
+from node.pipeline.microbatch_runner import MicrobatchRunner
 from node.routing.evaluation import Evaluator
 from protocol.interfaces.clock import Clock
 from swarm.pipeline.custody_states import Started
@@ -69,7 +69,7 @@ class DataNodeParts:
     times: PathTimes
     evaluator: Evaluator
     worker: DataWorker
-    carrier: Carrier
+    carrier: MicrobatchRunner
     texts: Texts
     sign: Signing
     progress: Progress
@@ -92,7 +92,7 @@ class DataNode:
         self.measured = Measured()
         self.stopping = False
         self._planner, self._times, self._evaluator = parts.planner, parts.times, parts.evaluator
-        self._worker, self._carrier, self._texts = parts.worker, parts.carrier, parts.texts
+        self._worker, self._runner, self._texts = parts.worker, parts.carrier, parts.texts
         self._sign = parts.sign
         self._outliers = LossOutliers(parts.round_microbatches)
         self._clock = clock
@@ -142,7 +142,7 @@ class DataNode:
         log.debug("%s: %s", flight.microbatch, plan.reason)
         lifetime_s = self._lifetime(plan.value)
         path = self._sign(flight.microbatch, plan.value, Purpose.TRAIN, lifetime_s)
-        self._carrier.handle(Started(flight.microbatch, path, Purpose.TRAIN, lifetime_s))
+        self._runner.handle(Started(flight.microbatch, path, Purpose.TRAIN, lifetime_s))
         return True
 
     def _tell_who_is_missing(self) -> None:
@@ -223,7 +223,7 @@ class DataNode:
         self._times.lost(microbatch, self._clock.monotonic())
         text = self._worker.texts.pop(microbatch, None)
         flight = self.flights.abandon(microbatch)
-        self._carrier.abandon(microbatch, detail)
+        self._runner.abandon(microbatch, detail)
         if flight is not None:
             self._abandoned(flight, text, detail)
         self._landed.set()

@@ -9,9 +9,9 @@ import asyncio
 import logging
 from typing import Any, Final
 
-from node.concurrency.message_sender import Tellings
+from node.concurrency.pending_messages import PendingMessages
 from node.concurrency.task_groups import set_or_after, task_scope
-from node.network.local_peer import OwnState
+from node.network.local_peer import LocalPeer
 from protocol.interfaces.transport import Transport
 from swarm.membership.membership import Membership
 from swarm.routing.cost_model import Costs, Route
@@ -47,7 +47,7 @@ MAX_WAITING_TELLS: Final = 32
 """Messages on the way to one data node; what is more is dropped, as a network drops it: the talk repeats what matters."""
 
 
-class LaneTalk:
+class NegotiationRunner:
     """Of one data node.
 
     Args:
@@ -55,7 +55,7 @@ class LaneTalk:
     """
 
     def __init__(
-        self, own: OwnState, membership: Membership, measurements: Measurements, rules: PathRules, in_flight: int
+        self, own: LocalPeer, membership: Membership, measurements: Measurements, rules: PathRules, in_flight: int
     ) -> None:
         self._own, self._membership, self._measurements = own, membership, measurements
         self._rules, self._in_flight = rules, in_flight
@@ -67,7 +67,7 @@ class LaneTalk:
         self._looked = self._look_at = 0.0
         self._transport: Transport | None = None
         self._tasks: asyncio.TaskGroup | None = None
-        self._tellings = Tellings(MAX_WAITING_TELLS)
+        self._tellings = PendingMessages(MAX_WAITING_TELLS)
         self.lanes: Lanes = ()
         """The standing routes of our microbatches, taken in turn; none before the first look, and while a stage has nobody."""
 

@@ -13,7 +13,7 @@ from node.averaging.module_rounds import ModuleRounds, module_rounds
 from node.checkpoint.state import ReplicaState
 from node.concurrency.compute_thread import Priority
 from node.concurrency.task_groups import task_scope
-from node.context.module_context import Assignment
+from node.context.module_context import ModuleContext
 from node.context.options import NodeOptions
 from node.data.feed import START, TrainingFeed, open_documents
 from node.data.prefetch import Prefetcher
@@ -21,10 +21,10 @@ from node.data.reading_position import ReadingPosition
 from node.observability.events import Continued, Load, MicrobatchCounts
 from node.pipeline.admission import path_rules
 from node.pipeline.data_worker import DataWorker, host_stage_zero
-from node.pipeline.microbatch_runner import Carrier
+from node.pipeline.microbatch_runner import MicrobatchRunner
 from node.routing.evaluation import Evaluator, HeldOut
 from node.routing.launcher import DataNode, DataNodeParts
-from node.routing.negotiation_runner import LaneTalk
+from node.routing.negotiation_runner import NegotiationRunner
 from node.runtime.resume import (
     NUMBERS,
     capture_stage_zero,
@@ -34,7 +34,7 @@ from node.runtime.resume import (
     progress_of,
     restore_stage_zero,
 )
-from node.runtime.role import Account, Answering, Hook, carrier_for
+from node.runtime.role import Account, Answering, Hook, microbatch_runner_for
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.transport import QuestionAbout
 from protocol.manifest.manifest import Manifest
@@ -49,17 +49,17 @@ LAST_WORDS_S = 3.0
 """How long a data node that stops may take for its last inner step, and to tell the hops that their gradients count."""
 
 
-class DataDuty:
+class DataRole:
     """A data node: stage 0, and the paths that start there."""
 
     def __init__(
         self,
-        given: Assignment,
+        given: ModuleContext,
         worker: DataWorker,
-        carrier: Carrier,
+        carrier: MicrobatchRunner,
         data_node: DataNode,
         text_came: asyncio.Event,
-        talk: LaneTalk,
+        talk: NegotiationRunner,
         rounds: ModuleRounds,
     ) -> None:
         self.carrier = carrier
@@ -67,7 +67,7 @@ class DataDuty:
         self.answers: dict[QuestionAbout, Answering] = dict(rounds.answers)
         self.before_leaving: list[Hook] = [rounds.finish_round]
         self._given = given
-        self._presence = given.presence
+        self._session = given.session
         self._worker = worker
         self._data_node = data_node
         self._text_came = text_came
@@ -78,19 +78,19 @@ class DataDuty:
         await self.rounds.prepare()
 
     async def run(self) -> None:
-        reception = self._presence.reception
-        reception.lanes = self._talk
+        dispatcher = self._session.dispatcher
+        dispatcher.lanes = self._talk
         try:
             await self._launch()
         finally:
-            reception.lanes = None
+            dispatcher.lanes = None
 
     async def _launch(self) -> None:
         async with task_scope() as tasks:
             tasks.create_task(self._data_node.run())
-            tasks.create_task(self._talk.run(self._presence.transport))
+            tasks.create_task(self._talk.run(self._session.transport))
             tasks.create_task(self._wake_on(self._text_came))
-            tasks.create_task(self._wake_on(self._presence.neighbourhood.changed, self._talk.look_around))
+            tasks.create_task(self._wake_on(self._session.membership_sync.changed, self._talk.look_around))
 
     async def drain(self, patience_s: float) -> None:
         self._data_node.stopping = True
@@ -108,7 +108,7 @@ class DataDuty:
 
     def load(self) -> Load:
         flights = self._data_node.flights
-        own, rate = self._presence.own, self._data_node.rate.per_second()
+        own, rate = self._session.own, self._data_node.rate.per_second()
         return Load(own.peer, str(ModuleId(0)), flights.rules.window, len(flights.in_flight), rate)
 
     def account(self) -> Account:
@@ -140,9 +140,9 @@ class DataDuty:
 
 
 @asynccontextmanager
-async def data_duty(given: Assignment) -> AsyncIterator[DataDuty]:
+async def data_role(given: ModuleContext) -> AsyncIterator[DataRole]:
     """The duty of a data node, its text open and the first microbatches being packed."""
-    manifest, own, clock = given.manifest, given.presence.own, SystemClock()
+    manifest, own, clock = given.manifest, given.session.own, SystemClock()
     slots = given.options.slots_held
     worker = await given.compute.run(Priority.UPKEEP, lambda: host_stage_zero(manifest, given.device, slots))
     if given.resumed.state is not None:
@@ -154,9 +154,9 @@ async def data_duty(given: Assignment) -> AsyncIterator[DataDuty]:
     assert given.text.value is not None, given.text.reason
     documents = await asyncio.to_thread(open_documents, manifest, given.text.value)
     estimates, tokens = Estimates(), manifest.microbatch_tokens
-    membership, measurements = given.presence.membership, Measurements(own.peer, tokens)
+    membership, measurements = given.session.membership, Measurements(own.peer, tokens)
     rules = _flight_rules(given.options, manifest)
-    talk = LaneTalk(own, membership, measurements, path_rules(manifest), rules.most_in_flight)
+    talk = NegotiationRunner(own, membership, measurements, path_rules(manifest), rules.most_in_flight)
     planner = Planner(path_rules(manifest), membership, estimates, tokens, lambda: talk.lanes)
     text_came = asyncio.Event()
 
@@ -166,7 +166,7 @@ async def data_duty(given: Assignment) -> AsyncIterator[DataDuty]:
 
     start = START if position is None else position.cursor
     number, measured = first_number(position, randbelow(NUMBERS // 2)), NUMBERS + randbelow(NUMBERS // 2)
-    sign = given.presence.routes.signed
+    sign = given.session.routes.signed
     feed = TrainingFeed(manifest, documents, own.peer, start)
     stage = worker.stage
     replica = LocalReplica(
@@ -175,7 +175,7 @@ async def data_duty(given: Assignment) -> AsyncIterator[DataDuty]:
     prefetcher = Prefetcher(feed, live_data_nodes, text_came.set, rules.window + 1)
     async with module_rounds(given, replica) as rounds, AsyncExitStack() as stack:
         worker.after_step = rounds.after_inner_step
-        carrier = carrier_for(given, worker, planner, rounds)
+        carrier = microbatch_runner_for(given, worker, planner, rounds)
         texts = stack.enter_context(prefetcher)
         parts = DataNodeParts(
             flights=Flights(own.peer, rules, first_number=number, counts=counts_of(position)),
@@ -192,7 +192,7 @@ async def data_duty(given: Assignment) -> AsyncIterator[DataDuty]:
         )
         data_node = DataNode(parts, clock, given.events, given.finished)
         carrier.ends = data_node
-        duty = DataDuty(given, worker, carrier, data_node, text_came, talk, rounds)
+        duty = DataRole(given, worker, carrier, data_node, text_came, talk, rounds)
         duty.answers[QuestionAbout.EVALUATE] = HeldOut(manifest, documents, parts.evaluator).answer
         yield duty
 

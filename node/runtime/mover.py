@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from node.network.proofs import Proofs
-from node.network.session import Presence
+from node.network.session import NetworkSession
 from protocol.interfaces.clock import Clock
 from protocol.manifest.manifest import Manifest, block_parameters
 from swarm.membership.capacity import Workload
@@ -56,7 +56,7 @@ class Mover:
 
     def __init__(
         self,
-        presence: Presence,
+        session: NetworkSession,
         manifest: Manifest,
         proofs: Proofs,
         fitting: Callable[[Sequence[ModuleId]], Iterable[ModuleId]],
@@ -65,7 +65,7 @@ class Mover:
         periods: MovePeriods,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        self._presence = presence
+        self._session = session
         self._manifest = manifest
         self._proofs = proofs
         self._fitting = fitting
@@ -92,14 +92,14 @@ class Mover:
 
     def _some_module_is_empty(self, now: float) -> bool:
         """Only a hint that a look is worth while: it does not count those that join."""
-        served = self._presence.membership.served(now) | {self._presence.own.module}
+        served = self._session.membership.served(now) | {self._session.own.module}
         return not all(module in served for module in self._manifest.modules() if module.stage > 0)
 
     def _standing(self, now: float) -> Standing:
-        membership, own = self._presence.membership, self._presence.own
+        membership, own = self._session.membership, self._session.own
         others = tuple(a for a in membership.peers() if not membership.is_given_up(a.peer))
         goals = [m for m in self._manifest.modules() if m.stage > 0 and m != own.module]
-        rates = (link.goodput_bytes_per_s for link in self._presence.transport.figures().values())
+        rates = (link.goodput_bytes_per_s for link in self._session.transport.figures().values())
         rate = max(rates, default=0.0) or UNMEASURED_BYTES_PER_S
         move_s = {module: SETTING_UP_S + self._state_bytes(module) / rate for module in self._fitting(goals)}
         return Standing(own.announcement(), others, now - self._since, move_s, self._proofs.proven)

@@ -15,13 +15,13 @@ from node.checkpoint.saver import SaveRequests
 from node.checkpoint.state import Resumed
 from node.concurrency.compute_thread import ComputeThread
 from node.concurrency.task_groups import unless
-from node.context.module_context import Assignment
+from node.context.module_context import ModuleContext
 from node.context.options import NodeOptions
 from node.data.places import Places, places
 from node.model.device import choose_device
 from node.model.memory_need import modules_that_fit, need_of, none_fits, room_on
 from node.network.proofs import Proofs
-from node.network.session import Presence, Whereabouts, present
+from node.network.session import NetworkSession, Whereabouts, present
 from node.observability.event_log import Both, Watched, open_event_log
 from node.observability.events import Ended, EventSink, Note
 from node.reachability.monitor import reachable
@@ -86,24 +86,24 @@ async def run_node(
         async with (
             sole_use(options.identity_path),
             leave_requests(options.identity_path, stop.set),
-            present(identity, run, where, settings, clock, logged) as presence,
+            present(identity, run, where, settings, clock, logged) as session,
         ):
             logged.emit(Note("info", f"peer {identity.peer}, device {device.value} ({device.reason})"))
             if signed is None:
-                signed = await unless(stop, presence.fetch_manifest(options.patience_s))
+                signed = await unless(stop, session.fetch_manifest(options.patience_s))
                 if signed is None:
                     return
             own = signed.author == identity.peer
             text = places(signed.manifest.data, options.told, own=own)
             if consent is not None and not await unless(stop, consent(signed, text, own)):
                 raise Rejected("the run was not joined", hint="Say yes when asked, or beforehand with --yes.")
-            async with reachable(options.reach, options.advertise, presence, logged):
-                await _serve(options, presence, signed, text, device.value, logged, stop, moving or readiness_to_move)
+            async with reachable(options.reach, options.advertise, session, logged):
+                await _serve(options, session, signed, text, device.value, logged, stop, moving or readiness_to_move)
 
 
 async def _serve(
     options: NodeOptions,
-    presence: Presence,
+    session: NetworkSession,
     signed: SignedManifest,
     text: Reasoned[Places | None],
     device: torch.device,
@@ -116,10 +116,10 @@ async def _serve(
             "this run has one stage, which leaves nothing for other peers to do",
             hint="Train it with `skipstone solo`, or cut the model into at least two stages.",
         )
-    presence.neighbourhood.watch(signed.manifest.modules())
-    presence.reception.answers[QuestionAbout.MANIFEST] = _always(signed.text)
-    resumed = await _find_own(options, presence, signed, events)
-    chosen = await _choose(options, presence, signed.manifest, resumed, device, text, events)
+    session.membership_sync.watch(signed.manifest.modules())
+    session.dispatcher.answers[QuestionAbout.MANIFEST] = _always(signed.text)
+    resumed = await _find_own(options, session, signed, events)
+    chosen = await _choose(options, session, signed.manifest, resumed, device, text, events)
     events.emit(Note("info", f"module {chosen.value}: {chosen.reason}"))
     folder = None
     if options.checkpoint_dir is not None:
@@ -127,10 +127,10 @@ async def _serve(
     module: ModuleId | None = chosen.value
     with ComputeThread() as compute:
         while module is not None and not stop.is_set():
-            saves, proofs = SaveRequests(), Proofs(presence)
-            given = Assignment(
+            saves, proofs = SaveRequests(), Proofs(session)
+            given = ModuleContext(
                 options,
-                presence,
+                session,
                 signed.manifest,
                 module,
                 device,
@@ -144,10 +144,10 @@ async def _serve(
             )
             module = await serve_module(given, moving, folder, stop)
             resumed = Resumed()
-        await presence.withdraw(WITHDRAW_S)
+        await session.withdraw(WITHDRAW_S)
 
 
-def readiness_to_move(given: Assignment) -> NextModule:
+def readiness_to_move(given: ModuleContext) -> NextModule:
     """When the node of this assignment moves: by what it sees of the swarm, or never."""
     if given.module.stage == 0 or not given.options.may_move:
         return stay_for_ever
@@ -157,7 +157,7 @@ def readiness_to_move(given: Assignment) -> NextModule:
     def fitting(modules: Sequence[ModuleId]) -> Iterable[ModuleId]:
         return modules_that_fit(manifest, modules, room_on(given.device).and_back(own), slots)
 
-    mover = Mover(given.presence, manifest, given.proofs, fitting, given.presence.own.clock, MoveRules(), MovePeriods())
+    mover = Mover(given.session, manifest, given.proofs, fitting, given.session.own.clock, MoveRules(), MovePeriods())
     return mover.next_module
 
 
@@ -177,7 +177,7 @@ def _logged(options: NodeOptions, peer: PeerId, stream: EventSink) -> Iterator[E
 
 async def _choose(
     options: NodeOptions,
-    presence: Presence,
+    session: NetworkSession,
     manifest: Manifest,
     resumed: Resumed,
     device: torch.device,
@@ -214,16 +214,18 @@ async def _choose(
     if not fitting:
         raise none_fits(manifest, allowed, room, options.slots_held)
     await asyncio.sleep(LOOK_AROUND_S)
-    alive = await presence.neighbourhood.alive(manifest.modules())
-    return choose_module(presence.own.peer, fitting, alive, workload_of(manifest))
+    alive = await session.membership_sync.alive(manifest.modules())
+    return choose_module(session.own.peer, fitting, alive, workload_of(manifest))
 
 
-async def _find_own(options: NodeOptions, presence: Presence, signed: SignedManifest, events: EventSink) -> Resumed:
+async def _find_own(
+    options: NodeOptions, session: NetworkSession, signed: SignedManifest, events: EventSink
+) -> Resumed:
     if options.checkpoint_dir is None:
         return Resumed()
     folder = CheckpointFolder(options.checkpoint_dir, signed.run, signed.text)
     wanted = None if options.stage is None else ModuleId(options.stage)
-    resumed, notes = await asyncio.to_thread(find_own, folder, presence.own.peer, wanted)
+    resumed, notes = await asyncio.to_thread(find_own, folder, session.own.peer, wanted)
     for note in notes:
         events.emit(note)
     return resumed

@@ -8,14 +8,14 @@ from typing import Any, Protocol
 
 from node.averaging.module_rounds import ModuleRounds
 from node.checkpoint.state import ReplicaState
-from node.context.module_context import Assignment
+from node.context.module_context import ModuleContext
 from node.model.optimizer import StepFigures
 from node.network.proofs import Proofs
 from node.observability.events import EventSink, InnerStep, Load, MicrobatchCounts, Retracted, Visit
 from node.pipeline.admission import Admission
 from node.pipeline.codec_selection import LinkCodecs
 from node.pipeline.interfaces import Worker
-from node.pipeline.microbatch_runner import Carrier
+from node.pipeline.microbatch_runner import MicrobatchRunner
 from protocol.interfaces.clock import Clock, SystemClock
 from protocol.interfaces.transport import Question, QuestionAbout
 from swarm.membership.membership import Membership
@@ -49,13 +49,13 @@ class Account:
     measured: tuple[PeerId, ...] = ()
     """Of a data node: the peers whose visits have come home of late, for those who want to know whom they can leave a module to."""
     paths: dict[str, Any] | None = None
-    """Of a data node: its lanes, and how long its microbatches wait (`node.routing.negotiation_runner.LaneTalk.describe`)."""
+    """Of a data node: its lanes, and how long its microbatches wait (`node.routing.negotiation_runner.NegotiationRunner.describe`)."""
 
 
-class Duty(Protocol):
+class NodeRole(Protocol):
     """What the process needs of a duty, whichever it is."""
 
-    carrier: Carrier
+    carrier: MicrobatchRunner
     answers: dict[QuestionAbout, Answering]
     rounds: ModuleRounds
     before_leaving: list[Hook]
@@ -130,11 +130,13 @@ class PlannedReplicas:
         return self._planner.goes_round(module, self._clock.monotonic())
 
 
-def carrier_for(given: Assignment, worker: Worker, planner: Planner, rounds: ModuleRounds) -> Carrier:
+def microbatch_runner_for(
+    given: ModuleContext, worker: Worker, planner: Planner, rounds: ModuleRounds
+) -> MicrobatchRunner:
     """Carries for the replica that the node hosts; repair asks the planner who stands in."""
-    own, clock, module = given.presence.own, SystemClock(), str(given.module)
-    presence = given.presence
-    replicas = PlannedReplicas(planner, presence.membership, clock, presence.transport.is_linked)
+    own, clock, module = given.session.own, SystemClock(), str(given.module)
+    session = given.session
+    replicas = PlannedReplicas(planner, session.membership, clock, session.transport.is_linked)
     custody = Custody(own.peer, given.options.slots_held, replicas)
     own.slots, own.used_slots = custody.slots, lambda: custody.used_slots
 
@@ -144,18 +146,20 @@ def carrier_for(given: Assignment, worker: Worker, planner: Planner, rounds: Mod
         visits, norm, rate = max(figures.visits), figures.gradient_norm, figures.learning_rate
         given.events.emit(InnerStep(own.peer, module, figures.step, visits, norm, rate))
 
-    admission = Admission(given.manifest, own.peer, given.module, presence.routes.fault)
+    admission = Admission(given.manifest, own.peer, given.module, session.routes.fault)
     codecs = link_codecs(given, worker, clock)
     rounds.goodput = codecs.best_bytes_per_s
     given.proofs.in_rounds = rounds.fellows_of_last_round
-    on_failure = given.presence.neighbourhood.link_down
+    on_failure = given.session.membership_sync.link_down
     visits = LoggedVisits(own.peer, module, given.events, given.proofs)
-    return Carrier(custody, admission, worker, given.compute, clock, on_failure, stepped, visits=visits, codecs=codecs)
+    return MicrobatchRunner(
+        custody, admission, worker, given.compute, clock, on_failure, stepped, visits=visits, codecs=codecs
+    )
 
 
-def link_codecs(given: Assignment, worker: Worker, clock: SystemClock) -> LinkCodecs:
+def link_codecs(given: ModuleContext, worker: Worker, clock: SystemClock) -> LinkCodecs:
     """A visit takes as long as the slower end of a link needs, as far as it announces its speed (data nodes do not: nobody waits for theirs)."""
-    own, membership, transport = given.presence.own, given.presence.membership, given.presence.transport
+    own, membership, transport = given.session.own, given.session.membership, given.session.transport
     tokens = given.manifest.microbatch_tokens
 
     def visit_s(peer: PeerId) -> float:

@@ -10,14 +10,14 @@ from contextlib import AbstractContextManager, asynccontextmanager, contextmanag
 from node.checkpoint.folder import CheckpointFolder
 from node.checkpoint.saver import Saver
 from node.concurrency.task_groups import task_scope, unless
-from node.context.module_context import Assignment
-from node.network.session import Presence
+from node.context.module_context import ModuleContext
+from node.network.session import NetworkSession
 from node.observability.events import EventSink, LastPeer, Move, NodeStatus, Note
 from node.observability.failpoints import crash_point
-from node.runtime.data_role import data_duty
+from node.runtime.data_role import data_role
 from node.runtime.mover import NextModule
-from node.runtime.role import Duty, Hook
-from node.runtime.stage_role import hop_duty
+from node.runtime.role import Hook, NodeRole
+from node.runtime.stage_role import stage_role
 from node.runtime.status import node_summary, status_json
 from protocol.interfaces.transport import Question, QuestionAbout
 from swarm.vocabulary.announcement import Announcement
@@ -33,11 +33,11 @@ REPORT_S = 2.0
 MAX_ASKED = 16
 """Replicas that are asked whether they stay, before this one goes."""
 
-Moving = Callable[[Assignment], NextModule]
+Moving = Callable[[ModuleContext], NextModule]
 
 
 async def serve_module(
-    given: Assignment, moving: Moving, folder: CheckpointFolder | None, stop: asyncio.Event
+    given: ModuleContext, moving: Moving, folder: CheckpointFolder | None, stop: asyncio.Event
 ) -> ModuleId | None:
     """From JOINING to drained.
 
@@ -48,16 +48,16 @@ async def serve_module(
     Returns:
         The module to take next; None when `stop` was set.
     """
-    presence, own, events = given.presence, given.presence.own, given.events
+    session, own, events = given.session, given.session.own, given.events
     own.take(given.module)
-    tell_state(presence, events)
-    make = data_duty if given.module.stage == 0 else hop_duty
+    tell_state(session, events)
+    make = data_role if given.module.stage == 0 else stage_role
     async with make(given) as duty:
         given.resumed.state = None
-        with _answering_status(presence, duty):
+        with _answering_status(session, duty):
             if await unless(stop, _prepared(duty)) is None:
                 return None
-            with _answering(presence, duty), _saver(given, duty, folder) as saver:
+            with _answering(session, duty), _saver(given, duty, folder) as saver:
                 async with _at_work(duty, given, saver):
                     goal = await _serve(duty, given, moving(given), stop)
                     await hand_over(duty.before_leaving, HAND_OVER_S)
@@ -67,12 +67,12 @@ async def serve_module(
                 return goal
 
 
-def tell_state(presence: Presence, events: EventSink) -> None:
+def tell_state(session: NetworkSession, events: EventSink) -> None:
     """Announces what the node is now, and tells whoever watches."""
-    own = presence.own
-    presence.neighbourhood.announce()
+    own = session.own
+    session.membership_sync.announce()
     module = None if own.state is PeerState.VISITING else str(own.module)
-    events.emit(NodeStatus(own.peer, module, own.state.name.lower(), ", ".join(own.addresses), str(presence.link)))
+    events.emit(NodeStatus(own.peer, module, own.state.name.lower(), ", ".join(own.addresses), str(session.link)))
 
 
 async def hand_over(hooks: Sequence[Hook], limit_s: float) -> None:
@@ -85,12 +85,12 @@ async def hand_over(hooks: Sequence[Hook], limit_s: float) -> None:
         log.warning("handing over took more than %.0f s and was given up", limit_s)
 
 
-async def _prepared(duty: Duty) -> bool:
+async def _prepared(duty: NodeRole) -> bool:
     await duty.prepare()
     return True
 
 
-async def _serve(duty: Duty, given: Assignment, next_module: NextModule, stop: asyncio.Event) -> ModuleId | None:
+async def _serve(duty: NodeRole, given: ModuleContext, next_module: NextModule, stop: asyncio.Event) -> ModuleId | None:
     """Serves until it is time to stop or to move, and drains. A move that would leave nobody behind is called off."""
     while True:
         _become(PeerState.SERVING, given)
@@ -110,7 +110,7 @@ async def _serve(duty: Duty, given: Assignment, next_module: NextModule, stop: a
         given.events.emit(Note("info", f"stays in module {given.module}: nobody else serves it any more"))
 
 
-async def _drain(duty: Duty, given: Assignment) -> None:
+async def _drain(duty: NodeRole, given: ModuleContext) -> None:
     """Others are told first. What comes all the same is refused if there is somebody to take it, and done if not."""
     _become(PeerState.DRAINING, given)
     crash_point("draining")
@@ -118,71 +118,71 @@ async def _drain(duty: Duty, given: Assignment) -> None:
     await duty.drain(DRAIN_S)
 
 
-async def others_serve(given: Assignment) -> bool:
+async def others_serve(given: ModuleContext) -> bool:
     """Whether another replica that is proven to work says so now, when asked. What only announces itself may be a liar, who would be left alone here."""
     await given.proofs.refresh()
-    presence, proven = given.presence, given.proofs.proven
+    session, proven = given.session, given.proofs.proven
     asked = [a.peer for a in _replicas(given) if a.peer in proven][:MAX_ASKED]
-    answers = await asyncio.gather(*(presence.neighbourhood.serves(peer, given.module) for peer in asked))
+    answers = await asyncio.gather(*(session.membership_sync.serves(peer, given.module) for peer in asked))
     return any(answers)
 
 
-def _replicas(given: Assignment) -> list[Announcement]:
-    presence = given.presence
-    return presence.membership.replicas(given.module, presence.own.clock.monotonic())
+def _replicas(given: ModuleContext) -> list[Announcement]:
+    session = given.session
+    return session.membership.replicas(given.module, session.own.clock.monotonic())
 
 
-def _tell_of_move(given: Assignment, goal: Reasoned[ModuleId]) -> None:
-    given.events.emit(Move(given.presence.own.peer, str(given.module), str(goal.value), goal.reason))
+def _tell_of_move(given: ModuleContext, goal: Reasoned[ModuleId]) -> None:
+    given.events.emit(Move(given.session.own.peer, str(given.module), str(goal.value), goal.reason))
 
 
-def _tell_if_last(given: Assignment) -> None:
+def _tell_if_last(given: ModuleContext) -> None:
     if _replicas(given):
         return
     folder = given.options.checkpoint_dir
     saved_in = None if folder is None else str(folder)
-    given.events.emit(LastPeer(given.presence.own.peer, str(given.module), saved_in))
+    given.events.emit(LastPeer(given.session.own.peer, str(given.module), saved_in))
 
 
-def _become(state: PeerState, given: Assignment) -> None:
-    given.presence.own.state = state
-    tell_state(given.presence, given.events)
+def _become(state: PeerState, given: ModuleContext) -> None:
+    given.session.own.state = state
+    tell_state(given.session, given.events)
 
 
 @contextmanager
-def _answering_status(presence: Presence, duty: Duty) -> Iterator[None]:
+def _answering_status(session: NetworkSession, duty: NodeRole) -> Iterator[None]:
     """Within the block, whoever asks learns how far the node is."""
 
     async def answer(question: Question) -> bytes:
-        return status_json(presence.own, duty, presence.tunnels)
+        return status_json(session.own, duty, session.tunnels)
 
-    presence.reception.answers[QuestionAbout.STATUS] = answer
+    session.dispatcher.answers[QuestionAbout.STATUS] = answer
     try:
         yield
     finally:
-        presence.reception.answers.pop(QuestionAbout.STATUS, None)
+        session.dispatcher.answers.pop(QuestionAbout.STATUS, None)
 
 
 @contextmanager
-def _answering(presence: Presence, duty: Duty) -> Iterator[None]:
+def _answering(session: NetworkSession, duty: NodeRole) -> Iterator[None]:
     """Within the block, what arrives for the module goes to the duty."""
-    reception = presence.reception
-    reception.carrier = duty.carrier
-    reception.answers |= duty.answers
+    dispatcher = session.dispatcher
+    dispatcher.carrier = duty.carrier
+    dispatcher.answers |= duty.answers
     try:
         yield
     finally:
-        reception.carrier = None
+        dispatcher.carrier = None
         for about in duty.answers:
-            reception.answers.pop(about, None)
+            dispatcher.answers.pop(about, None)
 
 
 @asynccontextmanager
-async def _at_work(duty: Duty, given: Assignment, saver: Saver | None) -> AsyncIterator[None]:
+async def _at_work(duty: NodeRole, given: ModuleContext, saver: Saver | None) -> AsyncIterator[None]:
     """The duty's tasks, for as long as the block lasts."""
     async with task_scope() as tasks:
         running = [
-            tasks.create_task(duty.carrier.run(given.presence.transport)),
+            tasks.create_task(duty.carrier.run(given.session.transport)),
             tasks.create_task(duty.run()),
             tasks.create_task(_report(duty, given.events)),
         ]
@@ -196,14 +196,16 @@ async def _at_work(duty: Duty, given: Assignment, saver: Saver | None) -> AsyncI
                 task.cancel()
 
 
-async def _report(duty: Duty, events: EventSink) -> None:
+async def _report(duty: NodeRole, events: EventSink) -> None:
     while True:
         await asyncio.sleep(REPORT_S)
         events.emit(duty.load())
 
 
-def _saver(given: Assignment, duty: Duty, folder: CheckpointFolder | None) -> AbstractContextManager[Saver | None]:
+def _saver(
+    given: ModuleContext, duty: NodeRole, folder: CheckpointFolder | None
+) -> AbstractContextManager[Saver | None]:
     if folder is None:
         return nullcontext()
-    every_s, peer = given.options.checkpoint_every_s, given.presence.own.peer
+    every_s, peer = given.options.checkpoint_every_s, given.session.own.peer
     return Saver(folder, peer, given.module, duty.capture, given.compute, given.saves, given.events, every_s)

@@ -14,14 +14,14 @@ from node.averaging.anchor.module_vector import LocalReplica
 from node.averaging.module_rounds import ModuleRounds, module_rounds
 from node.checkpoint.state import ReplicaState
 from node.concurrency.compute_thread import Priority
-from node.context.module_context import Assignment
+from node.context.module_context import ModuleContext
 from node.observability.events import Load
 from node.observability.throughput import Rate
 from node.pipeline.admission import path_rules
-from node.pipeline.microbatch_runner import Carrier
+from node.pipeline.microbatch_runner import MicrobatchRunner
 from node.pipeline.stage_worker import HopWorker, host_hop, measure_speed
 from node.runtime.resume import capture_hop, restore_hop
-from node.runtime.role import Account, Answering, Hook, carrier_for
+from node.runtime.role import Account, Answering, Hook, microbatch_runner_for
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.transport import QuestionAbout
 from swarm.routing.planner import Planner
@@ -33,16 +33,18 @@ QUIET_S = 1.0
 LARGEST_DEFAULT_GRAPHS = 2 * 2**30
 
 
-class HopDuty:
+class StageRole:
     """A peer of stage 1 or above."""
 
-    def __init__(self, given: Assignment, worker: HopWorker, carrier: Carrier, rounds: ModuleRounds) -> None:
+    def __init__(
+        self, given: ModuleContext, worker: HopWorker, carrier: MicrobatchRunner, rounds: ModuleRounds
+    ) -> None:
         self.carrier = carrier
         self.rounds = rounds
         self.answers: dict[QuestionAbout, Answering] = dict(rounds.answers)
         self.before_leaving: list[Hook] = [rounds.finish_round]
         self._given = given
-        self._presence = given.presence
+        self._session = given.session
         self._module = given.module
         self._worker = worker
         self._tokens = given.manifest.microbatch_tokens
@@ -51,7 +53,7 @@ class HopDuty:
 
     async def prepare(self) -> None:
         """Its speed, to be announced, and the state on which its module stands."""
-        own, part, given = self._presence.own, self._worker.part, self._given
+        own, part, given = self._session.own, self._worker.part, self._given
         own.tokens_per_second = await given.compute.run(
             Priority.UPKEEP, lambda: measure_speed(part, given.manifest, given.device)
         )
@@ -64,7 +66,7 @@ class HopDuty:
             self._rate.add((self._worker.accumulated - self._seen) * self._tokens)
             self._seen = self._worker.accumulated
             if self._worker.tokens_per_s:
-                self._presence.own.tokens_per_second = self._worker.tokens_per_s
+                self._session.own.tokens_per_second = self._worker.tokens_per_s
 
     async def drain(self, patience_s: float) -> None:
         quiet_since = None
@@ -84,7 +86,7 @@ class HopDuty:
         return capture_hop(self._worker, self._tokens, self.rounds.agreed())
 
     def load(self) -> Load:
-        own, custody = self._presence.own, self.carrier.custody
+        own, custody = self._session.own, self.carrier.custody
         return Load(own.peer, str(self._module), custody.slots, custody.used_slots, self._rate.per_second())
 
     def account(self) -> Account:
@@ -95,7 +97,7 @@ class HopDuty:
 
 
 @asynccontextmanager
-async def hop_duty(given: Assignment) -> AsyncIterator[HopDuty]:
+async def stage_role(given: ModuleContext) -> AsyncIterator[StageRole]:
     """The duty of a stage peer, built but not prepared."""
     manifest, device = given.manifest, given.device
     budget = default_graph_budget(device).value if given.options.memory is None else given.options.memory
@@ -103,12 +105,12 @@ async def hop_duty(given: Assignment) -> AsyncIterator[HopDuty]:
     worker = await given.compute.run(Priority.UPKEEP, lambda: host_hop(manifest, given.module, device, budget, slots))
     if given.resumed.state is not None:
         await given.compute.run(Priority.UPKEEP, partial(restore_hop, worker, given.resumed.state))
-    given.presence.own.steps = worker.optimizer.steps
-    planner = Planner(path_rules(manifest), given.presence.membership, Estimates(), manifest.microbatch_tokens)
+    given.session.own.steps = worker.optimizer.steps
+    planner = Planner(path_rules(manifest), given.session.membership, Estimates(), manifest.microbatch_tokens)
     replica = LocalReplica((worker.part,), manifest.training.fragments, worker.optimizer, worker.parameters_changed)
     async with module_rounds(given, replica) as rounds:
         worker.after_step = rounds.after_inner_step
-        yield HopDuty(given, worker, carrier_for(given, worker, planner, rounds), rounds)
+        yield StageRole(given, worker, microbatch_runner_for(given, worker, planner, rounds), rounds)
 
 
 def default_graph_budget(device: torch.device) -> Reasoned[int]:

@@ -6,13 +6,13 @@ import dataclasses
 import json
 
 from node.concurrency.compute_thread import ComputeThread
-from node.network.local_peer import OwnState
+from node.network.local_peer import LocalPeer
 from node.observability.events import BusySeconds, NodeSummary
-from node.runtime.role import Duty
+from node.runtime.role import NodeRole
 from protocol.dht.tunnels import RelayTunnels
 
 
-def node_summary(own: OwnState, duty: Duty, compute: ComputeThread) -> NodeSummary:
+def node_summary(own: LocalPeer, duty: NodeRole, compute: ComputeThread) -> NodeSummary:
     """The account of a node that stops."""
     account = duty.account()
     busy = BusySeconds(compute=compute.busy_s, codec=account.codec_s, wire=duty.carrier.wire_s, wait=compute.idle_s)
@@ -30,7 +30,7 @@ def node_summary(own: OwnState, duty: Duty, compute: ComputeThread) -> NodeSumma
     )
 
 
-def status_json(own: OwnState, duty: Duty, tunnels: RelayTunnels) -> bytes:
+def status_json(own: LocalPeer, duty: NodeRole, tunnels: RelayTunnels) -> bytes:
     """docs/PROTOCOL.md lists the keys."""
     account, custody = duty.account(), duty.carrier.custody
     report = {

@@ -17,7 +17,7 @@ _COMMITS = 8
 assert ATTEMPTS <= MAX_ATTEMPTS
 
 
-class Ballots:
+class AttemptLog:
     """Kept from one anchor to the next; the commits we announced are kept longer, for those who ask late."""
 
     def __init__(self, rules: RoundRules) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from swarm.averaging.attempt_log import ATTEMPTS_AT_ONCE
-from swarm.averaging.convener import Convening
+from swarm.averaging.convener import Convener
 from swarm.averaging.invitees import GivenUp, Settled, TryAgain
 from swarm.averaging.member import Participation, Phase, StagedResult, can_be_meant, refusal_of
 from swarm.averaging.plausibility import measured_of
-from swarm.averaging.replica_view import Outlook
+from swarm.averaging.replica_view import ReplicaView
 from swarm.averaging.roster import contributors, exchange_limit_s, leads_to, make_roster, objection, oddity
 from swarm.averaging.round_events import (
     Accuse,
@@ -57,9 +57,9 @@ ToConvener = Accepting | Entry | Declined | Pulse | Prepared
 class Attempts:
     """At most one is under way. What the replica tells itself comes back through `arrived`."""
 
-    def __init__(self, outlook: Outlook) -> None:
+    def __init__(self, outlook: ReplicaView) -> None:
         self._outlook = outlook
-        self._convening: Convening | None = None
+        self._convening: Convener | None = None
         self.part: Participation | None = None
         self._staged: StagedResult | None = None
         self.latest = ""
@@ -70,18 +70,18 @@ class Attempts:
     def open(self, why: str) -> Actions:
         """Convenes the next attempt."""
         outlook = self._outlook
-        attempt = outlook.ballots.next_attempt(outlook.module, outlook.own, outlook.next_number())
-        outlook.ballots.follow(attempt)
-        away = outlook.ballots.left_out | outlook.offences.excluded(outlook.now)
+        attempt = outlook.attempt_log.next_attempt(outlook.module, outlook.own, outlook.next_number())
+        outlook.attempt_log.follow(attempt)
+        away = outlook.attempt_log.left_out | outlook.penalties.excluded(outlook.now)
         guests = {outlook.own, *(outlook.fellows.serving - away)}
-        ballots = outlook.ballots
-        self._convening = Convening(
+        attempt_log = outlook.attempt_log
+        self._convening = Convener(
             outlook.own,
             attempt,
             outlook.version,
             guests,
-            ballots.rosters,
-            frozenset(ballots.doubted),
+            attempt_log.rosters,
+            frozenset(attempt_log.doubted),
             outlook.rules,
             outlook.seal,
             outlook.usual,
@@ -113,7 +113,7 @@ class Attempts:
             actions.append(Tell(self.part.round.convener, declined))
         self._remember_delays()
         self.part = Participation(attempt, outlook.now, outlook.rules)
-        outlook.ballots.follow(attempt)
+        outlook.attempt_log.follow(attempt)
         return [*actions, *self._tell_convener(self.part), TakeSnapshot(attempt, outlook.version.fragment)]
 
     def _tell_convener(self, part: Participation) -> Actions:
@@ -131,19 +131,19 @@ class Attempts:
         if part is None:
             return []
         self.latest = f"round {part.round.number} attempt {part.round.attempt} ended: {why}"
-        ballots = self._outlook.ballots
-        ballots.ended, ballots.due_since = part.round, None
-        return [Release(part.round.number - 1 if ballots.rosters else part.round.number, why)]
+        attempt_log = self._outlook.attempt_log
+        attempt_log.ended, attempt_log.due_since = part.round, None
+        return [Release(part.round.number - 1 if attempt_log.rosters else part.round.number, why)]
 
     def _remember_delays(self) -> None:
         """The attempt that ends has come to nothing here."""
         if self.part is not None:
             for peer in self.part.was_waiting_for(self._outlook.now):
-                self._outlook.offences.kept_waiting(peer, self._outlook.now)
+                self._outlook.penalties.kept_waiting(peer, self._outlook.now)
 
     def forget(self, why: str) -> Actions:
         """Ends the attempt, and gives up whatever came of this and earlier ones."""
-        number = self._outlook.ballots.highest[0]
+        number = self._outlook.attempt_log.highest[0]
         self.part = self._convening = self._staged = None
         return [Release(number, why)] if number else []
 
@@ -195,7 +195,7 @@ class Attempts:
             return self.leave("it is over") if past and self._hear_convener(sender, attempt) else []
         if attempt.convener != outlook.own or (self._convening is not None and sender in self._convening.guests):
             return []
-        commit = outlook.ballots.commit_of(attempt)
+        commit = outlook.attempt_log.commit_of(attempt)
         if commit is not None:
             return [Tell(sender, commit)]
         if attempt.number <= outlook.version.round:
@@ -222,7 +222,7 @@ class Attempts:
             return self._refuse(part, "nobody in it has worked", lie=True)
         part.begin(roster, outlook.now + PATIENCE * exchange_limit_s(outlook.rules, signed, part.bandwidth))
         part.entries = signed.entries
-        outlook.ballots.began(roster)
+        outlook.attempt_log.began(roster)
         return [Exchange(roster)]
 
     def _refuse(self, part: Participation, why: str, lie: bool) -> Actions:
@@ -235,19 +235,19 @@ class Attempts:
         accused: Actions = []
         if lie:
             accused = self._accuse(convener, part.round, f"its roster cannot be: {why}")
-            outlook.ballots.left_out.add(convener)
-        outlook.ballots.refused.add(convener)
+            outlook.attempt_log.left_out.add(convener)
+        outlook.attempt_log.refused.add(convener)
         return [*accused, *self._decline(part, DeclineReason.NOT_READY, f"{short(convener)} is not followed: {why}")]
 
     def _accuse(self, peer: PeerId, attempt: RoundId, why: str) -> Actions:
         """It has sent what no honest replica sends."""
-        self._outlook.offences.sent_rubbish(peer, self._outlook.now)
+        self._outlook.penalties.sent_rubbish(peer, self._outlook.now)
         return [Accuse(Caught(peer, attempt.number, why))]
 
     def _dissolved(self, sender: PeerId, attempt: RoundId, detail: str) -> Actions:
         if not self._hear_convener(sender, attempt) or sender == self._outlook.own:
             return []
-        self._outlook.ballots.pause(self._outlook.now, 2 * self._outlook.rules.answer_s)
+        self._outlook.attempt_log.pause(self._outlook.now, 2 * self._outlook.rules.answer_s)
         return self.leave(detail)
 
     def _commit_came(self, sender: PeerId, commit: Commit) -> Actions:
@@ -303,7 +303,7 @@ class Attempts:
     def _piece_rejected(self, part: Participation, sender: PeerId) -> Actions:
         part.rejected.add(sender)
         if sender == part.round.convener:
-            self._outlook.ballots.left_out.add(sender)
+            self._outlook.attempt_log.left_out.add(sender)
             return self._decline(part, DeclineReason.NOT_READY, "the convener sent what cannot be used")
         return self._tell_convener(part)
 
@@ -363,7 +363,7 @@ class Attempts:
         commit = CommitStaged(result.roster, result.version)
         self.latest = f"round {attempt.number} committed by {len(result.roster.peers)} at attempt {attempt.attempt}"
         for peer in contributors(result.roster):
-            outlook.offences.delivered(peer)
+            outlook.penalties.delivered(peer)
         outlook.fellows.presume(result.roster.peers, result.version, outlook.now)
         return [*others, commit, *outlook.stand_on(result.version)]
 
@@ -381,18 +381,18 @@ class Attempts:
             case Settled(version, holders):
                 return [*tells, *self._settle(convening, version, holders)]
             case TryAgain(without, why, accuser):
-                outlook.ballots.doubted |= set() if accuser is None else {accuser}
+                outlook.attempt_log.doubted |= set() if accuser is None else {accuser}
                 return [*tells, *self._try_again(convening, without, why)]
             case GivenUp(why):
-                outlook.ballots.failed(outlook.now)
+                outlook.attempt_log.failed(outlook.now)
                 return [*tells, *convening.dissolve(why), *self.leave(why)]
             case None:
                 return [*tells]
 
-    def _settle(self, convening: Convening, version: AnchorVersion, holders: tuple[PeerId, ...]) -> Actions:
+    def _settle(self, convening: Convener, version: AnchorVersion, holders: tuple[PeerId, ...]) -> Actions:
         outlook = self._outlook
         commit = Commit(convening.round, version, holders)
-        outlook.ballots.announced(commit)
+        outlook.attempt_log.announced(commit)
         self._convening = None
         actions: Actions = [Tell(peer, commit) for peer in sorted({*convening.guests, *outlook.fellows.serving})]
         if convening.roster is None and outlook.own not in holders:
@@ -404,16 +404,16 @@ class Attempts:
             )
         return actions
 
-    def _try_again(self, convening: Convening, without: frozenset[PeerId], why: str) -> Actions:
+    def _try_again(self, convening: Convener, without: frozenset[PeerId], why: str) -> Actions:
         outlook = self._outlook
-        outlook.ballots.left_out |= without | convening.mute
+        outlook.attempt_log.left_out |= without | convening.mute
         left: Actions = [
             Tell(peer, Dissolved(convening.round, f"left out: {why}"))
             for peer in sorted(without)
             if peer != outlook.own
         ]
         if convening.round.attempt % ATTEMPTS_AT_ONCE == ATTEMPTS_AT_ONCE - 1:
-            outlook.ballots.failed(outlook.now)
+            outlook.attempt_log.failed(outlook.now)
             return [*left, *convening.dissolve(why), *self.leave(why)]
         return left + self.open(why)
 
@@ -427,7 +427,7 @@ class Attempts:
         if part.silence(outlook.now) > outlook.rules.silence_s and part.round.convener != outlook.own:
             return self._succeed(part)
         if outlook.now > part.until and part.round.convener != outlook.own:
-            outlook.offences.kept_waiting(part.round.convener, outlook.now)
+            outlook.penalties.kept_waiting(part.round.convener, outlook.now)
             return self._refuse(part, "its convener does not bring it to an end", lie=False)
         if outlook.now - part.told >= outlook.rules.pulse_s:
             return [*self._tell_convener(part), *self._tell_members(part)]
@@ -443,7 +443,7 @@ class Attempts:
 
     def _commit_without_convener(self, part: Participation) -> Actions:
         """Most members have told each other that they have the same result: it holds, whatever the convener says. That it is kept for the next
-        attempt (`Convening._found`) comes to the same, later."""
+        attempt (`Convener._found`) comes to the same, later."""
         outlook, staged = self._outlook, self._staged
         if staged is None or staged.version != part.version or not part.overdue(outlook.now):
             return []
@@ -453,7 +453,7 @@ class Attempts:
         commit = Commit(part.round, staged.version, tuple(sorted(holders)))
         tells = [Tell(peer, commit) for peer in sorted(holders) if peer != outlook.own]
         adopted = self._adopt(staged)
-        outlook.offences.kept_waiting(part.round.convener, outlook.now)
+        outlook.penalties.kept_waiting(part.round.convener, outlook.now)
         return [*tells, *adopted]
 
     def _succeed(self, part: Participation) -> Actions:
@@ -465,8 +465,8 @@ class Attempts:
         peers = outlook.fellows.on(outlook.version, outlook.now)
         if roster is not None:
             peers = frozenset(roster.peers)
-        outlook.ballots.left_out.add(part.round.convener)
-        candidates = {outlook.own, *(peers - outlook.ballots.left_out)}
+        outlook.attempt_log.left_out.add(part.round.convener)
+        candidates = {outlook.own, *(peers - outlook.attempt_log.left_out)}
         rank = convener_order(outlook.module, outlook.version, part.round.number, candidates).index(outlook.own)
         patience_s = outlook.rules.silence_s + rank * outlook.rules.answer_s
         return self.open("the convener is silent") if part.silence(outlook.now) > patience_s else []

@@ -9,7 +9,17 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
-from swarm.averaging.invitees import ASKED_AGAIN, DECLINED, WITH_US, Answer, GivenUp, Guest, Settled, TryAgain, Verdict
+from swarm.averaging.invitees import (
+    ASKED_AGAIN,
+    DECLINED,
+    WITH_US,
+    Answer,
+    GivenUp,
+    Invitee,
+    Settled,
+    TryAgain,
+    Verdict,
+)
 from swarm.averaging.plausibility import UsualLength
 from swarm.averaging.roster import codec_of, exchange_limit_s, leads_to, make_roster, may_be_committed, sound_entry
 from swarm.averaging.round_events import RoundRules, Seal, Tell
@@ -31,7 +41,7 @@ from swarm.vocabulary.averaging_messages import (
 from swarm.vocabulary.types import AnchorVersion, PeerId
 
 
-class Convening:
+class Convener:
     """See the module.
 
     Args:
@@ -65,7 +75,7 @@ class Convening:
         self._signed: SignedRoster | None = None
         self._own = own
         self._base = base
-        self._guests = {peer: Guest(now) for peer in sorted(guests)}
+        self._guests = {peer: Invitee(now) for peer in sorted(guests)}
         self._earlier = earlier
         self._doubted = doubted
         self._rules = rules
@@ -126,7 +136,7 @@ class Convening:
                 pass
         return []
 
-    def _entered(self, sender: PeerId, guest: Guest, entry: Entry) -> list[Tell]:
+    def _entered(self, sender: PeerId, guest: Invitee, entry: Entry) -> list[Tell]:
         """Who enters after the roster is fixed has missed it, or comes too late for it. An entry that has come before is not checked again."""
         if self._signed is not None:
             if entry in self._signed.entries and entry.peer == sender:
@@ -177,7 +187,7 @@ class Convening:
     def _collecting(self, now: float) -> bool:
         return any(self._awaited(guest, now) for guest in self._guests.values())
 
-    def _awaited(self, guest: Guest, now: float) -> bool:
+    def _awaited(self, guest: Invitee, now: float) -> bool:
         waited = now - self._opened
         if guest.answer is Answer.ACCEPTED:
             return waited < self._rules.prepare_s and not guest.silent(now, self._rules.silence_s)
@@ -259,7 +269,7 @@ class Convening:
             or self._overdue(members, now)
         )
 
-    def _gone(self, members: dict[PeerId, Guest], now: float) -> Verdict | None:
+    def _gone(self, members: dict[PeerId, Invitee], now: float) -> Verdict | None:
         if members[self._own].answer is not Answer.ENTERED:
             return GivenUp("our own part has ended")
         elsewhere = [peer for peer, guest in members.items() if guest.answer is Answer.ELSEWHERE]
@@ -273,7 +283,7 @@ class Convening:
         )
         return TryAgain(gone, "silent or gone") if gone else None
 
-    def _rejected(self, members: dict[PeerId, Guest]) -> Verdict | None:
+    def _rejected(self, members: dict[PeerId, Invitee]) -> Verdict | None:
         """Somebody sent what cannot be used."""
         accusers = _by_accused({peer: guest.rejected & members.keys() for peer, guest in members.items()})
         if not accusers:
@@ -281,7 +291,7 @@ class Convening:
         worst = max(accusers, key=lambda peer: (len(accusers[peer]), peer))
         return self._convicted(worst, accusers[worst], "sent what cannot be used")
 
-    def _waited_for(self, members: dict[PeerId, Guest], now: float) -> Verdict | None:
+    def _waited_for(self, members: dict[PeerId, Invitee], now: float) -> Verdict | None:
         """Somebody's pieces do not come through, though it lives. That may pass by itself, so it has two pulses' time, unless most of the
         others say so."""
         accusers = credible_accusers({peer: guest.waiting_for & members.keys() for peer, guest in members.items()})
@@ -304,14 +314,14 @@ class Convening:
         return TryAgain(frozenset({accused}), why, alone if alone != self._own else None)
 
     def _blame(
-        self, peer: PeerId, accusers: set[PeerId], members: dict[PeerId, Guest]
+        self, peer: PeerId, accusers: set[PeerId], members: dict[PeerId, Invitee]
     ) -> tuple[bool, int, bool, bytes]:
         """One that itself hears everybody (the others may only pass on what they wait for); most accusers; not the convener;
         then the order of this round decides."""
         order = precedence(self.round.module, self._base, self.round.number, peer)
         return not members[peer].waiting_for, len(accusers), peer != self._own, order
 
-    def _overdue(self, members: dict[PeerId, Guest], now: float) -> Verdict | None:
+    def _overdue(self, members: dict[PeerId, Invitee], now: float) -> Verdict | None:
         if all(guest.prepared is not None for guest in members.values()):
             return TryAgain(frozenset(), "the results differ")
         if now < self._deadline:

@@ -62,7 +62,7 @@ DECLINED = {
 
 
 @dataclass(slots=True)
-class Guest:
+class Invitee:
     """What the convener knows of one that it invited."""
 
     heard: float

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from swarm.averaging.replica_view import Outlook
+from swarm.averaging.replica_view import ReplicaView
 from swarm.averaging.roster import ASSUMED_BANDWIDTH, GRACE_S
 from swarm.averaging.round_events import RoundRules
 from swarm.averaging.schedule import plausible_round, precedence
@@ -160,13 +160,13 @@ class Participation:
                 return None
 
 
-def can_be_meant(sender: PeerId, attempt: RoundId, outlook: Outlook) -> bool:
+def can_be_meant(sender: PeerId, attempt: RoundId, outlook: ReplicaView) -> bool:
     """Whether it deserves an answer: from the convener itself, with numbers that can be, and not from a repeated offender."""
     plausible = plausible_round(outlook.version, attempt.number) and 0 <= attempt.attempt < MAX_ATTEMPTS
-    return attempt.convener == sender and plausible and sender not in outlook.offences.excluded(outlook.now)
+    return attempt.convener == sender and plausible and sender not in outlook.penalties.excluded(outlook.now)
 
 
-def refusal_of(invitation: Invitation, part: Participation | None, outlook: Outlook) -> DeclineReason | None:
+def refusal_of(invitation: Invitation, part: Participation | None, outlook: ReplicaView) -> DeclineReason | None:
     """Why we do not follow; None when we do.
 
     Args:
@@ -177,16 +177,19 @@ def refusal_of(invitation: Invitation, part: Participation | None, outlook: Outl
         return DeclineReason.PAST
     if invitation.base != outlook.version:
         return DeclineReason.OTHER_ANCHOR
-    if outlook.lag.catching is not None or attempt == outlook.ballots.ended:
+    if outlook.lag.catching is not None or attempt == outlook.attempt_log.ended:
         return DeclineReason.NOT_READY
-    if (attempt.number, attempt.attempt) < outlook.ballots.highest or attempt.convener in outlook.ballots.refused:
+    if (
+        attempt.number,
+        attempt.attempt,
+    ) < outlook.attempt_log.highest or attempt.convener in outlook.attempt_log.refused:
         return DeclineReason.OTHER_CONVENER
     if part is not None and not _prefers(attempt, part, outlook):
         return DeclineReason.OTHER_CONVENER
     return None
 
 
-def _prefers(other: RoundId, part: Participation, outlook: Outlook) -> bool:
+def _prefers(other: RoundId, part: Participation, outlook: ReplicaView) -> bool:
     """Whether an attempt takes precedence over the one we are in."""
     current = part.round
     if (other.number, other.attempt) == (current.number, current.attempt):

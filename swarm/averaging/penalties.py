@@ -69,7 +69,7 @@ class _Docket:
         )
 
 
-class Offences:
+class Penalties:
     """What this replica remembers of its fellows."""
 
     def __init__(self) -> None:

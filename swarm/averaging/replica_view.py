@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from swarm.averaging.attempt_log import Ballots
-from swarm.averaging.penalties import Offences
+from swarm.averaging.attempt_log import AttemptLog
+from swarm.averaging.penalties import Penalties
 from swarm.averaging.plausibility import UsualLength
 from swarm.averaging.roster import MOST_STEPS
 from swarm.averaging.round_events import Fellow, RoundRules, Seal, Tell
@@ -192,7 +192,7 @@ class Lag:
         self.catching = self._since = None
 
 
-class Outlook:
+class ReplicaView:
     """Shared by the parts of one `RoundMachine`, which keeps `now` up to date."""
 
     def __init__(self, own: PeerId, module: ModuleId, rules: RoundRules, version: AnchorVersion, seal: Seal) -> None:
@@ -208,8 +208,8 @@ class Outlook:
         """Since when we stand on our anchor; None before the first event."""
         self._highest = 0
         self.fellows = Fellows()
-        self.ballots = Ballots(rules)
-        self.offences = Offences()
+        self.attempt_log = AttemptLog(rules)
+        self.penalties = Penalties()
         self.lag = Lag(rules)
         self.usual = UsualLength()
 
@@ -235,17 +235,17 @@ class Outlook:
         """Of the next round: above every version we have ever seen, also of replicas that are gone now, so that no number gets two
         results only because somebody was away."""
         self._highest = max(self._highest, next_number(self.version, self.fellows.versions(self.now).values()))
-        return max(self._highest, self.ballots.highest[0])
+        return max(self._highest, self.attempt_log.highest[0])
 
     def order(self) -> tuple[PeerId, ...]:
         """Who convenes the next round: the serving replicas on our anchor, we included."""
-        others = self.fellows.on(self.version, self.now) - self.offences.excluded(self.now)
+        others = self.fellows.on(self.version, self.now) - self.penalties.excluded(self.now)
         return convener_order(self.module, self.version, self.next_number(), {self.own, *others})
 
     def stand_on(self, version: AnchorVersion) -> list[Tell]:
         """We stand on another anchor from now on, and all others learn it from ourselves."""
         self.version, self.steps, self.anchored_at = version, 0, self.now
-        self.ballots.new_anchor()
+        self.attempt_log.new_anchor()
         self.lag.moved()
         report = Progress(self.module, version, 0, 0)
         return [Tell(peer, report) for peer in sorted(self.fellows.all)]

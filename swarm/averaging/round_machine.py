@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections import deque
 
 from swarm.averaging.attempts import Attempts
-from swarm.averaging.replica_view import Outlook
+from swarm.averaging.replica_view import ReplicaView
 from swarm.averaging.round_events import (
     Accuse,
     Action,
@@ -101,7 +101,7 @@ class RoundMachine:
     """
 
     def __init__(self, own: PeerId, module: ModuleId, rules: RoundRules, version: AnchorVersion, seal: Seal) -> None:
-        self._outlook = Outlook(own, module, rules, version, seal)
+        self._outlook = ReplicaView(own, module, rules, version, seal)
         self._attempts = Attempts(self._outlook)
         self._time = WakingTime()
         self._seen = False
@@ -164,7 +164,7 @@ class RoundMachine:
         actions: Actions = []
         if slept >= outlook.rules.silence_s:
             actions += self._attempts.leave(f"this process did not run for {slept:.1f} s")
-            outlook.ballots.pause(outlook.now, outlook.rules.answer_s)
+            outlook.attempt_log.pause(outlook.now, outlook.rules.answer_s)
         to_ourselves: deque[RoundControl] = deque()
         produced = self._react(event)
         while produced or to_ourselves or (produced := self._follow_up()):
@@ -192,7 +192,7 @@ class RoundMachine:
             case SteppedAlone(version) | CaughtUp(version):
                 return [*attempts.forget("we stand on another anchor"), *self._outlook.stand_on(version)]
             case Caught(peer):
-                self._outlook.offences.was_caught(peer, event.certain, self._outlook.now)
+                self._outlook.penalties.was_caught(peer, event.certain, self._outlook.now)
                 return [Accuse(event)]
             case CatchUpFailed(wanted):
                 self._outlook.lag.failed(wanted, self._outlook.now)
@@ -276,16 +276,16 @@ class RoundMachine:
     def _convene_if_due(self) -> Actions:
         """The first in order opens a due round at once, the next one when nothing has come from those before."""
         outlook = self._outlook
-        ballots = outlook.ballots
-        if not outlook.fellows.serving or self._attempts.part is not None or outlook.now < ballots.quiet_until:
+        attempt_log = outlook.attempt_log
+        if not outlook.fellows.serving or self._attempts.part is not None or outlook.now < attempt_log.quiet_until:
             return []
         due = outlook.due()
         if not (due.value and outlook.may_convene()):
-            ballots.due_since = None
+            attempt_log.due_since = None
             return []
-        if ballots.due_since is None:
-            ballots.due_since = outlook.now
+        if attempt_log.due_since is None:
+            attempt_log.due_since = outlook.now
         rank = outlook.order().index(outlook.own)
-        if outlook.now - ballots.due_since < rank * outlook.rules.answer_s:
+        if outlook.now - attempt_log.due_since < rank * outlook.rules.answer_s:
             return []
         return self._attempts.open(due.reason)

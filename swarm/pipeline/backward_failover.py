@@ -16,8 +16,8 @@ from swarm.pipeline.ledger import (
     OTHER_ROUTE,
     RETRY_S,
     STRANGER,
+    Ledger,
     Replicas,
-    Shelf,
     is_from_neighbour,
     joined,
     receipt_for,
@@ -40,7 +40,7 @@ _NOT_YET = (Phase.RECEIVING, Phase.FORWARD, Phase.RECEIVING_GRADIENT, Phase.RECA
 class StandingIn:
     """Both sides of it: the stand-in, and the hop before it."""
 
-    def __init__(self, shelf: Shelf, settling: Settling, way_out: WayOut, replicas: Replicas) -> None:
+    def __init__(self, shelf: Ledger, settling: Settling, way_out: WayOut, replicas: Replicas) -> None:
         self._shelf = shelf
         self._settling = settling
         self._way_out = way_out

@@ -26,8 +26,8 @@ from swarm.pipeline.custody_states import (
 from swarm.pipeline.ledger import (
     PATIENCE_S,
     RETRY_S,
+    Ledger,
     Replicas,
-    Shelf,
     joined,
     offered,
     passed_on,
@@ -48,7 +48,7 @@ anew."""
 class WayBack:
     """What follows from events about gradients."""
 
-    def __init__(self, shelf: Shelf, settling: Settling, replicas: Replicas) -> None:
+    def __init__(self, shelf: Ledger, settling: Settling, replicas: Replicas) -> None:
         self._shelf = shelf
         self._settling = settling
         self._replicas = replicas

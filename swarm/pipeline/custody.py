@@ -52,7 +52,7 @@ from swarm.pipeline.custody_states import (
     UnsettledArrived,
 )
 from swarm.pipeline.forward_pass import WayOut, received
-from swarm.pipeline.ledger import OTHER_ROUTE, STRANGER, Replicas, Shelf, is_from_neighbour, receipt_for
+from swarm.pipeline.ledger import OTHER_ROUTE, STRANGER, Ledger, Replicas, is_from_neighbour, receipt_for
 from swarm.pipeline.settlement import Settling
 from swarm.vocabulary.pipeline_messages import Backward, Close, Direction, Forward, Receipt, ReceiptStatus, Stranded
 from swarm.vocabulary.types import MicrobatchId, PeerId, Reasoned
@@ -69,7 +69,7 @@ class Custody:
     def __init__(self, own: PeerId, slots: int, replicas: Replicas) -> None:
         self.own = own
         self.slots = slots
-        self._shelf = Shelf(own, slots, replicas)
+        self._shelf = Ledger(own, slots, replicas)
         self._replicas = replicas
         self._settling = Settling(self._shelf)
         self._way_back = WayBack(self._shelf, self._settling, replicas)

@@ -26,8 +26,8 @@ from swarm.pipeline.custody_states import (
 from swarm.pipeline.ledger import (
     PATIENCE_S,
     RETRY_S,
+    Ledger,
     Replicas,
-    Shelf,
     joined,
     offered,
     passed_on,
@@ -44,7 +44,7 @@ _PASSED = (ReceiptStatus.ACCEPTED, ReceiptStatus.PASSED_ON)
 class WayOut:
     """What follows from events about hidden states."""
 
-    def __init__(self, shelf: Shelf, way_back: WayBack, replicas: Replicas) -> None:
+    def __init__(self, shelf: Ledger, way_back: WayBack, replicas: Replicas) -> None:
         self._shelf = shelf
         self._way_back = way_back
         self._replicas = replicas

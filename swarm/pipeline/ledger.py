@@ -93,7 +93,7 @@ class Stays:
         return min(LONGEST_LIFETIME_S, max(SHORTEST_LIFETIME_S, LIFETIME_IN_STAYS * usual_s))
 
 
-class Shelf:
+class Ledger:
     """The holdings of one peer.
 
     Args:

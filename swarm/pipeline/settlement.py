@@ -12,7 +12,7 @@ import math
 from dataclasses import replace
 
 from swarm.pipeline.custody_states import ADDED, Action, Confirmed, Holding, Phase, Retract, Tell
-from swarm.pipeline.ledger import Shelf
+from swarm.pipeline.ledger import Ledger
 from swarm.vocabulary.pipeline_messages import Close, Settled, Unsettled
 from swarm.vocabulary.types import MicrobatchId, Path, PeerId
 
@@ -27,7 +27,7 @@ REMEMBERED = 16_384
 class Settling:
     """Both sides of it: the hop that waits for the word, and the data node that gives it."""
 
-    def __init__(self, shelf: Shelf) -> None:
+    def __init__(self, shelf: Ledger) -> None:
         self._shelf = shelf
         self._settled: dict[MicrobatchId, Path] = {}
 

@@ -24,12 +24,12 @@ import node.runtime.serving
 import node.runtime.stage_role
 from benchmarks.swarm_rule import SwarmRule
 from node.__main__ import main
-from node.context.module_context import Assignment
+from node.context.module_context import ModuleContext
 from node.pipeline.codec_selection import LinkCodecs
 from node.pipeline.data_worker import DataWorker
 from node.pipeline.interfaces import Job, Output
 from node.pipeline.stage_worker import HopWorker
-from node.runtime.data_role import DataDuty, data_duty
+from node.runtime.data_role import DataRole, data_role
 from protocol.frames.frames import Hello
 from protocol.manifest.manifest import Manifest
 from protocol.transport.grpc_streams import AcceptedStream, DialledStream
@@ -204,10 +204,10 @@ def fix_codec(codec: Codec) -> None:
 class SwarmPaths:
     """Stands before a data node's planner: the stages are those of the ring, the peers are chosen by SWARM's rule. All else is the planner's."""
 
-    def __init__(self, planner: Any, rule: SwarmRule, given: Assignment) -> None:
+    def __init__(self, planner: Any, rule: SwarmRule, given: ModuleContext) -> None:
         self._planner = planner
         self._rule = rule
-        self._own, self._membership = given.presence.own, given.presence.membership
+        self._own, self._membership = given.session.own, given.session.membership
         self._stages = given.manifest.stages
         self._tokens = given.manifest.microbatch_tokens
 
@@ -235,18 +235,18 @@ def choose_by_swarm(spec: Spec) -> None:
     """Data nodes launch along the paths of `SwarmPaths`. Repair in flight stays as it is."""
 
     @asynccontextmanager
-    async def duty_by_swarm(given: Assignment) -> AsyncIterator[DataDuty]:
-        async with data_duty(given) as duty:
-            own = given.presence.own
+    async def duty_by_swarm(given: ModuleContext) -> AsyncIterator[DataRole]:
+        async with data_role(given) as duty:
+            own = given.session.own
             rule = SwarmRule(random.Random(f"{spec.seed} {own.peer}"))
             duty._data_node._planner = SwarmPaths(duty._data_node._planner, rule, given)  # type: ignore[assignment]
             tell_rule(rule, duty, own.clock.monotonic)
             yield duty
 
-    node.runtime.serving.data_duty = duty_by_swarm
+    node.runtime.serving.data_role = duty_by_swarm
 
 
-def tell_rule(rule: SwarmRule, duty: DataDuty, now: Callable[[], float]) -> None:
+def tell_rule(rule: SwarmRule, duty: DataRole, now: Callable[[], float]) -> None:
     """The rule hears what becomes of the data node's microbatches."""
     ends: Any = duty.carrier.ends
     handle, passed, finished, lost = duty.carrier.handle, ends.passed, ends.finished, ends.lost

@@ -7,11 +7,11 @@ compared.
 from __future__ import annotations
 
 from node.__main__ import main
-from node.routing.negotiation_runner import LaneTalk
-from node.runtime import data_role as data_duty
+from node.routing.negotiation_runner import NegotiationRunner
+from node.runtime import data_role as data_role
 
 
-def without_lanes(self: LaneTalk, routes: object) -> None:
+def without_lanes(self: NegotiationRunner, routes: object) -> None:
     """What is agreed is not taken."""
 
 
@@ -21,6 +21,6 @@ def zero(below: int) -> int:
 
 
 if __name__ == "__main__":
-    LaneTalk._take = without_lanes  # type: ignore[method-assign]
-    data_duty.randbelow = zero  # type: ignore[attr-defined]
+    NegotiationRunner._take = without_lanes  # type: ignore[method-assign]
+    data_role.randbelow = zero  # type: ignore[attr-defined]
     main()

@@ -88,14 +88,14 @@ async def _until_rounds(watch: Watch) -> None:
 async def _hashes(link: JoinLink, manifest: Manifest, module: ModuleId, version: AnchorVersion) -> tuple[bytes, ...]:
     """The hash list that the digest stands for, from whoever still keeps the state."""
     layout = layout_of(parameter_shapes(manifest, module), 1)
-    async with asyncio.timeout(PATIENCE_S), visit(link) as presence:
-        presence.neighbourhood.watch(manifest.modules())
-        while not (donors := [known.peer for known in presence.membership.with_state(module)]):
-            await presence.neighbourhood.changed.wait()
-            presence.neighbourhood.changed.clear()
+    async with asyncio.timeout(PATIENCE_S), visit(link) as session:
+        session.membership_sync.watch(manifest.modules())
+        while not (donors := [known.peer for known in session.membership.with_state(module)]):
+            await session.membership_sync.changed.wait()
+            session.membership_sync.changed.clear()
         liars: list[PeerId] = []
         proven = await first_hash_list(
-            presence.transport, module, layout, version, donors, lambda peer, why: liars.append(peer)
+            session.transport, module, layout, version, donors, lambda peer, why: liars.append(peer)
         )
         assert not liars
         return proven.hash_list.hashes

@@ -22,7 +22,7 @@ from node.averaging.anchor.module_vector import LocalReplica
 from node.averaging.exchange.partition import Piece
 from node.averaging.exchange.pseudo_gradient import Source
 from node.averaging.exchange.reducer import Reduction
-from node.averaging.replica_sync import ReplicaKeeper, Snapshot
+from node.averaging.replica_sync import ReplicaSync, Snapshot
 from node.pipeline.interfaces import Job, Output
 from node.pipeline.stage_worker import HopWorker
 from protocol.identity.entry_signatures import EntrySeal
@@ -63,15 +63,15 @@ class _NotANumber(_Scaled):
 def another_source(kind: type[_Scaled], norm: float) -> Callable[[], None]:
     """The pseudo-gradient is another one; its declared norm is this many times that of the real one."""
 
-    honestly = ReplicaKeeper.snapshot
+    honestly = ReplicaSync.snapshot
 
-    async def snapshot(self: ReplicaKeeper) -> Snapshot:
+    async def snapshot(self: ReplicaSync) -> Snapshot:
         honest = await honestly(self)
         source = kind(honest.source.anchor, honest.source.snapshot)
         return replace(honest, source=source, norm=honest.norm * norm)
 
     def install() -> None:
-        ReplicaKeeper.snapshot = snapshot  # type: ignore[method-assign]
+        ReplicaSync.snapshot = snapshot  # type: ignore[method-assign]
 
     return install
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from node.network.client import query_status
-from node.network.session import Presence, visit
+from node.network.session import NetworkSession, visit
 from protocol.interfaces.directory import Contact
 from protocol.interfaces.transport import Question
 from protocol.manifest.join_link import JoinLink
@@ -33,15 +33,15 @@ LITTLE_PATIENCE_S = 2.0
 
 async def test_silent_and_lying_peers_do_not_keep_the_manifest_from_a_newcomer(scene: Siege) -> None:
     """They are even those that the newcomer asks first."""
-    async with visit(scene.targets.link, "127.0.0.1") as presence, AsyncExitStack() as stack:
+    async with visit(scene.targets.link, "127.0.0.1") as session, AsyncExitStack() as stack:
         hostile = set[PeerId]()
         for number in range(SILENT + LYING):
             handler = silent() if number < SILENT else lying(number, scene)
-            hostile.add(await stack.enter_async_context(beside(presence, scene.targets, handler)))
+            hostile.add(await stack.enter_async_context(beside(session, scene.targets, handler)))
         async with asyncio.timeout(SOON_S):
-            while not hostile < {known.peer for known in presence.others()}:
+            while not hostile < {known.peer for known in session.others()}:
                 await asyncio.sleep(0.05)
-            misled = replace(presence, introduced=frozenset(hostile))
+            misled = replace(session, introduced=frozenset(hostile))
             signed = await misled.fetch_manifest(SOON_S)
         assert signed.manifest.name == "small"
 
@@ -63,10 +63,10 @@ def lying(number: int, scene: Siege) -> Recorder:
 
 
 @asynccontextmanager
-async def beside(presence: Presence, targets: Targets, handler: Recorder) -> AsyncIterator[PeerId]:
+async def beside(session: NetworkSession, targets: Targets, handler: Recorder) -> AsyncIterator[PeerId]:
     """A peer that links to the newcomer, and says that it serves a module."""
     persona = targets.persona()
-    known = presence.own.announcement()
+    known = session.own.announcement()
     persona.book.contacts[known.peer] = Contact(known.peer, known.addresses, known.certificate)
     async with node(persona, handler=handler, settings=SETTINGS) as impostor:
         await impostor.transport.tell(known.peer, Close(MicrobatchId(persona.peer, 0), ""))

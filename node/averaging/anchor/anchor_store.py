@@ -27,7 +27,7 @@ STATES: Final = 4
 LENT_AT_MOST: Final = 2
 
 
-class Shelf:
+class AnchorStore:
     """Used from the event loop and one other thread; no method blocks for longer than allocating arrays takes."""
 
     def __init__(self, current: Anchor, now: Callable[[], float] = time.monotonic) -> None:

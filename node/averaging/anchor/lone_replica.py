@@ -12,7 +12,7 @@ import numpy as np
 
 from node.averaging.anchor.anchor import Anchor, Vector, initial_anchor
 from node.averaging.anchor.anchor_checkpoint import anchor_state, restored_anchor
-from node.averaging.anchor.anchor_store import Shelf
+from node.averaging.anchor.anchor_store import AnchorStore
 from node.averaging.anchor.module_vector import LocalReplica
 from node.averaging.anchor.outer_step import OuterRule, Staging
 from node.averaging.anchor.vector_math import squares
@@ -33,7 +33,7 @@ def steps_between_rounds(inner_steps: int, fragments: int) -> int:
     return math.ceil(inner_steps / fragments)
 
 
-def step_alone(replica: LocalReplica, shelf: Shelf, rule: OuterRule, steps: int, tokens: int) -> Anchor:
+def step_alone(replica: LocalReplica, shelf: AnchorStore, rule: OuterRule, steps: int, tokens: int) -> Anchor:
     """Takes the outer step for the fragment that is due, puts the new anchor on the shelf and the replica on it.
 
     Args:
@@ -71,7 +71,7 @@ class LoneReplica:
     """A replica that is always alone, with nobody to announce its anchors to: a module of `solo`."""
 
     def __init__(self, local: LocalReplica, rule: OuterRule, inner_steps: int) -> None:
-        self.shelf = Shelf(anchor_of(local))
+        self.shelf = AnchorStore(anchor_of(local))
         self._local = local
         self._rule = rule
         self._every = steps_between_rounds(inner_steps, len(local.layout.fragments))
@@ -97,5 +97,5 @@ class LoneReplica:
         """Goes on from a checkpoint, whose parameters the replica has already. Raises CorruptSnapshot."""
         if state.anchor is None:
             return
-        self.shelf = Shelf(restored_anchor(self._local.layout, state.anchor))
+        self.shelf = AnchorStore(restored_anchor(self._local.layout, state.anchor))
         self._steps, self._tokens = state.counters.steps_since_anchor, state.counters.tokens_since_anchor

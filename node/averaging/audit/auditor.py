@@ -21,7 +21,7 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from node.averaging.anchor.anchor_store import Shelf
+from node.averaging.anchor.anchor_store import AnchorStore
 from node.averaging.audit.recount import Recount, chance
 from node.averaging.exchange.all_reduce import ExchangeMeans, ExchangeRecord
 from node.averaging.exchange.partition import Piece
@@ -82,7 +82,7 @@ class Auditor:
     def __init__(
         self,
         own: PeerId,
-        shelf: Shelf,
+        shelf: AnchorStore,
         means: ExchangeMeans,
         tell: Callable[[PeerId, RoundControl], None],
         report: Callable[[Event], None],

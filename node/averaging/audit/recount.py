@@ -10,7 +10,7 @@ import numpy as np
 from blake3 import blake3
 
 from node.averaging.anchor.anchor import Anchor, Vector
-from node.averaging.anchor.anchor_store import Shelf
+from node.averaging.anchor.anchor_store import AnchorStore
 from node.averaging.anchor.vector_math import add_scaled, squares
 from node.averaging.exchange.all_reduce import ExchangeRecord
 from node.averaging.exchange.partition import Piece
@@ -31,7 +31,7 @@ class Recount:
         StateError: the memory that it needs has been used for something else meanwhile.
     """
 
-    def __init__(self, record: ExchangeRecord, piece: Piece, shelf: Shelf, momentum: float) -> None:
+    def __init__(self, record: ExchangeRecord, piece: Piece, shelf: AnchorStore, momentum: float) -> None:
         plan, source = record.plan, record.source
         if source is None:
             raise StateError("the next exchange has begun")

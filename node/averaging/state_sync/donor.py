@@ -16,7 +16,7 @@ from functools import partial
 from typing import Final
 
 from node.averaging.anchor.anchor import Anchor
-from node.averaging.anchor.anchor_store import Shelf
+from node.averaging.anchor.anchor_store import AnchorStore
 from node.averaging.state_sync.chunk_codec import as_it_is, codec_for, in_planes
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.task_groups import task_scope
@@ -62,7 +62,7 @@ class Donor:
     """
 
     def __init__(
-        self, module: ModuleId, shelf: Shelf, clock: Clock, codecs: frozenset[Codec], averaging: ComputeThread
+        self, module: ModuleId, shelf: AnchorStore, clock: Clock, codecs: frozenset[Codec], averaging: ComputeThread
     ) -> None:
         self._module = module
         self._shelf = shelf

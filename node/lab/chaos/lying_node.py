@@ -21,9 +21,9 @@ from node.averaging.anchor.anchor import Vector
 from node.averaging.exchange.partition import Piece
 from node.averaging.exchange.pseudo_gradient import Source
 from node.averaging.exchange.reducer import Reduction
-from node.averaging.replica_sync import ReplicaKeeper, Snapshot
-from node.averaging.workspace import RoundBench
-from node.network.local_peer import OwnState
+from node.averaging.replica_sync import ReplicaSync, Snapshot
+from node.averaging.workspace import RoundWorkspace
+from node.network.local_peer import LocalPeer
 from protocol.codecs import encode_into
 from protocol.identity.entry_signatures import EntrySeal
 from protocol.interfaces.tensor_spec import TensorSpec
@@ -135,13 +135,13 @@ def install(liar: Liar) -> None:
 
 
 def _lie_as_contributor(liar: Liar) -> None:
-    take, fix, seal = RoundBench.take_snapshot, ReplicaKeeper.snapshot, EntrySeal.sign
+    take, fix, seal = RoundWorkspace.take_snapshot, ReplicaSync.snapshot, EntrySeal.sign
 
-    async def take_snapshot(self: RoundBench, round_id: RoundId) -> Snapshot | None:
+    async def take_snapshot(self: RoundWorkspace, round_id: RoundId) -> Snapshot | None:
         liar.begin(round_id.number)
         return await take(self, round_id)
 
-    async def snapshot(self: ReplicaKeeper) -> Snapshot:
+    async def snapshot(self: ReplicaSync) -> Snapshot:
         honest = await fix(self)
         if liar.tells("contributes the opposite, a thousand times as long"):
             return replace(honest, source=_times(honest.source, -LONG), norm=honest.norm * LONG)
@@ -159,8 +159,8 @@ def _lie_as_contributor(liar: Liar) -> None:
             entry = replace(entry, staged=made_up)
         return seal(self, entry)
 
-    _replace(RoundBench, take_snapshot=take_snapshot)
-    _replace(ReplicaKeeper, snapshot=snapshot)
+    _replace(RoundWorkspace, take_snapshot=take_snapshot)
+    _replace(ReplicaSync, snapshot=snapshot)
     _replace(EntrySeal, sign=sign)
 
 
@@ -239,15 +239,15 @@ def _told(liar: Liar, peer: PeerId, message: ControlMessage) -> ControlMessage:
 
 
 def _lie_in_announcements(liar: Liar) -> None:
-    announce = OwnState.announcement
+    announce = LocalPeer.announcement
 
-    def announcement(self: OwnState) -> Announcement:
+    def announcement(self: LocalPeer) -> Announcement:
         honest = announce(self)
         if honest.anchor is None or not liar.tells("announces a round far ahead"):
             return honest
         return replace(honest, anchor=replace(honest.anchor, round=honest.anchor.round + FAR, tokens=2**47))
 
-    _replace(OwnState, announcement=announcement)
+    _replace(LocalPeer, announcement=announcement)
 
 
 def _replace(kind: type, **functions: Callable[..., Any]) -> None:

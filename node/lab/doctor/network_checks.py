@@ -11,7 +11,7 @@ from typing import Final
 from node.lab.doctor.finding import Finding, Level, bounded_async
 from node.network.asking import parse_answer
 from node.network.reach_status import ReachMode, ReachStep, Standing, held_by
-from node.network.session import Presence, visit
+from node.network.session import NetworkSession, visit
 from node.reachability.held_links import Attachments
 from node.reachability.ladder import climb
 from node.reachability.monitor import ways_to_map
@@ -55,41 +55,41 @@ async def look_in_the_run(link: JoinLink, doorway: Doorway, tell: Tell) -> None:
     """
 
     async def enter() -> Sequence[Finding]:
-        async with visit(link, doorway.listen, doorway.port) as presence:
-            tell(await bounded_async("run", lambda: _find_peers(presence), PATIENCE_S + 10))
-            if not _peers(presence):
+        async with visit(link, doorway.listen, doorway.port) as session:
+            tell(await bounded_async("run", lambda: _find_peers(session), PATIENCE_S + 10))
+            if not _peers(session):
                 return [Finding("reach", Level.SKIP, "no peer is there to connect to this machine")]
-            tell(await bounded_async("clock", lambda: _compare_clocks(presence), CLOCK_LIMIT_S))
-            return await bounded_async("reach", lambda: _climb(presence, doorway), REACH_LIMIT_S)
+            tell(await bounded_async("clock", lambda: _compare_clocks(session), CLOCK_LIMIT_S))
+            return await bounded_async("reach", lambda: _climb(session, doorway), REACH_LIMIT_S)
 
     limit_s = ENTER_LIMIT_S + PATIENCE_S + CLOCK_LIMIT_S + REACH_LIMIT_S
     tell(await bounded_async("reach", enter, limit_s))
 
 
-async def _find_peers(presence: Presence) -> Sequence[Finding]:
+async def _find_peers(session: NetworkSession) -> Sequence[Finding]:
     try:
-        signed = await presence.fetch_manifest(PATIENCE_S)
+        signed = await session.fetch_manifest(PATIENCE_S)
     except Unreachable as error:
         fix = f"{error.hint} This machine's clock has to be right within {WRONG_CLOCK_S:.0f} s."
         return [Finding("run", Level.FAIL, str(error), fix)]
-    await presence.look_around(signed.manifest)
-    return [Finding("run", Level.OK, f"{len(_peers(presence))} peers of {signed.manifest.name!r} seen")]
+    await session.look_around(signed.manifest)
+    return [Finding("run", Level.OK, f"{len(_peers(session))} peers of {signed.manifest.name!r} seen")]
 
 
-def _peers(presence: Presence) -> list[PeerId]:
-    return [seen.peer for seen in presence.others() if seen.is_reachable]
+def _peers(session: NetworkSession) -> list[PeerId]:
+    return [seen.peer for seen in session.others() if seen.is_reachable]
 
 
-async def _compare_clocks(presence: Presence) -> Sequence[Finding]:
+async def _compare_clocks(session: NetworkSession) -> Sequence[Finding]:
     async def offset(peer: PeerId) -> float | None:
-        return await clock_offset(lambda: _status(presence, peer), presence.own.clock)
+        return await clock_offset(lambda: _status(session, peer), session.own.clock)
 
-    found = await asyncio.gather(*(offset(peer) for peer in _peers(presence)[:CLOCKS]))
+    found = await asyncio.gather(*(offset(peer) for peer in _peers(session)[:CLOCKS]))
     return [clock_finding([seconds for seconds in found if seconds is not None])]
 
 
-async def _status(presence: Presence, peer: PeerId) -> bytes:
-    return await presence.transport.ask(peer, Question(QuestionAbout.STATUS), ASK_TIMEOUT_S)
+async def _status(session: NetworkSession, peer: PeerId) -> bytes:
+    return await session.transport.ask(peer, Question(QuestionAbout.STATUS), ASK_TIMEOUT_S)
 
 
 async def clock_offset(ask: Callable[[], Awaitable[bytes]], clock: Clock) -> float | None:
@@ -119,13 +119,13 @@ def clock_finding(offsets: Sequence[float]) -> Finding:
     )
 
 
-async def _climb(presence: Presence, doorway: Doorway) -> Sequence[Finding]:
+async def _climb(session: NetworkSession, doorway: Doorway) -> Sequence[Finding]:
     router = Router(ways_to_map()) if doorway.mode is ReachMode.AUTO else None
-    ask = witnesses_of(presence.membership, presence.transport)
+    ask = witnesses_of(session.membership, session.transport)
     try:
-        standing = await climb(presence.transport.port, doorway.advertise, ask, router)
+        standing = await climb(session.transport.port, doorway.advertise, ask, router)
         if standing.step is ReachStep.UNREACHABLE:
-            hold = Attachments(presence.own, presence.membership, presence.transport).hold
+            hold = Attachments(session.own, session.membership, session.transport).hold
             standing = held_by(standing, await hold())
         return [reach_finding(standing)]
     finally:

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from node.averaging.anchor.anchor import Anchor, Vector
-from node.averaging.anchor.anchor_store import Shelf
+from node.averaging.anchor.anchor_store import AnchorStore
 from node.averaging.anchor.lone_replica import anchor_of
 from node.averaging.anchor.module_vector import LocalReplica
 from node.averaging.anchor.outer_step import OuterRule
 from node.averaging.module_rounds import rung_of, rungs_to
-from node.averaging.round_runner import Averager, AveragerHooks, AveragerParts, RoundSettled
+from node.averaging.round_runner import RoundRunner, RoundRunnerHooks, RoundRunnerParts, RoundSettled
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.task_groups import task_scope
 from node.model.optimizer import StepFigures
@@ -80,7 +80,7 @@ class Replica:
     """One peer's replica and what becomes of it."""
 
     peer: PeerId
-    averager: Averager
+    averager: RoundRunner
     optimizer: MadeUpOptimizer
     local: LocalReplica
     compute: ComputeThread
@@ -142,10 +142,10 @@ class Hall:
         part = Blocks(self._elements)
         optimizer = MadeUpOptimizer(part)
         local = LocalReplica([part], self._fragments, optimizer)
-        shelf = Shelf(anchor_of(local))
+        shelf = AnchorStore(anchor_of(local))
         rules = self._rules(local)
         machine = RoundMachine(peer, MODULE, rules, shelf.current.version, seal or VirtualSeal())
-        parts = AveragerParts(
+        parts = RoundRunnerParts(
             peer,
             MODULE,
             machine,
@@ -161,14 +161,14 @@ class Hall:
             signatures or NamedSignatures(peer),  # type: ignore[arg-type]
             Random(len(self.replicas)),
         )
-        hooks = AveragerHooks(
+        hooks = RoundRunnerHooks(
             fellows=lambda: self._fellows_of(peer),
             catch_up=lambda version, donors: self._catch_up(peer, version, donors),
             anchored=lambda anchor: self._anchored(peer, anchor),
             settled=lambda settled: self.replicas[peer].settled.append(settled),
             accused=lambda caught: self.replicas[peer].accused.append(caught),
         )
-        replica = Replica(peer, Averager(parts, hooks), optimizer, local, compute)
+        replica = Replica(peer, RoundRunner(parts, hooks), optimizer, local, compute)
         self.replicas[peer] = replica
         return replica
 
@@ -252,7 +252,7 @@ class MemoryWire:
 class LinkEnd:
     """`protocol.interfaces.transport.LinkHandler` of a replica."""
 
-    def __init__(self, averager: Averager) -> None:
+    def __init__(self, averager: RoundRunner) -> None:
         self._averager = averager
         self.admit = averager.admit
         self.received = averager.received

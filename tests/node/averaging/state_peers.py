@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 
 from node.averaging.anchor.anchor import Anchor
-from node.averaging.anchor.anchor_store import Shelf
+from node.averaging.anchor.anchor_store import AnchorStore
 from node.averaging.anchor.layout import Layout
 from node.averaging.module_rounds import StateDesk
 from node.averaging.state_sync.chunk_codec import STATE_CODECS
@@ -164,7 +164,7 @@ class StatePeer:
     handler: DeskHandler
     catching_up: CatchingUp
     faults: Faults
-    shelf: Shelf | None
+    shelf: AnchorStore | None
     donor: Donor | None
     progress: list[tuple[int, int]]
     liars: list[tuple[PeerId, str]]
@@ -192,13 +192,15 @@ class StateSwarm:
 
     async def donor(self, anchor: Anchor, faults: Faults | None = None) -> StatePeer:
         """A peer that stands on this anchor."""
-        return await self._add(Shelf(anchor), faults or Faults(), None, None)
+        return await self._add(AnchorStore(anchor), faults or Faults(), None, None)
 
     async def joiner(self, folder: Path | None = None, space: Space | None = None) -> StatePeer:
         """A peer without a state."""
         return await self._add(None, Faults(), folder, space)
 
-    async def _add(self, shelf: Shelf | None, faults: Faults, folder: Path | None, space: Space | None) -> StatePeer:
+    async def _add(
+        self, shelf: AnchorStore | None, faults: Faults, folder: Path | None, space: Space | None
+    ) -> StatePeer:
         persona, handler, clock = Persona(), DeskHandler(), SystemClock()
         transport = GrpcTransport(
             persona.identity,

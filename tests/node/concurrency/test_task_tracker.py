@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from node.concurrency.task_tracker import Chores
+from node.concurrency.task_tracker import TaskTracker
 from swarm.vocabulary.errors import Unreachable
 
 
@@ -14,7 +14,7 @@ async def set_when(gate: asyncio.Event, done: list[str], what: str) -> None:
 
 
 async def test_what_is_begun_outside_is_left_undone() -> None:
-    chores, done, gate = Chores(), list[str](), asyncio.Event()
+    chores, done, gate = TaskTracker(), list[str](), asyncio.Event()
     gate.set()
     chores.begin(set_when(gate, done, "before"))
     chores.owe(set_when(gate, done, "owed before"))
@@ -28,7 +28,7 @@ async def test_what_is_begun_outside_is_left_undone() -> None:
 
 
 async def test_what_is_owed_counts_before_its_task_begins_and_until_it_is_done() -> None:
-    chores, done, first, second = Chores(), list[str](), asyncio.Event(), asyncio.Event()
+    chores, done, first, second = TaskTracker(), list[str](), asyncio.Event(), asyncio.Event()
     async with chores.running():
         chores.owe(set_when(first, done, "first"))
         chores.owe(set_when(second, done, "second"))
@@ -46,7 +46,7 @@ async def test_what_is_owed_counts_before_its_task_begins_and_until_it_is_done()
 
 
 async def test_patience_ends() -> None:
-    chores, impatient = Chores(), asyncio.Event()
+    chores, impatient = TaskTracker(), asyncio.Event()
 
     async def go_on() -> None:
         async with chores.running():
@@ -68,7 +68,7 @@ async def test_what_fails_is_no_longer_owed_and_ends_the_block_with_its_own_erro
     async def fail() -> None:
         raise Unreachable("gone")
 
-    chores = Chores()
+    chores = TaskTracker()
 
     async def go_on() -> None:
         async with chores.running():

@@ -17,7 +17,7 @@ from node.model.optimizer import StepFigures
 from node.pipeline.admission import Admission
 from node.pipeline.data_worker import DataWorker, host_stage_zero
 from node.pipeline.interfaces import AsTheyAre, Job, Output
-from node.pipeline.microbatch_runner import Carrier
+from node.pipeline.microbatch_runner import MicrobatchRunner
 from node.pipeline.stage_worker import HopWorker, host_hop
 from protocol.codecs import Encoded
 from protocol.interfaces.tensor_spec import TensorSpec
@@ -140,7 +140,7 @@ class Ends:
     """The data node's account. It keeps no text of a microbatch that has ended, as the real one."""
 
     def __init__(self, worker: DataWorker) -> None:
-        self.carrier: Carrier | None = None
+        self.carrier: MicrobatchRunner | None = None
         self.losses: dict[MicrobatchId, float] = {}
         self.done: list[MicrobatchId] = []
         self.paths: dict[MicrobatchId, Path] = {}
@@ -197,7 +197,7 @@ class Member:
 
     peer: PeerId
     worker: GatedWorker
-    carrier: Carrier
+    carrier: MicrobatchRunner
     compute: ComputeThread
     steps: list[StepFigures]
     visits: CountedVisits
@@ -268,7 +268,7 @@ class SmallSwarm:
         compute = ComputeThread()
         steps: list[StepFigures] = []
         visits = CountedVisits()
-        carrier = Carrier(
+        carrier = MicrobatchRunner(
             Custody(own, 4, self),
             Admission(self.manifest, own, MODULES[own], lambda message: None),
             gated,

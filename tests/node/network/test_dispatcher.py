@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import pytest
 
-from node.network.dispatcher import Reception
-from node.network.membership_sync import Neighbourhood
+from node.network.dispatcher import Dispatcher
+from node.network.membership_sync import MembershipSync
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.interfaces.transport import Question, QuestionAbout, Refusal, Topic
 from swarm.vocabulary.averaging_messages import (
@@ -65,9 +65,9 @@ class Noted:
         return call
 
 
-def reception() -> tuple[Reception, Noted, Noted]:
-    neighbourhood: Any = Noted()
-    receives = Reception(neighbourhood)
+def dispatcher() -> tuple[Dispatcher, Noted, Noted]:
+    membership_sync: Any = Noted()
+    receives = Dispatcher(membership_sync)
     carrier, rounds = Noted(), Noted()
     receives.carrier, receives.rounds = carrier, rounds  # type: ignore[assignment]
     return receives, carrier, rounds
@@ -75,7 +75,7 @@ def reception() -> tuple[Reception, Noted, Noted]:
 
 @pytest.mark.parametrize("message", MICROBATCH_TENSORS)
 def test_a_microbatchs_tensor_goes_to_the_carrier(message: TensorMessage) -> None:
-    receives, carrier, rounds = reception()
+    receives, carrier, rounds = dispatcher()
     assert receives.admit(A, message, TENSOR) is BUFFER
     receives.received(A, message, TENSOR, BUFFER)
     receives.broken_off(A, message, BUFFER, ERROR)
@@ -85,7 +85,7 @@ def test_a_microbatchs_tensor_goes_to_the_carrier(message: TensorMessage) -> Non
 
 @pytest.mark.parametrize("message", ROUND_TENSORS)
 def test_a_rounds_tensor_goes_to_the_rounds(message: TensorMessage) -> None:
-    receives, carrier, rounds = reception()
+    receives, carrier, rounds = dispatcher()
     assert receives.admit(A, message, TENSOR) is BUFFER
     receives.received(A, message, TENSOR, BUFFER)
     receives.broken_off(A, message, BUFFER, ERROR)
@@ -98,7 +98,7 @@ def test_a_rounds_tensor_goes_to_the_rounds(message: TensorMessage) -> None:
 
 
 def test_small_messages_are_told_to_whom_they_concern() -> None:
-    receives, carrier, rounds = reception()
+    receives, carrier, rounds = dispatcher()
     for word in (Close(MICROBATCH, "over"), *ROUND_WORDS):
         receives.told(A, word)  # type: ignore[arg-type]
     assert carrier.calls == [("told", (A, Close(MICROBATCH, "over")))]
@@ -106,7 +106,7 @@ def test_small_messages_are_told_to_whom_they_concern() -> None:
 
 
 def test_words_about_lanes_go_to_who_minds_lanes() -> None:
-    receives, carrier, rounds = reception()
+    receives, carrier, rounds = dispatcher()
     receives.told(A, LANE_WORD)
     lanes = Noted()
     receives.lanes = lanes  # type: ignore[assignment]
@@ -118,7 +118,7 @@ def test_words_about_lanes_go_to_who_minds_lanes() -> None:
 
 
 async def test_a_node_is_a_witness_and_a_visitor_is_none() -> None:
-    receives, _, _ = reception()
+    receives, _, _ = dispatcher()
     question = Question(QuestionAbout.DIAL_BACK, port=4002)
     with pytest.raises(Rejected, match="dial_back"):
         await receives.answer(A, question)
@@ -131,15 +131,15 @@ async def test_a_node_is_a_witness_and_a_visitor_is_none() -> None:
 
 
 def test_both_hear_of_a_lost_link() -> None:
-    receives, carrier, rounds = reception()
+    receives, carrier, rounds = dispatcher()
     receives.link_down(A, ERROR)
     assert carrier.calls == rounds.calls == [("link_down", (A, ERROR))]
 
 
 @pytest.mark.parametrize("message", [*MICROBATCH_TENSORS, *ROUND_TENSORS])
 def test_without_a_module_tensors_are_refused_and_the_rest_is_ignored(message: TensorMessage) -> None:
-    neighbourhood: Any = Noted()
-    receives = Reception(neighbourhood)
+    membership_sync: Any = Noted()
+    receives = Dispatcher(membership_sync)
     assert receives.admit(A, message, TENSOR) == Refusal(False, "no module is hosted here")
     receives.received(A, message, TENSOR, BUFFER)
     receives.broken_off(A, message, BUFFER, ERROR)
@@ -157,13 +157,13 @@ class View:
         return {A: MODULE, B: ModuleId(0)}.get(peer)
 
 
-def minded(receives: Reception, sender: PeerId) -> set[Topic]:
+def minded(receives: Dispatcher, sender: PeerId) -> set[Topic]:
     return {topic for topic in Topic if receives.minds(sender, topic)}
 
 
 def test_whose_word_about_what_means_anything() -> None:
-    stranger, view = PeerId("c"), cast(Neighbourhood, View())
-    receives = Reception(view)
+    stranger, view = PeerId("c"), cast(MembershipSync, View())
+    receives = Dispatcher(view)
     assert [minded(receives, peer) for peer in (A, B, stranger)] == [set(), set(), set()], "nothing is hosted yet"
     receives.carrier, receives.rounds = Noted(), Noted()  # type: ignore[assignment]
     assert minded(receives, A) == {Topic.MICROBATCHES, Topic.STATE, Topic.ROUNDS}

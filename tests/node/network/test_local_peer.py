@@ -6,14 +6,14 @@ import dataclasses
 
 import pytest
 
-from node.network.local_peer import OwnState
+from node.network.local_peer import LocalPeer
 from protocol.identity.signed_records import MAX_LIFETIME_S, RECORD_LIFETIME_S
 from swarm.vocabulary.types import ModuleId, PeerId, RunId
 from tests.node.network.small_swarm import ManualClock
 
 
-def state(clock: ManualClock) -> OwnState:
-    return OwnState(RunId("7" * 64), PeerId("a"), b"", clock)
+def state(clock: ManualClock) -> LocalPeer:
+    return LocalPeer(RunId("7" * 64), PeerId("a"), b"", clock)
 
 
 def test_every_announcement_of_one_life_names_the_same_incarnation() -> None:

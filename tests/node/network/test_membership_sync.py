@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import pytest
 
 from node.network.addresses import KnownPeers
-from node.network.local_peer import FORMER_LIFE_MS, OwnState
-from node.network.membership_sync import Neighbourhood
+from node.network.local_peer import FORMER_LIFE_MS, LocalPeer
+from node.network.membership_sync import MembershipSync
 from node.observability.events import Event, PeerChange
 from protocol.identity.certificates import make_credentials
 from protocol.identity.keys import Identity
@@ -102,7 +102,7 @@ class Other:
     def __init__(self, clock: ManualClock, run: RunId = RUN, identity: Identity | None = None) -> None:
         self.identity = identity or Identity.generate()
         certificate = make_credentials(self.identity, run).certificate_der
-        self.state = OwnState(run, self.peer, certificate, clock, ("127.0.0.1:4000",), PeerState.SERVING, MODULE)
+        self.state = LocalPeer(run, self.peer, certificate, clock, ("127.0.0.1:4000",), PeerState.SERVING, MODULE)
 
     @property
     def peer(self) -> PeerId:
@@ -118,14 +118,14 @@ class Place:
     def __init__(self) -> None:
         self.clock, self.links, self.shelf, self.events = SetClock(), Links(), Shelf(), Events()
         self.identity = identity = Identity.generate()
-        self.own = own = OwnState(RUN, identity.peer, make_credentials(identity, RUN).certificate_der, self.clock)
+        self.own = own = LocalPeer(RUN, identity.peer, make_credentials(identity, RUN).certificate_der, self.clock)
         own.addresses = ("127.0.0.1:4001",)
         self.membership, self.book = Membership(RUN, identity.peer), KnownPeers()
-        self.neighbourhood = Neighbourhood(identity, own, self.membership, self.book, self.clock, self.events)
+        self.membership_sync = MembershipSync(identity, own, self.membership, self.book, self.clock, self.events)
 
     def meets(self, other: Other) -> None:
-        self.neighbourhood.announced(other.peer, other.record())
-        self.neighbourhood.link_up(other.peer)
+        self.membership_sync.announced(other.peer, other.record())
+        self.membership_sync.link_up(other.peer)
 
     def may_use(self, other: Other) -> bool:
         replicas = self.membership.replicas(MODULE, self.clock.now)
@@ -136,7 +136,7 @@ class Place:
 async def place() -> AsyncIterator[Place]:
     """A neighbourhood that runs, and has looked around once."""
     there = Place()
-    running = asyncio.create_task(there.neighbourhood.run(there.shelf, there.links))
+    running = asyncio.create_task(there.membership_sync.run(there.shelf, there.links))
     await until(lambda: there.shelf.look_ups and there.shelf.published)
     try:
         yield there
@@ -151,17 +151,17 @@ async def test_a_peer_whose_link_broke_is_asked_at_once_and_given_up_without_an_
         other = Other(there.clock)
         there.meets(other)
         assert there.may_use(other)
-        there.neighbourhood.link_down(other.peer, GONE)
+        there.membership_sync.link_down(other.peer, GONE)
         assert not there.may_use(other)
         assert there.membership.is_served(MODULE, there.clock.now), "it is only suspect"
         await until(lambda: there.links.asked == [other.peer])
-        there.neighbourhood.changed.clear()
+        there.membership_sync.changed.clear()
         there.links.outcome.set_exception(Stalled("no answer"))
-        await there.neighbourhood.changed.wait()
+        await there.membership_sync.changed.wait()
         assert not there.membership.is_served(MODULE, there.clock.now)
         there.clock.now += 10 * FIRST_PAUSE_S
         assert not there.may_use(other), "time alone does not bring it back"
-        there.neighbourhood.announced(other.peer, other.record())
+        there.membership_sync.announced(other.peer, other.record())
         assert there.may_use(other)
 
 
@@ -169,9 +169,9 @@ async def test_a_peer_that_answers_was_only_cut_off() -> None:
     async with place() as there:
         other = Other(there.clock)
         there.meets(other)
-        there.neighbourhood.link_down(other.peer, GONE)
+        there.membership_sync.link_down(other.peer, GONE)
         await until(lambda: there.links.asked)
-        there.neighbourhood.link_up(other.peer)
+        there.membership_sync.link_up(other.peer)
         there.links.outcome.set_result(b"{}")
         await asyncio.sleep(0)
         assert there.may_use(other)
@@ -184,7 +184,7 @@ async def test_one_outage_is_asked_about_once() -> None:
         other = Other(there.clock)
         there.meets(other)
         for _ in range(5):
-            there.neighbourhood.link_down(other.peer, GONE)
+            there.membership_sync.link_down(other.peer, GONE)
         await until(lambda: there.links.asked)
         await asyncio.sleep(0)
         assert there.links.asked == [other.peer]
@@ -196,11 +196,11 @@ async def test_one_outage_is_asked_about_once() -> None:
 async def test_nobody_can_speak_for_another() -> None:
     async with place() as there:
         honest, liar = Other(there.clock), Other(there.clock)
-        there.neighbourhood.announced(liar.peer, honest.record())
+        there.membership_sync.announced(liar.peer, honest.record())
         assert there.membership.get(honest.peer) is None
         there.meets(honest)
         honest.state.state = PeerState.DRAINING
-        there.neighbourhood.announced(liar.peer, honest.record())
+        there.membership_sync.announced(liar.peer, honest.record())
         assert there.may_use(honest)
 
 
@@ -209,23 +209,23 @@ async def test_a_damaged_record_changes_nothing(spoil: object) -> None:
     assert callable(spoil)
     async with place() as there:
         other = Other(there.clock)
-        there.neighbourhood.announced(other.peer, spoil(other.record()))
+        there.membership_sync.announced(other.peer, spoil(other.record()))
         assert list(there.membership.peers()) == []
 
 
 async def test_a_record_of_another_run_changes_nothing() -> None:
     async with place() as there:
         other = Other(there.clock, RunId("8" * 64))
-        there.neighbourhood.announced(other.peer, other.record())
+        there.membership_sync.announced(other.peer, other.record())
         assert list(there.membership.peers()) == []
 
 
 async def test_a_peer_that_is_not_known_yet_is_looked_up_at_once() -> None:
     async with place() as there:
         other = Other(there.clock)
-        there.neighbourhood._look_now.clear()
-        there.neighbourhood.link_down(other.peer, GONE)
-        assert there.neighbourhood._look_now.is_set()
+        there.membership_sync._look_now.clear()
+        there.membership_sync.link_down(other.peer, GONE)
+        assert there.membership_sync._look_now.is_set()
         there.shelf.found = [other.state.announcement()]
         await until(lambda: there.may_use(other))
         assert there.links.asked == []
@@ -240,7 +240,7 @@ async def test_what_has_run_out_leaves_the_view_and_the_book() -> None:
         there.meets(other)
         assert there.book.contact(other.peer) is not None
         there.clock.now += 3600
-        there.neighbourhood._look_now.set()
+        there.membership_sync._look_now.set()
         await until(lambda: there.book.contact(other.peer) is None)
         assert list(there.membership.peers()) == []
 
@@ -250,19 +250,19 @@ async def test_a_directory_that_is_out_of_reach_is_asked_again() -> None:
         there.shelf.error = Unreachable("the DHT is being restarted")
         before = there.shelf.look_ups
         for _ in range(2):
-            there.neighbourhood._look_now.set()
+            there.membership_sync._look_now.set()
             await until(lambda before=before: there.shelf.look_ups > before)
             before = there.shelf.look_ups
         there.shelf.error = None
         published = len(there.shelf.published)
-        there.neighbourhood.announce()
+        there.membership_sync.announce()
         await until(lambda: len(there.shelf.published) > published)
 
 
 async def test_news_of_this_node_goes_to_the_links_and_the_directory() -> None:
     async with place() as there:
         links, published = len(there.links.announced), len(there.shelf.published)
-        there.neighbourhood.announce()
+        there.membership_sync.announce()
         await until(lambda: len(there.shelf.published) > published)
         assert len(there.links.announced) > links
         sequences = [announcement.sequence for announcement in there.shelf.published]
@@ -273,7 +273,7 @@ async def test_a_link_that_ends_before_the_node_runs_is_noted_and_not_asked_abou
     there = Place()
     other = Other(there.clock)
     there.meets(other)
-    there.neighbourhood.link_down(other.peer, GONE)
+    there.membership_sync.link_down(other.peer, GONE)
     assert not there.may_use(other)
     assert there.links.asked == []
 
@@ -283,9 +283,9 @@ async def test_a_peer_whose_last_word_is_that_it_hosts_nothing_is_forgotten_with
         other = Other(there.clock)
         there.meets(other)
         other.state.state = PeerState.VISITING
-        there.neighbourhood.announced(other.peer, other.record())
+        there.membership_sync.announced(other.peer, other.record())
         assert not there.may_use(other)
-        there.neighbourhood.link_down(other.peer, GONE)
+        there.membership_sync.link_down(other.peer, GONE)
         assert there.membership.get(other.peer) is None
         assert there.book.contact(other.peer) is None
         assert there.links.asked == [], "nobody asks whether it is still there"
@@ -293,16 +293,16 @@ async def test_a_peer_whose_last_word_is_that_it_hosts_nothing_is_forgotten_with
 
 async def test_proof_that_another_process_has_our_key_ends_the_node() -> None:
     there = Place()
-    running = asyncio.create_task(there.neighbourhood.run(there.shelf, there.links))
+    running = asyncio.create_task(there.membership_sync.run(there.shelf, there.links))
     await until(lambda: there.shelf.published)
     told_by, twin = Other(there.clock), Other(there.clock, identity=there.identity)
     former, stranger = twin.record(), Other(there.clock).record()
     there.clock.now += FORMER_LIFE_MS / 1000 + 1
-    for record in (former, stranger, there.neighbourhood.own_record(), b"nothing"):
-        there.neighbourhood.announced(told_by.peer, record)
+    for record in (former, stranger, there.membership_sync.own_record(), b"nothing"):
+        there.membership_sync.announced(told_by.peer, record)
     await asyncio.sleep(0)
     assert not running.done(), "a record of a former life, of somebody else, or our own proves nothing"
-    there.neighbourhood.announced(told_by.peer, twin.record())
+    there.membership_sync.announced(told_by.peer, twin.record())
     with pytest.raises(
         IdentityError, match=r"another node with this key .* at 127.0.0.1:4000, and was there first"
     ) as told:
@@ -323,14 +323,14 @@ async def test_a_node_whose_clock_is_set_hears_those_it_is_linked_with_and_is_he
         for _ in range(60):  # two minutes: no record of before holds any more
             there.clock.now += 2.0
             other.state.clock.now += 2.0  # type: ignore[attr-defined]
-            there.neighbourhood.announced(other.peer, other.record())
+            there.membership_sync.announced(other.peer, other.record())
             assert there.membership.expire(there.clock.now) == []
         assert there.may_use(other)
         listening = Place()
         for _ in range(60):
             listening.clock.now += 2.0
             there.clock.now += 2.0
-            listening.neighbourhood.announced(there.own.peer, there.neighbourhood.own_record())
+            listening.membership_sync.announced(there.own.peer, there.membership_sync.own_record())
             assert listening.membership.expire(listening.clock.now) == []
         assert listening.membership.get(there.own.peer) is not None
 
@@ -341,7 +341,7 @@ async def test_a_clock_that_was_wrong_and_is_set_right_is_taken_by_everybody_at_
     there.clock.set_by_s = step_s
     wrong = Other(there.clock)
     listening, right = Place(), ManualClock()
-    listening.neighbourhood.announced(wrong.peer, wrong.record())
+    listening.membership_sync.announced(wrong.peer, wrong.record())
     there.clock.set_by_s = 0.0
     there.clock.now += 2.0
     right.now += 2.0
@@ -349,24 +349,24 @@ async def test_a_clock_that_was_wrong_and_is_set_right_is_taken_by_everybody_at_
     listening.clock.now += 2.0
     assert decode_announced(record, run=RUN, now=right.wall()).expires_at == right.wall() + 60.0
     known = listening.membership.get(wrong.peer)
-    listening.neighbourhood.announced(wrong.peer, record)
+    listening.membership_sync.announced(wrong.peer, record)
     assert listening.membership.get(wrong.peer) != known, "the order is not that of the wall clock"
 
 
 async def test_what_cannot_be_said_is_a_warning_and_the_last_record_stays(caplog: pytest.LogCaptureFixture) -> None:
     async with place() as there:
-        last, published = there.neighbourhood.own_record(), len(there.shelf.published)
+        last, published = there.membership_sync.own_record(), len(there.shelf.published)
         there.own.steps = 2**48 + 1
         for _ in range(2):
             said = len(there.links.announced)
-            there.neighbourhood.announce()
+            there.membership_sync.announce()
             await until(lambda said=said: len(there.links.announced) > said)
-            assert there.neighbourhood.own_record() == last == there.links.announced[-1]
+            assert there.membership_sync.own_record() == last == there.links.announced[-1]
         assert len(there.shelf.published) == published
         assert [record.levelno for record in caplog.records] == [logging.WARNING], "said once"
         assert "step 281474976710657 is out of range" in caplog.text
         there.own.steps = 3
-        there.neighbourhood.announce()
+        there.membership_sync.announce()
         await until(lambda: len(there.shelf.published) > published)
         assert decode_announced(there.links.announced[-1], run=RUN, now=None).steps == 3
 

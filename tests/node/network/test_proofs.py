@@ -6,9 +6,9 @@ import json
 from types import SimpleNamespace
 from typing import Any, cast
 
-from node.context.module_context import Assignment
+from node.context.module_context import ModuleContext
 from node.network.proofs import ASK_AGAIN_S, ASKED_DATA_NODES, MAX_MEASURED, Measured, Proofs
-from node.network.session import Presence
+from node.network.session import NetworkSession
 from node.runtime.serving import others_serve
 from protocol.interfaces.transport import Question, QuestionAbout
 from swarm.membership.membership import Membership
@@ -41,8 +41,8 @@ class Asked:
         return self.answers[peer]
 
 
-def proofs_of(presence: Asked) -> Proofs:
-    return Proofs(cast(Presence, presence))
+def proofs_of(session: Asked) -> Proofs:
+    return Proofs(cast(NetworkSession, session))
 
 
 def says(*measured: Any) -> bytes:
@@ -50,23 +50,23 @@ def says(*measured: Any) -> bytes:
 
 
 async def test_only_data_nodes_that_gave_us_work_have_a_say() -> None:
-    presence = Asked("d1", "d2", "sybil")
-    proofs = proofs_of(presence)
-    presence.answers = {PeerId("d1"): says(FELLOW, 7), PeerId("sybil"): says(LIAR)}
+    session = Asked("d1", "d2", "sybil")
+    proofs = proofs_of(session)
+    session.answers = {PeerId("d1"): says(FELLOW, 7), PeerId("sybil"): says(LIAR)}
     for data_node in ("d1", "d2", "stranger"):
         proofs.worked_on(MicrobatchId(PeerId(data_node), 1))
     assert proofs.proven == frozenset()
     await proofs.refresh()
     assert proofs.proven == {FELLOW}
-    assert set(presence.asked) == {"d1", "d2"}, "neither one that never gave us work, nor one that hosts no stage 0"
+    assert set(session.asked) == {"d1", "d2"}, "neither one that never gave us work, nor one that hosts no stage 0"
 
 
 async def test_nonsense_is_no_word_and_rounds_count_besides() -> None:
-    presence = Asked("d1", "d2")
-    proofs = proofs_of(presence)
+    session = Asked("d1", "d2")
+    proofs = proofs_of(session)
     proofs.in_rounds = lambda: frozenset({FELLOW})
-    presence.answers = {PeerId("d1"): b'{"measured": 5}', PeerId("d2"): b"[" * 10_000}
-    for data_node in presence.answers:
+    session.answers = {PeerId("d1"): b'{"measured": 5}', PeerId("d2"): b"[" * 10_000}
+    for data_node in session.answers:
         proofs.worked_on(MicrobatchId(data_node, 1))
     await proofs.refresh()
     assert proofs.proven == {FELLOW}
@@ -74,16 +74,16 @@ async def test_nonsense_is_no_word_and_rounds_count_besides() -> None:
 
 async def test_they_are_few_and_asked_seldom() -> None:
     names = [f"d{number}" for number in range(20)]
-    presence = Asked(*names)
-    proofs = proofs_of(presence)
+    session = Asked(*names)
+    proofs = proofs_of(session)
     for name in names:
         proofs.worked_on(MicrobatchId(PeerId(name), 1))
     for _ in range(3):
         await proofs.refresh()
-    assert len(presence.asked) == ASKED_DATA_NODES
-    presence.own.clock.now += ASK_AGAIN_S
+    assert len(session.asked) == ASKED_DATA_NODES
+    session.own.clock.now += ASK_AGAIN_S
     await proofs.refresh()
-    assert len(presence.asked) == 2 * ASKED_DATA_NODES
+    assert len(session.asked) == 2 * ASKED_DATA_NODES
 
 
 def test_a_data_node_remembers_the_last_ones() -> None:
@@ -99,11 +99,11 @@ async def test_before_it_lets_go_a_replica_wants_an_answer_from_one_that_is_prov
     async with place() as there:
         fellow = Other(there.clock)
         there.meets(fellow)
-        presence = SimpleNamespace(
-            membership=there.membership, neighbourhood=there.neighbourhood, own=SimpleNamespace(clock=there.clock)
+        session = SimpleNamespace(
+            membership=there.membership, membership_sync=there.membership_sync, own=SimpleNamespace(clock=there.clock)
         )
         proofs = proofs_of(Asked())
-        given = cast(Assignment, SimpleNamespace(presence=presence, module=MODULE, proofs=proofs))
+        given = cast(ModuleContext, SimpleNamespace(session=session, module=MODULE, proofs=proofs))
         there.links.outcome.set_result(json.dumps({"module": str(MODULE), "state": "serving"}).encode())
         assert not await others_serve(given), "it has only announced itself"
         assert there.links.asked == []
@@ -118,7 +118,7 @@ async def test_an_answer_counts_only_if_it_says_so() -> None:
             other = Other(there.clock)
             there.meets(other)
             there.links.outcome.set_result(json.dumps(said).encode())
-            assert not await there.neighbourhood.serves(other.peer, MODULE)
+            assert not await there.membership_sync.serves(other.peer, MODULE)
     async with place() as there:
         there.links.outcome.set_exception(Rejected("not for you"))
-        assert not await there.neighbourhood.serves(PeerId("p"), ModuleId(1))
+        assert not await there.membership_sync.serves(PeerId("p"), ModuleId(1))

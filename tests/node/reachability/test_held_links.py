@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from node.network.local_peer import OwnState
+from node.network.local_peer import LocalPeer
 from node.reachability.held_links import AVOIDED_S, CONNECT_S, MAX_TRIED, WANTED, Attachments
 from protocol.identity.keys import Identity
 from swarm.membership.membership import Membership
@@ -30,7 +30,7 @@ class Bench:
     def __init__(self, count: int, connect_s: float = CONNECT_S) -> None:
         own = Identity.generate().peer
         self.membership, self.links, self.clock = Membership(RUN, own), Links(), ManualClock()
-        state = OwnState(RUN, own, b"", self.clock, state=PeerState.SERVING, module=MODULE)
+        state = LocalPeer(RUN, own, b"", self.clock, state=PeerState.SERVING, module=MODULE)
         self.attachments = Attachments(state, self.membership, self.links, connect_s)
         for _ in range(count):
             announcement = announced(Identity.generate())

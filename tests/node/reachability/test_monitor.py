@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from node.network.local_peer import OwnState
+from node.network.local_peer import LocalPeer
 from node.network.reach_status import ReachStep, Standing
 from node.observability.events import Event, Reach
 from node.reachability.monitor import AGAIN_S, CONFIRM_S, FIRST_PAUSE_S, HOLD_S, Adoption, watch
@@ -43,7 +43,7 @@ class Told:
 
 def adoption() -> tuple[Adoption, Told]:
     told = Told()
-    own = OwnState(RunId("7" * 64), PeerId("me"), b"", ManualClock(), BEFORE)
+    own = LocalPeer(RunId("7" * 64), PeerId("me"), b"", ManualClock(), BEFORE)
     return Adoption(own, told, told.announce, BEFORE), told
 
 

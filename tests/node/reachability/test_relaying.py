@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from node.network.local_peer import OwnState
+from node.network.local_peer import LocalPeer
 from node.network.reach_status import ReachStep, Standing
 from node.network.session import Whereabouts
 from node.reachability.held_links import Attachments
@@ -52,7 +52,7 @@ class Noted:
 
 
 def part(noted: Noted, step: ReachStep, *addresses: str, via: tuple[PeerId, ...] = ()) -> RelayPart:
-    own = OwnState(RunId("7" * 64), ME, b"", ManualClock(), addresses)
+    own = LocalPeer(RunId("7" * 64), ME, b"", ManualClock(), addresses)
     own.reach, own.via = Standing(step, "so it is"), via
     return RelayPart(own, noted, noted, lambda peer: RELAYS.get(peer, ""), noted.announce, "127.0.0.1:4002")
 
@@ -96,7 +96,7 @@ async def test_a_relay_is_announced_where_tunnels_can_come_in(
 
 
 async def test_who_cannot_be_dialled_dials_nobody_back_at_a_tunnels_end() -> None:
-    own = OwnState(RunId("7" * 64), ME, b"", ManualClock(), ())
+    own = LocalPeer(RunId("7" * 64), ME, b"", ManualClock(), ())
     witness = Witness(without_tunnels(own, lambda _: FarEnd("127.0.0.1", b"der")), ManualClock())
     answer = decode_dial_back(await witness.answer(ONE, Question(QuestionAbout.DIAL_BACK, port=22)))
     assert (answer.host, answer.outcome) == ("", DialBackOutcome.NOT_TRIED)
@@ -120,7 +120,7 @@ class Anybody:
 
 
 async def test_a_node_holds_on_to_relays_even_where_others_are_nearer() -> None:
-    own = OwnState(RUN, ME, b"", ManualClock(), state=PeerState.SERVING, module=MODULE)
+    own = LocalPeer(RUN, ME, b"", ManualClock(), state=PeerState.SERVING, module=MODULE)
     membership = Membership(RUN, ME)
     relaying = Identity.generate()
     relay = f"/ip4/25.0.0.1/tcp/4001/p2p/{relaying.peer}"

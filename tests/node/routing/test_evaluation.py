@@ -12,7 +12,7 @@ import torch
 
 from node.data.packing import Microbatch
 from node.pipeline.data_worker import DataWorker
-from node.pipeline.microbatch_runner import Carrier
+from node.pipeline.microbatch_runner import MicrobatchRunner
 from node.routing import evaluation
 from node.routing.evaluation import WINDOW, Evaluator
 from protocol.interfaces.clock import SystemClock
@@ -58,7 +58,7 @@ def evaluator_on(road: Road, *, served: bool = True) -> Evaluator:
     if served:
         members.observe(announcement("a", 1), now=0, wall=0)
     planner = Planner(PathRules(2, 1), members, Estimates(), 1000)
-    return Evaluator(OWN, planner, cast(DataWorker, road), cast(Carrier, road), SystemClock(), unsigned, 2**47)
+    return Evaluator(OWN, planner, cast(DataWorker, road), cast(MicrobatchRunner, road), SystemClock(), unsigned, 2**47)
 
 
 def texts(count: int) -> list[Microbatch]:

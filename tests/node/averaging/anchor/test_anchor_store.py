@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from node.averaging.anchor.anchor import Anchor, hash_all
-from node.averaging.anchor.anchor_store import STATES, Shelf
+from node.averaging.anchor.anchor_store import STATES, AnchorStore
 from swarm.vocabulary.errors import ResourceExhausted, StateError
 from tests.node.checkpoint.small_states import small_layout, state, written
 
@@ -19,7 +19,7 @@ class Now:
         return self.time
 
 
-def advance(shelf: Shelf, number: int) -> Anchor:
+def advance(shelf: AnchorStore, number: int) -> Anchor:
     anchor = written(state(number, LAYOUT), *shelf.spare())
     shelf.put(anchor)
     return anchor
@@ -30,7 +30,7 @@ def intact(anchor: Anchor) -> bool:
 
 
 def test_the_previous_anchor_stays_until_its_arrays_are_needed():
-    shelf = Shelf(first := state(0, LAYOUT))
+    shelf = AnchorStore(first := state(0, LAYOUT))
     second = advance(shelf, 1)
     assert shelf.current is second
     assert shelf.get(first.version.digest) is first
@@ -41,14 +41,14 @@ def test_the_previous_anchor_stays_until_its_arrays_are_needed():
 
 
 def test_in_the_long_run_two_states_are_enough():
-    shelf = Shelf(state(0, LAYOUT))
+    shelf = AnchorStore(state(0, LAYOUT))
     arrays = {id(advance(shelf, number).parameters) for number in range(1, 20)}
     assert len(arrays) <= 2
 
 
 def test_a_leased_anchor_outlives_later_rounds_until_the_lease_ends():
     now = Now()
-    shelf = Shelf(first := state(0, LAYOUT), now)
+    shelf = AnchorStore(first := state(0, LAYOUT), now)
     assert shelf.lease(first.version.digest, 600.0)
     for number in range(1, 8):
         advance(shelf, number)
@@ -60,11 +60,11 @@ def test_a_leased_anchor_outlives_later_rounds_until_the_lease_ends():
 
 
 def test_a_lease_on_what_is_not_there_is_refused():
-    assert not Shelf(state(0, LAYOUT)).lease(b"?" * 32, 600.0)
+    assert not AnchorStore(state(0, LAYOUT)).lease(b"?" * 32, 600.0)
 
 
 def test_pinned_arrays_are_never_written_even_when_rounds_need_all_room():
-    shelf = Shelf(first := state(0, LAYOUT))
+    shelf = AnchorStore(first := state(0, LAYOUT))
     with shelf.pinned(first):
         anchors = [advance(shelf, number) for number in range(1, 2 * STATES)]
         for anchor in anchors:
@@ -75,7 +75,7 @@ def test_pinned_arrays_are_never_written_even_when_rounds_need_all_room():
 
 
 def test_rounds_come_before_leases():
-    shelf = Shelf(state(0, LAYOUT))
+    shelf = AnchorStore(state(0, LAYOUT))
     leased = [advance(shelf, number) for number in range(1, 4)]
     for anchor in leased:
         shelf.lease(anchor.version.digest, 600.0)
@@ -87,7 +87,7 @@ def test_rounds_come_before_leases():
 
 
 def test_what_has_gone_cannot_be_pinned():
-    shelf = Shelf(first := state(0, LAYOUT))
+    shelf = AnchorStore(first := state(0, LAYOUT))
     advance(shelf, 1)
     shelf.spare()
     with pytest.raises(StateError), shelf.pinned(first):
@@ -95,7 +95,7 @@ def test_what_has_gone_cannot_be_pinned():
 
 
 def test_no_more_than_two_pairs_are_lent():
-    shelf = Shelf(state(0, LAYOUT))
+    shelf = AnchorStore(state(0, LAYOUT))
     one, two = shelf.spare(), shelf.spare()
     with pytest.raises(ResourceExhausted):
         shelf.spare()
@@ -105,13 +105,13 @@ def test_no_more_than_two_pairs_are_lent():
 
 
 def test_a_pair_that_was_dropped_counts_no_more():
-    shelf = Shelf(state(0, LAYOUT))
+    shelf = AnchorStore(state(0, LAYOUT))
     for _ in range(10):
         shelf.spare()
 
 
 def test_pinned_arrays_stay_whole_while_another_thread_makes_round_after_round():
-    shelf = Shelf(state(0, LAYOUT))
+    shelf = AnchorStore(state(0, LAYOUT))
     stop = threading.Event()
 
     def rounds() -> None:

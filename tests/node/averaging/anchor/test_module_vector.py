@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from node.averaging.anchor.anchor import Anchor, hash_all
-from node.averaging.anchor.anchor_store import Shelf
+from node.averaging.anchor.anchor_store import AnchorStore
 from node.averaging.anchor.lone_replica import LoneReplica, anchor_of
 from node.averaging.anchor.module_vector import LocalReplica
 from node.averaging.anchor.outer_step import OuterRule
-from node.averaging.replica_sync import AloneRule, ReplicaKeeper, Work
+from node.averaging.replica_sync import AloneRule, ReplicaSync, Work
 from node.concurrency.compute_thread import ComputeThread
 from node.model.build import build_block_stack
 from node.model.optimizer import RAMP_STEPS, Accumulator, InnerOptimizer, StepFigures
@@ -136,14 +136,14 @@ def test_a_lone_replica_does_what_torch_does(fragments: int) -> None:
 
 def keeper_of(
     trained: Trained, compute: ComputeThread, averaging: ComputeThread, clock: ManualClock | None = None
-) -> ReplicaKeeper:
-    shelf = Shelf(anchor_of(trained.local))
+) -> ReplicaSync:
+    shelf = AnchorStore(anchor_of(trained.local))
     rule = AloneRule(4, RULE, 32, clock or ManualClock(), longest_s=10.0)
 
     def stepped_alone(anchor: Anchor, before: AnchorVersion) -> None:
         assert anchor.version.round == before.round + 1
 
-    return ReplicaKeeper(trained.local, shelf, compute, averaging, rule, stepped_alone)
+    return ReplicaSync(trained.local, shelf, compute, averaging, rule, stepped_alone)
 
 
 async def test_a_lone_replica_takes_its_outer_step_after_enough_work_or_time() -> None:

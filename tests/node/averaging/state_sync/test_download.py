@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from node.averaging.anchor.anchor import Anchor, hash_all, version_of
-from node.averaging.anchor.anchor_store import Shelf
+from node.averaging.anchor.anchor_store import AnchorStore
 from node.averaging.module_rounds import StateDesk
 from node.averaging.state_sync.chunk_codec import PLANES_BELOW_BYTES_PER_S, STATE_CODECS, codec_for
 from node.averaging.state_sync.donor import CHUNKS_OF_ONE, LEASE_S, LONGEST_LEASE_S, Donor
@@ -306,7 +306,7 @@ async def test_requests_for_what_is_not_there_are_answered_with_gone():
 
 
 async def test_a_cancelled_download_gives_its_vectors_back():
-    shelf = Shelf(state(1))
+    shelf = AnchorStore(state(1))
     async with state_swarm(LAYOUT) as swarm:
         donor, joiner = await swarm.donor(ANCHOR, Faults(freeze_after=4)), await swarm.joiner(space=shelf)
         fetching = asyncio.create_task(fetch(joiner, donor))
@@ -326,7 +326,7 @@ async def test_a_cancelled_download_gives_its_vectors_back():
 
 async def test_a_reader_cannot_keep_a_state_for_ever():
     clock = ManualClock()
-    shelf = Shelf(state(0), clock.monotonic)
+    shelf = AnchorStore(state(0), clock.monotonic)
     donor = Donor(MODULE, shelf, clock, STATE_CODECS["planes"], ComputeThread())
     question = Question(QuestionAbout.STATE, module=MODULE, digest=shelf.current.version.digest)
     kept_s = 0.0
@@ -343,7 +343,7 @@ async def test_a_reader_cannot_keep_a_state_for_ever():
 
 
 async def test_a_donor_of_another_module_gives_nothing():
-    donor = Donor(ModuleId(7), Shelf(ANCHOR), ManualClock(), STATE_CODECS["planes"], ComputeThread())
+    donor = Donor(ModuleId(7), AnchorStore(ANCHOR), ManualClock(), STATE_CODECS["planes"], ComputeThread())
     with pytest.raises(Rejected, match=r"module 1\.0"):
         await donor.answer(Question(QuestionAbout.STATE, module=MODULE, digest=ANCHOR.version.digest))
 

@@ -11,7 +11,7 @@ from collections import Counter
 from swarm.vocabulary.types import PeerId
 
 
-class Tellings:
+class PendingMessages:
     """Messages on the way, by peer.
 
     Args:
