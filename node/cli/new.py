@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -32,6 +33,8 @@ def new(
     """Write and sign a manifest: the one file that defines a run."""
     if file.exists() and not force:
         raise ConfigError(f"{file} exists already", hint="Name another file, or replace it with --force.")
+    if name is None and source is None:
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", file.stem).lstrip("._-")[:64] or None
     changes = ManifestChanges(name=name, seed=seed, source=data, blocks=parse_blocks(stages), per_path=stages_per_path)
     manifest = chosen_manifest(source, changes)
 

@@ -86,6 +86,8 @@ class VisitCheck:
         """What is wrong, and how much there was."""
         for number, account in self._accounts.items():
             self._judge_account(account, self._before[number], self._tallies[number])
+        # A killed data node leaves no figures: what of its microbatches was under way then is not known, and not counted.
+        self._findings.count("started", sum(tally.completed + tally.abandoned for tally in self._tallies.values()))
         for microbatch, done in self._completed.items():
             self._judge_completed(microbatch, done)
         self._judge_visits_of_others()
@@ -129,7 +131,7 @@ class VisitCheck:
             self._findings.violate("account", account.spot, message)
         if counts.duplicated:
             self._findings.violate("account", account.spot, f"{counts.duplicated} microbatches completed twice")
-        self._findings.count("started", counts.started - before.started)
+        self._findings.count("started", max(0, under_way))
         self._findings.count("under way at the end", max(0, under_way))
 
     def _judge_completed(self, microbatch: str, done: _Done) -> None:

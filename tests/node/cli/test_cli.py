@@ -108,6 +108,18 @@ class TestNew:
         manifest = read_signed_manifest(second.read_bytes(), None).manifest
         assert (manifest.seed, manifest.name) == (5, "again")
 
+    @pytest.mark.parametrize(
+        ("file", "name"), [("my run.toml", "my-run"), ("first.run.toml", "first.run"), ("__.toml", "stdlib-demo")]
+    )
+    def test_a_run_is_named_after_its_file(self, tmp_path: Path, file: str, name: str) -> None:
+        assert run("new", str(tmp_path / file)).exit_code == 0
+        assert f'name = "{name}"' in (tmp_path / file).read_text()
+
+    def test_a_text_that_is_not_there_is_refused(self, tmp_path: Path) -> None:
+        result = run("new", str(tmp_path / "run.toml"), "--data", f"path:{tmp_path / 'none'}")
+        assert result.exit_code == 78
+        assert not (tmp_path / "run.toml").exists()
+
     def test_it_does_not_overwrite(self, tmp_path: Path) -> None:
         file = tmp_path / "run.toml"
         file.write_text("precious")
