@@ -1,10 +1,11 @@
 """What a round costs: a module's vector averaged among peers in processes of their own, on loopback.
 
-Skipstone's peers run the real averager, round machine and transport with mutual TLS, and everything from the moment when a round is due until every
-replica stands on the new anchor counts: agreement, snapshot, exchange, outer step, digests, commit. Beside them, in turns so that other
-load on the machine meets all alike: torch.distributed's all-reduce over gloo (no encryption, no agreement), hivemind's
-DecentralizedAverager (its all-reduce only; its matchmaking is done before the clock starts), a bare one-way gRPC stream with mutual TLS,
-from whose rate follows what the transport alone needs for the bytes of the round, and those bytes on bare streams among as many processes.
+Skipstone's peers run the real averager, round machine and transport with mutual TLS, and everything from the moment
+when a round is due until every replica stands on the new anchor counts: agreement, snapshot, exchange, outer step,
+digests, commit. Beside them, in turns so that other load on the machine meets all alike: torch.distributed's all-reduce
+over gloo (no encryption, no agreement), hivemind's DecentralizedAverager (its all-reduce only; its matchmaking is done
+before the clock starts), a bare one-way gRPC stream with mutual TLS, from whose rate follows what the transport alone
+needs for the bytes of the round, and those bytes on bare streams among as many processes.
 
 Prints one JSON object; what is under way goes to stderr. MB are 10**6 bytes; times are medians, of the slowest peer.
 """
@@ -152,7 +153,8 @@ def bare(codec: str, elements: int, count: int) -> Iterator[Round]:
 
 @contextmanager
 def hivemind(codec: str, elements: int, count: int) -> Iterator[Round]:
-    """Started again when it hangs at its start, as it does now and then; without one that starts, every round has failed."""
+    """Started again when it hangs at its start, as it does now and then; without one that starts, every round has
+    failed."""
     for attempt in range(1, STARTS + 1):
         with ExitStack() as processes:
             try:
@@ -188,7 +190,8 @@ def hivemind_round(peers: list[Connection]) -> dict[str, Any] | None:
 
 
 def compare(megabytes: int, count: int, rounds: int, with_hivemind: bool) -> dict[str, Any]:
-    """All contenders with float32, and then with 8 bits: not at once, or the largest size would need more than 24 GB."""
+    """All contenders with float32, and then with 8 bits: not at once, or the largest size would need more than 24
+    GB."""
     races = {codec: race(codec, megabytes, count, rounds, with_hivemind) for codec in RIVALS}
     return {
         "mb": megabytes,

@@ -1,7 +1,7 @@
 """Bare gRPC streams with mutual TLS among all peers at once, as a reference: the bytes of a round and nothing else.
 
-Each process sends every other what a round at the optimum would: its share of the contributions and its own shard's result. The messages
-are zeros that nobody looks at; nothing is agreed, summed, checked or kept.
+Each process sends every other what a round at the optimum would: its share of the contributions and its own shard's
+result. The messages are zeros that nobody looks at; nothing is agreed, summed, checked or kept.
 """
 
 from __future__ import annotations

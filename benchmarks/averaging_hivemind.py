@@ -15,7 +15,8 @@ PATIENCE_S = 60.0
 
 
 def averager_process(connection: Connection, count: int, elements: int, codec: str, peers: list[str]) -> None:
-    """One of `count` averagers, in half precision (with NumPy 2.4 its 8-bit codecs fail) or float32; says when each all-reduce began and ended, or None when it failed. A round for each message."""
+    """One of `count` averagers, in half precision (with NumPy 2.4 its 8-bit codecs fail) or float32; says when each
+    all-reduce began and ended, or None when it failed. A round for each message."""
     from hivemind.averaging import DecentralizedAverager
     from hivemind.compression import Float16Compression, NoCompression
     from hivemind.dht import DHT

@@ -1,7 +1,8 @@
-"""One peer of a round on loopback: the real averager, round machine and transport, around a module that is only a vector.
+"""One peer of a round on loopback: the real averager, round machine and transport, around a module that is only a
+vector.
 
-Left out are the directory (the processes get each other's addresses by a pipe) and training: a step's effect on the parameters is made up
-before the clock starts.
+Left out are the directory (the processes get each other's addresses by a pipe) and training: a step's effect on the
+parameters is made up before the clock starts.
 """
 
 from __future__ import annotations
@@ -180,14 +181,16 @@ class RoundPeer:
         return begun, time.monotonic(), settled.version
 
     async def audits_are_done(self) -> None:
-        """They come after the round, beside the training that follows; here they are kept out of the next contender's turn."""
+        """They come after the round, beside the training that follows; here they are kept out of the next contender's
+        turn."""
         auditor = self.averager.auditor
         while auditor is not None and auditor.busy:  # noqa: ASYNC110 - the auditor has no events to wait for
             await asyncio.sleep(0.001)
 
 
 def round_process(connection: Connection, elements: int, codec_name: str) -> None:
-    """One peer. After the contacts, a round for each message on the connection; says when it began and ended, what it led to, and the bytes sent."""
+    """One peer. After the contacts, a round for each message on the connection; says when it began and ended, what it
+    led to, and the bytes sent."""
     torch.set_num_threads(1)
     identity = Identity.generate()
     credentials = make_credentials(identity, RUN)

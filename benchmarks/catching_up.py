@@ -1,8 +1,9 @@
-"""What catching up costs: a state of 200 MB from 1 and from 3 donors, each a process of its own, over loopback with mutual TLS.
+"""What catching up costs: a state of 200 MB from 1 and from 3 donors, each a process of its own, over loopback with
+mutual TLS.
 
-Prints one JSON object: for each number of donors the medians of 5 of MB/s (10**6 bytes, dial to checked anchor) and of the longest
-time in ms that the joiner's event loop did not turn; over all of them the most that one donor sent over the mean (`spread`), and
-all that was sent over what was needed.
+Prints one JSON object: for each number of donors the medians of 5 of MB/s (10**6 bytes, dial to checked anchor) and of
+the longest time in ms that the joiner's event loop did not turn; over all of them the most that one donor sent over the
+mean (`spread`), and all that was sent over what was needed.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ MODULE = ModuleId(1)
 REPEATS = 5
 BEAT_S = 0.005
 CODECS = STATE_CODECS["planes"]
-"""Which leaves it to the donors; what loopback carries is faster than encoding, so they send the elements as they are."""
+"""Which leaves it to the donors; what loopback carries is faster than encoding, so they send the elements as they
+are."""
 
 
 LAYOUT = layout_of({"model.layers.0.weight": (MEGABYTES * 10**6 // 8,)}, 1)

@@ -1,12 +1,14 @@
 """The part of `benchmarks.codec_training` that encodes what passes between the stages of a model.
 
-`boundaries`: one process trains 5 stages, whose 5 boundaries (stage 0 to 1, and so on, and back to stage 0 for the head) are encoded in both directions.
-`loss` is that of the trained model with the activations' codec, as it would be measured in the swarm; `behind` is against `none` of the same seed. `none, other order` reads
-the same text from another place on: what so small a change makes, and so what no difference below means anything. Training that diverges (a gradient is not
-finite) ends there: `steps` tells.
+`boundaries`: one process trains 5 stages, whose 5 boundaries (stage 0 to 1, and so on, and back to stage 0 for the
+head) are encoded in both directions. `loss` is that of the trained model with the activations' codec, as it would be
+measured in the swarm; `behind` is against `none` of the same seed. `none, other order` reads the same text from another
+place on: what so small a change makes, and so what no difference below means anything. Training that diverges (a
+gradient is not finite) ends there: `steps` tells.
 
-`everywhere`: workers that average train the same stages; one table for the choice of codecs of all traffic. Half-way everybody gets the state anew through its codec, as
-joiners do. The hybrid is mild on activations and their gradients, hard on pseudo-gradients, and lossless on state (arXiv:2409.02423).
+`everywhere`: workers that average train the same stages; one table for the choice of codecs of all traffic. Half-way
+everybody gets the state anew through its codec, as joiners do. The hybrid is mild on activations and their gradients,
+hard on pseudo-gradients, and lossless on state (arXiv:2409.02423).
 """
 
 from __future__ import annotations

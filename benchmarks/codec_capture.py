@@ -1,8 +1,10 @@
-"""Tensors as training makes them, for `benchmarks.codecs`: captured from a small llama that the product's own code trains, in one process.
+"""Tensors as training makes them, for `benchmarks.codecs`: captured from a small llama that the product's own code
+trains, in one process.
 
-Hidden states and their gradients at every border between stages, a pseudo-gradient, parameters, and Adam's moments. Hidden states are of as many rows as make
-8.4 MB of float32; nothing is tiled. Two more are made: normal numbers, and hidden states two of whose channels have been made larger, as in trained models of
-billions of parameters (Dettmers et al. 2022, LLM.int8()), which so small a model does not show.
+Hidden states and their gradients at every border between stages, a pseudo-gradient, parameters, and Adam's moments.
+Hidden states are of as many rows as make 8.4 MB of float32; nothing is tiled. Two more are made: normal numbers, and
+hidden states two of whose channels have been made larger, as in trained models of billions of parameters (Dettmers et
+al. 2022, LLM.int8()), which so small a model does not show.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ class Task:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Captured:
-    """Tensors by class; an error is one over all tensors of a class. Contiguous, on the CPU, float32 but for `bf16_*`."""
+    """Tensors by class; an error is one over all tensors of a class. Contiguous, on the CPU, float32 but for
+    `bf16_*`."""
 
     classes: Mapping[str, tuple[Tensor, ...]]
     loss: float
@@ -189,7 +192,8 @@ def _train_and_capture(task: Task) -> Captured:
 
 
 def _at_borders(model: WholeModel, microbatches: Sequence[Microbatch]) -> tuple[float, list[Tensor], list[Tensor]]:
-    """Mean loss, and at each border between stages the hidden states and the gradients that come back, [rows, tokens, hidden]."""
+    """Mean loss, and at each border between stages the hidden states and the gradients that come back, [rows, tokens,
+    hidden]."""
     losses: list[float] = []
     hidden: list[list[Tensor]] = []
     gradients: list[list[Tensor]] = []

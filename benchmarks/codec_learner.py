@@ -1,4 +1,5 @@
-"""A model that is trained in one process with codecs at its stages' boundaries, and its text: what both parts of `benchmarks.codec_training` have in common."""
+"""A model that is trained in one process with codecs at its stages' boundaries, and its text: what both parts of
+`benchmarks.codec_training` have in common."""
 
 from __future__ import annotations
 
@@ -86,8 +87,9 @@ class Boundaries:
 
 
 class Learner:
-    """All stages with their inner optimizers, as in `node.solo.trainer`. What a stage hands on, forward and backward, goes through a codec: from
-    stage 0 to stage 1 and so on, and from the last one back to stage 0, which has the head."""
+    """All stages with their inner optimizers, as in `node.solo.trainer`. What a stage hands on, forward and backward,
+    goes through a codec: from stage 0 to stage 1 and so on, and from the last one back to stage 0, which has the
+    head."""
 
     def __init__(self, manifest: Manifest, boundaries: Boundaries = Boundaries()) -> None:
         self.model = WholeModel(manifest, CPU)

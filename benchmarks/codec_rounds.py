@@ -1,4 +1,5 @@
-"""Rounds of DiLoCo in one process whose pseudo-gradients, and the mean that comes back, go through the real encoders."""
+"""Rounds of DiLoCo in one process whose pseudo-gradients, and the mean that comes back, go through the real
+encoders."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class Leftover(enum.Enum):
     LATER = "sent later"
     """Error feedback: it is added to what is encoded in the next round."""
     STAYS = "stays in the replica"
-    """The replica stands on the new anchor less its leftover, as if it had done that work since; so it is in its next pseudo-gradient. Out only."""
+    """The replica stands on the new anchor less its leftover, as if it had done that work since; so it is in its next
+    pseudo-gradient. Out only."""
 
 
 @dataclass(frozen=True, slots=True)

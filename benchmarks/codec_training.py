@@ -1,15 +1,19 @@
 """What codecs cost in loss: DiLoCo whose pseudo-gradients are encoded, and stages whose boundaries are.
 
-    python benchmarks/codec_training.py --text FILE [--seeds 1 2] [--rules plain ...] [--arms none ...] [--rounds 50] [--inner-steps 10] [--workers 2]
-    python benchmarks/codec_training.py --text FILE --boundaries [--seeds 1 2] [--rounds 50] [--inner-steps 10] [--workers 2]
+    python benchmarks/codec_training.py --text FILE [--seeds 1 2] [--rules plain ...] [--arms none ...] [--rounds 50]
+    [--inner-steps 10] [--workers 2] python benchmarks/codec_training.py --text FILE --boundaries [--seeds 1 2]
+    [--rounds 50] [--inner-steps 10] [--workers 2]
 
-A small model is trained on the text for `--common-steps` inner steps by one process, then by workers that average every `--inner-steps`. What they send and
-what comes back goes through the real encoders, all in this process; what an encoding leaves out is lost, sent later (error feedback), or stays in the
-replica. `apart` is how far the workers stand from the anchor after the last round, as a share of its length. `behind` is the held-out loss above that of float32 (`none`) with the same outer rule, in nats a token (a byte); the ratios are against float32.
+A small model is trained on the text for `--common-steps` inner steps by one process, then by workers that average every
+`--inner-steps`. What they send and what comes back goes through the real encoders, all in this process; what an
+encoding leaves out is lost, sent later (error feedback), or stays in the replica. `apart` is how far the workers stand
+from the anchor after the last round, as a share of its length. `behind` is the held-out loss above that of float32
+(`none`) with the same outer rule, in nats a token (a byte); the ratios are against float32.
 
 `--boundaries` encodes what passes between the stages of a model instead (`benchmarks.codec_boundaries`).
 
-Prints one JSON object; means over the seeds are in `summary`. Progress goes to stderr, and the object so far to `--output` after each arm.
+Prints one JSON object; means over the seeds are in `summary`. Progress goes to stderr, and the object so far to
+`--output` after each arm.
 """
 
 from __future__ import annotations

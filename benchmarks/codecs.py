@@ -1,14 +1,19 @@
-"""Every codec of ours against every codec of hivemind: how small, how exact, how fast. One process, one thread, both to bytes and back.
+"""Every codec of ours against every codec of hivemind: how small, how exact, how fast. One process, one thread, both to
+bytes and back.
 
     python benchmarks/codecs.py [--quick] [--compiled] [--steps N] [--text FILE-OR-FOLDER] [--tensors FILE]
 
-The tensors are those that training makes (`benchmarks.codec_capture`), normal numbers, and hidden states two of whose channels stand out. An error is
-|decoded - values| / |values| (L2) over all tensors of a class, a ratio their bytes over the encodings'. Times are taken in turns (`benchmarks.codecs_timing`), with the allocator
-set as in a node (`node.runtime.malloc`). `encode` ends where the library hands over to its transport (ours: the encoding's memory; hivemind's: a protobuf message),
-`encode_to_bytes` with a byte string of its own; `decode` begins with what the library's own transport gives (ours: writable memory), `decode_from_bytes` with a byte string,
-which ours has to copy. Ours writes into memory that is there, hivemind's makes a tensor.
+The tensors are those that training makes (`benchmarks.codec_capture`), normal numbers, and hidden states two of whose
+channels stand out. An error is
+|decoded - values| / |values| (L2) over all tensors of a class, a ratio their bytes over the encodings'. Times are taken
+in turns (`benchmarks.codecs_timing`), with the allocator set as in a node (`node.runtime.malloc`). `encode` ends where
+the library hands over to its transport (ours: the encoding's memory; hivemind's: a protobuf message), `encode_to_bytes`
+with a byte string of its own; `decode` begins with what the library's own transport gives (ours: writable memory),
+`decode_from_bytes` with a byte string, which ours has to copy. Ours writes into memory that is there, hivemind's makes
+a tensor.
 
-Prints one JSON object; progress goes to stderr. `targets` says what was to be reached and what was; they are for a machine that does nothing else meanwhile.
+Prints one JSON object; progress goes to stderr. `targets` says what was to be reached and what was; they are for a
+machine that does nothing else meanwhile.
 """
 
 from __future__ import annotations
@@ -50,7 +55,8 @@ SWEPT_ELEMENTS: Final = 2**18
 
 
 def accuracy(contender: Contender, tensors: Sequence[Tensor], channels: Tensor | None = None) -> dict[str, Any]:
-    """Ratio and error over the tensors; with `channels`, also the error on these alone. Raises what the contender raises."""
+    """Ratio and error over the tensors; with `channels`, also the error on these alone. Raises what the contender
+    raises."""
     sent_bytes, wrong, whole = 0, torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
     names: set[str] = set()
     for values in tensors:

@@ -1,5 +1,6 @@
-"""INT8 and INT4 as torch.compile makes them, to know what a compiler would bring. The format is that of `protocol.codecs`, for whole blocks and without
-channels sent apart; where a value lies halfway between two codes, compiled code may take the other one.
+"""INT8 and INT4 as torch.compile makes them, to know what a compiler would bring. The format is that of
+`protocol.codecs`, for whole blocks and without channels sent apart; where a value lies halfway between two codes,
+compiled code may take the other one.
 
 Inductor writes C++ and has it compiled, which takes seconds and a compiler on the machine: the node does without.
 """

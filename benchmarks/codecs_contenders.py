@@ -25,7 +25,8 @@ from swarm.vocabulary.types import Codec
 RANKS: Final = (4, 16)
 """Of the low-rank codec."""
 WORKAROUND: Final = (
-    "hivemind reads lengths with int(np.frombuffer(..., count=1)), which NumPy refuses from 2.4 on; here its module is given"
+    "hivemind reads lengths with int(np.frombuffer(..., count=1)), which NumPy refuses from 2.4 on; here its "
+    "module is given"
     " a numpy whose frombuffer returns the element itself when count is 1"
 )
 
@@ -60,7 +61,8 @@ class Contender(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ours:
-    """`protocol.codecs`, as the node uses it: the encoding's own memory goes to the transport, decoding writes into memory that is there."""
+    """`protocol.codecs`, as the node uses it: the encoding's own memory goes to the transport, decoding writes into
+    memory that is there."""
 
     codec: Codec
     rank: int = 0

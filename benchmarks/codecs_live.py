@@ -1,11 +1,14 @@
 """Codecs over links of 20, 100 and 1000 Mbit/s: every fixed one and the choice for each link, in real swarms.
 
-    python benchmarks/codecs_live.py [--mbit 20 100 1000] [--seconds 40] [--rounds 1] [--policies none bf16 int8 fp8 int4 adaptive]
+    python benchmarks/codecs_live.py [--mbit 20 100 1000] [--seconds 40] [--rounds 1] [--policies none bf16 int8 fp8
+    int4 adaptive]
 
-Real processes, sockets and TLS; computing and links take the time that they would take on emulated machines (`tests/e2e/emulated.py`): here all alike, four of
-them in a row with a data node, each link with this rate both ways and 10 ms of delay. The model is computed truly, with the codec in it. A policy is a codec for all
-hidden states and their gradients, or `adaptive`: what the node chooses within the run's limits (INT4 for both). Policies take turns; each has a swarm of its own.
-`bytes_per_token` counts all that the nodes send meanwhile. Prints one JSON object; progress goes to stderr.
+Real processes, sockets and TLS; computing and links take the time that they would take on emulated machines
+(`tests/e2e/emulated.py`): here all alike, four of them in a row with a data node, each link with this rate both ways
+and 10 ms of delay. The model is computed truly, with the codec in it. A policy is a codec for all hidden states and
+their gradients, or `adaptive`: what the node chooses within the run's limits (INT4 for both). Policies take turns; each
+has a swarm of its own. `bytes_per_token` counts all that the nodes send meanwhile. Prints one JSON object; progress
+goes to stderr.
 """
 
 from __future__ import annotations

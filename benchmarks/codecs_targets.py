@@ -9,7 +9,8 @@ Rows = dict[str, dict[str, Any]]
 """What was measured of each contender, by its name."""
 
 ERROR_CLASSES: Final = ("activations", "activation_gradients", "pseudo_gradient", "normal")
-"""What is sent through lossy codecs, and normal numbers. (Adam's second moment, which no run sends so, is squares: INT8 and INT4 are a little worse there.)"""
+"""What is sent through lossy codecs, and normal numbers. (Adam's second moment, which no run sends so, is squares: INT8
+and INT4 are a little worse there.)"""
 SPEED_CLASSES: Final = ("activations", "pseudo_gradient")
 LINK_GBPS: Final = 0.125
 """1 Gbit/s, in bytes."""
@@ -18,7 +19,8 @@ UNCHANGED: Final = 1.02
 
 
 def targets(rows: Rows, their_decoding: dict[str, str]) -> list[dict[str, Any]]:
-    """Each with `measured` and `met`. A speed is the lower median of two classes, an error the largest, a ratio the smallest."""
+    """Each with `measured` and `met`. A speed is the lower median of two classes, an error the largest, a ratio the
+    smallest."""
     return [
         *eight_bits(rows),
         *sixteen_bits(rows),

@@ -35,7 +35,8 @@ class Bench:
         self.problem = prepared if isinstance(prepared, str) else ""
 
     def take_turn(self) -> None:
-        """Each operation once with caches as the others left them, which does not count where it would show, and once more."""
+        """Each operation once with caches as the others left them, which does not count where it would show, and once
+        more."""
         calls: dict[str, Callable[[], Any]] = {
             "encode": lambda: self.contender.encode(self._values),
             "encode_to_bytes": lambda: self.contender.serialize(self.contender.encode(self._values)),
@@ -51,7 +52,8 @@ class Bench:
             self.times[name].append(first if self._quickest[name] > SLOW_S else _timed(call))
 
     def figures(self) -> dict[str, Any]:
-        """GB (10**9 bytes of the tensor) a second: the median by the clock, the fastest, and the median of the processor's time."""
+        """GB (10**9 bytes of the tensor) a second: the median by the clock, the fastest, and the median of the
+        processor's time."""
         if self.problem:
             return {"problem": self.problem}
         size = self._values.nbytes / 1e9

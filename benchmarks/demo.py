@@ -1,8 +1,10 @@
-"""What a newcomer sees of `make swarm`: seconds to the first line, to the first step, and until the loss is under 3 nats a byte.
+"""What a newcomer sees of `make swarm`: seconds to the first line, to the first step, and until the loss is under 3
+nats a byte.
 
     python benchmarks/demo.py [--limit SECONDS]
 
-Runs `skipstone up` as it comes, in a process of its own, and stops it once the loss has stayed under 3 for ten steps. Prints one JSON object.
+Runs `skipstone up` as it comes, in a process of its own, and stops it once the loss has stayed under 3 for ten steps.
+Prints one JSON object.
 """
 
 from __future__ import annotations

@@ -1,13 +1,16 @@
-"""Error feedback: what an encoding left out is added to what is encoded the next time (Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847).
+"""Error feedback: what an encoding left out is added to what is encoded the next time (Seide et al. 2014; Karimireddy
+et al. 2019, arXiv:1901.09847).
 
-A sparse or coarse codec loses most of a pseudo-gradient in each round. With error feedback nothing is lost, only late: the encodings of many rounds add up to
-the pseudo-gradients of as many rounds, but for one residual. Without it, elements that are small in each round, always in the same direction, never move.
+A sparse or coarse codec loses most of a pseudo-gradient in each round. With error feedback nothing is lost, only late:
+the encodings of many rounds add up to the pseudo-gradients of as many rounds, but for one residual. Without it,
+elements that are small in each round, always in the same direction, never move.
 
     wanted = pseudo-gradient + decay * residual;   residual = wanted - decoded
 
-In two phases, because an attempt at a round may be dissolved and begun anew with the same pseudo-gradients: what is kept counts only once the round commits,
-and until then `compensate` gives the same. It serves what a reducer encodes (the mean, of which nobody's replica could keep the rest), and contributions; for those, with
-sparse codecs, `node.averaging.exchange.pseudo_gradient` was measured to do better. Used on the averaging thread.
+In two phases, because an attempt at a round may be dissolved and begun anew with the same pseudo-gradients: what is
+kept counts only once the round commits, and until then `compensate` gives the same. It serves what a reducer encodes
+(the mean, of which nobody's replica could keep the rest), and contributions; for those, with sparse codecs,
+`node.averaging.exchange.pseudo_gradient` was measured to do better. Used on the averaging thread.
 """
 
 from __future__ import annotations
@@ -32,9 +35,10 @@ DECAYS: Final = {
 }
 """Of the residual in each round, for the codecs that have one.
 
-The blockwise codecs leave out a tenth or less of each element, which the next round sends: nothing gets old, so nothing is forgotten. The sparse ones send an element
-once in some 30 rounds, and what has waited so long was measured on parameters that are gone; 0.95 forgets half of it in 14 rounds, and makes the residual
-what the outer momentum is otherwise (SparseLoCo, arXiv:2508.15706). What LOW_RANK leaves out gets as old."""
+The blockwise codecs leave out a tenth or less of each element, which the next round sends: nothing gets old, so nothing
+is forgotten. The sparse ones send an element once in some 30 rounds, and what has waited so long was measured on
+parameters that are gone; 0.95 forgets half of it in 14 rounds, and makes the residual what the outer momentum is
+otherwise (SparseLoCo, arXiv:2508.15706). What LOW_RANK leaves out gets as old."""
 
 
 class ErrorFeedback:
@@ -63,9 +67,11 @@ class ErrorFeedback:
         add_scaled(self._residual[part], self._decay, gradient)
 
     def keep(self, part: slice, wanted: Vector, decoded: Vector) -> None:
-        """Notes what the encoding of this part left out; `wanted` is what was encoded, `decoded` what everybody else has of it.
+        """Notes what the encoding of this part left out; `wanted` is what was encoded, `decoded` what everybody else
+        has of it.
 
-        A part that comes again, in another attempt, replaces what was kept of it; parts of one attempt must not overlap otherwise.
+        A part that comes again, in another attempt, replaces what was kept of it; parts of one attempt must not overlap
+        otherwise.
 
         Raises:
             StateError: what was left out is not finite; nothing is kept of the part.
@@ -86,7 +92,8 @@ class ErrorFeedback:
         self._kept.clear()
 
     def reset(self) -> None:
-        """The replica has become another (it has adopted an anchor that it did not help to make): its residual is of parameters that it no longer has."""
+        """The replica has become another (it has adopted an anchor that it did not help to make): its residual is of
+        parameters that it no longer has."""
         self.discard()
         self._residual.fill(0.0)
 

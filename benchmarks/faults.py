@@ -1,14 +1,18 @@
-"""What rounds do when peers die, freeze or lie in them, and when the network falls apart: real processes, sockets and TLS.
+"""What rounds do when peers die, freeze or lie in them, and when the network falls apart: real processes, sockets and
+TLS.
 
-    python benchmarks/faults.py [--parts blows partitions liars] [--replicas 4] [--blocks 3] [--percents 10 50 90] [--kilotokens 800] [--repeats 3] [--keep DIR]
+    python benchmarks/faults.py [--parts blows partitions liars] [--replicas 4] [--blocks 3] [--percents 10 50 90]
+    [--kilotokens 800] [--repeats 3] [--keep DIR]
 
-* blows: a plain member, the convener and the reducer of most is killed (SIGKILL) or frozen (SIGSTOP) when 10, 50 and 90 % of what it takes in
-  of an exchange is there. How long until all survivors have committed that round, in seconds after the blow, against 5 s plus an
-  undisturbed round of the same run; a frozen one is woken two rounds later and has to take part again.
-* partitions: 2+2 and 3+1 replicas in network namespaces, apart for five rounds. How many rounds after the first link across all have committed one
-  together. Needs root and iproute2.
-* liars: one replica of four contributes something else than its update. The held-out loss after so many tokens over that of
-  the run of the other three without it (`nobody`), and over that of four honest ones (`honest`), which share the same tokens among more replicas.
+* blows: a plain member, the convener and the reducer of most is killed (SIGKILL) or frozen (SIGSTOP) when 10, 50 and 90
+  % of what it takes in of an exchange is there. How long until all survivors have committed that round, in seconds
+  after the blow, against 5 s plus an undisturbed round of the same run; a frozen one is woken two rounds later and has
+  to take part again.
+* partitions: 2+2 and 3+1 replicas in network namespaces, apart for five rounds. How many rounds after the first link
+  across all have committed one together. Needs root and iproute2.
+* liars: one replica of four contributes something else than its update. The held-out loss after so many tokens over
+  that of the run of the other three without it (`nobody`), and over that of four honest ones (`honest`), which share
+  the same tokens among more replicas.
 
 Prints one JSON object; for each part also what `skipstone check` says of the event logs. Progress goes to stderr.
 """
@@ -51,11 +55,13 @@ HONEST = "honest"
 KINDS = (NOBODY_AGAIN, HONEST, "nan", "million", "million-declared", "shapes", "round", "garbage")
 EVALUATED = 32
 UNHURRIED = 30
-"""Inner steps of a round of two parted groups: it takes seconds, so that what is due after two rounds does not depend on who finds whom first."""
+"""Inner steps of a round of two parted groups: it takes seconds, so that what is due after two rounds does not depend
+on who finds whom first."""
 LOSS_RATIO = 1.01
 
 
-# ---- blows ----------------------------------------------------------------------------------------------------------------
+# ---- blows
+# ----------------------------------------------------------------------------------------------------------------
 
 
 async def blows(arguments: argparse.Namespace, folder: pathlib.Path) -> dict[str, object]:
@@ -124,7 +130,8 @@ def parameters(manifest: Manifest) -> int:
     return int(manifest.stages.blocks[STAGE] * (attention + 3 * model.hidden * model.feed_forward))
 
 
-# ---- partitions -----------------------------------------------------------------------------------------------------------
+# ---- partitions
+# -----------------------------------------------------------------------------------------------------------
 
 
 async def partitions(folder: pathlib.Path) -> dict[str, object]:
@@ -149,7 +156,8 @@ async def parted(folder: pathlib.Path, sides: str) -> dict[str, object]:
     return table | {"target_rounds_after": 2, "exits": exits, "check": verdict(folder / "logs")}
 
 
-# ---- liars ----------------------------------------------------------------------------------------------------------------
+# ---- liars
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def liars_run() -> Manifest:
@@ -197,7 +205,8 @@ def row_of(
     }
 
 
-# ---- all ------------------------------------------------------------------------------------------------------------------
+# ---- all
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def verdict(logs: pathlib.Path) -> dict[str, object]:

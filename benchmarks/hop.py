@@ -1,9 +1,10 @@
 """What one hop costs: forward and backward of a tensor through an identity stage in another process, on loopback.
 
-Skipstone's node against `hivemind.moe`, and against a bare gRPC stream with mutual TLS that carries the same bytes one way.
-They take turns, round after round, so that what else the machine does meets all of them alike. Forward and backward move
-four tensors of 8.39 MB (4 x 512 x 1024 float32): hidden states out and back, gradients out and back. Times are medians. All
-three run with the allocator set as in a node (`node.runtime.malloc`) and with half of the machine's cores for each process's torch.
+Skipstone's node against `hivemind.moe`, and against a bare gRPC stream with mutual TLS that carries the same bytes one
+way. They take turns, round after round, so that what else the machine does meets all of them alike. Forward and
+backward move four tensors of 8.39 MB (4 x 512 x 1024 float32): hidden states out and back, gradients out and back.
+Times are medians. All three run with the allocator set as in a node (`node.runtime.malloc`) and with half of the
+machine's cores for each process's torch.
 
 Prints one JSON object; what is under way goes to stderr. MB are 10**6 bytes.
 """
@@ -59,7 +60,8 @@ def skipstone() -> Iterator[Callable[[], list[Sample]]]:
 
 @contextmanager
 def hivemind(codec: str) -> Iterator[Callable[[], list[Sample]]]:
-    """A function that measures one round. A server that hangs while it starts, as theirs does now and then, is started again."""
+    """A function that measures one round. A server that hangs while it starts, as theirs does now and then, is started
+    again."""
     for attempt in range(1, STARTS + 1):
         with ExitStack() as processes:
             try:

@@ -25,7 +25,8 @@ GRACE_S = 10.0
 
 @contextmanager
 def process_group(target: Any, *arguments: Any) -> Iterator[Connection]:
-    """Runs `target(connection, *arguments)` in a fresh Python process that may start others; all of them end with the block.
+    """Runs `target(connection, *arguments)` in a fresh Python process that may start others; all of them end with the
+    block.
 
     The process is to end in good order when its connection does; whoever is left after that is killed.
     """

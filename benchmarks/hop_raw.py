@@ -1,4 +1,5 @@
-"""The bare stream of `benchmarks.raw_stream`, kept open between two processes so that it can be measured again and again."""
+"""The bare stream of `benchmarks.raw_stream`, kept open between two processes so that it can be measured again and
+again."""
 
 from __future__ import annotations
 

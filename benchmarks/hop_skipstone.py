@@ -1,7 +1,8 @@
-"""One hop through the node's own parts, in two processes: a peer of stage 1 whose module is the identity, and a data node.
+"""One hop through the node's own parts, in two processes: a peer of stage 1 whose module is the identity, and a data
+node.
 
-Transport, admission, custody, carrier, compute thread and hop worker are the real ones. Left out are only the directory (the
-processes get each other's announcements by a pipe) and the model: the data node sends a fixed tensor instead of an
+Transport, admission, custody, carrier, compute thread and hop worker are the real ones. Left out are only the directory
+(the processes get each other's announcements by a pipe) and the model: the data node sends a fixed tensor instead of an
 embedding, and returns what comes out as the loss's gradient.
 """
 
@@ -147,7 +148,8 @@ def identity_worker(manifest: Manifest) -> HopWorker:
 async def peer_of_two(
     connection: Connection, manifest: Manifest, module: ModuleId, worker: Worker, ends: PathEnds | None
 ) -> AsyncIterator[tuple[MicrobatchRunner, PeerId, Routes]]:
-    """A carrier at work on loopback, what signs its routes, and the other process's peer, with which announcements are exchanged first."""
+    """A carrier at work on loopback, what signs its routes, and the other process's peer, with which announcements are
+    exchanged first."""
     identity, clock = Identity.generate(), SystemClock()
     credentials = make_credentials(identity, RUN)
     own = LocalPeer(RUN, identity.peer, credentials.certificate_der, clock, state=PeerState.SERVING, module=module)

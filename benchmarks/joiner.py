@@ -2,13 +2,15 @@
 
     python benchmarks/joiner.py [--replicas 3] [--joiners 4] [--hidden 512] [--blocks 2] [--window 15]
 
-A local swarm of real processes: a data node, and replicas of one stage with a state of some tens of MB. Prints one JSON object.
+A local swarm of real processes: a data node, and replicas of one stage with a state of some tens of MB. Prints one JSON
+object.
 
-The swarm has the first half of the machine's cores and newcomers have the rest, for a newcomer brings its own: it starts, builds the
-module, measures itself and takes the state in there (with one core, or without `taskset`, on the others' cores). What it costs the others is what they lose while the
-state is under way, from its first chunk to its last (`transfer`), and before, while it starts (`starting`); both as shares of the tokens per
-second in the window before. A single transfer takes less than a second here, so the figure is coarse: `transfer_steps` says how
-many steps it is made of. Progress goes to stderr.
+The swarm has the first half of the machine's cores and newcomers have the rest, for a newcomer brings its own: it
+starts, builds the module, measures itself and takes the state in there (with one core, or without `taskset`, on the
+others' cores). What it costs the others is what they lose while the state is under way, from its first chunk to its
+last (`transfer`), and before, while it starts (`starting`); both as shares of the tokens per second in the window
+before. A single transfer takes less than a second here, so the figure is coarse: `transfer_steps` says how many steps
+it is made of. Progress goes to stderr.
 """
 
 from __future__ import annotations

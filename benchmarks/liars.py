@@ -1,9 +1,11 @@
-"""What one replica of three that lies costs the others: the same run to the same step with each kind of lie, and without.
+"""What one replica of three that lies costs the others: the same run to the same step with each kind of lie, and
+without.
 
     python -m benchmarks.liars --kinds million mean-elsewhere forged-rosters tokens steps last-number spoils
 
-Four nodes on loopback: a data node, two honest replicas of stage 1, and one more that is honest or plays a part of `tests.security.liar`. At the last step it is killed,
-and the held-out loss of what the others are left with is measured through the swarm. Arms take turns, `honest` first and last, and their medians are compared.
+Four nodes on loopback: a data node, two honest replicas of stage 1, and one more that is honest or plays a part of
+`tests.security.liar`. At the last step it is killed, and the held-out loss of what the others are left with is measured
+through the swarm. Arms take turns, `honest` first and last, and their medians are compared.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ SCHEDULE = {"kind": "cosine", "warmup_steps": 5, "total_steps": 5000, "final_rat
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one run. Losses in nats per token; `training` is the median of the last quarter of all steps, the liar's microbatches included."""
+    """Of one run. Losses in nats per token; `training` is the median of the last quarter of all steps, the liar's
+    microbatches included."""
 
     kind: str
     held_out: float

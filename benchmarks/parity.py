@@ -1,14 +1,17 @@
-"""What rounds cost in loss: 4 replicas that average every 10, 50 or 100 inner steps against one process, at equal tokens.
+"""What rounds cost in loss: 4 replicas that average every 10, 50 or 100 inner steps against one process, at equal
+tokens.
 
     python benchmarks/parity.py [--seeds 1 2 3] [--inner-steps 10 50 100] [--steps 3000] [--output FILE]
     python benchmarks/parity.py --difference
 
-One process trains with the replicas' microbatches together in each step, at each of three learning rates; the best of them is what the best
-of two or three settings of the rounds is held against. The replicas read the same microbatches, dealt in turn. Their rounds are the real ones (averager, round machine,
-gRPC with mutual TLS on loopback), in lock-step. Each outer step is also taken by an in-process reference in plain torch.
+One process trains with the replicas' microbatches together in each step, at each of three learning rates; the best of
+them is what the best of two or three settings of the rounds is held against. The replicas read the same microbatches,
+dealt in turn. Their rounds are the real ones (averager, round machine, gRPC with mutual TLS on loopback), in lock-step.
+Each outer step is also taken by an in-process reference in plain torch.
 
-Prints one JSON object. `--difference` trains only 20 rounds of 2 inner steps, with the rounds and with a reference that also trains its own
-replicas, and prints by how much their parameters differ. Progress goes to stderr, and the object so far to `--output` after each run.
+Prints one JSON object. `--difference` trains only 20 rounds of 2 inner steps, with the rounds and with a reference that
+also trains its own replicas, and prints by how much their parameters differ. Progress goes to stderr, and the object so
+far to `--output` after each run.
 """
 
 from __future__ import annotations
@@ -67,7 +70,8 @@ TARGETS: Final = {10: 1.01, 50: 1.02, 100: 1.03}
 """Held-out loss over that of the baseline."""
 DIFFERENCE_ROUNDS: Final = 20
 DIFFERENCE_RULE: Final = Rule(2, 1e-3, 0.0, 0.7, 0.9)
-"""Few steps between rounds: training is chaotic, and what float32 rounds off grows from step to step whoever averages."""
+"""Few steps between rounds: training is chaotic, and what float32 rounds off grows from step to step whoever
+averages."""
 
 
 class Run:
@@ -144,7 +148,8 @@ def _difference(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> floa
 
 
 async def difference(task: Task, seed: int, rule: Rule, rounds: int) -> float:
-    """The largest difference of any parameter after so many rounds from the first step on, between real rounds and the whole algorithm in one process."""
+    """The largest difference of any parameter after so many rounds from the first step on, between real rounds and the
+    whole algorithm in one process."""
     manifest = manifest_of(task, seed, rule.inner_rate, 1, rule)
     documents = open_documents(manifest)
     dealer = Dealer(manifest, documents, task.microbatches)

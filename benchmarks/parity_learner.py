@@ -1,4 +1,5 @@
-"""One replica of a whole model, and what it is trained on: the part that all sides of `benchmarks.parity` have in common."""
+"""One replica of a whole model, and what it is trained on: the part that all sides of `benchmarks.parity` have in
+common."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ class Rule:
     inner_rate: float
     """At its peak."""
     final_ratio: float
-    """Of the inner rate at the last step. Averaging takes noise out of the parameters, so replicas need not slow down as much as one process."""
+    """Of the inner rate at the last step. Averaging takes noise out of the parameters, so replicas need not slow down
+    as much as one process."""
     outer_rate: float
     outer_momentum: float
 
@@ -145,7 +147,8 @@ class Learner:
 
 
 class Dealer:
-    """Deals the microbatches of one feed to the replicas in turn, so that a step of all of them reads what one process reads in its step."""
+    """Deals the microbatches of one feed to the replicas in turn, so that a step of all of them reads what one process
+    reads in its step."""
 
     def __init__(self, manifest: Manifest, documents: Documents, microbatches: int, start: Cursor = START) -> None:
         self._feed = TrainingFeed(manifest, documents, READER, start)

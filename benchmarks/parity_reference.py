@@ -15,7 +15,8 @@ from node.data.packing import Microbatch
 class OuterReference:
     """torch.optim.SGD on the mean of (anchor - replica), weighted by tokens (Douillard et al. 2023, arXiv:2311.08105).
 
-    It has an anchor and a momentum of its own, which nothing sets right, so that a difference to the real rounds stays or grows.
+    It has an anchor and a momentum of its own, which nothing sets right, so that a difference to the real rounds stays
+    or grows.
     """
 
     def __init__(self, start: Vector, rule: Rule) -> None:
@@ -26,7 +27,8 @@ class OuterReference:
         )
 
     def step(self, replicas: Sequence[Vector], tokens: Sequence[int]) -> Vector:
-        """The new anchor. `replicas` are their parameters [elements], `tokens` what each was trained on in this round."""
+        """The new anchor. `replicas` are their parameters [elements], `tokens` what each was trained on in this
+        round."""
         anchor = self._anchor.detach()
         gradient = torch.zeros_like(anchor)
         for replica, share in zip(replicas, np.array(tokens, np.float64) / sum(tokens), strict=True):
@@ -45,7 +47,8 @@ class Reference:
         self._outer = OuterReference(learners[0].vector(), rule)
 
     def a_round(self, steps: Sequence[Sequence[Sequence[Microbatch]]]) -> Vector:
-        """Takes these inner steps (of each, what each replica gets) and the outer step; returns the new anchor, on which all replicas stand."""
+        """Takes these inner steps (of each, what each replica gets) and the outer step; returns the new anchor, on
+        which all replicas stand."""
         tokens = [0] * len(self._learners)
         for dealt in steps:
             for number, (learner, microbatches) in enumerate(zip(self._learners, dealt, strict=True)):

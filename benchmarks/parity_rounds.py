@@ -1,7 +1,8 @@
-"""Replicas in one process that average as peers do: the real averager, round machine and transport, over loopback with mutual TLS.
+"""Replicas in one process that average as peers do: the real averager, round machine and transport, over loopback with
+mutual TLS.
 
-They train in lock-step, each on a compute thread of its own, and wait for the commit of each round; nothing overlaps, so
-that what they compute does not depend on how fast the machine is.
+They train in lock-step, each on a compute thread of its own, and wait for the commit of each round; nothing overlaps,
+so that what they compute does not depend on how fast the machine is.
 """
 
 from __future__ import annotations
@@ -173,7 +174,8 @@ def _averager(
 
 
 def _anchor_after(learner: Learner) -> Anchor:
-    """The anchor before the first round, with the learner's steps behind it, so that the schedule goes on from there."""
+    """The anchor before the first round, with the learner's steps behind it, so that the schedule goes on from
+    there."""
     first = anchor_of(learner.replica)
     version = version_of(first.layout, first.hashes, 0, learner.optimizer.steps, 0, 0)
     return replace(first, version=version)

@@ -1,11 +1,13 @@
-"""Paths planned by the data nodes: what each part of the plan is worth, what planning costs, and what churn leaves of it. Pure simulation, on one core.
+"""Paths planned by the data nodes: what each part of the plan is worth, what planning costs, and what churn leaves of
+it. Pure simulation, on one core.
 
     python benchmarks/paths.py [--instances FILE...] [--regions FILE] [--seeds 3] [--sizes 100 1000]
         [--attempts 1000] [--minutes 5]
 
-`arms`: each instance, and one like it whose peers compute up to three times slower, by every contender of `benchmarks.paths_arms`: makespan, and the median
-over 20 worlds with every cost off by up to 5 %. `planning`: CPU time of this process. `deaths`: each peer but the data nodes dies in turn. `churn`: that share
-of all peers dies every minute. Without `--instances` and `--regions` it takes the small ones of the tests.
+`arms`: each instance, and one like it whose peers compute up to three times slower, by every contender of
+`benchmarks.paths_arms`: makespan, and the median over 20 worlds with every cost off by up to 5 %. `planning`: CPU time
+of this process. `deaths`: each peer but the data nodes dies in turn. `churn`: that share of all peers dies every
+minute. Without `--instances` and `--regions` it takes the small ones of the tests.
 
 Prints one JSON object; progress goes to stderr.
 """

@@ -1,6 +1,8 @@
-"""The contenders of `benchmarks.paths`: each turns an instance into the routes of all data nodes, for the same number of microbatches.
+"""The contenders of `benchmarks.paths`: each turns an instance into the routes of all data nodes, for the same number
+of microbatches.
 
-Full pipelines visit all stages, the others as many as the instance says. Every arm visits each stage equally often, and is played by the same simulator.
+Full pipelines visit all stages, the others as many as the instance says. Every arm visits each stage equally often, and
+is played by the same simulator.
 """
 
 from __future__ import annotations
@@ -77,7 +79,8 @@ def arms(instance: Instance, attempts: int) -> dict[str, Arm]:
 
 
 def fixed_pairs(instance: Instance) -> Plan:
-    """The baseline as SkipPipe published it: replica k of each stage feeds replica k of the next, and only data nodes with such a chain send.
+    """The baseline as SkipPipe published it: replica k of each stage feeds replica k of the next, and only data nodes
+    with such a chain send.
 
     The microbatches of the whole iteration are shared out over the chains.
     """
@@ -128,7 +131,8 @@ class _Deck:
 
 
 def fault(instance: Instance, arm: Arm) -> str | None:
-    """Why the arm does not do the same work as the others: an illegal path, unequal visits, a microbatch too few; None when it does."""
+    """Why the arm does not do the same work as the others: an illegal path, unequal visits, a microbatch too few; None
+    when it does."""
     stage_of = instance.costs.stage_of()
     for plan in arm.plans:
         walked = [[stage_of[peer] for peer in route] for routes in plan.values() for route in routes]
@@ -159,7 +163,8 @@ def off_by_chance(costs: Costs, rng: random.Random) -> Costs:
 
 
 def measure(instance: Instance, arm: Arm) -> dict[str, Any]:
-    """Makespan as planned and the median in worlds a little off; of an arm with several plans the median over them, each in a world of its own.
+    """Makespan as planned and the median in worlds a little off; of an arm with several plans the median over them,
+    each in a world of its own.
 
     Raises:
         ValueError: the arm's plan is not legal, or does other work than the others.

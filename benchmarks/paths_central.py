@@ -1,6 +1,8 @@
-"""A central search for `benchmarks.paths`: what somebody who knows everything might still gain on a plan, by trying small changes one after another.
+"""A central search for `benchmarks.paths`: what somebody who knows everything might still gain on a plan, by trying
+small changes one after another.
 
-It stands beside the decentralized plans as a yardstick, above all for the full pipeline, so that what skipping gains is not what a search left lying there.
+It stands beside the decentralized plans as a yardstick, above all for the full pipeline, so that what skipping gains is
+not what a search left lying there.
 """
 
 from __future__ import annotations
@@ -14,13 +16,15 @@ from swarm.simulation.instance import Instance, Plan
 from swarm.vocabulary.types import PeerId
 
 MEAN_SHARE: Final = 0.03
-"""How much the mean finish counts beside the last one, so that the search sees a slope where the last one does not move."""
+"""How much the mean finish counts beside the last one, so that the search sees a slope where the last one does not
+move."""
 
 _Routes = dict[PeerId, list[Route]]
 
 
 def improved(instance: Instance, plan: Plan, attempts: int, seed: int = 1) -> Plan:
-    """The plan after so many attempts at a change, each kept if it does not make the iteration longer; no stage is visited more or less often."""
+    """The plan after so many attempts at a change, each kept if it does not make the iteration longer; no stage is
+    visited more or less often."""
     rng = random.Random(seed)
     routes: _Routes = {peer: list(own) for peer, own in plan.items()}
     best = _worth(instance, routes)

@@ -1,11 +1,15 @@
-"""Path choice in a real swarm: partial against full paths, and our planner against SWARM's rule, with emulated machines and links.
+"""Path choice in a real swarm: partial against full paths, and our planner against SWARM's rule, with emulated machines
+and links.
 
-    python benchmarks/paths_live.py [--rounds 2] [--seconds 60] [--seed 1] [--window 8] [--arms full partial swarm swarm-partial] [--keep DIR]
+    python benchmarks/paths_live.py [--rounds 2] [--seconds 60] [--seed 1] [--window 8] [--arms full partial swarm
+    swarm-partial] [--keep DIR]
 
-Real processes, sockets and TLS on this machine, but every node is `tests/e2e/emulated.py`: computations and links take the time that they would take on machines
-that are up to four times slower than others, in three regions. So what is measured is the choice of paths, and not the cores. Every arm has a swarm of its own
-twice in each round, the arms in turn: once each step waits for the one before (`iteration_s`), once the nodes run freely (`tokens_per_s`). `bound_tokens_per_s` is what the
-stage that can do least could do if all its replicas were always busy. Prints one JSON object; progress goes to stderr.
+Real processes, sockets and TLS on this machine, but every node is `tests/e2e/emulated.py`: computations and links take
+the time that they would take on machines that are up to four times slower than others, in three regions. So what is
+measured is the choice of paths, and not the cores. Every arm has a swarm of its own twice in each round, the arms in
+turn: once each step waits for the one before (`iteration_s`), once the nodes run freely (`tokens_per_s`).
+`bound_tokens_per_s` is what the stage that can do least could do if all its replicas were always busy. Prints one JSON
+object; progress goes to stderr.
 """
 
 from __future__ import annotations
@@ -39,9 +43,11 @@ PEERS: Final = 12
 BLOCKS: Final = (1, 1, 1, 1, 1)
 """With twelve peers: three data nodes, three replicas of stage 1 and two of each other stage."""
 PER_STEP: Final = 4
-"""Microbatches of one step of a data node. As many as stages after stage 0, so that partial paths visit all equally often in a step."""
+"""Microbatches of one step of a data node. As many as stages after stage 0, so that partial paths visit all equally
+often in a step."""
 WINDOW: Final = 8
-"""More than a step, so it only bounds those that run freely. All data nodes together then have about as much under way as keeps every replica busy."""
+"""More than a step, so it only bounds those that run freely. All data nodes together then have about as much under way
+as keeps every replica busy."""
 FREE_STALENESS: Final = 2
 DATA_FORWARD_S: Final = 0.005
 SLOWEST: Final = 4.0
@@ -308,7 +314,8 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 step_s = statistics.median(now.steps_s)
                 tell(
                     f"round {number}, {name}, {kind}: {len(now.steps_s)} steps of {step_s:.2f} s,"
-                    f" {now.steps_per_s[0] * PER_STEP * manifest.microbatch_tokens:.0f} tokens/s, {now.abandoned} abandoned"
+                    f" {now.steps_per_s[0] * PER_STEP * manifest.microbatch_tokens:.0f} tokens/s, "
+                    f"{now.abandoned} abandoned"
                 )
     tokens = small_run(text).microbatch_tokens
     arms = {name: result.table(ground, ARMS[name].per_path, tokens) for name, result in results.items()}

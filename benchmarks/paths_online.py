@@ -1,7 +1,8 @@
-"""Routes chosen one by one, when each microbatch is launched, by rules that do not talk: what `benchmarks.paths` holds the planner against.
+"""Routes chosen one by one, when each microbatch is launched, by rules that do not talk: what `benchmarks.paths` holds
+the planner against.
 
-A data node launches as soon as it has a slot and time. The simulator is first come, first served, so what happened before a launch does not depend on what
-is launched later: each choice is made with the true past of the iteration.
+A data node launches as soon as it has a slot and time. The simulator is first come, first served, so what happened
+before a launch does not depend on what is launched later: each choice is made with the true past of the iteration.
 """
 
 from __future__ import annotations
@@ -25,14 +26,16 @@ NEW_SAMPLE_WEIGHT: Final = 0.1
 """Of SWARM's exponential average (Ryabinin et al. 2023, section 3.2)."""
 REHEARSALS: Final = 10
 COUNTED: Final = 20
-"""Iterations in which SWARM's averages are learned, and those that count after them: which replicas are tried again differs from one to the next."""
+"""Iterations in which SWARM's averages are learned, and those that count after them: which replicas are tried again
+differs from one to the next."""
 ALONE: Final = 1e9
 """Urgency beside which the delay caused to others counts nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What is known when a data node launches: the time, and how everything goes that has been launched so far, by all."""
+    """What is known when a data node launches: the time, and how everything goes that has been launched so far, by
+    all."""
 
     unit: Unit
     at: float
@@ -72,7 +75,8 @@ def _iteration(instance: Instance, rule: Rule) -> Plan:
 
 
 def _next_launch(instance: Instance, plan: Mapping[PeerId, Sequence[Route]]) -> tuple[float, PeerId]:
-    """When and where the next microbatch starts, found by launching one that goes nowhere from every data node that has any left."""
+    """When and where the next microbatch starts, found by launching one that goes nowhere from every data node that has
+    any left."""
     left = [peer for peer, routes in plan.items() if len(routes) < instance.microbatches]
     probed = {peer: [*routes, ()] if peer in left else routes for peer, routes in plan.items()}
     tasks = forecast(instance.costs, probed).tasks
@@ -83,7 +87,8 @@ def _next_launch(instance: Instance, plan: Mapping[PeerId, Sequence[Route]]) -> 
 
 
 class EarliestReturn:
-    """Whichever legal route brings the microbatch back first, given all that others have launched; nobody makes room for others.
+    """Whichever legal route brings the microbatch back first, given all that others have launched; nobody makes room
+    for others.
 
     Equal visits are kept by a common count of visits that are left to each stage, which no real data node would have.
     """
@@ -143,10 +148,11 @@ class _Wiring:
 
 
 class SmallestVirtualTime:
-    """SWARM's stochastic wiring: at each stage the replica whose virtual time is smallest, which then moves on by its average response time.
+    """SWARM's stochastic wiring: at each stage the replica whose virtual time is smallest, which then moves on by its
+    average response time.
 
-    Each data node knows only what it has measured itself: from sending to a peer until its output, out and back. Stages go up, and the ring says which are
-    skipped, in one count over all data nodes.
+    Each data node knows only what it has measured itself: from sending to a peer until its output, out and back. Stages
+    go up, and the ring says which are skipped, in one count over all data nodes.
     """
 
     rehearsals, counted = REHEARSALS, COUNTED

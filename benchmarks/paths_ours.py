@@ -1,4 +1,5 @@
-"""Our plans in `benchmarks.paths`: what data nodes arrive at by talking, and what they do before they have heard of each other."""
+"""Our plans in `benchmarks.paths`: what data nodes arrive at by talking, and what they do before they have heard of
+each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What planning costs in `benchmarks.paths`: CPU time of whole plans, of one launch, of larger swarms, and after a death."""
+"""What planning costs in `benchmarks.paths`: CPU time of whole plans, of one launch, of larger swarms, and after a
+death."""
 
 from __future__ import annotations
 
@@ -129,7 +130,8 @@ def _with_replicas(replicas: int, regions: Regions, seed: int) -> Instance:
 
 
 def after_each_death(instance: Instance, seeds: Iterable[int]) -> dict[str, Any]:
-    """Each peer that is no data node dies in turn, after the talk: CPU of the talk that follows, and makespans against a plan made anew."""
+    """Each peer that is no data node dies in turn, after the talk: CPU of the talk that follows, and makespans against
+    a plan made anew."""
     watch = Stopwatch()
     at_once, settled = [], []
     for peers in instance.costs.stages[1:]:

@@ -2,8 +2,9 @@
 
     python benchmarks/plain_stream.py
 
-No channel options but the message size, the C library's own memory settings, no code of ours but the certificates. `raw_stream` is the
-same with the settings of our transport. Prints one JSON object; MB are 10**6 bytes, medians of 5 batches.
+No channel options but the message size, the C library's own memory settings, no code of ours but the certificates.
+`raw_stream` is the same with the settings of our transport. Prints one JSON object; MB are 10**6 bytes, medians of 5
+batches.
 """
 
 from __future__ import annotations

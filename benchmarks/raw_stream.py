@@ -1,7 +1,7 @@
 """How fast a bare gRPC stream with mutual TLS carries messages one way between two processes, without our protocol.
 
-The channel, its options and its certificates are those of the transport; the messages are zeros that nobody looks at. So it
-is the ceiling for whatever the transport adds. Other benchmarks import `raw_mb_per_s`.
+The channel, its options and its certificates are those of the transport; the messages are zeros that nobody looks at.
+So it is the ceiling for whatever the transport adds. Other benchmarks import `raw_mb_per_s`.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ async def send_batches(stream: DialledStream, message_bytes: int, batch_bytes: i
 
 
 def raw_mb_per_s(message_bytes: int, *, batch_bytes: int = 256 * 1024 * 1024, repeats: int = 5) -> float:
-    """Median rate in MB/s (10**6 bytes) of a one-way stream of messages of this size; the first batch is not counted."""
+    """Median rate in MB/s (10**6 bytes) of a one-way stream of messages of this size; the first batch is not
+    counted."""
     server_identity = Identity.generate()
     server, client = make_credentials(server_identity, RUN), make_credentials(Identity.generate(), RUN)
 

@@ -1,17 +1,20 @@
-"""What each way of being reached costs: bytes and training to a peer at each step of the ladder, against one that is dialled directly.
+"""What each way of being reached costs: bytes and training to a peer at each step of the ladder, against one that is
+dialled directly.
 
     python benchmarks/reach.py [--steps direct mapped reverse] [--rounds N] [--training-steps N]
 
-Everything runs in network namespaces of this machine (root, `ip` and `nft`): public hosts on one wire, and a home behind a router with
-address translation; `mapped` also needs miniupnpd. Nothing is told to the peers: each finds its step itself, and a measurement with
-another step than the wanted one is an error. Prints one JSON object; a table and progress go to stderr.
+Everything runs in network namespaces of this machine (root, `ip` and `nft`): public hosts on one wire, and a home
+behind a router with address translation; `mapped` also needs miniupnpd. Nothing is told to the peers: each finds its
+step itself, and a measurement with another step than the wanted one is an error. Prints one JSON object; a table and
+progress go to stderr.
 
 For each step, the median of the rounds:
 
 * `connect_s`: until a stranger on a public host has a link to the peer
 * `mb_per_s`: of tensors of 8.39 MB, 4 at a time, from that stranger to the peer (median of 6 batches of 32)
-* `tokens_per_s`: of a small run of three stages, each with one node: the data node on a public host, the peer, and a third one,
-  also on a public host. For `relay` that third one cannot be dialled either, and the data node relays between the two.
+* `tokens_per_s`: of a small run of three stages, each with one node: the data node on a public host, the peer, and a
+  third one, also on a public host. For `relay` that third one cannot be dialled either, and the data node relays
+  between the two.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""One peer of `benchmarks/reach.py`, in the place where it was started: finds out how it is reached, and takes or sends tensors.
+"""One peer of `benchmarks/reach.py`, in the place where it was started: finds out how it is reached, and takes or sends
+tensors.
 
 Says what it has to say as JSON, a line each, and ends when its stdin does.
 """
@@ -95,7 +96,8 @@ def say(**words: object) -> None:
 
 
 async def settled(session: NetworkSession, events: Listener) -> Reach:
-    """How it is reached, when all that follows from that is done: a hidden node starts its DHT again, as a client, and tunnels end with the old one."""
+    """How it is reached, when all that follows from that is done: a hidden node starts its DHT again, as a client, and
+    tunnels end with the old one."""
     reach = await events.found
     async with asyncio.timeout(PATIENCE_S):
         while reach.step == "reverse" and not _runs_again(session):  # noqa: ASYNC110 - the directory tells nobody
@@ -127,7 +129,8 @@ async def receive(session: NetworkSession, counter: Counter, events: Listener) -
 
 
 async def send(session: NetworkSession, counter: Counter, events: Listener, receiver: PeerId, step: str) -> None:
-    """Waits until the receiver announces what goes with its step, and says the rate of each batch after the first, in MB/s."""
+    """Waits until the receiver announces what goes with its step, and says the rate of each batch after the first, in
+    MB/s."""
     async with asyncio.timeout(PATIENCE_S):
         if step == RELAY:
             await settled(

@@ -6,7 +6,8 @@ import os
 from dataclasses import dataclass
 
 SAMPLES_PER_ROUND = 4
-"""Of each contender, one after the other; the first of them, which finds cold caches after the others' turns, is not counted."""
+"""Of each contender, one after the other; the first of them, which finds cold caches after the others' turns, is not
+counted."""
 
 
 @dataclass(frozen=True, slots=True)

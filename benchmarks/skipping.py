@@ -1,18 +1,23 @@
-"""What skipping stages costs in loss, and how well half of the model does alone: one model of 12 stages, trained at equal tokens.
+"""What skipping stages costs in loss, and how well half of the model does alone: one model of 12 stages, trained at
+equal tokens.
 
-    python benchmarks/skipping.py [--seeds 1 2 3] [--arms full 1/2 ...] [--steps N] [--text FILE-OR-FOLDER] [--output FILE]
+    python benchmarks/skipping.py [--seeds 1 2 3] [--arms full 1/2 ...] [--steps N] [--text FILE-OR-FOLDER] [--output
+    FILE]
 
-Every arm is trained by the product's own loop (`node.solo.trainer`) on the same text in the same order. Arms called by a fraction have paths through that share of
-the 12 stages, stage 0 always, as the planner chooses them; a stage takes its inner step when it has seen `inner_tokens` of its own. The others are
-variations of 1/2: `spread` chooses stages evenly spread over the depth, moving on from path to path; `swap` visits two neighbouring stages of each path in
-the other order (SkipPipe's rule); `tenth` takes the full path for every tenth step; `warm` trains its first quarter on full paths.
+Every arm is trained by the product's own loop (`node.solo.trainer`) on the same text in the same order. Arms called by
+a fraction have paths through that share of the 12 stages, stage 0 always, as the planner chooses them; a stage takes
+its inner step when it has seen `inner_tokens` of its own. The others are variations of 1/2: `spread` chooses stages
+evenly spread over the depth, moving on from path to path; `swap` visits two neighbouring stages of each path in the
+other order (SkipPipe's rule); `tenth` takes the full path for every tenth step; `warm` trains its first quarter on full
+paths.
 
-After training, the held-out loss of the full model, and of its parts with half of the stages (stage 0 and 5 more): evenly spread ones, the mean over their
-ring, and random ones, the mean over 8 draws. `drop` is by how much the part's perplexity is above that of the same full model, `behind` by how much the full
-model's is above that of the arm `full` of the same seed.
+After training, the held-out loss of the full model, and of its parts with half of the stages (stage 0 and 5 more):
+evenly spread ones, the mean over their ring, and random ones, the mean over 8 draws. `drop` is by how much the part's
+perplexity is above that of the same full model, `behind` by how much the full model's is above that of the arm `full`
+of the same seed.
 
-Prints one JSON object; medians over the seeds are in `summary`. Progress goes to stderr, and the object so far to `--output` after each run. A token is a
-byte, so a perplexity is one per byte.
+Prints one JSON object; medians over the seeds are in `summary`. Progress goes to stderr, and the object so far to
+`--output` after each run. A token is a byte, so a perplexity is one per byte.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
     python benchmarks/soak.py [--minutes 20] [--peers 8] [--every 20] [--seed 1] [--keep DIR]
 
-A peer is killed with SIGKILL every `--every` seconds on average and another one joins as often; a module's last replica is spared (losing it
-is a scenario of its own). Then the same run is trained undisturbed for as many tokens. Prints one JSON object: the held-out
-losses, the verdict of `skipstone check` on the event logs, the longest time without a step while every module was served, and how memory and
-open files of the longest-lived nodes developed. Progress goes to stderr.
+A peer is killed with SIGKILL every `--every` seconds on average and another one joins as often; a module's last replica
+is spared (losing it is a scenario of its own). Then the same run is trained undisturbed for as many tokens. Prints one
+JSON object: the held-out losses, the verdict of `skipstone check` on the event logs, the longest time without a step
+while every module was served, and how memory and open files of the longest-lived nodes developed. Progress goes to
+stderr.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class Life:
             self.samples.append((now, int(resident.split()[1]) / 1024, files))
 
     def growth(self) -> tuple[float, float] | None:
-        """Of memory and open files: the last third's median over the first third's, after settling; None for a short life."""
+        """Of memory and open files: the last third's median over the first third's, after settling; None for a short
+        life."""
         if not self.samples:
             return None
         settled = [sample for sample in self.samples if sample[0] - self.samples[0][0] > SETTLING_S]
@@ -108,7 +110,8 @@ class Soak:
         self._random = randomness
 
     async def run(self, *, every_s: float | None, until_s: float = float("inf"), tokens: int | None = None) -> None:
-        """Until the time is over or so many tokens are trained; `every_s` is the mean time between two kills, and two joins."""
+        """Until the time is over or so many tokens are trained; `every_s` is the mean time between two kills, and two
+        joins."""
         tasks = [asyncio.create_task(part) for part in (self._watch(), self._sample())]
         if every_s is not None:
             tasks += [asyncio.create_task(part) for part in (self._kill(every_s), self._join(every_s))]
@@ -124,7 +127,8 @@ class Soak:
                 if now - begun - told > 30:
                     told = int(now - begun)
                     tell(
-                        f"{told} s: {trained} tokens, loss {self._swarm.progress.loss_last}, {self.account.rounds} commits"
+                        f"{told} s: {trained} tokens, loss {self._swarm.progress.loss_last}, "
+                        f"{self.account.rounds} commits"
                     )
                 for task in tasks:
                     if task.done():

@@ -1,12 +1,14 @@
 """SWARM's own choice of peers, for comparison (Ryabinin et al. 2023, section 3.2, and their code). Pure.
 
-For every stage a data node keeps a queue of peers by virtual time. A microbatch takes the first, whose virtual time then grows by the time that it is
-expected to take: what it has got to do, over the exponential average (weight 0.1, corrected for its start at zero) of what was measured. Who is new begins at
-the smallest virtual time there. Ties are broken by chance.
+For every stage a data node keeps a queue of peers by virtual time. A microbatch takes the first, whose virtual time
+then grows by the time that it is expected to take: what it has got to do, over the exponential average (weight 0.1,
+corrected for its start at zero) of what was measured. Who is new begins at the smallest virtual time there. Ties are
+broken by chance.
 
-Three things are theirs and may surprise: a time is measured from the end of the peer's last task if that is later than the beginning of this one, so that tasks
-side by side count as throughput; the way back counts as 2.5 times the way out; and queues are not known, only times. One thing is not theirs: a peer that has not
-been measured counts as fast as it announces, where their code assumes one sample a second of everybody.
+Three things are theirs and may surprise: a time is measured from the end of the peer's last task if that is later than
+the beginning of this one, so that tasks side by side count as throughput; the way back counts as 2.5 times the way out;
+and queues are not known, only times. One thing is not theirs: a peer that has not been measured counts as fast as it
+announces, where their code assumes one sample a second of everybody.
 """
 
 from __future__ import annotations

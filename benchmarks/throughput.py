@@ -2,8 +2,9 @@
 
     python benchmarks/throughput.py [--steps N] [--rounds N]
 
-The model is large enough that computing dominates. Both sides get all cores: one process as torch's threads, the swarm as one process a
-stage. Rates are between the first and the last step, so that neither start-up counts. Prints one JSON object; progress goes to stderr.
+The model is large enough that computing dominates. Both sides get all cores: one process as torch's threads, the swarm
+as one process a stage. Rates are between the first and the last step, so that neither start-up counts. Prints one JSON
+object; progress goes to stderr.
 """
 
 from __future__ import annotations

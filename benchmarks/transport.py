@@ -1,8 +1,8 @@
 """What the transport costs: tensors through it, against the same bytes on a bare gRPC stream, both with mutual TLS.
 
-Prints one JSON object: MB/s (10**6 bytes) of raw messages of several sizes between two processes (`chunks`, medians of 5
-batches), then, of 5 rounds that alternate between the two so that other load on the machine meets both, the medians of
-raw messages of the best size (`best_mb_per_s`) and of tensors of 8.39 MB (4 x 512 x 1024 float32) through
+Prints one JSON object: MB/s (10**6 bytes) of raw messages of several sizes between two processes (`chunks`, medians of
+5 batches), then, of 5 rounds that alternate between the two so that other load on the machine meets both, the medians
+of raw messages of the best size (`best_mb_per_s`) and of tensors of 8.39 MB (4 x 512 x 1024 float32) through
 `GrpcTransport` (`skipstone`), with their ratio.
 """
 

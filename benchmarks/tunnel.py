@@ -1,7 +1,9 @@
-"""A tunnel through a relaying peer against a direct TCP connection, on this machine: `python benchmarks/tunnel.py` prints JSON.
+"""A tunnel through a relaying peer against a direct TCP connection, on this machine: `python benchmarks/tunnel.py`
+prints JSON.
 
-Three DHT processes with a p2pd each, plain bytes without gRPC and TLS. Through the tunnel every byte passes seven processes on as many
-cores as there are, so this measures processing time and not a network. `opening_s`: from the wish to the first byte back.
+Three DHT processes with a p2pd each, plain bytes without gRPC and TLS. Through the tunnel every byte passes seven
+processes on as many cores as there are, so this measures processing time and not a network. `opening_s`: from the wish
+to the first byte back.
 """
 
 from __future__ import annotations

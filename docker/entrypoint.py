@@ -1,11 +1,13 @@
-"""What a container does before its node: it takes an identity, makes or awaits what the node joins with, and becomes the node.
+"""What a container does before its node: it takes an identity, makes or awaits what the node joins with, and becomes
+the node.
 
-    entrypoint.py join [TARGET] [OPTIONS]       TARGET, else SKIPSTONE_LINK: a link, or a file with one or with a manifest
-    entrypoint.py COMMAND ...                   any other command of Skipstone, as it is
+    entrypoint.py join [TARGET] [OPTIONS]       TARGET, else SKIPSTONE_LINK: a link, or a file with one or with a
+    manifest entrypoint.py COMMAND ...                   any other command of Skipstone, as it is
 
-Replicas of one service share a volume of identities but must not share an identity. Each takes the first folder of the volume that nobody
-has locked, so a container that replaces another goes on as the same peer, and as many as are started get one each. The kernel
-frees the lock when the node ends, however it ends. The host's name would not do: a container that was made anew has another.
+Replicas of one service share a volume of identities but must not share an identity. Each takes the first folder of the
+volume that nobody has locked, so a container that replaces another goes on as the same peer, and as many as are started
+get one each. The kernel frees the lock when the node ends, however it ends. The host's name would not do: a container
+that was made anew has another.
 
 Standard library only, and one process in the end: the node gets every signal itself.
 """
@@ -57,7 +59,8 @@ def prepare_node(arguments: Sequence[str], told: dict[str, str]) -> None:
 
 
 def take_identity(identities: Path) -> Path:
-    """The first folder that no other container has, locked for as long as this process, and the node it becomes, live."""
+    """The first folder that no other container has, locked for as long as this process, and the node it becomes,
+    live."""
     for number in range(1, MAX_IDENTITIES + 1):
         folder = identities / str(number)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

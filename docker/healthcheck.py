@@ -1,9 +1,9 @@
 """Whether the node in this container does its work, asked of the node itself: exit code 0, or 1 and the reason.
 
-Two things are asked, for less than a tenth of a second of computing. The event loop has to answer at the door that `skipstone leave`
-comes to: it is sent what is not the secret, and must hang up (`node/runtime/leave_socket.py`); a process that hangs does not. And the port of the
-node has to answer with TLS 1.3 (RFC 8446), which takes no certificate of ours: a caller is done with the handshake before the server
-has looked at what the caller shows.
+Two things are asked, for less than a tenth of a second of computing. The event loop has to answer at the door that
+`skipstone leave` comes to: it is sent what is not the secret, and must hang up (`node/runtime/leave_socket.py`); a
+process that hangs does not. And the port of the node has to answer with TLS 1.3 (RFC 8446), which takes no certificate
+of ours: a caller is done with the handshake before the server has looked at what the caller shows.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def main() -> int:
 
 
 def ask_event_loop(door: Path) -> None:
-    """Raises OSError (TimeoutError is one) or ValueError when there is no door, or nobody hangs up on a wrong secret."""
+    """Raises OSError (TimeoutError is one) or ValueError when there is no door, or nobody hangs up on a wrong
+    secret."""
     port = int(json.loads(door.read_text())["port"])
     with socket.create_connection(("127.0.0.1", port), LIMIT_S) as connection:
         connection.sendall(NO_SECRET)

@@ -1,5 +1,6 @@
-"""Writes the generated parts of docs/ARCHITECTURE.md from where they are kept: the first lines of the folders' `__init__`, their imports, and the constants
-that are durations. Run it with `make docs`; tests/test_docs.py finds a stale file.
+"""Writes the generated parts of docs/ARCHITECTURE.md from where they are kept: the first lines of the folders'
+`__init__`, their imports, and the constants that are durations. Run it with `make docs`; tests/test_docs.py finds a
+stale file.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def _folders_of(package: Path) -> Iterator[Folder]:
         files = tuple(path for path in sorted(folder.glob("*.py")) if path.name != "__init__.py")
         if not files or folder.name == "generated":
             continue
-        purpose = (ast.get_docstring(ast.parse(init.read_text())) or "").partition("\n")[0]
+        purpose = " ".join((ast.get_docstring(ast.parse(init.read_text())) or "").partition("\n\n")[0].split())
         imports = {_folder_of(name) for path in files for name in _imported(path)} - {_name(folder)}
         yield Folder(_name(folder), files, purpose, tuple(sorted(imports - {""})))
 

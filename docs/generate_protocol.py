@@ -1,5 +1,6 @@
 """Writes the reference part of docs/PROTOCOL.md from where the contract is kept: the comments of the .proto files, and
-the docstrings of the events in node/observability/events.py. Run it with `make docs`; tests/test_docs.py finds a stale file.
+the docstrings of the events in node/observability/events.py. Run it with `make docs`; tests/test_docs.py finds a stale
+file.
 """
 
 from __future__ import annotations

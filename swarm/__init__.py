@@ -1,1 +1,2 @@
-"""Decisions, with no IO: vocabulary, membership, paths, placement. Imports neither torch, grpc, hivemind nor asyncio."""
+"""Decisions, with no IO: vocabulary, membership, paths, placement. Imports neither torch, grpc, hivemind nor
+asyncio."""

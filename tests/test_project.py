@@ -19,55 +19,78 @@ from swarm.vocabulary import errors
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("swarm", "protocol", "node")
 GENERATED = ROOT / "protocol" / "generated"
-# Who may import whom, from the ground up; `swarm/vocabulary` is free for all. `protocol` imports nothing else of `swarm`, only the entry point imports the
+# Who may import whom, from the ground up; `swarm/vocabulary` is free for all. `protocol` imports nothing else of
+# `swarm`, only the entry point imports the
 # laboratory, and there is no circle.
+FOLDERS_TABLE = """
+swarm/vocabulary:
+protocol/interfaces:
+protocol/libp2p:
+swarm/compression:
+swarm/membership:
+swarm/pipeline:
+node/lab/emulation: protocol/libp2p
+node/observability: protocol/interfaces
+protocol/codecs: protocol/interfaces
+protocol/frames: protocol/interfaces
+swarm/averaging: swarm/compression
+swarm/routing: swarm/membership
+node/lab/audit: node/observability
+protocol/identity: protocol/frames
+swarm/routing/negotiation: swarm/routing
+protocol/manifest: protocol/identity
+protocol/transport: protocol/frames protocol/identity protocol/interfaces
+swarm/simulation: swarm/routing swarm/routing/negotiation
+node/data: protocol/manifest
+node/lab/simulation: swarm/simulation
+protocol/nat: protocol/frames protocol/interfaces protocol/libp2p protocol/transport
+node/model: node/data protocol/manifest
+protocol/dht: protocol/identity protocol/interfaces protocol/libp2p protocol/nat protocol/transport
+node/concurrency: node/model
+node/checkpoint: node/concurrency node/data node/model node/observability protocol/manifest
+node/pipeline: node/concurrency node/data node/model node/observability protocol/codecs protocol/interfaces
+    protocol/manifest protocol/transport swarm/compression swarm/pipeline swarm/routing
+node/averaging/anchor: node/checkpoint node/model protocol/manifest
+node/network: node/concurrency node/observability node/pipeline protocol/codecs protocol/dht protocol/identity
+    protocol/interfaces protocol/manifest protocol/nat protocol/transport swarm/membership swarm/routing
+node/averaging/exchange: node/averaging/anchor node/concurrency node/model node/observability protocol/codecs
+    protocol/identity protocol/interfaces swarm/averaging swarm/compression
+node/averaging/state_sync: node/averaging/anchor node/concurrency node/observability protocol/codecs protocol/frames
+    protocol/interfaces protocol/transport swarm/averaging
+node/context: node/checkpoint node/concurrency node/data node/network node/observability protocol/identity
+    protocol/manifest swarm/pipeline
+node/reachability: node/concurrency node/network node/observability protocol/identity protocol/interfaces
+    protocol/manifest protocol/nat protocol/transport swarm/membership
+node/routing: node/concurrency node/data node/network node/observability node/pipeline protocol/interfaces
+    protocol/manifest swarm/membership swarm/pipeline swarm/routing swarm/routing/negotiation
+node/solo: node/averaging/anchor node/checkpoint node/data node/model node/pipeline protocol/manifest swarm/routing
+node/averaging/audit: node/averaging/anchor node/averaging/exchange node/concurrency protocol/codecs protocol/identity
+    protocol/interfaces swarm/averaging
+node/export: node/averaging/anchor node/averaging/state_sync node/checkpoint node/context node/data node/model
+    node/network node/observability node/solo protocol/interfaces protocol/manifest swarm/averaging
+node/lab/doctor: node/concurrency node/model node/network node/reachability protocol/interfaces protocol/manifest
+node/local_swarm: node/context node/data node/observability protocol/identity protocol/libp2p protocol/manifest
+node/averaging: node/averaging/anchor node/averaging/audit node/averaging/exchange node/averaging/state_sync
+    node/checkpoint node/concurrency node/context node/model node/network node/observability protocol/codecs
+    protocol/identity protocol/interfaces protocol/manifest swarm/averaging swarm/compression
+node/cli/views: node/local_swarm node/observability swarm/compression
+node/lab/wan: node/concurrency node/lab/audit node/lab/emulation node/local_swarm node/network node/observability
+    protocol/manifest
+node/runtime: node/averaging node/averaging/anchor node/checkpoint node/concurrency node/context node/data node/model
+    node/network node/observability node/pipeline node/reachability node/routing protocol/dht protocol/identity
+    protocol/interfaces protocol/manifest swarm/membership swarm/pipeline swarm/routing
+node/cli: node/checkpoint node/cli/views node/context node/data node/export node/local_swarm node/model node/network
+    node/observability node/runtime node/solo protocol/identity protocol/manifest
+node/lab/chaos: node/averaging node/averaging/anchor node/averaging/exchange node/cli node/concurrency node/lab/audit
+    node/lab/emulation node/lab/wan node/local_swarm node/network node/observability protocol/codecs protocol/identity
+    protocol/interfaces protocol/transport swarm/pipeline
+node/lab/commands: node/cli/views node/context node/data node/lab/audit node/lab/chaos node/lab/doctor
+    node/lab/emulation node/lab/simulation node/lab/wan node/network protocol/manifest swarm/simulation
+node: node/cli node/lab/commands
+"""
 FOLDERS = {
-    "swarm/vocabulary": "",
-    "protocol/interfaces": "",
-    "protocol/libp2p": "",
-    "swarm/compression": "",
-    "swarm/membership": "",
-    "swarm/pipeline": "",
-    "node/lab/emulation": "protocol/libp2p",
-    "node/observability": "protocol/interfaces",
-    "protocol/codecs": "protocol/interfaces",
-    "protocol/frames": "protocol/interfaces",
-    "swarm/averaging": "swarm/compression",
-    "swarm/routing": "swarm/membership",
-    "node/lab/audit": "node/observability",
-    "protocol/identity": "protocol/frames",
-    "swarm/routing/negotiation": "swarm/routing",
-    "protocol/manifest": "protocol/identity",
-    "protocol/transport": "protocol/frames protocol/identity protocol/interfaces",
-    "swarm/simulation": "swarm/routing swarm/routing/negotiation",
-    "node/data": "protocol/manifest",
-    "node/lab/simulation": "swarm/simulation",
-    "protocol/nat": "protocol/frames protocol/interfaces protocol/libp2p protocol/transport",
-    "node/model": "node/data protocol/manifest",
-    "protocol/dht": "protocol/identity protocol/interfaces protocol/libp2p protocol/nat protocol/transport",
-    "node/concurrency": "node/model",
-    "node/checkpoint": "node/concurrency node/data node/model node/observability protocol/manifest",
-    "node/pipeline": "node/concurrency node/data node/model node/observability protocol/codecs protocol/interfaces protocol/manifest protocol/transport swarm/compression swarm/pipeline swarm/routing",
-    "node/averaging/anchor": "node/checkpoint node/model protocol/manifest",
-    "node/network": "node/concurrency node/observability node/pipeline protocol/codecs protocol/dht protocol/identity protocol/interfaces protocol/manifest protocol/nat protocol/transport swarm/membership swarm/routing",
-    "node/averaging/exchange": "node/averaging/anchor node/concurrency node/model node/observability protocol/codecs protocol/identity protocol/interfaces swarm/averaging swarm/compression",
-    "node/averaging/state_sync": "node/averaging/anchor node/concurrency node/observability protocol/codecs protocol/frames protocol/interfaces protocol/transport swarm/averaging",
-    "node/context": "node/checkpoint node/concurrency node/data node/network node/observability protocol/identity protocol/manifest swarm/pipeline",
-    "node/reachability": "node/concurrency node/network node/observability protocol/identity protocol/interfaces protocol/manifest protocol/nat protocol/transport swarm/membership",
-    "node/routing": "node/concurrency node/data node/network node/observability node/pipeline protocol/interfaces protocol/manifest swarm/membership swarm/pipeline swarm/routing swarm/routing/negotiation",
-    "node/solo": "node/averaging/anchor node/checkpoint node/data node/model node/pipeline protocol/manifest swarm/routing",
-    "node/averaging/audit": "node/averaging/anchor node/averaging/exchange node/concurrency protocol/codecs protocol/identity protocol/interfaces swarm/averaging",
-    "node/export": "node/averaging/anchor node/averaging/state_sync node/checkpoint node/context node/data node/model node/network node/observability node/solo protocol/interfaces protocol/manifest swarm/averaging",
-    "node/lab/doctor": "node/concurrency node/model node/network node/reachability protocol/interfaces protocol/manifest",
-    "node/local_swarm": "node/context node/data node/observability protocol/identity protocol/libp2p protocol/manifest",
-    "node/averaging": "node/averaging/anchor node/averaging/audit node/averaging/exchange node/averaging/state_sync node/checkpoint node/concurrency node/context node/model node/network node/observability protocol/codecs protocol/identity protocol/interfaces protocol/manifest swarm/averaging swarm/compression",
-    "node/cli/views": "node/local_swarm node/observability swarm/compression",
-    "node/lab/wan": "node/concurrency node/lab/audit node/lab/emulation node/local_swarm node/network node/observability protocol/manifest",
-    "node/runtime": "node/averaging node/averaging/anchor node/checkpoint node/concurrency node/context node/data node/model node/network node/observability node/pipeline node/reachability node/routing protocol/dht protocol/identity protocol/interfaces protocol/manifest swarm/membership swarm/pipeline swarm/routing",
-    "node/cli": "node/checkpoint node/cli/views node/context node/data node/export node/local_swarm node/model node/network node/observability node/runtime node/solo protocol/identity protocol/manifest",
-    "node/lab/chaos": "node/averaging node/averaging/anchor node/averaging/exchange node/cli node/concurrency node/lab/audit node/lab/emulation node/lab/wan node/local_swarm node/network node/observability protocol/codecs protocol/identity protocol/interfaces protocol/transport swarm/pipeline",
-    "node/lab/commands": "node/cli/views node/context node/data node/lab/audit node/lab/chaos node/lab/doctor node/lab/emulation node/lab/simulation node/lab/wan node/network protocol/manifest swarm/simulation",
-    "node": "node/cli node/lab/commands",
+    name: " ".join(others.split())
+    for name, _, others in (row.partition(":") for row in re.sub(r"\n +", " ", FOLDERS_TABLE).split("\n") if row)
 }
 MOST_FILES = 15
 """In a folder."""
@@ -207,8 +230,8 @@ def test_what_is_imported_from_us_is_there(path: Path) -> None:
 
 
 def public_definitions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
-    """Top-level public functions and classes, but for those so short that their name and fields say it all, and for lists of
-    names (enums) and shapes (protocols, sections), whose members are what is explained.
+    """Top-level public functions and classes, but for those so short that their name and fields say it all, and for
+    lists of names (enums) and shapes (protocols, sections), whose members are what is explained.
     """
     for node in tree.body:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or node.name.startswith("_"):

@@ -1,1 +1,2 @@
-"""Rounds carried out: the anchor and its digest, the exchange of pseudo-gradients, catching up. Decisions are in `swarm.averaging`."""
+"""Rounds carried out: the anchor and its digest, the exchange of pseudo-gradients, catching up. Decisions are in
+`swarm.averaging`."""

@@ -64,7 +64,8 @@ def rung_of(codecs: RoundCodecs) -> Rung:
 
 
 class StateDesk:
-    """The part of `node.network.dispatcher.RoundReceiver` that has to do with state. `donor` is None until there is an anchor to give."""
+    """The part of `node.network.dispatcher.RoundReceiver` that has to do with state. `donor` is None until there is an
+    anchor to give."""
 
     def __init__(self, catching_up: CatchingUp, donor: Donor | None = None) -> None:
         self.catching_up = catching_up
@@ -96,7 +97,8 @@ LOOK_S = 0.05
 BETWEEN_SAVES_S = 30.0
 """A checkpoint is asked for at rounds, but not more often than this: small modules may have a round every second."""
 ALONE_AFTER_S = 4.0
-"""A resumed replica that sees nobody else looks for so long: until an announcement is seen, 1.8 s were measured on a busy machine."""
+"""A resumed replica that sees nobody else looks for so long: until an announcement is seen, 1.8 s were measured on a
+busy machine."""
 RESUMING_WITHIN_S = 12.0
 """Those that resume at the same time are waited for so long."""
 
@@ -198,8 +200,9 @@ class ModuleRounds:
             await asyncio.sleep(LOOK_S)
 
     async def _seen_who_resumes_with_us(self) -> None:
-        """Replicas that were stopped together start together, each with most of a round's work done: one that has not seen the others yet would
-        take the outer step alone, and so would they. The first by peer id goes first; that it never comes is borne for a while."""
+        """Replicas that were stopped together start together, each with most of a round's work done: one that has not
+        seen the others yet would take the outer step alone, and so would they. The first by peer id goes first; that it
+        never comes is borne for a while."""
         clock = self._own.clock
         begun = clock.monotonic()
         while (waited := clock.monotonic() - begun) < RESUMING_WITHIN_S:
@@ -237,11 +240,13 @@ class ModuleRounds:
         return Agreed(anchor_state(self._shelf.current), since.steps, since.tokens)
 
     async def finish_round(self) -> None:
-        """Before leaving: the round under way, if there is one, is done with us; what we have worked since our anchor is in it."""
+        """Before leaving: the round under way, if there is one, is done with us; what we have worked since our anchor
+        is in it."""
         while self._machine.under_way is not None:  # noqa: ASYNC110 - the machine has no events to wait for
             await asyncio.sleep(LOOK_S)
 
-    # ---- node.network.dispatcher.RoundReceiver --------------------------------------------------------------------------------
+    # ---- node.network.dispatcher.RoundReceiver
+    # --------------------------------------------------------------------------------
 
     def admit(self, sender: PeerId, message: RoundTensor, tensor: TensorSpec) -> memoryview | Refusal:
         if isinstance(message, StateChunk):

@@ -1,7 +1,7 @@
 """Keeps a replica and its anchors in step: snapshots, carrying over, starting anew, and the work done since the anchor.
 
-The replica belongs to the compute thread, so what is done to it is done there, in slices: between two of them microbatches are computed.
-One such thing is under way at a time, in the order in which they were asked for.
+The replica belongs to the compute thread, so what is done to it is done there, in slices: between two of them
+microbatches are computed. One such thing is under way at a time, in the order in which they were asked for.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ class ReplicaSync:
         self._stepped_alone(anchor, before)
 
     async def snapshot(self) -> Snapshot:
-        """Fixes the pseudo-gradient of the fragment whose turn it is. Its norm is computed on the averaging thread meanwhile.
+        """Fixes the pseudo-gradient of the fragment whose turn it is. Its norm is computed on the averaging thread
+        meanwhile.
 
         The memory of the one before is used again.
         """
@@ -151,11 +152,13 @@ class ReplicaSync:
             return Snapshot(source, part, math.sqrt(squares), done, since)
 
     def committed(self, snapshot: Snapshot) -> None:
-        """The anchor that was made with this snapshot holds now: what came after the snapshot is our work since the anchor."""
+        """The anchor that was made with this snapshot holds now: what came after the snapshot is our work since the
+        anchor."""
         self._stand(snapshot.done)
 
     async def carry(self, snapshot: Snapshot, anchor: Anchor, sent: SentParts | None) -> None:
-        """Puts the replica on the new anchor, with the work done since the snapshot, and with what was left out of what was sent, if that is known."""
+        """Puts the replica on the new anchor, with the work done since the snapshot, and with what was left out of what
+        was sent, if that is known."""
         async with self._turn:
             before, after = snapshot.source.snapshot, anchor.parameters
             if sent is not None:
@@ -167,7 +170,8 @@ class ReplicaSync:
             await self._compute.run(Priority.UPKEEP, partial(self._follow_schedule, anchor))
 
     async def adopt(self, anchor: Anchor) -> None:
-        """Puts the replica on an anchor and forgets its own work and its inner optimizer's state. The anchor is on the shelf already."""
+        """Puts the replica on an anchor and forgets its own work and its inner optimizer's state. The anchor is on the
+        shelf already."""
         self.lost += self.since_anchor
         self._stand(self._done)
         async with self._turn:
@@ -186,7 +190,8 @@ class ReplicaSync:
         return math.fsum(norm.result() for norm in norms)
 
     def _carry(self, piece: slice, before: Vector, after: Vector, done: Work | None) -> None:
-        """On the compute thread. Where there was no work since the snapshot, the replica is the new anchor, and one copy makes it so.
+        """On the compute thread. Where there was no work since the snapshot, the replica is the new anchor, and one
+        copy makes it so.
 
         Args:
             done: all work up to the snapshot; None when that says nothing of the replica.

@@ -100,13 +100,15 @@ class RoundNews:
         self._clipped = self._clipped + 1 if settled.clipping < CLIPPED else 0
         if self._clipped == CLIPPED_ROUNDS:
             text = (
-                f"in {CLIPPED_ROUNDS} rounds in a row this replica's update of stage {self._module} counted less than {CLIPPED:.0%}, because the"
+                f"in {CLIPPED_ROUNDS} rounds in a row this replica's update of stage {self._module} counted "
+                f"less than {CLIPPED:.0%}, because the"
                 " others declare far shorter ones: either it has diverged, or they lie to slow training down"
             )
             self._events.emit(Note("warning", text))
 
     def accused(self, caught: Caught) -> None:
-        """A replica is left out of our rounds for what it did. Once a round and peer: the first reason is the one to read."""
+        """A replica is left out of our rounds for what it did. Once a round and peer: the first reason is the one to
+        read."""
         if self._accused and (self._accused[-1].peer, self._accused[-1].round) == (caught.peer, caught.round):
             return
         self._accused = [*self._accused, caught][-ACCUSED_KEPT:]
@@ -153,7 +155,8 @@ class RoundNews:
     # ---- for whoever asks --------------------------------------------------------------------------------------------
 
     def last_round(self) -> dict[str, Any] | None:
-        """How many had a part in the last round that we had a part in, how long ago it was, how its contributions were encoded, and why so."""
+        """How many had a part in the last round that we had a part in, how long ago it was, how its contributions were
+        encoded, and why so."""
         if self._last is None:
             return None
         settled, at = self._last

@@ -1,7 +1,7 @@
 """Carries out what the round machine decides: one replica's part in the rounds of its module.
 
-Decisions are all in `swarm.averaging`; here are the messages, the bench with the snapshot and the exchange, the anchors, and the tasks
-that go with them.
+Decisions are all in `swarm.averaging`; here are the messages, the bench with the snapshot and the exchange, the
+anchors, and the tasks that go with them.
 """
 
 from __future__ import annotations
@@ -227,7 +227,8 @@ class RoundRunner:
     # ---- what happens ------------------------------------------------------------------------------------------------
 
     def after_inner_step(self, figures: StepFigures) -> None:
-        """To be called on the compute thread after each inner step, in the same job: a lone replica takes its outer step here."""
+        """To be called on the compute thread after each inner step, in the same job: a lone replica takes its outer
+        step here."""
         self.keeper.after_inner_step(figures)
 
     def stepped(self) -> None:
@@ -387,7 +388,8 @@ class RoundRunner:
         self._catching = self._spawn(self._catch_up(action))
 
     def gave_other_state(self, donor: PeerId, detail: str) -> None:
-        """What a donor sent is not what was agreed on. Its memory may be at fault, so it is not certain that it lies."""
+        """What a donor sent is not what was agreed on. Its memory may be at fault, so it is not certain that it
+        lies."""
         number = self._shelf.current.version.round
         self.handle(Caught(donor, number, f"it gave away other state than was agreed on: {detail}", certain=False))
 
@@ -406,7 +408,8 @@ class RoundRunner:
     def _bandwidth(self) -> float:
         """Bytes per second of our best link; 0 when none was measured.
 
-        By answers if there were any; else by how fast streams take tensors, which buffers on the way make look better for small ones.
+        By answers if there were any; else by how fast streams take tensors, which buffers on the way make look better
+        for small ones.
         """
         assert self._transport is not None
         taken = (link.goodput_bytes_per_s for link in self._transport.figures().values())

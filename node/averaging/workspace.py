@@ -1,7 +1,8 @@
-"""What a replica has on hand for the round under way: the snapshot, the exchange, and results that are complete but not committed.
+"""What a replica has on hand for the round under way: the snapshot, the exchange, and results that are complete but not
+committed.
 
-Used on the event loop. What is asked of it in vain (a round that is over, an anchor that has changed) is passed over: the round
-machine hears nothing, and goes on by its limits of patience.
+Used on the event loop. What is asked of it in vain (a round that is over, an anchor that has changed) is passed over:
+the round machine hears nothing, and goes on by its limits of patience.
 """
 
 from __future__ import annotations

@@ -118,7 +118,8 @@ def write_snapshot(folder: CheckpointFolder, peer: PeerId, module: ModuleId, sta
 
 
 def remove_older(folder: CheckpointFolder, peer: PeerId) -> None:
-    """Keeps the newest `KEPT` whole snapshots. For after a write: nothing is removed while there is not one that is whole.
+    """Keeps the newest `KEPT` whole snapshots. For after a write: nothing is removed while there is not one that is
+    whole.
 
     A file that cannot be removed stays, with a line in the log: the snapshots are good all the same.
     """
@@ -141,7 +142,8 @@ def remove_older(folder: CheckpointFolder, peer: PeerId) -> None:
 
 
 def load_newest(folder: CheckpointFolder, peer: PeerId, module: ModuleId | None = None) -> Loaded | None:
-    """The peer's newest whole snapshot, of `module` or (None) of whichever module it hosted last; None when there never was one.
+    """The peer's newest whole snapshot, of `module` or (None) of whichever module it hosted last; None when there never
+    was one.
 
     Raises:
         CorruptSnapshot: there are snapshots, and all of them are damaged; names each.
@@ -158,7 +160,8 @@ def load_newest(folder: CheckpointFolder, peer: PeerId, module: ModuleId | None 
 
 
 def whole_snapshots(folder: CheckpointFolder, peer: PeerId, problems: list[Problem]) -> Iterator[Header]:
-    """A peer's snapshots whose both files are what was written, newest first. Adds to `problems` what is wrong with the others."""
+    """A peer's snapshots whose both files are what was written, newest first. Adds to `problems` what is wrong with the
+    others."""
     for header in _headers(folder.storage, folder.of(peer), folder.run, problems):
         try:
             check_file(folder.of(peer), header.file)

@@ -33,8 +33,9 @@ class Gathered:
 def gather_modules(path: Path) -> Gathered:
     """For each module the parameters of its newest anchor version.
 
-    Where several replicas share that version, the mean of their parameters, weighted by the tokens each has trained on since it; of
-    one replica exactly its own. A replica without an anchor stands on the initial weights, which all have in common.
+    Where several replicas share that version, the mean of their parameters, weighted by the tokens each has trained on
+    since it; of one replica exactly its own. A replica without an anchor stands on the initial weights, which all have
+    in common.
 
     Raises:
         ConfigError: there is no checkpoint in this folder.
@@ -89,7 +90,8 @@ def _of_the_newest_anchor(headers: list[Header]) -> list[Header]:
 
 
 def _progress(header: Header) -> tuple[_Progress, bytes]:
-    """What makes one anchor newer than another. The digest only settles which of two that cannot both be right is taken."""
+    """What makes one anchor newer than another. The digest only settles which of two that cannot both be right is
+    taken."""
     anchor = header.anchor
     return ((-1, 0, 0), b"") if anchor is None else ((anchor.round, anchor.steps, anchor.tokens), anchor.digest)
 

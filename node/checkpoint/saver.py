@@ -29,13 +29,15 @@ class SaveRequests:
         self.reason = ""
 
     def request_save(self, reason: str) -> None:
-        """A snapshot is to be written soon; returns at once. Call it on the event loop; does nothing where no checkpoints are kept."""
+        """A snapshot is to be written soon; returns at once. Call it on the event loop; does nothing where no
+        checkpoints are kept."""
         self.reason = reason
         self.wanted.set()
 
 
 class Saver:
-    """Copies the replica on the compute thread, then hashes and writes it on a thread of its own: one write at a time, in order.
+    """Copies the replica on the compute thread, then hashes and writes it on a thread of its own: one write at a time,
+    in order.
 
     Used as `with`: leaving it waits for a write that is under way.
 
@@ -75,7 +77,8 @@ class Saver:
         self._writer.shutdown(wait=True, cancel_futures=True)
 
     async def run(self) -> None:
-        """Saves at every request and interval, until cancelled. A save that fails is a warning, and training goes on."""
+        """Saves at every request and interval, until cancelled. A save that fails is a warning, and training goes
+        on."""
         while True:
             await set_or_after(self._requests.wanted, self._every_s)
             reason, self._requests.reason = self._requests.reason, ""

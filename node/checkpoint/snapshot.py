@@ -1,7 +1,9 @@
-"""A snapshot's two files: tensors in safetensors, and a json that says what they belong to and what their bytes must be.
+"""A snapshot's two files: tensors in safetensors, and a json that says what they belong to and what their bytes must
+be.
 
-The safetensors file is written here rather than by its library, so that gigabytes go from memory to the disk once, are hashed on the
-way and are never copied (format: https://github.com/huggingface/safetensors#format). It is read by the library, after the hash.
+The safetensors file is written here rather than by its library, so that gigabytes go from memory to the disk once, are
+hashed on the way and are never copied (format: https://github.com/huggingface/safetensors#format). It is read by the
+library, after the hash.
 """
 
 from __future__ import annotations
@@ -67,11 +69,13 @@ class Header:
     file: FileRecord
 
 
-# ---- tensors --------------------------------------------------------------------------------------------------------------
+# ---- tensors
+# --------------------------------------------------------------------------------------------------------------
 
 
 def named_tensors(state: ReplicaState) -> dict[str, Tensor]:
-    """All tensors of a state under one name each: `local/NAME`, `anchor/NAME`, `momentum/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`."""
+    """All tensors of a state under one name each: `local/NAME`, `anchor/NAME`, `momentum/NAME`, `exp_avg/NAME`,
+    `exp_avg_sq/NAME`."""
     groups: dict[str, Tensors] = {
         "local": state.local,
         "exp_avg": state.inner.exp_avg,
@@ -150,7 +154,8 @@ def read_state(folder: Path, header: Header) -> ReplicaState:
     return ReplicaState(read_tensors(path, "local"), inner, header.counters, anchor, header.data)
 
 
-# ---- the json -------------------------------------------------------------------------------------------------------------
+# ---- the json
+# -------------------------------------------------------------------------------------------------------------
 
 
 def header_bytes(header: Header) -> bytes:

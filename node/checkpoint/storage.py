@@ -72,7 +72,8 @@ class DiskStorage:
 
 
 def write_durably(storage: Storage, target: Path, beside: Path, pieces: Iterable[memoryview]) -> None:
-    """Writes beside the target and renames, each made durable: whatever happens, the target is the old file or the new one."""
+    """Writes beside the target and renames, each made durable: whatever happens, the target is the old file or the new
+    one."""
     crash_point("before write")
     storage.write(beside, pieces)
     crash_point("before sync")

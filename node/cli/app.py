@@ -1,7 +1,8 @@
 """The `skipstone` command: what it is called with, and how it ends.
 
-Errors of our own become two lines on standard error and their exit code; `--debug` shows where they come from. Wrong usage
-exits with 2. Everything heavy is imported by the commands themselves, once they have said what they are about to do.
+Errors of our own become two lines on standard error and their exit code; `--debug` shows where they come from. Wrong
+usage exits with 2. Everything heavy is imported by the commands themselves, once they have said what they are about to
+do.
 """
 
 from __future__ import annotations
@@ -91,8 +92,9 @@ app.command()(generate)
 def main() -> None:
     """Entry point of the `skipstone` command.
 
-    Python's own end is cut short after everything that asked to be called at exit has been: with torch and grpc loaded, taking
-    the interpreter down costs more than a second of computing for each node, and frees nothing that the kernel would not.
+    Python's own end is cut short after everything that asked to be called at exit has been: with torch and grpc loaded,
+    taking the interpreter down costs more than a second of computing for each node, and frees nothing that the kernel
+    would not.
     """
     code: str | int | None = 1
 

@@ -1,4 +1,5 @@
-"""What a run is and what joining it means for this machine, said before it begins, and asked where somebody is there to answer."""
+"""What a run is and what joining it means for this machine, said before it begins, and asked where somebody is there to
+answer."""
 
 from __future__ import annotations
 
@@ -26,9 +27,10 @@ _LONGEST_ANSWER: Final = 4096
 class Consent:
     """`node.runtime.node.Consent` at a terminal.
 
-    It asks when standard input and what it writes to are a terminal, unless --yes was given or the run is this machine's own. Without one there is nobody
-    to ask, and it goes on: services, containers and scripts have been told what to join by whoever set them up, and what could be read
-    of this machine needs an option of its own (`node.data.places`), which no default and no silence gives.
+    It asks when standard input and what it writes to are a terminal, unless --yes was given or the run is this
+    machine's own. Without one there is nobody to ask, and it goes on: services, containers and scripts have been told
+    what to join by whoever set them up, and what could be read of this machine needs an option of its own
+    (`node.data.places`), which no default and no silence gives.
     """
 
     def __init__(self, options: NodeOptions, *, yes: bool, as_json: bool) -> None:
@@ -59,7 +61,8 @@ def description(
         f"model     {count(_parameters(manifest))} parameters in {_number(manifest.stages.count, 'stage')}"
         f"{f' of {manifest.stages.experts} experts' if manifest.stages.experts > 1 else ''}",
         f"reads     {_reading(manifest, options, text)}",
-        "sends     hidden states of the run's text, gradients and parameters to the peers of this run; whoever serves the next stage can turn"
+        "sends     hidden states of the run's text, gradients and parameters to the peers of this run; "
+        "whoever serves the next stage can turn"
         " hidden states back into text",
         f"may use   {_use(options)}",
     )
@@ -112,7 +115,8 @@ def _number(number: int, thing: str) -> str:
 
 
 async def _line_typed() -> str:
-    """What is typed up to the end of the line or of the input. On a thread that nobody waits for, because reading cannot be called off."""
+    """What is typed up to the end of the line or of the input. On a thread that nobody waits for, because reading
+    cannot be called off."""
     loop = asyncio.get_running_loop()
     typed: asyncio.Future[str] = loop.create_future()
 

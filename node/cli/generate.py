@@ -87,7 +87,8 @@ def _write(
     if not as_json:
         typer.echo(harmless_lines(pieces[-1]))
         tell(
-            f"{count(len(chosen))} tokens, {'to the end of the document' if ended else 'as many as asked for'}; seed {sampling.seed}"
+            f"{count(len(chosen))} tokens, "
+            f"{'to the end of the document' if ended else 'as many as asked for'}; seed {sampling.seed}"
         )
         return
     print_json(

@@ -48,7 +48,8 @@ def new(
     typer.echo(f"{file}: run {signed.run}")
     typer.echo(f"  {manifest.name}, {manifest.stages.count} stages, signed by {signed.author}")
     typer.echo(
-        f"  text: {manifest.data.source}{'' if files is None else f', {count(files.count)} files, {count(files.bytes)} bytes'}"
+        "  text: "
+        f"{manifest.data.source}{'' if files is None else f', {count(files.count)} files, {count(files.bytes)} bytes'}"
     )
     typer.echo(f"Start its first node with: skipstone join {file}")
 

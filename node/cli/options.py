@@ -1,6 +1,7 @@
 """Options that several commands have, and how a node's are named.
 
-Join links on the command line: given as they are or in a file, and written to a file for whoever starts the other nodes.
+Join links on the command line: given as they are or in a file, and written to a file for whoever starts the other
+nodes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ StagesPerPath: Final[Any] = typer.Option(
 
 
 def setting(name: str, help_text: str, off: str | None = None) -> Any:
-    """The option `--name` of a node, which its variable sets as well; a switch with its opposite when `off` is given."""
+    """The option `--name` of a node, which its variable sets as well; a switch with its opposite when `off` is
+    given."""
     declaration = f"--{name}" if off is None else f"--{name}/--{off}"
     return typer.Option(declaration, envvar=variable(name), show_envvar=False, help=help_text)
 
@@ -67,8 +69,8 @@ def link_in(text: str) -> JoinLink | None:
 class LinkFile:
     """`EventSink` in front of another: keeps the node's newest join link in a file.
 
-    The file appears whole, or is replaced whole, so that whoever waits for it never reads half a link. One that cannot be written is
-    warned of, and the node goes on: those that have joined need the file no more.
+    The file appears whole, or is replaced whole, so that whoever waits for it never reads half a link. One that cannot
+    be written is warned of, and the node goes on: those that have joined need the file no more.
     """
 
     def __init__(self, path: Path, behind: EventSink) -> None:

@@ -1,4 +1,5 @@
-"""The one thread that owns the compute device, and the queue before it. (Rounds have such a thread for their arithmetic, too.)"""
+"""The one thread that owns the compute device, and the queue before it. (Rounds have such a thread for their
+arithmetic, too.)"""
 
 from __future__ import annotations
 
@@ -24,9 +25,11 @@ class Priority(enum.IntEnum):
     UPKEEP = 0
     """An inner step that is due, or freeing what is not needed any more."""
     TRAIN = 1
-    """Both ways alike: simulated swarms of unequal peers were up to 7 % slower when gradients went first, and never faster. Slots bound the memory."""
+    """Both ways alike: simulated swarms of unequal peers were up to 7 % slower when gradients went first, and never
+    faster. Slots bound the memory."""
     EVALUATE = 2
-    """After the training jobs that wait, and GIVEN_WAY of those that come later: on a busy peer it would never have its turn."""
+    """After the training jobs that wait, and GIVEN_WAY of those that come later: on a busy peer it would never have its
+    turn."""
 
 
 GIVEN_WAY = 16

@@ -12,7 +12,8 @@ Result = TypeVar("Result")
 
 
 async def aside(work: Callable[[], Result], limit_s: float) -> Result:
-    """What `work` returns or raises. The thread is a daemon: unlike an executor's, it holds up neither the loop's end nor the process's.
+    """What `work` returns or raises. The thread is a daemon: unlike an executor's, it holds up neither the loop's end
+    nor the process's.
 
     Raises:
         TimeoutError: it took more than `limit_s` seconds; it goes on in its thread, and what comes of it is dropped.

@@ -1,7 +1,7 @@
 """How many small messages wait to be taken in by each peer.
 
-A link makes whoever tells it something wait while its peer does not read. A peer that asks and never reads would so collect
-waiting messages, and memory with them, for as long as it asks.
+A link makes whoever tells it something wait while its peer does not read. A peer that asks and never reads would so
+collect waiting messages, and memory with them, for as long as it asks.
 """
 
 from __future__ import annotations

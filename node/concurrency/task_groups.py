@@ -16,8 +16,8 @@ Wanted = TypeVar("Wanted")
 async def task_scope() -> AsyncIterator[asyncio.TaskGroup]:
     """An `asyncio.TaskGroup` that raises what went wrong first instead of a group of everything that went wrong.
 
-    Whoever calls can then catch a SkipstoneError wherever it came from: the block, one of its tasks, or a task's task. The other errors
-    of the group stay visible as its context.
+    Whoever calls can then catch a SkipstoneError wherever it came from: the block, one of its tasks, or a task's task.
+    The other errors of the group stay visible as its context.
     """
     try:
         async with asyncio.TaskGroup() as tasks:

@@ -1,4 +1,5 @@
-"""What is done in tasks of their own while something runs; some of it is owed to others, and done before it may end in good order."""
+"""What is done in tasks of their own while something runs; some of it is owed to others, and done before it may end in
+good order."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class TaskTracker:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """For the block. A task that fails ends it with its error; an error or a cancellation of the block cancels the tasks."""
+        """For the block. A task that fails ends it with its error; an error or a cancellation of the block cancels the
+        tasks."""
         async with task_scope() as tasks:
             self._tasks = tasks
             try:

@@ -2,8 +2,8 @@
 
 Environment variables that stand for the options of a node: how services and containers are told what others type.
 
-The variable of `--dht-port` is `SKIPSTONE_DHT_PORT`, and so on. What is typed comes first. A variable that is there but empty counts as
-none, because compose files hand variables on whether they are set or not.
+The variable of `--dht-port` is `SKIPSTONE_DHT_PORT`, and so on. What is typed comes first. A variable that is there but
+empty counts as none, because compose files hand variables on whether they are set or not.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 1
 class NodeOptions:
     """One node's settings. Everything that all peers must agree on is in the manifest instead.
 
-    At least one of `link` and `manifest_path` is given. With a link alone the manifest is fetched from the peers it names;
-    with a manifest alone the node is the first of its run.
+    At least one of `link` and `manifest_path` is given. With a link alone the manifest is fetched from the peers it
+    names; with a manifest alone the node is the first of its run.
     """
 
     link: JoinLink | None
@@ -178,6 +178,7 @@ def variable(setting: str) -> str:
 
 
 def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment for nodes that are told everything on their command lines: what this process was told is not for them."""
+    """The environment for nodes that are told everything on their command lines: what this process was told is not for
+    them."""
     own = {variable(setting) for setting in SETTINGS}
     return {name: value for name, value in environment.items() if name not in own}

@@ -1,4 +1,5 @@
-"""From tokens that come one by one to text that can be shown at once: a character is held back until all its tokens are there."""
+"""From tokens that come one by one to text that can be shown at once: a character is held back until all its tokens are
+there."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class ByteTextStream:
 
 
 class WindowTextStream:
-    """For tokenizers whose decoding of a token depends on its neighbours (spaces between words, bytes of one character).
+    """For tokenizers whose decoding of a token depends on its neighbours (spaces between words, bytes of one
+    character).
 
     Each time the last tokens are decoded together with those shown before them, and the difference is new.
 

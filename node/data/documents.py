@@ -1,7 +1,7 @@
 """Which documents are read, in which order, and by whom. All of it follows from the seed and the documents' names.
 
-Every data node walks the same order and leaves out what is not its own, so data nodes need not talk about data. Where two
-machines have slightly different text (another patch release of Python), what is named alike is still treated alike.
+Every data node walks the same order and leaves out what is not its own, so data nodes need not talk about data. Where
+two machines have slightly different text (another patch release of Python), what is named alike is still treated alike.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class Documents:
         self._seed = seed
 
     def epoch(self, start: Place, wanted: Selection) -> Iterator[Fragment]:
-        """Wanted documents from `start` to the end of its epoch. A document that was begun is finished, wanted or not."""
+        """Wanted documents from `start` to the end of its epoch. A document that was begun is finished, wanted or
+        not."""
         order = epoch_order(self._seed, start.epoch, len(self._source.names))
         for position in range(start.position, len(order)):
             name = self._source.names[int(order[position])]

@@ -1,7 +1,8 @@
-"""Which files a place on this machine has, and opening one of them: regular files only, bounded, none that a link leads to.
+"""Which files a place on this machine has, and opening one of them: regular files only, bounded, none that a link leads
+to.
 
-A folder may be one that somebody else can write into, and a FIFO, a device or a link in it must not make a node wait for ever or read
-what nobody meant.
+A folder may be one that somebody else can write into, and a FIFO, a device or a link in it must not make a node wait
+for ever or read what nobody meant.
 """
 
 from __future__ import annotations
@@ -94,9 +95,10 @@ class Listing:
     def section(self) -> FilesSection:
         """What a manifest says about these files; there must be some with text in them.
 
-        Names and sizes only: that takes some seconds for 100,000 files, however large they are. With their contents every start of a data node
-        would read the whole text first. It is to notice the wrong folder, and files that were changed, come or gone; whoever changes a
-        file on his own disk without changing its size trains on what he has made of it, as he could anyway.
+        Names and sizes only: that takes some seconds for 100,000 files, however large they are. With their contents
+        every start of a data node would read the whole text first. It is to notice the wrong folder, and files that
+        were changed, come or gone; whoever changes a file on his own disk without changing its size trains on what he
+        has made of it, as he could anyway.
         """
         digest = hashlib.sha256(b"skipstone-files:")
         for name, size in zip(self.names, self.sizes, strict=True):
@@ -109,9 +111,15 @@ class Listing:
         if found == expected:
             return
         if (found.count, found.bytes) == (expected.count, expected.bytes):
-            differs = f"has as many files and bytes as the run's text ({found.count}; {found.bytes}), but other names or sizes of files"
+            differs = (
+                f"has as many files and bytes as the run's text ({found.count}; {found.bytes}), but "
+                "other names or sizes of files"
+            )
         else:
-            differs = f"has {found.count} files of {found.bytes} bytes together, the run's text {expected.count} of {expected.bytes}"
+            differs = (
+                f"has {found.count} files of {found.bytes} bytes together, the run's text "
+                f"{expected.count} of {expected.bytes}"
+            )
         first = ", ".join(self.names[:3])
         raise ConfigError(
             f"{self.root} is not the text of this run: it {differs}; the first here: {first}",

@@ -1,8 +1,8 @@
 """Documents into microbatches, with no token lost or repeated.
 
-The documents are one long stream, each followed by an end-of-document token. A row is the next `sequence` tokens of it, and
-its labels are the same tokens one further on; what is left of a document goes on in the next row. So every token is an
-input once and, but for the very first, a label once.
+The documents are one long stream, each followed by an end-of-document token. A row is the next `sequence` tokens of it,
+and its labels are the same tokens one further on; what is left of a document goes on in the next row. So every token is
+an input once and, but for the very first, a label once.
 
 Rows are shuffled within a block of about a million tokens. Without that, one long document fills whole inner steps, and
 their gradients and losses are that document's rather than the text's.

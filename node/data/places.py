@@ -1,7 +1,7 @@
 """What of this machine may be opened for a run's text, and on whose word.
 
-A manifest says what a run trains on. Where that lies here is for the person here to say: otherwise the author of a link could have any file
-of whoever joins it read, embedded and sent to himself.
+A manifest says what a run trains on. Where that lies here is for the person here to say: otherwise the author of a link
+could have any file of whoever joins it read, embedded and sent to himself.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def may_open(named: str, option: str, told: Path | None, *, own: bool) -> Reason
     """The rule: where to open what a manifest names as a path, or None when nothing may be opened.
 
     It is where the person says. The manifest's own word counts when the key of this machine has signed it: then this
-    person has written it. A file on one's own disk may have been downloaded, so it counts no more than a link. Nor is a hidden place taken
-    from a manifest (`~/.ssh`): those hold keys and passwords more often than text.
+    person has written it. A file on one's own disk may have been downloaded, so it counts no more than a link. Nor is a
+    hidden place taken from a manifest (`~/.ssh`): those hold keys and passwords more often than text.
 
     Args:
         named: the path in the manifest.
@@ -56,7 +56,10 @@ def may_open(named: str, option: str, told: Path | None, *, own: bool) -> Reason
     if not own:
         return Reasoned(
             None,
-            f"the manifest is not signed by this machine's key, so its {named} is not opened; say with {option} where it lies here",
+            (
+                f"the manifest is not signed by this machine's key, so its {named} is not opened; say with "
+                f"{option} where it lies here"
+            ),
         )
     path = Path(named)
     if any(part.startswith(".") and part != ".." for part in path.parts):

@@ -1,4 +1,5 @@
-"""Packs the next microbatches on a thread of its own, so that neither the event loop nor the compute device waits for files."""
+"""Packs the next microbatches on a thread of its own, so that neither the event loop nor the compute device waits for
+files."""
 
 from __future__ import annotations
 

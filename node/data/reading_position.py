@@ -45,7 +45,8 @@ class ReadingPosition:
             self._under_way.pop(text.start, None)
 
     def resume_at(self, is_applied: Callable[[MicrobatchId], bool]) -> Cursor:
-        """The beginning of the first text whose gradient is not in the parameters. A few after it may be: they are read twice."""
+        """The beginning of the first text whose gradient is not in the parameters. A few after it may be: they are read
+        twice."""
         with self._lock:
             known = [*self._under_way.items(), *self._back]
             return min((start for start, microbatch in known if not is_applied(microbatch)), default=self._next)

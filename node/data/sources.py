@@ -29,7 +29,8 @@ MAX_HUB_BYTES: Final = 2**38
 """All files of a data set of the hub together."""
 
 _NOT_THE_LIBRARY: Final = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
-"""Folders left out of `python-stdlib`: some systems install Python without its tests, and the rest is not Python's own."""
+"""Folders left out of `python-stdlib`: some systems install Python without its tests, and the rest is not Python's
+own."""
 
 
 class Source(Protocol):
@@ -53,7 +54,8 @@ def open_source(section: DataSection, place: Path | None) -> Source:
     """The source that the manifest names; `place` is where its files lie here, if it has some (`node.data.places`).
 
     Raises:
-        ConfigError: it is not on this machine, holds no text, is not the manifest's, or needs an extra that is not installed.
+        ConfigError: it is not on this machine, holds no text, is not the manifest's, or needs an extra that is not
+            installed.
     """
     kind, _, rest = section.source.partition(":")
     if section.source == "python-stdlib":
@@ -99,7 +101,10 @@ class _DocumentNames(Sequence[str]):
         """For each file, how many documents it and those before it have."""
         if len(self) > MAX_DOCUMENTS:
             raise ConfigError(
-                f"{listing.root}: {sum(listing.sizes)} bytes are more than {MAX_DOCUMENTS} documents of {document_bytes} bytes",
+                (
+                    f"{listing.root}: {sum(listing.sizes)} bytes are more than {MAX_DOCUMENTS} documents of "
+                    f"{document_bytes} bytes"
+                ),
                 hint="Name a smaller part of it; a long text is better cut into several files.",
             )
 
@@ -138,7 +143,8 @@ def files_at(path: Path) -> FileSource:
 
 
 class HuggingFaceSource:
-    """A text column of a data set of the Hugging Face hub; a row is a document. Rows stay on disk until they are read."""
+    """A text column of a data set of the Hugging Face hub; a row is a document. Rows stay on disk until they are
+    read."""
 
     def __init__(self, place: str) -> None:
         """`place` is `NAME[:CONFIG[:SPLIT[:COLUMN]]]`; empty parts mean no config, `train` and `text`."""
@@ -170,7 +176,8 @@ class _RowNames(Sequence[str]):
 
 
 def _load_data_set(name: str, config: str | None, split: str) -> Any:
-    """Without the person's token, so that nothing private is read, and without code of the data set, which `datasets` runs no more since version 4."""
+    """Without the person's token, so that nothing private is read, and without code of the data set, which `datasets`
+    runs no more since version 4."""
     try:
         import datasets  # an extra: heavy, and not needed for local text
         from huggingface_hub import HfApi
@@ -181,7 +188,10 @@ def _load_data_set(name: str, config: str | None, split: str) -> Any:
         ) from None
     if int(datasets.__version__.partition(".")[0]) < 4:
         raise ConfigError(
-            f"data.source: version {datasets.__version__} of the `datasets` library can run code that a data set brings along",
+            (
+                f"data.source: version {datasets.__version__} of the `datasets` library can run code that a data "
+                "set brings along"
+            ),
             hint="Install a newer one with `pip install 'skipstone[datasets]'`.",
         )
     if os.path.lexists(name):  # the library would take that

@@ -133,14 +133,17 @@ def tokenizer_bytes(path: Path, sha256: str) -> bytes:
 
 @contextmanager
 def _panics_told() -> Iterator[None]:
-    """The library is Rust, and what its authors did not expect (a pattern that backtracks too far) is a panic: no `Exception`, so that nobody
-    would catch it, and known by its name alone."""
+    """The library is Rust, and what its authors did not expect (a pattern that backtracks too far) is a panic: no
+    `Exception`, so that nobody would catch it, and known by its name alone."""
     try:
         yield
     except BaseException as error:
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             raise ConfigError(
-                f"data.tokenizer: the run's tokenizer cannot work with this text: {type(error).__name__}: {str(error)[:200]}",
+                (
+                    f"data.tokenizer: the run's tokenizer cannot work with this text: {type(error).__name__}: "
+                    f"{str(error)[:200]}"
+                ),
                 hint="Tell the run's author; a pattern in the tokenizer's file may be at fault.",
             ) from None
         raise

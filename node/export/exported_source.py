@@ -1,7 +1,7 @@
 """An exported folder as a source of modules: `transformers` is not needed to read one back.
 
-Everything is compared with the signed manifest before memory is spent: `config.json`, and the headers of the parameters' files.
-Names of files are ours, never those that a file in the folder gives.
+Everything is compared with the signed manifest before memory is spent: `config.json`, and the headers of the
+parameters' files. Names of files are ours, never those that a file in the folder gives.
 """
 
 from __future__ import annotations
@@ -68,7 +68,10 @@ class ExportedSource:
         if digest_of_tensors(tensors).hex() != self._digests.get(str(module)):
             files = ", ".join(sorted(file.name for file in self._by_file(module)))
             raise CorruptSnapshot(
-                f"{self._path}: module {module} is not what was exported; {files} or {ORIGIN} has been changed or damaged",
+                (
+                    f"{self._path}: module {module} is not what was exported; {files} or {ORIGIN} has been changed "
+                    "or damaged"
+                ),
                 hint="Export the model again, or copy the folder again from where it came.",
             )
         return tensors

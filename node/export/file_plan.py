@@ -44,7 +44,8 @@ class Shard:
 
 
 def plan_shards(manifest: Manifest, limit_bytes: int = SHARD_BYTES) -> tuple[Shard, ...]:
-    """Parameters in the order of modules, cut so that a module is read once and a shard never waits for a later module's end."""
+    """Parameters in the order of modules, cut so that a module is read once and a shard never waits for a later
+    module's end."""
     pieces: list[dict[str, Shape]] = [{}]
     size = 0
     for module in manifest.modules():

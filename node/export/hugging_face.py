@@ -2,8 +2,8 @@
 
 Our blocks are computed as LlamaForCausalLM computes them (rotary halves included), so the weights need no permutation.
 
-Sources: LlamaConfig of transformers 4 and 5; the byte-level alphabet of GPT-2 (Radford et al. 2019), which the `ByteLevel`
-pre-tokenizer of `tokenizers` has.
+Sources: LlamaConfig of transformers 4 and 5; the byte-level alphabet of GPT-2 (Radford et al. 2019), which the
+`ByteLevel` pre-tokenizer of `tokenizers` has.
 """
 
 from __future__ import annotations
@@ -49,12 +49,14 @@ def llama_config(manifest: Manifest, end_of_document: int) -> Json:
 
 
 def generation_config(end_of_document: int) -> Json:
-    """`generation_config.json`: an empty prompt begins where a document has ended, and a text ends with its document."""
+    """`generation_config.json`: an empty prompt begins where a document has ended, and a text ends with its
+    document."""
     return {"bos_token_id": end_of_document, "eos_token_id": end_of_document}
 
 
 def tokenizer_config(manifest: Manifest, end_of_document: str) -> Json:
-    """`tokenizer_config.json`. A text that spells out the end of a document is text like any other in the byte tokenizer."""
+    """`tokenizer_config.json`. A text that spells out the end of a document is text like any other in the byte
+    tokenizer."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": end_of_document,
@@ -66,7 +68,8 @@ def tokenizer_config(manifest: Manifest, end_of_document: str) -> Json:
 
 
 def byte_tokenizer() -> Json:
-    """`tokenizer.json` in which a byte's token is its value and 256 ends a document: byte-level BPE without any merge."""
+    """`tokenizer.json` in which a byte's token is its value and 256 ends a document: byte-level BPE without any
+    merge."""
     special = {
         "id": 256,
         "content": BYTES_END_OF_DOCUMENT,

@@ -49,7 +49,8 @@ class OpenedModel:
         return open_tokenizer(self.source.signed.manifest, self.tokenizer_file())
 
     def documents(self) -> Documents:
-        """The run's text on this machine. Errors as `node.data.feed.open_documents`; ConfigError when it may not be opened."""
+        """The run's text on this machine. Errors as `node.data.feed.open_documents`; ConfigError when it may not be
+        opened."""
         manifest = self.source.signed.manifest
         return open_documents(manifest, _granted(places(manifest.data, self.told, own=self._own)))
 
@@ -87,7 +88,10 @@ def _open_folder(target: str, told: ToldPlaces) -> OpenedModel:
     if not folder.is_dir():
         raise ConfigError(
             f"{target!r} is no join link, and neither a checkpoint nor an exported folder",
-            hint="A link begins with `skipstone:`; a checkpoint is written by --save DIR, an exported folder by `skipstone export`.",
+            hint=(
+                "A link begins with `skipstone:`; a checkpoint is written by --save DIR, an exported folder "
+                "by `skipstone export`."
+            ),
         )
     if is_exported(folder):
         return OpenedModel(ExportedSource(folder), replace(told, tokenizer=told.tokenizer or folder / TOKENIZER))

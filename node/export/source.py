@@ -42,7 +42,8 @@ async def checked_module(source: ModuleSource, module: ModuleId) -> Parameters:
     """The module's parameters, which are those that the manifest asks for and no others.
 
     Raises:
-        StateError: a parameter is missing, unknown, of another shape or type, or not finite; also as `ModuleSource.module`.
+        StateError: a parameter is missing, unknown, of another shape or type, or not finite; also as
+            `ModuleSource.module`.
     """
     parameters = await source.module(module)
     await asyncio.to_thread(_check, source.signed.manifest, module, parameters)
@@ -74,7 +75,8 @@ def require_one_path(manifest: Manifest) -> None:
     """
     if manifest.stages.experts != 1:
         raise ConfigError(
-            f"run {manifest.name} has stages.experts = {manifest.stages.experts}: it is as many models as there are choices of"
+            f"run {manifest.name} has stages.experts = {manifest.stages.experts}: it is as many models as "
+            "there are choices of"
             " an expert at each stage, and one Llama model has one expert a stage",
             hint="Only runs with stages.experts = 1 can be exported, generate text, or be evaluated from files.",
         )

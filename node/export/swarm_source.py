@@ -1,7 +1,8 @@
-"""A running swarm as a source of modules: the parameters on which each module's replicas agree, fetched from several of them.
+"""A running swarm as a source of modules: the parameters on which each module's replicas agree, fetched from several of
+them.
 
-Modules have rounds of their own, so each comes as of its own last round. Only the parameters are fetched, and every chunk of them
-is checked against the digest that the replicas announce.
+Modules have rounds of their own, so each comes as of its own last round. Only the parameters are fetched, and every
+chunk of them is checked against the digest that the replicas announce.
 """
 
 from __future__ import annotations
@@ -151,7 +152,8 @@ async def _look_around(session: NetworkSession, modules: Sequence[ModuleId], pat
 
 
 class _Downloads:
-    """`node.network.dispatcher.RoundReceiver` of a visitor: takes the chunks that it has asked for, and has no part in rounds."""
+    """`node.network.dispatcher.RoundReceiver` of a visitor: takes the chunks that it has asked for, and has no part in
+    rounds."""
 
     def __init__(self, downloads: Mapping[ModuleId, CatchingUp]) -> None:
         self._downloads = downloads

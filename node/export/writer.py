@@ -1,4 +1,5 @@
-"""Writes a run's model as the folder that `node.export.file_plan` describes: beside its place, and renamed when all of it is there."""
+"""Writes a run's model as the folder that `node.export.file_plan` describes: beside its place, and renamed when all of
+it is there."""
 
 from __future__ import annotations
 
@@ -156,7 +157,8 @@ async def _write_parameters(
 
 
 def _write_shard(folder: Path, name: str, tensors: dict[str, Tensor]) -> None:
-    """safetensors lets nobody but the owner read its files; an export is made to be handed on, like the files beside it."""
+    """safetensors lets nobody but the owner read its files; an export is made to be handed on, like the files beside
+    it."""
     save_file(tensors, folder / name, metadata={"format": "pt"})
     (folder / name).chmod((folder / layout.CONFIG).stat().st_mode)
 

@@ -1,8 +1,8 @@
 """One node as a child process that cannot outlive its parent and leaves nothing behind.
 
-The child reads a pipe as its standard input and stops in good order when the pipe closes. The parent closes it to ask for
-that; the kernel closes it when the parent dies, however it dies. The child leads a process group of its own, so that a
-terminal's Ctrl-C reaches the parent alone, and so that what the child has started can be ended with it.
+The child reads a pipe as its standard input and stops in good order when the pipe closes. The parent closes it to ask
+for that; the kernel closes it when the parent dies, however it dies. The child leads a process group of its own, so
+that a terminal's Ctrl-C reaches the parent alone, and so that what the child has started can be ended with it.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class ChildProcess:
             _signal_group(self.pid, number)
 
     async def follow(self, on_line: Callable[[bytes], None]) -> ChildEnd:
-        """Hands every line of standard output to `on_line` until the child has ended, then ends what is left of its group.
+        """Hands every line of standard output to `on_line` until the child has ended, then ends what is left of its
+        group.
 
         A line longer than 64 KiB arrives in pieces that are no events. When cancelled, the group is killed first.
         """
@@ -104,7 +105,8 @@ class ChildProcess:
         return ChildEnd(128 - code if code < 0 else code, tuple(stderr))
 
     def _end_group(self) -> None:
-        """Kills what is left of the group, then reaps the child: until then nobody else can get its process group id."""
+        """Kills what is left of the group, then reaps the child: until then nobody else can get its process group
+        id."""
         if not self._gone:
             _signal_group(self.pid, signal.SIGKILL)
             self._process.wait()

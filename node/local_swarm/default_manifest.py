@@ -8,14 +8,16 @@ from protocol.manifest.manifest import Manifest, manifest_from_table
 def default_manifest(seed: int, name: str = "stdlib-demo") -> Manifest:
     """A byte-level model of Python's standard library in five stages, one a peer.
 
-    The sizes were found by trying them with `solo`: the loss falls from 5.6 nats per byte to under 3 in 20 steps, 2.5 in 100 and
-    2.0 in 300. A step is 2048 tokens, and one CPU core trains on about 10,000 a second. Staleness is 0, so a swarm
-    computes what `solo` does.
+    The sizes were found by trying them with `solo`: the loss falls from 5.6 nats per byte to under 3 in 20 steps, 2.5
+    in 100 and 2.0 in 300. A step is 2048 tokens, and one CPU core trains on about 10,000 a second. Staleness is 0, so a
+    swarm computes what `solo` does.
 
-    Hidden states and their gradients are compressed, to INT8 at most, on links that are too slow for them; on one machine none is.
+    Hidden states and their gradients are compressed, to INT8 at most, on links that are too slow for them; on one
+    machine none is.
 
-    A round takes the plain mean (outer learning rate 1, no momentum): a replica that is alone is then left as it is, and in a run as short
-    as this one momentum overshoots (docs/BENCHMARKS.md). Longer runs with several replicas a stage want the manifest's defaults.
+    A round takes the plain mean (outer learning rate 1, no momentum): a replica that is alone is then left as it is,
+    and in a run as short as this one momentum overshoots (docs/BENCHMARKS.md). Longer runs with several replicas a
+    stage want the manifest's defaults.
     """
     return manifest_from_table(
         {

@@ -34,8 +34,8 @@ MAX_SHOWN_STDERR_LINES = 5
 class LocalSwarm:
     """Runs the nodes while entered (`async with`).
 
-    `progress` is always up to date. `events()` is for one reader who wants each event; unread ones are dropped, oldest first.
-    Leaving the block stops the nodes in good order; leaving it with an exception kills them.
+    `progress` is always up to date. `events()` is for one reader who wants each event; unread ones are dropped, oldest
+    first. Leaving the block stops the nodes in good order; leaving it with an exception kills them.
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""What a local swarm needs before its first process starts: keys, ports, a signed manifest, and each node's command line."""
+"""What a local swarm needs before its first process starts: keys, ports, a signed manifest, and each node's command
+line."""
 
 from __future__ import annotations
 
@@ -121,14 +122,15 @@ def assign_stages(peers: int, blocks: Sequence[int]) -> list[int]:
 
 
 class LocalSetup:
-    """The folder of a local swarm, mode 0700: one key for each peer (unless there is a checkpoint folder, which then has them), and
-    the manifest.
+    """The folder of a local swarm, mode 0700: one key for each peer (unless there is a checkpoint folder, which then
+    has them), and the manifest.
 
     Call `remove` at the end.
     """
 
     def __init__(self, manifest: Manifest, options: LocalSwarmOptions, places: Places = everywhere_here) -> None:
-        """Raises ConfigError for fewer peers than stages, ResourceExhausted when the folder or the ports cannot be had."""
+        """Raises ConfigError for fewer peers than stages, ResourceExhausted when the folder or the ports cannot be
+        had."""
         stages = assign_stages(options.peers, manifest.stages.blocks)
         self._options = options
         self._text = _text_arguments(manifest)
@@ -206,8 +208,8 @@ class LocalSetup:
         return arguments
 
     def environment(self) -> dict[str, str]:
-        """What a child is told of this process's, but for settings meant for a node, which would reach all of them; with the packages
-        findable wherever it stands and no more threads than each node's share."""
+        """What a child is told of this process's, but for settings meant for a node, which would reach all of them;
+        with the packages findable wherever it stands and no more threads than each node's share."""
         packages = str(Path(__file__).resolve().parent.parent.parent)
         threads = str(self._options.threads_per_node)
         return with_packages(without_settings(os.environ), packages, OMP_NUM_THREADS=threads)
@@ -224,7 +226,8 @@ class LocalSetup:
 
 
 def _text_arguments(manifest: Manifest) -> list[str]:
-    """Whoever starts a swarm here has named its text: the nodes that read it, most of which join by link, may open it."""
+    """Whoever starts a swarm here has named its text: the nodes that read it, most of which join by link, may open
+    it."""
     where = as_written(manifest.data)
     told = {"--text": where.text, "--tokenizer": where.tokenizer}
     arguments = [word for option, path in told.items() if path is not None for word in (option, str(path.absolute()))]
@@ -237,10 +240,11 @@ def node_command() -> tuple[str, ...]:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports that nobody has now, in a row where they can be. They are known before the nodes run, which the link needs; that another program
-    takes one in between is possible and shows as a node that cannot bind.
+    """Ports that nobody has now, in a row where they can be. They are known before the nodes run, which the link needs;
+    that another program takes one in between is possible and shows as a node that cannot bind.
 
-    None of them is a port that the system may give to a connection meanwhile, and two swarms that start at the same time hardly meet.
+    None of them is a port that the system may give to a connection meanwhile, and two swarms that start at the same
+    time hardly meet.
     """
     first = PORTS[secrets.randbelow(len(PORTS))]
     found: list[int] = []

@@ -2,7 +2,8 @@
 
 A data node counts its own steps. The swarm's step n is done when every data node that keeps up has reported its n-th;
 its loss is the mean of theirs, weighted by tokens. A data node keeps up unless it is gone, came when later steps were
-already done, or is more than `MAX_LAG` steps behind the first: one slow or silent machine must not hide what the others do.
+already done, or is more than `MAX_LAG` steps behind the first: one slow or silent machine must not hide what the others
+do.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from node.observability.events import (
 
 MAX_LAG = 8
 MAX_CURVE = 512
-"""Points of the loss curve; when it is full every second one is dropped and the next ones stand for twice as many steps."""
+"""Points of the loss curve; when it is full every second one is dropped and the next ones stand for twice as many
+steps."""
 MAX_NOTES = 8
 RATE_WINDOW = 16
 """The rate shown with a step is that of so many last steps."""
@@ -269,7 +271,8 @@ def _step_reported(state: SwarmProgress, index: int, event: Step, now: float) ->
 
 
 def _came_after(state: SwarmProgress, index: int, step: int) -> int:
-    """What to add to a data node's own count of steps. It takes over the swarm's when those that were ahead of it are gone."""
+    """What to add to a data node's own count of steps. It takes over the swarm's when those that were ahead of it are
+    gone."""
     before = state.peers[index].came_after
     others = (peer for other, peer in state.peers.items() if other != index and peer.is_live_data_node)
     if step + before > state.step or any(peer.reported_steps >= state.step for peer in others):
@@ -287,7 +290,8 @@ def _settle(state: SwarmProgress, now: float) -> Progressed:
 
 
 def _next_done(state: SwarmProgress) -> int | None:
-    """The first pending step, if it is done. After a gap (a data node died between two reports) that is not step + 1."""
+    """The first pending step, if it is done. After a gap (a data node died between two reports) that is not step +
+    1."""
     step = min(state.pending, default=None)
     if step is None or any(peer.reported_steps < step for peer in _keeping_up(state)):
         return None

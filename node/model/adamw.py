@@ -1,7 +1,7 @@
 """The inner optimizer's arithmetic: AdamW over tensors, with its state in plain sight.
 
-PyTorch's own kernel without `torch.optim.Optimizer`, whose first use imports the compiler: up to a second of CPU time for every node
-that starts.
+PyTorch's own kernel without `torch.optim.Optimizer`, whose first use imports the compiler: up to a second of CPU time
+for every node that starts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Moments:
 
 
 class AdamW:
-    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101). Vectors (norms) are not decayed: pulling a scale towards 0 regularises nothing."""
+    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101). Vectors (norms) are not decayed: pulling a scale towards 0
+    regularises nothing."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], inner: AdamWSection) -> None:
         self.moments: dict[nn.Parameter, Moments] = {}

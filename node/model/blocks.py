@@ -6,8 +6,8 @@ explicit cast says the same on every device, which autocast does not promise.
 
 Shapes: `rows` sequences of `tokens` positions, `hidden` wide.
 
-Sources: Touvron et al. 2023 (arXiv:2302.13971); rotary embedding, Su et al. 2021 (arXiv:2104.09864); SwiGLU, Shazeer 2020
-(arXiv:2002.05202); grouped-query attention, Ainslie et al. 2023 (arXiv:2305.13245).
+Sources: Touvron et al. 2023 (arXiv:2302.13971); rotary embedding, Su et al. 2021 (arXiv:2104.09864); SwiGLU, Shazeer
+2020 (arXiv:2002.05202); grouped-query attention, Ainslie et al. 2023 (arXiv:2305.13245).
 """
 
 from __future__ import annotations
@@ -74,9 +74,11 @@ class Rotary(nn.Module):
         self.register_buffer("sines", torch.from_numpy(np.sin(angles).astype(np.float32)), persistent=False)
 
     def forward(self, vectors: Tensor, first: int = 0) -> Tensor:
-        """Turns queries or keys [rows, heads, tokens, head_size] by the angles of their positions, which start at `first`.
+        """Turns queries or keys [rows, heads, tokens, head_size] by the angles of their positions, which start at
+        `first`.
 
-        Component i is paired with component i + head_size / 2 ("rotate half"), the convention of Hugging Face's weights.
+        Component i is paired with component i + head_size / 2 ("rotate half"), the convention of Hugging Face's
+        weights.
         """
         here = slice(first, first + vectors.shape[-2])
         front, back = vectors.chunk(2, dim=-1)

@@ -21,7 +21,8 @@ class Decoder:
 
     Args:
         manifest: whose model and stages it has.
-        parameters: float32, by the names and of the shapes of `node.model.shapes`. On the CPU they are used as they are.
+        parameters: float32, by the names and of the shapes of `node.model.shapes`. On the CPU they are used as they
+            are.
         device: where it computes.
     """
 
@@ -66,7 +67,8 @@ class Decoder:
 
     @torch.inference_mode()
     def next_logits(self, tokens: Sequence[int], past: Sequence[Past]) -> Tensor:
-        """Of the token that follows, float32 [vocabulary] on the CPU. The tokens follow those of the past and are added to it.
+        """Of the token that follows, float32 [vocabulary] on the CPU. The tokens follow those of the past and are added
+        to it.
 
         Raises:
             ValueError: they do not fit, or are several after others (`node.model.kv_cache`).

@@ -1,10 +1,12 @@
 """Which compute device a node uses, and why; and how its processor treats numbers that are next to nothing.
 
-Numbers below 1.2e-38 (denormal ones) take most processors tens of times as long, and pass every check: inputs and gradients of 1e-40 make one
-visit fifty times as dear. Training needs none of them, so the threads that compute for peers take them for zero. The mode belongs to a thread, and to those that it starts
-later, as torch's workers are. Graphics processors have no such cost.
+Numbers below 1.2e-38 (denormal ones) take most processors tens of times as long, and pass every check: inputs and
+gradients of 1e-40 make one visit fifty times as dear. Training needs none of them, so the threads that compute for
+peers take them for zero. The mode belongs to a thread, and to those that it starts later, as torch's workers are.
+Graphics processors have no such cost.
 
-What replicas must agree on bit for bit is computed without: processors differ in what exactly they flush, and some cannot.
+What replicas must agree on bit for bit is computed without: processors differ in what exactly they flush, and some
+cannot.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ _NO_MEMORY: Final = re.compile(
 
 @contextmanager
 def device_errors() -> Iterator[None]:
-    """Maps the compute device's running out of memory to ResourceExhausted, which costs one microbatch and not the node."""
+    """Maps the compute device's running out of memory to ResourceExhausted, which costs one microbatch and not the
+    node."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError, too
@@ -43,7 +46,8 @@ def device_errors() -> Iterator[None]:
 
 
 def bytes_of_tensor(tensor: Tensor) -> memoryview:
-    """The elements in row-major order; on the CPU the memory of the tensor itself, which must not be written any more."""
+    """The elements in row-major order; on the CPU the memory of the tensor itself, which must not be written any
+    more."""
     plain = tensor.detach().to("cpu").contiguous()
     return plain.view(torch.uint8).numpy().reshape(-1).data
 
@@ -57,7 +61,8 @@ log = logging.getLogger(__name__)
 
 
 def flush_denormals() -> None:
-    """From now on this thread, and every one that it starts, takes denormal numbers for zero (numpy's arithmetic too)."""
+    """From now on this thread, and every one that it starts, takes denormal numbers for zero (numpy's arithmetic
+    too)."""
     if not torch.set_flush_denormal(True):
         log.info(
             "this processor cannot flush denormal numbers; if they are slow here, peers can make microbatches slow"
@@ -77,7 +82,8 @@ def flushed_denormals() -> Iterator[None]:
 
 @contextmanager
 def gradual_underflow() -> Iterator[None]:
-    """Inside the block this thread rounds as IEEE 754 says, as every machine can. Slow where there are denormal numbers."""
+    """Inside the block this thread rounds as IEEE 754 says, as every machine can. Slow where there are denormal
+    numbers."""
     before = _are_flushed()
     torch.set_flush_denormal(False)
     try:

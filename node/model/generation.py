@@ -1,10 +1,11 @@
 """Text that goes on where a prompt ends: one token after the other, each chosen among those the model finds likely.
 
-The model sees at most `model.sequence` tokens. Of a longer prompt it reads the last ones. When a token no longer fits, the
-older half of what it sees is forgotten, and the rest is read again from position 0: once in `sequence` / 2 tokens, so that the
-cost of a token stays that of one position.
+The model sees at most `model.sequence` tokens. Of a longer prompt it reads the last ones. When a token no longer fits,
+the older half of what it sees is forgotten, and the rest is read again from position 0: once in `sequence` / 2 tokens,
+so that the cost of a token stays that of one position.
 
-Sources: top-k sampling, Fan et al. 2018 (arXiv:1805.04833); top-p (nucleus) sampling, Holtzman et al. 2020 (arXiv:1904.09751).
+Sources: top-k sampling, Fan et al. 2018 (arXiv:1805.04833); top-p (nucleus) sampling, Holtzman et al. 2020
+(arXiv:1904.09751).
 """
 
 from __future__ import annotations

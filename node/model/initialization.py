@@ -1,9 +1,9 @@
 """Initial weights: a pure function of (seed, expert, parameter name), bit for bit the same on every machine.
 
-That is why torch's generators are not used: their normal numbers pass through logarithms and cosines, which differ in the
-last bit between processors and versions. Here a Philox counter generator (Salmon et al. 2011; NumPy promises its
-raw stream never changes) gives integers, four 16-bit integers are summed exactly, and one float32 product, which
-IEEE 754 defines to the bit, scales the sum. A sum of four uniform numbers (Irwin-Hall) is close enough to normal, and its
+That is why torch's generators are not used: their normal numbers pass through logarithms and cosines, which differ in
+the last bit between processors and versions. Here a Philox counter generator (Salmon et al. 2011; NumPy promises its
+raw stream never changes) gives integers, four 16-bit integers are summed exactly, and one float32 product, which IEEE
+754 defines to the bit, scales the sum. A sum of four uniform numbers (Irwin-Hall) is close enough to normal, and its
 tails end at 3.5 standard deviations, as a truncated normal's do.
 """
 
@@ -26,7 +26,8 @@ _SUM_MEAN: Final = 4 * 65_535 // 2
 _SUM_DEVIATION: Final = math.sqrt(4 * (65_536**2 - 1) / 12)
 
 _SMALL: Final = 0.02
-"""Of the embedding and the head: the first loss is then close to ln(vocabulary), and Adam's steps are not lost in large weights."""
+"""Of the embedding and the head: the first loss is then close to ln(vocabulary), and Adam's steps are not lost in large
+weights."""
 _WRITES_TO_RESIDUAL: Final = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
 
@@ -70,7 +71,8 @@ def near_normal(seed: int, expert: int, name: str, shape: Iterable[int], deviati
 
 
 def digest_of(*parts: nn.Module) -> bytes:
-    """SHA-256 (32 bytes) over the parameters of one module, in the order of their names: names, shapes, little-endian float32.
+    """SHA-256 (32 bytes) over the parameters of one module, in the order of their names: names, shapes, little-endian
+    float32.
 
     Stage 0's module is two parts; pass both.
     """

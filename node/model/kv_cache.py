@@ -19,8 +19,8 @@ class Past:
         """Adds [rows, kv_heads, tokens, head_size] and returns all there is, the oldest first.
 
         Raises:
-            ValueError: there is no room, or several tokens follow others: attention without a mask would let the first of
-                them see the last.
+            ValueError: there is no room, or several tokens follow others: attention without a mask would let the first
+                of them see the last.
         """
         added = keys.shape[-2]
         end = self.length + added

@@ -1,6 +1,8 @@
-"""Whether a module fits into this machine, known from the manifest alone: compared before anything of the module is allocated.
+"""Whether a module fits into this machine, known from the manifest alone: compared before anything of the module is
+allocated.
 
-A manifest is a stranger's, and a kernel that runs out of memory kills whomever it likes. What is counted is what a serving replica surely takes.
+A manifest is a stranger's, and a kernel that runs out of memory kills whomever it likes. What is counted is what a
+serving replica surely takes.
 """
 
 from __future__ import annotations
@@ -32,13 +34,14 @@ _SNAPSHOT_BYTES: Final = 4
 DEVICE_BYTES: Final = BYTES_PER_PARAMETER + _SUM_BYTES + _GRADIENT_BYTES + _MOMENT_BYTES
 """Of each parameter, on the compute device."""
 MEMORY_BYTES: Final = 2 * _ANCHOR_BYTES + _SNAPSHOT_BYTES
-"""Of each parameter, in the machine's memory, during a round: the anchor that holds and the one in the making. Older ones are kept only where there is room
-(`node.averaging.anchor.anchor_store`)."""
+"""Of each parameter, in the machine's memory, during a round: the anchor that holds and the one in the making. Older
+ones are kept only where there is room (`node.averaging.anchor.anchor_store`)."""
 TENSORS_HELD: Final = 3
 """Of each microbatch that is held: input, output, gradient (`node.pipeline.microbatch_runner`)."""
 _HIDDEN_KEPT: Final = 4
 _FEED_FORWARD_KEPT: Final = 3
-"""Rows of these widths that one block's graph surely keeps of each token: attention's inputs and output, and the gated product with its two factors."""
+"""Rows of these widths that one block's graph surely keeps of each token: attention's inputs and output, and the gated
+product with its two factors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,8 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Bytes that are free, with what says so; None where nobody can tell. `device` is None where the machine's memory is the compute device's."""
+    """Bytes that are free, with what says so; None where nobody can tell. `device` is None where the machine's memory
+    is the compute device's."""
 
     memory: Reasoned[int | None]
     device: Reasoned[int | None] | None
@@ -88,7 +92,8 @@ def need_of(manifest: Manifest, modules: Iterable[ModuleId], microbatches: int) 
     held = TENSORS_HELD * microbatches * math.prod(manifest.hidden_shape) * width
     device, memory = elements * DEVICE_BYTES + graph, elements * MEMORY_BYTES + held
     said = (
-        f"{_size(elements * (DEVICE_BYTES + MEMORY_BYTES))} for {elements} parameters with their gradients, moments and anchors,"
+        f"{_size(elements * (DEVICE_BYTES + MEMORY_BYTES))} for {elements} parameters with their gradients, "
+        "moments and anchors,"
         f" {_size(graph)} for computing one microbatch, {_size(held)} for holding {microbatches}"
     )
     return Need(device, memory, said)
@@ -152,7 +157,10 @@ def _more(there: Reasoned[int | None], back: int) -> Reasoned[int | None]:
 def _too_little(what: str, need: Need, lack: str) -> ResourceExhausted:
     return ResourceExhausted(
         f"{what} takes {_size(need.all)} ({need.reason}), and {lack}",
-        hint="Close other programs, raise the limit, hold fewer microbatches (--slots, --window), or join a run with smaller stages.",
+        hint=(
+            "Close other programs, raise the limit, hold fewer microbatches (--slots, --window), or join a "
+            "run with smaller stages."
+        ),
     )
 
 

@@ -1,7 +1,8 @@
 """Gradient accumulation and the inner step (DESIGN section 4), the same for `solo` and for every replica of a swarm.
 
-A microbatch's loss is a mean over its tokens. An accumulator sums the gradients of these means, and the inner step takes
-the sum divided by the part's own number of visits: a stage that was skipped more often takes steps of the same size.
+A microbatch's loss is a mean over its tokens. An accumulator sums the gradients of these means, and the inner step
+takes the sum divided by the part's own number of visits: a stage that was skipped more often takes steps of the same
+size.
 
 The learning rate of an inner step: a pure function, so that every replica has the same one without asking.
 """
@@ -43,8 +44,8 @@ class InnerState:
 def learning_rate(training: TrainingSection, step: int) -> float:
     """Of inner step `step`, counted from 1.
 
-    Rises linearly and reaches its peak at step `warmup_steps`; then stays (constant) or falls to `final_ratio` of the peak
-    at step `total_steps` and stays there.
+    Rises linearly and reaches its peak at step `warmup_steps`; then stays (constant) or falls to `final_ratio` of the
+    peak at step `total_steps` and stays there.
     """
     schedule, peak = training.schedule, training.inner.learning_rate
     if step < schedule.warmup_steps:
@@ -62,10 +63,11 @@ def _ratio(schedule: ScheduleSection, step: int) -> float:
 
 
 REMEMBERED_STEPS: Final = 64
-"""Inner steps whose microbatch ids are remembered after them. A retry that comes later than this belongs to a microbatch
-whose lifetime is long over, and is not admitted in the first place."""
+"""Inner steps whose microbatch ids are remembered after them. A retry that comes later than this belongs to a
+microbatch whose lifetime is long over, and is not admitted in the first place."""
 RAMP_STEPS: Final = 10
-"""Inner steps over which a fresh optimizer in the middle of a run reaches the schedule's learning rate: Adam's second moment is a mean of few gradients then."""
+"""Inner steps over which a fresh optimizer in the middle of a run reaches the schedule's learning rate: Adam's second
+moment is a mean of few gradients then."""
 
 
 class Addition(enum.Enum):
@@ -79,8 +81,9 @@ class Addition(enum.Enum):
 class Accumulator:
     """The sum of one part's gradients since the last inner step, each microbatch at most once.
 
-    Kept in float64, so that the order in which microbatches come does not matter: in float32 the last bits of a sum depend on it, and
-    Adam divides small gradients by small numbers. A swarm, where they come in any order, and one process then agree.
+    Kept in float64, so that the order in which microbatches come does not matter: in float32 the last bits of a sum
+    depend on it, and Adam divides small gradients by small numbers. A swarm, where they come in any order, and one
+    process then agree.
     """
 
     def __init__(self, part: nn.Module) -> None:
@@ -104,8 +107,8 @@ class Accumulator:
     def add(self, microbatch: MicrobatchId, tokens: int, gradients: Sequence[Tensor]) -> Addition:
         """Adds a microbatch's gradients, given in the order of the part's parameters, or says why not.
 
-        All or nothing: a gradient with one element that is not finite leaves no trace, not even of its id; nor does one for which there is no
-        memory.
+        All or nothing: a gradient with one element that is not finite leaves no trace, not even of its id; nor does one
+        for which there is no memory.
         """
         if self.has(microbatch):
             return Addition.DUPLICATE
@@ -120,9 +123,10 @@ class Accumulator:
     def retract(self, microbatch: MicrobatchId, tokens: int, gradients: Sequence[Tensor]) -> bool:
         """Takes a microbatch's gradients back; False, and nothing is changed, when it is not among those remembered.
 
-        If its sum is still open, this undoes `add`, up to the rounding of the sum. If an inner step has been taken in between, that step stays as it
-        is, and the negative goes into the next one: visits, tokens and sum of that are smaller by this microbatch, so that over both
-        steps it has been counted once and taken back once. Afterwards the microbatch may be added again.
+        If its sum is still open, this undoes `add`, up to the rounding of the sum. If an inner step has been taken in
+        between, that step stays as it is, and the negative goes into the next one: visits, tokens and sum of that are
+        smaller by this microbatch, so that over both steps it has been counted once and taken back once. Afterwards the
+        microbatch may be added again.
         """
         added = next((ids for ids in (self._current, *self._recent) if microbatch in ids), None)
         if added is None or not are_finite(gradients):
@@ -134,7 +138,8 @@ class Accumulator:
         return True
 
     def _fold(self, gradients: Sequence[Tensor], sign: int) -> None:
-        """Into the sums. On the CPU torch makes a wider copy of each gradient for it: here room for all is had before the first is added."""
+        """Into the sums. On the CPU torch makes a wider copy of each gradient for it: here room for all is had before
+        the first is added."""
         largest = max((total.numel() for total in self._sums), default=0)
         room = torch.empty(largest, dtype=self._sums[0].dtype, device=self._sums[0].device) if self._sums else None
         for total, gradient in zip(self._sums, gradients, strict=True):
@@ -142,7 +147,8 @@ class Accumulator:
             total.add_(room[: total.numel()].view_as(total).copy_(gradient), alpha=sign)
 
     def hand_over_mean(self) -> None:
-        """Puts the mean over the visits into the parameters' `.grad`; without visits there is none and `.grad` is None."""
+        """Puts the mean over the visits into the parameters' `.grad`; without visits there is none and `.grad` is
+        None."""
         for parameter, total in zip(self.parameters, self._sums, strict=True):
             parameter.grad = total.div_(self.visits).to(parameter.dtype) if self.visits > 0 else None
 
@@ -248,14 +254,16 @@ class InnerOptimizer:
         return {name: own[tensor.data_ptr()] for name, tensor in names.items()}
 
     def start_anew(self, steps: int) -> None:
-        """The parameters have become others, with so many steps behind them: forgets the moments, and rises to the schedule's rate over RAMP_STEPS."""
+        """The parameters have become others, with so many steps behind them: forgets the moments, and rises to the
+        schedule's rate over RAMP_STEPS."""
         self.steps = steps
         self._ramp = 0
         self._adamw.moments.clear()
 
 
 def are_finite(gradients: Sequence[Tensor]) -> bool:
-    """Whether every element is finite, with one look at one number: the norm of anything not finite is not finite either.
+    """Whether every element is finite, with one look at one number: the norm of anything not finite is not finite
+    either.
 
     A gradient so large that its norm overflows float32 counts as not finite, too.
     """

@@ -18,7 +18,8 @@ from node.model.blocks import Block, Embedding, Linear, RMSNorm, Rotary
 from protocol.manifest.manifest import ModelSection
 
 LOGITS_AT_ONCE: Final = 2**24
-"""Elements of the logits held at a time (64 MiB in float32): a large vocabulary must not need more than the blocks do."""
+"""Elements of the logits held at a time (64 MiB in float32): a large vocabulary must not need more than the blocks
+do."""
 
 HIDDEN_TYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Of `model.dtype`: the element type of hidden states and of the matrix products."""

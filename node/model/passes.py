@@ -1,7 +1,7 @@
 """One part's visit by one microbatch: forward now, backward when the gradient comes back.
 
-A visit ends at the part's border: the graph of one part never reaches into another, in a swarm because there is a network
-between them, in one process so that it computes exactly the same.
+A visit ends at the part's border: the graph of one part never reaches into another, in a swarm because there is a
+network between them, in one process so that it computes exactly the same.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Gradients:
 
 
 def forward(part: nn.Module, source: Tensor, *constants: Tensor) -> Visit:
-    """Computes the part on `source` [rows, tokens(, hidden)], keeping the graph. `constants` (labels) get no gradient."""
+    """Computes the part on `source` [rows, tokens(, hidden)], keeping the graph. `constants` (labels) get no
+    gradient."""
     source = source.detach()
     if source.is_floating_point():
         source.requires_grad_()
@@ -55,8 +56,8 @@ def backward(part: nn.Module, visit: Visit, gradient: Tensor | None = None) -> G
 class _End(torch.autograd.Function):
     """A scalar whose gradient for `result` is the given one, to the bit.
 
-    `torch.autograd.grad` takes a gradient, too, and compares its shape with symbols: the first time it imports sympy, which is 0.6 s of
-    computing and 34 MB for every node. The engine compares the shapes in any case.
+    `torch.autograd.grad` takes a gradient, too, and compares its shape with symbols: the first time it imports sympy,
+    which is 0.6 s of computing and 34 MB for every node. The engine compares the shapes in any case.
     """
 
     @staticmethod

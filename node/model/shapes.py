@@ -1,4 +1,5 @@
-"""Names and shapes of a module's parameters, from the manifest alone: what a file claims is compared before memory is spent on it."""
+"""Names and shapes of a module's parameters, from the manifest alone: what a file claims is compared before memory is
+spent on it."""
 
 from __future__ import annotations
 

@@ -34,7 +34,8 @@ class KnownPeers:
 
 
 def address_towards(host: str) -> str | None:
-    """This machine's address on the way to a host; None when there is no way. It is sent no packet for that; a name is looked up (IPv4)."""
+    """This machine's address on the way to a host; None when there is no way. It is sent no packet for that; a name is
+    looked up (IPv4)."""
     try:
         family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
     except ValueError:

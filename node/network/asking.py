@@ -1,4 +1,5 @@
-"""Asking strangers: several at once, because one that never answers must not keep the others from doing so; and their answers are only data."""
+"""Asking strangers: several at once, because one that never answers must not keep the others from doing so; and their
+answers are only data."""
 
 from __future__ import annotations
 

@@ -64,7 +64,8 @@ async def query_status(link: JoinLink, patience_s: float = 30.0) -> dict[str, An
 async def query_evaluation(
     link: JoinLink, microbatches: int, paths: AskedPaths = WHOLE_MODEL, patience_s: float = 30.0
 ) -> dict[str, Any]:
-    """Held-out loss through the running swarm, as one of its data nodes measures it: see `node.network.loss_report.loss_report`.
+    """Held-out loss through the running swarm, as one of its data nodes measures it: see
+    `node.network.loss_report.loss_report`.
 
     Raises:
         ConfigError: the run has not so many stages.

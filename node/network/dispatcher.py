@@ -22,7 +22,8 @@ RoundTensor = RoundPiece | StateChunk
 
 
 class RoundReceiver(Protocol):
-    """Who minds rounds and catching up. As `protocol.interfaces.transport.LinkHandler`, for the messages of `swarm.vocabulary.averaging_messages`."""
+    """Who minds rounds and catching up. As `protocol.interfaces.transport.LinkHandler`, for the messages of
+    `swarm.vocabulary.averaging_messages`."""
 
     def admit(self, sender: PeerId, message: RoundTensor, tensor: TensorSpec) -> memoryview | Refusal:
         """A refusal reaches the sender as no more than "stop sending". Raises ProtocolViolation."""
@@ -44,9 +45,11 @@ class LaneReceiver(Protocol):
 
 
 class Dispatcher:
-    """`protocol.interfaces.transport.LinkHandler`. Before a node hosts a module there is neither carrier nor rounds, and tensors are refused.
+    """`protocol.interfaces.transport.LinkHandler`. Before a node hosts a module there is neither carrier nor rounds,
+    and tensors are refused.
 
-    Only a data node minds lanes, and only of other data nodes; of rounds only what the other replicas of the own module say means anything.
+    Only a data node minds lanes, and only of other data nodes; of rounds only what the other replicas of the own module
+    say means anything.
     """
 
     def __init__(self, membership_sync: MembershipSync) -> None:

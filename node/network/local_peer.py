@@ -12,7 +12,8 @@ from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.types import PROTOCOL_VERSIONS, AnchorVersion, ModuleId, PeerId, PeerState, RunId
 
 FORMER_LIFE_MS = 5000
-"""By so much records of a former life of this node may be later than its present one began: its clock may have been set in between."""
+"""By so much records of a former life of this node may be later than its present one began: its clock may have been set
+in between."""
 
 
 @dataclass(slots=True)
@@ -53,10 +54,11 @@ class LocalPeer:
         self.tokens_per_second, self.steps, self.anchor = 0.0, 0, None
 
     def is_of_another_process(self, said: Announcement) -> bool:
-        """Whether a record that is signed with our key was made by another process while this one ran; `said` has been verified.
+        """Whether a record that is signed with our key was made by another process while this one ran; `said` has been
+        verified.
 
-        The certificate is each process's own, and a record of a former life is from before this one, or, where the clock has been set since, of another
-        time.
+        The certificate is each process's own, and a record of a former life is from before this one, or, where the
+        clock has been set since, of another time.
         """
         age_s = self.clock.wall() - (said.expires_at - RECORD_LIFETIME_S)
         return (
@@ -69,8 +71,9 @@ class LocalPeer:
     def announcement(self) -> Announcement:
         """A new record of how things are now, with a higher sequence than any before.
 
-        The sequence goes on from the beginning of this life with the time that has passed since, so that it rises whatever is done to the
-        wall clock. That one dates the expiry alone: once a wrong clock has been set right, the next record is as good as anybody's.
+        The sequence goes on from the beginning of this life with the time that has passed since, so that it rises
+        whatever is done to the wall clock. That one dates the expiry alone: once a wrong clock has been set right, the
+        next record is as good as anybody's.
         """
         lived_ms = int((self.clock.monotonic() - self._began) * 1000)
         self._sequence = max(self._sequence + 1, self.incarnation + lived_ms)

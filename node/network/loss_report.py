@@ -44,8 +44,9 @@ class Measured:
 
 
 def loss_report(measured: Sequence[tuple[tuple[int, ...], Measured]]) -> dict[str, Any]:
-    """What `eval --json` prints: loss (nats per token, the mean over the paths), tokens and microbatches of the text, and of each path in
-    `subsets` its stages after stage 0 and its loss. All paths have been measured on the same text."""
+    """What `eval --json` prints: loss (nats per token, the mean over the paths), tokens and microbatches of the text,
+    and of each path in `subsets` its stages after stage 0 and its loss. All paths have been measured on the same
+    text."""
     _, first = measured[0]
     return {
         "loss": math.fsum(each.loss for _, each in measured) / len(measured),

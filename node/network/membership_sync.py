@@ -1,4 +1,5 @@
-"""Keeps the membership view true: reads the directory, listens to what linked peers say, and tells both about this node."""
+"""Keeps the membership view true: reads the directory, listens to what linked peers say, and tells both about this
+node."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ log = logging.getLogger(__name__)
 LOOK_UP_EAGER_S = 0.5
 LOOK_UP_CALM_S = 5.0
 LOOKED_UP_AT_ONCE = 256
-"""Modules; more are looked up in turns, so that a run with many costs the directory no more in a second than one with few."""
+"""Modules; more are looked up in turns, so that a run with many costs the directory no more in a second than one with
+few."""
 PUSH_S = 2.0
 PUBLISH_RETRY_S = 1.0
 PROBE_TIMEOUT_S = 5.0
@@ -80,7 +82,8 @@ class MembershipSync:
         self._publish_now.set()
 
     def own_record(self) -> bytes:
-        """A fresh signed record of this node; the last one while how things are cannot be said in a record (a figure out of bounds, say)."""
+        """A fresh signed record of this node; the last one while how things are cannot be said in a record (a figure
+        out of bounds, say)."""
         return self._encoded(self._own.announcement())
 
     def _encoded(self, announcement: Announcement) -> bytes:
@@ -122,10 +125,11 @@ class MembershipSync:
     def announced(self, sender: PeerId, record: bytes) -> None:
         """A linked peer speaks for itself; what is not its own valid record is left out.
 
-        It holds for RECORD_LIFETIME_S from now: on a link from its owner a record is fresh, so a clock that jumps, here or there, costs
-        nobody the peers that it is linked with.
+        It holds for RECORD_LIFETIME_S from now: on a link from its owner a record is fresh, so a clock that jumps, here
+        or there, costs nobody the peers that it is linked with.
 
-        Save one that proves that another process has our key, and is in use: the peer that hands it on was linked to the older of the two.
+        Save one that proves that another process has our key, and is in use: the peer that hands it on was linked to
+        the older of the two.
         """
         try:
             announcement = decode_announced(record, run=self.membership.run, now=None)
@@ -160,7 +164,8 @@ class MembershipSync:
         self.changed.set()
 
     async def _probe(self, peer: PeerId) -> None:
-        """Did only the link break, or is the peer gone? Asks at once, so that nobody has to find out with a microbatch."""
+        """Did only the link break, or is the peer gone? Asks at once, so that nobody has to find out with a
+        microbatch."""
         assert self._transport is not None
         try:
             await self._transport.ask(peer, Question(QuestionAbout.STATUS), PROBE_TIMEOUT_S)
@@ -187,8 +192,8 @@ class MembershipSync:
     async def alive(self, modules: Sequence[ModuleId]) -> list[Announcement]:
         """Everybody's announcements, without the peers that do not answer any more.
 
-        A record outlives a peer that died by up to a minute. Only modules with few peers are asked, where one peer more or less
-        decides whether a newcomer is needed there.
+        A record outlives a peer that died by up to a minute. Only modules with few peers are asked, where one peer more
+        or less decides whether a newcomer is needed there.
         """
         known = [a for a in self.membership.peers() if a.module is not None]
         replicas, wanted = Counter(a.module for a in known), frozenset(modules)
@@ -242,7 +247,10 @@ class MembershipSync:
             before_s, offset_s = offset_s, self._clock_offset_s()
             if abs(offset_s - before_s) > CLOCK_STEP_S:
                 log.warning(
-                    "this machine's clock was set by %+.0f s (or the machine slept); links go on, newcomers find this node while it is right",
+                    (
+                        "this machine's clock was set by %+.0f s (or the machine slept); links go on, newcomers "
+                        "find this node while it is right"
+                    ),
                     offset_s - before_s,
                 )
                 self.announce()
@@ -274,5 +282,8 @@ async def _end_for_twin(twin: Announcement) -> None:
     where = f" at {', '.join(twin.addresses)}" if twin.addresses else ""
     raise IdentityError(
         f"another node with this key ({twin.peer}) is in the run{where}, and was there first; this one ends",
-        hint="Every machine needs a key of its own: start with --identity FILE, or stop the other node. Of a machine that was copied, delete the copied key.",
+        hint=(
+            "Every machine needs a key of its own: start with --identity FILE, or stop the other node. Of a "
+            "machine that was copied, delete the copied key."
+        ),
     )

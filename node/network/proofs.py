@@ -1,4 +1,5 @@
-"""Which replicas have really worked, as far as this node can know: by the rounds it shared with them, and by what the data nodes it works for say."""
+"""Which replicas have really worked, as far as this node can know: by the rounds it shared with them, and by what the
+data nodes it works for say."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class Measured:
 
 
 class Proofs:
-    """Of a node in one module. `in_rounds` gives the peers that contributed to the last round that was committed here."""
+    """Of a node in one module. `in_rounds` gives the peers that contributed to the last round that was committed
+    here."""
 
     def __init__(self, session: NetworkSession) -> None:
         self.in_rounds: Callable[[], frozenset[PeerId]] = frozenset

@@ -52,7 +52,8 @@ class Standing:
 
 
 def held_by(standing: Standing, via: Sequence[PeerId]) -> Standing:
-    """What becomes of `unreachable` when the node holds on to peers through which it can be called; the same without any."""
+    """What becomes of `unreachable` when the node holds on to peers through which it can be called; the same without
+    any."""
     if not via:
         return standing
     called = f"called through {', '.join(map(short, via))}, and then opens the link itself"

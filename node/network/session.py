@@ -1,4 +1,5 @@
-"""This machine in the network of one run: its directory, its links, its view of the others. Nodes, `status` and `eval` alike have one.
+"""This machine in the network of one run: its directory, its links, its view of the others. Nodes, `status` and `eval`
+alike have one.
 
 A short stay in a run's network, to ask or to fetch something without taking part.
 """
@@ -68,7 +69,8 @@ class Whereabouts:
         return f"{'127.0.0.1' if self.listen in ANY_HOST else self.listen}:{port}"
 
     def told_host(self, initial_peers: tuple[str, ...]) -> str:
-        """The host that others are told: as wished, else the address bound to, else the one that leads to the first initial peer."""
+        """The host that others are told: as wished, else the address bound to, else the one that leads to the first
+        initial peer."""
         if self.advertise:
             return self.advertise
         return address_to_reach(initial_peers) if self.listen in ANY_HOST else self.listen
@@ -113,7 +115,8 @@ class NetworkSession:
         return self.others()
 
     async def withdraw(self, limit_s: float) -> None:
-        """The last word of a node that leaves: it hosts nothing. Linked peers hear it at once, the directory if it can."""
+        """The last word of a node that leaves: it hosts nothing. Linked peers hear it at once, the directory if it
+        can."""
         self.own.state, self.own.module = PeerState.VISITING, None
         self.transport.announce(self.membership_sync.own_record())
         try:
@@ -123,7 +126,8 @@ class NetworkSession:
             log.info("the directory learns of our leaving by silence: %s", error)
 
     async def fetch_manifest(self, patience_s: float) -> SignedManifest:
-        """Asks the peers that are seen, several at once and those in the link first, until one gives the run's manifest.
+        """Asks the peers that are seen, several at once and those in the link first, until one gives the run's
+        manifest.
 
         Raises:
             Unreachable: none did within `patience_s` seconds.
@@ -241,10 +245,11 @@ class _Silent:
 
 @asynccontextmanager
 async def visit(link: JoinLink, listen: str | None = None, port: int = 0) -> AsyncIterator[NetworkSession]:
-    """A visitor's presence on this machine: any port unless one is given, a key of its own, and nothing kept for others in the DHT.
+    """A visitor's presence on this machine: any port unless one is given, a key of its own, and nothing kept for others
+    in the DHT.
 
-    Its DHT listens nowhere. For links it listens where the first peer of `link` is reached from, and on no other interface: a peer that nobody can
-    dial has to be called, and dials whoever calls it.
+    Its DHT listens nowhere. For links it listens where the first peer of `link` is reached from, and on no other
+    interface: a peer that nobody can dial has to be called, and dials whoever calls it.
     """
     if listen is None:
         listen = await asyncio.to_thread(address_to_reach, link.peers)  # names may have to be looked up

@@ -1,9 +1,11 @@
-"""A node's event log: every event as one line of JSON in a file of its own, for `skipstone check` and for whoever looks afterwards.
+"""A node's event log: every event as one line of JSON in a file of its own, for `skipstone check` and for whoever looks
+afterwards.
 
-Each line is written whole with one `write`, so what a process has logged survives its SIGKILL (not a crash of the machine: nothing is
-synced). A file that grows beyond MAX_BYTES is followed by a new one, `.2`, `.3` and so on; all of them are kept and each is bounded,
-the number of them only by how long the node runs: whoever limits the disk removes the oldest, and `check` says that a part is missing.
-When a line cannot be written (the disk is full), the log falls silent and says so once: a node does not stop training for want of a log.
+Each line is written whole with one `write`, so what a process has logged survives its SIGKILL (not a crash of the
+machine: nothing is synced). A file that grows beyond MAX_BYTES is followed by a new one, `.2`, `.3` and so on; all of
+them are kept and each is bounded, the number of them only by how long the node runs: whoever limits the disk removes
+the oldest, and `check` says that a part is missing. When a line cannot be written (the disk is full), the log falls
+silent and says so once: a node does not stop training for want of a log.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class EventLog:
 
     Args:
         name: of the first file, without its end.
-        unix_ms: of the start. Each line says how many milliseconds later it was, by a clock that does not jump: `monotonic`, in seconds.
+        unix_ms: of the start. Each line says how many milliseconds later it was, by a clock that does not jump:
+            `monotonic`, in seconds.
     """
 
     def __init__(

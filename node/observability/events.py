@@ -1,4 +1,5 @@
-"""What a node reports while it runs: typed events, which `node.observability.event_json` writes and reads as lines of JSON.
+"""What a node reports while it runs: typed events, which `node.observability.event_json` writes and reads as lines of
+JSON.
 
 One event is one JSON object on one line; its `event` key names the kind and the other keys are the fields below.
 Keys are never renamed or removed; new kinds and new keys may come, so readers ignore what they do not know.
@@ -7,9 +8,10 @@ Numbers that are not finite travel as null, because JSON has no word for them.
 Losses are nats per token, rates tokens per second, durations seconds, `tokens` and steps count from the
 beginning of the run; a node that was resumed from a checkpoint goes on counting where that was.
 
-A node writes its events to standard output (with `--json`) and, with `--log-dir`, to a log file of its own. Events about single
-microbatches (`visit`, `retracted`, `completed`), `round_progress`, and `started`, `continued` and `ended` go to the log file only; `skipstone check` reads them there.
-A microbatch is named by the last six characters of its data node's peer id and its number there, as in `abandoned`.
+A node writes its events to standard output (with `--json`) and, with `--log-dir`, to a log file of its own. Events
+about single microbatches (`visit`, `retracted`, `completed`), `round_progress`, and `started`, `continued` and `ended`
+go to the log file only; `skipstone check` reads them there. A microbatch is named by the last six characters of its
+data node's peer id and its number there, as in `abandoned`.
 """
 
 from __future__ import annotations
@@ -155,7 +157,8 @@ class PeerChange:
 
 @dataclass(frozen=True, slots=True)
 class Abandoned:
-    """A microbatch will not be completed. Stages that its gradient had already passed on the way back have learnt from it."""
+    """A microbatch will not be completed. Stages that its gradient had already passed on the way back have learnt from
+    it."""
 
     NAME: ClassVar[str] = "abandoned"
     microbatch: str
@@ -177,7 +180,8 @@ class Visit:
 
 @dataclass(frozen=True, slots=True)
 class Retracted:
-    """A replica has taken a gradient back that it had added: another replica's counts in its place, or nobody said that it does."""
+    """A replica has taken a gradient back that it had added: another replica's counts in its place, or nobody said that
+    it does."""
 
     NAME: ClassVar[str] = "retracted"
     peer: str
@@ -198,7 +202,8 @@ class Completed:
 
 @dataclass(frozen=True, slots=True)
 class RoundProgress:
-    """A replica exchanges pseudo-gradients: said at the beginning of an attempt and with each further tenth. That all is in is no commit yet."""
+    """A replica exchanges pseudo-gradients: said at the beginning of an attempt and with each further tenth. That all
+    is in is no commit yet."""
 
     NAME: ClassVar[str] = "round_progress"
     peer: str
@@ -243,7 +248,8 @@ class RoundCommitted:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaAccused:
-    """Another replica of the module sent what cannot be honest, as this one has seen for itself. It is left out of rounds here."""
+    """Another replica of the module sent what cannot be honest, as this one has seen for itself. It is left out of
+    rounds here."""
 
     NAME: ClassVar[str] = "accused"
     peer: str
@@ -258,7 +264,8 @@ class ReplicaAccused:
 
 @dataclass(frozen=True, slots=True)
 class CatchingUp:
-    """A replica is fetching the anchor of a round in which it had no part; sent when it begins, and about once a second."""
+    """A replica is fetching the anchor of a round in which it had no part; sent when it begins, and about once a
+    second."""
 
     NAME: ClassVar[str] = "catching_up"
     peer: str
@@ -347,7 +354,8 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class NodeSummary:
-    """The account of a module, when its node leaves it for another or, as the last event, stops in good order. Losses are None for a node that is not a data node."""
+    """The account of a module, when its node leaves it for another or, as the last event, stops in good order. Losses
+    are None for a node that is not a data node."""
 
     NAME: ClassVar[str] = "node_summary"
     peer: str

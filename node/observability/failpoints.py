@@ -1,7 +1,8 @@
-"""Named places at which a node can be made to die as if by SIGKILL, so that every moment of a fault can be tried and not only those that chance finds.
+"""Named places at which a node can be made to die as if by SIGKILL, so that every moment of a fault can be tried and
+not only those that chance finds.
 
-Nothing happens unless the process was started with SKIPSTONE_CRASH_AT=NAME:N in its environment; then it kills itself when it comes to
-the point NAME for the N-th time.
+Nothing happens unless the process was started with SKIPSTONE_CRASH_AT=NAME:N in its environment; then it kills itself
+when it comes to the point NAME for the N-th time.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def crash_at(point: str, nth: int) -> str:
 
 
 def _fuse_of(environment: Mapping[str, str]) -> _Fuse | None:
-    """Raises ConfigError when the variable cannot be read: who asks for a crash and gets none would believe that all is well."""
+    """Raises ConfigError when the variable cannot be read: who asks for a crash and gets none would believe that all is
+    well."""
     value = environment.get(VARIABLE)
     if not value:
         return None

@@ -17,8 +17,8 @@ from swarm.vocabulary.pipeline_messages import Backward, Forward, MicrobatchTens
 from swarm.vocabulary.types import Codec, ModuleId, PeerId, short
 
 STEPS_BACK = 2
-"""That a path may take under `reordering = "adjacent"`, each to the stage just before the highest visited; as in SkipPipe's schedules
-(arXiv 2502.19913)."""
+"""That a path may take under `reordering = "adjacent"`, each to the stage just before the highest visited; as in
+SkipPipe's schedules (arXiv 2502.19913)."""
 
 
 def path_rules(manifest: Manifest) -> PathRules:
@@ -53,7 +53,8 @@ class Admission:
     Args:
         own: this peer.
         module: the module it hosts.
-        route_fault: why a message is not on a route that its data node has signed; None when it is (`protocol.identity.route_signatures.Routes.fault`).
+        route_fault: why a message is not on a route that its data node has signed; None when it is
+            (`protocol.identity.route_signatures.Routes.fault`).
     """
 
     def __init__(self, manifest: Manifest, own: PeerId, module: ModuleId, route_fault: RouteFault) -> None:
@@ -99,7 +100,8 @@ class Admission:
             raise ProtocolViolation(f"{message.microbatch}: {fault}")
 
     def _check_order(self, stages: list[int], *, evaluated: bool) -> None:
-        """The rule for paths is about training; the whole model, or any part of it, may be measured, from the first stage on."""
+        """The rule for paths is about training; the whole model, or any part of it, may be measured, from the first
+        stage on."""
         if evaluated:
             in_order = all(one < other for one, other in pairwise(stages))
             fault = None if in_order else f"not different stages in order: {stages}"

@@ -1,4 +1,5 @@
-"""The codecs of this node's microbatches: what each link carries, and what is chosen for it (`swarm.compression.microbatch_codecs`)."""
+"""The codecs of this node's microbatches: what each link carries, and what is chosen for it
+(`swarm.compression.microbatch_codecs`)."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ class LinkCodecs:
         return chosen.value
 
     def measured(self, traffic: Traffic, codec: Codec, error: float) -> None:
-        """The relative error of an encoding. One that is too large rules the codec out for this kind of traffic, as long as the node runs."""
+        """The relative error of an encoding. One that is too large rules the codec out for this kind of traffic, as
+        long as the node runs."""
         if error > MOST_ERROR.get(codec, float("inf")):
             self._too_coarse.add((traffic, codec))
 

@@ -1,4 +1,5 @@
-"""The computations of a data node at both ends of a path: embedding, and norm, head and loss. Runs on the compute thread."""
+"""The computations of a data node at both ends of a path: embedding, and norm, head and loss. Runs on the compute
+thread."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ class DataWorker:
     def __init__(self, stage: StageZero, tensor: TensorSpec, tokens: int, device: torch.device) -> None:
         self.stage = stage
         self.accumulated = 0
-        """Microbatches whose gradients have been added at both ends, those before the snapshot it was resumed from included."""
+        """Microbatches whose gradients have been added at both ends, those before the snapshot it was resumed from
+        included."""
         self.recomputed = 0
         self.texts: dict[MicrobatchId, Microbatch] = {}
         """Of the microbatches under way. The data node puts them in and takes them out; here they are only read."""

@@ -17,7 +17,8 @@ from swarm.vocabulary.types import Codec, MicrobatchId, Path, PeerId
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a computation gave. `tensor` is sent on; `loss` is in nats per token; `step_due` asks for an inner step before anything else."""
+    """What a computation gave. `tensor` is sent on; `loss` is in nats per token; `step_due` asks for an inner step
+    before anything else."""
 
     tensor: Encoded | None = None
     loss: float | None = None
@@ -53,7 +54,8 @@ class Worker(Protocol):
         ...
 
     def compute(self, job: Job) -> Output:
-        """Does the job. Its tensors stay as they are until `forget(ticket)`; so does `Output.tensor`, which may be the same memory.
+        """Does the job. Its tensors stay as they are until `forget(ticket)`; so does `Output.tensor`, which may be the
+        same memory.
 
         Raises:
             SkipstoneError: it could not be done, and nothing was accumulated.
@@ -63,8 +65,8 @@ class Worker(Protocol):
     def retract(self, job: Job) -> bool:
         """Takes back the gradient that a BACKWARD or REPLAY of this holding has added, from its input and gradient.
 
-        Says whether there was anything to take back. Between the two an inner step may have been taken: then that step was taken with
-        it, and the negative goes into the next sum.
+        Says whether there was anything to take back. Between the two an inner step may have been taken: then that step
+        was taken with it, and the negative goes into the next sum.
 
         Raises:
             SkipstoneError: it could not be computed; the gradient stays.
@@ -76,7 +78,8 @@ class Worker(Protocol):
         ...
 
     def step(self) -> StepFigures | None:
-        """Takes the inner step that is due; None when an earlier call took it. (Two results in a row may both ask for it.)"""
+        """Takes the inner step that is due; None when an earlier call took it. (Two results in a row may both ask for
+        it.)"""
         ...
 
 
@@ -98,7 +101,8 @@ class PathEnds(Protocol):
         ...
 
     def may_hold(self, peer: PeerId, microbatch: MicrobatchId) -> bool:
-        """Whether the peer hosts a module on the microbatch's path. Which replica has it may have changed on the way."""
+        """Whether the peer hosts a module on the microbatch's path. Which replica has it may have changed on the
+        way."""
         ...
 
     def may_have_held(self, peer: PeerId, microbatch: MicrobatchId) -> bool:

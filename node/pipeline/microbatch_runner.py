@@ -1,7 +1,7 @@
 """Carries out what custody decides: admits and receives tensors, has them computed, sends them on.
 
-This is the part of `protocol.interfaces.transport.LinkHandler` that has to do with microbatches. Decisions are all in `swarm.pipeline.custody`; here are the buffers, the
-compute thread and the tasks that go with them.
+This is the part of `protocol.interfaces.transport.LinkHandler` that has to do with microbatches. Decisions are all in
+`swarm.pipeline.custody`; here are the buffers, the compute thread and the tasks that go with them.
 """
 
 from __future__ import annotations
@@ -125,7 +125,8 @@ class MicrobatchRunner:
         self._on_step = on_step
         self.ends: PathEnds = ends or NoPathEnds()
         self.takes_new_work = True
-        """False while the node leaves the module to its other replicas: what is new is theirs, and they stand in for lost hops."""
+        """False while the node leaves the module to its other replicas: what is new is theirs, and they stand in for
+        lost hops."""
         self._visits: VisitCounter = visits or NobodyCounts()
         self.codecs: CodecChooser = codecs or AsTheyAre()
         self._encoded = 0
@@ -136,7 +137,8 @@ class MicrobatchRunner:
         self._loads = TensorStore()
         self._tellings = PendingMessages(MAX_WAITING_TELLS)
         self._chores = TaskTracker()
-        """The node may let go of its module when nothing of them is owed: messages to others, and inner steps that are due."""
+        """The node may let go of its module when nothing of them is owed: messages to others, and inner steps that are
+        due."""
         self._arrived: Encoded | None = None
 
     # ---- running -------------------------------------------------------------------------------------------------
@@ -158,8 +160,8 @@ class MicrobatchRunner:
         self._carry_out(self.custody.abandon(microbatch, detail))
 
     async def nothing_owed(self, patience_s: float) -> None:
-        """Returns when every message to others has been handed to the links and every inner step that is due has been taken, or
-        after `patience_s` seconds."""
+        """Returns when every message to others has been handed to the links and every inner step that is due has been
+        taken, or after `patience_s` seconds."""
         await self._chores.nothing_owed(patience_s)
 
     @property
@@ -248,7 +250,8 @@ class MicrobatchRunner:
         return sender == self.custody.own or may_know(sender, message.microbatch)
 
     def _was_given(self, sender: PeerId, message: Stranded) -> bool:
-        """Whether the sender knows how the microbatch's route is signed. Of one that is only evaluated we keep nothing to compare with."""
+        """Whether the sender knows how the microbatch's route is signed. Of one that is only evaluated we keep nothing
+        to compare with."""
         start = self.custody.get(Key(message.microbatch, -1))
         if sender == self.custody.own or start is None or start.path.route is None:
             return True
@@ -272,7 +275,8 @@ class MicrobatchRunner:
     # ---- carrying out ----------------------------------------------------------------------------------------------
 
     def _stranded(self, message: Stranded) -> None:
-        """A copy that lost against a repaired one may strand on the way out after the other has returned: no harm done."""
+        """A copy that lost against a repaired one may strand on the way out after the other has returned: no harm
+        done."""
         returned = self.custody.get(Key(message.microbatch, -1)) is not None and any(
             holding.is_end and holding.key.microbatch == message.microbatch for holding in self.custody.holdings()
         )
@@ -306,7 +310,8 @@ class MicrobatchRunner:
     def _begin_with(
         self, load: Load, work: Callable[[UsingTask, Load], Coroutine[Any, Any, None]], action: UsingTask
     ) -> None:
-        """Starts a task that uses a load. From now on: what is forgotten before the task first runs is not given back under its hands."""
+        """Starts a task that uses a load. From now on: what is forgotten before the task first runs is not given back
+        under its hands."""
         load.users += 1
 
         async def use() -> None:
@@ -356,7 +361,8 @@ class MicrobatchRunner:
             self._computed(action, load, output, seconds)
 
     def _codec_for(self, action: Compute) -> tuple[Traffic, Codec]:
-        """For what comes of the computation. It is sent to the neighbour on the path, or, should that one fail, to another in its place."""
+        """For what comes of the computation. It is sent to the neighbour on the path, or, should that one fail, to
+        another in its place."""
         forward = action.work is Work.FORWARD
         traffic = Traffic.ACTIVATIONS if forward else Traffic.GRADIENTS
         holding, position = self.custody.get(action.key), action.key.position + (1 if forward else -1)

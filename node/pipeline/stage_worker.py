@@ -1,4 +1,5 @@
-"""The computations of a stage between the data node's two ends: one module, forward and backward. Runs on the compute thread.
+"""The computations of a stage between the data node's two ends: one module, forward and backward. Runs on the compute
+thread.
 
 Makes the worker for the module that a node hosts: its parameters, its optimizer, its speed.
 """
@@ -33,7 +34,8 @@ from swarm.vocabulary.types import ModuleId
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kept:
-    """What backward will need. The graph is left out when memory is short, and of no use once the parameters have changed."""
+    """What backward will need. The graph is left out when memory is short, and of no use once the parameters have
+    changed."""
 
     source: Tensor
     visit: Visit | None
@@ -48,7 +50,8 @@ class HopWorker:
         optimizer: takes the inner steps; `accumulator` is its only one.
         tensor: of the hidden states.
         tokens: of one microbatch.
-        graph_budget_bytes: memory for autograd graphs kept between forward and backward; what does not fit is recomputed.
+        graph_budget_bytes: memory for autograd graphs kept between forward and backward; what does not fit is
+            recomputed.
     """
 
     def __init__(
@@ -107,7 +110,8 @@ class HopWorker:
         return self._forward(job, source)
 
     def retract(self, job: Job) -> bool:
-        """See `node.pipeline.interfaces.Worker`. What is taken back is computed with the parameters of now: exactly what was added if they have not changed since."""
+        """See `node.pipeline.interfaces.Worker`. What is taken back is computed with the parameters of now: exactly
+        what was added if they have not changed since."""
         with device_errors():
             visit = forward(self.part, self.wire.received(job.input))
             gradients = backward(self.part, visit, self.wire.received(job.gradient)).parameters
@@ -171,7 +175,8 @@ class HopWorker:
 
 
 class GraphBudget:
-    """How many autograd graphs fit into the memory set aside for them. The size of one is measured at the first visit."""
+    """How many autograd graphs fit into the memory set aside for them. The size of one is measured at the first
+    visit."""
 
     def __init__(self, budget_bytes: int) -> None:
         self._budget = budget_bytes
@@ -179,7 +184,8 @@ class GraphBudget:
         self._kept = 0
 
     def measure(self, part: nn.Module, source: Tensor) -> Visit:
-        """Computes the part on `source`, and the first time notes the bytes of all tensors that the graph holds on to."""
+        """Computes the part on `source`, and the first time notes the bytes of all tensors that the graph holds on
+        to."""
         if self._size is not None:
             return forward(part, source)
         own = {parameter.untyped_storage().data_ptr() for parameter in part.parameters()}

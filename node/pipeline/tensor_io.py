@@ -21,8 +21,8 @@ def tensor_of(encoded: Encoded, device: torch.device) -> Tensor:
     """The tensor that came. On the CPU, with NONE, it shares the memory that it came in; else it is a new one.
 
     Raises:
-        ProtocolViolation: it is no encoding, or an element is not finite. (A sum is not finite when an element is not; a sum of finite
-            ones that overflows is beyond any use as well.)
+        ProtocolViolation: it is no encoding, or an element is not finite. (A sum is not finite when an element is not;
+            a sum of finite ones that overflows is beyond any use as well.)
     """
     spec, kind = encoded.spec, ELEMENT_TYPES[encoded.spec.dtype]
     if spec.codec is Codec.NONE:
@@ -59,7 +59,8 @@ class Wire:
         return received
 
     def output(self, tensor: Tensor, job: Job, loss: float | None = None) -> Output:
-        """What a job sends on, encoded as it wishes. With NONE, on the CPU, it is the memory of the tensor itself, which must not be written any more."""
+        """What a job sends on, encoded as it wishes. With NONE, on the CPU, it is the memory of the tensor itself,
+        which must not be written any more."""
         begun = time.perf_counter()
         tensor = tensor.detach().contiguous()
         encoded = encode(tensor, job.codec)

@@ -1,4 +1,5 @@
-"""Holding on: links to a few peers that can be dialled, through which this node is called while it can not be dialled itself."""
+"""Holding on: links to a few peers that can be dialled, through which this node is called while it can not be dialled
+itself."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ MAX_TRIED: Final = 9
 """Peers that are tried at most until so many links stand."""
 CONNECT_S: Final = 6.0
 AVOIDED_S: Final = 60.0
-"""A peer that could not be connected to is tried after all others for so long; by then its record has been renewed or has expired."""
+"""A peer that could not be connected to is tried after all others for so long; by then its record has been renewed or
+has expired."""
 
 
 class Links(Protocol):
@@ -43,7 +45,8 @@ class Attachments:
         """Until when."""
 
     async def hold(self) -> tuple[PeerId, ...]:
-        """Sees to it that links to the best peers stand, as far as they can be had. Returns those that do, at most three."""
+        """Sees to it that links to the best peers stand, as far as they can be had. Returns those that do, at most
+        three."""
         known = [a for a in self._membership.peers() if not self._membership.is_given_up(a.peer)]
         best = by_worth(self._own.peer, self._own.module, known, self._held)
         best = relays_first(best, {a.peer for a in known if a.relay})

@@ -19,7 +19,8 @@ from protocol.nat.dial_back import DialBackOutcome
 def judge(attempts: Sequence[Attempt], port: int, told_host: str | None) -> Standing:
     """What the peers' attempts at `port` come to.
 
-    A witness in our own network proves little to others; those that see a public address of ours count, when there are any.
+    A witness in our own network proves little to others; those that see a public address of ours count, when there are
+    any.
 
     Args:
         told_host: what a person wants to be advertised, which is never replaced by what others see.
@@ -36,7 +37,10 @@ def judge(attempts: Sequence[Attempt], port: int, told_host: str | None) -> Stan
         return Standing(ReachStep.DIRECT, said, address, seen_host=host)
     host = _most_common(counted)
     if told_host is not None and told_host != host:
-        said = f"others see this machine at {host}, where port {port} does not answer; whether {told_host} leads here cannot be tested"
+        said = (
+            f"others see this machine at {host}, where port {port} does not answer; whether {told_host} "
+            "leads here cannot be tested"
+        )
         return Standing(ReachStep.UNKNOWN, said, seen_host=host)
     return _unreachable(counted, host, port)
 
@@ -88,9 +92,15 @@ def _unreachable(counted: Sequence[Attempt], host: str, port: int) -> Standing:
     said = f"{len(failed)} of {len(counted)} peers asked could not connect to {joined(host, port)}: {why}"
     local = next((t.local_host for t in counted if t.local_host is not None), None)
     fix = (
-        f"Switch on UPnP or NAT-PMP in your router, or forward TCP port {port} there to {local}:{port}; keep the port with --port {port}."
+        (
+            f"Switch on UPnP or NAT-PMP in your router, or forward TCP port {port} there to {local}:{port}; keep "
+            f"the port with --port {port}."
+        )
         if translated
-        else f"Let TCP port {port} in through the firewall of this machine or of its network; keep the port with --port {port}."
+        else (
+            f"Let TCP port {port} in through the firewall of this machine or of its network; keep the port "
+            f"with --port {port}."
+        )
     )
     return Standing(ReachStep.UNREACHABLE, said, fix=fix, translated=translated, seen_host=host)
 
@@ -106,7 +116,8 @@ def _why_in_vain(mapping: Mapping, tested: Standing) -> str:
     """Why a port that the router says it has mapped is not reached."""
     if mapping.external_host and tested.seen_host and mapping.external_host != tested.seen_host:
         return (
-            f"the router has mapped a port, but its own address is {mapping.external_host}, and others see {tested.seen_host}:"
+            f"the router has mapped a port, but its own address is {mapping.external_host}, and others see "
+            f"{tested.seen_host}:"
             " there is a second router before it, often the provider's"
         )
     return f"the router has mapped port {mapping.external_port} by {mapping.how}, and still: {tested.reason}"

@@ -1,4 +1,5 @@
-"""A running node's reachability: found out when it starts and now and then, announced when it changes, given back when it leaves."""
+"""A running node's reachability: found out when it starts and now and then, announced when it changes, given back when
+it leaves."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ FIRST_PAUSE_S: Final = 2.0
 LONGEST_PAUSE_S: Final = 60.0
 """While nobody could be asked, the pause grows from the one to the other."""
 CONFIRM_S: Final = 5.0
-"""Addresses are given up only when the ladder led nowhere twice, so far apart: peers that are busy for a moment look like a firewall."""
+"""Addresses are given up only when the ladder led nowhere twice, so far apart: peers that are busy for a moment look
+like a firewall."""
 HOLD_S: Final = 2.0
 """How often a node that cannot be dialled sees to the links through which it is called."""
 
@@ -66,7 +68,8 @@ class Adoption:
     """What the ladder said last."""
 
     def adopt(self, standing: Standing, via: tuple[PeerId, ...] = ()) -> None:
-        """Takes over what the ladder says. `via`: whom an unreachable node holds on to; then it announces them in place of addresses."""
+        """Takes over what the ladder says. `via`: whom an unreachable node holds on to; then it announces them in place
+        of addresses."""
         self.climbed = standing
         known, known_via = self.own.reach, self.own.via
         self.own.reach, self.own.via = held_by(standing, via), via
@@ -90,7 +93,8 @@ class Adoption:
 async def reachable(
     mode: ReachMode, told_host: str | None, session: NetworkSession, events: EventSink
 ) -> AsyncIterator[None]:
-    """Within the block the node climbs the ladder, follows what it finds, and does its part in what others find and in their calls."""
+    """Within the block the node climbs the ladder, follows what it finds, and does its part in what others find and in
+    their calls."""
     transport, own, membership_sync = session.transport, session.own, session.membership_sync
     router = Router(ways_to_map()) if mode is ReachMode.AUTO else None
     ask = witnesses_of(session.membership, transport)

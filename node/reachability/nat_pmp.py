@@ -1,4 +1,5 @@
-"""NAT-PMP (RFC 6886): two datagrams to the gateway. A client of our own, because the kept libraries have none and it is this short."""
+"""NAT-PMP (RFC 6886): two datagrams to the gateway. A client of our own, because the kept libraries have none and it is
+this short."""
 
 from __future__ import annotations
 

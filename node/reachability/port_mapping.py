@@ -1,6 +1,7 @@
 """Asking the router for a port: the seam behind which UPnP and NAT-PMP stand, and one mapping kept alive.
 
-Everything that goes wrong here is to be expected (most routers cannot or will not), so it is a value with a reason and not an error.
+Everything that goes wrong here is to be expected (most routers cannot or will not), so it is a value with a reason and
+not an error.
 
 The default gateway: the router of a home. Nobody else is asked for a port.
 """
@@ -50,13 +51,15 @@ class NotMapped:
 
 
 class PortMapper(Protocol):
-    """One way of asking. The methods block, for seconds at most, and raise nothing: they are called in a thread of their own."""
+    """One way of asking. The methods block, for seconds at most, and raise nothing: they are called in a thread of
+    their own."""
 
     @property
     def how(self) -> str: ...
 
     def map(self, port: int, external_port: int, lease_s: int) -> Mapping | NotMapped:
-        """Maps this machine's TCP port, or renews that; the router may choose another port outside than `external_port`."""
+        """Maps this machine's TCP port, or renews that; the router may choose another port outside than
+        `external_port`."""
         ...
 
     def unmap(self, mapping: Mapping) -> NotMapped | None:
@@ -65,7 +68,8 @@ class PortMapper(Protocol):
 
 
 class Router:
-    """One port's mapping, asked for in the given ways one after the other. Used by one task at a time; `close` at the end.
+    """One port's mapping, asked for in the given ways one after the other. Used by one task at a time; `close` at the
+    end.
 
     `sleep` waits for so many seconds, `now` is in monotonic ones.
     """
@@ -98,7 +102,8 @@ class Router:
         return NotMapped("; ".join(reasons) or "no way of asking the router is known")
 
     async def keep(self) -> NotMapped:
-        """Renews the mapping at half its lease, and once more at three quarters where that fails. Returns when it is lost.
+        """Renews the mapping at half its lease, and once more at three quarters where that fails. Returns when it is
+        lost.
 
         May be cancelled and called again: it goes on where it was.
         """
@@ -156,7 +161,8 @@ _HAS_GATEWAY: Final = 2
 
 
 def default_gateway(routes: Path = ROUTES) -> str | None:
-    """Its IPv4 address by Linux's table of routes, the one with the lowest metric; None elsewhere, and where there is none."""
+    """Its IPv4 address by Linux's table of routes, the one with the lowest metric; None elsewhere, and where there is
+    none."""
     try:
         lines = routes.read_text().splitlines()[1:]
     except OSError:

@@ -43,10 +43,11 @@ DialBack = Callable[[str, int, bytes], Awaitable[DialBackResult]]
 
 
 class Witness:
-    """Answers DIAL_BACK questions. What is dialled is the asker's own address: where its link leads, as TLS has proved it.
+    """Answers DIAL_BACK questions. What is dialled is the asker's own address: where its link leads, as TLS has proved
+    it.
 
-    The host is not the asker's to choose, so nobody else can be made a target; one at a time for each asker, a few a minute for each
-    address, and a few at once for all of them together.
+    The host is not the asker's to choose, so nobody else can be made a target; one at a time for each asker, a few a
+    minute for each address, and a few at once for all of them together.
     """
 
     def __init__(self, far_end: Callable[[PeerId], FarEnd | None], clock: Clock, dial: DialBack = dial_back) -> None:
@@ -79,7 +80,8 @@ class Attempt:
     witness: PeerId
     result: DialBackResult
     local_host: str | None
-    """This machine's own address on the way to the witness; another one than the witness sees means address translation."""
+    """This machine's own address on the way to the witness; another one than the witness sees means address
+    translation."""
 
 
 Ask = Callable[[int], Awaitable[Sequence[Attempt]]]
@@ -99,7 +101,8 @@ class Links(Protocol):
 def witnesses_of(
     membership: Membership, links: Links, choose: Callable[[list[Announcement]], None] = random.shuffle
 ) -> Ask:
-    """Asks up to three peers of the run, in different networks where there are such. `choose` puts the candidates into an order."""
+    """Asks up to three peers of the run, in different networks where there are such. `choose` puts the candidates into
+    an order."""
 
     async def ask(port: int) -> list[Attempt]:
         candidates = [a for a in membership.peers() if a.is_reachable and a.state is not PeerState.VISITING]
@@ -117,8 +120,9 @@ def witnesses_of(
 
 
 def scattered(candidates: Sequence[Announcement]) -> list[Announcement]:
-    """The same in an order in which networks that have had no turn come first, and peers last that have to be called before they can
-    be asked: nobody knows their networks, and while this node does not know its own address, calling is in vain."""
+    """The same in an order in which networks that have had no turn come first, and peers last that have to be called
+    before they can be asked: nobody knows their networks, and while this node does not know its own address, calling is
+    in vain."""
     first: list[Announcement] = []
     later: list[Announcement] = []
     seen: set[str] = set()
@@ -131,7 +135,8 @@ def scattered(candidates: Sequence[Announcement]) -> list[Announcement]:
 
 
 def network_of(address: str) -> str:
-    """What stands for the network of a `host:port`: the /24 of an IPv4 address, the /48 of an IPv6 one, a name itself."""
+    """What stands for the network of a `host:port`: the /24 of an IPv4 address, the /48 of an IPv6 one, a name
+    itself."""
     host = address.rpartition(":")[0].strip("[]")
     try:
         found = ipaddress.ip_address(host)

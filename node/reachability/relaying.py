@@ -1,4 +1,5 @@
-"""The node's part in tunnels, kept in step with how others reach it: to whom it is attached, what it offers, how it takes part in the DHT."""
+"""The node's part in tunnels, kept in step with how others reach it: to whom it is attached, what it offers, how it
+takes part in the DHT."""
 
 from __future__ import annotations
 
@@ -108,8 +109,8 @@ async def keep_in_step(session: NetworkSession, sleep: Callable[[float], Awaitab
 
 
 def without_tunnels(own: LocalPeer, far_end: FarEnds) -> FarEnds:
-    """The same, but no host is known while the node cannot be dialled: a caller may then have come through a tunnel, whose local end
-    is on this machine, and must not have us look into our own ports."""
+    """The same, but no host is known while the node cannot be dialled: a caller may then have come through a tunnel,
+    whose local end is on this machine, and must not have us look into our own ports."""
 
     def found(peer: PeerId) -> FarEnd | None:
         end = far_end(peer)

@@ -50,8 +50,8 @@ class Lines(Protocol):
 class Switchboard:
     """Answers CALL and CALLED questions.
 
-    A caller names nobody but itself: its own signed record says whom the called peer dials, so nobody can have a third one called
-    up. Both sides bound how often.
+    A caller names nobody but itself: its own signed record says whom the called peer dials, so nobody can have a third
+    one called up. Both sides bound how often.
 
     Args:
         learn: takes a caller's record into what this node knows, so that it can be dialled.
@@ -72,7 +72,8 @@ class Switchboard:
         """Tells a linked peer that the asker wants a link to it, and waits for what it says.
 
         Raises:
-            PeerError: Busy when there were too many calls, Rejected when it cannot be passed on, or what the called peer said.
+            PeerError: Busy when there were too many calls, Rejected when it cannot be passed on, or what the called
+                peer said.
         """
         end = self._lines.far_end(asker)
         if end is None or not self._passed_on.take(end.host, self._clock.monotonic()):
@@ -96,7 +97,8 @@ class Switchboard:
         """Opens a link to the owner of the record, unless there is one. Who has passed the call on does not matter.
 
         Raises:
-            PeerError: Busy when it was dialled often enough, Rejected when its record is of no use, or what became of the dialling.
+            PeerError: Busy when it was dialled often enough, Rejected when its record is of no use, or what became of
+                the dialling.
         """
         caller = self._read(question.record).peer
         if self._lines.is_linked(caller):

@@ -1,7 +1,7 @@
 """UPnP's Internet Gateway Device by miniupnpc (the extra `nat`).
 
-The search is our own, because miniupnpc's visits every device that answers: here only the default gateway is listened to, and its
-description has to lie on the gateway itself. miniupnpc then reads that description and speaks SOAP.
+The search is our own, because miniupnpc's visits every device that answers: here only the default gateway is listened
+to, and its description has to lie on the gateway itself. miniupnpc then reads that description and speaks SOAP.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ Connect = Callable[[str], tuple[Any, str]]
 class Upnp:
     """`node.reachability.port_mapping.PortMapper`.
 
-    `gateway` finds the router, `search` its description's URL; `connect` reads that and gives miniupnpc's device and its control URL.
+    `gateway` finds the router, `search` its description's URL; `connect` reads that and gives miniupnpc's device and
+    its control URL.
     """
 
     how = "UPnP"
@@ -93,7 +94,8 @@ class Upnp:
             device, control = self._connect(location)
         except ImportError:
             return NotMapped(
-                f"the router at {gateway} speaks it, but miniupnpc is not installed here (`pip install 'skipstone[nat]'`)"
+                f"the router at {gateway} speaks it, but miniupnpc is not installed here (`pip install "
+                "'skipstone[nat]'`)"
             )
         except Exception as error:  # miniupnpc has no type of its own
             return NotMapped(f"the router at {gateway} offers no such service: {error}")
@@ -118,7 +120,8 @@ def location_in(answer: bytes, gateway: str) -> str | None:
 def description_of(gateway: str, targets: Sequence[tuple[str, int]] | None = None) -> str | None:
     """Searches (UPnP Device Architecture 1.1, section 1.3) and takes the gateway's own answer.
 
-    The question goes to the gateway and to the group that it has to listen to, because many answer only the latter; or to `targets`.
+    The question goes to the gateway and to the group that it has to listen to, because many answer only the latter; or
+    to `targets`.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as searching:
         searching.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_TTL, 2)

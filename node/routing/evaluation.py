@@ -28,9 +28,11 @@ from swarm.vocabulary.types import MicrobatchId, Path, PeerId
 
 PAUSE_S = 1.0
 LIFETIMES_S = (15.0, 30.0, 60.0)
-"""How long to wait for a loss, try by try: a hop that dies takes what it has accepted with it, and nobody else keeps what is only evaluated."""
+"""How long to wait for a loss, try by try: a hop that dies takes what it has accepted with it, and nobody else keeps
+what is only evaluated."""
 WINDOW = 8
-"""Under way at once: each waits behind what is trained on at every hop, so one after the other takes many times as long. Still less than a hop's slots."""
+"""Under way at once: each waits behind what is trained on at every hop, so one after the other takes many times as
+long. Still less than a hop's slots."""
 
 
 class StrandedOnPathError(Exception):

@@ -37,7 +37,8 @@ LOOK_AGAIN_S = 0.5
 
 
 Signing = Callable[[MicrobatchId, Path, Purpose, float], Path]
-"""Signs the route of a microbatch of this data node that is to live so many seconds without news (`protocol.identity.route_signatures.Routes.signed`)."""
+"""Signs the route of a microbatch of this data node that is to live so many seconds without news
+(`protocol.identity.route_signatures.Routes.signed`)."""
 
 
 class Texts(Protocol):
@@ -162,7 +163,8 @@ class DataNode:
         expected = self._planner.expected_s(path)
         return min(LONGEST_LIFETIME_S, max(SHORTEST_LIFETIME_S, LIFETIME_IN_PATHS * expected))
 
-    # ---- node.pipeline.interfaces.PathEnds --------------------------------------------------------------------------------------
+    # ---- node.pipeline.interfaces.PathEnds
+    # --------------------------------------------------------------------------------------
 
     def expects(self, message: Forward) -> bool:
         if message.purpose is Purpose.EVALUATE:

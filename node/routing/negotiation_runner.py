@@ -1,4 +1,5 @@
-"""A data node's part in the talk about lanes, carried out: what it sees of the swarm goes in, messages to the other data nodes and its lanes come out.
+"""A data node's part in the talk about lanes, carried out: what it sees of the swarm goes in, messages to the other
+data nodes and its lanes come out.
 
 Decisions are in `swarm.routing.negotiation`; here are the clock, the links and the tasks.
 """
@@ -44,7 +45,8 @@ LOOK_S: Final = 2.0
 BETWEEN_LOOKS_S: Final = 0.2
 """However often somebody comes, goes, or says how it is."""
 MAX_WAITING_TELLS: Final = 32
-"""Messages on the way to one data node; what is more is dropped, as a network drops it: the talk repeats what matters."""
+"""Messages on the way to one data node; what is more is dropped, as a network drops it: the talk repeats what
+matters."""
 
 
 class NegotiationRunner:
@@ -69,7 +71,8 @@ class NegotiationRunner:
         self._tasks: asyncio.TaskGroup | None = None
         self._tellings = PendingMessages(MAX_WAITING_TELLS)
         self.lanes: Lanes = ()
-        """The standing routes of our microbatches, taken in turn; none before the first look, and while a stage has nobody."""
+        """The standing routes of our microbatches, taken in turn; none before the first look, and while a stage has
+        nobody."""
 
     # ---- running -------------------------------------------------------------------------------------------------
 

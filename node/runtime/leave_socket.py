@@ -2,9 +2,10 @@
 
 It holds a lock on the key file, which the kernel takes back when it ends, however it ends.
 
-The node listens on a loopback port and writes the port and a secret beside its identity, in a file that only its owner can read.
-Whoever sends the secret there asks it to leave; the connection stays open until it has. Unlike a signal this works on every system,
-and unlike a process number the port cannot come to mean another process: that one would not know the secret.
+The node listens on a loopback port and writes the port and a secret beside its identity, in a file that only its owner
+can read. Whoever sends the secret there asks it to leave; the connection stays open until it has. Unlike a signal this
+works on every system, and unlike a process number the port cannot come to mean another process: that one would not know
+the secret.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ CONNECT_S = 5.0
 LISTEN_S = 5.0
 """Who says nothing for so long is not listened to any more."""
 MAX_CONVERSATIONS = 64
-"""When there are more, the one that has been silent for longest ends: any user of this machine can open some, and whoever knows the secret says it at once."""
+"""When there are more, the one that has been silent for longest ends: any user of this machine can open some, and
+whoever knows the secret says it at once."""
 LOCK_PATIENCE_S = 2.0
 """A process that was killed may take a moment to be gone."""
 LOCK_POLL_S = 0.05
@@ -64,7 +66,8 @@ class _Talks:
 
 @asynccontextmanager
 async def sole_use(identity_path: Path) -> AsyncIterator[None]:
-    """Within the block, no other node of this machine runs with the identity. (Commands that only ask have keys of their own.)
+    """Within the block, no other node of this machine runs with the identity. (Commands that only ask have keys of
+    their own.)
 
     Where the file system knows no locks, nobody is kept out.
 

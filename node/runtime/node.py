@@ -1,4 +1,5 @@
-"""A node from start to end: enters a run, takes one module after another, works until asked to stop, and leaves in good order."""
+"""A node from start to end: enters a run, takes one module after another, works until asked to stop, and leaves in good
+order."""
 
 from __future__ import annotations
 
@@ -184,7 +185,8 @@ async def _choose(
     text: Reasoned[Places | None],
     events: EventSink,
 ) -> Reasoned[ModuleId]:
-    """The module asked for, else the one it had, else the one that needs a peer most after a short look around, of those that fit.
+    """The module asked for, else the one it had, else the one that needs a peer most after a short look around, of
+    those that fit.
 
     Raises:
         ConfigError: that would be stage 0, and the run's text may not be opened; or there is no such stage.

@@ -1,4 +1,5 @@
-"""Between a replica at work and its saved state: what is copied out of it, what is put back, and what a starting node finds."""
+"""Between a replica at work and its saved state: what is copied out of it, what is put back, and what a starting node
+finds."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from swarm.vocabulary.errors import CorruptSnapshot
 from swarm.vocabulary.types import ModuleId, PeerId
 
 RESERVED_NUMBERS = 2**32
-"""A node that was killed has used microbatch numbers after those in its snapshot, and in its life many before it: so many are left out either way."""
+"""A node that was killed has used microbatch numbers after those in its snapshot, and in its life many before it: so
+many are left out either way."""
 NUMBERS = 2**47
 """Of microbatches that are trained on; those from here on are of what is evaluated."""
 
@@ -71,7 +73,8 @@ def restore_stage_zero(worker: DataWorker, state: ReplicaState) -> None:
 
 
 def counts_of(data: DataState | None) -> Counts:
-    """What a data node goes on counting from. What was under way when the state was saved was never completed, and is read again."""
+    """What a data node goes on counting from. What was under way when the state was saved was never completed, and is
+    read again."""
     if data is None:
         return Counts()
     return Counts(data.completed + data.abandoned, data.completed, data.abandoned, data.duplicated)
@@ -91,16 +94,19 @@ def progress_of(resumed: Resumed) -> Progress:
 
 
 def first_number(data: DataState | None, drawn: int) -> int:
-    """Of the microbatches of this start: `drawn`, a number below NUMBERS / 2 that nobody else can know, unless the life before has come too near it.
+    """Of the microbatches of this start: `drawn`, a number below NUMBERS / 2 that nobody else can know, unless the life
+    before has come too near it.
 
-    Those of earlier lives it meets by chance only: of a hundred lives of a million microbatches each, once in 10,000 runs.
+    Those of earlier lives it meets by chance only: of a hundred lives of a million microbatches each, once in 10,000
+    runs.
     """
     if data is None or abs(drawn - data.next_number) > RESERVED_NUMBERS:
         return drawn
     return (drawn + 2 * RESERVED_NUMBERS + 1) % (NUMBERS // 2)
 
 
-# ---- at the start ----------------------------------------------------------------------------------------------------------
+# ---- at the start
+# ----------------------------------------------------------------------------------------------------------
 
 
 def find_own(folder: CheckpointFolder, peer: PeerId, module: ModuleId | None) -> tuple[Resumed, tuple[Note, ...]]:

@@ -1,4 +1,5 @@
-"""What a node does in its run, and what the two kinds of duty have in common: that of a stage peer (`node.runtime.stage_role`), of a data node (`node.runtime.data_role`)."""
+"""What a node does in its run, and what the two kinds of duty have in common: that of a stage peer
+(`node.runtime.stage_role`), of a data node (`node.runtime.data_role`)."""
 
 from __future__ import annotations
 
@@ -47,9 +48,11 @@ class Account:
     visits: tuple[tuple[int, int], ...] = ()
     """Of a data node: stage and completed visits."""
     measured: tuple[PeerId, ...] = ()
-    """Of a data node: the peers whose visits have come home of late, for those who want to know whom they can leave a module to."""
+    """Of a data node: the peers whose visits have come home of late, for those who want to know whom they can leave a
+    module to."""
     paths: dict[str, Any] | None = None
-    """Of a data node: its lanes, and how long its microbatches wait (`node.routing.negotiation_runner.NegotiationRunner.describe`)."""
+    """Of a data node: its lanes, and how long its microbatches wait
+    (`node.routing.negotiation_runner.NegotiationRunner.describe`)."""
 
 
 class NodeRole(Protocol):
@@ -59,7 +62,8 @@ class NodeRole(Protocol):
     answers: dict[QuestionAbout, Answering]
     rounds: ModuleRounds
     before_leaving: list[Hook]
-    """What is still to be done for the others when the module is let go, after `drain`; there is a limit for all together."""
+    """What is still to be done for the others when the module is let go, after `drain`; there is a limit for all
+    together."""
 
     async def prepare(self) -> None:
         """Gets the replica ready to serve; the node is JOINING meanwhile. Cancelled when the node is asked to stop."""
@@ -158,7 +162,8 @@ def microbatch_runner_for(
 
 
 def link_codecs(given: ModuleContext, worker: Worker, clock: SystemClock) -> LinkCodecs:
-    """A visit takes as long as the slower end of a link needs, as far as it announces its speed (data nodes do not: nobody waits for theirs)."""
+    """A visit takes as long as the slower end of a link needs, as far as it announces its speed (data nodes do not:
+    nobody waits for theirs)."""
     own, membership, transport = given.session.own, given.session.membership, given.session.transport
     tokens = given.manifest.microbatch_tokens
 

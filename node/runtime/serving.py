@@ -119,7 +119,8 @@ async def _drain(duty: NodeRole, given: ModuleContext) -> None:
 
 
 async def others_serve(given: ModuleContext) -> bool:
-    """Whether another replica that is proven to work says so now, when asked. What only announces itself may be a liar, who would be left alone here."""
+    """Whether another replica that is proven to work says so now, when asked. What only announces itself may be a liar,
+    who would be left alone here."""
     await given.proofs.refresh()
     session, proven = given.session, given.proofs.proven
     asked = [a.peer for a in _replicas(given) if a.peer in proven][:MAX_ASKED]

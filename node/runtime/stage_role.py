@@ -114,7 +114,8 @@ async def stage_role(given: ModuleContext) -> AsyncIterator[StageRole]:
 
 
 def default_graph_budget(device: torch.device) -> Reasoned[int]:
-    """Bytes that kept graphs may take when nobody says: two fifths of a GPU's free memory, an eighth of the machine's."""
+    """Bytes that kept graphs may take when nobody says: two fifths of a GPU's free memory, an eighth of the
+    machine's."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return Reasoned(free * 2 // 5, "two fifths of the GPU's free memory")

@@ -1,7 +1,8 @@
 """A solo run's checkpoint: every module in the folder of a peer of its own, so that it reads like a swarm's.
 
-The modules are saved one after the other. A machine that dies in between leaves some of them a save ahead, so each says how far the
-run was, and it goes on from the latest point that all of them have. (Where stages are skipped, their own inner steps do not tell.)
+The modules are saved one after the other. A machine that dies in between leaves some of them a save ahead, so each says
+how far the run was, and it goes on from the latest point that all of them have. (Where stages are skipped, their own
+inner steps do not tell.)
 """
 
 from __future__ import annotations

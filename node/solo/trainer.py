@@ -1,9 +1,10 @@
 """A run in one process without any network: the baseline, and what a swarm of one replica a stage must reproduce.
 
-It has the swarm's own parts: modules cut by stage, a visit for each, an accumulator for each part, an optimizer for each
-module, the data in the order in which a single data node reads it, and the stages that the planner gives a data node's first,
-second, ... microbatch. A stage that is skipped takes its inner step when it has seen `inner_tokens` tokens of its own, as in a
-swarm, so it takes fewer steps than stage 0, and a microbatch's next one already meets the new parameters.
+It has the swarm's own parts: modules cut by stage, a visit for each, an accumulator for each part, an optimizer for
+each module, the data in the order in which a single data node reads it, and the stages that the planner gives a data
+node's first, second, ... microbatch. A stage that is skipped takes its inner step when it has seen `inner_tokens`
+tokens of its own, as in a swarm, so it takes fewer steps than stage 0, and a microbatch's next one already meets the
+new parameters.
 """
 
 from __future__ import annotations
@@ -58,11 +59,12 @@ def train_solo(
     should_stop: Callable[[], bool] = lambda: False,
     monotonic: Callable[[], float] = time.monotonic,
 ) -> Event:
-    """Trains for `steps` inner steps, or until `should_stop` says so between two microbatches; returns the summary event.
+    """Trains for `steps` inner steps, or until `should_stop` says so between two microbatches; returns the summary
+    event.
 
-    `on_event` gets a `step` event after every step and the summary at the end. `threads` is the number of CPU threads of
-    torch, its own choice when None. What is in the checkpoint is gone on from; it is written every `save_every_s` seconds and at the
-    end. `steps` counts those before a resume.
+    `on_event` gets a `step` event after every step and the summary at the end. `threads` is the number of CPU threads
+    of torch, its own choice when None. What is in the checkpoint is gone on from; it is written every `save_every_s`
+    seconds and at the end. `steps` counts those before a resume.
 
     Raises:
         ConfigError: the run has several experts a stage, or its data is not here (see `open_documents`).
@@ -98,7 +100,8 @@ class Measurable(Protocol):
 
 
 def evaluate(model: Measurable, microbatches: Iterable[Microbatch]) -> Event:
-    """Mean loss over the microbatches, which are all of one size: `{"loss": nats per token, "tokens": n, "microbatches": n}`.
+    """Mean loss over the microbatches, which are all of one size: `{"loss": nats per token, "tokens": n,
+    "microbatches": n}`.
 
     Raises:
         ConfigError: there is no microbatch.
@@ -149,8 +152,8 @@ class WholeModel:
     def gradients(
         self, microbatch: Microbatch, stages: Sequence[int] | None = None
     ) -> tuple[float, dict[nn.Module, tuple[torch.Tensor, ...]]]:
-        """The loss of a path through these stages (None for all), and the gradients of each part on it. Each stage's graph is
-        freed as soon as it has been used."""
+        """The loss of a path through these stages (None for all), and the gradients of each part on it. Each stage's
+        graph is freed as soon as it has been used."""
         stacks = [self.stacks[stage - 1] for stage in (self.all_stages if stages is None else stages)]
         visits = [visit.forward(self.embedding, microbatch.tokens.to(self.device))]
         for stack in stacks:
@@ -189,7 +192,8 @@ def planned_stages(manifest: Manifest) -> ChooseStages:
 
 
 class SoloTrainer:
-    """Inner steps of all modules, each as soon as it is due. Each module is alone, and takes its outer step as a lone replica of a swarm does.
+    """Inner steps of all modules, each as soon as it is due. Each module is alone, and takes its outer step as a lone
+    replica of a swarm does.
 
     Args:
         choose: None for what the manifest says.
@@ -226,7 +230,8 @@ class SoloTrainer:
         save_solo(folder, self._hosted, microbatches=self.steps * per_step, per_step=per_step, size=size, at=self._at)
 
     def resume(self, folder: CheckpointFolder) -> tuple[Problem, ...]:
-        """Goes on from what is in the folder, if anything is; returns what had to be passed over. Errors as `load_solo`."""
+        """Goes on from what is in the folder, if anything is; returns what had to be passed over. Errors as
+        `load_solo`."""
         position, problems = load_solo(folder, self._hosted)
         if position is not None:
             self.microbatches = position.completed
@@ -236,7 +241,8 @@ class SoloTrainer:
         return problems
 
     def step(self, should_stop: Callable[[], bool]) -> float | None:
-        """Goes on until stage 0 has taken an inner step; returns the mean loss of its microbatches, or None when asked to stop before.
+        """Goes on until stage 0 has taken an inner step; returns the mean loss of its microbatches, or None when asked
+        to stop before.
 
         Raises:
             StateError: the loss or a gradient is not finite.

@@ -1,10 +1,11 @@
 """How tensors become bytes and back, whichever codec does it.
 
-`encode` and `decode` are for tensors of any shape on any device, as hidden states are: encoded where they are, and only the small
-encoding is copied. What a codec cannot express (NaN, infinity, what does not shrink) goes as a wider one, and the spec that comes with the bytes
-says so. `encode_into` and `decode_into` are for float32 vectors in memory that the caller has, as pseudo-gradients are: there a value
-that cannot be expressed is an error. Encodings are deterministic, and so is decoding, bit for bit: whoever decodes the same bytes has the
-same elements. Sizes are `TensorSpec.byte_length`. The large operations are torch's and release the interpreter.
+`encode` and `decode` are for tensors of any shape on any device, as hidden states are: encoded where they are, and only
+the small encoding is copied. What a codec cannot express (NaN, infinity, what does not shrink) goes as a wider one, and
+the spec that comes with the bytes says so. `encode_into` and `decode_into` are for float32 vectors in memory that the
+caller has, as pseudo-gradients are: there a value that cannot be expressed is an error. Encodings are deterministic,
+and so is decoding, bit for bit: whoever decodes the same bytes has the same elements. Sizes are
+`TensorSpec.byte_length`. The large operations are torch's and release the interpreter.
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ def _encode_planes(values: Tensor) -> Encoded:
 
 
 def encode_low_rank(values: Tensor, rank: int, start: Tensor | None = None) -> tuple[Encoded, Tensor]:
-    """Encodes a contiguous tensor as a matrix with its last dimension as its width; see `protocol.codecs.low_rank` for `start` and what is returned
-    besides. What cannot be expressed goes as BF16, and the next start is none (zeros)."""
+    """Encodes a contiguous tensor as a matrix with its last dimension as its width; see `protocol.codecs.low_rank` for
+    `start` and what is returned besides. What cannot be expressed goes as BF16, and the next start is none (zeros)."""
     matrix = values.detach().view(-1, values.shape[-1])
     spec = TensorSpec(tuple(values.shape), DTYPES[values.dtype], Codec.LOW_RANK, rank=rank)
     out = torch.empty(spec.byte_length, dtype=torch.uint8, device=values.device)
@@ -140,7 +141,8 @@ def _decode_planes(octets: Tensor, out: Tensor) -> None:
         target.copy_(elements)
 
 
-# ---- vectors ----------------------------------------------------------------------------------------------------------
+# ---- vectors
+# ----------------------------------------------------------------------------------------------------------
 
 
 def encoded_bytes(codec: Codec, elements: int) -> int:

@@ -1,6 +1,7 @@
 """The codec BF16: the elements as bfloat16, little-endian, rounded to nearest, ties to even.
 
-NaN and infinity pass, and what is beyond the largest bfloat16 becomes infinity: this is what the other codecs fall back to.
+NaN and infinity pass, and what is beyond the largest bfloat16 becomes infinity: this is what the other codecs fall back
+to.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """What the blockwise codecs (INT8, FP8, INT4) have in common: how a vector is cut up, and which scales there may be.
 
-Everything goes in slices that fit a core's cache: the arithmetic is cheap, the way to memory is not. Slices are large enough that
-the calls themselves (about 1 microsecond each) cost little, and just too small for torch to share one among threads: who wants
-more than one core encodes several vectors at once. (Threads that wait for each other over so little work, on a machine that
-is busy with something else, were measured to be 1000 times slower.) A GPU takes everything in one slice.
+Everything goes in slices that fit a core's cache: the arithmetic is cheap, the way to memory is not. Slices are large
+enough that the calls themselves (about 1 microsecond each) cost little, and just too small for torch to share one among
+threads: who wants more than one core encodes several vectors at once. (Threads that wait for each other over so little
+work, on a machine that is busy with something else, were measured to be 1000 times slower.) A GPU takes everything in
+one slice.
 """
 
 from __future__ import annotations
@@ -19,19 +20,21 @@ from torch import Tensor
 from swarm.vocabulary.errors import ProtocolViolation, StateError
 
 SMALLEST_SCALE: Final = float(np.finfo(np.float32).tiny)
-"""Numbers below the smallest normal one are left out because processors need not agree about them. A block whose scale would be smaller
-becomes zeros: dividing by such a scale would overflow."""
+"""Numbers below the smallest normal one are left out because processors need not agree about them. A block whose scale
+would be smaller becomes zeros: dividing by such a scale would overflow."""
 
 SLICE_ELEMENTS: Final = 255 * 128
 """128 KiB of float32. torch shares work among threads from 32768 elements on (its GRAIN_SIZE)."""
 SLICES_OF_ONE_THREAD: Final = 4
-"""Are taken at once where there is one thread, and nobody to share with: fewer calls. Half a MiB, and as much scratch memory, still fit a core's cache."""
+"""Are taken at once where there is one thread, and nobody to share with: fewer calls. Half a MiB, and as much scratch
+memory, still fit a core's cache."""
 SPAN_ELEMENTS: Final = 24 * SLICE_ELEMENTS
 """3 MiB. A span is encoded with one computation of scales, which are few and cost little but calls."""
 
 _ROUNDING: Final = 1.5 * 2.0**23
-"""What is added to a float32 below 2^22 to round it, ties to even: at this size there are no fractions, and the number stands in the
-lowest bits, in two's complement. One step instead of three, and torch's own rounding takes threads from 2048 elements on."""
+"""What is added to a float32 below 2^22 to round it, ties to even: at this size there are no fractions, and the number
+stands in the lowest bits, in two's complement. One step instead of three, and torch's own rounding takes threads from
+2048 elements on."""
 ROUNDED_ZERO: Final = 0x4B400000
 """Its bits."""
 
@@ -54,7 +57,8 @@ class Piece:
 
 
 def pieces(elements: int, width: int, at_once: int) -> Iterator[Piece]:
-    """Whole blocks of `width` elements, as many at a time as `at_once` elements hold; then the shorter last one by itself."""
+    """Whole blocks of `width` elements, as many at a time as `at_once` elements hold; then the shorter last one by
+    itself."""
     whole, rest = divmod(elements, width)
     step = max(1, at_once // width)
     for first in range(0, whole, step):
@@ -129,8 +133,8 @@ def in_float32(x: Tensor, room: Room) -> Tensor:
 
 
 def extremes(x: Tensor, highest: Tensor, lowest: Tensor) -> None:
-    """The largest and the smallest element of each row of `x` [blocks, width], into two [blocks, 1]; NaN where there is one. (Twice as fast as
-    magnitudes, and three times as fast as `torch.aminmax`.)"""
+    """The largest and the smallest element of each row of `x` [blocks, width], into two [blocks, 1]; NaN where there is
+    one. (Twice as fast as magnitudes, and three times as fast as `torch.aminmax`.)"""
     for part, high, low in in_slices(x, highest, lowest):
         torch.amax(part, 1, keepdim=True, out=high)
         torch.amin(part, 1, keepdim=True, out=low)
@@ -171,7 +175,8 @@ def inverse_of(scale: Tensor) -> Tensor:
 
 
 def check_encoded(scales: Tensor, largest: float, codec: str) -> None:
-    """Raises StateError when a value was not finite, or larger than the codec can express. The scales have none that vanish."""
+    """Raises StateError when a value was not finite, or larger than the codec can express. The scales have none that
+    vanish."""
     if not bool((scales.abs() <= largest).all()):
         raise StateError(f"{codec} can express finite values only, and none near the largest float32; this has others")
 

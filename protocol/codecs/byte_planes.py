@@ -1,15 +1,18 @@
-"""The codec PLANES: the elements without loss, their bytes sorted by rank, so that those that are alike lie together and can be shortened.
+"""The codec PLANES: the elements without loss, their bytes sorted by rank, so that those that are alike lie together
+and can be shortened.
 
-Elements are float32 or bfloat16, of w = 4 or 2 bytes. They are cut into slices of SLICE_BYTES / w elements, the last one maybe shorter. A slice of m
-elements has w planes of m bytes: plane k has byte k of each element in order, byte 0 being the least significant. The encoding is
+Elements are float32 or bfloat16, of w = 4 or 2 bytes. They are cut into slices of SLICE_BYTES / w elements, the last
+one maybe shorter. A slice of m elements has w planes of m bytes: plane k has byte k of each element in order, byte 0
+being the least significant. The encoding is
 
     one length for each plane (unsigned 32 bits, little-endian) || one body for each plane
 
-both in order of the slices and, within a slice, of the planes. A body as long as its plane is the plane itself. A shorter one is a
-frame of Zstandard (RFC 8878) that states its content size, needs no dictionary, and holds the plane.
+both in order of the slices and, within a slice, of the planes. A body as long as its plane is the plane itself. A
+shorter one is a frame of Zstandard (RFC 8878) that states its content size, needs no dictionary, and holds the plane.
 
-In trained weights the highest byte, sign and exponent, takes few values and shrinks to a third. The mantissa's are noise, which Zstandard notices
-after a look at a few KB: such planes are stored and cost little more than being copied. (ZipNN, Hershcovitch et al. 2024, arXiv:2411.05239.)
+In trained weights the highest byte, sign and exponent, takes few values and shrinks to a third. The mantissa's are
+noise, which Zstandard notices after a look at a few KB: such planes are stored and cost little more than being copied.
+(ZipNN, Hershcovitch et al. 2024, arXiv:2411.05239.)
 """
 
 from __future__ import annotations
@@ -31,8 +34,9 @@ SLICE_BYTES: Final = 2**20
 _FEW_MATCHES: Final = zstandard.ZstdCompressionParameters.from_level(
     1, window_log=16, hash_log=6, min_match=7, strategy=zstandard.STRATEGY_FAST
 )
-"""Level 1 that hardly looks for repetitions (runs of equal bytes it still finds). Among exponents there are only chance ones, which are
-not worth their references: without them encoding and decoding take half the time, and the result is a tenth shorter."""
+"""Level 1 that hardly looks for repetitions (runs of equal bytes it still finds). Among exponents there are only chance
+ones, which are not worth their references: without them encoding and decoding take half the time, and the result is a
+tenth shorter."""
 _LENGTH: Final = np.dtype("<u4")
 _WORDS: Final[dict[torch.dtype, np.dtype[Any]]] = {torch.float32: np.dtype("<u4"), torch.bfloat16: np.dtype("<u2")}
 
@@ -110,7 +114,8 @@ def _bodies_of(octets: Octets, lengths: list[int]) -> Iterator[Octets]:
 
 
 def _checked_lengths(octets: Octets, words: Words) -> list[int]:
-    """Of the bodies. Raises ProtocolViolation unless each is possible, and together with themselves they are all of `octets`."""
+    """Of the bodies. Raises ProtocolViolation unless each is possible, and together with themselves they are all of
+    `octets`."""
     count = _plane_count(words)
     table = _LENGTH.itemsize * count
     if len(octets) < table:
@@ -127,7 +132,8 @@ def _checked_lengths(octets: Octets, words: Words) -> list[int]:
 
 
 def _plane(body: Octets, size: int, decompressor: zstandard.ZstdDecompressor) -> Octets:
-    """The plane of `size` bytes that `body` holds. The declared size is checked before anything is decompressed, and bounds what is.
+    """The plane of `size` bytes that `body` holds. The declared size is checked before anything is decompressed, and
+    bounds what is.
 
     Raises:
         ProtocolViolation: it holds none.

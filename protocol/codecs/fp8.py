@@ -1,9 +1,10 @@
 """The codec FP8: blocks of 128 elements, each with a scale, each element a float of 8 bits. 33 bytes for 32 elements.
 
-The encoding of n elements is n codes, then ceil(n / 128) scales (float32, little-endian). A code is e4m3: a sign, four bits of exponent with bias
-7, three of mantissa (OCP 8-bit Floating Point Specification 1.0, without its NaN: 0x7f and 0xff decode to 480 and -480, which no encoder writes). A
-block's scale is its largest magnitude / 448; an element decodes to code * scale. The relative error of an element is at most 1/16 down to 1/28672 of the
-largest in its block: worse than INT8 where a block's elements are alike, better where one of them is far larger than the rest.
+The encoding of n elements is n codes, then ceil(n / 128) scales (float32, little-endian). A code is e4m3: a sign, four
+bits of exponent with bias 7, three of mantissa (OCP 8-bit Floating Point Specification 1.0, without its NaN: 0x7f and
+0xff decode to 480 and -480, which no encoder writes). A block's scale is its largest magnitude / 448; an element
+decodes to code * scale. The relative error of an element is at most 1/16 down to 1/28672 of the largest in its block:
+worse than INT8 where a block's elements are alike, better where one of them is far larger than the rest.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The codec INT4: blocks of 64 elements, each with a scale, each element four bits. 34 bytes for 64 elements.
 
-The encoding of n elements is ceil(n / 2) bytes of codes, then ceil(n / 64) scales (bfloat16, little-endian). A block of w elements takes ceil(w / 2) bytes; byte
-i has the code of element i in its lower half and that of element ceil(w / 2) + i in its upper half (0 where there is none). A code is a whole number from 0
-to 15; an element decodes to (code - 8) * scale. A scale is its block's element of largest magnitude / -8, so that all sixteen codes are used and
-this element is met exactly up to the scale's rounding: it may be negative. The relative error is 0.1 on normal data.
+The encoding of n elements is ceil(n / 2) bytes of codes, then ceil(n / 64) scales (bfloat16, little-endian). A block of
+w elements takes ceil(w / 2) bytes; byte i has the code of element i in its lower half and that of element ceil(w / 2) +
+i in its upper half (0 where there is none). A code is a whole number from 0 to 15; an element decodes to (code - 8) *
+scale. A scale is its block's element of largest magnitude / -8, so that all sixteen codes are used and this element is
+met exactly up to the scale's rounding: it may be negative. The relative error is 0.1 on normal data.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def decode(data: Tensor, out: Tensor) -> None:
         out: [n], float32 or bfloat16, on the same device.
 
     Raises:
-        ProtocolViolation: a scale's magnitude is neither 0 nor from SMALLEST_SCALE to LARGEST_SCALE; `out` is untouched.
+        ProtocolViolation: a scale's magnitude is neither 0 nor from SMALLEST_SCALE to LARGEST_SCALE; `out` is
+            untouched.
     """
     elements, device = len(out), out.device
     packed = data[: -(-elements // 2)]
@@ -94,7 +96,8 @@ def decode(data: Tensor, out: Tensor) -> None:
 
 
 def _signed_largest(x: Tensor, result: Tensor) -> None:
-    """Of each row of `x` [blocks, width], into `result` [blocks, 1]: the element of largest magnitude. NaN where there is one."""
+    """Of each row of `x` [blocks, width], into `result` [blocks, 1]: the element of largest magnitude. NaN where there
+    is one."""
     lowest = torch.empty_like(result)
     extremes(x, result, lowest)
     torch.where(result < -lowest, lowest, result, out=result)

@@ -1,9 +1,10 @@
 """The codec INT8: blocks of 128 elements, each with a scale, each element a signed byte. 33 bytes for 32 elements.
 
-The encoding of n elements is n codes (int8), then ceil(n / 128) scales (float32, little-endian). A block's scale is its largest
-magnitude / 127, its codes are value / scale rounded to the nearest whole number, ties to even; an element decodes to
-code * scale in float32. So the error of an element is at most half a scale (1/254 of the largest in its block), and on normal data the
-relative error of the whole is 6.5e-3 whatever its magnitude. Scales are 0, or from SMALLEST_SCALE to LARGEST_SCALE.
+The encoding of n elements is n codes (int8), then ceil(n / 128) scales (float32, little-endian). A block's scale is its
+largest magnitude / 127, its codes are value / scale rounded to the nearest whole number, ties to even; an element
+decodes to code * scale in float32. So the error of an element is at most half a scale (1/254 of the largest in its
+block), and on normal data the relative error of the whole is 6.5e-3 whatever its magnitude. Scales are 0, or from
+SMALLEST_SCALE to LARGEST_SCALE.
 """
 
 from __future__ import annotations

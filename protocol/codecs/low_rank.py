@@ -1,12 +1,14 @@
-"""The codec LOW_RANK: a matrix [m, n] as the product of two thin ones (Vogels et al. 2019, "PowerSGD", arXiv:1905.13727).
+"""The codec LOW_RANK: a matrix [m, n] as the product of two thin ones (Vogels et al. 2019, "PowerSGD",
+arXiv:1905.13727).
 
-The encoding is P [m, rank], then Q [n, rank], row-major bfloat16, little-endian; it decodes to P Q^T. The encoder takes one step of subspace iteration: P is
-an orthonormal basis of the columns of M Q', where Q' is what the step before it found (the warm start) or fixed random numbers, and Q is M^T P.
-So P Q^T is M projected on P, and never longer than M but for rounding. With a warm start the basis follows the largest singular vectors of a matrix
-that changes slowly.
+The encoding is P [m, rank], then Q [n, rank], row-major bfloat16, little-endian; it decodes to P Q^T. The encoder takes
+one step of subspace iteration: P is an orthonormal basis of the columns of M Q', where Q' is what the step before it
+found (the warm start) or fixed random numbers, and Q is M^T P. So P Q^T is M projected on P, and never longer than M
+but for rounding. With a warm start the basis follows the largest singular vectors of a matrix that changes slowly.
 
-Decoding is exact to the bit on every machine: a product of two bfloat16 is a float32 without rounding, and products are added one after the other, in the
-order of the columns. Elements smaller than SMALLEST_ELEMENT are taken for 0, because products of such numbers could be rounded.
+Decoding is exact to the bit on every machine: a product of two bfloat16 is a float32 without rounding, and products are
+added one after the other, in the order of the columns. Elements smaller than SMALLEST_ELEMENT are taken for 0, because
+products of such numbers could be rounded.
 """
 
 from __future__ import annotations

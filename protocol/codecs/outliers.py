@@ -1,10 +1,12 @@
-"""Channels that are far larger than the rest, sent apart in bfloat16, so that the rest can be blocked with small scales.
+"""Channels that are far larger than the rest, sent apart in bfloat16, so that the rest can be blocked with small
+scales.
 
-In trained models a few places of the hidden states have magnitudes tens to thousands of times those of the others, the same ones for nearly all
-tokens (Dettmers et al. 2022, LLM.int8()). A block with one of them in it has a scale that leaves a few codes for all others.
+In trained models a few places of the hidden states have magnitudes tens to thousands of times those of the others, the
+same ones for nearly all tokens (Dettmers et al. 2022, LLM.int8()). A block with one of them in it has a scale that
+leaves a few codes for all others.
 
-They follow a blockwise encoding: k numbers of channels (unsigned 16 bits, little-endian, rising), then k columns of as many bfloat16 as the matrix
-has rows. In the blocks these channels are sent as zeros.
+They follow a blockwise encoding: k numbers of channels (unsigned 16 bits, little-endian, rising), then k columns of as
+many bfloat16 as the matrix has rows. In the blocks these channels are sent as zeros.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from swarm.vocabulary.errors import ProtocolViolation
 TIMES_THE_MEDIAN: Final = 8.0
 """How much larger than the median channel's largest element a channel's must be."""
 SAMPLED_ROWS: Final = 64
-"""That are looked at: the same channels stand out in all rows. One that is missed costs accuracy in its own blocks only."""
+"""That are looked at: the same channels stand out in all rows. One that is missed costs accuracy in its own blocks
+only."""
 LARGEST_CHANNEL: Final = 2**16
 
 
@@ -40,7 +43,8 @@ def find(values: Tensor) -> Tensor:
 
 
 def split(values: Tensor, channels: Tensor, out: Tensor) -> Tensor:
-    """Writes the channels' numbers and columns into `out` [2 * k * (1 + rows)] bytes, and gives a copy of `values` with zeros in their place."""
+    """Writes the channels' numbers and columns into `out` [2 * k * (1 + rows)] bytes, and gives a copy of `values` with
+    zeros in their place."""
     matrix = values.view(-1, values.shape[-1])
     numbers = channels.to(torch.uint16).view(torch.uint8)
     columns = matrix.index_select(1, channels).to(torch.bfloat16).t().contiguous()

@@ -1,27 +1,30 @@
-"""The codecs TOP_K_4 and TOP_K_2: of each chunk of 4096 elements the 192 of largest magnitude, or the 256; all others decode to 0.
+"""The codecs TOP_K_4 and TOP_K_2: of each chunk of 4096 elements the 192 of largest magnitude, or the 256; all others
+decode to 0.
 
-252 and 260 bytes for 4096 elements: 65 and 63 times less than float32. What is left out has to be sent another time by who encodes
-(`node.averaging.exchange.pseudo_gradient`), or the sum of many encodings is not that of what was encoded.
+252 and 260 bytes for 4096 elements: 65 and 63 times less than float32. What is left out has to be sent another time by
+who encodes (`node.averaging.exchange.pseudo_gradient`), or the sum of many encodings is not that of what was encoded.
 
-The encoding is that of each chunk, one after the other; the last chunk may be shorter. A chunk of w elements sends n = ceil(w * 192 / 4096) of them (256 with TOP_K_2),
-in the order of their places in the chunk, in these parts, each in whole bytes whose lowest bit comes first and whose unused bits are 0:
+The encoding is that of each chunk, one after the other; the last chunk may be shorter. A chunk of w elements sends n =
+ceil(w * 192 / 4096) of them (256 with TOP_K_2), in the order of their places in the chunk, in these parts, each in
+whole bytes whose lowest bit comes first and whose unused bits are 0:
 
-    levels      the lowest and the highest one, bfloat16, little-endian
-    low bits    n times 4 bits: each place modulo 16
-    high bits   n + ceil(w / 16) bits, of which n are 1: for the i-th place p (i from 0) the bit of number floor(p / 16) + i
-    codes       n times 4 bits, or 2
+    levels      the lowest and the highest one, bfloat16, little-endian low bits    n times 4 bits: each place modulo 16
+    high bits   n + ceil(w / 16) bits, of which n are 1: for the i-th place p (i from 0) the bit of number floor(p / 16)
+    + i codes       n times 4 bits, or 2
 
-So a place takes 6.3 or 6 bits instead of 12, whichever places they are (the code of Elias 1974 and Fano 1971 for rising numbers). A code's upper bit is the
-sign (1 is negative), the rest a whole number j from 0 to m, which is 7 or 1. It stands for
+So a place takes 6.3 or 6 bits instead of 12, whichever places they are (the code of Elias 1974 and Fano 1971 for rising
+numbers). A code's upper bit is the sign (1 is negative), the rest a whole number j from 0 to m, which is 7 or 1. It
+stands for
 
     lowest + (j / m)^2 * (highest - lowest)
 
-with the square rounded to float32 and so every operation after it. TOP_K_4 sends the smallest and the largest magnitude as its levels, and has more of the
-others where there are more magnitudes, near the smallest one: on normal data the kept elements have a relative error of 0.03. TOP_K_2 sends the means of the
-smaller and of the larger magnitudes: 0.09. A level is 0, or from SMALLEST_SCALE to LARGEST_LEVEL.
+with the square rounded to float32 and so every operation after it. TOP_K_4 sends the smallest and the largest magnitude
+as its levels, and has more of the others where there are more magnitudes, near the smallest one: on normal data the
+kept elements have a relative error of 0.03. TOP_K_2 sends the means of the smaller and of the larger magnitudes: 0.09.
+A level is 0, or from SMALLEST_SCALE to LARGEST_LEVEL.
 
-With the same length, TOP_K_2 leaves less out (0.82 of the length of normal data; TOP_K_4 0.86), but where a few elements are far larger than the rest, two levels
-are too few (Student's t with 3 degrees of freedom: 0.69 and 0.66).
+With the same length, TOP_K_2 leaves less out (0.82 of the length of normal data; TOP_K_4 0.86), but where a few
+elements are far larger than the rest, two levels are too few (Student's t with 3 degrees of freedom: 0.69 and 0.66).
 """
 
 from __future__ import annotations
@@ -84,8 +87,8 @@ class TopK:
         """Writes what `data` encodes into `out` [n], float32 or bfloat16; most of it are zeros.
 
         Raises:
-            ProtocolViolation: a level cannot be, or the places of a chunk are too many, too few, beyond its end or do not rise; `out`
-                is untouched.
+            ProtocolViolation: a level cannot be, or the places of a chunk are too many, too few, beyond its end or do
+                not rise; `out` is untouched.
         """
         read = 0
         found: list[tuple[Piece, Tensor, Tensor]] = []

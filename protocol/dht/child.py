@@ -112,7 +112,8 @@ class DhtChild:
         return "; ".join(self._last_lines)
 
     async def stop(self) -> None:
-        """Closes its stdin, which it takes as a request to end, and waits a while until it does. `end` has to follow."""
+        """Closes its stdin, which it takes as a request to end, and waits a while until it does. `end` has to
+        follow."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.close()
@@ -122,8 +123,8 @@ class DhtChild:
             log.warning("the DHT process did not stop within %.0f s; it is killed", STOP_PATIENCE_S)
 
     async def end(self) -> None:
-        """Kills what is left of the process group, so that p2pd goes too where the kernel does not see to it, and waits until the pipes
-        are closed, too. Harmless when all are gone."""
+        """Kills what is left of the process group, so that p2pd goes too where the kernel does not see to it, and waits
+        until the pipes are closed, too. Harmless when all are gone."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(TimeoutError):
@@ -137,8 +138,8 @@ async def running_child(
 ) -> AsyncIterator[tuple[DhtChild, dht_process_pb2.DhtSituation]]:
     """A child that has started, and its situation then; it is stopped, with all that belongs to it, on the way out.
 
-    `start.folder` and `start.identity` are filled in. The key is handed over in a file that only we can read, and removed as
-    soon as p2pd has read it.
+    `start.folder` and `start.identity` are filled in. The key is handed over in a file that only we can read, and
+    removed as soon as p2pd has read it.
 
     Raises:
         ConfigError: the child could not start.
@@ -212,8 +213,8 @@ async def _started() -> asyncio.subprocess.Process:
 async def _done(short: asyncio.Future[Any]) -> None:
     """Waits until it is; whoever cancels meanwhile has to wait, too.
 
-    A second cancellation, as it comes when a group of tasks around us ends, would stop asyncio from cleaning up after the first: the process was left
-    running and its pipes open.
+    A second cancellation, as it comes when a group of tasks around us ends, would stop asyncio from cleaning up after
+    the first: the process was left running and its pipes open.
     """
     cancelled = None
     while not short.done():

@@ -85,9 +85,9 @@ class DhtService:
     async def stay_joined(self) -> None:
         """Greets the initial peers, again and again with growing pauses while one is missing or nobody is known.
 
-        A whole swarm may start at the same second, in any order: nodes that found each other without the one that came last
-        must not leave it alone. Later, now and then, this looks for new neighbours and for initial peers that were away,
-        so that a DHT that fell apart grows together.
+        A whole swarm may start at the same second, in any order: nodes that found each other without the one that came
+        last must not leave it alone. Later, now and then, this looks for new neighbours and for initial peers that were
+        away, so that a DHT that fell apart grows together.
         """
         pause_s, longest_s = MISSING_RETRY_S
         began = time.monotonic()

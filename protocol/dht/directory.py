@@ -1,7 +1,9 @@
-"""The directory: where a run's peers find each other. `DhtDirectory` is `protocol.interfaces.directory.Directory` on hivemind's DHT.
+"""The directory: where a run's peers find each other. `DhtDirectory` is `protocol.interfaces.directory.Directory` on
+hivemind's DHT.
 
-The DHT itself lives in a child process (`protocol.dht.process`). Here it is started, watched and started again, and everything
-it finds is checked once more: nothing a DHT says is believed for any other reason than its owner's signature.
+The DHT itself lives in a child process (`protocol.dht.process`). Here it is started, watched and started again, and
+everything it finds is checked once more: nothing a DHT says is believed for any other reason than its owner's
+signature.
 """
 
 from __future__ import annotations
@@ -88,9 +90,11 @@ class DirectoryStatistics:
 
 
 class LatestSequences:
-    """The newest record seen of each peer until it expires, so that what was replaced cannot come back. Forgets the longest unseen peer.
+    """The newest record seen of each peer until it expires, so that what was replaced cannot come back. Forgets the
+    longest unseen peer.
 
-    Not for ever: a peer that has begun with a clock far ahead of ours, and is started again when it is right, counts from less.
+    Not for ever: a peer that has begun with a clock far ahead of ours, and is started again when it is right, counts
+    from less.
     """
 
     def __init__(self, limit: int = MAX_REMEMBERED_PEERS) -> None:
@@ -98,7 +102,8 @@ class LatestSequences:
         self._latest: OrderedDict[PeerId, tuple[int, float]] = OrderedDict()
 
     def is_current(self, announcement: Announcement, now: float) -> bool:
-        """Whether nothing newer of this peer has been seen that still holds at `now` (Unix time); remembers it if so."""
+        """Whether nothing newer of this peer has been seen that still holds at `now` (Unix time); remembers it if
+        so."""
         sequence, expires_at = self._latest.get(announcement.peer, (0, 0.0))
         if announcement.sequence < sequence and now < expires_at:
             return False
@@ -112,8 +117,8 @@ class LatestSequences:
 class DhtDirectory:
     """Use as `async with`: entering starts the DHT, leaving stops it.
 
-    While the DHT is being restarted, `publish` and `look_up` raise Unreachable at once; the last published record is stored
-    again as soon as it is back.
+    While the DHT is being restarted, `publish` and `look_up` raise Unreachable at once; the last published record is
+    stored again as soon as it is back.
     """
 
     def __init__(self, settings: DirectorySettings, identity: Identity, run: RunId, clock: Clock) -> None:
@@ -204,8 +209,8 @@ class DhtDirectory:
         await self.ask(request, self._settings.publish_timeout_s)
 
     def take_part(self, *, client: bool) -> None:
-        """From now on takes part as a client, or not (`DirectorySettings.client`). When that is a change, the DHT is started again within
-        seconds: it is away for a moment, and tunnels end."""
+        """From now on takes part as a client, or not (`DirectorySettings.client`). When that is a change, the DHT is
+        started again within seconds: it is away for a moment, and tunnels end."""
         self._settings = dataclasses.replace(self._settings, client=client)
 
     @property
@@ -297,7 +302,8 @@ class DhtDirectory:
                 self._child = None
 
     async def _watch(self, child: DhtChild, client: bool) -> None:
-        """Returns never; raises Unreachable when the child is gone, does not answer, or takes part in another way than it is to."""
+        """Returns never; raises Unreachable when the child is gone, does not answer, or takes part in another way than
+        it is to."""
         while True:
             if client != self._settings.client:
                 raise _TakesPartAnew(f"from now on it is {'no' if client else 'a'} client")

@@ -5,8 +5,9 @@ hivemind 1.1.12 trusts its peers where it must not; each guard here answers one 
 * `guard_serializer`: nested msgpack extensions are decoded by recursion in C, so one packet of 1 KB ends the process.
 * `RecordRules`: any key, value, size and expiry is stored and returned, infinite and NaN ones too.
 * `GuardedStorage`: memory has no bound, and replays shorten the life of newer records (`protocol.dht.record_store`).
-* `GuardedProtocol`: answers to a search are believed about their own expiry (an infinite one ends the search with the liar's
-  answer alone), one bad record spoils a whole answer, requests have no bound, and nodes choose their place in the DHT freely.
+* `GuardedProtocol`: answers to a search are believed about their own expiry (an infinite one ends the search with the
+  liar's answer alone), one bad record spoils a whole answer, requests have no bound, and nodes choose their place in
+  the DHT freely.
 
 This module imports hivemind, so it belongs into the DHT's process; `protocol.libp2p.hivemind_import` goes first there.
 """
@@ -50,7 +51,8 @@ LOOKUP_COST_BYTES = 4096
 
 
 def guard_serializer() -> None:
-    """Bounds what hivemind's msgpack decoder does with bytes from outside. May be called again; it acts once a process."""
+    """Bounds what hivemind's msgpack decoder does with bytes from outside. May be called again; it acts once a
+    process."""
     if getattr(MSGPackSerializer, "is_guarded", False):
         return
     decode_extension = MSGPackSerializer._decode_ext_types.__func__
@@ -78,8 +80,8 @@ def guard_serializer() -> None:
 
 
 def node_id_of(peer: PeerID) -> Any:
-    """The place of a peer in the DHT: the hash of its peer id, so that nobody can sit down next to a key it wants to hide
-    without searching for a key pair that hashes there, and nobody can have more than one place."""
+    """The place of a peer in the DHT: the hash of its peer id, so that nobody can sit down next to a key it wants to
+    hide without searching for a key pair that hashes there, and nobody can have more than one place."""
     return DHTID.generate(peer.to_bytes())
 
 
@@ -105,8 +107,8 @@ def unpack_bytes(packed: bytes) -> bytes:
 class RecordRules(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no types
     """Accepts this run's signed records under their own key and owner, and nothing else.
 
-    hivemind asks before it stores and before it believes an answer. Values without a subkey are refused too, because their
-    "subkey" is the packed None, which is nobody's peer id.
+    hivemind asks before it stores and before it believes an answer. Values without a subkey are refused too, because
+    their "subkey" is the packed None, which is nobody's peer id.
     """
 
     priority = 1000
@@ -251,8 +253,8 @@ class GuardedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind has no typ
         return {key: (recomputed(item), plausible(nearest, self.bucket_size)) for key, (item, nearest) in found.items()}
 
     def _validate_dictionary(self, key_bytes: bytes, dictionary: DictionaryDHTValue) -> bool:
-        """Drops what is not valid instead of refusing the rest with it: one record that has just expired by our clock must
-        not hide its neighbours."""
+        """Drops what is not valid instead of refusing the rest with it: one record that has just expired by our clock
+        must not hide its neighbours."""
         with dictionary.freeze():
             for subkey, (value, expires_at) in tuple(dictionary.items()):
                 record = DHTRecord(key_bytes, self.serializer.dumps(subkey), value, expires_at)

@@ -1,8 +1,9 @@
 """The DHT's own process: `python -m protocol.dht.process`, started and supervised by `protocol.dht.directory`.
 
-hivemind's DHT and its p2pd live here, away from the node: a crash of theirs costs a restart of this process and nothing else,
-and gRPC's threads are never forked. hivemind's own way of doing that (`hivemind.DHT`) forks the node and hangs on long values,
-so its `DHTNode` is run on this process's event loop instead, and spoken to over stdin and stdout (`proto/dht_process.proto`).
+hivemind's DHT and its p2pd live here, away from the node: a crash of theirs costs a restart of this process and nothing
+else, and gRPC's threads are never forked. hivemind's own way of doing that (`hivemind.DHT`) forks the node and hangs on
+long values, so its `DHTNode` is run on this process's event loop instead, and spoken to over stdin and stdout
+(`proto/dht_process.proto`).
 
 The process ends when its stdin does, and takes p2pd with it.
 """
@@ -96,7 +97,8 @@ class _Desk:
         try:
             await doing.carry_out(request, reply)
         except Exception as error:
-            # hivemind has no exceptions of its own for a network that lets it down: it may be anything, assertions included.
+            # hivemind has no exceptions of its own for a network that lets it down: it may be anything, assertions
+            # included.
             log.debug("request %d failed", request.number, exc_info=True)
             reply.failed = str(error) or type(error).__name__
         finally:
@@ -147,7 +149,8 @@ async def _start_and_serve(desk: _Desk, request: dht_process_pb2.DhtRequest) -> 
 
 
 async def _start_unless_left(desk: _Desk, start: dht_process_pb2.DhtStart) -> DhtService:
-    """Starts the service, or raises _Finished when the node goes away meanwhile: it sends nothing before we have answered."""
+    """Starts the service, or raises _Finished when the node goes away meanwhile: it sends nothing before we have
+    answered."""
     starting = asyncio.ensure_future(DhtService.start(start))
     leaving = asyncio.ensure_future(desk.next())
     try:

@@ -1,15 +1,18 @@
 """What one DHT node keeps for the swarm, in bounded memory.
 
-hivemind's own storage is not used: it has no size limit, a stored value that is *refused* as older still moves the newer one's
-removal forward (so a replay deletes an honest record early), and its bookkeeping grows with every attempt.
+hivemind's own storage is not used: it has no size limit, a stored value that is *refused* as older still moves the
+newer one's removal forward (so a replay deletes an honest record early), and its bookkeeping grows with every attempt.
 
 The bounds, and who gives way when one is reached:
 
-* A key has room for a fixed number of owners. When it is full a newcomer is refused, because records that are there already
-  are the swarm that works now, and identities cost nothing: any rule that lets strangers push others out lets a flood push out
-  everybody. Newcomers still reach the swarm, since peers hand each other their records on their links too.
-* Keys outside the run do not exist, so the keys are as many as the run's modules, and a flood of one leaves the others alone.
-* An owner may stand under a few keys at a time (it moves between modules). One more pushes out its own oldest, nobody else's.
+* A key has room for a fixed number of owners. When it is full a newcomer is refused, because records that are there
+  already are the swarm that works now, and identities cost nothing: any rule that lets strangers push others out lets a
+  flood push out everybody. Newcomers still reach the swarm, since peers hand each other their records on their links
+  too.
+* Keys outside the run do not exist, so the keys are as many as the run's modules, and a flood of one leaves the others
+  alone.
+* An owner may stand under a few keys at a time (it moves between modules). One more pushes out its own oldest, nobody
+  else's.
 """
 
 from __future__ import annotations
@@ -46,7 +49,8 @@ class RecordStore:
     owners_of_key: int = MAX_OWNERS_OF_KEY
     max_records: int = MAX_RECORDS
     longest_s: float = math.inf
-    """What expires later than so many seconds from now is not kept any more: this machine's clock was ahead when it came."""
+    """What expires later than so many seconds from now is not kept any more: this machine's clock was ahead when it
+    came."""
     _rooms: dict[Any, dict[str, Kept]] = field(default_factory=dict)
     _keys_of: dict[str, dict[Any, None]] = field(default_factory=dict)
     _count: int = 0

@@ -1,4 +1,5 @@
-"""Tunnels as the node sees them: a way to a peer that nobody can dial, and being such a peer. The bytes flow elsewhere (`protocol.nat`)."""
+"""Tunnels as the node sees them: a way to a peer that nobody can dial, and being such a peer. The bytes flow elsewhere
+(`protocol.nat`)."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class RelayAttachment:
 
 
 class RelayTunnels:
-    """`relay_of` says at which multiaddr a peer serves tunnels; empty when it does not. `shuffle` puts relays into an order."""
+    """`relay_of` says at which multiaddr a peer serves tunnels; empty when it does not. `shuffle` puts relays into an
+    order."""
 
     def __init__(
         self,
@@ -47,7 +49,8 @@ class RelayTunnels:
         self._shuffle = shuffle
 
     async def way_to(self, contact: Contact) -> str:
-        """A local `host:port` that leads to the peer through one of the relays that it is attached to; good for one connection, within 10 s.
+        """A local `host:port` that leads to the peer through one of the relays that it is attached to; good for one
+        connection, within 10 s.
 
         Raises:
             Unreachable: it has no relay that we know, or none of them carries a tunnel; why, it says.
@@ -69,8 +72,8 @@ class RelayTunnels:
         raise Unreachable(f"no tunnel to {short(contact.peer)}: {'; '.join(reasons)}")
 
     async def attach(self, relays: Sequence[str], local: str) -> None:
-        """From now on tunnels may come through the relays at these multiaddrs, of which the first two count, and lead to `local` (`host:port`).
-        No relays: none may come any more.
+        """From now on tunnels may come through the relays at these multiaddrs, of which the first two count, and lead
+        to `local` (`host:port`). No relays: none may come any more.
 
         It goes on in the background while a relay does not answer, and anew whenever the DHT was restarted.
 

@@ -1,7 +1,7 @@
 """The frames of a round and of catching up: `swarm.vocabulary.averaging_messages` as link.proto has it.
 
-What one message says by itself is checked here; whether it fits the round, the roster and the module is checked by those who
-know them. Norms are doubles on the wire, so that both sides compute with the same numbers.
+What one message says by itself is checked here; whether it fits the round, the roster and the module is checked by
+those who know them. Norms are doubles on the wire, so that both sides compute with the same numbers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""What the frames of microbatches, rounds and lanes have in common: peers, modules, numbers, texts, the header of a tensor.
+"""What the frames of microbatches, rounds and lanes have in common: peers, modules, numbers, texts, the header of a
+tensor.
 
 Every `read_...` and `checked_...` raises ProtocolViolation for what may not come, and nothing else.
 
-The bounds of an AnchorVersion that somebody names, wherever it stands: in a record, in a round's frames, in a hash list.
+The bounds of an AnchorVersion that somebody names, wherever it stands: in a record, in a round's frames, in a hash
+list.
 """
 
 from __future__ import annotations

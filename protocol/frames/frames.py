@@ -3,8 +3,8 @@
 `decode` trusts nothing: every length, number, name and enum is checked here, and whatever is wrong with the bytes, the
 only error is ProtocolViolation. What needs the manifest or the state of the link to be checked is checked by those who
 have them. Chunks have a module of their own (`protocol.frames.chunks`); what a microbatch's life consists of is in
-`protocol.frames.pipeline`, rounds are in `protocol.frames.averaging`, catching up in `protocol.frames.state`, the talk about lanes in
-`protocol.frames.routing`, questions and answers in `protocol.frames.rpc`.
+`protocol.frames.pipeline`, rounds are in `protocol.frames.averaging`, catching up in `protocol.frames.state`, the talk
+about lanes in `protocol.frames.routing`, questions and answers in `protocol.frames.rpc`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ from swarm.vocabulary.routing_messages import Abandon, Accept, Decline, Heard, O
 from swarm.vocabulary.types import PeerId, RunId, VersionRange
 
 MAX_SMALL_FRAME_BYTES: Final = 72 * 1024
-"""Of every frame that is not a chunk: a path of 256 hops takes about 20 KiB, a roster of 256 members about 24 KiB, the lanes of two data nodes at most 60 KiB, an answer 64 KiB."""
+"""Of every frame that is not a chunk: a path of 256 hops takes about 20 KiB, a roster of 256 members about 24 KiB, the
+lanes of two data nodes at most 60 KiB, an answer 64 KiB."""
 
 MAX_AGE_MS: Final = 2**48
 
@@ -175,7 +176,8 @@ def is_chunk(data: bytes) -> bool:
 
 
 def topic_of(data: bytes) -> Topic | None:
-    """What a small frame is about, as its first bytes say; None when that concerns everybody, or when it announces a tensor.
+    """What a small frame is about, as its first bytes say; None when that concerns everybody, or when it announces a
+    tensor.
 
     Raises:
         ProtocolViolation: it is too long, or not exactly one field of a known kind.
@@ -200,7 +202,8 @@ def decode(data: bytes) -> Frame:
 
 
 def _kind_of(data: bytes) -> str:
-    """Of one field the whole frame consists of: its tag, its length, and so many bytes. protobuf would take several, and believe the last."""
+    """Of one field the whole frame consists of: its tag, its length, and so many bytes. protobuf would take several,
+    and believe the last."""
     if len(data) > MAX_SMALL_FRAME_BYTES:
         raise ProtocolViolation(f"a frame of {len(data)} bytes that is no chunk is longer than {MAX_SMALL_FRAME_BYTES}")
     tag, at = _varint(data, 0) if data else (_BYTES, 0)

@@ -1,4 +1,5 @@
-"""The hash list of a module's state, as it answers a STATE question: what a digest stands for, and what each chunk is checked against."""
+"""The hash list of a module's state, as it answers a STATE question: what a digest stands for, and what each chunk is
+checked against."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class HashList:
 
 
 def encode_hash_list(hash_list: HashList) -> bytes:
-    """At most 64 KiB for a layout whose chunks are as large as `node.averaging.anchor.layout` makes them, up to 10^9 elements."""
+    """At most 64 KiB for a layout whose chunks are as large as `node.averaging.anchor.layout` makes them, up to 10^9
+    elements."""
     version = hash_list.version
     data: bytes = wire.HashList(
         round=version.round,
@@ -46,7 +48,8 @@ def encode_hash_list(hash_list: HashList) -> bytes:
 def decode_hash_list(data: bytes, *, digest: bytes, elements: int, chunk_elements: int) -> HashList:
     """A peer's answer to the question for `digest`, which the version takes over.
 
-    Whether the list leads to that digest is not checked here: the caller hashes it (`node.averaging.anchor.anchor.version_of`).
+    Whether the list leads to that digest is not checked here: the caller hashes it
+    (`node.averaging.anchor.anchor.version_of`).
 
     Args:
         elements: what the module has, and `chunk_elements` what its chunks have; another cut is none of ours.

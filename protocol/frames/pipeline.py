@@ -181,7 +181,8 @@ def _read_hops(hops: Sequence[wire.Hop]) -> tuple[Hop, ...]:
 
 
 def _read_route(route: wire.Route) -> tuple[Path, int, MicrobatchId, float]:
-    """Path, position, microbatch and lifetime in seconds. Whether the data node has signed them is asked where the run is known."""
+    """Path, position, microbatch and lifetime in seconds. Whether the data node has signed them is asked where the run
+    is known."""
     microbatch, hops = _read_microbatch(route.microbatch), _read_hops(route.hops)
     if not -1 <= route.position <= len(hops):
         raise ProtocolViolation(f"position {route.position} is not on a path of {len(hops)} hops")

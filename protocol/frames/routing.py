@@ -1,7 +1,7 @@
 """The frames of the data nodes' talk about lanes: `swarm.vocabulary.routing_messages` as link.proto has it.
 
-What one message says by itself is checked here; whether it fits the epoch, the lanes and the peers that are alive is checked by those
-who know them. Lanes share peers, so a message names each peer once and its routes say which of them.
+What one message says by itself is checked here; whether it fits the epoch, the lanes and the peers that are alive is
+checked by those who know them. Lanes share peers, so a message names each peer once and its routes say which of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The frames of catching up: asking for chunks of a module's state, sending them, refusing them (`swarm.vocabulary.averaging_messages`)."""
+"""The frames of catching up: asking for chunks of a module's state, sending them, refusing them
+(`swarm.vocabulary.averaging_messages`)."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ def read_state_chunk(chunk: wire.StateChunk) -> TensorFrame:
     tensor = frame.tensor
     if len(tensor.shape) != 1 or tensor.dtype is not DType.FLOAT32 or tensor.codec not in _LOSSLESS:
         raise ProtocolViolation(
-            f"state: a chunk is a float32 vector without loss, not {tensor.codec.name} {tensor.dtype.name} {tensor.shape}"
+            f"state: a chunk is a float32 vector without loss, not {tensor.codec.name} {tensor.dtype.name} "
+            f"{tensor.shape}"
         )
     return frame
 

@@ -19,8 +19,8 @@ LEAST_CHUNK_BYTES: Final = 64 * 1024
 
 
 def chunk_bytes_for(goodput_bytes_per_s: float, most: int) -> int:
-    """How large the chunks of the next transfer are to be: what the link carries in CHUNK_S, as a power of two, within the limits; `most` as
-    long as nothing was measured."""
+    """How large the chunks of the next transfer are to be: what the link carries in CHUNK_S, as a power of two, within
+    the limits; `most` as long as nothing was measured."""
     if goodput_bytes_per_s <= 0:
         return most
     carried = int(min(goodput_bytes_per_s * CHUNK_S, most))
@@ -32,7 +32,8 @@ def chunk_count_of(byte_length: int, chunk_bytes: int) -> int:
 
 
 class OutgoingTransfer:
-    """The frames of one tensor, made one at a time: besides the one that the stream has, at most one is copied ahead."""
+    """The frames of one tensor, made one at a time: besides the one that the stream has, at most one is copied
+    ahead."""
 
     __slots__ = ("_ahead", "_chunk_bytes", "_chunk_count", "_data", "_header", "_next", "number")
 
@@ -62,7 +63,8 @@ class OutgoingTransfer:
         return frame
 
     def prepare(self) -> None:
-        """Makes the next frame now, while the stream is busy with another, so that `next_frame` will have it at hand."""
+        """Makes the next frame now, while the stream is busy with another, so that `next_frame` will have it at
+        hand."""
         if self._ahead is None and not self.finished:
             self._ahead = self._frame()
 

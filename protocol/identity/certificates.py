@@ -4,16 +4,16 @@ gRPC's TLS takes no Ed25519 certificates. So each start of a node makes a throw-
 identity signs that key inside the certificate, by the extension of the libp2p TLS specification
 (https://github.com/libp2p/specs/blob/master/tls/tls.md). Whoever checks the certificate learns the peer id.
 
-A server has to name the roots that it lets in before it knows who comes. The certificates of one run are therefore signed
-by the *run's authority*, whose key anybody can compute from the RunId. Its signature says nothing but "knows the run"; who it is,
-the extension proves. (gRPC can also ask for new roots at every handshake; two handshakes at once then crash the
-process, seen with 1.85: the old ones are freed while the other still uses them.) Who dials knows whom it dials, and
-trusts that peer's certificate alone.
+A server has to name the roots that it lets in before it knows who comes. The certificates of one run are therefore
+signed by the *run's authority*, whose key anybody can compute from the RunId. Its signature says nothing but "knows the
+run"; who it is, the extension proves. (gRPC can also ask for new roots at every handshake; two handshakes at once then
+crash the process, seen with 1.85: the old ones are freed while the other still uses them.) Who dials knows whom it
+dials, and trusts that peer's certificate alone.
 
-A dialled peer's certificate thus is a trust root, and has to stand for nobody but itself. This is why `peer_of_certificate`
-insists on more than libp2p does: one that may sign others, or that carries another peer's name, would speak for more
-than its owner. That it is no authority (CA:FALSE) is not enough: gRPC's TLS takes a leaf signed with a root's key all the
-same (seen with 1.85), unless the root's key usage says that it signs no certificates.
+A dialled peer's certificate thus is a trust root, and has to stand for nobody but itself. This is why
+`peer_of_certificate` insists on more than libp2p does: one that may sign others, or that carries another peer's name,
+would speak for more than its owner. That it is no authority (CA:FALSE) is not enough: gRPC's TLS takes a leaf signed
+with a root's key all the same (seen with 1.85), unless the root's key usage says that it signs no certificates.
 """
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ _SIGNATURE_PURPOSE: Final = b"libp2p-tls-handshake:"
 _KEY_HEADER: Final = bytes.fromhex("30680424") + LIBP2P_PUBLIC_KEY_PREFIX
 _SIGNATURE_HEADER: Final = bytes.fromhex("0440")
 
-# The dates say nothing: what ends a certificate is that its key, which never leaves the process, ends with it; who dials
-# besides follows what is announced (a record lives 10 minutes). A window that starts at a fixed date, and not "now", lets
+# The dates say nothing: what ends a certificate is that its key, which never leaves the process, ends with it; who
+# dials
+# besides follows what is announced (a record lives 10 minutes). A window that starts at a fixed date, and not "now",
+# lets
 # machines with wrong clocks talk to each other, and a node run for years needs no new certificate in mid-run.
 _NOT_BEFORE: Final = datetime(2000, 1, 1, tzinfo=UTC)
 _NOT_AFTER: Final = datetime(2100, 1, 1, tzinfo=UTC)
@@ -163,7 +165,8 @@ def fingerprint(der: bytes) -> bytes:
 
 @functools.lru_cache(maxsize=_CACHED_AUTHORITIES)
 def _authority(run: RunId) -> _Authority:
-    """The key is the same on every machine, and no secret. That the modulus favours some keys therefore does not matter."""
+    """The key is the same on every machine, and no secret. That the modulus favours some keys therefore does not
+    matter."""
     scalar = int.from_bytes(hashlib.sha256(b"skipstone-authority:" + run.encode()).digest(), "big")
     key = ec.derive_private_key(scalar % (_P256_ORDER - 1) + 1, ec.SECP256R1())
     name = _name(f"skipstone run {run[:32]}")

@@ -1,4 +1,5 @@
-"""What a member of a round signs of its entry, and how it is checked. The bytes are written out in link.proto, at Entry."""
+"""What a member of a round signs of its entry, and how it is checked. The bytes are written out in link.proto, at
+Entry."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ _DOMAIN: Final = b"skipstone-entry:2\0"
 
 
 class EntrySeal:
-    """`swarm.averaging.round_events.Seal` of one peer in one run. An entry of another run, round, attempt or anchor has other bytes, so it cannot be
-    used again."""
+    """`swarm.averaging.round_events.Seal` of one peer in one run. An entry of another run, round, attempt or anchor has
+    other bytes, so it cannot be used again."""
 
     def __init__(self, identity: Identity, run: RunId) -> None:
         self._identity = identity

@@ -1,7 +1,9 @@
-"""What a member signs of each piece that it contributes to a round, so that its reducer can show later what it was given.
+"""What a member signs of each piece that it contributes to a round, so that its reducer can show later what it was
+given.
 
-The tensor's BLAKE3 hash stands for the tensor. A signature holds for one attempt at one round of one module of one run, and for one piece; the
-members of a roster share everything else that the piece means. A peer's id is its key, so nobody has to be asked (`protocol.identity.keys`).
+The tensor's BLAKE3 hash stands for the tensor. A signature holds for one attempt at one round of one module of one run,
+and for one piece; the members of a roster share everything else that the piece means. A peer's id is its key, so nobody
+has to be asked (`protocol.identity.keys`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,13 @@
-"""A microbatch's route, signed by its data node: that there is such a microbatch, and which modules it visits in which order.
+"""A microbatch's route, signed by its data node: that there is such a microbatch, and which modules it visits in which
+order.
 
 Ed25519 (RFC 8032) by the data node's identity key, whose public half is in its peer id, over
 
-    "skipstone-route:2" 0 | run (32 bytes) | number (8) | purpose (1) | lifetime in ms (4) | modules: stage (2), expert (2) each
+    "skipstone-route:2" 0 | run (32 bytes) | number (8) | purpose (1) | lifetime in ms (4) | modules: stage (2), expert
+    (2) each
 
-with all integers big-endian. Only who was given the microbatch knows the signature, so nobody else can send its tensors.
+with all integers big-endian. Only who was given the microbatch knows the signature, so nobody else can send its
+tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from swarm.vocabulary.types import MicrobatchId, ModuleId, Path, PeerId, RunId, 
 
 DOMAIN: Final = b"skipstone-route:2\0"
 REMEMBERED: Final = 4096
-"""Signatures that have been found good: of what comes again, as every microbatch does on its way back, none is checked twice."""
+"""Signatures that have been found good: of what comes again, as every microbatch does on its way back, none is checked
+twice."""
 
 
 class Routes:
@@ -46,7 +50,8 @@ class Routes:
         return replace(path, route=SignedRoute(modules, lifetime_s, signature))
 
     def fault(self, message: MicrobatchTensor) -> str | None:
-        """Why the message does not go where its data node has signed that it may; None when it does. Takes 0.2 ms the first time, and 10 us then."""
+        """Why the message does not go where its data node has signed that it may; None when it does. Takes 0.2 ms the
+        first time, and 10 us then."""
         route, microbatch = message.path.route, message.microbatch
         if route is None:
             return "its data node has not signed the route"

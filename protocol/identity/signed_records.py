@@ -1,9 +1,9 @@
 """Announcements as signed bytes: what peers keep in the DHT and hand each other on a link (`proto/records.proto`).
 
-A record is believed because its owner signed it, not because of who brought it. So everything that could be changed, replayed
-or misread is inside the signature or checked here: the key it belongs under, its expiry, its sequence, its certificate. There
-is exactly one byte string for a record: whatever protobuf would tolerate besides (unknown fields, other orders, defaults
-written out) is refused.
+A record is believed because its owner signed it, not because of who brought it. So everything that could be changed,
+replayed or misread is inside the signature or checked here: the key it belongs under, its expiry, its sequence, its
+certificate. There is exactly one byte string for a record: whatever protobuf would tolerate besides (unknown fields,
+other orders, defaults written out) is refused.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ MAX_RECORD_BYTES = 2048
 RECORD_LIFETIME_S = 60.0
 """From signing to expiry, by the signer's clock."""
 MAX_LIFETIME_S = 2 * RECORD_LIFETIME_S
-"""From now to expiry: the signer's clock may be a minute ahead of ours. (One that is a minute behind has none left.) Whoever keeps records
-prefers what expires later, so this is also how long a clock that was ahead and has been set right can stand in its owner's way."""
+"""From now to expiry: the signer's clock may be a minute ahead of ours. (One that is a minute behind has none left.)
+Whoever keeps records prefers what expires later, so this is also how long a clock that was ahead and has been set right
+can stand in its owner's way."""
 MAX_ADDRESSES = 8
 MAX_ADDRESS_LENGTH = 64
 MAX_VIA = 4
@@ -62,7 +63,8 @@ def encode_record(announcement: Announcement, identity: Identity) -> bytes:
     """Signs our own announcement.
 
     Raises:
-        ProtocolViolation: no peer would accept it: it is not `identity`'s, or a field is outside the bounds of the protocol.
+        ProtocolViolation: no peer would accept it: it is not `identity`'s, or a field is outside the bounds of the
+            protocol.
     """
     if announcement.peer != identity.peer:
         raise ProtocolViolation(f"record: peer {announcement.peer} cannot be announced with the key of {identity.peer}")
@@ -104,12 +106,14 @@ def decode_announced(data: bytes, *, run: RunId, now: float | None) -> Announcem
 
 
 _verified: OrderedDict[bytes, Announcement] = OrderedDict()
-"""What was found true of records whenever they are read. The same bytes come back from every replica of a key at every look-up, and the
-two signatures (record and certificate) are the expensive part of the work. Refusals are not remembered, so junk cannot fill it."""
+"""What was found true of records whenever they are read. The same bytes come back from every replica of a key at every
+look-up, and the two signatures (record and certificate) are the expensive part of the work. Refusals are not
+remembered, so junk cannot fill it."""
 
 
 def _read(data: bytes, run: RunId | None, now: float | None) -> Announcement:
-    """What costs little comes first: whatever is too long, of another run or out of date is refused before a signature is checked."""
+    """What costs little comes first: whatever is too long, of another run or out of date is refused before a signature
+    is checked."""
     if len(data) > MAX_RECORD_BYTES:
         raise ProtocolViolation(f"record: {len(data)} bytes are more than the {MAX_RECORD_BYTES} allowed")
     data = bytes(data)

@@ -1,7 +1,7 @@
 """What is known of a tensor before its bytes come: shape, element type, encoding, and from these its length.
 
-The bound on what a receiver spends is here: every length follows from the header's few numbers (for PLANES: is at most that of the elements), and
-those are checked by `fault` and against the manifest before any memory is taken.
+The bound on what a receiver spends is here: every length follows from the header's few numbers (for PLANES: is at most
+that of the elements), and those are checked by `fault` and against the manifest before any memory is taken.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ SPARSE_CHUNK: Final = 4096
 KEPT: Final = {Codec.TOP_K_4: 192, Codec.TOP_K_2: 256}
 """Of a whole chunk; of a shorter last one as large a share, rounded up. As many as go into a sixtieth of float32."""
 PLACE_LOW_BITS: Final = 4
-"""Of a place in its chunk, sent as they are. What is above them takes about two bits a place (`protocol.codecs.top_k`)."""
+"""Of a place in its chunk, sent as they are. What is above them takes about two bits a place
+(`protocol.codecs.top_k`)."""
 MAX_RANK: Final = 256
 FEWEST_CHANNELS_AN_OUTLIER: Final = 16
 """So that what is sent twice, as a code and apart, stays little: at most every sixteenth channel is sent apart."""
@@ -123,7 +124,8 @@ def most_outliers(shape: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SparseChunk:
-    """What a chunk of the sparse codecs consists of: two levels, the lower bits of the places, the upper ones, the codes; each in whole bytes."""
+    """What a chunk of the sparse codecs consists of: two levels, the lower bits of the places, the upper ones, the
+    codes; each in whole bytes."""
 
     elements: int
     """1 to SPARSE_CHUNK."""

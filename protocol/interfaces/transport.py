@@ -1,6 +1,7 @@
 """The seams of the network side: what the node needs of a transport, a directory and a clock, and what they need of it.
 
-The real ones are `protocol.transport.grpc_transport` and `protocol.dht.directory`; tests and the simulator hand in others.
+The real ones are `protocol.transport.grpc_transport` and `protocol.dht.directory`; tests and the simulator hand in
+others.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One of the questions of link.proto. `microbatches` and `stages` are only for `evaluate`, `module` and `digest` only for `state`, `port` only for `dial_back`,
-    `peer` only for `call`, `record` for `call` and `called`."""
+    """One of the questions of link.proto. `microbatches` and `stages` are only for `evaluate`, `module` and `digest`
+    only for `state`, `port` only for `dial_back`, `peer` only for `call`, `record` for `call` and `called`."""
 
     about: QuestionAbout
     microbatches: int = 0
@@ -137,7 +138,8 @@ class LinkHandler(Protocol):
         ...
 
     def minds(self, sender: PeerId, topic: Topic) -> bool:
-        """Whether this peer's word about the topic means anything here. Asked before a frame is decoded, which is left out if not."""
+        """Whether this peer's word about the topic means anything here. Asked before a frame is decoded, which is left
+        out if not."""
         ...
 
     def told(self, sender: PeerId, message: ControlMessage) -> None:
@@ -179,8 +181,8 @@ class LinkFigures:
 
 class Transport(Protocol):
     async def send(self, peer: PeerId, message: TensorMessage, tensor: TensorSpec, data: memoryview) -> None:
-        """Sends a tensor, dialling first when there is no link. Waits while the link's send budget for such tensors is used up;
-        microbatches do not wait for rounds and state, nor those for them.
+        """Sends a tensor, dialling first when there is no link. Waits while the link's send budget for such tensors is
+        used up; microbatches do not wait for rounds and state, nor those for them.
 
         Returns when the last byte has been handed to the stream, or when the receiver said it does not want the rest.
         `data` must not change until then. That it returns does not mean that it arrived: only a Receipt does.
@@ -199,7 +201,8 @@ class Transport(Protocol):
         ...
 
     def announce(self, record: bytes) -> None:
-        """Hands our own new signed record to every peer we have a link to; b"" when there is none yet, which nobody is told."""
+        """Hands our own new signed record to every peer we have a link to; b"" when there is none yet, which nobody is
+        told."""
         ...
 
     def figures(self) -> dict[PeerId, LinkFigures]:

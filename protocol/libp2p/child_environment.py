@@ -1,7 +1,8 @@
-"""What a child process is told of this one's environment: what it needs, by a list, and no token or password that happens to be there.
+"""What a child process is told of this one's environment: what it needs, by a list, and no token or password that
+happens to be there.
 
-A node speaks with strangers in two of its children (the DHT's process and p2pd below it), and neither has any use for the keys that a
-person's shell, a CI job or a notebook carries about.
+A node speaks with strangers in two of its children (the DHT's process and p2pd below it), and neither has any use for
+the keys that a person's shell, a CI job or a notebook carries about.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ PREFIXES: Final = (
     *("CUDA_", "NVIDIA_", "CUBLAS_", "CUDNN_", "NCCL_", "HIP_", "ROCR_", "HSA_"),
 )
 PATHS: Final = frozenset({"PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH"})
-"""Lists of folders that programs, code or libraries come from: handed on, for whoever set them decided about this process too, but without
-relative and empty entries, which mean the folder that the user happens to stand in."""
+"""Lists of folders that programs, code or libraries come from: handed on, for whoever set them decided about this
+process too, but without relative and empty entries, which mean the folder that the user happens to stand in."""
 
 
 def child_environment(inherited: Mapping[str, str], **more: str) -> dict[str, str]:
@@ -42,6 +43,7 @@ def child_environment(inherited: Mapping[str, str], **more: str) -> dict[str, st
 
 
 def with_packages(inherited: Mapping[str, str], packages: str, **more: str) -> dict[str, str]:
-    """As `child_environment`, for a child that is to import from the folder `packages` before any other of PYTHONPATH."""
+    """As `child_environment`, for a child that is to import from the folder `packages` before any other of
+    PYTHONPATH."""
     kept = child_environment(inherited, **more)
     return kept | {"PYTHONPATH": os.pathsep.join(filter(None, (packages, kept.get("PYTHONPATH"))))}

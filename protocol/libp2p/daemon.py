@@ -24,8 +24,9 @@ from swarm.vocabulary.errors import ConfigError, IdentityError
 _MEMORY_GOAL = "512MiB"
 """For Go's garbage collector: p2pd itself limits nothing."""
 _CONNECTIONS = {"connLo": 160, "connHi": 256, "connGrace": "20s"}
-"""p2pd's connection manager: above `connHi` connections it closes those that are least worth to it and older than `connGrace`, until `connLo` are left. Its own
-defaults (256, 512, two minutes) let a flood of idle connections stay too long beside a node's other files."""
+"""p2pd's connection manager: above `connHi` connections it closes those that are least worth to it and older than
+`connGrace`, until `connLo` are left. Its own defaults (256, 512, two minutes) let a flood of idle connections stay too
+long beside a node's other files."""
 
 
 class _Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
@@ -40,9 +41,10 @@ class _Daemon(P2P):  # type: ignore[misc]  # hivemind has no types
 async def start_daemon(start: dht_process_pb2.DhtStart) -> P2P:
     """Starts p2pd and connects to it. It is not given the initial peers: it would refuse to start while they are away.
 
-    Relaying for others is left off: p2pd's relay service gives away up to 4 GiB per circuit without asking its owner. It never asks a router for
-    a port either, whatever the node does for its own (`node.reachability`): whoever answers its call on the local network would be listened to. Nor does
-    it dial back for others (AutoNAT). Without `start.host` it listens nowhere.
+    Relaying for others is left off: p2pd's relay service gives away up to 4 GiB per circuit without asking its owner.
+    It never asks a router for a port either, whatever the node does for its own (`node.reachability`): whoever answers
+    its call on the local network would be listened to. Nor does it dial back for others (AutoNAT). Without `start.host`
+    it listens nowhere.
 
     Raises:
         ConfigError: it does not start; most often because the port is taken.
@@ -82,8 +84,8 @@ async def start_daemon(start: dht_process_pb2.DhtStart) -> P2P:
 
 
 async def any_answers(addresses: list[Multiaddr]) -> bool:
-    """Whether somebody listens at one of the addresses. p2pd is only asked to dial then: after a dial that failed it refuses
-    to try again for 5 s and more, too long for a swarm whose nodes all start at once."""
+    """Whether somebody listens at one of the addresses. p2pd is only asked to dial then: after a dial that failed it
+    refuses to try again for 5 s and more, too long for a swarm whose nodes all start at once."""
     answers = await asyncio.gather(*(_answers(address) for address in addresses))
     return any(answers)
 
@@ -101,7 +103,8 @@ async def _answers(address: Multiaddr) -> bool:
 
 
 def _check_port(address: ipaddress.IPv4Address | ipaddress.IPv6Address, port: int) -> None:
-    """Raises OSError when somebody listens there: p2pd would share the port with them (SO_REUSEPORT) and get half the calls."""
+    """Raises OSError when somebody listens there: p2pd would share the port with them (SO_REUSEPORT) and get half the
+    calls."""
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a former life may linger

@@ -1,9 +1,9 @@
 """Runs a command that ends when its parent ends: `python -I -S die_with_parent.py PARENT_PID COMMAND [ARGUMENT...]`.
 
-Between fork and exec of another program there is no room for code of ours, so this small program goes between. On Linux the
-kernel is asked to kill the command when its parent dies, however that happens (`prctl(2)`, PR_SET_PDEATHSIG; it survives
-execve). Elsewhere nothing is asked, and the node kills the process group instead. It uses the standard library alone, because
-it runs isolated from everything installed.
+Between fork and exec of another program there is no room for code of ours, so this small program goes between. On Linux
+the kernel is asked to kill the command when its parent dies, however that happens (`prctl(2)`, PR_SET_PDEATHSIG; it
+survives execve). Elsewhere nothing is asked, and the node kills the process group instead. It uses the standard library
+alone, because it runs isolated from everything installed.
 """
 
 from __future__ import annotations

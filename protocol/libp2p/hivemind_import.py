@@ -1,10 +1,10 @@
 """Imports hivemind's DHT without the rest of hivemind.
 
-`import hivemind` brings in torch, its optimizers and its servers: 1.6 CPU-seconds and 280 MB for a process that only keeps a
-DHT, measured against 0.11 s and 38 MB this way. The packages below are entered into `sys.modules` without running their
-`__init__`, which does nothing but gather names; the submodules are hivemind's own and run as they are. Only for a process of
-its own: whoever wants the whole of hivemind in the same process must not call this. The version is pinned, and a test runs the
-DHT in this form against one imported in the ordinary way.
+`import hivemind` brings in torch, its optimizers and its servers: 1.6 CPU-seconds and 280 MB for a process that only
+keeps a DHT, measured against 0.11 s and 38 MB this way. The packages below are entered into `sys.modules` without
+running their `__init__`, which does nothing but gather names; the submodules are hivemind's own and run as they are.
+Only for a process of its own: whoever wants the whole of hivemind in the same process must not call this. The version
+is pinned, and a test runs the DHT in this form against one imported in the ordinary way.
 """
 
 from __future__ import annotations

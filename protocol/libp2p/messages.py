@@ -67,7 +67,8 @@ class RelayStream:
         return message
 
     async def close(self) -> None:
-        """Ends the stream, after what is written has gone out if the other side takes it soon. Never raises but CancelledError."""
+        """Ends the stream, after what is written has gone out if the other side takes it soon. Never raises but
+        CancelledError."""
         self.writer.close()
         try:
             with contextlib.suppress(OSError, TimeoutError):

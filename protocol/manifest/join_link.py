@@ -8,8 +8,8 @@
     /ip4/203.0.113.7/tcp/4001/p2p/12D3Koo...      ip4, ip6, dns4 or dns6, then tcp/PORT
     /dns4/node.example/udp/4001/quic-v1/p2p/...   or udp/PORT/quic-v1
 
-There is no `?`, `&` or `%` in it, so it can be pasted into a shell without quotes. The run's hash makes the link safe to
-take from anywhere: whatever the peers answer, only the manifest with that hash is accepted.
+There is no `?`, `&` or `%` in it, so it can be pasted into a shell without quotes. The run's hash makes the link safe
+to take from anywhere: whatever the peers answer, only the manifest with that hash is accepted.
 """
 
 from __future__ import annotations

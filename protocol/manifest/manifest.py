@@ -97,7 +97,8 @@ class StagesSection(_Section):
     """How the model is cut, and which paths are allowed."""
 
     blocks: Annotated[tuple[Annotated[int, Field(ge=0, le=1024)], ...], Field(min_length=1, max_length=MAX_STAGES)]
-    """Transformer blocks of each stage. Stage 0 also has the embedding, the final norm, the head and the loss; it may have 0."""
+    """Transformer blocks of each stage. Stage 0 also has the embedding, the final norm, the head and the loss; it may
+    have 0."""
     experts: Annotated[int, Field(ge=1, le=MAX_EXPERTS)] = 1
     """Modules at each stage but stage 0, which has one."""
     per_path: Annotated[int, Field(ge=0, le=MAX_STAGES)] | None = None
@@ -121,7 +122,8 @@ class StagesSection(_Section):
             raise ValueError("blocks: the model needs at least 1 block")
         if (modules := 1 + (self.count - 1) * self.experts) > MAX_MODULES:
             raise ValueError(
-                f"{self.count} stages with {self.experts} experts each make {modules} modules; a run has {MAX_MODULES} at most"
+                f"{self.count} stages with {self.experts} experts each make {modules} modules; a run has "
+                f"{MAX_MODULES} at most"
             )
         if self.per_path is not None and not min(1, self.count - 1) <= self.per_path <= self.count - 1:
             raise ValueError(f"per_path ({self.per_path}) must be from 1 to {self.count - 1}, the stages after stage 0")
@@ -135,15 +137,16 @@ class FilesSection(_Section):
     bytes: Annotated[int, Field(ge=1, lt=2**63)]
     """Of all files together."""
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    """Of every file's name and size, in the order of names. Not of what is in them, which would have to be read whole at every start."""
+    """Of every file's name and size, in the order of names. Not of what is in them, which would have to be read whole
+    at every start."""
 
 
 class DataSection(_Section):
     """Where text comes from. Every data node reads the same source and takes its share of the documents."""
 
     source: Annotated[str, Field(min_length=1, max_length=512)] = "python-stdlib"
-    """`python-stdlib`, `path:FILE-OR-FOLDER`, or `huggingface:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]]`. A path says where the author has the text;
-    whoever joins by link says with --text where it lies there."""
+    """`python-stdlib`, `path:FILE-OR-FOLDER`, or `huggingface:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]]`. A path says where
+    the author has the text; whoever joins by link says with --text where it lies there."""
     files: FilesSection | None = None
     """Only of `path:`; `skipstone new` writes it."""
     tokenizer: Annotated[str, Field(pattern=r"^(bytes|file:.+)$", max_length=512)] = "bytes"
@@ -194,7 +197,8 @@ class AdamWSection(_Section):
 
 
 class ScheduleSection(_Section):
-    """Learning rate over inner steps: linear warm-up, then as `kind` says, down to `final_ratio` of the peak at `total_steps`."""
+    """Learning rate over inner steps: linear warm-up, then as `kind` says, down to `final_ratio` of the peak at
+    `total_steps`."""
 
     kind: Literal["constant", "cosine", "linear"] = "cosine"
     warmup_steps: Annotated[int, Field(ge=0)] = 20
@@ -226,27 +230,32 @@ class TrainingSection(_Section):
     round_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 900.0
     """A round is due after so long at the latest, however few inner steps were taken, provided that there were any."""
     fragments: Annotated[int, Field(ge=1, le=MAX_FRAGMENTS)] = 1
-    """Parts of a module that are averaged at staggered times; each is due after `inner_steps`, so rounds come this much more often."""
+    """Parts of a module that are averaged at staggered times; each is due after `inner_steps`, so rounds come this much
+    more often."""
     staleness: Annotated[int, Field(ge=0, le=64)] = 0
-    """How many inner steps a data node may run ahead of its slowest microbatch. 0 waits for every microbatch of a step before
-    the next one starts, which makes a swarm reproduce one process; 1 and more keep the pipeline full across steps."""
+    """How many inner steps a data node may run ahead of its slowest microbatch. 0 waits for every microbatch of a step
+    before the next one starts, which makes a swarm reproduce one process; 1 and more keep the pipeline full across
+    steps."""
     inner: AdamWSection = AdamWSection()
     schedule: ScheduleSection = ScheduleSection()
     outer: OuterSection = OuterSection()
 
 
 class CodecSection(_Section):
-    """How hard each kind of traffic may be compressed. Peers compress hidden states and their gradients only as far as a link needs it."""
+    """How hard each kind of traffic may be compressed. Peers compress hidden states and their gradients only as far as
+    a link needs it."""
 
     activations: Literal["none", "bf16", "int8", "fp8", "int4"] = "none"
     """Hidden states between stages."""
     gradients: Literal["none", "bf16", "int8", "fp8", "int4"] = "none"
     """Their gradients."""
     pseudo_gradients: Literal["none", "bf16", "int8", "int4", "top_k_4", "top_k_2"] = "none"
-    """What replicas send each other in a round, whatever the link: `int8` is 3.88 times smaller, with a relative error of 6.5e-3. Of a contribution as `int4`, or one of
-    the sparse ones (whose means come back as `int4`), what is left out stays in the replica."""
+    """What replicas send each other in a round, whatever the link: `int8` is 3.88 times smaller, with a relative error
+    of 6.5e-3. Of a contribution as `int4`, or one of the sparse ones (whose means come back as `int4`), what is left
+    out stays in the replica."""
     state: Literal["none", "planes"] = "planes"
-    """Of what newcomers download, which is lossless either way: `planes` lets it be shortened by a sixth where the link is slow."""
+    """Of what newcomers download, which is lossless either way: `planes` lets it be shortened by a sixth where the link
+    is slow."""
 
 
 class Manifest(_Section):
@@ -305,7 +314,8 @@ class Manifest(_Section):
 
 
 def _local_name(value: str, path: str) -> str:
-    """Raises ValueError for what is no path, and for one on another machine: Windows would prove who we are to whoever a manifest names."""
+    """Raises ValueError for what is no path, and for one on another machine: Windows would prove who we are to whoever
+    a manifest names."""
     if "\0" in value:
         raise ValueError("has a zero byte")
     if len(path) > 1 and path[0] in "/\\" and path[1] in "/\\":

@@ -1,9 +1,9 @@
 """The manifest's canonical form, the RunId that follows from it, and the author's signature.
 
-Two files with the same values define the same run, however they are laid out, so what is hashed and signed is not the file
-but its canonical form: JSON with sorted keys and no white space, ASCII only, every default filled in, floats as Python's
-`repr` writes them (the shortest digits that give the same double) and without a negative zero. Comments are not covered
-by the signature; that is why the text that travels is always written anew from the checked values.
+Two files with the same values define the same run, however they are laid out, so what is hashed and signed is not the
+file but its canonical form: JSON with sorted keys and no white space, ASCII only, every default filled in, floats as
+Python's `repr` writes them (the shortest digits that give the same double) and without a negative zero. Comments are
+not covered by the signature; that is why the text that travels is always written anew from the checked values.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def sign_manifest(manifest: Manifest, identity: Identity) -> SignedManifest:
 
 
 def render(manifest: Manifest, author: PeerId, signature: bytes) -> bytes:
-    """The file: every key with its value and what it means, then the signature. Depends on nothing but the arguments."""
+    """The file: every key with its value and what it means, then the signature. Depends on nothing but the
+    arguments."""
     table = [
         toml_comment(_SIGNATURE_COMMENT),
         "[signature]",
@@ -125,7 +126,8 @@ def _read_signature(table: Any) -> tuple[PeerId, bytes]:
 
 
 def _plain(value: object) -> object:
-    """Models as dictionaries. Walks the fields itself, so that no change of pydantic's way to dump can change a RunId."""
+    """Models as dictionaries. Walks the fields itself, so that no change of pydantic's way to dump can change a
+    RunId."""
     if isinstance(value, BaseModel):
         return {key: _plain(getattr(value, key)) for key in type(value).model_fields}
     if isinstance(value, tuple):

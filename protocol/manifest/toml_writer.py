@@ -1,6 +1,7 @@
 """A manifest as a person reads it: TOML with a comment over every key that has something to say.
 
-The comments are the docstrings of the schema (`protocol.manifest.manifest`), so that there is one place to correct them.
+The comments are the docstrings of the schema (`protocol.manifest.manifest`), so that there is one place to correct
+them.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def toml_value(value: TomlValue) -> str:
 
 
 def _table(section: BaseModel, path: str) -> list[str]:
-    """The blocks of lines of a section and of the sections in it. TOML wants a table's own keys before its sub-tables."""
+    """The blocks of lines of a section and of the sections in it. TOML wants a table's own keys before its
+    sub-tables."""
     head = []
     if path:
         about = type(section).__doc__

@@ -1,4 +1,5 @@
-"""Tunnels through relaying peers, for two peers of which neither can be dialled. docs/REACHABILITY.md tells the whole of it.
+"""Tunnels through relaying peers, for two peers of which neither can be dialled. docs/REACHABILITY.md tells the whole
+of it.
 
 messages   what is said before bytes flow, on streams between peers
 splicing   carrying bytes between two streams

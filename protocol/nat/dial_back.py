@@ -1,7 +1,8 @@
 """Dialling back: does a peer answer at a port of its own? The question and its answer are in link.proto.
 
-It is the smallest connection that proves something: TCP, and a TLS 1.3 handshake in which the server shows its certificate and that
-it has the key. Nothing of ours is sent beyond that; the server then turns us away, because we show no certificate.
+It is the smallest connection that proves something: TCP, and a TLS 1.3 handshake in which the server shows its
+certificate and that it has the key. Nothing of ours is sent beyond that; the server then turns us away, because we show
+no certificate.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class DialBackResult:
 
 
 async def dial_back(host: str, port: int, certificate: bytes, timeout_s: float = DIAL_BACK_S) -> DialBackResult:
-    """Connects to an IP address and a port, and sees whether the owner of `certificate` (DER) answers. Raises nothing of the network's.
+    """Connects to an IP address and a port, and sees whether the owner of `certificate` (DER) answers. Raises nothing
+    of the network's.
 
     A host's name is not looked up: its owner could let it stand for somebody else's address.
     """

@@ -1,4 +1,5 @@
-"""Waiting for tunnels: a peer that nobody can dial stays attached to relaying peers, and takes what comes through them."""
+"""Waiting for tunnels: a peer that nobody can dial stays attached to relaying peers, and takes what comes through
+them."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ MAX_INCOMING: Final = 32
 """Tunnels to this peer at once, through all relays."""
 TAKEN_BURST: Final = 64
 TAKEN_REFILL_S: Final = 0.5
-"""Those that are taken through one relay at once, and after how long one more: each is work that the relay can make us do."""
+"""Those that are taken through one relay at once, and after how long one more: each is work that the relay can make us
+do."""
 
 
 @dataclass(slots=True)
@@ -77,7 +79,8 @@ class Attachment:
         self._ping_s = ping_s
 
     async def keep(self) -> None:
-        """Attaches, and attaches again with growing pauses when that ends; until cancelled, with the tunnels that came of it."""
+        """Attaches, and attaches again with growing pauses when that ends; until cancelled, with the tunnels that came
+        of it."""
         pause_s, longest_s = RETRY_S
         async with asyncio.TaskGroup() as tunnels:
             while True:

@@ -1,7 +1,7 @@
 """Everything about tunnels that the DHT's process does for its node: relaying, being attached, opening.
 
-Bytes are carried here, beside p2pd, and not in the node: its event loop has better things to do. Tunnels end with this process;
-the node has attachments made again by the next one.
+Bytes are carried here, beside p2pd, and not in the node: its event loop has better things to do. Tunnels end with this
+process; the node has attachments made again by the next one.
 """
 
 from __future__ import annotations

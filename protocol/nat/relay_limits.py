@@ -22,7 +22,8 @@ MIN_OPEN_BYTES: Final = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class RelayLimits:
-    """What a relaying peer gives at most. The bytes are the volunteer's figure; the rest bounds memory, files and time."""
+    """What a relaying peer gives at most. The bytes are the volunteer's figure; the rest bounds memory, files and
+    time."""
 
     bytes_per_hour: int
     """Carried for all tunnels and both ways together. Each byte comes in once and goes out once."""
@@ -45,7 +46,8 @@ class RelayLimits:
 
 
 class RelayBudget:
-    """The bytes of the hour. In no hour are more than `bytes_per_hour` carried: half may go at once, the other half comes back in its course."""
+    """The bytes of the hour. In no hour are more than `bytes_per_hour` carried: half may go at once, the other half
+    comes back in its course."""
 
     def __init__(self, limits: RelayLimits, now: Callable[[], float] = time.monotonic, left: int | None = None) -> None:
         """`left`: of the burst, when somebody before us has used up some of it."""

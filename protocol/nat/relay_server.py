@@ -1,8 +1,8 @@
 """The relaying peer: others attach to it, and it carries tunnels to them, within its limits.
 
-It needs no trust. What passes is the TLS of the tunnel's two ends, so it can drop and count, and sees who talks to whom, and
-can neither read nor change anything. It believes nobody: who speaks is whom libp2p has proved, everything has a limit, and what
-is over a limit is refused with a reason or ended.
+It needs no trust. What passes is the TLS of the tunnel's two ends, so it can drop and count, and sees who talks to
+whom, and can neither read nor change anything. It believes nobody: who speaks is whom libp2p has proved, everything has
+a limit, and what is over a limit is refused with a reason or ended.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Calling a peer that cannot be dialled: one that it keeps a link to is asked to tell it, and then it dials us.
 
-The questions are `call` and `called` of link.proto. This is the side of the caller; who passes calls on and who follows them is in
-`node.reachability.reverse_calls`.
+The questions are `call` and `called` of link.proto. This is the side of the caller; who passes calls on and who follows
+them is in `node.reachability.reverse_calls`.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ async def splice(
 ) -> str:
     """Carries bytes until one of the streams ends, `spend` objects, or nothing has moved for `idle_s` seconds.
 
-    Back-pressure: nothing is read while the other side does not take what was read before. A stream that one side has ended is
-    over for both (p2pd knows no half-closed streams). The streams are left open, for their owners to close.
+    Back-pressure: nothing is read while the other side does not take what was read before. A stream that one side has
+    ended is over for both (p2pd knows no half-closed streams). The streams are left open, for their owners to close.
 
     Returns: why it ended.
     """

@@ -36,7 +36,8 @@ class OpenTunnels:
         self._opened = 0
 
     async def open(self, relay: str, target: PeerId) -> int:
-        """Opens a tunnel and returns the port on 127.0.0.1 that leads into it. The port takes one connection, within 10 s.
+        """Opens a tunnel and returns the port on 127.0.0.1 that leads into it. The port takes one connection, within 10
+        s.
 
         Any program of this machine could be the one that connects: it would speak to the target's TLS, which the node's
         own connection finds out by failing.

@@ -1,4 +1,5 @@
-"""Reused receive buffers. Hidden states of a run all have one size at most, and fresh pages cost more than the copy into them."""
+"""Reused receive buffers. Hidden states of a run all have one size at most, and fresh pages cost more than the copy
+into them."""
 
 from __future__ import annotations
 

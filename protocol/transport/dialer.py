@@ -40,7 +40,8 @@ class NoTunnels:
 
     async def way_to(self, contact: Contact) -> str:
         raise Unreachable(
-            f"{short(contact.peer)} cannot be dialled, nor can this node: both are behind address translation and nobody relays"
+            f"{short(contact.peer)} cannot be dialled, nor can this node: both are behind address translation "
+            "and nobody relays"
         )
 
 
@@ -116,7 +117,8 @@ class Dialler:
             try:
                 return await attempt()
             except Duplicate:
-                # Its stream is on the way to us and will end this attempt; unless it died, and then ours is wanted again.
+                # Its stream is on the way to us and will end this attempt; unless it died, and then ours is wanted
+                # again.
                 if self._clock.monotonic() > deadline:
                     raise
                 await asyncio.sleep(pause_s)
@@ -142,7 +144,8 @@ async def dial(
     timeout_s: float,
     far_end: Callable[[str, bytes], FarEnd] = far_end_at,
 ) -> tuple[DialledStream, Hello]:
-    """A stream on which both sides have said Hello, and the peer's. `far_end` says what an address and a certificate make of its other end.
+    """A stream on which both sides have said Hello, and the peer's. `far_end` says what an address and a certificate
+    make of its other end.
 
     Raises:
         Unreachable: no address answered in time; Duplicate when the peer has a stream to us.
@@ -166,7 +169,8 @@ async def _first_that_answers(
     timeout_s: float,
     far_end: Callable[[str, bytes], FarEnd],
 ) -> DialledStream:
-    """A connected stream with our Hello on it. The last address's error counts: earlier ones are more direct, not truer."""
+    """A connected stream with our Hello on it. The last address's error counts: earlier ones are more direct, not
+    truer."""
     error: PeerError = Unreachable(f"no address is known of {short(contact.peer)}")
     for address in contact.addresses:
         try:
@@ -240,7 +244,8 @@ class Backoff:
 
 
 class Turnover:
-    """Counts how often a link to a peer has been replaced by another of late. Honest peers do that when they start again."""
+    """Counts how often a link to a peer has been replaced by another of late. Honest peers do that when they start
+    again."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

@@ -186,13 +186,14 @@ def far_end_at(address: str, certificate: bytes) -> FarEnd:
 
 
 def far_end_of_tunnel(_local: str, certificate: bytes) -> FarEnd:
-    """The far end of a stream through a tunnel: nobody knows where it is. The local address must not pass for the peer's, which would
-    make this node look into its own ports for it."""
+    """The far end of a stream through a tunnel: nobody knows where it is. The local address must not pass for the
+    peer's, which would make this node look into its own ports for it."""
     return FarEnd("", certificate)
 
 
 def _host_of_caller(name: str) -> str:
-    """The IP address in gRPC's name for a caller, such as `ipv4:192.0.2.1:4002` or `ipv6:%5B2001:db8::1%5D:4002`; empty if there is none.
+    """The IP address in gRPC's name for a caller, such as `ipv4:192.0.2.1:4002` or `ipv6:%5B2001:db8::1%5D:4002`; empty
+    if there is none.
 
     A caller by IPv4 at a socket for both is named by its IPv4 address.
     """
@@ -241,7 +242,8 @@ def open_channel(
 
 
 def target_of(address: str) -> str:
-    """gRPC's name for an address. Peers announce addresses, and gRPC knows schemes (unix:, xds:) that are not theirs to use.
+    """gRPC's name for an address. Peers announce addresses, and gRPC knows schemes (unix:, xds:) that are not theirs to
+    use.
 
     Raises:
         Unreachable: not an address of the form host:port.
@@ -286,7 +288,8 @@ def _printable(text: str) -> str:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """gRPC writes an error with a traceback when a caller cuts its stream just as it ends: anybody could fill a log with that."""
+    """gRPC writes an error with a traceback when a caller cuts its stream just as it ends: anybody could fill a log
+    with that."""
     return not record.getMessage().startswith("ExecuteBatchError raised in core")
 
 

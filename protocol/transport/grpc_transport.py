@@ -1,12 +1,13 @@
 """The transport: one link for each pair of peers, whoever dials, over gRPC with mutual TLS.
 
-Who may connect: whoever shows a certificate of the run that proves its peer id. When two peers dial each other at the same
-time, the stream dialled by the one with the smaller peer id is kept: that one lets the other's dial wait for its own,
-and the other takes the incoming stream at once and drops its own dial. So no stream that carries anything is ever
+Who may connect: whoever shows a certificate of the run that proves its peer id. When two peers dial each other at the
+same time, the stream dialled by the one with the smaller peer id is kept: that one lets the other's dial wait for its
+own, and the other takes the incoming stream at once and drops its own dial. So no stream that carries anything is ever
 given up for another, except when the peer has lost its end (a restart).
 
-A stream that another process with the same key opens is no restart while the one that is linked answers a ping: then somebody runs the
-same identity twice, and the older process is kept. The younger one is told so, and ends (`node.network.membership_sync`).
+A stream that another process with the same key opens is no restart while the one that is linked answers a ping: then
+somebody runs the same identity twice, and the older process is kept. The younger one is told so, and ends
+(`node.network.membership_sync`).
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ from swarm.vocabulary.types import PROTOCOL_VERSIONS, PeerId, RunId, short
 _SPARE_STREAMS: Final = 16
 """Streams beyond `max_links` that may be in their handshake."""
 _ABOUT_AS_OLD_S: Final = 1.0
-"""Of two processes with one key the one that is linked counts as the older, unless the other is by more than this: a Hello takes time to arrive."""
+"""Of two processes with one key the one that is linked counts as the older, unless the other is by more than this: a
+Hello takes time to arrive."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,11 +56,12 @@ class _Dial:
 
 
 class GrpcTransport:
-    """`protocol.interfaces.transport.Transport` over gRPC. Use as `async with`; it listens inside the block and leaves nothing behind.
+    """`protocol.interfaces.transport.Transport` over gRPC. Use as `async with`; it listens inside the block and leaves
+    nothing behind.
 
-    `own_record` gives our current SignedRecord (or b"") for each Hello. `ways` lead to peers without addresses. `jitter` returns a
-    number from 0 to 1.
-    An error of the handler that is not in its contract ends the block with that error.
+    `own_record` gives our current SignedRecord (or b"") for each Hello. `ways` lead to peers without addresses.
+    `jitter` returns a number from 0 to 1. An error of the handler that is not in its contract ends the block with that
+    error.
     """
 
     def __init__(
@@ -126,7 +129,8 @@ class GrpcTransport:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self._shut_down()
-        # Only a cancellation is the group's business (it may have caused it); the block's own error passes by it unwrapped.
+        # Only a cancellation is the group's business (it may have caused it); the block's own error passes by it
+        # unwrapped.
         if isinstance(error, asyncio.CancelledError):
             await self._tasks.__aexit__(kind, error, traceback)
         else:
@@ -330,7 +334,8 @@ class GrpcTransport:
         return None
 
     def _objection_to_twin(self, link: Link, hello: Hello) -> Farewell | None:
-        """Two processes have one key, and both are alive. The link of the older one is kept, or ended in favour of the stream at hand."""
+        """Two processes have one key, and both are alive. The link of the older one is kept, or ended in favour of the
+        stream at hand."""
         now = self._clock.monotonic()
         if link.began < now - hello.age_ms / 1e3 + _ABOUT_AS_OLD_S:
             return Farewell(

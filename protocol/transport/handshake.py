@@ -1,8 +1,8 @@
 """Who may begin to speak: the checks before a stream's first frame.
 
-A stream whose caller does not read cannot be ended by us: gRPC's status waits behind what was written, for as long as the
-connection lives. So each peer gets few streams, and who is turned away here is told by the status alone, which nothing
-can hold up.
+A stream whose caller does not read cannot be ended by us: gRPC's status waits behind what was written, for as long as
+the connection lives. So each peer gets few streams, and who is turned away here is told by the status alone, which
+nothing can hold up.
 
 The first words on a stream, and the last: who speaks, whether they may, and what a Farewell means.
 """
@@ -25,7 +25,8 @@ MAX_STREAMS_PER_PEER: Final = 3
 
 
 class Door:
-    """Lets in the peers of a run, and counts the streams of each from their first moment until gRPC has forgotten them."""
+    """Lets in the peers of a run, and counts the streams of each from their first moment until gRPC has forgotten
+    them."""
 
     def __init__(self, run: RunId) -> None:
         self._run = run

@@ -75,7 +75,8 @@ class Inbox:
         self._arrivals[number] = Assembly(frame, admitted, now, deadline)
 
     def add(self, chunk: Chunk) -> TensorFrame | None:
-        """Takes a chunk. When it was the last of a tensor that was wanted, that is handed over, and its header returned.
+        """Takes a chunk. When it was the last of a tensor that was wanted, that is handed over, and its header
+        returned.
 
         Raises:
             ProtocolViolation: of no open transfer, out of order, of a wrong size, or damaged.

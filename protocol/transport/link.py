@@ -1,7 +1,8 @@
 """One stream between two peers, after both have said Hello: everything they say to each other, until it ends.
 
 Three tasks: one reads and dispatches, one writes what the outbox holds, one pings. None of them waits for another, so
-the two directions cannot block each other. `end` closes a link at once and for good; `run` then lets the last words out.
+the two directions cannot block each other. `end` closes a link at once and for good; `run` then lets the last words
+out.
 
 What a link measures of itself. Times are the clock's monotonic seconds.
 """

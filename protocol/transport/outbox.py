@@ -1,9 +1,9 @@
 """What one link is about to send, and in which order.
 
 Small frames go first, so that a receipt never waits behind a tensor; between them, the transfers under way take turns
-chunk by chunk (`protocol.transport.send_queue`). Nothing piles up: a tensor's bytes stay in the caller's buffer until their chunk's turn,
-the sum of the tensors under way in each lane is bounded by its budget, and small frames by MAX_WAITING_BYTES. A peer that
-stops reading makes `send` and `put` wait.
+chunk by chunk (`protocol.transport.send_queue`). Nothing piles up: a tensor's bytes stay in the caller's buffer until
+their chunk's turn, the sum of the tensors under way in each lane is bounded by its budget, and small frames by
+MAX_WAITING_BYTES. A peer that stops reading makes `send` and `put` wait.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ class Outbox:
                 sending.done.set_result(False)
 
     def finish(self, last_frame: bytes | None, error: PeerError) -> None:
-        """Closes it: the small frames that wait and `last_frame` still go, `pump` ends, everything else raises `error`."""
+        """Closes it: the small frames that wait and `last_frame` still go, `pump` ends, everything else raises
+        `error`."""
         if self._closed is not None:
             return
         if last_frame is not None:

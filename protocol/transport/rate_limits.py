@@ -2,12 +2,13 @@
 
 How much of a peer is listened to: small frames are in proportion to the tensors that are exchanged with it.
 
-Each frame costs its reader the same few dozen microseconds of the event loop, however little it says, and more the longer it is; its sender
-pays less. So frames are weighed: one, and one more for each BYTES_A_FRAME. Who says more
-than its due is not cut off and loses nothing: the next frame is read later. Its stream's window fills up meanwhile, and the sender waits,
-as it does for any peer that reads slowly.
+Each frame costs its reader the same few dozen microseconds of the event loop, however little it says, and more the
+longer it is; its sender pays less. So frames are weighed: one, and one more for each BYTES_A_FRAME. Who says more than
+its due is not cut off and loses nothing: the next frame is read later. Its stream's window fills up meanwhile, and the
+sender waits, as it does for any peer that reads slowly.
 
-What is left over for all links together is for the peers that serve a module: strangers with the link get half of what is due to each, and no more.
+What is left over for all links together is for the peers that serve a module: strangers with the link get half of what
+is due to each, and no more.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ MAX_REMEMBERED: Final = 1024
 
 
 class TokenBucket:
-    """Holds `most` at most, full unless `left` says otherwise, and gets one more in `refill_s` seconds. Times are monotonic seconds."""
+    """Holds `most` at most, full unless `left` says otherwise, and gets one more in `refill_s` seconds. Times are
+    monotonic seconds."""
 
     def __init__(self, most: float, refill_s: float, now: float, left: float | None = None) -> None:
         self._most = most
@@ -54,7 +56,8 @@ class TokenBucket:
 
 
 class Allowance:
-    """A token bucket for each name: `burst` at once, then one more in `refill_s` seconds. Forgets the longest unseen name."""
+    """A token bucket for each name: `burst` at once, then one more in `refill_s` seconds. Forgets the longest unseen
+    name."""
 
     def __init__(self, burst: int, refill_s: float) -> None:
         self._burst = burst
@@ -76,11 +79,14 @@ class Allowance:
 
 
 FRAMES_A_TENSOR: Final = 16.0
-"""Due for each tensor that has been exchanged, either way. Its header, receipts and the rest are two (measured with `skipstone up`)."""
+"""Due for each tensor that has been exchanged, either way. Its header, receipts and the rest are two (measured with
+`skipstone up`)."""
 BYTES_A_FRAME: Final = 256.0
-"""To read a frame of 60 KiB takes as long as to read some 200 pings (measured with the talk about lanes, the dearest)."""
+"""To read a frame of 60 KiB takes as long as to read some 200 pings (measured with the talk about lanes, the
+dearest)."""
 STRANGERS: Final = 2.0
-"""How much more a frame weighs of who is not known to serve: newcomers and visitors say some four frames a second, records included."""
+"""How much more a frame weighs of who is not known to serve: newcomers and visitors say some four frames a second,
+records included."""
 FRAMES_A_SECOND: Final = 50.0
 """Due to each link besides."""
 IN_ADVANCE: Final = 200.0
@@ -90,13 +96,15 @@ MOST_SAVED: Final = 2000.0
 COMMON_A_SECOND: Final = 500.0
 """What all links together may say beyond what is due to each."""
 COMMON_A_TENSOR: Final = 8.0
-"""Likewise for each tensor that has been exchanged with anybody. In the middle of a path are peers that exchange none with the data node and
-report to it, two frames for each microbatch; talk about paths and rounds goes with the work, too."""
+"""Likewise for each tensor that has been exchanged with anybody. In the middle of a path are peers that exchange none
+with the data node and report to it, two frames for each microbatch; talk about paths and rounds goes with the work,
+too."""
 COMMON_SAVED: Final = 1000.0
 PAUSE_AFTER: Final = 2.0
 """Frames that are read beyond all that before there is a pause: half as many pauses, twice as long."""
 LONGEST_PAUSE_S: Final = 5.0
-"""Less than a link may be silent before its peer is taken for stalled. What is still owed then, the next pause has to bring in."""
+"""Less than a link may be silent before its peer is taken for stalled. What is still owed then, the next pause has to
+bring in."""
 
 
 class CommonPatience:
@@ -122,7 +130,8 @@ class Patience:
         self._own = TokenBucket(MOST_SAVED, 1 / FRAMES_A_SECOND, now, left=IN_ADVANCE)
 
     def exchanged(self, hops: int = 0) -> None:
-        """A whole tensor has arrived or has been sent. A path makes each frame that names it longer by a third of a frame a hop."""
+        """A whole tensor has arrived or has been sent. A path makes each frame that names it longer by a third of a
+        frame a hop."""
         self._own.earn(FRAMES_A_TENSOR + hops)
         self._common.exchanged(hops)
 

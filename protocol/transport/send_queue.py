@@ -104,9 +104,9 @@ Item = TypeVar("Item")
 
 
 class Lane(enum.Enum):
-    """What shares a link. Each lane waits for itself only, so that a round of hundreds of megabytes does not stand before a
-    microbatch that others wait for; and when both have something to send, each gets half of the chunks, so that a busy pipeline
-    does not stop a round either."""
+    """What shares a link. Each lane waits for itself only, so that a round of hundreds of megabytes does not stand
+    before a microbatch that others wait for; and when both have something to send, each gets half of the chunks, so
+    that a busy pipeline does not stop a round either."""
 
     MICROBATCHES = 0
     BULK = 1

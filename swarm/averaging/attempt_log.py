@@ -1,4 +1,5 @@
-"""The attempts from one anchor: which was the highest, who is left out of the next, which rosters they had, how they ended."""
+"""The attempts from one anchor: which was the highest, who is left out of the next, which rosters they had, how they
+ended."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ class AttemptLog:
         """The latest attempt that ended without a commit here."""
 
     def next_attempt(self, module: ModuleId, own: PeerId, number: int) -> RoundId:
-        """Names the next attempt. The number stays the same from attempt to attempt, so that the pseudo-gradients do, unless a
-        version of that number has turned up meanwhile, or the attempts have been too many."""
+        """Names the next attempt. The number stays the same from attempt to attempt, so that the pseudo-gradients do,
+        unless a version of that number has turned up meanwhile, or the attempts have been too many."""
         highest, attempt = self.highest
         if number > highest:
             return RoundId(module, number, 0, own)

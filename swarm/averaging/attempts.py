@@ -124,8 +124,8 @@ class Attempts:
     # ---- leaving ----------------------------------------------------------------------------------------------------
 
     def leave(self, why: str) -> Actions:
-        """Ends the attempt here. Once an exchange has begun from this anchor, later attempts use the same pseudo-gradient, and a
-        complete result is kept; else the next attempt takes a new one."""
+        """Ends the attempt here. Once an exchange has begun from this anchor, later attempts use the same
+        pseudo-gradient, and a complete result is kept; else the next attempt takes a new one."""
         self._remember_delays()
         part, self.part, self._convening = self.part, None, None
         if part is None:
@@ -367,7 +367,8 @@ class Attempts:
         outlook.fellows.presume(result.roster.peers, result.version, outlook.now)
         return [*others, commit, *outlook.stand_on(result.version)]
 
-    # ---- time ---------------------------------------------------------------------------------------------------------
+    # ---- time
+    # ---------------------------------------------------------------------------------------------------------
 
     def advance(self) -> Actions:
         """What the convener's part of us does by now."""
@@ -442,8 +443,8 @@ class Attempts:
         return [Tell(peer, status) for peer in roster.peers if peer not in apart]
 
     def _commit_without_convener(self, part: Participation) -> Actions:
-        """Most members have told each other that they have the same result: it holds, whatever the convener says. That it is kept for the next
-        attempt (`Convener._found`) comes to the same, later."""
+        """Most members have told each other that they have the same result: it holds, whatever the convener says. That
+        it is kept for the next attempt (`Convener._found`) comes to the same, later."""
         outlook, staged = self._outlook, self._staged
         if staged is None or staged.version != part.version or not part.overdue(outlook.now):
             return []
@@ -457,7 +458,8 @@ class Attempts:
         return [*tells, *adopted]
 
     def _succeed(self, part: Participation) -> Actions:
-        """The convener is silent: the next in order opens another attempt without it, the one after that a little later."""
+        """The convener is silent: the next in order opens another attempt without it, the one after that a little
+        later."""
         outlook = self._outlook
         if not outlook.may_convene():
             return self.leave("its convener is silent, and the module has gone on")

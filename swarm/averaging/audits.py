@@ -1,11 +1,15 @@
-"""Whether a reducer's results can be the mean that they are said to be: compared with our own contribution as they come, and audited after the commit.
+"""Whether a reducer's results can be the mean that they are said to be: compared with our own contribution as they
+come, and audited after the commit.
 
-Compared, at no traffic: the mean contains our own pseudo-gradient, so it points away from it only where the others' together outweigh it the other way. Measured on rounds of
-2 to 9 replicas of a small model, with every codec, from the first round to the last of some thousand steps: the cosine was never below 0.28 over pieces of 15,000 elements and more, never
-below 0.19 over pieces of 4000; the length, as a share of what the norms allow there, from 0.19 to 1.1, and over the pieces of one round within a factor of 2 and 2.6; the shares of their norms that
-two replicas have in one piece, within 1.34 and 1.95. In the worst honest case replicas have nothing in common; then the cosine is 1 / sqrt(members), 0.06 with 256 of them, and a sample of it over a
-smallest piece of 4096 elements is off by 0.016. A sparse codec's mean has those elements of ours that were sent, so it takes away from the cosine and does not turn it. The limits stand far from all
-of that, because an honest reducer that is objected to is left out.
+Compared, at no traffic: the mean contains our own pseudo-gradient, so it points away from it only where the others'
+together outweigh it the other way. Measured on rounds of 2 to 9 replicas of a small model, with every codec, from the
+first round to the last of some thousand steps: the cosine was never below 0.28 over pieces of 15,000 elements and more,
+never below 0.19 over pieces of 4000; the length, as a share of what the norms allow there, from 0.19 to 1.1, and over
+the pieces of one round within a factor of 2 and 2.6; the shares of their norms that two replicas have in one piece,
+within 1.34 and 1.95. In the worst honest case replicas have nothing in common; then the cosine is 1 / sqrt(members),
+0.06 with 256 of them, and a sample of it over a smallest piece of 4096 elements is off by 0.016. A sparse codec's mean
+has those elements of ours that were sent, so it takes away from the cosine and does not turn it. The limits stand far
+from all of that, because an honest reducer that is objected to is left out.
 """
 
 from __future__ import annotations
@@ -22,10 +26,12 @@ OPPOSED: Final = -0.25
 LONGEST: Final = 1.75
 """Times what all members' norms allow in this piece, if they lie like ours there."""
 ALIGNED: Final = 1.25
-"""Times the same: so long a mean can be where all members' updates point the same way, and in the same round the rows of an embedding, where they have nothing in common, can be
-1 / members as long as allowed. (0.2 and 0.8 after two inner steps of four replicas of a tiny model.)"""
+"""Times the same: so long a mean can be where all members' updates point the same way, and in the same round the rows
+of an embedding, where they have nothing in common, can be 1 / members as long as allowed. (0.2 and 0.8 after two inner
+steps of four replicas of a tiny model.)"""
 LONGER_THAN_OURS: Final = 4.0
-"""Times the share of the allowed that the mean has in the pieces that we reduce ourselves, where that is more than ALIGNED."""
+"""Times the share of the allowed that the mean has in the pieces that we reduce ourselves, where that is more than
+ALIGNED."""
 SHORTEST: Final = 0.1
 """Times our own part of the mean: less is as good as nothing."""
 
@@ -48,7 +54,8 @@ def oddities(
 ) -> dict[PeerId, str]:
     """Which reducers' results cannot be the mean, and why.
 
-    What we reduce ourselves tells whether it is we who are odd: if our own means look like that to us, we have nothing to say about those of others.
+    What we reduce ourselves tells whether it is we who are odd: if our own means look like that to us, we have nothing
+    to say about those of others.
 
     Args:
         coefficient, norm: ours in the roster.
@@ -80,8 +87,8 @@ def _oddity(piece: Beside, coefficient: float, norm: float, scale: float, longes
 
 
 def _length(piece: Beside, norm: float, scale: float) -> float:
-    """Of the result, as a share of what all members' norms allow in this piece. Where ours is next to nothing (rows of an embedding whose tokens we
-    have not seen), norms are taken to be spread evenly."""
+    """Of the result, as a share of what all members' norms allow in this piece. Where ours is next to nothing (rows of
+    an embedding whose tokens we have not seen), norms are taken to be spread evenly."""
     there = scale * math.sqrt(max(piece.own_squares, piece.share * norm * norm))
     return math.sqrt(piece.result_squares) / there if there > 0 else 0.0
 
@@ -91,9 +98,11 @@ def _length(piece: Beside, norm: float, scale: float) -> float:
 AUDITED_BYTES: Final = 0.11
 """Of a round's bytes, on average: the most that audits fetch."""
 SLACK: Final = 1.5
-"""How much longer a reducer's own part of a mean may be than its norm and the others' distribution of theirs make it."""
+"""How much longer a reducer's own part of a mean may be than its norm and the others' distribution of theirs make
+it."""
 SMALLEST: Final = 4096
-"""Elements of a piece: over so few the shares of two replicas' norms were seen to differ by 1.95, over 15,000 by 1.34. `SLACK` is that much wider for them."""
+"""Elements of a piece: over so few the shares of two replicas' norms were seen to differ by 1.95, over 15,000 by 1.34.
+`SLACK` is that much wider for them."""
 RESULT_ERROR: Final[Mapping[Codec, float]] = {
     Codec.NONE: 1e-4,
     Codec.BF16: 0.005,
@@ -129,8 +138,9 @@ def chance_of_audit(round_bytes: int, members: int, audit_bytes: int) -> float:
 def unexplained(reckoning: Reckoning, coefficient: float, norm: float, codec: Codec) -> str | None:
     """Why what is left of a result cannot be the reducer's own contribution; None when it can.
 
-    That it is within the norm which the reducer declared, spread as the others' norms are, is all that can be known: its own part is nowhere
-    encoded. A reducer that stays within that has no more power over the mean than by contributing.
+    That it is within the norm which the reducer declared, spread as the others' norms are, is all that can be known:
+    its own part is nowhere encoded. A reducer that stays within that has no more power over the mean than by
+    contributing.
 
     Args:
         coefficient, norm: of the reducer, in the roster.
@@ -142,6 +152,7 @@ def unexplained(reckoning: Reckoning, coefficient: float, norm: float, codec: Co
     if reckoning.rest <= allowed:
         return None
     return (
-        f"the mean that it sent is not that of what it was sent: what is left for its own part is {reckoning.rest:.3g} long,"
+        "the mean that it sent is not that of what it was sent: what is left for its own part is "
+        f"{reckoning.rest:.3g} long,"
         f" where {allowed:.3g} can be"
     )

@@ -1,10 +1,10 @@
 """Who is asked for which chunks of a state: the plan of one download from several donors at once.
 
-Each donor is given a batch, and the next when it is about done with it, so each serves in proportion to its speed; chunks are
-handed out from a random place on, to donors in random order, so that joiners who come together do not crowd on one (hivemind's
-all asked the same donor). When nothing is left to hand out, a donor with nothing to do is asked for what a slower or silent
-one still owes; whichever comes first counts. A donor whose chunk does not match its hash, or that does not keep the state any
-more, is not asked again; one that is busy, or whose link breaks, rests for a while.
+Each donor is given a batch, and the next when it is about done with it, so each serves in proportion to its speed;
+chunks are handed out from a random place on, to donors in random order, so that joiners who come together do not crowd
+on one (hivemind's all asked the same donor). When nothing is left to hand out, a donor with nothing to do is asked for
+what a slower or silent one still owes; whichever comes first counts. A donor whose chunk does not match its hash, or
+that does not keep the state any more, is not asked again; one that is busy, or whose link breaks, rests for a while.
 
 Everything ends: with all chunks; with no donor left; or when no chunk has come for PATIENCE_S.
 Nothing here does IO. `handle` takes what happened and the time, and returns what is to be done, in order.
@@ -32,7 +32,8 @@ DONORS_AT_ONCE: Final = 8
 PATIENCE_S: Final = 60.0
 """Without a single chunk from anybody for so long (longer for large chunks), the download has failed."""
 SILENCE_S: Final = 5.0
-"""A donor that owes chunks and of which nothing came for so long, and for `SILENT_CHUNKS` times what a chunk takes it, rests."""
+"""A donor that owes chunks and of which nothing came for so long, and for `SILENT_CHUNKS` times what a chunk takes it,
+rests."""
 SILENT_CHUNKS: Final = 8.0
 SLOWEST_BYTES_PER_S: Final = 256 * 1024
 """A donor whose speed is not known yet counts as silent as one that is so slow would."""
@@ -182,7 +183,8 @@ class Download:
         return not self._over and chunk in self._missing and asked is not None and chunk in asked.owes
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """What follows from `event`. News of donors or chunks that have nothing to do with this download are ignored."""
+        """What follows from `event`. News of donors or chunks that have nothing to do with this download are
+        ignored."""
         if self._over:
             return []
         if self._progressed_at is None:

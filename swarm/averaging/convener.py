@@ -1,7 +1,7 @@
 """One attempt at a round as its convener sees it: whom it invited, what they answered, how far each is.
 
-The convener is a guest of its own: what it sends to itself comes back to it like everybody else's messages. `advance` says
-what to send and, when the attempt has come to an end, which (`Verdict`).
+The convener is a guest of its own: what it sends to itself comes back to it like everybody else's messages. `advance`
+says what to send and, when the attempt has come to an end, which (`Verdict`).
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Convener:
     Args:
         guests: whom to invite, the convener included.
         earlier: rosters of earlier attempts from this anchor that the convener has seen.
-        doubted: who alone accused another member in an earlier attempt. Accusing alone again, it goes itself: else one liar
-            could have everybody left out.
+        doubted: who alone accused another member in an earlier attempt. Accusing alone again, it goes itself: else one
+            liar could have everybody left out.
         interval_s: how long we have stood on `base`.
     """
 
@@ -104,7 +104,8 @@ class Convener:
         others = (peer for peer, guest in self._guests.items() if peer != self._own and guest.answer in WITH_US)
         return [Tell(peer, Dissolved(self.round, why)) for peer in others]
 
-    # ---- what comes in ------------------------------------------------------------------------------------------------
+    # ---- what comes in
+    # ------------------------------------------------------------------------------------------------
 
     def lost(self, peer: PeerId) -> None:
         guest = self._guests.get(peer)
@@ -137,7 +138,8 @@ class Convener:
         return []
 
     def _entered(self, sender: PeerId, guest: Invitee, entry: Entry) -> list[Tell]:
-        """Who enters after the roster is fixed has missed it, or comes too late for it. An entry that has come before is not checked again."""
+        """Who enters after the roster is fixed has missed it, or comes too late for it. An entry that has come before
+        is not checked again."""
         if self._signed is not None:
             if entry in self._signed.entries and entry.peer == sender:
                 return [Tell(sender, self._signed)]
@@ -155,7 +157,8 @@ class Convener:
             Tell(sender, Dissolved(self.round, "your entry is not signed, or has impossible figures or another base"))
         ]
 
-    # ---- time ---------------------------------------------------------------------------------------------------------
+    # ---- time
+    # ---------------------------------------------------------------------------------------------------------
 
     def advance(self, now: float) -> tuple[list[Tell], Verdict | None]:
         """What is to be sent by now, and the end of this attempt if it has come."""
@@ -182,7 +185,8 @@ class Convener:
             if guest.answer in WITH_US or guest.answer in unsure
         ]
 
-    # ---- before the exchange ------------------------------------------------------------------------------------------
+    # ---- before the exchange
+    # ------------------------------------------------------------------------------------------
 
     def _collecting(self, now: float) -> bool:
         return any(self._awaited(guest, now) for guest in self._guests.values())
@@ -207,7 +211,8 @@ class Convener:
         return self._found()
 
     def _found(self) -> Settled | None:
-        """The complete result of an earlier attempt that a majority may have had, so that somebody may have committed it."""
+        """The complete result of an earlier attempt that a majority may have had, so that somebody may have committed
+        it."""
         entries = self._entries()
         holders: defaultdict[AnchorVersion, list[PeerId]] = defaultdict(list)
         for peer, entry in entries.items():
@@ -254,7 +259,8 @@ class Convener:
     def _entries(self) -> dict[PeerId, Entry]:
         return {peer: guest.entry for peer, guest in self._guests.items() if guest.entry is not None}
 
-    # ---- the exchange -------------------------------------------------------------------------------------------------
+    # ---- the exchange
+    # -------------------------------------------------------------------------------------------------
 
     def _judge_exchange(self, roster: Roster, now: float) -> Verdict | None:
         members = {member.peer: self._guests[member.peer] for member in roster.members}
@@ -292,8 +298,8 @@ class Convener:
         return self._convicted(worst, accusers[worst], "sent what cannot be used")
 
     def _waited_for(self, members: dict[PeerId, Invitee], now: float) -> Verdict | None:
-        """Somebody's pieces do not come through, though it lives. That may pass by itself, so it has two pulses' time, unless most of the
-        others say so."""
+        """Somebody's pieces do not come through, though it lives. That may pass by itself, so it has two pulses' time,
+        unless most of the others say so."""
         accusers = credible_accusers({peer: guest.waiting_for & members.keys() for peer, guest in members.items()})
         if not accusers:
             self._accused_since = None
@@ -307,7 +313,8 @@ class Convener:
         return self._convicted(worst, accusers[worst], "waited for in vain")
 
     def _convicted(self, accused: PeerId, accusers: set[PeerId], why: str) -> TryAgain:
-        """The accused goes; or its accusers, when they accuse the convener (they will not have what it reduces) or are doubted."""
+        """The accused goes; or its accusers, when they accuse the convener (they will not have what it reduces) or are
+        doubted."""
         if accused == self._own or accusers <= self._doubted:
             return TryAgain(frozenset(accusers - {self._own}), f"has something against others: {why}")
         alone = next(iter(accusers)) if len(accusers) == 1 else None
@@ -316,8 +323,8 @@ class Convener:
     def _blame(
         self, peer: PeerId, accusers: set[PeerId], members: dict[PeerId, Invitee]
     ) -> tuple[bool, int, bool, bytes]:
-        """One that itself hears everybody (the others may only pass on what they wait for); most accusers; not the convener;
-        then the order of this round decides."""
+        """One that itself hears everybody (the others may only pass on what they wait for); most accusers; not the
+        convener; then the order of this round decides."""
         order = precedence(self.round.module, self._base, self.round.number, peer)
         return not members[peer].waiting_for, len(accusers), peer != self._own, order
 
@@ -333,8 +340,8 @@ class Convener:
 
 
 def credible_accusers(accusations: dict[PeerId, frozenset[PeerId]]) -> dict[PeerId, set[PeerId]]:
-    """Who is accused by whom, without those who accuse all the others and are accused themselves: one that hears nobody, or makes that up,
-    is more likely at fault than everybody else."""
+    """Who is accused by whom, without those who accuse all the others and are accused themselves: one that hears
+    nobody, or makes that up, is more likely at fault than everybody else."""
     accused = frozenset[PeerId]().union(*accusations.values())
     sweeping = {peer for peer, named in accusations.items() if peer in accused and len(named) == len(accusations) - 1}
     credible = {peer: named for peer, named in accusations.items() if peer not in sweeping}

@@ -44,8 +44,8 @@ class Answer(enum.Enum):
     ELSEWHERE = 4
     """It follows another convener."""
     NOT_YET = 5
-    """It stands elsewhere or is getting ready. It is given the time that a silent one is given: else one that catches up
-    would come too late for every round where rounds are short."""
+    """It stands elsewhere or is getting ready. It is given the time that a silent one is given: else one that catches
+    up would come too late for every round where rounds are short."""
     PAST = 6
     """It has committed this round already."""
     REFUSED = 7

@@ -91,7 +91,8 @@ class Participation:
         return now - self.heard + (self.rules.silence_s / 2 if self.link_lost else 0.0)
 
     def loyal(self, now: float) -> bool:
-        """Whether it stays with its convener when another one calls: the exchange has begun and the convener was heard lately."""
+        """Whether it stays with its convener when another one calls: the exchange has begun and the convener was heard
+        lately."""
         return self.roster is not None and self.silence(now) < self.rules.silence_s / 2
 
     def begin(self, roster: Roster, until: float) -> None:
@@ -122,7 +123,8 @@ class Participation:
         return tuple(sorted(self._late(now, self._patience_s())))
 
     def was_waiting_for(self, now: float) -> frozenset[PeerId]:
-        """Those that had a part in it when the attempt ends in vain: others may have lost patience a little before us."""
+        """Those that had a part in it when the attempt ends in vain: others may have lost patience a little before
+        us."""
         return self._late(now, self._patience_s() / 2)
 
     def _late(self, now: float, patience_s: float) -> frozenset[PeerId]:
@@ -130,8 +132,8 @@ class Participation:
         return frozenset(late | (self.broken & self.owing.keys()))
 
     def stalled(self, now: float) -> bool:
-        """Whether the result will hardly become complete here any more: nothing has come since the commit for longer than a
-        piece takes. Less patient than `waiting_for`, because the result can be had elsewhere by now."""
+        """Whether the result will hardly become complete here any more: nothing has come since the commit for longer
+        than a piece takes. Less patient than `waiting_for`, because the result can be had elsewhere by now."""
         latest = max(self.owing.values(), default=self.heard)
         if self.owing and self.owing.keys() <= self.broken:
             return True
@@ -161,7 +163,8 @@ class Participation:
 
 
 def can_be_meant(sender: PeerId, attempt: RoundId, outlook: ReplicaView) -> bool:
-    """Whether it deserves an answer: from the convener itself, with numbers that can be, and not from a repeated offender."""
+    """Whether it deserves an answer: from the convener itself, with numbers that can be, and not from a repeated
+    offender."""
     plausible = plausible_round(outlook.version, attempt.number) and 0 <= attempt.attempt < MAX_ATTEMPTS
     return attempt.convener == sender and plausible and sender not in outlook.penalties.excluded(outlook.now)
 

@@ -1,5 +1,5 @@
-"""Who costs rounds: by sending what cannot be used, or by keeping the others waiting. Only what this replica has seen itself counts; what
-others accuse somebody of is not kept."""
+"""Who costs rounds: by sending what cannot be used, or by keeping the others waiting. Only what this replica has seen
+itself counts; what others accuse somebody of is not kept."""
 
 from __future__ import annotations
 

@@ -1,13 +1,15 @@
 """How fast each replica can send, as those say that received from it.
 
-A replica's own word counts nothing, because who claims more reduces more. Entries tell of others' links; the lower median of what is said of a
-member is believed of it, so that one accomplice lifts nobody above what an honest receiver saw.
+A replica's own word counts nothing, because who claims more reduces more. Entries tell of others' links; the lower
+median of what is said of a member is believed of it, so that one accomplice lifts nobody above what an honest receiver
+saw.
 
 How long an update for so much work usually is, as one replica has seen it.
 
-Updates are clipped to a multiple of the median of the declared norms. Where half of the replicas lie, one of two, that median is theirs, and a
-declared norm of next to nothing divides the others' work by any number. No arithmetic on the entries alone can tell who of two is right: taking the larger one's
-side would let a liar lengthen the step instead. Each replica can, because it knows its own update and the rounds before.
+Updates are clipped to a multiple of the median of the declared norms. Where half of the replicas lie, one of two, that
+median is theirs, and a declared norm of next to nothing divides the others' work by any number. No arithmetic on the
+entries alone can tell who of two is right: taking the larger one's side would let a liar lengthen the step instead.
+Each replica can, because it knows its own update and the rounds before.
 """
 
 from __future__ import annotations
@@ -23,12 +25,14 @@ from swarm.vocabulary.types import AnchorVersion, PeerId
 
 
 def mark_of(peer: PeerId) -> int:
-    """24 bits of its name's hash: names are long, and a roster tells of many links. Who shares another's mark shares what is measured of it."""
+    """24 bits of its name's hash: names are long, and a roster tells of many links. Who shares another's mark shares
+    what is measured of it."""
     return int.from_bytes(hashlib.sha256(peer.encode()).digest()[:3], "big")
 
 
 def measured_of(bytes_per_s: Mapping[PeerId, float], base: AnchorVersion) -> tuple[Measured, ...]:
-    """What an entry says of the others' links. Of more than MAX_MEASURED links the anchor draws some, other ones each round."""
+    """What an entry says of the others' links. Of more than MAX_MEASURED links the anchor draws some, other ones each
+    round."""
 
     def drawn(peer: PeerId) -> bytes:
         return hashlib.sha256(base.digest + peer.encode()).digest()
@@ -58,9 +62,11 @@ def _rate(bytes_per_s: float) -> int:
 
 
 TOO_SHORT: Final = 64.0
-"""Times shorter for each token than it should be: equal replicas differ by less than two, and one that did less work has more for each token."""
+"""Times shorter for each token than it should be: equal replicas differ by less than two, and one that did less work
+has more for each token."""
 FADING: Final = 0.9
-"""Of what was usual counts at the next round, so that a learning rate that falls is followed and a liar cannot lead it down quickly."""
+"""Of what was usual counts at the next round, so that a learning rate that falls is followed and a liar cannot lead it
+down quickly."""
 
 
 class UsualLength:
@@ -71,8 +77,8 @@ class UsualLength:
         """Norm for each token; 0 before the first round."""
 
     def too_short(self, entry: Entry, own: Entry) -> bool:
-        """Whether somebody's entry can only be meant to make the others' count nothing. The shorter of our own and of what was usual is compared:
-        should our own have become too long, it is not the others' fault."""
+        """Whether somebody's entry can only be meant to make the others' count nothing. The shorter of our own and of
+        what was usual is compared: should our own have become too long, it is not the others' fault."""
         if not (entry.tokens and own.tokens):
             return False
         expected = min(_length(own), self._usual or math.inf)

@@ -1,4 +1,5 @@
-"""What we know of the other replicas of our module: who is there, on which version each stands, how far each has worked.
+"""What we know of the other replicas of our module: who is there, on which version each stands, how far each has
+worked.
 
 Whether this replica is behind its module, and whom it follows when it is.
 
@@ -20,13 +21,16 @@ from swarm.vocabulary.averaging_messages import MAX_MEMBERS, Progress
 from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId, Reasoned
 
 WORD_HOLDS_S = 30.0
-"""What a fellow told us itself is worth more than an announcement for so long: announcements come late and out of order."""
+"""What a fellow told us itself is worth more than an announcement for so long: announcements come late and out of
+order."""
 
 PRESUMED_S = 5.0
-"""A member of a round that we have committed is taken to stand on its result for so long without having said so: it is about to."""
+"""A member of a round that we have committed is taken to stand on its result for so long without having said so: it is
+about to."""
 
 OVERTAKEN_S = 5.0
-"""For so long after a fellow has named a round, lower ones come from messages that were overtaken on the way. Later, it has started anew."""
+"""For so long after a fellow has named a round, lower ones come from messages that were overtaken on the way. Later, it
+has started anew."""
 
 
 @dataclass(slots=True)
@@ -71,8 +75,8 @@ class Fellows:
             known.said, known.said_at, known.presumed = version, now, False
 
     def presume(self, members: Iterable[PeerId], version: AnchorVersion, now: float) -> None:
-        """We have committed this version with these members. Whoever commits first would otherwise be alone on it for a moment, and could
-        find the next round due for itself."""
+        """We have committed this version with these members. Whoever commits first would otherwise be alone on it for a
+        moment, and could find the next round due for itself."""
         for peer in members:
             known = self._known.get(peer)
             if known is not None and known.version(now).round < version.round:
@@ -134,8 +138,8 @@ class _Failure:
 class Lag:
     """Compares our anchor with the others', with patience: most differences are gone in a moment.
 
-    Versions never go back: a module that stands on a lower or equal round, but on another anchor, is not followed before its next
-    round, which gets a number above all that are seen.
+    Versions never go back: a module that stands on a lower or equal round, but on another anchor, is not followed
+    before its next round, which gets a number above all that are seen.
     """
 
     def __init__(self, rules: RoundRules) -> None:
@@ -232,8 +236,8 @@ class ReplicaView:
         return due(self.rules, self.steps, self.fellows.steps(self.version, self.now), len(on) + 1, self.anchored_s)
 
     def next_number(self) -> int:
-        """Of the next round: above every version we have ever seen, also of replicas that are gone now, so that no number gets two
-        results only because somebody was away."""
+        """Of the next round: above every version we have ever seen, also of replicas that are gone now, so that no
+        number gets two results only because somebody was away."""
         self._highest = max(self._highest, next_number(self.version, self.fellows.versions(self.now).values()))
         return max(self._highest, self.attempt_log.highest[0])
 

@@ -1,7 +1,8 @@
-"""Rosters: what each member's update counts, who reduces which chunks, and what is wrong with a roster that somebody sent.
+"""Rosters: what each member's update counts, who reduces which chunks, and what is wrong with a roster that somebody
+sent.
 
-All of it follows from the entries that the members have signed, by integers and by operations that IEEE 754 rounds alike everywhere, so that
-every member works out the same, bit for bit.
+All of it follows from the entries that the members have signed, by integers and by operations that IEEE 754 rounds
+alike everywhere, so that every member works out the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -20,17 +21,19 @@ from swarm.vocabulary.types import AnchorVersion, PeerId, Reasoned, short
 TOKENS_AT_MOST = 4
 """Times the median: more tokens of one member count no more, because they are its own claim."""
 NORM_AT_MOST = 1.5
-"""Times the median, and times the root of how many times the median's tokens are in it: a longer update is scaled down to it. Replicas of
-equal work have updates of nearly equal norm, so an honest one is rarely touched and a liar can hardly lengthen the step."""
+"""Times the median, and times the root of how many times the median's tokens are in it: a longer update is scaled down
+to it. Replicas of equal work have updates of nearly equal norm, so an honest one is rarely touched and a liar can
+hardly lengthen the step."""
 FASTER = 2
-"""How much more chunks a member reduces that is faster than the slowest. No more than that, because who reduces more can falsify more."""
+"""How much more chunks a member reduces that is faster than the slowest. No more than that, because who reduces more
+can falsify more."""
 BELIEVED_TOKENS = 64
 """Times the median: more of one member's tokens do not enter the version."""
 MOST_STEPS = 2**32
 MOST_TOKENS = 2**48
 STRANGERS = 4
-"""One in so many members may be one that we do not see: two replicas that do not see each other must not hold up the others, but a convener
-that makes members up shall not have the most weight."""
+"""One in so many members may be one that we do not see: two replicas that do not see each other must not hold up the
+others, but a convener that makes members up shall not have the most weight."""
 ASSUMED_BANDWIDTH = 2.0**20
 """Bytes per second, where none has been measured."""
 SLACK = 8.0
@@ -38,7 +41,8 @@ SLACK = 8.0
 GRACE_S = 20.0
 """And so much more."""
 CONVENER_REDUCES_FROM = 2
-"""From this attempt on the convener alone reduces, so that no two members that cannot reach each other hold up the round."""
+"""From this attempt on the convener alone reduces, so that no two members that cannot reach each other hold up the
+round."""
 
 
 def sound_entry(entry: Entry) -> bool:
@@ -85,8 +89,9 @@ def weigh(entries: Mapping[PeerId, Entry]) -> dict[PeerId, Weight]:
 
 
 def shards(chunks: range, rates: Mapping[PeerId, int], peers: Collection[PeerId]) -> dict[PeerId, tuple[int, int]]:
-    """Cuts a run of chunks into one run for each peer (maybe empty), in the order of the peers' names; who is faster than the slowest has twice
-    as many. Whole chunks by the largest remainder. An unknown rate counts as the median of the others."""
+    """Cuts a run of chunks into one run for each peer (maybe empty), in the order of the peers' names; who is faster
+    than the slowest has twice as many. Whole chunks by the largest remainder. An unknown rate counts as the median of
+    the others."""
     known = list(rates.values())
     median, slowest = (lower_median(known), min(known)) if known else (0, 0)
     ordered = sorted(peers)
@@ -105,7 +110,8 @@ def shards(chunks: range, rates: Mapping[PeerId, int], peers: Collection[PeerId]
 
 
 def make_roster(rules: RoundRules, signed: SignedRoster) -> Roster | None:
-    """What follows from the entries; None when none of those who entered has worked. The convener must be among them."""
+    """What follows from the entries; None when none of those who entered has worked. The convener must be among
+    them."""
     entries = {entry.peer: entry for entry in signed.entries}
     number, base = signed.round, signed.base
     weights = weigh(entries)
@@ -137,15 +143,16 @@ def codec_of(
 
     Args:
         interval_s: the time that the work since `base` has taken.
-        own: bytes per second of the convener's best link, for when nobody has measured any in rounds yet; 0 when not known.
+        own: bytes per second of the convener's best link, for when nobody has measured any in rounds yet; 0 when not
+            known.
     """
     slowest = slowest_bytes_per_s(entries) or own
     return choose(rules.rungs, exchanged_bytes(rules, base, len(entries), number.attempt), slowest, interval_s)
 
 
 def exchanged_bytes(rules: RoundRules, base: AnchorVersion, members: int, attempt: int) -> float:
-    """What the busiest member sends and receives of float32 in one exchange: everybody the fragment about twice; a convener that reduces alone, once each way for
-    every other member."""
+    """What the busiest member sends and receives of float32 in one exchange: everybody the fragment about twice; a
+    convener that reduces alone, once each way for every other member."""
     first, end = fragment_chunks(rules, base.fragment)
     times = 2 * (members - 1) if attempt >= CONVENER_REDUCES_FROM else 2 * (members - 1) / members
     return times * (end - first) * rules.chunk_bytes
@@ -187,9 +194,11 @@ def objection(rules: RoundRules, signed: SignedRoster, own: Entry, verify: Calla
 
 
 def oddity(signed: SignedRoster, own: PeerId, known: Collection[PeerId], here: Collection[PeerId]) -> str | None:
-    """Why we would rather not follow a roster though its convener may be honest, which may see other replicas than we do; None when nothing is odd.
+    """Why we would rather not follow a roster though its convener may be honest, which may see other replicas than we
+    do; None when nothing is odd.
 
-    At the first attempt nobody has been left out for a reason yet, so one that lacks most of us would throw their work away.
+    At the first attempt nobody has been left out for a reason yet, so one that lacks most of us would throw their work
+    away.
 
     Args:
         known: the other replicas of the module that we see.

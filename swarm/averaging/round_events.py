@@ -1,4 +1,5 @@
-"""What the round machine speaks of: events that befall it and actions that follow. Plain data; `swarm.averaging.round_machine` is the machine."""
+"""What the round machine speaks of: events that befall it and actions that follow. Plain data;
+`swarm.averaging.round_machine` is the machine."""
 
 from __future__ import annotations
 
@@ -98,7 +99,8 @@ class SnapshotTaken:
     tokens: int
     norm: float
     bandwidth: float = 0.0
-    """Bytes per second of our own best link; 0 when not known. For our own patience and choices: nobody else believes it."""
+    """Bytes per second of our own best link; 0 when not known. For our own patience and choices: nobody else believes
+    it."""
     received: Mapping[PeerId, float] = field(default_factory=dict)
     """Bytes per second at which other members' pieces have come in."""
 
@@ -120,8 +122,9 @@ class PieceCame:
 
 @dataclass(frozen=True, slots=True)
 class Owing:
-    """Which members still owe us pieces that they could send now: contributions to our shard, or results for which they have
-    everything. Said whenever it changes. (A reducer that itself waits for others is not listed when that is known.)"""
+    """Which members still owe us pieces that they could send now: contributions to our shard, or results for which they
+    have everything. Said whenever it changes. (A reducer that itself waits for others is not listed when that is
+    known.)"""
 
     round: RoundId
     peers: frozenset[PeerId]
@@ -138,7 +141,8 @@ class PieceRejected:
 
 @dataclass(frozen=True, slots=True)
 class Caught:
-    """A replica did what no honest one does: an audit of a round that has been committed shows it, or what it sent us."""
+    """A replica did what no honest one does: an audit of a round that has been committed shows it, or what it sent
+    us."""
 
     peer: PeerId
     round: int
@@ -147,7 +151,8 @@ class Caught:
     proof: str = ""
     """BLAKE3 over the signed hashes behind it, hexadecimal; empty when nobody else could be shown it."""
     certain: bool = True
-    """False for what may befall an honest one: it was asked several times and did not answer, or accuses others of what we do not see."""
+    """False for what may befall an honest one: it was asked several times and did not answer, or accuses others of what
+    we do not see."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +227,8 @@ class Tell:
 @dataclass(frozen=True, slots=True)
 class TakeSnapshot:
     """Fix the pseudo-gradient of a fragment: what the replica has done since its anchor, kept for every attempt at this
-    round `number`. A later TakeSnapshot for the same number and base gives the same one again ("with the same pseudo-gradients")."""
+    round `number`. A later TakeSnapshot for the same number and base gives the same one again ("with the same
+    pseudo-gradients")."""
 
     round: RoundId
     fragment: int
@@ -230,24 +236,25 @@ class TakeSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Begin the exchange with this roster; whatever exchange was under way ends without a trace (its staged result, if it
-    was complete, is kept until `Release` of its number or a commit). Pieces of this attempt may have come before it."""
+    """Begin the exchange with this roster; whatever exchange was under way ends without a trace (its staged result, if
+    it was complete, is kept until `Release` of its number or a commit). Pieces of this attempt may have come before
+    it."""
 
     roster: Roster
 
 
 @dataclass(frozen=True, slots=True)
 class DropStaged:
-    """A complete result will not be committed by us: it is of an attempt that is over, or a later one has replaced it. At most one is kept,
-    so that there is always room to make the next."""
+    """A complete result will not be committed by us: it is of an attempt that is over, or a later one has replaced it.
+    At most one is kept, so that there is always room to make the next."""
 
     version: AnchorVersion
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """End the exchange and forget the snapshots and everything staged for rounds up to this number. A number below that of
-    the attempt under way only ends the exchange: its snapshot and staged results are kept for the next attempt."""
+    """End the exchange and forget the snapshots and everything staged for rounds up to this number. A number below that
+    of the attempt under way only ends the exchange: its snapshot and staged results are kept for the next attempt."""
 
     number: int
     why: str
@@ -255,8 +262,9 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class CommitStaged:
-    """Make the staged result of this version the anchor, and carry the work done since the snapshot over to it. All snapshots and
-    staged results are forgotten, but pieces that others still need of this exchange go on being sent until the next one begins."""
+    """Make the staged result of this version the anchor, and carry the work done since the snapshot over to it. All
+    snapshots and staged results are forgotten, but pieces that others still need of this exchange go on being sent
+    until the next one begins."""
 
     roster: Roster
     version: AnchorVersion
@@ -264,7 +272,8 @@ class CommitStaged:
 
 @dataclass(frozen=True, slots=True)
 class CatchUp:
-    """Get this anchor from those who have it. Ends with CaughtUp or CatchUpFailed. Work since our own anchor is lost, and counted."""
+    """Get this anchor from those who have it. Ends with CaughtUp or CatchUpFailed. Work since our own anchor is lost,
+    and counted."""
 
     version: AnchorVersion
     donors: tuple[PeerId, ...]

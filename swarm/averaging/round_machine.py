@@ -1,24 +1,26 @@
 """A module's rounds as one replica lives them: what befalls it (`words.Event`) and what it does then (`words.Action`).
 
-The story. A replica works from its anchor and tells the three who would convene the next round how far it is. When the work of all
-is enough, the first in hash order invites everybody (Convening); who accepts fixes its pseudo-gradient and enters (Participation);
-the convener fixes the roster, the members exchange, and each says when it has the whole result, and which. When more than half of the
-roster has the same, the convener says Commit, and it holds.
+The story. A replica works from its anchor and tells the three who would convene the next round how far it is. When the
+work of all is enough, the first in hash order invites everybody (Convening); who accepts fixes its pseudo-gradient and
+enters (Participation); the convener fixes the roster, the members exchange, and each says when it has the whole result,
+and which. When more than half of the roster has the same, the convener says Commit, and it holds.
 
 What is kept whatever happens:
 
-* One attempt at a time. The highest (number, attempt) is followed, of equals the one whose convener is first in hash order; but who
-  exchanges stays with a convener that it hears. A silent convener is replaced by the next in order, a silent or rejected
-  member is left out of the next attempt.
-* Who has prepared a result keeps it until it stands on another anchor, and says so in every entry. A convener does not start a new
-  exchange while a majority of an earlier roster may have prepared one: somebody may have committed it.
-* Nobody is believed because it convenes: entries are signed, travel in the roster, and every member works out weights, shards, steps and
-  tokens from them for itself. A convener that sends anything else is left out.
-* A replica applies only what it has prepared itself from the anchor it stands on, after a Commit or when another stands on it.
-* A replica leaves its anchor for another only when the module stands there (`rules.standing`), and only for a higher round: versions never
-  go back. Nobody's word but that of the replicas that stand there counts for it, with one exception: a convener takes over a
-  result that it found as above.
-* Time during which the process did not run is no time: nobody is taken for silent because we slept. After a long sleep the attempt is dropped.
+* One attempt at a time. The highest (number, attempt) is followed, of equals the one whose convener is first in hash
+  order; but who exchanges stays with a convener that it hears. A silent convener is replaced by the next in order, a
+  silent or rejected member is left out of the next attempt.
+* Who has prepared a result keeps it until it stands on another anchor, and says so in every entry. A convener does not
+  start a new exchange while a majority of an earlier roster may have prepared one: somebody may have committed it.
+* Nobody is believed because it convenes: entries are signed, travel in the roster, and every member works out weights,
+  shards, steps and tokens from them for itself. A convener that sends anything else is left out.
+* A replica applies only what it has prepared itself from the anchor it stands on, after a Commit or when another stands
+  on it.
+* A replica leaves its anchor for another only when the module stands there (`rules.standing`), and only for a higher
+  round: versions never go back. Nobody's word but that of the replicas that stand there counts for it, with one
+  exception: a convener takes over a result that it found as above.
+* Time during which the process did not run is no time: nobody is taken for silent because we slept. After a long sleep
+  the attempt is dropped.
 
 Nothing here does IO or draws random numbers. Messages to ourselves (the convener is a member too) never leave.
 
@@ -126,7 +128,8 @@ class RoundMachine:
 
     @property
     def settled(self) -> bool:
-        """Whether we have seen the others and stand where the module stands. Until then a replica should not announce that it serves."""
+        """Whether we have seen the others and stand where the module stands. Until then a replica should not announce
+        that it serves."""
         return self._seen and self._outlook.lag.catching is None and self._outlook.standing().value == self.version
 
     @property
@@ -249,7 +252,8 @@ class RoundMachine:
         return [Tell(peer, report) for peer in outlook.order()[:INFORMED] if peer != outlook.own]
 
     def _notice_company(self) -> Actions:
-        """Being alone must last a little: after a long sleep all announcements have run out, and the new ones are under way."""
+        """Being alone must last a little: after a long sleep all announcements have run out, and the new ones are under
+        way."""
         outlook, alone = self._outlook, not self._outlook.fellows.serving
         if self._alone_since is None or not alone:
             self._alone_since = outlook.now

@@ -1,4 +1,5 @@
-"""The arithmetic of rounds: who convenes, when a round is due, which number it gets, and which version the module stands on.
+"""The arithmetic of rounds: who convenes, when a round is due, which number it gets, and which version the module
+stands on.
 
 Which state a newcomer takes: it has none of its own to compare, only what the module's replicas say.
 """
@@ -22,14 +23,14 @@ INFORMED = 3
 LARGEST_LEAD = 2**20
 FIRST_LEAD = 1024
 LEAD_TIMES = 4
-"""A single replica's word is taken for a round so many times ours, or so much beyond a small one: one that was cut off has gone on by itself,
-hardly several times as fast. Without a limit one lie could use up the numbers."""
+"""A single replica's word is taken for a round so many times ours, or so much beyond a small one: one that was cut off
+has gone on by itself, hardly several times as fast. Without a limit one lie could use up the numbers."""
 MOST_ROUNDS = 2**36
 """A hundred a second for twenty years: no run is further, whoever says so, and numbers are left."""
 SLACK_ROUNDS = 1024
 SLACK_WORK = 1024
-"""A version has at most so many times the steps and tokens that its rounds, and SLACK_ROUNDS more, are there for: rounds that fail for hours
-add to the next one."""
+"""A version has at most so many times the steps and tokens that its rounds, and SLACK_ROUNDS more, are there for:
+rounds that fail for hours add to the next one."""
 STEPS_TIMES_ALONE = 2
 """A replica that has so many times `inner_steps` behind it opens a round whatever it knows of the others."""
 WORK_AT_MOST = 2
@@ -39,9 +40,9 @@ WORK_AT_MOST = 2
 def precedence(module: ModuleId, base: AnchorVersion, number: int, peer: PeerId) -> bytes:
     """Of all who could convene this round from this anchor, the one with the smallest value does.
 
-    Rendezvous hashing (Thaler and Ravishankar 1998): everybody computes the same order, each round has another one, and a peer
-    that comes or goes changes nobody else's place. The anchor's digest is in it, so that nobody knows the order before the round before has
-    been committed: a key that convenes a given round cannot be made in advance.
+    Rendezvous hashing (Thaler and Ravishankar 1998): everybody computes the same order, each round has another one, and
+    a peer that comes or goes changes nobody else's place. The anchor's digest is in it, so that nobody knows the order
+    before the round before has been committed: a key that convenes a given round cannot be made in advance.
     """
     header = struct.pack("<IIQ", module.stage, module.expert, number) + base.digest
     return hashlib.sha256(b"skipstone-convener:2\0" + header + peer.encode()).digest()
@@ -73,7 +74,8 @@ def fragment_chunks(rules: RoundRules, fragment: int) -> tuple[int, int]:
 
 
 def steps_between_rounds(rules: RoundRules) -> int:
-    """Inner steps of the average replica from one round to the next: each fragment has its turn once in `inner_steps`."""
+    """Inner steps of the average replica from one round to the next: each fragment has its turn once in
+    `inner_steps`."""
     return -(-rules.inner_steps // fragments_of(rules))
 
 
@@ -123,9 +125,10 @@ def standing(rules: RoundRules, own: AnchorVersion, others: Mapping[PeerId, Anch
     """The version that the module stands on, as we see it: that of most live replicas; of equally many, the greater by
     (tokens, round, digest).
 
-    Round 0 is what everybody starts from, and nothing agreed is lost by leaving it: it never wins against a later one. But a version that is
-    far beyond ours, and beyond round 0 any while not most replicas have left it, is one that somebody may have made up: it counts when at least two replicas,
-    and half of those we see, stand there, or when there is no other replica than the one that says so.
+    Round 0 is what everybody starts from, and nothing agreed is lost by leaving it: it never wins against a later one.
+    But a version that is far beyond ours, and beyond round 0 any while not most replicas have left it, is one that
+    somebody may have made up: it counts when at least two replicas, and half of those we see, stand there, or when
+    there is no other replica than the one that says so.
 
     Args:
         others: what the other serving replicas stand on.
@@ -154,9 +157,9 @@ def standing(rules: RoundRules, own: AnchorVersion, others: Mapping[PeerId, Anch
 def choose_version(announced: Mapping[PeerId, AnchorVersion]) -> Reasoned[AnchorVersion | None]:
     """The version on which most replicas stand, if at least half of those that say so stand on it.
 
-    One vote a peer, so one that lies never prevails against two that agree. Of two halves (a partition that has just healed) the
-    one with more tokens behind it wins, then the higher round, then the higher digest: as the replicas themselves decide.
-    Whether a lone replica tells the truth cannot be known.
+    One vote a peer, so one that lies never prevails against two that agree. Of two halves (a partition that has just
+    healed) the one with more tokens behind it wins, then the higher round, then the higher digest: as the replicas
+    themselves decide. Whether a lone replica tells the truth cannot be known.
 
     Args:
         announced: what each live replica with a state announces.

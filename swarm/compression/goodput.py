@@ -1,8 +1,9 @@
 """What a link to a peer carries, told by when its answers come.
 
-How fast a tensor can be handed to a stream says little: buffers of the system, of gRPC and of home routers take megabytes at once. That the receiver has all of
-it is known when it says ACCEPTED. The bytes accepted, over the time in which something was on its way, are what the link carries; one round trip of that time is
-not the link's fault. The shortest one seen is taken, as a busy link makes round trips longer.
+How fast a tensor can be handed to a stream says little: buffers of the system, of gRPC and of home routers take
+megabytes at once. That the receiver has all of it is known when it says ACCEPTED. The bytes accepted, over the time in
+which something was on its way, are what the link carries; one round trip of that time is not the link's fault. The
+shortest one seen is taken, as a busy link makes round trips longer.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from dataclasses import dataclass, field
 from typing import Final
 
 HORIZON_S: Final = 1.0
-"""Of busy time: what was measured so long ago counts for 1/e. Bytes and seconds are summed apart, so that answers that come all at once after a
-delay count right together."""
+"""Of busy time: what was measured so long ago counts for 1/e. Bytes and seconds are summed apart, so that answers that
+come all at once after a delay count right together."""
 
 MOST_ON_THE_WAY: Final = 1024
-"""Tensors; more than the slots of any receiver. The oldest is given up for the next: a peer that answers nothing must not fill this memory."""
+"""Tensors; more than the slots of any receiver. The oldest is given up for the next: a peer that answers nothing must
+not fill this memory."""
 
 
 @dataclass(slots=True)
@@ -60,7 +62,8 @@ class Goodput:
         remembered = math.exp(-taken / HORIZON_S)
         self._bytes = remembered * self._bytes + known[0]
         self._seconds = remembered * self._seconds + taken
-        # What else is on its way has been so meanwhile: from when the line was free for it, or from when it was given to it.
+        # What else is on its way has been so meanwhile: from when the line was free for it, or from when it was given
+        # to it.
         _, given = next(iter(self._on_the_way.values()), (0, now))
         self._busy_since = max(self._busy_since, now - trip_s, given)
 

@@ -1,7 +1,8 @@
 """Which codec a tensor gets on a link: the mildest with which the link is not what everybody waits for.
 
-Hybrid compression (arXiv 2409.02423): what stands it is compressed hard, what does not mildly, state not at all. The run's manifest says for each kind of traffic how
-far one may go (the limit); a link that carries more than is asked of it costs no accuracy.
+Hybrid compression (arXiv 2409.02423): what stands it is compressed hard, what does not mildly, state not at all. The
+run's manifest says for each kind of traffic how far one may go (the limit); a link that carries more than is asked of
+it costs no accuracy.
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ class Traffic(enum.Enum):
 
 
 MOST_OF_A_VISIT: Final = 0.25
-"""Of the time that a microbatch is computed at the slower end, a tensor may be on the link for so long. Two tensors of a microbatch leave each peer, and
-several microbatches are under way: with a quarter each, links are idle half of the time and rarely waited for."""
+"""Of the time that a microbatch is computed at the slower end, a tensor may be on the link for so long. Two tensors of
+a microbatch leave each peer, and several microbatches are under way: with a quarter each, links are idle half of the
+time and rarely waited for."""
 NO_CHOICE: Final = "the run allows nothing else"
 BACK_AT: Final = 0.6
-"""A milder codec is taken again when it would need less than this part of what is allowed: a link that varies must not swing the choice."""
+"""A milder codec is taken again when it would need less than this part of what is allowed: a link that varies must not
+swing the choice."""
 
 MOST_ERROR: Final[Mapping[Codec, float]] = {Codec.BF16: 4e-3, Codec.INT8: 1.2e-2, Codec.FP8: 4e-2, Codec.INT4: 0.13}
-"""Relative errors that are more than these codecs have on any data they are meant for. Where one does, the next milder one is used."""
+"""Relative errors that are more than these codecs have on any data they are meant for. Where one does, the next milder
+one is used."""
 
 _LADDERS: Final[Mapping[Codec, tuple[Codec, ...]]] = {
     Codec.NONE: (),
@@ -40,7 +44,8 @@ _LADDERS: Final[Mapping[Codec, tuple[Codec, ...]]] = {
 
 
 def ladder(limit: Codec, *, half_precision: bool) -> tuple[Codec, ...]:
-    """The codecs from the mildest to `limit`, what they fall back to among them. Where elements are bfloat16 anyway, BF16 is none."""
+    """The codecs from the mildest to `limit`, what they fall back to among them. Where elements are bfloat16 anyway,
+    BF16 is none."""
     rungs = (Codec.NONE, *_LADDERS[limit])
     return tuple(codec for codec in rungs if not (half_precision and codec is Codec.BF16))
 

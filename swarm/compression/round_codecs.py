@@ -1,7 +1,8 @@
 """Which codecs a round uses: the mildest with which the slowest member's link does not hold the round up.
 
-Pseudo-gradients stand much (DiLoCo, arXiv 2501.18512; DESIGN section 6): INT8 makes no difference that can be measured (`benchmarks/codec_training.py`), so where the
-run allows it nothing milder is taken. The convener chooses, from the bandwidths that members enter with, and says so in the roster: all members of an attempt use the same.
+Pseudo-gradients stand much (DiLoCo, arXiv 2501.18512; DESIGN section 6): INT8 makes no difference that can be measured
+(`benchmarks/codec_training.py`), so where the run allows it nothing milder is taken. The convener chooses, from the
+bandwidths that members enter with, and says so in the roster: all members of an attempt use the same.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from swarm.vocabulary.averaging_messages import Contribution, RoundPiece
 from swarm.vocabulary.types import Codec, Reasoned
 
 MOST_OF_AN_INTERVAL: Final = 0.25
-"""Of the time between two rounds an exchange may take so much: training goes on meanwhile and uses the same links, and what is learnt during it starts from an older anchor."""
+"""Of the time between two rounds an exchange may take so much: training goes on meanwhile and uses the same links, and
+what is learnt during it starts from an older anchor."""
 
 _RESULTS: Final[Mapping[Codec, Codec]] = {
     Codec.NONE: Codec.NONE,
@@ -42,7 +44,8 @@ class RoundCodecs:
 
     @property
     def leave_over(self) -> bool:
-        """Whether contributions leave out so much that it has to stay in the replicas (`node.averaging.exchange.pseudo_gradient`)."""
+        """Whether contributions leave out so much that it has to stay in the replicas
+        (`node.averaging.exchange.pseudo_gradient`)."""
         return self.contribution not in _LEAVE_LITTLE
 
     def of(self, message: RoundPiece) -> Codec:
@@ -66,7 +69,8 @@ FLOAT32: Final = Rung(RoundCodecs(Codec.NONE), 1.0)
 
 
 def ladder(limit: Codec) -> tuple[RoundCodecs, ...]:
-    """What a run allows, from the mildest to `limit`. NONE and BF16 stand alone: whoever asks for them wants no less."""
+    """What a run allows, from the mildest to `limit`. NONE and BF16 stand alone: whoever asks for them wants no
+    less."""
     rungs = _LADDER[: _LADDER.index(limit) + 1] if limit in _LADDER else (limit,)
     return tuple(RoundCodecs(codec) for codec in rungs)
 
@@ -93,6 +97,7 @@ def choose(
     chosen = next((rung for rung in rungs if takes_s(rung) <= allowed_s), rungs[-1])
     return Reasoned(
         chosen.codecs,
-        f"{chosen.share * both_ways_bytes / 1e6:.1f} MB over {slowest_bytes_per_s * 8 / 1e6:.0f} Mbit/s take {takes_s(chosen):.1f} s"
+        f"{chosen.share * both_ways_bytes / 1e6:.1f} MB over {slowest_bytes_per_s * 8 / 1e6:.0f} Mbit/s take "
+        f"{takes_s(chosen):.1f} s"
         f" of the {interval_s:.0f} s between rounds ({MOST_OF_AN_INTERVAL:.0%} are wanted)",
     )

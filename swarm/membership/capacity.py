@@ -1,7 +1,8 @@
 """What a swarm can carry: how much each module's replicas can do for its share of the visits.
 
-A path is as fast as the slowest module it goes through, so the swarm's throughput is the least of what its modules allow:
-the power of a module's replicas together, divided by the work that a token of training asks of that module on average.
+A path is as fast as the slowest module it goes through, so the swarm's throughput is the least of what its modules
+allow: the power of a module's replicas together, divided by the work that a token of training asks of that module on
+average.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from swarm.vocabulary.types import ModuleId, PeerId, PeerState
 COUNTED = (PeerState.SERVING, PeerState.JOINING)
 """Peers that join count as if they served already: else everybody would go where somebody is going."""
 MOST_BELIEVED = 4.0
-"""Times the median of what the run's peers announce: what a peer says beyond that counts only when somebody has worked with it."""
+"""Times the median of what the run's peers announce: what a peer says beyond that counts only when somebody has worked
+with it."""
 ABOUT_EQUAL = 0.1
 """Figures that differ by less are taken for equal: measured speeds always differ a little."""
 
@@ -71,7 +73,8 @@ class Host:
 def hosts_of(
     announcements: Iterable[Announcement], workload: Workload, proven: frozenset[PeerId] = frozenset()
 ) -> tuple[Host, ...]:
-    """Everybody who hosts a module of the run. Who announces no speed is taken to be as powerful as the middle of the others.
+    """Everybody who hosts a module of the run. Who announces no speed is taken to be as powerful as the middle of the
+    others.
 
     Args:
         proven: peers that are believed whatever they announce; others up to MOST_BELIEVED.
@@ -105,6 +108,7 @@ def allowed_throughput(hosts: Iterable[Host], workload: Workload) -> dict[Module
 
 
 def draw(peer: PeerId, module: ModuleId) -> float:
-    """A number from 0 to 1 that everybody computes alike: settles ties, and spreads out what should not happen at once."""
+    """A number from 0 to 1 that everybody computes alike: settles ties, and spreads out what should not happen at
+    once."""
     digest = hashlib.sha256(f"{peer}/{module}".encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64

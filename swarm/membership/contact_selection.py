@@ -16,9 +16,10 @@ def by_worth(
 ) -> list[PeerId]:
     """Those that can be dialled and mean to stay, the best to hold on to first.
 
-    Peers that links are needed to anyway come first: of the stages before and after ours (the last is before the first: a path ends
-    where it began), and replicas of our own module. Among equals those that we hold on to already, so that nothing is given
-    up without need; then a hash decides, so that many such peers spread over those they can be called through.
+    Peers that links are needed to anyway come first: of the stages before and after ours (the last is before the first:
+    a path ends where it began), and replicas of our own module. Among equals those that we hold on to already, so that
+    nothing is given up without need; then a hash decides, so that many such peers spread over those they can be called
+    through.
 
     Args:
         module: that `own` hosts, if any.
@@ -37,8 +38,8 @@ def by_worth(
 
 
 def relays_first(order: Sequence[PeerId], relaying: Collection[PeerId], wanted: int = 2) -> list[PeerId]:
-    """The same with the first `wanted` of those that serve tunnels before all others: without one of them, peers that cannot be dialled
-    either have no way to us."""
+    """The same with the first `wanted` of those that serve tunnels before all others: without one of them, peers that
+    cannot be dialled either have no way to us."""
     chosen = [peer for peer in order if peer in relaying][:wanted]
     return chosen + [peer for peer in order if peer not in chosen]
 

@@ -1,7 +1,8 @@
-"""Who is in the swarm, as one peer sees it: the newest valid announcement of every other peer, and which of them fail us.
+"""Who is in the swarm, as one peer sees it: the newest valid announcement of every other peer, and which of them fail
+us.
 
-All times are monotonic seconds of this machine; an announcement's wall-clock expiry is turned into a remaining time when it
-is seen, so that a clock that jumps does not empty the view.
+All times are monotonic seconds of this machine; an announcement's wall-clock expiry is turned into a remaining time
+when it is seen, so that a clock that jumps does not empty the view.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class Membership:
         """Until when; whoever is heard again or announces itself anew stays left out."""
 
     def observe(self, announcement: Announcement, *, now: float, wall: float) -> Change:
-        """Takes in an announcement. One of another run, of ourselves, expired, or older than one that still holds changes nothing."""
+        """Takes in an announcement. One of another run, of ourselves, expired, or older than one that still holds
+        changes nothing."""
         remaining = announcement.expires_at - wall
         if announcement.run != self.run or announcement.peer == self.own or remaining <= 0:
             return Change.IGNORED
@@ -95,10 +97,11 @@ class Membership:
         self._members.pop(peer, None)
 
     def fail(self, peer: PeerId, now: float) -> None:
-        """The peer could not be reached or fell silent: no new work for it for FIRST_PAUSE_S, in case only a link broke.
+        """The peer could not be reached or fell silent: no new work for it for FIRST_PAUSE_S, in case only a link
+        broke.
 
-        What fails while it is suspected already belongs to the same outage and does not count again; what fails after it
-        is one time too many (`give_up`).
+        What fails while it is suspected already belongs to the same outage and does not count again; what fails after
+        it is one time too many (`give_up`).
         """
         member = self._members.get(peer)
         if member is None or member.suspect_until > now:
@@ -153,7 +156,8 @@ class Membership:
         return tuple(member.announcement for member in self._members.values())
 
     def replicas(self, module: ModuleId, now: float) -> list[Announcement]:
-        """The peers that may be given work for a module: serving, unexpired, not suspect, of a version we speak, and not left out if there are others."""
+        """The peers that may be given work for a module: serving, unexpired, not suspect, of a version we speak, and
+        not left out if there are others."""
         found = [member.announcement for member in self._serving(module, now) if member.suspect_until <= now]
         return [known for known in found if self._left_out.get(known.peer, 0.0) <= now] or found
 
@@ -192,7 +196,8 @@ class Membership:
         ]
 
     def _evict_one(self) -> PeerId:
-        """Visitors go first, then whoever expires first, a newcomer included: a flood of short-lived records cannot push out those that stay."""
+        """Visitors go first, then whoever expires first, a newcomer included: a flood of short-lived records cannot
+        push out those that stay."""
 
         def worth(member: _Member) -> tuple[bool, float]:
             return member.announcement.state is not PeerState.VISITING, member.expires

@@ -1,4 +1,5 @@
-"""Which module a newcomer takes: the one where it helps the swarm most, empty ones first. Moving later is `swarm.membership.rebalancing`."""
+"""Which module a newcomer takes: the one where it helps the swarm most, empty ones first. Moving later is
+`swarm.membership.rebalancing`."""
 
 from __future__ import annotations
 
@@ -19,8 +20,9 @@ def choose_module(
 ) -> Reasoned[ModuleId]:
     """The module that brings the swarm the highest throughput when the newcomer takes it.
 
-    Where several are about equally good, the one that is shortest of peers; where these are about equal too, the newcomer's
-    hash decides, so that several newcomers at once spread out. Takes time in proportion to modules and announcements.
+    Where several are about equally good, the one that is shortest of peers; where these are about equal too, the
+    newcomer's hash decides, so that several newcomers at once spread out. Takes time in proportion to modules and
+    announcements.
 
     Args:
         modules: those it may take, at least one; a peer that cannot read the text leaves stage 0 out.

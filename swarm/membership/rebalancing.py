@@ -1,13 +1,14 @@
 """When a peer leaves its module for another: to fill an empty one at once, else when the gain is worth the download.
 
-The swarm is as fast as its weakest module, so only the weakest is moved to, and what counts is the weaker of the two modules
-concerned, before and after. That grows by at least `min_gain` with every move, so moves come to an end: no peer can go round in
-circles while speeds and peers stay the same.
+The swarm is as fast as its weakest module, so only the weakest is moved to, and what counts is the weaker of the two
+modules concerned, before and after. That grows by at least `min_gain` with every move, so moves come to an end: no peer
+can go round in circles while speeds and peers stay the same.
 
-Everybody ranks the possible movers by the same rule. The first moves; the next ones wait their turn (`turn_s` each), because the
-first may be one that does not want to move, and nobody can see that. Nobody goes who is the last in its module that is proven to do its work: whoever
-else says that it serves there may be lying, and would be left alone with the module. While a peer drains that may be on its way there, nobody else
-sets out, for as long as a turn. One that has arrived (JOINING) counts at its new module, where nobody is missed any more.
+Everybody ranks the possible movers by the same rule. The first moves; the next ones wait their turn (`turn_s` each),
+because the first may be one that does not want to move, and nobody can see that. Nobody goes who is the last in its
+module that is proven to do its work: whoever else says that it serves there may be lying, and would be left alone with
+the module. While a peer drains that may be on its way there, nobody else sets out, for as long as a turn. One that has
+arrived (JOINING) counts at its new module, where nobody is missed any more.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class Standing:
         own: its own announcement; it is SERVING.
         others: everybody else's, without those that are suspect.
         served_s: seconds that it has served its module.
-        move_s: for each module it may move to, the seconds without it that the move would cost: drain, download, preparation.
-            Modules that are left out are never moved to.
+        move_s: for each module it may move to, the seconds without it that the move would cost: drain, download,
+            preparation. Modules that are left out are never moved to.
         proven: peers that have done their work before somebody's eyes (`proven_by`), or in a round with us.
     """
 
@@ -82,7 +83,8 @@ class Wish:
 
 
 class MoveWatch:
-    """One peer's readiness to move: looks at the swarm again and again, and remembers since when a module has wanted a peer."""
+    """One peer's readiness to move: looks at the swarm again and again, and remembers since when a module has wanted a
+    peer."""
 
     def __init__(self, workload: Workload, rules: MoveRules) -> None:
         self._workload = workload
@@ -172,7 +174,8 @@ def _if_it_pays(
 
 
 def _who_can_be_spared(standing: Standing, hosts: tuple[Host, ...]) -> frozenset[PeerId]:
-    """Those who serve (or did, a moment ago) and leave others behind. We only leave if one of these is proven; what others know we do not."""
+    """Those who serve (or did, a moment ago) and leave others behind. We only leave if one of these is proven; what
+    others know we do not."""
     serving = Counter(host.module for host in hosts if host.state is PeerState.SERVING)
     own = standing.own.peer
     proven_there = any(

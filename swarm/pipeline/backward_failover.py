@@ -1,9 +1,9 @@
 """Repair of the way back: a replica that never saw the microbatch takes a lost hop's place.
 
-Of the lost hop at p, the hop after it has the gradient, the hop before it the input. The stand-in gets the gradient first
-(RECEIVING_GRADIENT), then recalls the input (RECALLING) and computes both passes in one. The hop before it decides: as long as
-it has no gradient it sends its output again, to the stand-in; when it has one already, nothing is missing, and the stand-in
-lets its gradient go without adding it.
+Of the lost hop at p, the hop after it has the gradient, the hop before it the input. The stand-in gets the gradient
+first (RECEIVING_GRADIENT), then recalls the input (RECALLING) and computes both passes in one. The hop before it
+decides: as long as it has no gradient it sends its output again, to the stand-in; when it has one already, nothing is
+missing, and the stand-in lets its gradient go without adding it.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ class StandingIn:
     # ---- the hop before ------------------------------------------------------------------------------------------
 
     def recalled(self, sender: PeerId, message: Recall, now: float) -> list[Action]:
-        """Sends its output to the stand-in, or says why not. Its own view of the path up to here counts, not the other's."""
+        """Sends its output to the stand-in, or says why not. Its own view of the path up to here counts, not the
+        other's."""
         holding = self._shelf.get(Key(message.microbatch, message.position))
         if holding is None and self._settling.has_completed(message.microbatch):
             return [Tell(sender, receipt_for(message, ReceiptStatus.PASSED_ON, "complete"))]

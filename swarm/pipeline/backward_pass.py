@@ -1,8 +1,9 @@
 """A gradient's way back: BACKWARD -> HANDING_BACK -> GUARDING_BACK -> SETTLING.
 
-A hop takes one gradient, the first that comes from a replica of the module after it, and lets every later one go: what it
-answers, PASSED_ON, is true, the microbatch is past it. When the peer before it is lost, another replica of that peer's module
-stands in: it gets the gradient and fetches the input from the hop before (`swarm.pipeline.backward_failover`).
+A hop takes one gradient, the first that comes from a replica of the module after it, and lets every later one go: what
+it answers, PASSED_ON, is true, the microbatch is past it. When the peer before it is lost, another replica of that
+peer's module stands in: it gets the gradient and fetches the input from the hop before
+(`swarm.pipeline.backward_failover`).
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from swarm.vocabulary.pipeline_messages import Backward, Direction, Purpose, Rec
 from swarm.vocabulary.types import ModuleId, PeerId, Reasoned
 
 STAND_IN_AFTER_S = 1.0
-"""A peer that cannot be reached for so long is replaced, or as soon as it is given up. Not at once as on the way out: a stand-in computes the visit
-anew."""
+"""A peer that cannot be reached for so long is replaced, or as soon as it is given up. Not at once as on the way out: a
+stand-in computes the visit anew."""
 
 
 class WayBack:
@@ -201,8 +202,8 @@ class WayBack:
         return holding.key.position >= 1 and self._replicas.goes_round(_module_before(holding))
 
     def _give_up(self, holding: Holding, detail: str, now: float) -> list[Action]:
-        """Its data node abandons it, unless it came home by another way; then the word that settles it comes back. Whoever still guards it after us has
-        nothing more to do either but to ask for that word."""
+        """Its data node abandons it, unless it came home by another way; then the word that settles it comes back.
+        Whoever still guards it after us has nothing more to do either but to ask for that word."""
         told = stranded(holding, Direction.BACKWARD, holding.key.position - 1, detail)
         if holding.is_end:
             return [self._shelf.drop(holding.key, detail), told]

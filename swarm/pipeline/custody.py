@@ -3,16 +3,17 @@
 Whoever sends a microbatch on keeps it in custody until the receiver says PASSED_ON, so that at any moment exactly one
 living peer knows that it has to act when somebody dies. One `Holding` stands for one microbatch at one position:
 
-    RECEIVING -> FORWARD -> HANDING_ON -> GUARDING -> AWAITING -> BACKWARD -> HANDING_BACK -> GUARDING_BACK -> SETTLING -> (gone)
-    RECEIVING_GRADIENT -> RECALLING ------------------------------^   (a stand-in)
+    RECEIVING -> FORWARD -> HANDING_ON -> GUARDING -> AWAITING -> BACKWARD -> HANDING_BACK -> GUARDING_BACK -> SETTLING
+    -> (gone) RECEIVING_GRADIENT -> RECALLING ------------------------------^   (a stand-in)
 
 * position -1 (the data node at the start) has no RECEIVING: its tokens are at home. Its BACKWARD ends the microbatch.
-* position len(hops) (the data node at the end) turns round: after FORWARD, which is the loss, comes HANDING_BACK. It stays in
-  GUARDING_BACK until its start ends too: a microbatch turns round once, whatever copies of it arrive later.
+* position len(hops) (the data node at the end) turns round: after FORWARD, which is the loss, comes HANDING_BACK. It
+  stays in GUARDING_BACK until its start ends too: a microbatch turns round once, whatever copies of it arrive later.
 * a microbatch that is only evaluated is gone as soon as the next peer has accepted it.
 
-Each stretch has a module of its own: `swarm.pipeline.forward_pass`, `swarm.pipeline.backward_pass`, `swarm.pipeline.backward_failover` (repair of the way back) and
-`swarm.pipeline.settlement` (whose gradient counts). This one receives the events and asks the right of them.
+Each stretch has a module of its own: `swarm.pipeline.forward_pass`, `swarm.pipeline.backward_pass`,
+`swarm.pipeline.backward_failover` (repair of the way back) and `swarm.pipeline.settlement` (whose gradient counts).
+This one receives the events and asks the right of them.
 
 Nothing here does IO. `handle` takes what happened and the time, and returns what is to be done, in order.
 """
@@ -94,7 +95,8 @@ class Custody:
     # ---- admission -------------------------------------------------------------------------------------------
 
     def admit_forward(self, message: Forward, now: float) -> Reasoned[Place]:
-        """Whether there is a place for this Forward; reserves it. The caller has checked it against the manifest, and its route's signature."""
+        """Whether there is a place for this Forward; reserves it. The caller has checked it against the manifest, and
+        its route's signature."""
         known = self._shelf.get(Key(message.microbatch, message.position))
         sender = message.path.peer_at(message.position - 1)
         if known is not None and known.path.route != message.path.route:
@@ -111,7 +113,8 @@ class Custody:
         return Reasoned(Place.FREE if place.value else Place.BUSY, place.reason)
 
     def admit_backward(self, message: Backward, now: float) -> Reasoned[Place]:
-        """Whether this gradient is wanted. Where it is not awaited the peer may stand in for a lost hop; that takes a slot."""
+        """Whether this gradient is wanted. Where it is not awaited the peer may stand in for a lost hop; that takes a
+        slot."""
         holding = self._shelf.get(Key(message.microbatch, message.position))
         if holding is None:
             return self._standing_in.admit(message, now)
@@ -122,7 +125,8 @@ class Custody:
     # ---- the machine -----------------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """What follows from `event`. Events about microbatches that are not held are answered or ignored, never an error."""
+        """What follows from `event`. Events about microbatches that are not held are answered or ignored, never an
+        error."""
         match event:
             case ReceiptArrived(sender) | CloseArrived(sender) | SettledArrived(sender) | PeerBack(sender):
                 self._shelf.regain_data_node(sender, now)
@@ -257,7 +261,8 @@ class Custody:
     def _tick(self, holding: Holding, now: float) -> list[Action]:
         if holding.phase is Phase.SETTLING:
             return self._settling.tick(holding, now)
-        # A computation always ends. What it adds must not be forgotten before, however long the machine slept meanwhile.
+        # A computation always ends. What it adds must not be forgotten before, however long the machine slept
+        # meanwhile.
         if holding.deadline <= now and holding.phase is not Phase.BACKWARD:
             return self._overdue(holding, now)
         if holding.phase is Phase.RECALLING:

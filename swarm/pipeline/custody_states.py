@@ -1,4 +1,5 @@
-"""What custody speaks of: holdings, the events that befall them and the actions that follow. Plain data; `swarm.pipeline.custody` is the machine."""
+"""What custody speaks of: holdings, the events that befall them and the actions that follow. Plain data;
+`swarm.pipeline.custody` is the machine."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A microbatch's way out: RECEIVING -> FORWARD -> HANDING_ON -> GUARDING -> AWAITING.
 
-A lost, busy or refusing peer is replaced by another replica of the same module, from the output that is kept. Where there is
-none, the holder tries the same peer again for PATIENCE_S, or until new paths go round that stage, and then skips it if the run's
-rules allow a path without it; else it reports the microbatch Stranded.
+A lost, busy or refusing peer is replaced by another replica of the same module, from the output that is kept. Where
+there is none, the holder tries the same peer again for PATIENCE_S, or until new paths go round that stage, and then
+skips it if the run's rules allow a path without it; else it reports the microbatch Stranded.
 """
 
 from __future__ import annotations
@@ -140,7 +140,8 @@ class WayOut:
         return [*told, Compute(Key(message.microbatch, message.position), work, message.purpose)]
 
     def _another_copy(self, known: Holding, message: Forward, sender: PeerId, now: float) -> list[Action]:
-        """The same microbatch again: a sender that lost its link to us, or a repaired path that comes by a second way."""
+        """The same microbatch again: a sender that lost its link to us, or a repaired path that comes by a second
+        way."""
         accepted = Tell(sender, receipt_for(message, ReceiptStatus.ACCEPTED))
         passed = Tell(sender, receipt_for(message, ReceiptStatus.PASSED_ON))
         if same_way(known.path, message.path, message.position):
@@ -153,7 +154,8 @@ class WayOut:
         return [accepted, passed, *self._adopt(known, message, sender, now)]
 
     def _adopt(self, known: Holding, message: Forward, sender: PeerId, now: float) -> list[Action]:
-        """The peer before has been replaced, and what it replaces has not the gradient yet or not for sure: the new one gets it."""
+        """The peer before has been replaced, and what it replaces has not the gradient yet or not for sure: the new one
+        gets it."""
         path = joined(message.path, known.path, message.position)
         adopted = replace(known, path=path, tried=frozenset(), busy=frozenset())
         self._shelf.put_touched(adopted, now)

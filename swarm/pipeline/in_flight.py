@@ -1,7 +1,7 @@
 """A data node's microbatches: when the next may start, how many are where, and when a step is complete.
 
-A *step* is `per_step` completed microbatches. With staleness z a microbatch of step s + 1 + z waits until step s is complete, so that with z = 0
-nothing of a step is computed with parameters from before the last one.
+A *step* is `per_step` completed microbatches. With staleness z a microbatch of step s + 1 + z waits until step s is
+complete, so that with z = 0 nothing of a step is computed with parameters from before the last one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from swarm.vocabulary.types import MicrobatchId, Path, PeerId, Reasoned
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Of microbatches, since the start of the run as far as the node remembers it. `started` = `completed` + `abandoned` + those in flight, always."""
+    """Of microbatches, since the start of the run as far as the node remembers it. `started` = `completed` +
+    `abandoned` + those in flight, always."""
 
     started: int = 0
     completed: int = 0
@@ -69,8 +70,8 @@ class Flights:
     """The data node's account of its microbatches.
 
     Args:
-        first_number: of the first microbatch. A data node that comes back must not use a number of its earlier life again: others may still
-            hold that microbatch.
+        first_number: of the first microbatch. A data node that comes back must not use a number of its earlier life
+            again: others may still hold that microbatch.
     """
 
     own: PeerId

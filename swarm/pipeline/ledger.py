@@ -26,21 +26,23 @@ PATIENCE_S = 5.0
 """How long a holder tries again when the only peer it could hand a microbatch to cannot be reached."""
 RETRY_S = 0.3
 DATA_NODE_GRACE_S = 20.0
-"""How long a hop keeps a data node's microbatches after the link to it broke, and after each step of theirs while it is gone: a reconnect may come."""
+"""How long a hop keeps a data node's microbatches after the link to it broke, and after each step of theirs while it is
+gone: a reconnect may come."""
 MOST_DOUBLINGS = 3
 BUSY_JITTER = 0.5
 KEPT_FOR_OTHERS = 4
-"""One slot in so many is closed to a data node that has all the others, and to a neighbour that all the others came from: one that never finishes
-does not shut the rest out."""
+"""One slot in so many is closed to a data node that has all the others, and to a neighbour that all the others came
+from: one that never finishes does not shut the rest out."""
 LONGEST_LIFETIME_S = 900.0
 SHORTEST_LIFETIME_S = 60.0
 LIFETIME_IN_STAYS = 20
-"""A microbatch without news is kept for so many times as long as its data node's microbatches stay, within these bounds; what is only evaluated for
-the shortest, since nobody repairs it."""
+"""A microbatch without news is kept for so many times as long as its data node's microbatches stay, within these
+bounds; what is only evaluated for the shortest, since nobody repairs it."""
 MAX_TIMED = 256
 """Data nodes whose microbatches' stay is remembered."""
 UNLINKED_SHARE = 4
-"""One slot in so many, all together, for microbatches of data nodes to which there is no link: whoever invents data nodes has no more."""
+"""One slot in so many, all together, for microbatches of data nodes to which there is no link: whoever invents data
+nodes has no more."""
 UNSETTLED_PER_SLOT = 2
 """A hop that has so many microbatches a slot whose data node has not said that they count takes no new ones."""
 
@@ -56,7 +58,8 @@ class Replicas(Protocol):
         """The best replica of a module outside the given set, or None."""
 
     def hosts(self, peer: PeerId, module: ModuleId) -> bool:
-        """Whether a peer says of itself that it hosts the module; gradients and recalls are taken from replicas only."""
+        """Whether a peer says of itself that it hosts the module; gradients and recalls are taken from replicas
+        only."""
 
     def is_given_up(self, peer: PeerId) -> bool:
         """Whether it does not answer any more, so that more than a link has broken."""
@@ -65,14 +68,16 @@ class Replicas(Protocol):
         """Whether there is a link to a peer just now."""
 
     def goes_round(self, module: ModuleId) -> bool:
-        """Whether new paths do without the module, because nobody who serves it can be reached: then nobody waits for it."""
+        """Whether new paths do without the module, because nobody who serves it can be reached: then nobody waits for
+        it."""
 
 
 class Stays:
-    """How long the microbatches of each data node stay, and by that how long one of them may lie without news, whatever its data node asks for.
+    """How long the microbatches of each data node stay, and by that how long one of them may lie without news, whatever
+    its data node asks for.
 
-    A data node of which nothing is known yet is taken to be as slow as the slowest of the others, or as one may be. What one of them does changes
-    nothing for those that are known.
+    A data node of which nothing is known yet is taken to be as slow as the slowest of the others, or as one may be.
+    What one of them does changes nothing for those that are known.
     """
 
     def __init__(self) -> None:
@@ -122,7 +127,8 @@ class Ledger:
         self._holdings[holding.key] = holding
 
     def put_touched(self, holding: Holding, now: float) -> None:
-        """Puts it, its deadline off by its lifetime as far as that is usual here, or by the grace while nobody is there who could want it."""
+        """Puts it, its deadline off by its lifetime as far as that is usual here, or by the grace while nobody is there
+        who could want it."""
         self.put(replace(holding, deadline=now + self._allowed_s(holding)))
 
     def _allowed_s(self, holding: Holding) -> float:
@@ -138,7 +144,8 @@ class Ledger:
         return min(holding.lifetime_s, most_s)
 
     def reserve(self, holding: Holding, now: float) -> None:
-        """A place for what is about to come. Of a data node to which there is no link nobody knows whether it exists: its grace begins."""
+        """A place for what is about to come. Of a data node to which there is no link nobody knows whether it exists:
+        its grace begins."""
         self.put(holding)
         data_node = holding.path.data_node
         if self._is_unlinked(data_node):
@@ -220,8 +227,8 @@ STRANGER = "its sender does not announce the module before"
 
 
 def is_from_neighbour(replicas: Replicas, message: Forward | Backward, sender: PeerId, own: PeerId) -> bool:
-    """Whether the sender announces the module of the hop that it claims to be, stage 0 at either end. Who has just changed its module may be honest: it is
-    put off, not refused."""
+    """Whether the sender announces the module of the hop that it claims to be, stage 0 at either end. Who has just
+    changed its module may be honest: it is put off, not refused."""
     hops, position = message.path.hops, message.position + (-1 if isinstance(message, Forward) else 1)
     module = hops[position].module if 0 <= position < len(hops) else ModuleId(0)
     return sender == own or replicas.hosts(sender, module)
@@ -241,8 +248,9 @@ def offered(holding: Holding, now: float) -> Holding:
 
 
 def put_off(holding: Holding, asked_s: float, now: float) -> Holding:
-    """Everybody who could take it is busy: when to ask again. The first time as asked; then twice as long each time, up to a bound, and a share more
-    that differs from microbatch to microbatch, so that those who were refused together do not all come back together."""
+    """Everybody who could take it is busy: when to ask again. The first time as asked; then twice as long each time, up
+    to a bound, and a share more that differs from microbatch to microbatch, so that those who were refused together do
+    not all come back together."""
     doublings = min(holding.refusals, MOST_DOUBLINGS)
     chance = zlib.crc32(f"{holding.key} {holding.refusals}".encode()) / 2**32 if doublings else 0.0
     pause_s = asked_s * 2.0**doublings * (1 + BUSY_JITTER * chance)
@@ -271,12 +279,14 @@ def receipt_for(
 
 
 def same_way(one: Path, other: Path, position: int) -> bool:
-    """Whether two paths have the same hops up to and including `position`. What comes after may have been repaired since."""
+    """Whether two paths have the same hops up to and including `position`. What comes after may have been repaired
+    since."""
     return one.hops[: position + 1] == other.hops[: position + 1]
 
 
 def same_modules(one: Path, other: Path, position: int) -> bool:
-    """Whether two paths differ at most in the replicas up to and including `position`. Of what comes after, repair may have skipped a stage since."""
+    """Whether two paths differ at most in the replicas up to and including `position`. Of what comes after, repair may
+    have skipped a stage since."""
     modules, others = ([hop.module for hop in path.hops[: position + 1]] for path in (one, other))
     return modules == others
 
@@ -284,6 +294,7 @@ def same_modules(one: Path, other: Path, position: int) -> bool:
 def joined(before: Path, after: Path, position: int) -> Path:
     """The hops before `position` from one path, from `position` on from the other.
 
-    Each side of a hop knows the repairs of its own side: what came in knows the way here, what comes back the way after.
+    Each side of a hop knows the repairs of its own side: what came in knows the way here, what comes back the way
+    after.
     """
     return replace(before, hops=(*before.hops[:position], *after.hops[position:]))

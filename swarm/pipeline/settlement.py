@@ -1,9 +1,10 @@
 """Which of the gradients that were added count: the last word on a microbatch, which only its data node has.
 
-When peers die or freeze in mid-way, two replicas of a module may both have added the gradient of one microbatch. Each peer on
-the way back takes one gradient from the hop after it and lets every other one go, so one chain reaches the data node; the
-path that comes with it names the replicas of that chain. The data node tells them (`Settled`). A hop keeps input and
-gradient until it hears that: named, its visit counts; not named, it takes its gradient back. A hop that hears nothing asks.
+When peers die or freeze in mid-way, two replicas of a module may both have added the gradient of one microbatch. Each
+peer on the way back takes one gradient from the hop after it and lets every other one go, so one chain reaches the data
+node; the path that comes with it names the replicas of that chain. The data node tells them (`Settled`). A hop keeps
+input and gradient until it hears that: named, its visit counts; not named, it takes its gradient back. A hop that hears
+nothing asks.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from swarm.vocabulary.types import MicrobatchId, Path, PeerId
 
 ASK_S = 3.0
 MAX_ASKS = 20
-"""After so many questions without an answer the gradient is taken back: at most once goes before exactly once. Counted, not
-timed, so that a machine that slept does not take its own sleep for the data node's silence."""
+"""After so many questions without an answer the gradient is taken back: at most once goes before exactly once. Counted,
+not timed, so that a machine that slept does not take its own sleep for the data node's silence."""
 REMEMBERED = 16_384
 """Completed microbatches that a data node can still tell about."""
 
@@ -49,7 +50,8 @@ class Settling:
         return [Tell(holding.path.data_node, Unsettled(holding.key.microbatch))]
 
     def settled(self, sender: PeerId, message: Settled) -> list[Action]:
-        """The word has come. A gradient that is being computed just now is not there yet: it will be asked about later."""
+        """The word has come. A gradient that is being computed just now is not there yet: it will be asked about
+        later."""
         actions: list[Action] = []
         for holding in self._shelf.all():
             if holding.key.microbatch != message.microbatch or holding.path.data_node != sender:

@@ -1,6 +1,8 @@
-"""What a data node believes about the swarm when it plans: who serves which stage, how fast, and how far apart they are.
+"""What a data node believes about the swarm when it plans: who serves which stage, how fast, and how far apart they
+are.
 
-Figures are its own measurements where it has some and announcements elsewhere; whoever builds a `Costs` decides that. Everything that plans reads only this.
+Figures are its own measurements where it has some and announcements elsewhere; whoever builds a `Costs` decides that.
+Everything that plans reads only this.
 """
 
 from __future__ import annotations

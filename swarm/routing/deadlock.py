@@ -1,9 +1,11 @@
 """Whether microbatches could wait for each other in a circle, by the routes of all lanes.
 
-A microbatch holds a slot of every peer that it has visited, and waits only at a peer that can run out of slots (a crowded one). So who waits in a circle holds a
-crowded peer and waits for one that comes later on its way: an arrow from the first to the second. Without a circle of arrows nobody waits for ever. A lane that goes
-up the stages only has arrows up; a circle needs one that steps back. Every data node looks whether a step back of its own lane closes a circle; if so, it walks that
-lane in the order of the stages. All others may do the same: so their lanes count in both orders.
+A microbatch holds a slot of every peer that it has visited, and waits only at a peer that can run out of slots (a
+crowded one). So who waits in a circle holds a crowded peer and waits for one that comes later on its way: an arrow from
+the first to the second. Without a circle of arrows nobody waits for ever. A lane that goes up the stages only has
+arrows up; a circle needs one that steps back. Every data node looks whether a step back of its own lane closes a
+circle; if so, it walks that lane in the order of the stages. All others may do the same: so their lanes count in both
+orders.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ Arrows = dict[PeerId, set[PeerId]]
 
 
 def in_order(route: Route, stage_of: Mapping[PeerId, int]) -> Route:
-    """The same peers without a step back. Legal whenever some order of these stages is: when they are sorted, no jump is wider than before."""
+    """The same peers without a step back. Legal whenever some order of these stages is: when they are sorted, no jump
+    is wider than before."""
     return tuple(sorted(route, key=lambda peer: stage_of[peer]))
 
 

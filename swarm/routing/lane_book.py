@@ -1,8 +1,9 @@
 """The lanes that one data node knows of, its own among them, and what they make everything cost.
 
-Microbatches that follow each other on the same peers hardly wait for each other, because they come at the pace of their data node; those of different data
-nodes collide. So a peer is priced by the lanes of *others* on it, and the best lanes share little. A trade between two data nodes is judged by all round trips
-that it touches: a power mean with a high exponent, so that a data node with slack pays for one without.
+Microbatches that follow each other on the same peers hardly wait for each other, because they come at the pace of their
+data node; those of different data nodes collide. So a peer is priced by the lanes of *others* on it, and the best lanes
+share little. A trade between two data nodes is judged by all round trips that it touches: a power mean with a high
+exponent, so that a data node with slack pays for one without.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Trade:
 
 
 class LaneBook:
-    """Lanes as last heard. Routes may hold peers that are not in the costs (they are gone, or not yet known); those count nothing.
+    """Lanes as last heard. Routes may hold peers that are not in the costs (they are gone, or not yet known); those
+    count nothing.
 
     Args:
         lanes: how many lanes each data node has (`swarm.routing.stage_balance.lanes_for`).
@@ -159,7 +161,8 @@ class LaneBook:
         return found.get(stages)
 
     def gain(self, asking: LaneId, asked: LaneId, routes: tuple[Route, Route], times: Mapping[LaneId, float]) -> float:
-        """By how much the power mean of round trips falls (its sum, in units of the longest one) when both lanes change."""
+        """By how much the power mean of round trips falls (its sum, in units of the longest one) when both lanes
+        change."""
         worst = max(times.values())
         touched = self._sharing((asking, asked))
         with self._without(asking, asked):

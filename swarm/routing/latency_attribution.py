@@ -1,13 +1,16 @@
 """Times the peers of a path by the receipts that pass, on this machine's own clock.
 
-Each hop says PASSED_ON to the data node when the next one has accepted, and with it how long the microbatch waited there, was computed, and was sent
-(`swarm.vocabulary.pipeline_messages.Receipt`). These are claims. What can be seen from here is the time between two neighbours' receipts, and an honest hop's claims cover it:
-its receipt is late by the way from it to us, which by the triangle inequality is not longer than the way from the hop before it to us and that between
-the two, and the latter is in what the hop before said of its sending. So whatever the claims leave open is laid at the later hop's door, as if it had computed all
-that time: a peer that says that it is fast and is not looks as slow as it is. Waiting is believed up to what a full queue would take.
+Each hop says PASSED_ON to the data node when the next one has accepted, and with it how long the microbatch waited
+there, was computed, and was sent (`swarm.vocabulary.pipeline_messages.Receipt`). These are claims. What can be seen
+from here is the time between two neighbours' receipts, and an honest hop's claims cover it: its receipt is late by the
+way from it to us, which by the triangle inequality is not longer than the way from the hop before it to us and that
+between the two, and the latter is in what the hop before said of its sending. So whatever the claims leave open is laid
+at the later hop's door, as if it had computed all that time: a peer that says that it is fast and is not looks as slow
+as it is. Waiting is believed up to what a full queue would take.
 
-Receipts come over different links, so in any order, and the last of a microbatch when it is home already: the first hop's come a round trip after its
-gradient. Whatever comes when, a visit is the time between its receipt and that of the hop before it.
+Receipts come over different links, so in any order, and the last of a microbatch when it is home already: the first
+hop's come a round trip after its gradient. Whatever comes when, a visit is the time between its receipt and that of the
+hop before it.
 """
 
 from __future__ import annotations
@@ -60,7 +63,8 @@ class _Journey:
         return 0 <= position < len(self.path.hops)
 
     def since(self, mark: _Mark) -> float | None:
-        """When the hop of this mark began to have it: when the one before it passed it on. At the ends what we know ourselves does as well."""
+        """When the hop of this mark began to have it: when the one before it passed it on. At the ends what we know
+        ourselves does as well."""
         direction, position = mark
         before = self.words.get((direction, position - _STEP[direction]))
         if before is not None:
@@ -141,8 +145,8 @@ class PathTimes:
             self._note_home(microbatch, journey)
 
     def lost(self, microbatch: MicrobatchId, now: float) -> None:
-        """It will not come back. Who is to blame cannot be seen from here, so it counts against every hop of its path: honest ones make up
-        for it on other paths, and one on which everything is lost does not.
+        """It will not come back. Who is to blame cannot be seen from here, so it counts against every hop of its path:
+        honest ones make up for it on other paths, and one on which everything is lost does not.
         """
         journey = self._journeys.pop(microbatch, None)
         if journey is not None:
@@ -201,7 +205,8 @@ class PathTimes:
 
 
 def _as_repaired(path: Path, position: int, sender: PeerId) -> Path:
-    """The path, of which `sender` turns out to be the hop at `position`: a stand-in, or the one after it, if that hop was skipped."""
+    """The path, of which `sender` turns out to be the hop at `position`: a stand-in, or the one after it, if that hop
+    was skipped."""
     following = position + 1
     if path.hops[position].peer != sender and following < len(path.hops) and path.hops[following].peer == sender:
         return path.without(position)

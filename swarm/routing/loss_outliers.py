@@ -1,11 +1,13 @@
-"""Replicas that do harm to what goes through them: their microbatches come back with greater losses than those of the module's other replicas.
+"""Replicas that do harm to what goes through them: their microbatches come back with greater losses than those of the
+module's other replicas.
 
-A data node computes every loss itself and knows which replicas a microbatch has visited. Nothing that a replica says is used, and making its losses small
-takes honest work. The loss of a module falls while it is trained, so each microbatch is compared with its neighbours in time that went through other
-replicas of the module, and medians are compared, which single odd documents do not move.
+A data node computes every loss itself and knows which replicas a microbatch has visited. Nothing that a replica says is
+used, and making its losses small takes honest work. The loss of a module falls while it is trained, so each microbatch
+is compared with its neighbours in time that went through other replicas of the module, and medians are compared, which
+single odd documents do not move.
 
-A replica that has just come, or fallen behind, is no better than the module was a round ago, and in a young run that is far worse than the others are by now. So
-nobody is left out whose losses the run itself had within the last two rounds.
+A replica that has just come, or fallen behind, is no better than the module was a round ago, and in a young run that is
+far worse than the others are by now. So nobody is left out whose losses the run itself had within the last two rounds.
 """
 
 from __future__ import annotations
@@ -23,11 +25,13 @@ from swarm.vocabulary.types import Hop, ModuleId, Path, PeerId
 WINDOW: Final = 256
 """Microbatches that are remembered."""
 AT_LEAST: Final = 12
-"""Microbatches through a replica, and through the others, before it is judged: what it can spoil each time that it is let in again."""
+"""Microbatches through a replica, and through the others, before it is judged: what it can spoil each time that it is
+let in again."""
 MARGIN: Final = 0.15
 """Of the others' loss, and of what it was, that a replica's may be greater."""
 BLOCK: Final = 32
-"""Microbatches of which one figure is kept for longer: the lower quartile of their losses, so that it is an honest one's though a third go through a liar."""
+"""Microbatches of which one figure is kept for longer: the lower quartile of their losses, so that it is an honest
+one's though a third go through a liar."""
 EARLIEST: Final = 256
 """Microbatches before anybody is left out: what a run was like is not known at its beginning, or when it is resumed."""
 ROUNDS: Final = 2
@@ -84,7 +88,8 @@ class LossOutliers:
         self._times: OrderedDict[PeerId, int] = OrderedDict()
 
     def returned(self, path: Path, loss: float) -> Outlier | None:
-        """Takes the loss of a microbatch, in nats per token, and the path it really took. Returns the replica to be left out, if there is one."""
+        """Takes the loss of a microbatch, in nats per token, and the path it really took. Returns the replica to be
+        left out, if there is one."""
         self._returned.append((path.hops, loss))
         self._remember(loss)
         if loss <= (1 + MARGIN) * self._highest:  # almost all are: this costs little, what follows does not
@@ -148,7 +153,8 @@ class LossOutliers:
 
 
 def _excesses(losses: Sequence[tuple[float, bool]]) -> Iterator[float]:
-    """How far each marked loss lies above its neighbours: of those not marked the one before and the one after, or, where all are marked, of all.
+    """How far each marked loss lies above its neighbours: of those not marked the one before and the one after, or,
+    where all are marked, of all.
 
     Args:
         losses: in the order in which they came; and which are marked.

@@ -1,4 +1,5 @@
-"""What a data node has measured on its own paths, and how it takes the swarm to be by that: computation of peers, and the ways between them.
+"""What a data node has measured on its own paths, and how it takes the swarm to be by that: computation of peers, and
+the ways between them.
 
 Exponential averages, bounded. `swarm.routing.latency_attribution` makes the samples.
 """

@@ -1,7 +1,8 @@
 """Which orders of stages a path may visit.
 
-SkipPipe's rules (arXiv 2502.19913 and its code): with f the highest stage visited so far, the next stage is at most f + `max_forward_jump`; a step back goes
-exactly to f - 1; steps back are bounded in number and in summed distance. Stage 0 is the data node itself, stands at both ends and is never skipped.
+SkipPipe's rules (arXiv 2502.19913 and its code): with f the highest stage visited so far, the next stage is at most f +
+`max_forward_jump`; a step back goes exactly to f - 1; steps back are bounded in number and in summed distance. Stage 0
+is the data node itself, stands at both ends and is never skipped.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ FAR = 1024
 """A forward jump to any later stage."""
 
 OrderTree = tuple[tuple[int, Union["OrderTree", tuple[()]]], ...]
-"""All legal orders as a tree that shares beginnings: (stage, what may follow). Nothing follows the last stage of a path."""
+"""All legal orders as a tree that shares beginnings: (stage, what may follow). Nothing follows the last stage of a
+path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,8 @@ class PathRules:
 
     @property
     def fewest(self) -> int:
-        """Stages that a path still visits when one of them has no peer left: one less, in a run that skips stages at all."""
+        """Stages that a path still visits when one of them has no peer left: one less, in a run that skips stages at
+        all."""
         return self.per_path - 1 if 1 < self.per_path < self.skippable else self.per_path
 
     def fault(self, order: Sequence[int]) -> str | None:
@@ -100,7 +103,8 @@ def _after(rules: PathRules, step: _Step, stage: int) -> _Step | None:
 def order_tree(rules: PathRules, required: frozenset[int], optional: frozenset[int] = frozenset()) -> OrderTree:
     """The legal orders that visit every required stage, filled up with optional ones.
 
-    Its size grows with the binomial of the optional stages: callers keep those few (`swarm.simulation.lane_market.MAX_OPTIONAL`).
+    Its size grows with the binomial of the optional stages: callers keep those few
+    (`swarm.simulation.lane_market.MAX_OPTIONAL`).
     """
     return _grown(rules, _Step(0, 0, 0), required, optional - required, rules.per_path)
 

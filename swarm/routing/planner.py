@@ -1,11 +1,15 @@
-"""Path choice, microbatch by microbatch: the lane whose turn it is, and somebody else where a peer of the lane is gone, crowded, or long not tried.
+"""Path choice, microbatch by microbatch: the lane whose turn it is, and somebody else where a peer of the lane is gone,
+crowded, or long not tried.
 
-Pure: everything comes in as arguments. Lanes are agreed among the data nodes (`swarm.routing.negotiation`); until there are some, and wherever a lane is left,
-the replica that should finish first is taken. A replica's expected finish is its service time (measured here, else announced) times the microbatches
-that it has to work off before this one's turn and this one: those of ours that are on their way through it, or, where there is no lane, the slots it announces as taken if
-that is more. Lanes know of the others already, and announcements are old: data nodes that believed them left their lanes all at once, and a step took 1.25 times as long.
+Pure: everything comes in as arguments. Lanes are agreed among the data nodes (`swarm.routing.negotiation`); until there
+are some, and wherever a lane is left, the replica that should finish first is taken. A replica's expected finish is its
+service time (measured here, else announced) times the microbatches that it has to work off before this one's turn and
+this one: those of ours that are on their way through it, or, where there is no lane, the slots it announces as taken if
+that is more. Lanes know of the others already, and announcements are old: data nodes that believed them left their
+lanes all at once, and a step took 1.25 times as long.
 
-A stage that nobody serves any more is left out where the rules allow a path without it, as repair does under way; at the beginning it is waited for.
+A stage that nobody serves any more is left out where the rules allow a path without it, as repair does under way; at
+the beginning it is waited for.
 """
 
 from __future__ import annotations
@@ -22,11 +26,11 @@ from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.types import Hop, ModuleId, Path, PeerId, Reasoned, short
 
 LEAVE_FACTOR = 1.5
-"""A peer of the lane that should finish so many times later than another one is left out: small errors must not make paths flutter. Less and more
-was worse in simulated swarms."""
+"""A peer of the lane that should finish so many times later than another one is left out: small errors must not make
+paths flutter. Less and more was worse in simulated swarms."""
 TRY_EVERY = 67
-"""Every so many microbatches one hop goes to the replica that was not measured for longest: who was slow once may be fast now. A prime number
-above that of lanes, so that every lane has its turn."""
+"""Every so many microbatches one hop goes to the replica that was not measured for longest: who was slow once may be
+fast now. A prime number above that of lanes, so that every lane has its turn."""
 
 Lanes = tuple[tuple[Hop, ...], ...]
 """The standing routes of a data node's microbatches, taken in turn."""
@@ -47,15 +51,16 @@ class NoReplica:
 def visited_stages(rules: PathRules, number: int) -> tuple[int, ...]:
     """The stages that microbatch `number` of a data node visits while there are no lanes, in order.
 
-    The skipped ones move on like a ring, so that over any stages - 1 microbatches in a row every stage is visited equally often: then every stage's
-    gradient is a mean over equally many microbatches (SkipPipe's balance rule, held without a search).
+    The skipped ones move on like a ring, so that over any stages - 1 microbatches in a row every stage is visited
+    equally often: then every stage's gradient is a mean over equally many microbatches (SkipPipe's balance rule, held
+    without a search).
     """
     return ring_stages(rules.stages, rules.per_path, number)
 
 
 def hop_to_try(lanes: Lanes, number: int) -> int | None:
-    """At which hop of its lane microbatch `number` tries somebody else; each hop of each lane has its turn, and the next try is at another hop, so that
-    newcomers of no stage wait until all lanes have had theirs."""
+    """At which hop of its lane microbatch `number` tries somebody else; each hop of each lane has its turn, and the
+    next try is at another hop, so that newcomers of no stage wait until all lanes have had theirs."""
     lane, (turn, rest) = lanes[number % len(lanes)], divmod(number, TRY_EVERY)
     return None if rest or not lane else sum(divmod(turn, len(lanes))) % len(lane)
 
@@ -150,7 +155,8 @@ class Planner:
     def replica(
         self, module: ModuleId, without: frozenset[PeerId], in_flight: Mapping[PeerId, int], now: float
     ) -> Reasoned[PeerId | None]:
-        """The replica of `module` with the smallest expected finish time, or None when there is none outside `without`."""
+        """The replica of `module` with the smallest expected finish time, or None when there is none outside
+        `without`."""
         candidates = [a for a in self._membership.replicas(module, now) if a.peer not in without]
         return self._first_to_finish(module, candidates, in_flight, lambda a: self._after_all(a, in_flight))
 

@@ -1,7 +1,9 @@
-"""The cheapest route through an order tree when every peer has a price: what a lane costs, with the others' lanes taken into account.
+"""The cheapest route through an order tree when every peer has a price: what a lane costs, with the others' lanes taken
+into account.
 
-Dynamic programming over the tree: for each beginning of an order only the cheapest way to each peer of its last stage is kept. With k candidates for a stage
-a step costs k squared; k is bounded (`NEAREST`), so that the time to choose grows with the peers of a stage only by the one look at each of them.
+Dynamic programming over the tree: for each beginning of an order only the cheapest way to each peer of its last stage
+is kept. With k candidates for a stage a step costs k squared; k is bounded (`NEAREST`), so that the time to choose
+grows with the peers of a stage only by the one look at each of them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How long a peer takes for a microbatch: what was measured here first, what the peer announces until then.
 
-A sample is the time a microbatch spent at the peer, out and back, on this machine's own clock; it is divided by the queue it found there, so that it
-estimates the service time alone. Exponential average as in SWARM (Ryabinin et al. 2023, section 3.2: weight 0.1 for the new sample), started at the
-first sample instead of at zero.
+A sample is the time a microbatch spent at the peer, out and back, on this machine's own clock; it is divided by the
+queue it found there, so that it estimates the service time alone. Exponential average as in SWARM (Ryabinin et al.
+2023, section 3.2: weight 0.1 for the new sample), started at the first sample instead of at zero.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Estimates:
         self._times.move_to_end(peer)
 
     def penalize(self, peer: PeerId, seconds: float, tokens: int) -> None:
-        """The peer failed after `seconds`: it counts as having been that slow, so that failing never looks like speed."""
+        """The peer failed after `seconds`: it counts as having been that slow, so that failing never looks like
+        speed."""
         self.observe(peer, seconds, tokens, 0)
 
     def longest_unmeasured(self, peers: Sequence[PeerId]) -> PeerId:

@@ -1,14 +1,15 @@
 """Equal visits without talking: which stages each data node's lanes visit, by convention.
 
-Every stage's gradient is a mean over its visits; the stages learn at the same pace only if they are visited equally often (SkipPipe's quota). The skipped
-stages move on like a ring over the lanes of all data nodes, in the order of their rank among the live ones: over any `skippable` lanes in a row every stage
-is visited equally often. From there two data nodes may trade stages, one for one, which changes nothing of the sum; so equality holds at all times, whoever
-dies in the middle of a trade, and needs no central party.
+Every stage's gradient is a mean over its visits; the stages learn at the same pace only if they are visited equally
+often (SkipPipe's quota). The skipped stages move on like a ring over the lanes of all data nodes, in the order of their
+rank among the live ones: over any `skippable` lanes in a row every stage is visited equally often. From there two data
+nodes may trade stages, one for one, which changes nothing of the sum; so equality holds at all times, whoever dies in
+the middle of a trade, and needs no central party.
 
 In which order a data node takes its lanes: spread out, so that neither a peer nor a stage gets its share in one heap.
 
-Over all lanes every stage has its equal share of the visits; this keeps it so over shorter stretches, as well as whole numbers and the given lanes
-allow (a low-discrepancy sequence, by greedy choice).
+Over all lanes every stage has its equal share of the visits; this keeps it so over shorter stretches, as well as whole
+numbers and the given lanes allow (a low-discrepancy sequence, by greedy choice).
 
 Parts of a trained model that are run on purpose: which of its stages, when only so many of them are to be visited.
 """
@@ -44,8 +45,9 @@ def ring_set(rules: PathRules, turn: int) -> frozenset[int]:
 def lanes_for(rules: PathRules, data_nodes: int, microbatches: int) -> int:
     """The fewest lanes per data node with which `microbatches` each visit every stage equally often.
 
-    When no number of lanes does it within the iteration, every microbatch is a lane of its own: then visits differ by at most one in an iteration and are
-    equal over the ring's period. There are no more lanes than can be told in one message.
+    When no number of lanes does it within the iteration, every microbatch is a lane of its own: then visits differ by
+    at most one in an iteration and are equal over the ring's period. There are no more lanes than can be told in one
+    message.
     """
     most = min(microbatches, _most_lanes(rules))
     for lanes in range(1, most + 1):
@@ -57,8 +59,9 @@ def lanes_for(rules: PathRules, data_nodes: int, microbatches: int) -> int:
 def free_lanes(rules: PathRules, data_nodes: int) -> int:
     """Lanes of each data node when each launches as fast as it can.
 
-    Enough that it visits all stages equally often by itself, whatever the others do, and that all data nodes together have FREE_LANES: the lanes on a
-    stage are shared out over its replicas, and a fast one may deserve several times what a slow one does.
+    Enough that it visits all stages equally often by itself, whatever the others do, and that all data nodes together
+    have FREE_LANES: the lanes on a stage are shared out over its replicas, and a fast one may deserve several times
+    what a slow one does.
     """
     period = max(1, rules.skippable) // gcd(max(1, rules.skippable), rules.per_path)
     most = max(1, _most_lanes(rules) // period) * period
@@ -74,7 +77,8 @@ def _most_lanes(rules: PathRules) -> int:
 def fair_sets(rules: PathRules, count: int, first: int = 0) -> list[frozenset[int]]:
     """The ring's sets for `count` lanes, each one possible to visit in a legal order.
 
-    A set that no order may visit (a ring gap wider than the forward jump) trades one stage with another lane of the list, so that the sum stays.
+    A set that no order may visit (a ring gap wider than the forward jump) trades one stage with another lane of the
+    list, so that the sum stays.
 
     Raises:
         ValueError: no trade helps; the rules allow too few orders for equal visits.
@@ -132,9 +136,11 @@ def all_stages(stages: int) -> tuple[int, ...]:
 
 
 def spread_stages(rules: PathRules, shift: int = 0) -> tuple[int, ...]:
-    """`rules.per_path` of the stages after stage 0, as evenly spread over the depth as whole numbers allow; the same for everybody.
+    """`rules.per_path` of the stages after stage 0, as evenly spread over the depth as whole numbers allow; the same
+    for everybody.
 
-    `shift` moves the choice on by so many stages, like a ring. Over `skippable` shifts, every stage is chosen equally often.
+    `shift` moves the choice on by so many stages, like a ring. Over `skippable` shifts, every stage is chosen equally
+    often.
     """
     skippable = rules.skippable
     # Bresenham's line: stage i is visited where the multiple of per_path / skippable passes a whole number.

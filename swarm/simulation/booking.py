@@ -1,8 +1,10 @@
-"""The best way for one microbatch through the timetables: its own time, and the delay it causes others, weighed by their urgency.
+"""The best way for one microbatch through the timetables: its own time, and the delay it causes others, weighed by
+their urgency.
 
-Forwards are found by dynamic programming over the order tree, with the way back counted as if nobody waited; the best few are then followed out and back
-exactly. What is minimized is `urgency x own finish + sum over others of their urgency x their delay`: a data node whose microbatches have time to spare counts
-its own seconds little, and so leaves a contested peer to one that has none.
+Forwards are found by dynamic programming over the order tree, with the way back counted as if nobody waited; the best
+few are then followed out and back exactly. What is minimized is `urgency x own finish + sum over others of their
+urgency x their delay`: a data node whose microbatches have time to spare counts its own seconds little, and so leaves a
+contested peer to one that has none.
 """
 
 from __future__ import annotations

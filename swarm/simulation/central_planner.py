@@ -22,7 +22,8 @@ MOST_REVISED = 128
 def central_plan(instance: Instance) -> Plan:
     """Lanes traded in turns without delay or loss, then single microbatches revised by the forecast of all.
 
-    If the forecast says that microbatches would block each other for good, which takes routes that step back: lanes that do not.
+    If the forecast says that microbatches would block each other for good, which takes routes that step back: lanes
+    that do not.
 
     Raises:
         ValueError: a stage cannot be visited.
@@ -34,7 +35,8 @@ def central_plan(instance: Instance) -> Plan:
 
 
 def _settled(instance: Instance, rules: PathRules) -> tuple[Plan, bool]:
-    """A plan, and whether all microbatches come home: whether none waits for a slot that only its own end would free."""
+    """A plan, and whether all microbatches come home: whether none waits for a slot that only its own end would
+    free."""
     costs, count = instance.costs, len(instance.costs.data_nodes)
     market = LaneMarket(costs, rules, lanes_for(rules, count, instance.microbatches))
     market.open()

@@ -1,9 +1,11 @@
 """Training under churn in virtual time: peers die and come back while microbatches are under way.
 
-The data nodes launch continuously along their lanes. A death is noticed after `NOTICED_AFTER_S`; then lanes are taken over as `LaneMarket.resume` does, and every
-microbatch that was at the dead peer or on its way there goes on at another peer of the same stage, chosen by `swarm.simulation.churn`. Whoever sent a tensor
-still holds it: a lost forward is sent again, and a lost backward is preceded by the forward again, for the stand-in has no activations. A data node that dies takes
-its microbatches with it; they are abandoned, and count nowhere. A peer's contribution counts when its data node closes the microbatch: exactly once for each stage.
+The data nodes launch continuously along their lanes. A death is noticed after `NOTICED_AFTER_S`; then lanes are taken
+over as `LaneMarket.resume` does, and every microbatch that was at the dead peer or on its way there goes on at another
+peer of the same stage, chosen by `swarm.simulation.churn`. Whoever sent a tensor still holds it: a lost forward is sent
+again, and a lost backward is preceded by the forward again, for the stand-in has no activations. A data node that dies
+takes its microbatches with it; they are abandoned, and count nowhere. A peer's contribution counts when its data node
+closes the microbatch: exactly once for each stage.
 
 Who takes a dead peer's place on a route, as the simulation of churn has it: the nearest peer of the same stage.
 """

@@ -1,6 +1,8 @@
-"""When everything happens if the routes are as announced: peers as single servers, first come first served, with bounded slots.
+"""When everything happens if the routes are as announced: peers as single servers, first come first served, with
+bounded slots.
 
-A data node asks this before it changes its plan: what would become of everybody? The simulator asks it with the true costs, and then it is the world.
+A data node asks this before it changes its plan: what would become of everybody? The simulator asks it with the true
+costs, and then it is the world.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ Unit = tuple[PeerId, int]
 
 
 class Task(NamedTuple):
-    """One computation: forwards first (position 0 is the data node), then the head, then backwards to the data node again.
+    """One computation: forwards first (position 0 is the data node), then the head, then backwards to the data node
+    again.
 
     A tuple, because plans are forecast often and making a frozen dataclass takes four times as long.
     """
@@ -47,12 +50,14 @@ class Forecast:
 
 
 def forecast(costs: Costs, plan: Mapping[PeerId, Sequence[Route]]) -> Forecast:
-    """Plays the routes, those of each data node in launch order; a data node launches as soon as it has a slot and time."""
+    """Plays the routes, those of each data node in launch order; a data node launches as soon as it has a slot and
+    time."""
     return _Play(costs, plan).run()
 
 
 class _Play:
-    """One pass through virtual time. Jobs are (unit, position), with position 0..L forward, L+1 the head, L+2..2L+2 backward."""
+    """One pass through virtual time. Jobs are (unit, position), with position 0..L forward, L+1 the head, L+2..2L+2
+    backward."""
 
     def __init__(self, costs: Costs, plan: Mapping[PeerId, Sequence[Route]]) -> None:
         self._overhead = costs.task_overhead_s

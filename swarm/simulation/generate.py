@@ -1,4 +1,5 @@
-"""Made-up swarms: regions and links from a table of measurements, compute that differs, links that are not quite what was measured."""
+"""Made-up swarms: regions and links from a table of measurements, compute that differs, links that are not quite what
+was measured."""
 
 from __future__ import annotations
 
@@ -121,7 +122,8 @@ def _message_s(regions: Regions, shape: Shape, here: int, there: int) -> float:
 
 
 def _stages(peers: Sequence[PeerId], shape: Shape, rng: random.Random) -> tuple[tuple[PeerId, ...], ...]:
-    """As many data nodes as the other peers can serve, one peer for each visit of a path; those others are dealt out evenly."""
+    """As many data nodes as the other peers can serve, one peer for each visit of a path; those others are dealt out
+    evenly."""
     mixed = rng.sample(list(peers), len(peers))
     readers = _readers(shape)
     rest = mixed[readers:]
@@ -130,7 +132,8 @@ def _stages(peers: Sequence[PeerId], shape: Shape, rng: random.Random) -> tuple[
 
 
 def _readers(shape: Shape) -> int:
-    """How many data nodes: the number nearest to what the others can serve with which every stage can be visited equally often in one iteration."""
+    """How many data nodes: the number nearest to what the others can serve with which every stage can be visited
+    equally often in one iteration."""
     most = shape.peers - shape.stages + 1
 
     def equal(readers: int) -> bool:

@@ -1,8 +1,9 @@
 """A path-scheduling problem as plain data: fixed peers, fixed stages, measured costs.
 
-The JSON form has the keys `name`, `nodes`, `stages` (peers of each stage, stage 0 first), `forward_seconds[p]`, `backward_factor`, `head_factor`,
-`task_overhead_seconds`, `message_seconds[p][q]`, `slots[p]`, `stages_per_path`, `microbatches_per_data_node` and `order` (`max_forward_jump`,
-`max_back_stops`, `max_back_distance`); other keys are ignored.
+The JSON form has the keys `name`, `nodes`, `stages` (peers of each stage, stage 0 first), `forward_seconds[p]`,
+`backward_factor`, `head_factor`, `task_overhead_seconds`, `message_seconds[p][q]`, `slots[p]`, `stages_per_path`,
+`microbatches_per_data_node` and `order` (`max_forward_jump`, `max_back_stops`, `max_back_distance`); other keys are
+ignored.
 
 A plan of one iteration: the routes of every data node's microbatches, in launch order.
 """

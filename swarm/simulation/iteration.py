@@ -1,8 +1,10 @@
-"""Iterations of training in virtual time: the data nodes talk about lanes, and launch their microbatches along those they have.
+"""Iterations of training in virtual time: the data nodes talk about lanes, and launch their microbatches along those
+they have.
 
-What is known when: every data node has its own negotiator and its own book of lanes. It starts with what is announced of peers and links; of the other data nodes'
-lanes it knows what they have told it, one message delay ago or more. Talk and work go on side by side. At the start of an iteration each data node takes its lanes
-as they are then for all its microbatches; what is traded meanwhile holds from the next one on. The world then plays the plans with its own costs.
+What is known when: every data node has its own negotiator and its own book of lanes. It starts with what is announced
+of peers and links; of the other data nodes' lanes it knows what they have told it, one message delay ago or more. Talk
+and work go on side by side. At the start of an iteration each data node takes its lanes as they are then for all its
+microbatches; what is traded meanwhile holds from the next one on. The world then plays the plans with its own costs.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from swarm.simulation.lower_bound import lower_bound_s
 from swarm.simulation.negotiation_world import Network, Talking, TalkSoFar
 
 TALK_S = 30.0
-"""How long the data nodes have talked when the first iteration begins: about the length of an iteration over the internet."""
+"""How long the data nodes have talked when the first iteration begins: about the length of an iteration over the
+internet."""
 USUAL = Network()
 SILENCE = TalkSoFar(0, 0, 0, 0.0)
 

@@ -1,7 +1,7 @@
 """Lanes of all data nodes in one book: what one planner that sees everything at once would trade.
 
-The node does not work like this: there every data node has its own book and talks (`swarm.routing.negotiation`). This one is for comparison, and for simulations in which
-the talk is not the question.
+The node does not work like this: there every data node has its own book and talks (`swarm.routing.negotiation`). This
+one is for comparison, and for simulations in which the talk is not the question.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class LaneMarket(LaneBook):
             self.enter(lane, priced[stages].route)
 
     def resume(self, lanes: Mapping[LaneId, frozenset[int]], routes: Mapping[LaneId, Route]) -> int:
-        """Takes over lanes agreed earlier; those with a peer that is gone get another route for the same stages, so that visits stay equal.
+        """Takes over lanes agreed earlier; those with a peer that is gone get another route for the same stages, so
+        that visits stay equal.
 
         Args:
             lanes: the stages of each lane.

@@ -11,14 +11,16 @@ from swarm.vocabulary.types import PeerId
 
 MAX_STAGES_SEARCHED = 12
 MAX_REPLICAS_SEARCHED = 40
-"""With more skippable stages, or replicas of a stage, the shortest round trip is not searched for: the bound is that of the work alone."""
+"""With more skippable stages, or replicas of a stage, the shortest round trip is not searched for: the bound is that of
+the work alone."""
 
 
 def lower_bound_s(instance: Instance) -> float:
     """Seconds that the iteration takes at least: the largest of three bounds.
 
-    Each data node has so many slots, and none comes back sooner than its shortest legal round trip when nobody waits; it has its own work to do; and each
-    stage has all its visits to serve, shared out over its replicas as well as can be.
+    Each data node has so many slots, and none comes back sooner than its shortest legal round trip when nobody waits;
+    it has its own work to do; and each stage has all its visits to serve, shared out over its replicas as well as can
+    be.
     """
     waves = max(_slots_bound(instance, data_node) for data_node in instance.costs.data_nodes)
     work = max(_own_work_bound(instance, data_node) for data_node in instance.costs.data_nodes)

@@ -1,6 +1,8 @@
-"""The data nodes' talk in virtual time: every one has its own negotiator, and messages between them take time, overtake each other and get lost.
+"""The data nodes' talk in virtual time: every one has its own negotiator, and messages between them take time, overtake
+each other and get lost.
 
-Nothing is shared: a negotiator gets its own costs, and the messages that were sent to it. What it decides is measured on the CPU, all data nodes together.
+Nothing is shared: a negotiator gets its own costs, and the messages that were sent to it. What it decides is measured
+on the CPU, all data nodes together.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Revision of the announced plans, microbatch by microbatch, before they are launched.
 
-Lanes are agreed for the mean; timetables show what really meets. In turns - every other one to the data node that expects to finish last, the rest to the others
-one after another - a data node looks for a better way for one of its microbatches, and tells what it would cost it to visit another stage instead: an offer.
-Where an offer fits, two data nodes change one stage for one (visits stay equal). Before a change is announced, the forecast of all announced plans must say that
-it helps: what looks good for one microbatch may push others into the way of a third.
+Lanes are agreed for the mean; timetables show what really meets. In turns - every other one to the data node that
+expects to finish last, the rest to the others one after another - a data node looks for a better way for one of its
+microbatches, and tells what it would cost it to visit another stage instead: an offer. Where an offer fits, two data
+nodes change one stage for one (visits stay equal). Before a change is announced, the forecast of all announced plans
+must say that it helps: what looks good for one microbatch may push others into the way of a third.
 """
 
 from __future__ import annotations
@@ -25,14 +26,16 @@ URGENCY_POWER = 6
 MEAN_SHARE = 0.03
 """How much the mean finish counts beside the last one, so that a tie goes to who helps the others."""
 FREE_STAGES = 6
-"""With more stages than this after stage 0 a revision keeps each microbatch's stages and only changes peers and order."""
+"""With more stages than this after stage 0 a revision keeps each microbatch's stages and only changes peers and
+order."""
 ATTEMPTS = 2
 """Changes whose forecast is looked at in one turn."""
 ASKED = 3
 """Offers for the same exchange that are weighed."""
 NOTICEABLE_S = 1e-6
 DOUBTS = 2
-"""Other worlds, with costs a little off, in which a change must help on the average as well: what only works when time is known exactly is worth less."""
+"""Other worlds, with costs a little off, in which a change must help on the average as well: what only works when time
+is known exactly is worth less."""
 DOUBT = 0.05
 """How far off costs are in them, at most."""
 
@@ -59,7 +62,8 @@ class Revision:
     """The announced plans of all data nodes, and their turns.
 
     Args:
-        plan: each data node's routes in launch order. If by the forecast they block each other (`expected` is infinite), no turns can be taken.
+        plan: each data node's routes in launch order. If by the forecast they block each other (`expected` is
+            infinite), no turns can be taken.
     """
 
     def __init__(self, costs: Costs, rules: PathRules, plan: Mapping[PeerId, Sequence[Route]]) -> None:

@@ -1,7 +1,8 @@
 """The timetable of one peer: what has been announced to come, and what one visit more would mean for it.
 
-A peer is a single server that takes tasks in the order of their arrival; a forward also needs a slot, held until that microbatch's backward is done. So a visit
-waits for those that arrive before it, and makes those wait that arrive while it is served: the second is what a data node must not forget about the others.
+A peer is a single server that takes tasks in the order of their arrival; a forward also needs a slot, held until that
+microbatch's backward is done. So a visit waits for those that arrive before it, and makes those wait that arrive while
+it is served: the second is what a data node must not forget about the others.
 
 Entries are tuples: a timetable is asked hundreds of times for one microbatch.
 """
@@ -116,7 +117,8 @@ class Timetable:
     def answer(self, arrival: float, start: float, duration: float, tolerance_s: float) -> Collision | None:
         """Whether a forward that is to arrive and start then can be kept to within the tolerance.
 
-        The peer's own answer to a reservation: between the data node's plan and its arrival here, others may have come first.
+        The peer's own answer to a reservation: between the data node's plan and its arrival here, others may have come
+        first.
         """
         earliest = self.forward_turn(arrival, duration).start
         full = len(self._entries) >= MAX_TASKS
@@ -125,7 +127,8 @@ class Timetable:
     # ---- changing ------------------------------------------------------------------------------------------------
 
     def reserve(self, unit: Unit, tasks: Sequence[Task], urgency: float) -> None:
-        """Enters a microbatch's tasks on this peer; from the first's start to the last's end it holds a slot if there are several."""
+        """Enters a microbatch's tasks on this peer; from the first's start to the last's end it holds a slot if there
+        are several."""
         for task in tasks:
             insort(self._entries, _Entry(task.arrival, task.start, task.end, urgency, unit), key=_ARRIVAL)
         if len(tasks) > 1:

@@ -1,1 +1,2 @@
-"""The words as types: ids, paths, versions, errors, announcements, the messages of each vertical. All that `protocol` may import of `swarm`."""
+"""The words as types: ids, paths, versions, errors, announcements, the messages of each vertical. All that `protocol`
+may import of `swarm`."""

@@ -1,4 +1,5 @@
-"""What a peer tells the swarm about itself, as plain data. `protocol.identity.signed_records` turns it into signed bytes."""
+"""What a peer tells the swarm about itself, as plain data. `protocol.identity.signed_records` turns it into signed
+bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ class Announcement:
     module: ModuleId | None
     """None exactly when `state` is VISITING."""
     addresses: tuple[str, ...]
-    """`host:port` of its gRPC server, most direct first; at most 8. Empty for a peer that cannot be dialled; then see `via`."""
+    """`host:port` of its gRPC server, most direct first; at most 8. Empty for a peer that cannot be dialled; then see
+    `via`."""
     certificate: bytes
     """DER of the P-256 TLS certificate that the run's authority signed and whose libp2p extension proves `peer`."""
     versions: VersionRange
@@ -33,16 +35,19 @@ class Announcement:
     anchor: AnchorVersion | None
     """The agreed state of its module that it stands on; None while it has none."""
     incarnation: int
-    """Unix time in milliseconds at which the announcing process started, from 1: another one is another life, which remembers nothing."""
+    """Unix time in milliseconds at which the announcing process started, from 1: another one is another life, which
+    remembers nothing."""
     sequence: int
-    """Milliseconds of this life so far, counted from `incarnation` by a clock that never goes back, strictly increasing: while a record holds,
-    an older one never replaces it."""
+    """Milliseconds of this life so far, counted from `incarnation` by a clock that never goes back, strictly
+    increasing: while a record holds, an older one never replaces it."""
     expires_at: float
     """Unix time in seconds."""
     via: tuple[PeerId, ...] = ()
-    """Peers that a peer without addresses keeps links to: through them it can be called, and then opens a link itself. At most 4."""
+    """Peers that a peer without addresses keeps links to: through them it can be called, and then opens a link itself.
+    At most 4."""
     relay: str = ""
-    """The libp2p multiaddr at which this peer serves tunnels for others, at most 128 characters; empty when it does not."""
+    """The libp2p multiaddr at which this peer serves tunnels for others, at most 128 characters; empty when it does
+    not."""
 
     @property
     def is_reachable(self) -> bool:

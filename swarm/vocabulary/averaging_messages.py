@@ -1,7 +1,8 @@
-"""What the replicas of one module say to each other about a round and about their state, as plain data (DESIGN section 5).
+"""What the replicas of one module say to each other about a round and about their state, as plain data (DESIGN section
+5).
 
-`protocol.frames.frames` turns it into bytes. A message that carries a tensor is sent together with it; the tensor never appears
-here. The story they tell is in `swarm.averaging.round_machine`.
+`protocol.frames.frames` turns it into bytes. A message that carries a tensor is sent together with it; the tensor never
+appears here. The story they tell is in `swarm.averaging.round_machine`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ MAX_COUNT = 2**48
 MAX_ATTEMPTS = 64
 MAX_MEMBERS = 256
 MAX_MEASURED = 16
-"""Links that an entry tells of: with 256 members each is told of by 16 others, and the roster of all stays a small frame."""
+"""Links that an entry tells of: with 256 members each is told of by 16 others, and the roster of all stays a small
+frame."""
 MAX_RATE = 24
 """Of a `Measured`: 280 TB/s."""
 
@@ -74,7 +76,8 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A replica is ready: its pseudo-gradient is fixed. Signed by it, so that a convener can pass it on and cannot change it."""
+    """A replica is ready: its pseudo-gradient is fixed. Signed by it, so that a convener can pass it on and cannot
+    change it."""
 
     peer: PeerId
     """Who enters."""
@@ -125,8 +128,8 @@ class Member:
     first_chunk: int
     end_chunk: int
     coefficient: float
-    """What its pseudo-gradient is multiplied with: its share of the tokens times the factor that clips its norm. 0 when it
-    has nothing to contribute; then it sends no contributions and receives the result."""
+    """What its pseudo-gradient is multiplied with: its share of the tokens times the factor that clips its norm. 0 when
+    it has nothing to contribute; then it sends no contributions and receives the result."""
     norm: float
     """As it declared in its entry. A reducer rejects a member whose pieces together exceed it."""
     share: float = 0.0
@@ -135,21 +138,23 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class SignedRoster:
-    """The convener fixes who takes part, and the exchange begins. All else (`Roster`) follows from the entries, and each member works it out
-    for itself: there is nothing to believe."""
+    """The convener fixes who takes part, and the exchange begins. All else (`Roster`) follows from the entries, and
+    each member works it out for itself: there is nothing to believe."""
 
     round: RoundId
     base: AnchorVersion
     entries: tuple[Entry, ...]
     codec: Codec = Codec.NONE
-    """Of contributions; that of results follows from it (`swarm.compression.round_codecs`). The convener's free choice among what the run allows."""
+    """Of contributions; that of results follows from it (`swarm.compression.round_codecs`). The convener's free choice
+    among what the run allows."""
     codec_reason: str = ""
     """Why, for people."""
 
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """Who takes part and who reduces what, as `swarm.averaging.roster.make_roster` works it out from the signed entries."""
+    """Who takes part and who reduces what, as `swarm.averaging.roster.make_roster` works it out from the signed
+    entries."""
 
     round: RoundId
     base: AnchorVersion
@@ -172,14 +177,15 @@ class Roster:
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """To the member that reduces these chunks: the sender's encoded pseudo-gradient there. One-dimensional tensor. After the round also to whoever
-    audits them and has asked for it."""
+    """To the member that reduces these chunks: the sender's encoded pseudo-gradient there. One-dimensional tensor.
+    After the round also to whoever audits them and has asked for it."""
 
     round: RoundId
     first_chunk: int
     end_chunk: int
     signature: bytes = field(default=b"", compare=False)
-    """The sender's, over all this and the tensor's hash (`protocol.identity.piece_signatures`). It does not make it another piece."""
+    """The sender's, over all this and the tensor's hash (`protocol.identity.piece_signatures`). It does not make it
+    another piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +199,9 @@ class Reduced:
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """Between convener and members, both ways, twice a second and when something changes: "I am alive, and this is how it goes." """
+    """Between convener and members, both ways, twice a second and when something changes: "I am alive, and this is how
+    it goes."
+    """
 
     round: RoundId
     waiting_for: tuple[PeerId, ...] = ()
@@ -212,7 +220,8 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The convener, or a member in its place: a majority of the roster has the same result (or an earlier attempt's has been found). It holds from now on.
+    """The convener, or a member in its place: a majority of the roster has the same result (or an earlier attempt's has
+    been found). It holds from now on.
 
     Who has prepared it applies it; who has not gets it from the `holders`.
     """
@@ -235,8 +244,8 @@ class Dissolved:
 
 @dataclass(frozen=True, slots=True)
 class AuditRequest:
-    """After the commit, about one piece. To its reducer: what did the others sign? The answer is Evidence. To another contributor: what was it that
-    you signed? The answer is the Contribution, as it was sent then. Or AuditRefused."""
+    """After the commit, about one piece. To its reducer: what did the others sign? The answer is Evidence. To another
+    contributor: what was it that you signed? The answer is the Contribution, as it was sent then. Or AuditRefused."""
 
     round: RoundId
     first_chunk: int
@@ -288,8 +297,8 @@ class Accusation:
 
 @dataclass(frozen=True, slots=True)
 class StateRequest:
-    """Asks for chunks of the state with this digest. Chunk i of the parameters is number i, chunk i of the outer momentum is
-    number (count of chunks) + i. The answer to each is a StateChunk or a StateRefused."""
+    """Asks for chunks of the state with this digest. Chunk i of the parameters is number i, chunk i of the outer
+    momentum is number (count of chunks) + i. The answer to each is a StateChunk or a StateRefused."""
 
     module: ModuleId
     digest: bytes
@@ -299,7 +308,8 @@ class StateRequest:
 
 @dataclass(frozen=True, slots=True)
 class StateChunk:
-    """One chunk of a module's state; its float32 elements, in a lossless codec, are the tensor. Checked against the state's hash list."""
+    """One chunk of a module's state; its float32 elements, in a lossless codec, are the tensor. Checked against the
+    state's hash list."""
 
     module: ModuleId
     digest: bytes

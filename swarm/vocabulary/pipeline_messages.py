@@ -1,4 +1,5 @@
-"""What peers say to each other about a microbatch, as plain data, and the union of all that travels. `protocol.frames.frames` turns it into bytes.
+"""What peers say to each other about a microbatch, as plain data, and the union of all that travels.
+`protocol.frames.frames` turns it into bytes.
 
 A message that carries a tensor is sent together with it; the tensor itself never appears here.
 """
@@ -32,7 +33,8 @@ class ReceiptStatus(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Hidden states [rows, tokens, hidden] for `path.hops[position]`, or for the data node when position is `len(hops)`."""
+    """Hidden states [rows, tokens, hidden] for `path.hops[position]`, or for the data node when position is
+    `len(hops)`."""
 
     microbatch: MicrobatchId
     path: Path
@@ -54,8 +56,9 @@ class Backward:
 class Receipt:
     """What became of a tensor, told to whoever sent it. `position` is that of the tensor's receiver.
 
-    PASSED_ON also says how long it lay there before its computation began, how long that took, and how long it took from then on until the
-    next peer had said ACCEPTED: the data node tells by it waiting, computing and the network apart. Claims of the receiver, in seconds.
+    PASSED_ON also says how long it lay there before its computation began, how long that took, and how long it took
+    from then on until the next peer had said ACCEPTED: the data node tells by it waiting, computing and the network
+    apart. Claims of the receiver, in seconds.
     """
 
     microbatch: MicrobatchId
@@ -102,7 +105,8 @@ class ArrivalHint:
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """From a stand-in that holds the gradient of `path.hops[position + 1]` to the peer at `position`: send me its input."""
+    """From a stand-in that holds the gradient of `path.hops[position + 1]` to the peer at `position`: send me its
+    input."""
 
     microbatch: MicrobatchId
     path: Path

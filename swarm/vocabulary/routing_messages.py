@@ -12,8 +12,8 @@ from swarm.vocabulary.types import PeerId
 MAX_LANES = 64
 """Of one data node."""
 MAX_VISITS = 512
-"""Of all lanes of one data node together, one for each stage that one of them visits. So whatever peers they name, how two data nodes
-stand fits into one small frame."""
+"""Of all lanes of one data node together, one for each stage that one of them visits. So whatever peers they name, how
+two data nodes stand fits into one small frame."""
 MAX_VERSION = 2**48 - 1
 MAX_OFFER = 2**48 - 1
 EPOCH_BYTES = 8
@@ -21,7 +21,8 @@ EPOCH_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """A standing route: its peers in the order of their visits, without the data node at both ends, and the stages it has to visit.
+    """A standing route: its peers in the order of their visits, without the data node at both ends, and the stages it
+    has to visit.
 
     The route is empty when some stage has nobody.
     """
@@ -43,7 +44,8 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """News: how the sender stands; after a trade that the sender has decided also how the other side stands from now on.
+    """News: how the sender stands; after a trade that the sender has decided also how the other side stands from now
+    on.
 
     To that other side it is the decision. Answered with Heard.
     """
@@ -94,7 +96,8 @@ class Accept:
 
 @dataclass(frozen=True, slots=True)
 class Decline:
-    """No. `busy`: another trade is under way; ask again later. Otherwise the sender sees nothing in it, or stands elsewhere by now."""
+    """No. `busy`: another trade is under way; ask again later. Otherwise the sender sees nothing in it, or stands
+    elsewhere by now."""
 
     epoch: bytes
     number: int

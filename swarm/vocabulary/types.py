@@ -81,8 +81,8 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class SignedRoute:
-    """What a data node fixes of a microbatch when it sets out, and signs together with its run, number and purpose (`protocol.identity.route_signatures`). Peers are not
-    in it: repair may replace them."""
+    """What a data node fixes of a microbatch when it sets out, and signs together with its run, number and purpose
+    (`protocol.identity.route_signatures`). Peers are not in it: repair may replace them."""
 
     modules: tuple[ModuleId, ...]
     lifetime_s: float
@@ -152,7 +152,8 @@ class AnchorVersion:
     fragment: int
     """The fragment that the next round averages."""
     digest: bytes
-    """BLAKE3 (32 bytes) over all of the above and the state's chunk hashes: equal digests mean equal states, bit for bit."""
+    """BLAKE3 (32 bytes) over all of the above and the state's chunk hashes: equal digests mean equal states, bit for
+    bit."""
 
 
 class PeerState(enum.Enum):

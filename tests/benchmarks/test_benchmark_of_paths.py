@@ -1,4 +1,5 @@
-"""The contenders of the benchmark do the same work: legal paths, as many microbatches, every stage visited equally often."""
+"""The contenders of the benchmark do the same work: legal paths, as many microbatches, every stage visited equally
+often."""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ TINY = Task(steps=2, hidden=8, heads=2, feed_forward=8, sequence=16, microbatche
 
 @pytest.mark.parametrize("name", ARMS)
 def test_every_stage_is_visited_equally_often(name: str) -> None:
-    """Over as many paths as there are stages to skip: an inner step of these sizes, and ten for those whose paths change."""
+    """Over as many paths as there are stages to skip: an inner step of these sizes, and ten for those whose paths
+    change."""
     task = Task(steps=40, microbatches=11, warmup_steps=1)
     choose = ARMS[name].choose(manifest_of(task, 1, ARMS[name].visited), task)
     paths = [choose(number) for number in range(task.paths)]

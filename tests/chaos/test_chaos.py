@@ -1,4 +1,5 @@
-"""One of the scenarios of `skipstone chaos`, through the command, with everything that it judges. The others are for `skipstone chaos all`."""
+"""One of the scenarios of `skipstone chaos`, through the command, with everything that it judges. The others are for
+`skipstone chaos all`."""
 
 from __future__ import annotations
 

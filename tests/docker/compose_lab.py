@@ -94,7 +94,8 @@ class Lab:
         _run("docker", "kill", container)
 
     def heard(self, started_after: float = 0.0) -> Heard:
-        """Reads the event logs, through any container that runs, of the nodes that were started after that time (Unix, seconds)."""
+        """Reads the event logs, through any container that runs, of the nodes that were started after that time (Unix,
+        seconds)."""
         steps, inner_steps = 0, Counter[str]()
         for event in self._events(started_after):
             if isinstance(event, Step):

@@ -1,4 +1,5 @@
-"""The swarm of the compose file trains on a real engine, and goes on when a container is killed, one is added, and all are restarted."""
+"""The swarm of the compose file trains on a real engine, and goes on when a container is killed, one is added, and all
+are restarted."""
 
 from __future__ import annotations
 

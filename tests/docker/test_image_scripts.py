@@ -1,4 +1,5 @@
-"""The scripts of the image, without an engine: what a container does before its node, and how it says whether the node is well."""
+"""The scripts of the image, without an engine: what a container does before its node, and how it says whether the node
+is well."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ SKIPSTONE = f"""#!{sys.executable}
 # Stands for the command: says how it was called and lives on while standard input is open.
 import json, os, sys
 told = {{name: value for name, value in os.environ.items() if name.startswith("SKIPSTONE_")}}
-print(json.dumps({{"arguments": sys.argv[1:], "pid": os.getpid(), "home": os.path.realpath(os.environ["SKIPSTONE_HOME"]), **told}}), flush=True)
+home = os.path.realpath(os.environ["SKIPSTONE_HOME"])
+print(json.dumps({{"arguments": sys.argv[1:], "pid": os.getpid(), "home": home, **told}}), flush=True)
 if sys.argv[1] == "new":
     open(sys.argv[2], "x").close()
 else:
@@ -44,7 +46,8 @@ else:
 
 @asynccontextmanager
 async def node_at(identity_path: Path) -> AsyncIterator[int]:
-    """What the health check meets of a node: the door, and a port that wants certificates of its callers. Yields the port."""
+    """What the health check meets of a node: the door, and a port that wants certificates of its callers. Yields the
+    port."""
     credentials = make_credentials(Identity.create(identity_path), RunId("0" * 64))
     server = grpc.aio.server()
     keys = [(credentials.private_key_pem, credentials.certificate_pem)]

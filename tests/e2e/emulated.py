@@ -1,7 +1,9 @@
-"""A node on an emulated machine in an emulated place: `python -m tests.e2e.emulated SPEC join ...`, the rest as `skipstone` has it.
+"""A node on an emulated machine in an emulated place: `python -m tests.e2e.emulated SPEC join ...`, the rest as
+`skipstone` has it.
 
-It is the real node but for three things: a computation takes as long as it would on the emulated machine (the compute thread sleeps for the rest, so the device is
-busy and the core is not), what comes by a link comes later, and a data node may choose its peers by SWARM's rule. The directory (DHT) is not slowed down.
+It is the real node but for three things: a computation takes as long as it would on the emulated machine (the compute
+thread sleeps for the rest, so the device is busy and the core is not), what comes by a link comes later, and a data
+node may choose its peers by SWARM's rule. The directory (DHT) is not slowed down.
 """
 
 from __future__ import annotations
@@ -110,7 +112,8 @@ class Network:
 
 
 def slow_computing(spec: Spec) -> None:
-    """Every computation takes its emulated time, unless it really takes longer; the speed that is announced is the emulated one."""
+    """Every computation takes its emulated time, unless it really takes longer; the speed that is announced is the
+    emulated one."""
     factors = {
         Work.FORWARD: 1.0,
         Work.BACKWARD: spec.backward_factor,
@@ -202,7 +205,8 @@ def fix_codec(codec: Codec) -> None:
 
 
 class SwarmPaths:
-    """Stands before a data node's planner: the stages are those of the ring, the peers are chosen by SWARM's rule. All else is the planner's."""
+    """Stands before a data node's planner: the stages are those of the ring, the peers are chosen by SWARM's rule. All
+    else is the planner's."""
 
     def __init__(self, planner: Any, rule: SwarmRule, given: ModuleContext) -> None:
         self._planner = planner

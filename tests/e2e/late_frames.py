@@ -1,8 +1,10 @@
-"""Links that take time: every frame of a stream between two emulated nodes arrives so much later, as if they were far apart.
+"""Links that take time: every frame of a stream between two emulated nodes arrives so much later, as if they were far
+apart.
 
-The sender puts the time of sending in front of each frame, and the receiver holds the frame back until its delay is over. So frames under way share the delay as on
-a real line, their order stays, nothing is kept anywhere but in the stream itself, and pings see what tensors see. Both nodes must be emulated and on one
-machine: the time is that of its monotonic clock.
+The sender puts the time of sending in front of each frame, and the receiver holds the frame back until its delay is
+over. So frames under way share the delay as on a real line, their order stays, nothing is kept anywhere but in the
+stream itself, and pings see what tensors see. Both nodes must be emulated and on one machine: the time is that of its
+monotonic clock.
 """
 
 from __future__ import annotations

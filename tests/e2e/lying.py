@@ -49,7 +49,8 @@ def liar_among(kind: str) -> Places:
 
 
 async def keep_company(manifest: Manifest, logs: Path, tokens: int, kind: str | None, evaluated: int) -> Company:
-    """A data node, honest replicas and, if a kind is given, a liar, until so many tokens have been trained and some rounds held."""
+    """A data node, honest replicas and, if a kind is given, a liar, until so many tokens have been trained and some
+    rounds held."""
     places = everywhere_here if kind is None else liar_among(kind)
     options = LocalSwarmOptions(peers=1 + HONEST + (kind is not None), threads=1, log_dir=logs)
     async with LocalSwarm(manifest, options, places=places) as swarm, watching(swarm, MODULE) as watch:

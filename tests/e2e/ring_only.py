@@ -1,7 +1,7 @@
 """A node that never has lanes: `python -m tests.e2e.ring_only join ...`, the rest as `skipstone` has it.
 
-Its paths follow the ring by the microbatch's number, and its numbers begin at 0, as one process without a swarm has them, so that the two can be
-compared.
+Its paths follow the ring by the microbatch's number, and its numbers begin at 0, as one process without a swarm has
+them, so that the two can be compared.
 """
 
 from __future__ import annotations

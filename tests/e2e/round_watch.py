@@ -1,4 +1,5 @@
-"""Watches the rounds of a swarm of real processes: when each replica came to stand where, and how far an exchange is."""
+"""Watches the rounds of a swarm of real processes: when each replica came to stand where, and how far an exchange
+is."""
 
 from __future__ import annotations
 
@@ -130,7 +131,8 @@ async def watching(swarm: LocalSwarm, module: str) -> AsyncIterator[RoundWatch]:
 
 
 class LogTail(Generic[Kind]):
-    """Follows the event logs in a folder, for what only they tell: how far an exchange is, and whose link it is that has come up."""
+    """Follows the event logs in a folder, for what only they tell: how far an exchange is, and whose link it is that
+    has come up."""
 
     def __init__(self, folder: Path, kind: type[Kind]) -> None:
         self._folder = folder

@@ -21,7 +21,8 @@ STAGE = 1
 
 
 def heavy_run(text: Path, *, blocks: int, feed_forward: int = 4096, inner_steps: int = 4) -> Manifest:
-    """One stage that is much to exchange and little to compute: 3.3 million parameters a block, 16 tokens a microbatch."""
+    """One stage that is much to exchange and little to compute: 3.3 million parameters a block, 16 tokens a
+    microbatch."""
     return manifest_from_table(
         {
             "protocol": 2,

@@ -1,4 +1,5 @@
-"""Data nodes of real processes agree on lanes: stages are skipped equally often, and a peer that dies is on none of them any more."""
+"""Data nodes of real processes agree on lanes: stages are skipped equally often, and a peer that dies is on none of
+them any more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Over links that are too slow for what the stages compute, real processes compress what they send; over fast ones they do not."""
+"""Over links that are too slow for what the stages compute, real processes compress what they send; over fast ones they
+do not."""
 
 from __future__ import annotations
 

@@ -34,10 +34,12 @@ async def test_a_swarm_equals_one_process(tmp_path: Path, inner_steps: int) -> N
 
 
 async def test_a_swarm_that_skips_equals_one_process(tmp_path: Path) -> None:
-    """Each of four stages sees every second microbatch. With four in a step of stage 0, every second such step ends one of all the others, and
-    none of them steps while others of its microbatches are under way: what they see does not depend on who is faster.
+    """Each of four stages sees every second microbatch. With four in a step of stage 0, every second such step ends one
+    of all the others, and none of them steps while others of its microbatches are under way: what they see does not
+    depend on who is faster.
 
-    A data node's numbers begin anywhere, solo's at 0: for their choices to be the same, this data node begins at 0 too and takes no lanes.
+    A data node's numbers begin anywhere, solo's at 0: for their choices to be the same, this data node begins at 0 too
+    and takes no lanes.
     """
     manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 1, 1, 1, 1), per_path=2, inner_steps=4)
     visited = [visited_stages(path_rules(manifest), number) for number in range(manifest.microbatches_per_step)]

@@ -49,7 +49,8 @@ async def test_a_node_that_nobody_can_dial_averages_and_then_serves_its_stage_al
 
 
 async def is_called(network: HomeNetwork, link: str, home: WatchedNode, swarm: LocalSwarm) -> None:
-    """It finds that it cannot be dialled, announces whom it holds on to, and a visitor that it has no link to gets an answer."""
+    """It finds that it cannot be dialled, announces whom it holds on to, and a visitor that it has no link to gets an
+    answer."""
     reached = await home.reached()
     assert (reached.step, reached.address) == ("reverse", ""), reached
     assert "2 of 2 peers asked could not connect" in reached.reason

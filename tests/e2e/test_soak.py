@@ -1,4 +1,5 @@
-"""The short form of `benchmarks/soak.py`: peers are killed and join while the swarm trains, and afterwards everything adds up."""
+"""The short form of `benchmarks/soak.py`: peers are killed and join while the swarm trains, and afterwards everything
+adds up."""
 
 from __future__ import annotations
 

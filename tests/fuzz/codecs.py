@@ -1,10 +1,12 @@
-"""Decodes whatever a fuzzer makes up, for as long as it is told to: no crash, no error but ProtocolViolation, no memory beyond a bound.
+"""Decodes whatever a fuzzer makes up, for as long as it is told to: no crash, no error but ProtocolViolation, no memory
+beyond a bound.
 
     python tests/fuzz/codecs.py [--seconds 60] [--corpus FOLDER]
 
-With atheris installed (`pip install atheris`) the fuzzer is guided by what of protocol/codecs has been reached; without, bytes are random. A failure ends
-it with a traceback. While it decodes, the process may not take more than ROOM_BYTES of address space besides what it has: what a decoder would need for
-2^16 elements many times over, and far less than lengths that it should not have trusted.
+With atheris installed (`pip install atheris`) the fuzzer is guided by what of protocol/codecs has been reached;
+without, bytes are random. A failure ends it with a traceback. While it decodes, the process may not take more than
+ROOM_BYTES of address space besides what it has: what a decoder would need for 2^16 elements many times over, and far
+less than lengths that it should not have trusted.
 """
 
 from __future__ import annotations

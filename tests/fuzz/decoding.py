@@ -33,7 +33,8 @@ class Received:
 
 
 def received(made_up: bytes) -> Received | None:
-    """None when the bytes make no tensor. A quarter of them says how an honest encoding is damaged, so that decoding gets far."""
+    """None when the bytes make no tensor. A quarter of them says how an honest encoding is damaged, so that decoding
+    gets far."""
     if len(made_up) < _HEAD.size:
         return None
     codec, kind, dimensions, *shape, outliers, rank, compressed = _HEAD.unpack_from(made_up)

@@ -1,4 +1,5 @@
-"""A peer that belongs to the run and means no good: what it can find out, who it can say that it is, and what it can send.
+"""A peer that belongs to the run and means no good: what it can find out, who it can say that it is, and what it can
+send.
 
 Anybody can be one: whoever has the link of a run can make an identity with a certificate that its peers accept.
 """
@@ -99,11 +100,13 @@ class Targets:
         return Forward(microbatch, path, position, Purpose.TRAIN, LONGEST_LIFETIME_S)
 
     def as_data_node(self, persona: Persona) -> bytes:
-        """What the persona says of itself so that its own microbatches are taken. Not that it serves already: then rounds would wait for it."""
+        """What the persona says of itself so that its own microbatches are taken. Not that it serves already: then
+        rounds would wait for it."""
         return self.record(persona, ModuleId(0), state=PeerState.JOINING)
 
     def record(self, persona: Persona, module: ModuleId | None = None, **lies: object) -> bytes:
-        """What the persona says of itself, signed: that it serves the module faster than anybody, or, without one, that it is a visitor."""
+        """What the persona says of itself, signed: that it serves the module faster than anybody, or, without one, that
+        it is a visitor."""
         return encode_record(self.announcement(persona, module, **lies), persona.identity)
 
     def announcement(self, persona: Persona, module: ModuleId | None = None, **lies: object) -> Announcement:

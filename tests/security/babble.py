@@ -1,4 +1,5 @@
-"""Well-formed nonsense: frames of every kind that decode without objection, made of values that mean something to the victim.
+"""Well-formed nonsense: frames of every kind that decode without objection, made of values that mean something to the
+victim.
 
 The contract itself says what there is to fill in (the fields of `link.proto`), so a kind that is added is babbled too.
 """

@@ -1,7 +1,8 @@
-"""A node that computes honestly and lies in rounds: `python -m tests.security.liar KIND join ...`, the rest as `skipstone` has it.
+"""A node that computes honestly and lies in rounds: `python -m tests.security.liar KIND join ...`, the rest as
+`skipstone` has it.
 
-It is the real node but for what it contributes, claims, or sends as a convener, so it is invited, convenes on its turn and reduces a shard
-like the others.
+It is the real node but for what it contributes, claims, or sends as a convener, so it is invited, convenes on its turn
+and reduces a shard like the others.
 """
 
 from __future__ import annotations
@@ -125,7 +126,8 @@ def any_bytes(sent: Sent) -> Sent:
 
 
 def forged_rosters() -> None:
-    """On its turn its own update, the other way round and a thousand times as long, counts all, and the others' nothing."""
+    """On its turn its own update, the other way round and a thousand times as long, counts all, and the others'
+    nothing."""
     honestly = convening.SignedRoster
 
     class TheOtherWay(_Scaled):

@@ -1,7 +1,9 @@
-"""What Skipstone sends to a home's router. To be run in a network namespace of its own, as root: `unshare -n python -m tests.security.router_watch`.
+"""What Skipstone sends to a home's router. To be run in a network namespace of its own, as root: `unshare -n python -m
+tests.security.router_watch`.
 
-A pair of veth interfaces stands for the home network; everything that goes in there is listened to while a node serves (`--reach direct`) and
-while `skipstone status` asks it. Prints one JSON object: `asked` counts datagrams to a router by kind, `daemons` has the arguments of every p2pd.
+A pair of veth interfaces stands for the home network; everything that goes in there is listened to while a node serves
+(`--reach direct`) and while `skipstone status` asks it. Prints one JSON object: `asked` counts datagrams to a router by
+kind, `daemons` has the arguments of every p2pd.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Connections of strangers to a node's libp2p daemon, as complete as the daemon asks for: TLS with an identity of its own each, a multiplexer, and silence."""
+"""Connections of strangers to a node's libp2p daemon, as complete as the daemon asks for: TLS with an identity of its
+own each, a multiplexer, and silence."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from tests.protocol.identity.minting import extension_for, new_key
 
 
 def libp2p_context() -> ssl.SSLContext:
-    """With a certificate after the libp2p TLS specification (https://github.com/libp2p/specs/blob/master/tls/tls.md) for a new identity."""
+    """With a certificate after the libp2p TLS specification (https://github.com/libp2p/specs/blob/master/tls/tls.md)
+    for a new identity."""
     key, now = new_key(), datetime.now(UTC)
     name = x509.Name([x509.NameAttribute(NameOID.SERIAL_NUMBER, str(x509.random_serial_number()))])
     builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())

@@ -34,12 +34,14 @@ PARTS = {
     "a replica to a replica": (ModuleId(1), ModuleId(1), PeerState.DRAINING),
     "a replica to a lone one": (ModuleId(2), ModuleId(2), PeerState.DRAINING),
 }
-"""Whom it is said to, and what the babbler says that it is. One that drains is heard in rounds and gets no microbatches."""
+"""Whom it is said to, and what the babbler says that it is. One that drains is heard in rounds and gets no
+microbatches."""
 
 
 @pytest.mark.parametrize("part", PARTS)
 async def test_nothing_that_decodes_surprises_a_node(scene: Siege, part: str) -> None:
-    """Whoever is surprised ends with a traceback; what a microbatch loses shows in the account at the end of the siege."""
+    """Whoever is surprised ends with a traceback; what a microbatch loses shows in the account at the end of the
+    siege."""
     victim = scene.targets.contact(PARTS[part][0])
     before = scene.peak_bytes(victim)
     links = await babble(scene, part, FRAMES, seed=1)

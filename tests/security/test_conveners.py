@@ -1,4 +1,5 @@
-"""One replica of three lies where members of a round once believed it: as a convener, about its work, or about how far the run is."""
+"""One replica of three lies where members of a round once believed it: as a convener, about its work, or about how far
+the run is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Members that waste what a node has: links, file descriptors, memory, its time. Each is bounded, and honest work goes on.
+"""Members that waste what a node has: links, file descriptors, memory, its time. Each is bounded, and honest work goes
+on.
 
 How much each flood costs is measured by `python -m tests.security.floods`.
 """
@@ -37,7 +38,8 @@ LET_GO_S = 45.0
 
 
 async def test_who_stalls_is_let_go_and_holds_up_nobody(scene: Siege) -> None:
-    """Three kinds at once: connections that say nothing, streams without a Hello, links on which nothing more is said or read."""
+    """Three kinds at once: connections that say nothing, streams without a Hello, links on which nothing more is said
+    or read."""
     victim = scene.targets.victim
     files, memory = scene.open_files(victim), scene.peak_bytes(victim)
     async with AsyncExitStack() as stack:

@@ -1,4 +1,5 @@
-"""Between two honest peers: somebody who relays what they say, with a certificate of his own or without, and who says again what he has heard."""
+"""Between two honest peers: somebody who relays what they say, with a certificate of his own or without, and who says
+again what he has heard."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ def send_to(server: Node, caller: Node, number: int) -> Any:
 
 
 async def test_a_man_in_the_middle_with_his_own_certificate_hears_nothing() -> None:
-    """He is a member too, so the run's authority has signed for him; the caller trusts the one certificate that it expects."""
+    """He is a member too, so the run's authority has signed for him; the caller trusts the one certificate that it
+    expects."""
     middle = Persona()
     async with node() as server, node() as caller, overheard(middle) as (port, heard):
         caller.persona.knows(server.persona, port)

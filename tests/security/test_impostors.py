@@ -1,4 +1,5 @@
-"""Peers that say they serve a stage, are given microbatches, and do not do what they say: training goes on, and the account adds up."""
+"""Peers that say they serve a stage, are given microbatches, and do not do what they say: training goes on, and the
+account adds up."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 STATUS = Question(QuestionAbout.STATUS)
 STAGE = ModuleId(1)
 MOST_KEPT = 2
-"""Different microbatches that somebody gets who has never brought one back: one, and one that another hop's repair may bring. Believed, it
-had all of the four or five that are under way.
+"""Different microbatches that somebody gets who has never brought one back: one, and one that another hop's repair may
+bring. Believed, it had all of the four or five that are under way.
 """
 
 Sent = tuple[Forward | Backward, TensorSpec]
@@ -185,7 +186,8 @@ async def speak(here: Company, own: Node) -> None:
 
 
 async def test_training_goes_on_beside_hops_that_lie(tmp_path: Path) -> None:
-    """Who spoils what it gets soon gets nothing any more; who keeps it gets one, which is free again when its link ends."""
+    """Who spoils what it gets soon gets nothing any more; who keeps it gets one, which is free again when its link
+    ends."""
     async with company(tmp_path) as here:
         for lie in QUICK:
             async with impostor(here, lie) as false_hop:

@@ -111,7 +111,8 @@ UNREAD = 32
 
 
 async def test_pieces_that_nobody_is_due_get_no_buffer(scene: Siege) -> None:
-    """Also in the moment before a round's roster is known, when pieces of its members are kept: a stranger's are not."""
+    """Also in the moment before a round's roster is known, when pieces of its members are kept: a stranger's are
+    not."""
     refused = said = 0
 
     async def listen(stream: BareStream) -> None:

@@ -34,7 +34,8 @@ AHEAD = 60
 
 
 class Stranger:
-    """A stream on which tensors are sent whoever they are from; notes the answers, and says PASSED_ON to whatever comes, so that nobody takes it back."""
+    """A stream on which tensors are sent whoever they are from; notes the answers, and says PASSED_ON to whatever
+    comes, so that nobody takes it back."""
 
     def __init__(self, own: PeerId, stream: BareStream, targets: Targets) -> None:
         self.own, self._stream, self._tensor = own, stream, targets.tensor
@@ -76,7 +77,8 @@ class Stranger:
 
 
 async def invented(scene: Siege, persona: Persona, record: bytes) -> Stranger:
-    """Fills the stage-2 peer with microbatches of data nodes that do not exist, itself before and after it, and hangs up."""
+    """Fills the stage-2 peer with microbatches of data nodes that do not exist, itself before and after it, and hangs
+    up."""
     targets, victim = scene.targets, scene.targets.contact(STAGES[1])
     async with targets.attack(victim, persona=persona, record=record) as (own, stream):
         stranger = Stranger(own, stream, targets)
@@ -140,7 +142,8 @@ async def test_nobody_hands_a_data_node_the_result_of_what_was_not_given_to_him(
 
 
 async def test_nobody_uses_up_the_numbers_of_a_data_node(scene: Siege) -> None:
-    """Zeros under its next numbers: they are not taken, and when it comes to these numbers, they count at the stage that was to have used them."""
+    """Zeros under its next numbers: they are not taken, and when it comes to these numbers, they count at the stage
+    that was to have used them."""
     targets, victim = scene.targets, scene.targets.contact(STAGES[1])
     data_node, zeros = targets.data_node.peer, bytes(targets.tensor.byte_length)
     next_ = scene.first_number() + 4 * scene.swarm.progress.step + 20
@@ -167,7 +170,8 @@ async def test_nobody_uses_up_the_numbers_of_a_data_node(scene: Siege) -> None:
 
 
 def account(scene: Siege, by: PeerId, numbers: range) -> tuple[set[int], set[int]]:
-    """Of these numbers, those that the data node has completed, and those of which `by` has said that its gradient counts."""
+    """Of these numbers, those that the data node has completed, and those of which `by` has said that its gradient
+    counts."""
     done: dict[str, set[int]] = {"completed": set(), "visit": set()}
     for line in scene.events().splitlines():
         event = json.loads(line)

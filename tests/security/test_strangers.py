@@ -1,4 +1,5 @@
-"""A flood of idle connections to a node's DHT, which any host can make: honest nodes are served beside them, and they do not stay."""
+"""A flood of idle connections to a node's DHT, which any host can make: honest nodes are served beside them, and they
+do not stay."""
 
 from __future__ import annotations
 

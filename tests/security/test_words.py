@@ -1,4 +1,5 @@
-"""What a node writes: no secret at any level of detail, nothing that a stranger could have it write; and what it makes from bytes: no objects."""
+"""What a node writes: no secret at any level of detail, nothing that a stranger could have it write; and what it makes
+from bytes: no objects."""
 
 from __future__ import annotations
 

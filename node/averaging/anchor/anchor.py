@@ -1,7 +1,8 @@
 """The anchor: a module's last agreed parameters and outer momentum, with the hashes that prove them.
 
-Both vectors are float32 in this machine's memory, never on the compute device: they are touched once a round. The digest is BLAKE3
-over the version's numbers and the list of chunk hashes, so whoever has the digest can check the list, and with the list each chunk.
+Both vectors are float32 in this machine's memory, never on the compute device: they are touched once a round. The
+digest is BLAKE3 over the version's numbers and the list of chunk hashes, so whoever has the digest can check the list,
+and with the list each chunk.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Anchor:
     """Of each chunk of the parameters, then of each chunk of the momentum."""
 
     def chunk(self, number: int) -> memoryview:
-        """The bytes of a chunk, little-endian float32; numbers as in `swarm.vocabulary.averaging_messages.StateRequest`."""
+        """The bytes of a chunk, little-endian float32; numbers as in
+        `swarm.vocabulary.averaging_messages.StateRequest`."""
         return chunk_bytes(self.layout, self.parameters, self.momentum, number)
 
 

@@ -1,10 +1,10 @@
 """Where a replica's anchors lie: the one that holds, and older ones for whoever is half through downloading them.
 
-An anchor's arrays are as large as the module, so they are written again and again instead of allocated. At most `STATES` pairs
-of them are here at once: the current anchor, up to two lent out to be written (a staged result that must not be lost, and the
-next one), and older anchors in what room is left. Rounds come first: when room is short, a lease on an older anchor ends, and
-its reader starts again with a newer one. Arrays out of which bytes are being sent are never written; when even their room is
-needed they are let go of, and their memory is free when the sending ends.
+An anchor's arrays are as large as the module, so they are written again and again instead of allocated. At most
+`STATES` pairs of them are here at once: the current anchor, up to two lent out to be written (a staged result that must
+not be lost, and the next one), and older anchors in what room is left. Rounds come first: when room is short, a lease
+on an older anchor ends, and its reader starts again with a newer one. Arrays out of which bytes are being sent are
+never written; when even their room is needed they are let go of, and their memory is free when the sending ends.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class AnchorStore:
 
     @contextmanager
     def pinned(self, anchor: Anchor) -> Iterator[Anchor]:
-        """The arrays of the anchor are not written inside the block. For as long as one chunk takes to send, not for a download.
+        """The arrays of the anchor are not written inside the block. For as long as one chunk takes to send, not for a
+        download.
 
         Raises:
             StateError: the anchor is not here any more.
@@ -78,7 +79,8 @@ class AnchorStore:
             return True
 
     def spare(self) -> tuple[Vector, Vector]:
-        """Parameters and momentum to be written for the next anchor; what they contain is of no use. [elements] each, float32.
+        """Parameters and momentum to be written for the next anchor; what they contain is of no use. [elements] each,
+        float32.
 
         They come back with `put` or `give_back`; dropping the last reference to the first of them does, too.
 

@@ -1,9 +1,10 @@
-"""A module's parameters as one vector: where each lies, how the vector is cut into chunks, and which of them make a fragment.
+"""A module's parameters as one vector: where each lies, how the vector is cut into chunks, and which of them make a
+fragment.
 
-Chunks are what is hashed, downloaded and given to a reducer; all replicas of a module cut alike because everything follows from
-the names and shapes. A fragment is a run of chunks. So that each fragment has blocks from all depths (Douillard et al. 2025, arXiv:2501.18512:
-strided fragments do better than sequential ones), the vector is laid out fragment by fragment: blocks 0, F, 2F, ..., then
-1, F+1, ... The borders are those of the nearest chunks.
+Chunks are what is hashed, downloaded and given to a reducer; all replicas of a module cut alike because everything
+follows from the names and shapes. A fragment is a run of chunks. So that each fragment has blocks from all depths
+(Douillard et al. 2025, arXiv:2501.18512: strided fragments do better than sequential ones), the vector is laid out
+fragment by fragment: blocks 0, F, 2F, ..., then 1, F+1, ... The borders are those of the nearest chunks.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def layout_of(shapes: Mapping[str, tuple[int, ...]], fragments: int) -> Layout:
 
 
 def chunk_elements(elements: int) -> int:
-    """A power of two that gives at least CHUNKS_AT_LEAST chunks, within the limits: hash lists stay below 64 KiB up to 10^9 elements."""
+    """A power of two that gives at least CHUNKS_AT_LEAST chunks, within the limits: hash lists stay below 64 KiB up to
+    10^9 elements."""
     wished = max(1, elements // CHUNKS_AT_LEAST)
     return max(SMALLEST_CHUNK, min(LARGEST_CHUNK, 1 << (wished.bit_length() - 1)))
 

@@ -1,7 +1,8 @@
-"""The outer step of a replica that is alone in its module: its own pseudo-gradient, so that the outer optimizer means the same.
+"""The outer step of a replica that is alone in its module: its own pseudo-gradient, so that the outer optimizer means
+the same.
 
-It happens on the compute thread, right after an inner step, so a swarm with one replica a stage and `solo` take the same steps
-at the same places.
+It happens on the compute thread, right after an inner step, so a swarm with one replica a stage and `solo` take the
+same steps at the same places.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The link between an anchor's vector and the parameters that are trained. Everything here runs on the compute thread.
 
-Training goes on while a round is under way, so what the replica has done since the snapshot is carried over to the new anchor instead of being
-lost (as in Streaming DiLoCo with a merging factor of 1; Douillard et al. 2025, arXiv:2501.18512).
+Training goes on while a round is under way, so what the replica has done since the snapshot is carried over to the new
+anchor instead of being lost (as in Streaming DiLoCo with a merging factor of 1; Douillard et al. 2025,
+arXiv:2501.18512).
 """
 
 from __future__ import annotations

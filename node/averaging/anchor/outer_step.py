@@ -1,16 +1,19 @@
-"""The next anchor in the making: results of the exchange are applied and hashed as they come. Runs on the averaging thread.
+"""The next anchor in the making: results of the exchange are applied and hashed as they come. Runs on the averaging
+thread.
 
-The outer optimizer: SGD with Nesterov momentum on the averaged pseudo-gradient (Douillard et al. 2023, arXiv:2311.08105).
+The outer optimizer: SGD with Nesterov momentum on the averaged pseudo-gradient (Douillard et al. 2023,
+arXiv:2311.08105).
 
 The formula is that of torch.optim.SGD(nesterov=True), which is the one of Sutskever et al. 2013:
 
     momentum = mu * momentum + g;   parameters = parameters - lr * (g + mu * momentum)
 
-Every operation is rounded to float32 by itself. A compiler that fuses a multiplication and an addition rounds once instead of twice,
-and whether it does depends on the processor; replicas on different machines have to agree bit for bit, so numpy does
-one operation at a time, without flushing denormal numbers to zero on its own (`node.model.device`). In its place gradient and momentum are rounded to
-multiples of 2**-104 by adding COARSE and taking it away again, which is exact for all that is larger than 3e-17: else the momentum of a parameter that nobody
-moves any more would end among denormal numbers, and each round take longer.
+Every operation is rounded to float32 by itself. A compiler that fuses a multiplication and an addition rounds once
+instead of twice, and whether it does depends on the processor; replicas on different machines have to agree bit for
+bit, so numpy does one operation at a time, without flushing denormal numbers to zero on its own (`node.model.device`).
+In its place gradient and momentum are rounded to multiples of 2**-104 by adding COARSE and taking it away again, which
+is exact for all that is larger than 3e-17: else the momentum of a parameter that nobody moves any more would end among
+denormal numbers, and each round take longer.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ class OuterRule:
     def step(
         self, gradient: Vector, parameters: Vector, momentum: Vector, new_parameters: Vector, new_momentum: Vector
     ) -> None:
-        """Writes the next state. All are [elements]; the new ones may be the old ones themselves, `gradient` may not be among them."""
+        """Writes the next state. All are [elements]; the new ones may be the old ones themselves, `gradient` may not be
+        among them."""
         rate, mu = np.float32(self.learning_rate), np.float32(self.momentum)
         rooms = np.empty((2, min(STRETCH, len(gradient))), np.float32)
         with gradual_underflow():

@@ -1,7 +1,8 @@
 """Arithmetic on long float32 vectors that is done in stretches short enough to stay in a core's cache.
 
 numpy does one operation at a time. On a vector of 200 MB each of them would read it from memory and write it back; on a
-stretch of 128 KiB only the first and the last do. It also lets go of the interpreter inside each operation, and so does BLAS.
+stretch of 128 KiB only the first and the last do. It also lets go of the interpreter inside each operation, and so does
+BLAS.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ def stretches(length: int) -> Iterator[slice]:
 
 
 def squares(values: Vector) -> float:
-    """The sum of squares, in float64 over stretches of float32. Not finite exactly when an element is not, or is beyond 1e19."""
+    """The sum of squares, in float64 over stretches of float32. Not finite exactly when an element is not, or is beyond
+    1e19."""
     with np.errstate(all="ignore"):  # what is not finite shows in the sum
         return sum(float(np.dot(values[part], values[part])) for part in stretches(len(values)))
 

@@ -1,12 +1,16 @@
-"""Audits of rounds that have been committed: one random piece of another's shard is summed again from what its contributors have signed.
+"""Audits of rounds that have been committed: one random piece of another's shard is summed again from what its
+contributors have signed.
 
-Everybody who committed knows each result: it is in the anchor's momentum. The reducer shows which hashes the others signed, the contributors send once more
-what has these hashes, and what is then left of the result has to be what the reducer can have added itself (`swarm.averaging.audits`). Who finds
-that it cannot tells all members, with the signed hashes; each of them does the same audit and believes nobody. The poisoned anchor stays: going back would let one
-accuser cost everybody a round, and what a reducer can do to a single round is bounded by what its members object to before it is committed.
+Everybody who committed knows each result: it is in the anchor's momentum. The reducer shows which hashes the others
+signed, the contributors send once more what has these hashes, and what is then left of the result has to be what the
+reducer can have added itself (`swarm.averaging.audits`). Who finds that it cannot tells all members, with the signed
+hashes; each of them does the same audit and believes nobody. The poisoned anchor stays: going back would let one
+accuser cost everybody a round, and what a reducer can do to a single round is bounded by what its members object to
+before it is committed.
 
-Of the latest exchange a member keeps hashes and signatures, 96 bytes a piece and contributor, and can encode its own contributions again until the next exchange
-begins. The event loop never waits for it, and the arithmetic is done on the averaging thread.
+Of the latest exchange a member keeps hashes and signatures, 96 bytes a piece and contributor, and can encode its own
+contributions again until the next exchange begins. The event loop never waits for it, and the arithmetic is done on the
+averaging thread.
 """
 
 from __future__ import annotations
@@ -53,7 +57,8 @@ ANSWER_S: Final = 30.0
 PAUSES_S: Final = (0.05, 0.2, 0.5, 1.0)
 """After a refusal: whoever is asked may be a little behind us."""
 PATIENCE: Final = 3
-"""Audits in a row that a reducer leaves without an answer, and accusations of one accuser in which we find nothing, before it is an offence."""
+"""Audits in a row that a reducer leaves without an answer, and accusations of one accuser in which we find nothing,
+before it is an offence."""
 MOST_DOUBTS: Final = 256
 REQUESTS: Final = 32
 """That one member may ask of us in one round: an audit of its own and some for accusations, each a few times."""
@@ -129,7 +134,8 @@ class Auditor:
         self._caught.clear()
 
     def exchange_begins(self) -> None:
-        """The memory that pieces of the last one could be encoded from is used for something else from now on. Hashes stay."""
+        """The memory that pieces of the last one could be encoded from is used for something else from now on. Hashes
+        stay."""
         self._records = [replace(record, source=None, sent=None) for record in self._records]
 
     def committed(self, version: AnchorVersion) -> None:

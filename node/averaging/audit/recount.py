@@ -113,7 +113,8 @@ class Recount:
 
 
 def _result(before: Anchor, after: Anchor, piece: Piece, momentum: float) -> Vector:
-    """What the outer step was taken with: it is the new momentum less what was left of the old one (`node.averaging.anchor.outer_step`)."""
+    """What the outer step was taken with: it is the new momentum less what was left of the old one
+    (`node.averaging.anchor.outer_step`)."""
     result = np.multiply(before.momentum[piece.part], np.float32(-momentum))
     np.add(after.momentum[piece.part], result, out=result)
     return result

@@ -1,12 +1,13 @@
 """One exchange of pseudo-gradients as one of its members carries it out (DESIGN section 5).
 
-Everything overlaps, piece by piece: each member encodes its pseudo-gradient for a piece when the piece's reducer can take it; the reducer adds
-it to its sum when it arrives, and when all are in encodes the sum once and sends the same bytes to all; each member takes the outer step for
-the piece and hashes the result. The arithmetic is done on one thread of its own, the rest on the event loop.
+Everything overlaps, piece by piece: each member encodes its pseudo-gradient for a piece when the piece's reducer can
+take it; the reducer adds it to its sum when it arrives, and when all are in encodes the sum once and sends the same
+bytes to all; each member takes the outer step for the piece and hashes the result. The arithmetic is done on one thread
+of its own, the rest on the event loop.
 
-How much can pile up: a member has at most WINDOW pieces on the way to a reducer whose results it has not applied yet, so a
-reducer holds WINDOW pieces of each contributor, and a member WINDOW results of each reducer (without a contribution
-of its own to pace it: as many as there are).
+How much can pile up: a member has at most WINDOW pieces on the way to a reducer whose results it has not applied yet,
+so a reducer holds WINDOW pieces of each contributor, and a member WINDOW results of each reducer (without a
+contribution of its own to pace it: as many as there are).
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ LANES: Final = 2
 """Pieces of each kind that are being sent to one member: while one goes out, the next is prepared."""
 
 TOLD_EVERY_S: Final = 0.1
-"""The round machine hears of a member's pieces this often at most: it wants to know who is alive, not how many there are."""
+"""The round machine hears of a member's pieces this often at most: it wants to know who is alive, not how many there
+are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,8 @@ class ExchangeRecord:
     sent: SentParts | None
 
     def encoded(self, piece: Piece) -> memoryview | None:
-        """What we contributed to a piece of another's shard, encoded again; None when that cannot be done any more, or we contributed nothing.
+        """What we contributed to a piece of another's shard, encoded again; None when that cannot be done any more, or
+        we contributed nothing.
 
         On the averaging thread. Whether the memory is still what it was then is seen by the hash.
         """
@@ -302,7 +305,8 @@ class Exchange:
         return True
 
     async def _finish(self) -> None:
-        """All results have been applied. Those that cannot be the mean are objected to now, when they can be seen beside each other."""
+        """All results have been applied. Those that cannot be the mean are objected to now, when they can be seen
+        beside each other."""
         roster = self.plan.roster
         odd = self._comparison.oddities()
         for reducer, why in odd.items():

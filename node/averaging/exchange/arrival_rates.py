@@ -1,4 +1,5 @@
-"""How fast other members' pieces come in. What is said of a member's link is what its receivers measured (`swarm.averaging.plausibility`)."""
+"""How fast other members' pieces come in. What is said of a member's link is what its receivers measured
+(`swarm.averaging.plausibility`)."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class _Sender:
 
 
 class Incoming:
-    """Of one replica. A sender's pieces overlap, so bytes are counted over the time in which any of them is under way."""
+    """Of one replica. A sender's pieces overlap, so bytes are counted over the time in which any of them is under
+    way."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

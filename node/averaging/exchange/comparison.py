@@ -1,6 +1,8 @@
-"""Results of an exchange beside our own pseudo-gradient, in figures. Runs on the averaging thread; what follows from them is decided in `swarm.averaging.audits`.
+"""Results of an exchange beside our own pseudo-gradient, in figures. Runs on the averaging thread; what follows from
+them is decided in `swarm.averaging.audits`.
 
-Only some patches of each result are looked at, and nobody knows which before: the figures are those of whole pieces, nearly, for an eighth of the memory traffic.
+Only some patches of each result are looked at, and nobody knows which before: the figures are those of whole pieces,
+nearly, for an eighth of the memory traffic.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What one exchange consists of, for one of its members: which pieces there are, who reduces them, who sends what to whom.
+"""What one exchange consists of, for one of its members: which pieces there are, who reduces them, who sends what to
+whom.
 
 Everything follows from the module's layout and the roster, so all members see the same pieces, and whatever else comes
 is refused before it costs any memory.
@@ -21,7 +22,8 @@ from swarm.vocabulary.types import PeerId, short
 LARGEST_PIECE: Final = 2**20
 """Elements; 4 MiB of float32. A chunk is never larger (`layout.LARGEST_CHUNK`)."""
 SMALLEST_PIECE: Final = 2**19
-"""Elements; 2 MiB of float32. Smaller ones cost more by their number than they gain by overlapping (benchmarks/averaging.py)."""
+"""Elements; 2 MiB of float32. Smaller ones cost more by their number than they gain by overlapping
+(benchmarks/averaging.py)."""
 PIECES_OF_A_SHARD: Final = 4
 """So many at least, where they are not too small, so that sending, reducing and applying overlap."""
 
@@ -50,7 +52,8 @@ class Plan:
     """A roster as one of its members carries it out.
 
     Raises:
-        ProtocolViolation: the shards do not cut the fragment up, a number is not finite or negative, or we are not in it.
+        ProtocolViolation: the shards do not cut the fragment up, a number is not finite or negative, or we are not in
+            it.
     """
 
     def __init__(self, own: PeerId, layout: Layout, roster: Roster) -> None:

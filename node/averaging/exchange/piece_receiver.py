@@ -1,7 +1,7 @@
 """Pieces of one attempt at a round as they come in: what is admitted, into which memory, and to whom it goes.
 
-A member may begin to send before the roster has reached us by another link. What an honest one can send that early fits into
-EARLY_PIECES; it is kept until the roster says whether it was wanted. Used on the event loop only.
+A member may begin to send before the roster has reached us by another link. What an honest one can send that early fits
+into EARLY_PIECES; it is kept until the roster says whether it was wanted. Used on the event loop only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def piece_spec(codec: Codec, elements: int) -> TensorSpec:
 
 
 def early_pieces(others: int) -> int:
-    """How many pieces a member may send to another before it has seen a result of it, so that those of all others together are kept."""
+    """How many pieces a member may send to another before it has seen a result of it, so that those of all others
+    together are kept."""
     return max(FEWEST_EARLY, EARLY_PIECES // max(1, others))
 
 

@@ -67,9 +67,10 @@ class ExchangeProgress:
     def owing(self) -> frozenset[PeerId]:
         """Who could send us something now and has not.
 
-        As long as contributions to our shard are due, nobody is blamed for results: whoever keeps us waiting may keep the other reducers
-        waiting, too. And only those are blamed who have not contributed to the first piece that lacks something: the others may be held
-        up by that very piece, because a member sends no more than a window ahead of the results.
+        As long as contributions to our shard are due, nobody is blamed for results: whoever keeps us waiting may keep
+        the other reducers waiting, too. And only those are blamed who have not contributed to the first piece that
+        lacks something: the others may be held up by that very piece, because a member sends no more than a window
+        ahead of the results.
         """
         late = next(iter(self._awaited.values()), ())
         return frozenset(late) or frozenset(peer for peer in self._results_due if self._owes_result(peer))

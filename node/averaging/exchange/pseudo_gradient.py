@@ -1,14 +1,17 @@
-"""What an encoding left out of a pseudo-gradient stays in the replica: the other way to lose nothing, without a residual to keep.
+"""What an encoding left out of a pseudo-gradient stays in the replica: the other way to lose nothing, without a
+residual to keep.
 
-A round that commits moves the replica from its snapshot to the new anchor. If the others have got less than the pseudo-gradient, it is moved from what they have got
-instead, `anchor - decoded`, and stands on the new anchor less what was left out, as if it had done that work since. So it is in the next
-pseudo-gradient without anything being added to it, the gradients until then are those of parameters that have it in them, and a checkpoint of the replica
-has it, too. With error feedback (`benchmarks.error_feedback`, kept for comparison) the replica goes back to an anchor that lacks it, finds the same direction again, and sends it twice.
-Measured after 50 rounds of two replicas with TOP_K_2 in both directions (`benchmarks/codec_training.py`, one small model, means of two seeds): 0.03 nats behind
-float32 instead of 0.06 with the plain mean, 0.02 instead of 0.25 with outer Nesterov of 0.7 and 0.9.
+A round that commits moves the replica from its snapshot to the new anchor. If the others have got less than the
+pseudo-gradient, it is moved from what they have got instead, `anchor - decoded`, and stands on the new anchor less what
+was left out, as if it had done that work since. So it is in the next pseudo-gradient without anything being added to
+it, the gradients until then are those of parameters that have it in them, and a checkpoint of the replica has it, too.
+With error feedback (`benchmarks.error_feedback`, kept for comparison) the replica goes back to an anchor that lacks it,
+finds the same direction again, and sends it twice. Measured after 50 rounds of two replicas with TOP_K_2 in both
+directions (`benchmarks/codec_training.py`, one small model, means of two seeds): 0.03 nats behind float32 instead of
+0.06 with the plain mean, 0.02 instead of 0.25 with outer Nesterov of 0.7 and 0.9.
 
-Until the commit there are only encodings here, a sixtieth of the pseudo-gradient with the sparse codecs, so an attempt that is dissolved leaves no trace. Used on the
-averaging thread.
+Until the commit there are only encodings here, a sixtieth of the pseudo-gradient with the sparse codecs, so an attempt
+that is dissolved leaves no trace. Used on the averaging thread.
 
 Our own pseudo-gradient: the anchor minus the snapshot of what the replica was when the round began.
 """
@@ -34,7 +37,8 @@ class SentParts:
         self._rewritten = False
 
     def note(self, part: slice, encoding: memoryview) -> None:
-        """This part goes out so. A part that is never noted has gone as it is: into our own shard's sum, or with NONE."""
+        """This part goes out so. A part that is never noted has gone as it is: into our own shard's sum, or with
+        NONE."""
         self._sent[part.start, part.stop] = encoding.tobytes()
 
     def encoding(self, part: slice) -> bytes | None:
@@ -42,8 +46,8 @@ class SentParts:
         return self._sent.get((part.start, part.stop))
 
     def rewrite(self, base: Vector, snapshot: Vector) -> None:
-        """The attempt has committed: the snapshot becomes what the others have got of it, to be carried over from there. The encodings are
-        kept, for audits.
+        """The attempt has committed: the snapshot becomes what the others have got of it, to be carried over from
+        there. The encodings are kept, for audits.
 
         Done once, before the replica is carried over.
 

@@ -17,7 +17,8 @@ from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import Codec, PeerId
 
 ROUNDING: Final = 1.01
-"""How much longer a vector may be than its norm was declared: rounding in float32 and by the codec (INT8 adds at most 0.3 %)."""
+"""How much longer a vector may be than its norm was declared: rounding in float32 and by the codec (INT8 adds at most
+0.3 %)."""
 COARSE_ROUNDING: Final = 1.05
 """With INT4: normal numbers become 0.5 % longer, those with a few large ones among them 1 %."""
 

@@ -20,13 +20,14 @@ STATE_CODECS: Final[Mapping[str, frozenset[Codec]]] = {
 """Of `codecs.state`: how a chunk may come."""
 
 PLANES_BELOW_BYTES_PER_S: Final = 80e6
-"""Of the link's goodput. A donor encodes a chunk before it sends it, so planes save time while (1 - 1 / ratio) / goodput is more than 1 / speed of
-encoding: with 1.2 and 1 GB/s on one core, up to 160 MB/s. There nothing is gained and a core is kept busy; at less than half of it,
-more than half of what the ratio promises is gained."""
+"""Of the link's goodput. A donor encodes a chunk before it sends it, so planes save time while (1 - 1 / ratio) /
+goodput is more than 1 / speed of encoding: with 1.2 and 1 GB/s on one core, up to 160 MB/s. There nothing is gained and
+a core is kept busy; at less than half of it, more than half of what the ratio promises is gained."""
 
 
 def codec_for(allowed: frozenset[Codec], goodput_bytes_per_s: float) -> Codec:
-    """What to send over a link of this goodput; 0 is unknown, and what is sent as it is then becomes the measurement."""
+    """What to send over a link of this goodput; 0 is unknown, and what is sent as it is then becomes the
+    measurement."""
     slow = 0 < goodput_bytes_per_s < PLANES_BELOW_BYTES_PER_S
     return Codec.PLANES if slow and Codec.PLANES in allowed else Codec.NONE
 

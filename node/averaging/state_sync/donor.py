@@ -1,9 +1,11 @@
-"""Gives the anchor to those who catch up, chunk by chunk, out of the arrays themselves, without getting in training's way.
+"""Gives the anchor to those who catch up, chunk by chunk, out of the arrays themselves, without getting in training's
+way.
 
-One chunk at a time goes to each asker, so on a link it takes turns with microbatches frame by frame; at most `LINKS_AT_ONCE` chunks
-are under way in all, and askers take turns. Nothing here touches the compute thread, and an averaging round takes the arrays
-it needs whoever reads others (`node.averaging.anchor.anchor_store`): what is gone is answered with GONE. Encoding for slow links is done on the thread
-for arithmetic on anchors, after what rounds have to do there.
+One chunk at a time goes to each asker, so on a link it takes turns with microbatches frame by frame; at most
+`LINKS_AT_ONCE` chunks are under way in all, and askers take turns. Nothing here touches the compute thread, and an
+averaging round takes the arrays it needs whoever reads others (`node.averaging.anchor.anchor_store`): what is gone is
+answered with GONE. Encoding for slow links is done on the thread for arithmetic on anchors, after what rounds have to
+do there.
 """
 
 from __future__ import annotations

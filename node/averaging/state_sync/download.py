@@ -1,7 +1,9 @@
-"""Gets an agreed state from its donors: first the hash list, which the digest proves, then the chunks, which the list proves.
+"""Gets an agreed state from its donors: first the hash list, which the digest proves, then the chunks, which the list
+proves.
 
-Chunks arrive in a few buffers of this download's own, and go to their places in the new vectors only when they match: a donor
-that is slow or lies writes nowhere else. Decoding, hashing, copying and the disk are on one thread of their own, in order.
+Chunks arrive in a few buffers of this download's own, and go to their places in the new vectors only when they match: a
+donor that is slow or lies writes nowhere else. Decoding, hashing, copying and the disk are on one thread of their own,
+in order.
 """
 
 from __future__ import annotations
@@ -57,15 +59,17 @@ Result = TypeVar("Result")
 TICK_S: Final = 0.1
 FEWEST_BUFFERS: Final = 3
 BUFFER_BYTES: Final = 16 * 1024 * 1024
-"""For chunks of one donor that are asked for, arriving or being checked: as many as this holds, and at least the above."""
+"""For chunks of one donor that are asked for, arriving or being checked: as many as this holds, and at least the
+above."""
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
     """What every download of a module has in common.
 
-    `codecs` are those in which the manifest lets chunks come; `folder` keeps what has been fetched over a restart; `on_progress` gets
-    bytes here and bytes in all; `on_liar` a donor that sent what is not the agreed state, and what that was.
+    `codecs` are those in which the manifest lets chunks come; `folder` keeps what has been fetched over a restart;
+    `on_progress` gets bytes here and bytes in all; `on_liar` a donor that sent what is not the agreed state, and what
+    that was.
     """
 
     module: ModuleId
@@ -200,7 +204,8 @@ class _Fetching:
                 raise self._error(self._end)
             return vectors
         finally:
-            # Comes after whatever the thread still has to do, so that nothing writes into vectors that have been given back.
+            # Comes after whatever the thread still has to do, so that nothing writes into vectors that have been given
+            # back.
             finished = self._thread.submit(self._finish, vectors)
             self._thread.shutdown(wait=False)
             await asyncio.shield(asyncio.wrap_future(finished))
@@ -211,7 +216,8 @@ class _Fetching:
             for action in self._plan.handle(event, self._with.clock.monotonic()):
                 self._carry_out(action)
 
-    # ---- what comes in by the links ------------------------------------------------------------------------------------
+    # ---- what comes in by the links
+    # ------------------------------------------------------------------------------------
 
     def admit(self, sender: PeerId, message: StateChunk, tensor: TensorSpec) -> memoryview | Refusal:
         chunk = message.chunk
@@ -245,7 +251,8 @@ class _Fetching:
             self._pool.give_back(arrival.buffer)
             self.handle(ChunkLost(sender, chunk))
 
-    # ---- carrying out --------------------------------------------------------------------------------------------------
+    # ---- carrying out
+    # --------------------------------------------------------------------------------------------------
 
     def _begin(self, vectors: tuple[Vector, Vector], known: Anchor | None) -> frozenset[int]:
         """On the thread. Returns the chunks that need not be fetched."""
@@ -345,5 +352,8 @@ class _Fetching:
             )
         return Stalled(
             f"nothing more comes of the state of round {number}: {failed.detail}",
-            hint="Check this machine's connection; what has been fetched is kept, and the next attempt goes on from there.",
+            hint=(
+                "Check this machine's connection; what has been fetched is kept, and the next attempt goes "
+                "on from there."
+            ),
         )

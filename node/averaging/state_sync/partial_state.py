@@ -1,7 +1,9 @@
-"""A state that is being put together: chunks are checked and put in their places, and, when there is a folder, kept for a restart.
+"""A state that is being put together: chunks are checked and put in their places, and, when there is a folder, kept for
+a restart.
 
-The file has the state's size, parameters then momentum, each chunk at its place, and holes where none is yet. There is no list
-of what is in it: every chunk is hashed when the file is read again, and only what matches is taken. A folder holds one.
+The file has the state's size, parameters then momentum, each chunk at its place, and holes where none is yet. There is
+no list of what is in it: every chunk is hashed when the file is read again, and only what matches is taken. A folder
+holds one.
 
 Where the vectors of a download come from.
 """

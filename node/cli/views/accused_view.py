@@ -1,6 +1,7 @@
 """`skipstone status`: which replicas others have caught, and at what.
 
-A module of its own, as the other views of `status` are: it reads what other machines have written, which may be anything.
+A module of its own, as the other views of `status` are: it reads what other machines have written, which may be
+anything.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ MOST_SHOWN: Final = 16
 
 
 def accused_view(answer: Mapping[str, Any]) -> Iterator[Text]:
-    """A line for each replica that is accused, those by the most peers first; nothing where nobody is. `answer` is what `query_status` returns."""
+    """A line for each replica that is accused, those by the most peers first; nothing where nobody is. `answer` is what
+    `query_status` returns."""
     by: defaultdict[str, set[str]] = defaultdict(set)
     latest: dict[str, tuple[float, str]] = {}
     for peer in answer["peers"]:

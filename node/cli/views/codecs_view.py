@@ -1,4 +1,5 @@
-"""How microbatches are encoded on each link, and pseudo-gradients in each module's last round, as tables: which codec, and why this one."""
+"""How microbatches are encoded on each link, and pseudo-gradients in each module's last round, as tables: which codec,
+and why this one."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ KINDS: Final = ("activations", "gradients")
 
 
 def codecs_views(answer: Mapping[str, Any]) -> Iterator[RenderableType]:
-    """One table each, if the run leaves a choice; `answer` is what `query_status` returns. What a peer says of itself may be anything."""
+    """One table each, if the run leaves a choice; `answer` is what `query_status` returns. What a peer says of itself
+    may be anything."""
     links = [row for peer in answer["peers"] for row in _rows(peer)]
     yield from _table("codecs (chosen by the sender, for each link)", ("from", "to", "link", *KINDS, "why"), links)
     rounds = [row for row in (_round_row(peer) for peer in answer["peers"]) if row is not None]

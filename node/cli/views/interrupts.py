@@ -1,9 +1,9 @@
 """Signals and the end of standard input as requests to stop.
 
-The first SIGINT, SIGTERM or SIGHUP asks for a stop in good order; the second ends the process at once. A run that was cut short by
-a signal (`up`, `solo`) exits with 128 + its number, however well it stopped, so that a script can tell it from one that reached its
-end (0). A node has no end of its own: one that left in good order exits with 0, whoever asked, by a signal, by `skipstone leave`
-or through the end of standard input.
+The first SIGINT, SIGTERM or SIGHUP asks for a stop in good order; the second ends the process at once. A run that was
+cut short by a signal (`up`, `solo`) exits with 128 + its number, however well it stopped, so that a script can tell it
+from one that reached its end (0). A node has no end of its own: one that left in good order exits with 0, whoever
+asked, by a signal, by `skipstone leave` or through the end of standard input.
 """
 
 from __future__ import annotations

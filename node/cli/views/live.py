@@ -24,7 +24,8 @@ _NOTE_STYLES = {"info": "dim", "warning": "yellow", "error": "red"}
 
 
 def render(state: SwarmProgress, title: str, elapsed_s: float, now: float) -> RenderableType:
-    """The whole view at `now` (monotonic seconds). Everything that came from a peer is made harmless and never read as markup."""
+    """The whole view at `now` (monotonic seconds). Everything that came from a peer is made harmless and never read as
+    markup."""
     parts: list[RenderableType] = [_headline(state, title, elapsed_s)]
     if state.target is not None:
         bar = Table.grid()  # a bar alone does not end its line

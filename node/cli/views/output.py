@@ -33,7 +33,8 @@ class LogLevel(enum.Enum):
 
 
 def announce(line: str, *, as_json: bool) -> None:
-    """The first line, before anything heavy is loaded. Standard output holds nothing but JSON when that was asked for."""
+    """The first line, before anything heavy is loaded. Standard output holds nothing but JSON when that was asked
+    for."""
     typer.echo(line, err=as_json)
 
 
@@ -73,8 +74,8 @@ def run_loop(main: Coroutine[Any, Any, Result]) -> Result:
 def write_whole(path: Path, data: bytes) -> None:
     """Puts a whole file at `path`, or leaves what was there.
 
-    Its beginnings have a name that nobody can guess and that must be free: in a folder that others may write to, a link laid there beforehand would
-    otherwise lead the writing to any file of ours.
+    Its beginnings have a name that nobody can guess and that must be free: in a folder that others may write to, a link
+    laid there beforehand would otherwise lead the writing to any file of ours.
 
     Raises:
         OSError: it cannot be written.

@@ -1,4 +1,5 @@
-"""How a data node's microbatches travel, as a picture: which stages each of its lanes visits, how often, and where they wait."""
+"""How a data node's microbatches travel, as a picture: which stages each of its lanes visits, how often, and where they
+wait."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ VISITED, SKIPPED = "█", "·"
 
 
 def paths_views(answer: Mapping[str, Any]) -> Iterator[RenderableType]:
-    """For each data node that has lanes a line and a table; `answer` is what `query_status` returns. What a peer says of itself may be anything."""
+    """For each data node that has lanes a line and a table; `answer` is what `query_status` returns. What a peer says
+    of itself may be anything."""
     for peer in answer["peers"]:
         said = peer["answered"]
         if str(peer["module"]).split(".")[0] == "0" and isinstance(said, dict) and (lanes := _lanes(said.get("paths"))):

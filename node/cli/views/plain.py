@@ -65,7 +65,10 @@ def plain_line(event: Event) -> str | None:
             return _reach_line(event)
         case Move():
             goal = f"module {harmless(event.target)}"
-            return f"node {peer_name(event.peer)} leaves module {harmless(event.module)} for {goal}: {harmless(event.reason)}"
+            return (
+                f"node {peer_name(event.peer)} leaves module {harmless(event.module)} for {goal}: "
+                f"{harmless(event.reason)}"
+            )
         case InnerStep():
             name = f"{harmless(event.module)} {peer_name(event.peer)}"
             return f"{name}  inner step {event.step}  {event.visits} visits  gradient norm {event.gradient_norm:.3g}"
@@ -78,7 +81,8 @@ def plain_line(event: Event) -> str | None:
             )
         case ReplicaAccused():
             return (
-                f"warning: {harmless(event.module)} {peer_name(event.peer)}  round {event.round}: {peer_name(event.accused)}"
+                f"warning: {harmless(event.module)} {peer_name(event.peer)}  round {event.round}: "
+                f"{peer_name(event.accused)}"
                 f" is left out of rounds: {harmless(event.why, 400)}"
             )
         case CatchingUp():

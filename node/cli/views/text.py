@@ -26,7 +26,8 @@ def harmless(text: str, limit: int = MAX_FOREIGN_CHARACTERS) -> str:
 
 
 def harmless_lines(text: str) -> str:
-    """What a model wrote, with its lines: it learnt from strangers' text, so the same is taken out as from a peer's words."""
+    """What a model wrote, with its lines: it learnt from strangers' text, so the same is taken out as from a peer's
+    words."""
     return "".join(
         " " if character not in "\n\t" and unicodedata.category(character) in ("Cc", "Cf", "Cs") else character
         for character in text
@@ -66,7 +67,8 @@ def number_in(table: Any, key: str) -> float:
 
 
 def round_text(number: float, members: float, seconds_ago: float | None) -> str:
-    """`12  3 peers  4s ago`; members and time are those of the last round in which the peer had a part, if there was one."""
+    """`12  3 peers  4s ago`; members and time are those of the last round in which the peer had a part, if there was
+    one."""
     if seconds_ago is None:
         return count(number)
     company = "alone" if members == 1 else f"{count(members)} peers"

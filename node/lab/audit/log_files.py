@@ -36,7 +36,8 @@ def lives_in(folder: Path) -> list[list[Path]]:
 
 
 def lines_of(parts: list[Path]) -> Iterator[tuple[Spot, bytes]]:
-    """Line after line, with no more than one in memory. A line that is too long comes in pieces, which are no events."""
+    """Line after line, with no more than one in memory. A line that is too long comes in pieces, which are no
+    events."""
     for path in parts:
         try:
             with path.open("rb") as file:

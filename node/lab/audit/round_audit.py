@@ -1,17 +1,19 @@
 """One anchor: all replicas of a module that have reached a round hold the same digest.
 
-The rules, over the events `round`, `caught_up` and `restored`, of which each says that a peer now holds (round, digest) of a module:
+The rules, over the events `round`, `caught_up` and `restored`, of which each says that a peer now holds (round, digest)
+of a module:
 
 * rounds go forward: within one log the round of a peer and module never becomes smaller.
-* one digest a round: two digests for one (module, round) are a fork, which a partition of the network can bring about. It has
-  healed when there is one side that all peers of the other sides have joined: each of them later reports `caught_up` or `restored`,
-  or in another life anything, with a (round, digest) that the first side has held at that round or later. A fork that has not healed is a violation. Peers
-  whose last log has no clean end hold nothing any more, and need not have joined; nor need those that have moved to another module,
-  or were started again and stopped before they served.
-* the same end: of the replicas of a module that stopped in good order, those that did so within END_MS of the last one hold the
-  same digest of the newest round; one that is a single round behind is let pass if it holds what the others held then,
-  because a node that is asked to stop while a round is being applied may go before it has it. One that is two behind has
-  missed a whole round unnoticed, which catching up is there to prevent.
+* one digest a round: two digests for one (module, round) are a fork, which a partition of the network can bring about.
+  It has healed when there is one side that all peers of the other sides have joined: each of them later reports
+  `caught_up` or `restored`, or in another life anything, with a (round, digest) that the first side has held at that
+  round or later. A fork that has not healed is a violation. Peers whose last log has no clean end hold nothing any
+  more, and need not have joined; nor need those that have moved to another module, or were started again and stopped
+  before they served.
+* the same end: of the replicas of a module that stopped in good order, those that did so within END_MS of the last one
+  hold the same digest of the newest round; one that is a single round behind is let pass if it holds what the others
+  held then, because a node that is asked to stop while a round is being applied may go before it has it. One that is
+  two behind has missed a whole round unnoticed, which catching up is there to prevent.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ class RoundCheck:
         self._last_modules: dict[str, str] = {}
         """What each peer hosted at the end of its last log, where it says so."""
         self._joining: set[str] = set()
-        """Who says at the end of its last log that it does not serve yet: what it has restored is behind, and nobody uses it."""
+        """Who says at the end of its last log that it does not serve yet: what it has restored is behind, and nobody
+        uses it."""
 
     def begin(self, life: Life) -> None:
         """Another log."""

@@ -1,7 +1,7 @@
 """Tokens and steps of data nodes: a token counts when its microbatch is completed, and neither count ever goes back.
 
-Within one log the tokens that are reported with a step grow by the same amount for every microbatch that was completed in between, in all
-logs of a run; and step follows step.
+Within one log the tokens that are reported with a step grow by the same amount for every microbatch that was completed
+in between, in all logs of a run; and step follows step.
 """
 
 from __future__ import annotations

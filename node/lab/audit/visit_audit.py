@@ -1,8 +1,10 @@
-"""Exactly once: each completed microbatch counts once at every stage of its final path, over all replicas, and nowhere else.
+"""Exactly once: each completed microbatch counts once at every stage of its final path, over all replicas, and nowhere
+else.
 
-A Retracted takes away the Visit of the same replica before it, if there is one. (A replica that was never told that its gradient counts
-reports the taking back alone.) A missing visit is tolerated when it was lost with a process: the replica's, whose log then has no
-clean end, or the data node's, which could not tell the replica any more. Those are counted.
+A Retracted takes away the Visit of the same replica before it, if there is one. (A replica that was never told that its
+gradient counts reports the taking back alone.) A missing visit is tolerated when it was lost with a process: the
+replica's, whose log then has no clean end, or the data node's, which could not tell the replica any more. Those are
+counted.
 """
 
 from __future__ import annotations
@@ -86,7 +88,8 @@ class VisitCheck:
         """What is wrong, and how much there was."""
         for number, account in self._accounts.items():
             self._judge_account(account, self._before[number], self._tallies[number])
-        # A killed data node leaves no figures: what of its microbatches was under way then is not known, and not counted.
+        # A killed data node leaves no figures: what of its microbatches was under way then is not known, and not
+        # counted.
         self._findings.count("started", sum(tally.completed + tally.abandoned for tally in self._tallies.values()))
         for microbatch, done in self._completed.items():
             self._judge_completed(microbatch, done)

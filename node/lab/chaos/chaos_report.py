@@ -24,7 +24,8 @@ SHOWN_OBJECTIONS = 10
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A scenario, what was seen of it, and what speaks against it. There is no trial when its swarm could not be started."""
+    """A scenario, what was seen of it, and what speaks against it. There is no trial when its swarm could not be
+    started."""
 
     plan: ChaosPlan
     trial: Trial | None
@@ -128,8 +129,10 @@ def report_text(all_judged: Sequence[Judged], picture: str | None) -> str:
         "# Chaos",
         f"{passed} of {len(all_judged)} scenarios passed.",
         table(all_judged),
-        f"Recovery: seconds until a window of {WINDOW_S:g} s begins in which at least {SHARE:g} of the pace before the first fault"
-        " is made, and every module has a serving replica; the longest of the scenario, from the fault, or from its end where it lasts."
+        f"Recovery: seconds until a window of {WINDOW_S:g} s begins in which at least {SHARE:g} of the pace "
+        "before the first fault"
+        " is made, and every module has a serving replica; the longest of the scenario, from the fault, or "
+        "from its end where it lasts."
         " What the pace did meanwhile is below and in report.json.",
         *([f"![{picture}]({picture})"] if picture else []),
         *(_section(each) for each in all_judged),
@@ -174,7 +177,10 @@ def _section(each: Judged) -> str:
     lines += [
         f"* check: {len(trial.facts.report.violations)} violations; {trial.facts.report.logs} logs; {counts}",
         *_of_lies(each),
-        f"* most of a node: {peaks.memory_bytes / 2**20:.0f} MiB, {peaks.descriptors} descriptors, {peaks.threads} threads",
+        (
+            f"* most of a node: {peaks.memory_bytes / 2**20:.0f} MiB, {peaks.descriptors} descriptors, "
+            f"{peaks.threads} threads"
+        ),
         "",
         *_diary(trial),
     ]
@@ -185,13 +191,15 @@ def _of_lies(each: Judged) -> list[str]:
     lines = []
     if each.loss_ratio is not None and each.trial is not None:
         lines.append(
-            f"* held-out loss after {each.trial.tokens} tokens: {each.trial.held_out:.4f}, undisturbed {each.undisturbed:.4f}:"
+            f"* held-out loss after {each.trial.tokens} tokens: {each.trial.held_out:.4f}, undisturbed "
+            f"{each.undisturbed:.4f}:"
             f" {each.loss_ratio:.4f} times"
         )
     accused = {} if each.trial is None else each.trial.facts.accused
     for peer, about in accused.items():
         lines.append(
-            f"* {short(PeerId(peer))} was accused by {len(about.by)}; of the {about.commits} rounds that they committed since, {about.with_it} had it in"
+            f"* {short(PeerId(peer))} was accused by {len(about.by)}; of the {about.commits} rounds that they "
+            f"committed since, {about.with_it} had it in"
         )
     return lines
 
@@ -203,7 +211,10 @@ def _diary(trial: Trial) -> list[str]:
         recovery = found.get((mark.at_s, mark.what))
         after = ""
         if mark.kind is not Kind.NOTE and recovery is not None:
-            after = f"; pace back after {_seconds(_or_never(recovery.pace_s))} s, all served after {_seconds(_or_never(recovery.served_s))} s"
+            after = (
+                f"; pace back after {_seconds(_or_never(recovery.pace_s))} s, all served after "
+                f"{_seconds(_or_never(recovery.served_s))} s"
+            )
         lines.append(f"* {mark.at_s:.1f} s: {mark.what}{after}")
     return lines
 

@@ -27,9 +27,11 @@ SMALL_RUN: Final[Mapping[str, Any]] = {
         "schedule": {"kind": "constant", "warmup_steps": 5, "total_steps": 1_000_000},
     },
 }
-"""What a scenario's manifest is unless it says otherwise: faults show as well in a small model, which leaves the machine time for them."""
+"""What a scenario's manifest is unless it says otherwise: faults show as well in a small model, which leaves the
+machine time for them."""
 USUAL_GROUP: Final = {"name": "peers", "peers": 5, "profile": "none", "latency_ms": 20}
-"""Links that are long enough to bound the pace: otherwise it would be the machine's, and suffer from every process that starts."""
+"""Links that are long enough to bound the pace: otherwise it would be the machine's, and suffer from every process that
+starts."""
 USUAL_RECOVERY_S: Final = 30.0
 
 
@@ -43,7 +45,8 @@ class Expectations:
     """Counts of the check's report (docs/CHAOS.md has those that chaos adds)."""
     at_most: Mapping[str, int]
     loss_ratio: float | None = None
-    """The most that the held-out loss may be, over that of the undisturbed run at as many tokens; None where they are not compared."""
+    """The most that the held-out loss may be, over that of the undisturbed run at as many tokens; None where they are
+    not compared."""
 
 
 @dataclass(frozen=True, slots=True)

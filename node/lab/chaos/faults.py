@@ -1,4 +1,5 @@
-"""What can be done to a swarm beside the repertoire of `node.lab.wan.scenario_events`. Each is a frozen dataclass that knows how it is done."""
+"""What can be done to a swarm beside the repertoire of `node.lab.wan.scenario_events`. Each is a frozen dataclass that
+knows how it is done."""
 
 from __future__ import annotations
 
@@ -134,7 +135,8 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class FullDisk:
-    """Nodes cannot write to any file: the kernel refuses each write as it does on a full disk (EFBIG in place of ENOSPC)."""
+    """Nodes cannot write to any file: the kernel refuses each write as it does on a full disk (EFBIG in place of
+    ENOSPC)."""
 
     NAME: ClassVar[str] = "full_disk"
     at_s: float
@@ -242,7 +244,8 @@ class Odd:
     """Whether the others are to work with it, or to leave it out."""
     site: Site
     step_after_s: float = 0.0
-    """So long after its start, and not before it is worked with if its clock is right until then, its clock is set; 0: never."""
+    """So long after its start, and not before it is worked with if its clock is right until then, its clock is set; 0:
+    never."""
     starts_right: bool = True
 
     def do(self, bench: Bench) -> None:

@@ -1,5 +1,6 @@
-"""`python -m node.lab.chaos.faulty_node [--clock SECONDS] [--step SECONDS] [--protocol LOWEST-HIGHEST] -- ARGUMENTS`: a node whose wall clock is wrong,
-or is set at SIGUSR1, or that speaks other versions of the protocol. For chaos scenarios; a node itself has no such settings.
+"""`python -m node.lab.chaos.faulty_node [--clock SECONDS] [--step SECONDS] [--protocol LOWEST-HIGHEST] -- ARGUMENTS`: a
+node whose wall clock is wrong, or is set at SIGUSR1, or that speaks other versions of the protocol. For chaos
+scenarios; a node itself has no such settings.
 
 Only the node's own clock is wrong, not that of the DHT process that it starts.
 """

@@ -1,8 +1,9 @@
-"""`python -m node.lab.chaos.lying_node --seed N -- ARGUMENTS`: a node that computes honestly and lies in rounds, in every part that it gets to play:
-as contributor, reducer, convener, member, and donor of its state, and in what it announces.
+"""`python -m node.lab.chaos.lying_node --seed N -- ARGUMENTS`: a node that computes honestly and lies in rounds, in
+every part that it gets to play: as contributor, reducer, convener, member, and donor of its state, and in what it
+announces.
 
-For each round a seed chooses one lie (`LIES`). The real node does the rest, so the liar is invited, convenes on its turn, and reduces a shard. For chaos
-scenarios and tests; a node itself has no such settings.
+For each round a seed chooses one lie (`LIES`). The real node does the rest, so the liar is invited, convenes on its
+turn, and reduces a shard. For chaos scenarios and tests; a node itself has no such settings.
 """
 
 from __future__ import annotations

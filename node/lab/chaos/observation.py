@@ -1,4 +1,5 @@
-"""Follows the event logs of a swarm while they are written: when microbatches are completed, how far rounds are, and what came of them.
+"""Follows the event logs of a swarm while they are written: when microbatches are completed, how far rounds are, and
+what came of them.
 
 What the nodes take of the machine while they run: memory, file descriptors and threads, from /proc.
 """

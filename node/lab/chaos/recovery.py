@@ -1,8 +1,9 @@
 """How long a swarm takes to come back after a fault. Pure: times in, figures out.
 
-Back is: for WINDOW_S on end at least half as many microbatches are completed as before the first fault (of the median WINDOW_S there, so
-that a slow start or a pause of the machine does not count), and every module has a serving replica. The recovery is the time until such a
-window begins. It is counted from the fault, and where the fault lasts also from its end.
+Back is: for WINDOW_S on end at least half as many microbatches are completed as before the first fault (of the median
+WINDOW_S there, so that a slow start or a pause of the machine does not count), and every module has a serving replica.
+The recovery is the time until such a window begins. It is counted from the fault, and where the fault lasts also from
+its end.
 
 Whether the replicas of each module stand together, while they train. Pure.
 """
@@ -47,7 +48,8 @@ class Recovery:
 
 
 def pace_before(times: Sequence[float], until_s: float) -> float:
-    """Microbatches a second before the first fault; `times` (ascending) are those of completion, from 0 on. 0 when that was too short."""
+    """Microbatches a second before the first fault; `times` (ascending) are those of completion, from 0 on. 0 when that
+    was too short."""
     starts = [start * _STEP_S for start in range(math.ceil(max(0.0, until_s - WINDOW_S) / _STEP_S))]
     return statistics.median(_in_window(times, start) / WINDOW_S for start in starts) if starts else 0.0
 
@@ -65,7 +67,8 @@ def pace_back_after(times: Sequence[float], since_s: float, pace: float, end_s: 
 
 
 def served_after(changes: Sequence[tuple[float, bool]], since_s: float) -> float | None:
-    """Seconds from `since_s` until all is served; `changes` say since when it is or is not, ascending. What it is before them counts as served."""
+    """Seconds from `since_s` until all is served; `changes` say since when it is or is not, ascending. What it is
+    before them counts as served."""
     for at, (gap_s, served) in enumerate(changes):
         if served or gap_s > since_s + NOTICED_S:
             continue
@@ -89,8 +92,8 @@ class Held:
 
 
 def stand_together(replicas: Iterable[Sequence[Held]]) -> bool:
-    """Whether all replicas of each module hold one anchor, or the one before it, because a round may be applied just now. `skipstone check` wants it so
-    at the end.
+    """Whether all replicas of each module hold one anchor, or the one before it, because a round may be applied just
+    now. `skipstone check` wants it so at the end.
 
     Args:
         replicas: of each its last anchors, the latest last; at least one.

@@ -73,7 +73,8 @@ class Series:
             return Judged(plan, None, (str(error),))
 
     async def _undisturbed(self, trial: Trial, folder: Path) -> float | None:
-        """The held-out loss after as many tokens when nothing happens; None where it is not wanted, or could not be measured."""
+        """The held-out loss after as many tokens when nothing happens; None where it is not wanted, or could not be
+        measured."""
         if trial.plan.expected.loss_ratio is None or self._stop.is_set():
             return None
         make_folder(folder)

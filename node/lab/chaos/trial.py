@@ -1,4 +1,5 @@
-"""Carries one chaos scenario out: starts its swarm, does what is due, looks on, waits until it has recovered, and ends it in good order."""
+"""Carries one chaos scenario out: starts its swarm, does what is due, looks on, waits until it has recovered, and ends
+it in good order."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ DEED_LIMIT_S = 150.0
 """For what a deed waits for, such as a peer that comes to its crash point: after the scenario's duration."""
 LOOK_S = 0.1
 CALM_S = ASK_S + 1.0
-"""After the last recovery, before the swarm is stopped: a hop that has not heard whether its gradient counts asks in time."""
+"""After the last recovery, before the swarm is stopped: a hop that has not heard whether its gradient counts asks in
+time."""
 LOGS = "logs"
 CHECKPOINTS = "checkpoints"
 _FAULTS = (Kill, Partition, ReplaceOne, Reshape)
@@ -58,7 +60,8 @@ class Trial:
 
 
 class Trying:
-    """One run of a plan into one folder, which must be there. `stop` may be set from outside and ends it soon, in good order."""
+    """One run of a plan into one folder, which must be there. `stop` may be set from outside and ends it soon, in good
+    order."""
 
     def __init__(self, plan: ChaosPlan, folder: Path, tell: Callable[[Mark], None], stop: asyncio.Event) -> None:
         self._plan = plan
@@ -185,7 +188,8 @@ class Trying:
                 bench.note(what)
 
     async def _recovered(self, bench: Bench) -> None:
-        """Until the swarm is back after everything that was done to it and stands together, or the scenario's limit has passed."""
+        """Until the swarm is back after everything that was done to it and stands together, or the scenario's limit has
+        passed."""
         last_s = max((mark.at_s for mark in bench.marks if mark.kind is not Kind.NOTE), default=0.0)
         limit_s = last_s + self._plan.expected.recovery_s + WINDOW_S
 

@@ -24,7 +24,8 @@ LEAST_PACE: Final = 0.5
 REFUSALS: Final = frozenset(range(65, 79)) - {70}
 """Exit codes of `swarm.vocabulary.errors` that say that something cannot work; 70 would be a defect."""
 COMPANY: Final = 0.25
-"""Of the rounds that a replica commits after it has accused a liar, those with the liar in them: it is left out for a while, and then tried again."""
+"""Of the rounds that a replica commits after it has accused a liar, those with the liar in them: it is left out for a
+while, and then tried again."""
 _VISIT = f'{{"event":"{Visit.NAME}"'.encode()
 
 

@@ -26,7 +26,8 @@ def chaos(
     listing: Annotated[bool, typer.Option("--list", help="List the scenarios that come along, and end.")] = False,
     json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
 ) -> None:
-    """Break a local swarm on purpose and judge what it makes of that. Exits with 1 if a scenario is not passed. docs/CHAOS.md has more."""
+    """Break a local swarm on purpose and judge what it makes of that. Exits with 1 if a scenario is not passed.
+    docs/CHAOS.md has more."""
     announce("skipstone chaos: reading the scenarios", as_json=json)
     from node.lab.chaos.chaos_scenario import find_plans, known_plans, read_plan
 
@@ -52,7 +53,8 @@ def chaos(
         print_json(report_json(done))
     else:
         typer.echo(
-            f"{sum(each.passed for each in done)} of {len(done)} passed, of {len(plans)} asked for; begin with {out / 'report.md'}"
+            f"{sum(each.passed for each in done)} of {len(done)} passed, of {len(plans)} asked for; begin with "
+            f"{out / 'report.md'}"
         )
     all_passed = len(done) == len(plans) and all(each.passed for each in done)
     raise typer.Exit(exit_code or (0 if all_passed else 1))

@@ -35,7 +35,8 @@ def doctor(
     log_dir: Annotated[Path | None, typer.Option(help="Folder for its event log.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Check this machine: versions, device, memory, disk, clock, ports, and how others reach it. Exits with 1 if a check fails."""
+    """Check this machine: versions, device, memory, disk, clock, ports, and how others reach it. Exits with 1 if a
+    check fails."""
     announce("skipstone doctor: examining this machine", as_json=json)
     from node.context.options import default_identity_path
     from node.lab.doctor.examination import Patient, examine

@@ -1,4 +1,5 @@
-"""`skipstone simulate`: how long would an iteration take on such a swarm, and which paths would its data nodes choose?"""
+"""`skipstone simulate`: how long would an iteration take on such a swarm, and which paths would its data nodes
+choose?"""
 
 from __future__ import annotations
 

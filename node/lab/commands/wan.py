@@ -36,7 +36,8 @@ def wan(
     profiles: Annotated[bool, typer.Option("--profiles", help="List the links that have a name, and end.")] = False,
     json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
 ) -> None:
-    """Run a scenario: a local swarm behind slow, far or faulty links. Ctrl-C ends it early, in good order, with a report."""
+    """Run a scenario: a local swarm behind slow, far or faulty links. Ctrl-C ends it early, in good order, with a
+    report."""
     announce(
         "skipstone wan: links that have a name" if profiles else "skipstone wan: reading the scenario", as_json=json
     )
@@ -72,7 +73,8 @@ def wan(
 
 
 class _Teller:
-    """One line that is written over again on a terminal; elsewhere a line now and then. Standard output stays free for JSON."""
+    """One line that is written over again on a terminal; elsewhere a line now and then. Standard output stays free for
+    JSON."""
 
     def __init__(self, *, as_json: bool) -> None:
         self._stream = sys.stderr if as_json else sys.stdout
@@ -126,7 +128,8 @@ def _show(result: Result, folder: Path) -> None:
     loss = outcome.loss_last if outcome.held_out_loss is None else outcome.held_out_loss
     held_out = "" if outcome.held_out_loss is None else "held-out "
     typer.echo(
-        f"{count(outcome.tokens)} tokens, {count(outcome.tokens_per_s)} tokens/s{share}; {held_out}loss {loss_text(loss)}"
+        f"{count(outcome.tokens)} tokens, {count(outcome.tokens_per_s)} tokens/s{share}; {held_out}loss "
+        f"{loss_text(loss)}"
     )
     ratio = result.as_json()["loss_ratio"]
     if ratio is not None:

@@ -1,1 +1,2 @@
-"""`skipstone doctor`: is this machine fit for a node, and what can be made better? One module for a check or a few of a kind."""
+"""`skipstone doctor`: is this machine fit for a node, and what can be made better? One module for a check or a few of a
+kind."""

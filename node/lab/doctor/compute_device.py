@@ -60,7 +60,8 @@ def look_at_device(wish: str) -> Sequence[Finding]:
 
 
 def matmul_flops(device: torch.device, size: int) -> float | None:
-    """Floating-point operations a second of a float32 product of two [size, size] matrices; None when the result is wrong."""
+    """Floating-point operations a second of a float32 product of two [size, size] matrices; None when the result is
+    wrong."""
     left, right = (torch.ones(size, size, device=device) for _ in range(2))
     product = left @ right  # the first one pays for what is loaded late
     _wait_for(device)

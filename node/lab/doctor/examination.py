@@ -32,7 +32,8 @@ class Patient:
 
 
 async def examine(patient: Patient, tell: Tell) -> None:
-    """Runs every check and tells its findings as they come. Each has a time limit; what is expected to fail is a finding."""
+    """Runs every check and tells its findings as they come. Each has a time limit; what is expected to fail is a
+    finding."""
     doorway = patient.doorway
     local: tuple[tuple[str, Callable[[], Sequence[Finding]], float], ...] = (
         ("versions", look_at_versions, QUICK_S),

@@ -37,7 +37,8 @@ class Finding:
 
 
 async def bounded(check: str, look: Callable[[], Sequence[Finding]], limit_s: float) -> Sequence[Finding]:
-    """What a blocking check finds. What it raises of our own or the system's, and its taking too long, are findings too."""
+    """What a blocking check finds. What it raises of our own or the system's, and its taking too long, are findings
+    too."""
     return await _caught(check, lambda: aside(look, limit_s + 1), limit_s)
 
 

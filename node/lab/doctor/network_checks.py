@@ -1,4 +1,5 @@
-"""What only the run's peers can say: whether they are there, what time they have, and whether they reach this machine."""
+"""What only the run's peers can say: whether they are there, what time they have, and whether they reach this
+machine."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ Tell = Callable[[Sequence[Finding]], None]
 
 
 async def look_in_the_run(link: JoinLink, doorway: Doorway, tell: Tell) -> None:
-    """Enters the run as a visitor and tells the findings `run`, `clock` and `reach`. A port that is taken is told by `reach`.
+    """Enters the run as a visitor and tells the findings `run`, `clock` and `reach`. A port that is taken is told by
+    `reach`.
 
     Nobody is contacted but peers of the run and, for a mapping, the default gateway.
     """
@@ -93,7 +95,8 @@ async def _status(session: NetworkSession, peer: PeerId) -> bytes:
 
 
 async def clock_offset(ask: Callable[[], Awaitable[bytes]], clock: Clock) -> float | None:
-    """Seconds by which a peer's clock is ahead of ours, taking its answer for halfway; None when it says nothing of use."""
+    """Seconds by which a peer's clock is ahead of ours, taking its answer for halfway; None when it says nothing of
+    use."""
     before, began = clock.wall(), clock.monotonic()
     try:
         said = parse_answer(await ask()).get("unix_ms")
@@ -134,7 +137,8 @@ async def _climb(session: NetworkSession, doorway: Doorway) -> Sequence[Finding]
 
 
 def reach_finding(standing: Standing) -> Finding:
-    """A mapping is as good as an open port while the router lives; a node that has to be called is of use to those that can be dialled."""
+    """A mapping is as good as an open port while the router lives; a node that has to be called is of use to those that
+    can be dialled."""
     levels = {
         ReachStep.DIRECT: Level.OK,
         ReachStep.MAPPED: Level.OK,

@@ -29,7 +29,8 @@ class Wanted:
 
 
 def versions(wanted: Wanted, python: str, installed: Callable[[str], str | None]) -> list[Finding]:
-    """One finding for Python and each of LIBRARIES. `installed` gives a library's version, None when it is not there."""
+    """One finding for Python and each of LIBRARIES. `installed` gives a library's version, None when it is not
+    there."""
     findings = [
         _compared("python", python, wanted.python, f"Install Python {wanted.python} and make the environment anew.")
     ]
@@ -61,7 +62,8 @@ def wanted_here() -> Wanted:
 
 
 def satisfies(version: str, specifier: str) -> bool:
-    """Whether a version fits, as far as the specifiers in pyproject.toml need: release numbers only (PEP 440 without the rest)."""
+    """Whether a version fits, as far as the specifiers in pyproject.toml need: release numbers only (PEP 440 without
+    the rest)."""
     here = _numbers(version)
     for clause in filter(None, (part.strip() for part in specifier.split(","))):
         match = _CLAUSE.fullmatch(clause)

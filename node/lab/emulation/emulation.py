@@ -1,7 +1,7 @@
 """The network as it is now: every member's site, who is cut off from whom, and what has passed between them.
 
-Members are known by their index in the swarm. None stands for whoever is not a member, such as a `skipstone status` from outside:
-its own link is ideal.
+Members are known by their index in the swarm. None stands for whoever is not a member, such as a `skipstone status`
+from outside: its own link is ideal.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class Emulation:
         self.place(member, Site(shape, self._members[member].site.region))
 
     def partition(self, sides: Sequence[Sequence[int]]) -> None:
-        """Nothing passes between members of different sides any more, and nobody is told. Members of no side reach all."""
+        """Nothing passes between members of different sides any more, and nobody is told. Members of no side reach
+        all."""
         self._sides = {member: side for side, members in enumerate(sides) for member in members}
         self._tell()
 
@@ -96,7 +97,8 @@ class Emulation:
         self._tell()
 
     def break_every(self, member: int, size_bytes: int | None) -> None:
-        """Whenever so many more bytes have come to a member, the connection that brought the last one is reset right behind it. None ends that."""
+        """Whenever so many more bytes have come to a member, the connection that brought the last one is reset right
+        behind it. None ends that."""
         if size_bytes is None:
             self._breaks.pop(member, None)
         else:
@@ -174,7 +176,8 @@ class Emulation:
         return self._access(way[1]).down.grant(size_bytes, now)
 
     def before_break(self, way: Way, size_bytes: int) -> int | None:
-        """Takes a piece that is about to be handed over. Returns how much of it comes before a break; None when there is none in it."""
+        """Takes a piece that is about to be handed over. Returns how much of it comes before a break; None when there
+        is none in it."""
         breaks = None if way[1] is None else self._breaks.get(way[1])
         if breaks is None:
             return None

@@ -30,7 +30,8 @@ class Fault(enum.Enum):
 class LinkShape:
     """The link between a peer and the middle of the network.
 
-    What a peer sends to another passes through its own way up and the other's way down, so delays add up and the narrower rate counts.
+    What a peer sends to another passes through its own way up and the other's way down, so delays add up and the
+    narrower rate counts.
 
     Raises:
         ConfigError: a value is out of range.

@@ -14,7 +14,8 @@ _TRY_S = 5.0
 
 
 def netem_works() -> Reasoned[bool]:
-    """Tries it on the loopback device of a network namespace that is gone again at once; nothing of this machine is changed."""
+    """Tries it on the loopback device of a network namespace that is gone again at once; nothing of this machine is
+    changed."""
     if sys.platform != "linux":
         return Reasoned(False, "netem is a thing of Linux")
     if os.geteuid() != 0:

@@ -12,7 +12,8 @@ from node.lab.emulation.emulation import Emulation, Way
 from node.lab.emulation.flow import DelayLine
 
 MAX_HELD_BYTES = 4 * 2**20
-"""On their way in one direction of a connection; while there are so many, no more are read. At 100 ms it bounds a connection to 40 MB/s."""
+"""On their way in one direction of a connection; while there are so many, no more are read. At 100 ms it bounds a
+connection to 40 MB/s."""
 
 Now = Callable[[], float]
 Sleep = Callable[[float], Awaitable[None]]
@@ -62,7 +63,8 @@ class Pipe:
         """Returns when the sender's end of stream has been handed on, or the receiver takes nothing more.
 
         Raises:
-            ExceptionGroup: of one ConnectionReset, when the sender's breaking off has come through, or the network resets the connection.
+            ExceptionGroup: of one ConnectionReset, when the sender's breaking off has come through, or the network
+                resets the connection.
         """
         async with asyncio.TaskGroup() as tasks:
             taking = tasks.create_task(self._take_in())

@@ -1,4 +1,5 @@
-"""Links that have a name. Delays are one way, between the peer and the middle of the network; two peers are twice as far apart."""
+"""Links that have a name. Delays are one way, between the peer and the middle of the network; two peers are twice as
+far apart."""
 
 from __future__ import annotations
 

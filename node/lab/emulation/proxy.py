@@ -1,7 +1,9 @@
-"""The TCP proxy in front of one node: whoever calls the node's advertised address gets through to it as the emulated network lets them.
+"""The TCP proxy in front of one node: whoever calls the node's advertised address gets through to it as the emulated
+network lets them.
 
-Its ports are open exactly while the node's own are, so a node that is not there refuses calls as it would without the proxy.
-Both directions of a connection are shaped here, by the links of both ends: the caller is found by its socket (`sockets`).
+Its ports are open exactly while the node's own are, so a node that is not there refuses calls as it would without the
+proxy. Both directions of a connection are shaped here, by the links of both ends: the caller is found by its socket
+(`sockets`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Delays and rates between twelve cloud regions, as measured.
 
-Source: SkipPipe's own measurements between Google Cloud regions (gensyn-ai/skippipe, commit 7f20d8a, schedulers/communication_costs.py).
-Delays are one way; both tables are symmetric. The source has 0.24 MiB/s between NL and London, a hundredth of what lies between
-their neighbours; it is taken for a slip and multiplied by 100 here.
+Source: SkipPipe's own measurements between Google Cloud regions (gensyn-ai/skippipe, commit 7f20d8a,
+schedulers/communication_costs.py). Delays are one way; both tables are symmetric. The source has 0.24 MiB/s between NL
+and London, a hundredth of what lies between their neighbours; it is taken for a slip and multiplied by 100 here.
 """
 
 from __future__ import annotations

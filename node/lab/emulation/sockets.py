@@ -1,7 +1,7 @@
 """Whose socket is at the other end of a connection on this machine, and who listens: read from Linux's /proc (proc(5)).
 
-A node cannot choose the address that its calls come from (neither gRPC nor libp2p's daemon lets it), so the caller of a connection
-is found by the process that holds its socket. Only sockets of this user's processes can be told.
+A node cannot choose the address that its calls come from (neither gRPC nor libp2p's daemon lets it), so the caller of a
+connection is found by the process that holds its socket. Only sockets of this user's processes can be told.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class Callers:
         self._roots = roots
 
     def caller(self, source: Endpoint, target: Endpoint) -> int | None:
-        """The member; None when it is none of them, or has closed its end already. Reads /proc, so it is for a thread."""
+        """The member; None when it is none of them, or has closed its end already. Reads /proc, so it is for a
+        thread."""
         inode = next((s.inode for s in read_sockets() if s.local == source and s.remote == target and s.inode), None)
         if inode is None:
             return None

@@ -45,7 +45,8 @@ class Simulated:
         return self.iterations[-1]
 
     def as_json(self) -> dict[str, Any]:
-        """The stable form, of the last iteration: seconds, and the paths of each data node in launch order; then the talk up to its start."""
+        """The stable form, of the last iteration: seconds, and the paths of each data node in launch order; then the
+        talk up to its start."""
         last = self.last
         return {
             "makespan_seconds": last.played.makespan_s,

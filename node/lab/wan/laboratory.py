@@ -1,4 +1,5 @@
-"""A local swarm whose nodes reach each other through the emulated network alone, and everything that can be done to it."""
+"""A local swarm whose nodes reach each other through the emulated network alone, and everything that can be done to
+it."""
 
 from __future__ import annotations
 

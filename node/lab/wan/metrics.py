@@ -1,4 +1,5 @@
-"""What is measured while a scenario runs: one row a second, written at once, so that a run that breaks off leaves them too."""
+"""What is measured while a scenario runs: one row a second, written at once, so that a run that breaks off leaves them
+too."""
 
 from __future__ import annotations
 

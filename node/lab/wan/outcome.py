@@ -53,7 +53,8 @@ class Outcome:
     tokens_per_s: float
     capacity: Capacity
     utilization: float | None
-    """Share of their time that the peers after stage 0 have computed, by their own account; None when nobody left one."""
+    """Share of their time that the peers after stage 0 have computed, by their own account; None when nobody left
+    one."""
     loss_first: float | None
     loss_last: float | None
     """Training loss, mean over the last tenth of the tokens."""
@@ -98,7 +99,8 @@ class Outcome:
 
 
 def capacity_of(speeds: Iterable[tuple[int, float]], manifest: Manifest) -> Capacity:
-    """From (stage, announced tokens per second) of each replica. Where paths skip stages, a stage is visited by some of them only."""
+    """From (stage, announced tokens per second) of each replica. Where paths skip stages, a stage is visited by some of
+    them only."""
     count = manifest.stages.count
     visited = manifest.stages.visited_per_path
     sums = [0.0] * count

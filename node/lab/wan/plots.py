@@ -17,7 +17,8 @@ Runs = Mapping[str, Sequence[Row]]
 
 
 def draw_all(folder: Path, runs: Runs, diary: Sequence[Happened]) -> tuple[str, ...]:
-    """Writes the pictures and returns their names. The first of `runs` (rows by name) is the one that the diary tells of.
+    """Writes the pictures and returns their names. The first of `runs` (rows by name) is the one that the diary tells
+    of.
 
     Raises:
         ConfigError: matplotlib is missing, or a file cannot be written.

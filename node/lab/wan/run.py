@@ -192,7 +192,8 @@ class Run:
     # ---- the end -------------------------------------------------------------------------------------------------
 
     async def _ask(self, lab: Laboratory) -> tuple[Capacity, float | None]:
-        """What the peers announce that they can compute, and the held-out loss. Nothing of it when the run was cut short."""
+        """What the peers announce that they can compute, and the held-out loss. Nothing of it when the run was cut
+        short."""
         capacity = Capacity((), None)
         if self._stop.is_set():
             return capacity, None

@@ -61,7 +61,8 @@ class Scenario:
         return next(group.site for group in self.groups if peer in group.peers)
 
     def everywhere(self, profile: str) -> Scenario:
-        """The same with every peer behind this profile, those that are started later too. Raises ConfigError when there is none."""
+        """The same with every peer behind this profile, those that are started later too. Raises ConfigError when there
+        is none."""
         site = profile_of(profile).site
         return replace(
             self,

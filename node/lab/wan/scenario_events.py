@@ -1,6 +1,7 @@
 """What can happen in a scenario: one frozen dataclass for each, with the time it happens at.
 
-Whoever adds a kind hands a reader for it to `scenario.read_scenario` and carries it out beside `Laboratory.carry_out`, which knows those below.
+Whoever adds a kind hands a reader for it to `scenario.read_scenario` and carries it out beside `Laboratory.carry_out`,
+which knows those below.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ class Heal:
 
 @dataclass(frozen=True, slots=True)
 class ReplaceOne:
-    """A peer drawn by lot is killed, and another one with the same link joins for its stage. A module's last replica is spared."""
+    """A peer drawn by lot is killed, and another one with the same link joins for its stage. A module's last replica is
+    spared."""
 
     NAME: ClassVar[str] = "replace"
     at_s: float

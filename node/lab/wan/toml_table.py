@@ -1,4 +1,5 @@
-"""Reading a TOML table strictly: each key is asked for once with its type and range, and what nobody asked for is an error."""
+"""Reading a TOML table strictly: each key is asked for once with its type and range, and what nobody asked for is an
+error."""
 
 from __future__ import annotations
 

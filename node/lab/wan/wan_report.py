@@ -25,7 +25,8 @@ def report_text(scenario: Scenario, outcome: Outcome, undisturbed: Outcome | Non
 
 
 def loss_ratio(outcome: Outcome, undisturbed: Outcome) -> float | None:
-    """Held-out loss over that of the undisturbed run, at equal tokens; of the training loss where one was not measured."""
+    """Held-out loss over that of the undisturbed run, at equal tokens; of the training loss where one was not
+    measured."""
     for one, other in (
         (outcome.held_out_loss, undisturbed.held_out_loss),
         (outcome.loss_last, undisturbed.loss_last),
@@ -37,12 +38,16 @@ def loss_ratio(outcome: Outcome, undisturbed: Outcome) -> float | None:
 
 def _what_ran(scenario: Scenario, outcome: Outcome) -> str:
     groups = "; ".join(
-        f"{len(group.peers)} peers `{group.name}` (peers {group.peers[0]} to {group.peers[-1]}) behind `{group.profile}`"
+        (
+            f"{len(group.peers)} peers `{group.name}` (peers {group.peers[0]} to {group.peers[-1]}) behind "
+            f"`{group.profile}`"
+        )
         for group in scenario.groups
     )
     stages = scenario.manifest.stages
     return (
-        f"{groups}; {stages.count} stages, of which a path visits {stages.visited_per_path} after stage 0; seed {scenario.seed}."
+        f"{groups}; {stages.count} stages, of which a path visits {stages.visited_per_path} after stage 0; "
+        f"seed {scenario.seed}."
         f" {outcome.seconds:.1f} s from the first step, which came {outcome.started_after_s:.1f} s after the start."
     )
 

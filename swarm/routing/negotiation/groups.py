@@ -1,7 +1,9 @@
-"""Large swarms: data nodes talk in groups, and every group has its own share of the peers. By convention, without a word.
+"""Large swarms: data nodes talk in groups, and every group has its own share of the peers. By convention, without a
+word.
 
-Without groups everyone would have to hear of everyone's lanes. Members and peers are dealt out in even blocks in the order of their names, which are hashes of keys:
-who belongs where does not depend on what anybody measures, and a death moves only those at the ends of the blocks.
+Without groups everyone would have to hear of everyone's lanes. Members and peers are dealt out in even blocks in the
+order of their names, which are hashes of keys: who belongs where does not depend on what anybody measures, and a death
+moves only those at the ends of the blocks.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ def group_of(own: PeerId, members: frozenset[Member]) -> Group:
 
 
 def share_of(costs: Costs, group: Group) -> tuple[Costs, bool]:
-    """The group's part of the swarm, and whether no other group uses it. A stage with fewer peers than there are groups belongs to all."""
+    """The group's part of the swarm, and whether no other group uses it. A stage with fewer peers than there are groups
+    belongs to all."""
     if group.groups == 1:
         return costs, True
     members = {member.peer for member in group.members}

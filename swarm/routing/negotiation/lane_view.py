@@ -99,7 +99,8 @@ class View:
     # ---- costs ---------------------------------------------------------------------------------------------------
 
     def reckon_with(self, costs: Costs) -> bool:
-        """New figures: lanes of ours with a peer that is gone, or with a clearly better one, get another route for the same stages.
+        """New figures: lanes of ours with a peer that is gone, or with a clearly better one, get another route for the
+        same stages.
 
         Returns:
             Whether a lane of ours changed, or its round trip by more than WORTH_TELLING.
@@ -161,8 +162,9 @@ class View:
     def launches(self) -> tuple[Route, ...]:
         """The routes that our microbatches take in turn: those of our lanes with all peers alive.
 
-        A lane that steps back where microbatches could then wait for each other in a circle (`swarm.routing.deadlock`), or while somebody uses the peers of
-        whose lanes we have not heard, is walked in the order of its stages; by other peers if that would be slower than any lane is now.
+        A lane that steps back where microbatches could then wait for each other in a circle (`swarm.routing.deadlock`),
+        or while somebody uses the peers of whose lanes we have not heard, is walked in the order of its stages; by
+        other peers if that would be slower than any lane is now.
         """
         return tuple(self._walked(lane) for lane in self._whole())
 

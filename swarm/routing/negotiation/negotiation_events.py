@@ -19,8 +19,8 @@ class TalkRules:
     """What the manifest says, and the limits of patience. Seconds."""
 
     microbatches: int | None
-    """Of each data node in one iteration: the number of lanes follows from it and from the number of data nodes. None where data nodes launch
-    whenever they can (`swarm.routing.stage_balance.free_lanes`)."""
+    """Of each data node in one iteration: the number of lanes follows from it and from the number of data nodes. None
+    where data nodes launch whenever they can (`swarm.routing.stage_balance.free_lanes`)."""
     quiet_s: float = 0.05
     """Nothing new was heard for so long before the worst placed data node speaks."""
     patience_s: float = 1.0
@@ -31,12 +31,14 @@ class TalkRules:
     """News that was not acknowledged are told again after so long, then after twice that, up to `longest_repeat_s`."""
     longest_repeat_s: float = 12.0
     trades_each: int = 8
-    """Trades that a data node asks for between two changes of the swarm, and two for each of its lanes: nobody talks for ever."""
+    """Trades that a data node asks for between two changes of the swarm, and two for each of its lanes: nobody talks
+    for ever."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A live data node. One that comes back after a crash has another incarnation: what it had agreed to is lost with it."""
+    """A live data node. One that comes back after a crash has another incarnation: what it had agreed to is lost with
+    it."""
 
     peer: PeerId
     incarnation: int = 0

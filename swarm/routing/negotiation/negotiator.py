@@ -1,17 +1,19 @@
 """One data node's part in the talk about lanes: what befalls it (`words.Event`) and what it does then (`words.Action`).
 
-The story. When the data nodes that are alive change, an epoch begins: each takes the stages that the ring deals it (`swarm.routing.stage_balance`), the nearest peers for
-them, and tells the others. By what it has heard, each knows how it is placed. The worst placed offers another one lane for one lane; that one answers with the best
-route that is left to it, and is bound until it hears the decision; the first decides, and tells everyone how both stand from now on.
+The story. When the data nodes that are alive change, an epoch begins: each takes the stages that the ring deals it
+(`swarm.routing.stage_balance`), the nearest peers for them, and tells the others. By what it has heard, each knows how
+it is placed. The worst placed offers another one lane for one lane; that one answers with the best route that is left
+to it, and is bound until it hears the decision; the first decides, and tells everyone how both stand from now on.
 
 What is kept whatever happens:
 
-* In every epoch the stages of all lanes together are those that the ring dealt, but for trades that one side has heard decided and the other not yet. A trade is one
-  stage set for another with the same sum, between two data nodes that stood where the offer says; the asked one checks the sum. Only the asking one decides.
-* Whoever is bound stays so until it hears the decision, or the epoch ends. If the asking one dies, the membership view says so, and the ring deals anew: then
-  nobody needs to know how it ended.
-* Nothing of one epoch counts in another. While views differ, those that do not agree on who is alive do not trade. Whoever comes back to an epoch
-  (somebody was taken for dead, and was not) stands where it stood when it left.
+* In every epoch the stages of all lanes together are those that the ring dealt, but for trades that one side has heard
+  decided and the other not yet. A trade is one stage set for another with the same sum, between two data nodes that
+  stood where the offer says; the asked one checks the sum. Only the asking one decides.
+* Whoever is bound stays so until it hears the decision, or the epoch ends. If the asking one dies, the membership view
+  says so, and the ring deals anew: then nobody needs to know how it ended.
+* Nothing of one epoch counts in another. While views differ, those that do not agree on who is alive do not trade.
+  Whoever comes back to an epoch (somebody was taken for dead, and was not) stands where it stood when it left.
 * News are told until heard. So talk ends: when nobody finds a trade, and everyone has heard, nobody says a word.
 
 Nothing here does IO, draws random numbers or knows another negotiator.
@@ -51,7 +53,8 @@ MOST_LEFT = 32
 
 @dataclass(frozen=True, slots=True)
 class _Epoch:
-    """An epoch that our view has left. If it comes back (a data node was taken for dead, and was not) we stand where we stood."""
+    """An epoch that our view has left. If it comes back (a data node was taken for dead, and was not) we stand where we
+    stood."""
 
     view: View
     search: Search
@@ -124,7 +127,8 @@ class Negotiator:
     # ---- the machine ---------------------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> Actions:
-        """What is to be done, in order. Messages of other epochs and of bargains that are over are ignored, never an error.
+        """What is to be done, in order. Messages of other epochs and of bargains that are over are ignored, never an
+        error.
 
         Args:
             now: seconds of a monotonic clock.
@@ -290,7 +294,8 @@ class Negotiator:
         return [Tell(sender, accept)]
 
     def _gives_way(self, sender: PeerId, offer: Offer) -> bool:
-        """Whether no offer of ours is under way, or one to the same data node whose need is greater: of two offers that cross, both sides see the same one win."""
+        """Whether no offer of ours is under way, or one to the same data node whose need is greater: of two offers that
+        cross, both sides see the same one win."""
         asking = self._asking
         if asking is None:
             return True

@@ -1,4 +1,5 @@
-"""Whether it is our turn to ask for a trade, and which one: the worst placed speaks first, the next worst when nothing has happened for a while."""
+"""Whether it is our turn to ask for a trade, and which one: the worst placed speaks first, the next worst when nothing
+has happened for a while."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from swarm.vocabulary.types import PeerId
 PARTNERS = 8
 """Lanes that are weighed as partners, those with the most slack first."""
 WORST = 3
-"""Of so many worst placed lanes the data nodes ask; what the others have to gain does not make the last microbatch come home sooner."""
+"""Of so many worst placed lanes the data nodes ask; what the others have to gain does not make the last microbatch come
+home sooner."""
 BUSY_TRIES = 4
 """Answers that the partner is busy, or none at all, before it is left alone until something changes."""
 
@@ -60,7 +62,8 @@ class Search:
         self.noticed(now)
 
     def put_off(self, asked: LaneId, number: int, now: float) -> None:
-        """The partner is busy or silent; later, each at another time, so that the same two do not meet again and again."""
+        """The partner is busy or silent; later, each at another time, so that the same two do not meet again and
+        again."""
         self._busy += 1
         if self._busy > BUSY_TRIES:
             self.refused(asked, now)

@@ -1,8 +1,9 @@
 """The two sides of a trade: an offer of ours under way, and an offer of another by which we are bound.
 
-The one that offers decides. It may give its offer up at any time before it has decided, and says nothing of it again; so whoever is bound asks, by accepting once
-more, and the answer is the decision or that there is none (presumed abort: Mohan, Lindsay, Obermarck, TODS 1986). A decision stays open until the other side has
-acknowledged it. A data node has one bargain at a time, and its lanes change by nothing else while it is bound or has decided.
+The one that offers decides. It may give its offer up at any time before it has decided, and says nothing of it again;
+so whoever is bound asks, by accepting once more, and the answer is the decision or that there is none (presumed abort:
+Mohan, Lindsay, Obermarck, TODS 1986). A decision stays open until the other side has acknowledged it. A data node has
+one bargain at a time, and its lanes change by nothing else while it is bound or has decided.
 """
 
 from __future__ import annotations

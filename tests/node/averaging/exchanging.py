@@ -34,7 +34,8 @@ RULE = OuterRule(0.7, 0.9)
 
 
 class NamedSignatures:
-    """`protocol.identity.piece_signatures.PieceSignatures` of peers that have names instead of keys; whoever signs by another's name is not believed."""
+    """`protocol.identity.piece_signatures.PieceSignatures` of peers that have names instead of keys; whoever signs by
+    another's name is not believed."""
 
     def __init__(self, own: PeerId) -> None:
         self._own = own

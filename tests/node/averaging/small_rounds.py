@@ -189,7 +189,8 @@ class Hall:
         raise StateError("nobody has it")
 
     def agree(self) -> bool:
-        """Whether no two living replicas have ever had different anchors of one round. (One that is cut off may hold rounds by itself.)"""
+        """Whether no two living replicas have ever had different anchors of one round. (One that is cut off may hold
+        rounds by itself.)"""
         for number in {number for replica in self.living for number in replica.history}:
             digests = {r.history[number] for r in self.living if number in r.history}
             if len(digests) > 1:

@@ -1,4 +1,5 @@
-"""Peers that give and fetch states over real links, with faults that a test can put between a donor and its transport."""
+"""Peers that give and fetch states over real links, with faults that a test can put between a donor and its
+transport."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Liars that reduce, caught by those who sum again: with real averagers and round machines in one process, and what honest rounds look like to auditors."""
+"""Liars that reduce, caught by those who sum again: with real averagers and round machines in one process, and what
+honest rounds look like to auditors."""
 
 from __future__ import annotations
 
@@ -67,8 +68,8 @@ def lie_of(monkeypatch: pytest.MonkeyPatch, change: Callable[[Reduction, np.ndar
 
 
 async def until_left_out(here: Hall, culprit: PeerId, rounds: int = 12) -> None:
-    """Rounds are held until all others know the culprit for certain, or those who do hold rounds without it, in which the rest have nothing to find out;
-    nobody else is caught meanwhile."""
+    """Rounds are held until all others know the culprit for certain, or those who do hold rounds without it, in which
+    the rest have nothing to find out; nobody else is caught meanwhile."""
     honest = set(here.replicas) - {culprit}
     for number in range(1, rounds + 1):
         await work(here, number)
@@ -86,7 +87,8 @@ def certain(here: Hall, peer: PeerId) -> set[PeerId]:
 
 
 async def work(here: Hall, number: int) -> None:
-    """A round of those who are still invited, and the audits after it. Who shuns a liar that others still follow may have to catch up."""
+    """A round of those who are still invited, and the audits after it. Who shuns a liar that others still follow may
+    have to catch up."""
     before = {replica.peer: replica.anchor.version.round for replica in here.replicas.values()}
     honest = [replica for replica in here.replicas.values() if replica.peer != LIAR]
     step = 0

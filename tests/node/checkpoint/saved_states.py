@@ -73,7 +73,8 @@ def same(left: ReplicaState, right: ReplicaState) -> bool:
 
 
 class SteppedStorage:
-    """The real disk, with a hook before every single thing that is done to it; of a write, before and after each piece."""
+    """The real disk, with a hook before every single thing that is done to it; of a write, before and after each
+    piece."""
 
     def __init__(self, before: Callable[[str], None]) -> None:
         self._disk = DiskStorage()

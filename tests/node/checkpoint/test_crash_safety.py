@@ -44,7 +44,10 @@ def test_a_process_killed_at_any_step_of_a_save(tmp_path: Path) -> None:
     assert steps.count("remove") == 2
     shutil.copytree(tmp_path / "counted", tmp_path / "before")
     # One process forks for every step: importing torch for each would take minutes.
-    code = "import sys; from tests.node.checkpoint.test_crash_safety import die_at_every_step; die_at_every_step(sys.argv[1:])"
+    code = (
+        "import sys; from tests.node.checkpoint.test_crash_safety import die_at_every_step; "
+        "die_at_every_step(sys.argv[1:])"
+    )
     folders = [str(tmp_path / f"at-{step}") for step in range(1, len(steps) + 1)]
     for folder in folders:
         for value in (1.0, 2.0):

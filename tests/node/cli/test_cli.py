@@ -1,4 +1,5 @@
-"""The commands: what they write, where they write it, and how they end. Nodes are stand-ins; whole swarms are in tests/e2e."""
+"""The commands: what they write, where they write it, and how they end. Nodes are stand-ins; whole swarms are in
+tests/e2e."""
 
 from __future__ import annotations
 

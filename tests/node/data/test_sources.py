@@ -94,7 +94,8 @@ def test_without_the_datasets_library_the_extra_is_named(monkeypatch: pytest.Mon
 
 
 class TestOnlyFilesOfItsOwn:
-    """Whatever lies in a folder, a node neither waits for it, nor follows it elsewhere, nor spends memory on what it claims."""
+    """Whatever lies in a folder, a node neither waits for it, nor follows it elsewhere, nor spends memory on what it
+    claims."""
 
     def test_what_is_no_regular_file_is_left_out(self, tmp_path: Path) -> None:
         (tmp_path / "text").mkdir()

@@ -109,7 +109,8 @@ def test_no_file_is_opened_that_nobody_has_named(tmp_path: Path) -> None:
 
 
 def panicking_tokenizer() -> bytes:
-    """The Rust library gives up on a pattern that backtracks without end, by a panic, which is no `Exception` in Python."""
+    """The Rust library gives up on a pattern that backtracks without end, by a panic, which is no `Exception` in
+    Python."""
     tokenizer = tokenizers.Tokenizer.from_str(word_tokenizer("<unk>", "a", "</s>").decode())
     pattern = tokenizers.Regex(r"^(a|aa|a?)+$")
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(pattern, "isolated")

@@ -1,4 +1,5 @@
-"""Exports: what is read back is the run's model, or it is refused; nothing else is overwritten, nothing half is left."""
+"""Exports: what is read back is the run's model, or it is refused; nothing else is overwritten, nothing half is
+left."""
 
 from __future__ import annotations
 
@@ -143,7 +144,8 @@ def test_an_export_has_the_held_out_loss_of_its_checkpoint(tmp_path: Path) -> No
 def test_a_downloaded_folder_opens_nothing_here_and_one_s_own_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its manifest names text and a tokenizer that may be anybody's; who has signed it with this machine's key has named them himself."""
+    """Its manifest names text and a tokenizer that may be anybody's; who has signed it with this machine's key has
+    named them himself."""
     monkeypatch.setenv("SKIPSTONE_HOME", str(tmp_path))
     (tmp_path / "text").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 3000)
     manifest = small_manifest(

@@ -13,7 +13,8 @@ from node.model.initialization import digest_of, digest_of_tensors, near_normal,
 from swarm.vocabulary.types import ModuleId
 from tests.node.small_manifest import small_manifest
 
-# Of `small_manifest()`. If these change, every run that exists starts from other weights than it says: a new protocol version.
+# Of `small_manifest()`. If these change, every run that exists starts from other weights than it says: a new protocol
+# version.
 GOLDEN_STAGE_0 = "f3d5b18355d835f773f348055b6dc2ee03ec4f0110630eadac450572b7a0004d"
 GOLDEN_STAGE_1 = "357cc2cdd0338ffa68de87f61adcbfe2e122fd90a876e46ad65d33ed54d37d96"
 

@@ -1,4 +1,5 @@
-"""Accumulation counts each microbatch once; the inner step is AdamW on the mean, checked against arithmetic done by hand."""
+"""Accumulation counts each microbatch once; the inner step is AdamW on the mean, checked against arithmetic done by
+hand."""
 
 from __future__ import annotations
 
@@ -107,7 +108,8 @@ def test_a_step_is_adamw_on_the_mean_gradient() -> None:
     assert figures.visits == (3,)
     assert figures.gradient_norm == pytest.approx(norm)
     assert figures.learning_rate == 0.1
-    # In Adam's first step every element moves by the learning rate, against the sign of its gradient; only the matrix decays.
+    # In Adam's first step every element moves by the learning rate, against the sign of its gradient; only the matrix
+    # decays.
     decayed = torch.tensor([[1.0, -2.0], [3.0, 0.5]]) * (1 - 0.1 * 0.2)
     torch.testing.assert_close(part.matrix.detach(), decayed - 0.1)
     torch.testing.assert_close(part.vector.detach(), torch.tensor([1.1, 1.1]))

@@ -1,4 +1,5 @@
-"""Carriers of one small run in one process: real workers and compute threads, and links that a test can stop, break and listen to."""
+"""Carriers of one small run in one process: real workers and compute threads, and links that a test can stop, break and
+listen to."""
 
 from __future__ import annotations
 
@@ -101,8 +102,8 @@ class Gate:
 
 
 Spot = tuple[PeerId, str | Work, type[MicrobatchTensor] | None]
-"""Where a gate stands: a peer's computation (its work), its inner step (`"step"`), or its sending (`"before"` or `"halfway"`, and of
-which message)."""
+"""Where a gate stands: a peer's computation (its work), its inner step (`"step"`), or its sending (`"before"` or
+`"halfway"`, and of which message)."""
 
 
 class GatedWorker:
@@ -282,7 +283,8 @@ class SmallSwarm:
         )
         return Member(own, gated, carrier, compute, steps, visits)
 
-    # ---- swarm.pipeline.ledger.Replicas ------------------------------------------------------------------------------------
+    # ---- swarm.pipeline.ledger.Replicas
+    # ------------------------------------------------------------------------------------
 
     fewest_hops = MAX_HOPS
 

@@ -32,7 +32,8 @@ GONE = Unreachable("the link broke")
 
 
 class Links:
-    """`protocol.interfaces.transport.Transport` of which only questions and announcements are used. Questions are answered when a test says so."""
+    """`protocol.interfaces.transport.Transport` of which only questions and announcements are used. Questions are
+    answered when a test says so."""
 
     def __init__(self) -> None:
         self.asked: list[PeerId] = []

@@ -85,7 +85,8 @@ def test_a_folder_that_cannot_be_made_is_an_error_of_the_setting(tmp_path: Path)
 
 def test_what_was_logged_survives_the_process(tmp_path: Path) -> None:
     program = (
-        "import os, signal, sys; from pathlib import Path; from node.observability.event_log import EventLog; from node.observability.events import Visit\n"
+        "import os, signal, sys; from pathlib import Path; from node.observability.event_log import EventLog; "
+        "from node.observability.events import Visit\n"
         "log = EventLog(Path(sys.argv[1]), 'peer-1', 'peer', 1).__enter__()\n"
         "log.emit(Visit('peer', '1.0', 'aaaaaa#1')); os.kill(os.getpid(), signal.SIGKILL)"
     )

@@ -140,7 +140,8 @@ def test_the_tensor_of_a_bfloat16_run() -> None:
 
 
 def test_the_rule_for_paths_is_about_training() -> None:
-    """The whole model may be measured, each stage once, and in order: the rules are no way to keep a microbatch going to and fro."""
+    """The whole model may be measured, each stage once, and in order: the rules are no way to keep a microbatch going
+    to and fro."""
     manifest = small_manifest(stages__per_path=1)
     rules = Admission(manifest, A, ModuleId(1), signed)
     measured = replace(forward(), purpose=Purpose.EVALUATE)

@@ -1,4 +1,5 @@
-"""The codecs of a node's links: what was measured decides, coarse data rules a codec out, and a lost link is forgotten."""
+"""The codecs of a node's links: what was measured decides, coarse data rules a codec out, and a lost link is
+forgotten."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Numbers that are next to nothing cost no more time than others on the threads that compute, and change nothing that replicas agree on."""
+"""Numbers that are next to nothing cost no more time than others on the threads that compute, and change nothing that
+replicas agree on."""
 
 from __future__ import annotations
 

@@ -360,7 +360,8 @@ async def test_hidden_states_for_a_microbatch_that_is_over_are_refused() -> None
 
 
 async def test_a_gradient_for_what_is_only_evaluated_is_refused() -> None:
-    """The first hop could send it before it says that it has accepted the hidden states; nothing was kept to compute it from."""
+    """The first hop could send it before it says that it has accepted the hidden states; nothing was kept to compute it
+    from."""
     async with small_swarm(A, B) as swarm:
         gate = swarm.close(DATA, "before", Forward)
         microbatch = swarm.launch(1, AB, Purpose.EVALUATE)

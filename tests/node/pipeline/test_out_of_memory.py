@@ -1,6 +1,7 @@
 """A machine that runs out of memory loses a microbatch, not the node, and no gradient counts by halves.
 
-In a child process whose address space has an end (`RLIMIT_AS`): what torch, numpy and Python say then is what they really say.
+In a child process whose address space has an end (`RLIMIT_AS`): what torch, numpy and Python say then is what they
+really say.
 """
 
 from __future__ import annotations
@@ -65,10 +66,12 @@ with memory_left(8 * MIB):
 
 WORKER = """
 rows, width = 256, 1024
-part = torch.nn.Sequential(torch.nn.Linear(width, 64), torch.nn.Tanh(), torch.nn.Linear(64, width), torch.nn.Linear(width, width))
+layers = torch.nn.Linear(width, 64), torch.nn.Tanh(), torch.nn.Linear(64, width), torch.nn.Linear(width, width)
+part = torch.nn.Sequential(*layers)
 manifest = small_manifest()
 sums = Accumulator(part)
-worker = HopWorker(part, sums, InnerOptimizer(manifest.training, [sums]), TensorSpec((rows, width), DType.FLOAT32), 64, torch.device("cpu"), 2**30)
+optimizer, tensor = InnerOptimizer(manifest.training, [sums]), TensorSpec((rows, width), DType.FLOAT32)
+worker = HopWorker(part, sums, optimizer, tensor, 64, torch.device("cpu"), 2**30)
 source = torch.randn(rows, width)
 
 def job(number, work):

@@ -1,4 +1,5 @@
-"""A replica's arithmetic: the same gradients whether the graph was kept or not, each microbatch once, nothing from what is not finite."""
+"""A replica's arithmetic: the same gradients whether the graph was kept or not, each microbatch once, nothing from what
+is not finite."""
 
 from __future__ import annotations
 

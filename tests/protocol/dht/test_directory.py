@@ -1,4 +1,5 @@
-"""The directory with real processes on loopback: it finds peers, survives the death of its parts, and leaves nothing behind."""
+"""The directory with real processes on loopback: it finds peers, survives the death of its parts, and leaves nothing
+behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tunnels with real processes and p2pd's on loopback: what goes in comes out, and whatever ends ends soon and says why."""
+"""Tunnels with real processes and p2pd's on loopback: what goes in comes out, and whatever ends ends soon and says
+why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Certificates of every kind, good and bad, made a second time and after docs/PROTOCOL.md, not with the code under test."""
+"""Certificates of every kind, good and bad, made a second time and after docs/PROTOCOL.md, not with the code under
+test."""
 
 from __future__ import annotations
 
@@ -102,7 +103,8 @@ def certificate(
 
 
 def credentials_for(der: bytes, key: ec.EllipticCurvePrivateKey, *chain: bytes, authority_pem: bytes) -> TlsCredentials:
-    """What shows this certificate, with others after it, in a handshake, and lets in whom `authority_pem` has signed."""
+    """What shows this certificate, with others after it, in a handshake, and lets in whom `authority_pem` has
+    signed."""
     return TlsCredentials(
         certificate_der=der,
         certificate_pem=b"".join(pem_of(certificate) for certificate in (der, *chain)),

@@ -1,4 +1,5 @@
-"""Our certificates in gRPC's handshakes, over real sockets: the run's authority for callers, one pinned leaf for who is dialled."""
+"""Our certificates in gRPC's handshakes, over real sockets: the run's authority for callers, one pinned leaf for who is
+dialled."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""A peer in a process of its own, to be killed or stopped: `python -m tests.protocol.transport.peer_process CONTACT [ROWS]`.
+"""A peer in a process of its own, to be killed or stopped: `python -m tests.protocol.transport.peer_process CONTACT
+[ROWS]`.
 
-CONTACT is the JSON of the parent's contact. Prints its own as one line; then sends the parent a tensor of ROWS x 4 KiB if
-told to, and otherwise takes what comes until it is killed.
+CONTACT is the JSON of the parent's contact. Prints its own as one line; then sends the parent a tensor of ROWS x 4 KiB
+if told to, and otherwise takes what comes until it is killed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""gRPC links through a tunnel: two peers of which neither can be dialled, with real p2pd's, real TLS and a real relay."""
+"""gRPC links through a tunnel: two peers of which neither can be dialled, with real p2pd's, real TLS and a real
+relay."""
 
 from __future__ import annotations
 

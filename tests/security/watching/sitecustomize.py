@@ -1,5 +1,5 @@
-"""Put in front of PYTHONPATH it is imported by every Python process of a swarm: keeps what the process writes to standard error, and
-notes every object that is made from a pickle.
+"""Put in front of PYTHONPATH it is imported by every Python process of a swarm: keeps what the process writes to
+standard error, and notes every object that is made from a pickle.
 
 Files are FOLDER/<process id>.log, where FOLDER is $SKIPSTONE_TEST_LOGS.
 """

@@ -1,4 +1,5 @@
-"""Joiners and donors of one state in virtual time: each donor has an uplink that its askers share, and faults as a test wishes."""
+"""Joiners and donors of one state in virtual time: each donor has an uplink that its askers share, and faults as a test
+wishes."""
 
 from __future__ import annotations
 

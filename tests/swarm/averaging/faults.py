@@ -20,7 +20,8 @@ from tests.swarm.averaging.virtual_replica import INITIAL
 FAULTS_S = 24.0
 FAULT_EVERY_S = 2.0
 SETTLE_S = 45.0
-"""After the last fault all stand on one anchor within so long: announcements, one failed attempt, one round, one download."""
+"""After the last fault all stand on one anchor within so long: announcements, one failed attempt, one round, one
+download."""
 PROGRESS_S = 60.0
 MESSAGES_A_SECOND = 8.0
 """Of each replica to each other, at most and on average; a pulse is two a second."""
@@ -156,7 +157,8 @@ def try_seed(seed: int) -> RoundWorld:
 
 
 def _all_took_part(world: RoundWorld, reached: int) -> bool:
-    """Whether each replica has been in a round since. (Not all in the same: rounds here are hardly longer than a download.)"""
+    """Whether each replica has been in a round since. (Not all in the same: rounds here are hardly longer than a
+    download.)"""
     since = [who for version, who in world.commits.items() if version.round > reached]
     return set().union(*since) == set(world.peers)
 

@@ -105,7 +105,8 @@ def test_who_contributes_nothing_has_nothing_to_compare_with() -> None:
 
 
 def left_over(members: int, cosine: float, stretch: float) -> float:
-    """Length of `stretch` times the sum of equal updates of length 1 with this cosine between each two, less those of all but the reducer."""
+    """Length of `stretch` times the sum of equal updates of length 1 with this cosine between each two, less those of
+    all but the reducer."""
     own, others = stretch, stretch - 1.0
     count = members - 1
     squares = own**2 + count * others**2

@@ -261,7 +261,8 @@ def test_of_two_the_one_that_declares_next_to_nothing_has_no_say() -> None:
 
 
 def test_a_convener_that_is_heard_and_brings_nothing_to_an_end_is_left() -> None:
-    """It pulses for ever: it has shown others another roster, so no majority has the same result, or it does not want one."""
+    """It pulses for ever: it has shown others another roster, so no majority has the same result, or it does not want
+    one."""
     desk = Desk()
     desk.prepare()
     for _ in range(2000):
@@ -424,7 +425,8 @@ def test_whom_an_audit_has_caught_is_named() -> None:
 
 
 def test_who_accuses_everybody_and_is_accused_is_not_believed() -> None:
-    """A liar among four, of which one has not lost its patience yet: that one seems to hear everybody, and would have to go."""
+    """A liar among four, of which one has not lost its patience yet: that one seems to hear everybody, and would have
+    to go."""
     waiting = {US: {D}, B: {D}, C: set[PeerId](), D: {US, B, C}}
     assert credible_accusers({peer: frozenset(named) for peer, named in waiting.items()}) == {D: {US, B}}
 

@@ -1,4 +1,5 @@
-"""The worst moments, one by one: killed and frozen in the middle of the transfer, split in two, a peer that sends rubbish."""
+"""The worst moments, one by one: killed and frozen in the middle of the transfer, split in two, a peer that sends
+rubbish."""
 
 from __future__ import annotations
 

@@ -27,7 +27,8 @@ def hash_of(*parts: object) -> bytes:
 
 
 class VirtualSeal:
-    """`swarm.averaging.round_events.Seal` for names without keys: whoever has not changed anything in an entry has it signed by who is named in it."""
+    """`swarm.averaging.round_events.Seal` for names without keys: whoever has not changed anything in an entry has it
+    signed by who is named in it."""
 
     def sign(self, entry: Entry) -> Entry:
         return replace(entry, signature=hash_of("signed", replace(entry, signature=b"")) * 2)

@@ -13,7 +13,8 @@ class VirtualLinks:
     """Between all pairs of peers.
 
     Args:
-        loss: share of the messages that vanish without a trace. Tensors do not: their links are reliable until they are cut.
+        loss: share of the messages that vanish without a trace. Tensors do not: their links are reliable until they are
+            cut.
     """
 
     def __init__(self, time: VirtualTime, random: Random, loss: float, repeats: float, slowest_s: float) -> None:

@@ -1,4 +1,5 @@
-"""A replica in virtual time: the real round machine, and hashes and delays for everything that a node would compute or send."""
+"""A replica in virtual time: the real round machine, and hashes and delays for everything that a node would compute or
+send."""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ from swarm.compression.goodput import MOST_ON_THE_WAY, Goodput
 def over_a_line(
     goodput: Goodput, sizes: list[int], rate: float, round_trip_s: float, at_once: int, now: float
 ) -> float:
-    """Sends over a line that takes `rate` bytes a second, keeping `at_once` tensors under way; gives the time of the last answer."""
+    """Sends over a line that takes `rate` bytes a second, keeping `at_once` tensors under way; gives the time of the
+    last answer."""
     free, waiting = now, list(enumerate(sizes))
     answers: list[tuple[float, int]] = []
     while waiting or answers:

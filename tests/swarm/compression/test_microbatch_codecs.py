@@ -1,4 +1,5 @@
-"""The mildest codec that a link carries: never milder than it can, never harder than the run allows, steady when the link varies a little."""
+"""The mildest codec that a link carries: never milder than it can, never harder than the run allows, steady when the
+link varies a little."""
 
 from __future__ import annotations
 

@@ -57,8 +57,8 @@ class World:
     """A data node and a few peers of three further stages.
 
     Args:
-        longest_delay: in ticks; each peer sees the others as they were up to so long ago. What a peer asks before it lets go, it
-            sees as it is: the node asks its module's other replicas directly.
+        longest_delay: in ticks; each peer sees the others as they were up to so long ago. What a peer asks before it
+            lets go, it sees as it is: the node asks its module's other replicas directly.
     """
 
     seed: int

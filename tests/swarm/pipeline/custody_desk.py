@@ -59,8 +59,9 @@ def receipt(direction: Direction, position: int, status: ReceiptStatus, retry_af
 
 
 class Desk:
-    """One peer's custody, with shorthand for what may happen to it. `dead` are the replicas that the chooser leaves out, `gone` the stages
-    that new paths go round, `given_up` who does not answer any more, `unlinked` to whom there is no link."""
+    """One peer's custody, with shorthand for what may happen to it. `dead` are the replicas that the chooser leaves
+    out, `gone` the stages that new paths go round, `given_up` who does not answer any more, `unlinked` to whom there is
+    no link."""
 
     def __init__(self, own: PeerId, slots: int = 2, fewest_hops: int = MAX_HOPS) -> None:
         self.own = own
@@ -72,7 +73,8 @@ class Desk:
         self.unlinked: set[PeerId] = set()
         self.custody = Custody(own, slots, self)
 
-    # ---- swarm.pipeline.ledger.Replicas ------------------------------------------------------------------------------------
+    # ---- swarm.pipeline.ledger.Replicas
+    # ------------------------------------------------------------------------------------
 
     def choose(self, module: ModuleId, without: frozenset[PeerId]) -> Reasoned[PeerId | None]:
         left = [peer for peer in REPLICAS[module.stage] if peer not in without | self.dead]

@@ -1,4 +1,5 @@
-"""One peer of the world: the real decision code, and what `node.pipeline.microbatch_runner` and `node.routing.launcher` do around it, without bytes or numbers."""
+"""One peer of the world: the real decision code, and what `node.pipeline.microbatch_runner` and `node.routing.launcher`
+do around it, without bytes or numbers."""
 
 from __future__ import annotations
 
@@ -122,7 +123,8 @@ class Peer:
     # ---- being alive ---------------------------------------------------------------------------------------------
 
     def do(self, what: Thunk) -> None:
-        """Whatever happens to a peer comes through here: a dead one does nothing, a frozen one does it when it thaws."""
+        """Whatever happens to a peer comes through here: a dead one does nothing, a frozen one does it when it
+        thaws."""
         if not self.alive:
             return
         if self.frozen:
@@ -158,7 +160,8 @@ class Peer:
             self.world.shape.slots, free, 0, None, self.incarnation, int(now * 1000) + self.incarnation, now + 5.0,
         )  # fmt: skip
 
-    # ---- swarm.pipeline.ledger.Replicas ------------------------------------------------------------------------------------
+    # ---- swarm.pipeline.ledger.Replicas
+    # ------------------------------------------------------------------------------------
 
     def choose(self, module: ModuleId, without: frozenset[PeerId]) -> Reasoned[PeerId | None]:
         load = in_flight_by_peer([holding.path for holding in self.custody.holdings()])
@@ -303,7 +306,8 @@ class Peer:
                     self._finished(microbatch, path)
 
     def _compute(self, action: Compute) -> None:
-        """One thing after another. What has been forgotten meanwhile is computed all the same, and then not reported."""
+        """One thing after another. What has been forgotten meanwhile is computed all the same, and then not
+        reported."""
         if action.work is Work.REPLAY:
             assert action.key in self.gradients
         ticket = self._tickets.setdefault(action.key, next(self._next_ticket))

@@ -1,7 +1,9 @@
-"""A small swarm in virtual time: peers made of the real decision code, on a network that loses links, kills and freezes peers.
+"""A small swarm in virtual time: peers made of the real decision code, on a network that loses links, kills and freezes
+peers.
 
-Everything follows from a seed. A peer carries out custody's actions as `node.pipeline.microbatch_runner` does; what a node would compute or send is here
-only a delay. What a run of it must keep is checked while it runs (`World.check`) and at its end (`World.drain`).
+Everything follows from a seed. A peer carries out custody's actions as `node.pipeline.microbatch_runner` does; what a
+node would compute or send is here only a delay. What a run of it must keep is checked while it runs (`World.check`) and
+at its end (`World.drain`).
 """
 
 from __future__ import annotations
@@ -258,9 +260,11 @@ class World:
         self._check_orphans()
 
     def check_settled(self) -> None:
-        """When all is over: of each completed microbatch exactly the replicas on its final path have added the gradient, and count it once.
+        """When all is over: of each completed microbatch exactly the replicas on its final path have added the
+        gradient, and count it once.
 
-        A replica that was restarted since has lost what it had; a data node that died or was restarted can tell nobody any more.
+        A replica that was restarted since has lost what it had; a data node that died or was restarted can tell nobody
+        any more.
         """
         for microbatch, path in self.ledger.completed.items():
             data_node = self.peers[microbatch.data_node]

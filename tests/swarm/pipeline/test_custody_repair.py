@@ -35,7 +35,8 @@ from tests.swarm.pipeline.custody_desk import (
     stranded,
 )
 
-# ---- the way out goes wrong --------------------------------------------------------------------------------------------
+# ---- the way out goes wrong
+# --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("guarding", [False, True])
@@ -229,7 +230,8 @@ def test_results_for_what_is_not_held_are_ignored() -> None:
     assert desk.custody.handle(ComputeFailed(Key(MICROBATCH, 0), "late"), desk.now) == []
 
 
-# ---- the way back goes wrong -------------------------------------------------------------------------------------------
+# ---- the way back goes wrong
+# -------------------------------------------------------------------------------------------
 
 
 def handing_back(position: int = 1, own: PeerId = B) -> Desk:
@@ -284,7 +286,8 @@ def test_with_nobody_to_stand_in_the_data_node_is_told_and_asked_what_counts(gua
 
 
 def test_who_guards_a_gradient_that_came_home_though_nobody_said_so_asks_what_counts() -> None:
-    """The link to the data node broke just when it had the gradient: it has completed the microbatch and refuses a second copy."""
+    """The link to the data node broke just when it had the gradient: it has completed the microbatch and refuses a
+    second copy."""
     first, second = handing_back(0, A), handing_back(1, B)
     second.receipt(A, BACK, 0, ACCEPTED)
     assert second.phase(1) is Phase.GUARDING_BACK

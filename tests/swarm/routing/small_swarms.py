@@ -34,7 +34,8 @@ def swarm(replicas: Sequence[int], forward_s: Mapping[str, float] | None = None,
 def makespan_by_clockwork(costs: Costs, plan: Mapping[PeerId, Sequence[Sequence[PeerId]]]) -> float:
     """The rules once more, written from their description and sharing no code with `swarm.simulation.forecast`.
 
-    Each peer is looked at whenever something arrives there or it comes free: the longest waiting task that may start does.
+    Each peer is looked at whenever something arrives there or it comes free: the longest waiting task that may start
+    does.
     """
     stops, waiting, left = {}, defaultdict(list), {}
     for data_node, routes in plan.items():

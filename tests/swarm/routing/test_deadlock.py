@@ -1,4 +1,5 @@
-"""That nobody waits in a circle: random lanes over few peers with few slots, walked as each data node decides by itself."""
+"""That nobody waits in a circle: random lanes over few peers with few slots, walked as each data node decides by
+itself."""
 
 from __future__ import annotations
 

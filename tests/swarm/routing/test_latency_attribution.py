@@ -159,7 +159,8 @@ def test_what_was_never_launched_is_ignored() -> None:
 
 
 def test_what_is_lost_counts_against_everybody_on_its_path_however_fast_that_went() -> None:
-    """A hop that spoils everything at once must not look fast; one that was measured before is not ruined by somebody else's fault."""
+    """A hop that spoils everything at once must not look fast; one that was measured before is not ruined by somebody
+    else's fault."""
     travel = Travel()
     travel.estimates.observe(B, 1.0, TOKENS, 0)
     travel.out()

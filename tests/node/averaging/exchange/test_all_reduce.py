@@ -238,7 +238,8 @@ async def test_the_dead_is_the_one_who_owes() -> None:
     base = base_anchor(small_layout(2_000_000))
     async with room(base, snapshots_of(base, 3)) as here:
         roster = roster_of(base, equal_weights(list(here.parties.values())))
-        # A quarter of all sendings: before it has all contributions, which is another third, nobody can be done with anybody.
+        # A quarter of all sendings: before it has all contributions, which is another third, nobody can be done with
+        # anybody.
         early = len(Plan(PeerId("a"), base.layout, roster).pieces)
 
         def tamper(sender, to, message, data):  # type: ignore[no-untyped-def]

@@ -1,4 +1,5 @@
-"""The doctor's checks with machines made up: what is well, what is not, and that a check never takes the doctor down."""
+"""The doctor's checks with machines made up: what is well, what is not, and that a check never takes the doctor
+down."""
 
 from __future__ import annotations
 

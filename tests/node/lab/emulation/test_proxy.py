@@ -291,7 +291,10 @@ def test_it_is_the_same_on_uvloop(check: Callable[[], Coroutine[None, None, None
 async def test_the_caller_is_found_by_its_socket() -> None:
     server = await asyncio.start_server(echo, "127.77.252.1", 0)
     host, port = server.sockets[0].getsockname()[:2]
-    script = f"import socket, sys; s = socket.create_connection(('{host}', {port})); print(s.getsockname()[1], flush=True); sys.stdin.read()"
+    script = (
+        f"import socket, sys; s = socket.create_connection(('{host}', {port})); print(s.getsockname()[1], "
+        "flush=True); sys.stdin.read()"
+    )
     # A shell in between: what a node has started counts as the node.
     child = await asyncio.create_subprocess_exec(
         "sh",

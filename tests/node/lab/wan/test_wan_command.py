@@ -1,4 +1,5 @@
-"""The command `skipstone wan`: what it lists, refuses, and how it ends. Nodes are stand-ins; tests/e2e has real ones."""
+"""The command `skipstone wan`: what it lists, refuses, and how it ends. Nodes are stand-ins; tests/e2e has real
+ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A rough network for negotiators: messages are late, overtake each other, get lost and come twice, data nodes die. Shares no code with the simulation.
+"""A rough network for negotiators: messages are late, overtake each other, get lost and come twice, data nodes die.
+Shares no code with the simulation.
 
 Whatever crosses it is copied, so that nobody can hold what another holds.
 """

@@ -1,4 +1,5 @@
-"""The talk about lanes: that it ends, that visits stay equal, and that nothing is exchanged twice, whatever becomes of messages and data nodes."""
+"""The talk about lanes: that it ends, that visits stay equal, and that nothing is exchanged twice, whatever becomes of
+messages and data nodes."""
 
 from __future__ import annotations
 
@@ -190,7 +191,8 @@ PAIR = PathRules(stages=3, per_path=1, max_forward_jump=2)
 
 
 class Two:
-    """Two data nodes; messages are handed over by hand. Peer 1.0 is near A, 2.0 near B, and the ring deals them the wrong way round."""
+    """Two data nodes; messages are handed over by hand. Peer 1.0 is near A, 2.0 near B, and the ring deals them the
+    wrong way round."""
 
     def __init__(self) -> None:
         costs = self.costs()
