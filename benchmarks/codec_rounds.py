@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from benchmarks.codec_learner import Learner
 from benchmarks.error_feedback import DECAYS, ErrorFeedback
 from node.averaging.anchor.anchor import Vector
 from node.averaging.anchor.outer_step import OuterRule
-from protocol.codecs import decode, decode_into, encode, encode_into, encode_low_rank, encoded_bytes
+from protocol.codecs import decode_into, encode_into, encoded_bytes
 from swarm.vocabulary.types import Codec
 
 
@@ -37,8 +35,6 @@ class Way:
 
     codec: Codec = Codec.NONE
     leftover: Leftover = Leftover.LOST
-    rank: int = 0
-    """LOW_RANK only."""
 
 
 class Sender(Protocol):
@@ -63,28 +59,6 @@ class VectorSender:
         return out, data.nbytes
 
 
-class MatrixSender:
-    """By LOW_RANK, matrix by matrix, each with a warm start; what is no matrix, or smaller than the rank, as BF16."""
-
-    def __init__(self, places: Sequence[tuple[int, tuple[int, ...]]], rank: int) -> None:
-        self._places = places
-        self._rank = rank
-        self._starts: dict[int, Tensor] = {}
-
-    def send(self, values: Vector) -> tuple[Vector, int]:
-        out, size = np.empty_like(values), 0
-        for start, shape in self._places:
-            part = slice(start, start + int(np.prod(shape)))
-            tensor = torch.from_numpy(values[part]).view(shape)
-            if len(shape) == 2 and min(shape) > self._rank:
-                sent, self._starts[start] = encode_low_rank(tensor, self._rank, self._starts.get(start))
-            else:
-                sent = encode(tensor, Codec.BF16)
-            decode(sent.spec, sent.data, torch.from_numpy(out[part]).view(shape))
-            size += len(sent.data)
-        return out, size
-
-
 class FeedbackSender:
     """Another one with error feedback."""
 
@@ -104,8 +78,6 @@ class FeedbackSender:
 def sender_of(way: Way, learner: Learner) -> Sender:
     """For vectors of the learner's parameters."""
     plain: Sender = VectorSender(way.codec)
-    if way.codec is Codec.LOW_RANK:
-        plain = MatrixSender(learner.matrices(), way.rank)
     if way.leftover is Leftover.LATER:
         return FeedbackSender(plain, len(learner.vector()), DECAYS[way.codec])
     return plain

@@ -79,10 +79,10 @@ class Arm:
     back: Way
 
 
-def _both(codec: Codec, leftover: Leftover = Leftover.LOST, rank: int = 0) -> Arm:
+def _both(codec: Codec, leftover: Leftover = Leftover.LOST) -> Arm:
     """The same codec in both directions. What stays in the replica on the way out is sent later by the reducer."""
     back = Leftover.LATER if leftover is Leftover.STAYS else leftover
-    return Arm(Way(codec, leftover, rank), Way(codec, back, rank))
+    return Arm(Way(codec, leftover), Way(codec, back))
 
 
 ARMS: Final = {
@@ -96,8 +96,6 @@ ARMS: Final = {
     "top_k_2, later": _both(Codec.TOP_K_2, Leftover.LATER),
     "top_k_2, stays": _both(Codec.TOP_K_2, Leftover.STAYS),
     "top_k_2, stays; int4 back": Arm(Way(Codec.TOP_K_2, Leftover.STAYS), Way(Codec.INT4, Leftover.LATER)),
-    "low_rank 4, later": _both(Codec.LOW_RANK, Leftover.LATER, 4),
-    "low_rank 4, stays": _both(Codec.LOW_RANK, Leftover.STAYS, 4),
 }
 
 

@@ -22,8 +22,6 @@ from protocol import codecs
 from protocol.interfaces.tensor_spec import TensorSpec
 from swarm.vocabulary.types import Codec
 
-RANKS: Final = (4, 16)
-"""Of the low-rank codec."""
 WORKAROUND: Final = (
     "hivemind reads lengths with int(np.frombuffer(..., count=1)), which NumPy refuses from 2.4 on; here its "
     "module is given"
@@ -65,17 +63,12 @@ class Ours:
     memory that is there."""
 
     codec: Codec
-    rank: int = 0
 
     @property
     def name(self) -> str:
-        return f"skipstone.{self.codec.name}" + (f".{self.rank}" if self.rank else "")
+        return f"skipstone.{self.codec.name}"
 
     def encode(self, values: Tensor) -> codecs.Encoded:
-        if self.rank and values.ndim < 2:
-            raise ValueError("takes matrices only")
-        if self.rank:
-            return codecs.encode_low_rank(values, self.rank)[0]
         return codecs.encode(values, self.codec)
 
     def serialize(self, encoded: codecs.Encoded) -> Sent:
@@ -115,9 +108,7 @@ class Theirs:
 
 def contenders() -> list[Contender]:
     """All codecs of both."""
-    ours = [Ours(codec) for codec in Codec if codec is not Codec.LOW_RANK]
-    low_rank = [Ours(Codec.LOW_RANK, rank) for rank in RANKS]
-    return [*ours, *low_rank, *(Theirs(name) for name in runtime_pb2.CompressionType.keys())]  # noqa: SIM118
+    return [*(Ours(codec) for codec in Codec), *(Theirs(name) for name in runtime_pb2.CompressionType.keys())]  # noqa: SIM118
 
 
 def attempt(call: Callable[[], Any]) -> Any:

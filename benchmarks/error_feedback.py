@@ -31,14 +31,13 @@ DECAYS: Final = {
     Codec.INT4: 1.0,
     Codec.TOP_K_4: 0.95,
     Codec.TOP_K_2: 0.95,
-    Codec.LOW_RANK: 0.95,
 }
 """Of the residual in each round, for the codecs that have one.
 
 The blockwise codecs leave out a tenth or less of each element, which the next round sends: nothing gets old, so nothing
 is forgotten. The sparse ones send an element once in some 30 rounds, and what has waited so long was measured on
 parameters that are gone; 0.95 forgets half of it in 14 rounds, and makes the residual what the outer momentum is
-otherwise (SparseLoCo, arXiv:2508.15706). What LOW_RANK leaves out gets as old."""
+otherwise (SparseLoCo, arXiv:2508.15706)."""
 
 
 class ErrorFeedback:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from protocol.codecs import bf16, fp8, int4, int8, low_rank, outliers, plain
+from protocol.codecs import bf16, fp8, int4, int8, outliers, plain
 from protocol.codecs import byte_planes as planes
 from protocol.codecs.top_k import TOP_K_2, TOP_K_4
 from protocol.codecs.views import DTYPES, ELEMENT_TYPES, Vector, octets_of, octets_of_tensor, tensor_of
@@ -94,19 +94,6 @@ def _encode_planes(values: Tensor) -> Encoded:
     return Encoded(spec, octets_of_tensor(data))
 
 
-def encode_low_rank(values: Tensor, rank: int, start: Tensor | None = None) -> tuple[Encoded, Tensor]:
-    """Encodes a contiguous tensor as a matrix with its last dimension as its width; see `protocol.codecs.low_rank` for
-    `start` and what is returned besides. What cannot be expressed goes as BF16, and the next start is none (zeros)."""
-    matrix = values.detach().view(-1, values.shape[-1])
-    spec = TensorSpec(tuple(values.shape), DTYPES[values.dtype], Codec.LOW_RANK, rank=rank)
-    out = torch.empty(spec.byte_length, dtype=torch.uint8, device=values.device)
-    try:
-        following = low_rank.encode(matrix, out, rank, start)
-    except StateError:
-        return encode(values, Codec.BF16), torch.zeros(matrix.shape[1], rank, device=values.device)
-    return Encoded(spec, octets_of_tensor(out.cpu())), following
-
-
 def decode(spec: TensorSpec, data: memoryview, out: Tensor) -> None:
     """Writes the elements into `out`, a contiguous tensor of `spec`'s shape and element type.
 
@@ -122,9 +109,6 @@ def decode(spec: TensorSpec, data: memoryview, out: Tensor) -> None:
         _decode_planes(octets_of(data), out)
         return
     octets = octets_of(data).to(out.device)
-    if spec.codec is Codec.LOW_RANK:
-        low_rank.decode(octets, out.view(-1, spec.shape[-1]))
-        return
     base = TensorSpec(spec.shape, spec.dtype, spec.codec).byte_length
     apart = outliers.checked_channels(octets[base:], spec.outliers, spec.shape[-1]) if spec.outliers else None
     _SIMPLE[spec.codec].decode(octets[:base], out.view(-1))

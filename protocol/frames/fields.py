@@ -115,7 +115,6 @@ def wire_header(frame: TensorFrame) -> wire.TensorHeader:
         codec=wire_number(frame.tensor.codec),
         shape=frame.tensor.shape,
         outliers=frame.tensor.outliers,
-        rank=frame.tensor.rank,
         compressed_bytes=frame.tensor.compressed_bytes,
         byte_length=frame.tensor.byte_length,
         chunk_count=frame.chunk_count,
@@ -130,7 +129,7 @@ def read_header(message: TensorMessage, header: wire.TensorHeader) -> TensorFram
         raise ProtocolViolation(
             f"a tensor has {len(header.shape)} dimensions, or one of size 0; 1 to 4 are allowed, none 0"
         )
-    tensor = TensorSpec(tuple(header.shape), dtype, codec, header.outliers, header.rank, header.compressed_bytes)
+    tensor = TensorSpec(tuple(header.shape), dtype, codec, header.outliers, header.compressed_bytes)
     fault = tensor.fault()
     if fault is not None:
         raise ProtocolViolation(fault)

@@ -50,7 +50,6 @@ from protocol.frames.fields import (
 from protocol.frames.pipeline import (
     encode_control,
     encode_tensor,
-    read_arrival_hint,
     read_backward,
     read_close,
     read_forward,
@@ -74,7 +73,6 @@ from protocol.interfaces.transport import Topic
 from swarm.vocabulary.averaging_messages import Contribution, Reduced, StateChunk, StateRefused, StateRequest
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.pipeline_messages import (
-    ArrivalHint,
     Backward,
     Close,
     ControlMessage,
@@ -249,7 +247,7 @@ def _wire_frame(frame: SmallFrame) -> wire.Frame:
             return wire.Frame(announcement=record)
         case TensorFrame(Forward() | Backward() as message):
             return encode_tensor(message, frame)
-        case Receipt() | Stranded() | Close() | ArrivalHint() | Recall() | Settled() | Unsettled():
+        case Receipt() | Stranded() | Close() | Recall() | Settled() | Unsettled():
             return encode_control(frame)
         case StateRequest() | StateRefused():
             return encode_state(frame)
@@ -310,7 +308,6 @@ _READERS: Final[dict[str, Callable[[Any], SmallFrame]]] = {
     "receipt": read_receipt,
     "stranded": read_stranded,
     "close": read_close,
-    "arrival_hint": read_arrival_hint,
     "recall": read_recall,
     "settled": read_settled,
     "unsettled": read_unsettled,
@@ -346,9 +343,7 @@ _KINDS: Final = {
 }
 """By tag."""
 _TOPICS: Final = {
-    **dict.fromkeys(
-        ("receipt", "stranded", "close", "arrival_hint", "recall", "settled", "unsettled"), Topic.MICROBATCHES
-    ),
+    **dict.fromkeys(("receipt", "stranded", "close", "recall", "settled", "unsettled"), Topic.MICROBATCHES),
     **dict.fromkeys(
         (
             "progress",

@@ -24,7 +24,6 @@ from protocol.frames.fields import (
 from protocol.generated import link_pb2 as wire
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.pipeline_messages import (
-    ArrivalHint,
     Backward,
     Close,
     Direction,
@@ -73,14 +72,6 @@ def encode_control(frame: MicrobatchControl) -> wire.Frame:
             return wire.Frame(settled=settled)
         case Unsettled():
             return wire.Frame(unsettled=wire.Unsettled(microbatch=_wire_microbatch(frame.microbatch)))
-        case ArrivalHint():
-            return wire.Frame(
-                arrival_hint=wire.ArrivalHint(
-                    microbatch=_wire_microbatch(frame.microbatch),
-                    position=frame.position,
-                    expected_ms=milliseconds(frame.expected_s),
-                )
-            )
 
 
 def read_forward(forward: wire.Forward) -> TensorFrame:
@@ -142,10 +133,6 @@ def read_settled(settled: wire.Settled) -> Settled:
 
 def read_unsettled(unsettled: wire.Unsettled) -> Unsettled:
     return Unsettled(_read_microbatch(unsettled.microbatch))
-
-
-def read_arrival_hint(hint: wire.ArrivalHint) -> ArrivalHint:
-    return ArrivalHint(_read_microbatch(hint.microbatch), _read_position(hint.position), hint.expected_ms / 1000)
 
 
 def _wire_forward(message: Forward, frame: TensorFrame) -> wire.Forward:

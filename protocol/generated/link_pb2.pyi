@@ -24,7 +24,6 @@ class Codec(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     INT4: _ClassVar[Codec]
     TOP_K_4: _ClassVar[Codec]
     TOP_K_2: _ClassVar[Codec]
-    LOW_RANK: _ClassVar[Codec]
     PLANES: _ClassVar[Codec]
 
 class Purpose(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
@@ -50,7 +49,6 @@ FP8: Codec
 INT4: Codec
 TOP_K_4: Codec
 TOP_K_2: Codec
-LOW_RANK: Codec
 PLANES: Codec
 PURPOSE_UNSPECIFIED: Purpose
 TRAIN: Purpose
@@ -60,7 +58,7 @@ FORWARD: Direction
 BACKWARD: Direction
 
 class Frame(_message.Message):
-    __slots__ = ("hello", "chunk", "ping", "pong", "cancel", "farewell", "forward", "backward", "receipt", "stranded", "close", "arrival_hint", "question", "answer", "announcement", "progress", "invitation", "accepting", "entry", "declined", "roster", "contribution", "reduced", "pulse", "prepared", "commit", "dissolved", "state_request", "state_chunk", "state_refused", "recall", "settled", "unsettled", "lane_told", "lane_heard", "lane_offer", "lane_accept", "lane_decline", "lane_abandon", "audit_request", "evidence", "audit_refused", "accusation")
+    __slots__ = ("hello", "chunk", "ping", "pong", "cancel", "farewell", "forward", "backward", "receipt", "stranded", "close", "question", "answer", "announcement", "progress", "invitation", "accepting", "entry", "declined", "roster", "contribution", "reduced", "pulse", "prepared", "commit", "dissolved", "state_request", "state_chunk", "state_refused", "recall", "settled", "unsettled", "lane_told", "lane_heard", "lane_offer", "lane_accept", "lane_decline", "lane_abandon", "audit_request", "evidence", "audit_refused", "accusation")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
@@ -72,7 +70,6 @@ class Frame(_message.Message):
     RECEIPT_FIELD_NUMBER: _ClassVar[int]
     STRANDED_FIELD_NUMBER: _ClassVar[int]
     CLOSE_FIELD_NUMBER: _ClassVar[int]
-    ARRIVAL_HINT_FIELD_NUMBER: _ClassVar[int]
     QUESTION_FIELD_NUMBER: _ClassVar[int]
     ANSWER_FIELD_NUMBER: _ClassVar[int]
     ANNOUNCEMENT_FIELD_NUMBER: _ClassVar[int]
@@ -115,7 +112,6 @@ class Frame(_message.Message):
     receipt: Receipt
     stranded: Stranded
     close: Close
-    arrival_hint: ArrivalHint
     question: Question
     answer: Answer
     announcement: bytes
@@ -147,7 +143,7 @@ class Frame(_message.Message):
     evidence: Evidence
     audit_refused: AuditRefused
     accusation: Accusation
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., farewell: _Optional[_Union[Farewell, _Mapping]] = ..., forward: _Optional[_Union[Forward, _Mapping]] = ..., backward: _Optional[_Union[Backward, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., stranded: _Optional[_Union[Stranded, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ..., arrival_hint: _Optional[_Union[ArrivalHint, _Mapping]] = ..., question: _Optional[_Union[Question, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., announcement: _Optional[bytes] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., invitation: _Optional[_Union[Invitation, _Mapping]] = ..., accepting: _Optional[_Union[Accepting, _Mapping]] = ..., entry: _Optional[_Union[Entry, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ..., roster: _Optional[_Union[Roster, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., reduced: _Optional[_Union[Reduced, _Mapping]] = ..., pulse: _Optional[_Union[Pulse, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., dissolved: _Optional[_Union[Dissolved, _Mapping]] = ..., state_request: _Optional[_Union[StateRequest, _Mapping]] = ..., state_chunk: _Optional[_Union[StateChunk, _Mapping]] = ..., state_refused: _Optional[_Union[StateRefused, _Mapping]] = ..., recall: _Optional[_Union[Recall, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., unsettled: _Optional[_Union[Unsettled, _Mapping]] = ..., lane_told: _Optional[_Union[LaneTold, _Mapping]] = ..., lane_heard: _Optional[_Union[LaneHeard, _Mapping]] = ..., lane_offer: _Optional[_Union[LaneOffer, _Mapping]] = ..., lane_accept: _Optional[_Union[LaneAccept, _Mapping]] = ..., lane_decline: _Optional[_Union[LaneDecline, _Mapping]] = ..., lane_abandon: _Optional[_Union[LaneAbandon, _Mapping]] = ..., audit_request: _Optional[_Union[AuditRequest, _Mapping]] = ..., evidence: _Optional[_Union[Evidence, _Mapping]] = ..., audit_refused: _Optional[_Union[AuditRefused, _Mapping]] = ..., accusation: _Optional[_Union[Accusation, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., farewell: _Optional[_Union[Farewell, _Mapping]] = ..., forward: _Optional[_Union[Forward, _Mapping]] = ..., backward: _Optional[_Union[Backward, _Mapping]] = ..., receipt: _Optional[_Union[Receipt, _Mapping]] = ..., stranded: _Optional[_Union[Stranded, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ..., question: _Optional[_Union[Question, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., announcement: _Optional[bytes] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., invitation: _Optional[_Union[Invitation, _Mapping]] = ..., accepting: _Optional[_Union[Accepting, _Mapping]] = ..., entry: _Optional[_Union[Entry, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ..., roster: _Optional[_Union[Roster, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., reduced: _Optional[_Union[Reduced, _Mapping]] = ..., pulse: _Optional[_Union[Pulse, _Mapping]] = ..., prepared: _Optional[_Union[Prepared, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., dissolved: _Optional[_Union[Dissolved, _Mapping]] = ..., state_request: _Optional[_Union[StateRequest, _Mapping]] = ..., state_chunk: _Optional[_Union[StateChunk, _Mapping]] = ..., state_refused: _Optional[_Union[StateRefused, _Mapping]] = ..., recall: _Optional[_Union[Recall, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., unsettled: _Optional[_Union[Unsettled, _Mapping]] = ..., lane_told: _Optional[_Union[LaneTold, _Mapping]] = ..., lane_heard: _Optional[_Union[LaneHeard, _Mapping]] = ..., lane_offer: _Optional[_Union[LaneOffer, _Mapping]] = ..., lane_accept: _Optional[_Union[LaneAccept, _Mapping]] = ..., lane_decline: _Optional[_Union[LaneDecline, _Mapping]] = ..., lane_abandon: _Optional[_Union[LaneAbandon, _Mapping]] = ..., audit_request: _Optional[_Union[AuditRequest, _Mapping]] = ..., evidence: _Optional[_Union[Evidence, _Mapping]] = ..., audit_refused: _Optional[_Union[AuditRefused, _Mapping]] = ..., accusation: _Optional[_Union[Accusation, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("peer", "run", "lowest_version", "highest_version", "announcement", "incarnation", "age_ms")
@@ -208,7 +204,7 @@ class Pong(_message.Message):
     def __init__(self, token: _Optional[int] = ...) -> None: ...
 
 class TensorHeader(_message.Message):
-    __slots__ = ("transfer", "dtype", "codec", "shape", "byte_length", "chunk_count", "checksum", "outliers", "rank", "compressed_bytes")
+    __slots__ = ("transfer", "dtype", "codec", "shape", "byte_length", "chunk_count", "checksum", "outliers", "compressed_bytes")
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
@@ -217,7 +213,6 @@ class TensorHeader(_message.Message):
     CHUNK_COUNT_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     OUTLIERS_FIELD_NUMBER: _ClassVar[int]
-    RANK_FIELD_NUMBER: _ClassVar[int]
     COMPRESSED_BYTES_FIELD_NUMBER: _ClassVar[int]
     transfer: int
     dtype: DType
@@ -227,9 +222,8 @@ class TensorHeader(_message.Message):
     chunk_count: int
     checksum: int
     outliers: int
-    rank: int
     compressed_bytes: int
-    def __init__(self, transfer: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., codec: _Optional[_Union[Codec, str]] = ..., shape: _Optional[_Iterable[int]] = ..., byte_length: _Optional[int] = ..., chunk_count: _Optional[int] = ..., checksum: _Optional[int] = ..., outliers: _Optional[int] = ..., rank: _Optional[int] = ..., compressed_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, transfer: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., codec: _Optional[_Union[Codec, str]] = ..., shape: _Optional[_Iterable[int]] = ..., byte_length: _Optional[int] = ..., chunk_count: _Optional[int] = ..., checksum: _Optional[int] = ..., outliers: _Optional[int] = ..., compressed_bytes: _Optional[int] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("transfer", "index", "checksum", "data")
@@ -382,16 +376,6 @@ class Unsettled(_message.Message):
     MICROBATCH_FIELD_NUMBER: _ClassVar[int]
     microbatch: MicrobatchId
     def __init__(self, microbatch: _Optional[_Union[MicrobatchId, _Mapping]] = ...) -> None: ...
-
-class ArrivalHint(_message.Message):
-    __slots__ = ("microbatch", "position", "expected_ms")
-    MICROBATCH_FIELD_NUMBER: _ClassVar[int]
-    POSITION_FIELD_NUMBER: _ClassVar[int]
-    EXPECTED_MS_FIELD_NUMBER: _ClassVar[int]
-    microbatch: MicrobatchId
-    position: int
-    expected_ms: int
-    def __init__(self, microbatch: _Optional[_Union[MicrobatchId, _Mapping]] = ..., position: _Optional[int] = ..., expected_ms: _Optional[int] = ...) -> None: ...
 
 class AnchorVersion(_message.Message):
     __slots__ = ("round", "steps", "tokens", "fragment", "digest")

@@ -34,7 +34,6 @@ KEPT: Final = {Codec.TOP_K_4: 192, Codec.TOP_K_2: 256}
 PLACE_LOW_BITS: Final = 4
 """Of a place in its chunk, sent as they are. What is above them takes about two bits a place
 (`protocol.codecs.top_k`)."""
-MAX_RANK: Final = 256
 FEWEST_CHANNELS_AN_OUTLIER: Final = 16
 """So that what is sent twice, as a code and apart, stays little: at most every sixteenth channel is sent apart."""
 
@@ -52,8 +51,6 @@ class TensorSpec:
     codec: Codec = Codec.NONE
     outliers: int = 0
     """Channels (places along the last dimension) that are sent apart in bfloat16. Blockwise codecs only."""
-    rank: int = 0
-    """LOW_RANK only."""
     compressed_bytes: int = 0
     """PLANES only: the one length that the elements themselves decide."""
 
@@ -86,8 +83,6 @@ class TensorSpec:
                 return -(-elements // 2) + 2 * blocks_of(elements, INT4_BLOCK) + self._apart_bytes
             case Codec.TOP_K_4 | Codec.TOP_K_2:
                 return _sparse_bytes(elements, self.codec)
-            case Codec.LOW_RANK:
-                return 2 * self.rank * (self.rows + self.shape[-1])
             case Codec.PLANES:
                 return self.compressed_bytes
 
@@ -103,9 +98,6 @@ class TensorSpec:
         apart = len(self.shape) > 1 and self.codec in _BLOCKWISE
         if self.outliers > (most_outliers(self.shape) if apart else 0):
             return f"{self.outliers} channels sent apart are more than {self.codec.name} of {self.shape} allows"
-        matrix = self.codec is Codec.LOW_RANK
-        if matrix != (self.rank > 0) or (matrix and not 1 <= self.rank <= _most_rank(self.shape)):
-            return f"a rank of {self.rank} makes no sense with {self.codec.name} of {self.shape}"
         planes = self.codec is Codec.PLANES
         if planes != (self.compressed_bytes > 0) or self.compressed_bytes > self.raw_bytes:
             return f"{self.compressed_bytes} compressed bytes make no sense with {self.codec.name} of {self.shape}"
@@ -162,7 +154,3 @@ def _sparse_bytes(elements: int, codec: Codec) -> int:
     whole, rest = divmod(elements, SPARSE_CHUNK)
     last = SparseChunk(rest, codec).byte_length if rest else 0
     return whole * SparseChunk(SPARSE_CHUNK, codec).byte_length + last
-
-
-def _most_rank(shape: tuple[int, ...]) -> int:
-    return min(MAX_RANK, math.prod(shape[:-1]), shape[-1]) if len(shape) > 1 else 0

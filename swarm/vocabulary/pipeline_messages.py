@@ -95,15 +95,6 @@ class Close:
 
 
 @dataclass(frozen=True, slots=True)
-class ArrivalHint:
-    """The microbatch will reach `position` in about `expected_s` seconds."""
-
-    microbatch: MicrobatchId
-    position: int
-    expected_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class Recall:
     """From a stand-in that holds the gradient of `path.hops[position + 1]` to the peer at `position`: send me its
     input."""
@@ -129,7 +120,7 @@ class Unsettled:
 
 
 MicrobatchTensor = Forward | Backward
-MicrobatchControl = Receipt | Stranded | Close | ArrivalHint | Recall | Settled | Unsettled
+MicrobatchControl = Receipt | Stranded | Close | Recall | Settled | Unsettled
 
 TensorMessage = MicrobatchTensor | RoundPiece | StateChunk
 """Every message that a tensor goes with."""

@@ -208,7 +208,6 @@ class Codec(enum.Enum):
     """Of each 4096 the 192 largest, four bits each besides their place."""
     TOP_K_2 = 7
     """Of each 4096 the 256 largest, two bits each besides their place."""
-    LOW_RANK = 8
     """A matrix as the product of two thin ones, bfloat16."""
     PLANES = 9
     """Without loss: the elements' first bytes, second bytes and so on, each plane compressed."""

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.codec_boundaries import BOUNDARIES, POLICIES, measure_boundaries
 from benchmarks.codec_learner import Boundaries, Learner, Task, Text, manifest_of
-from benchmarks.codec_rounds import Leftover, Rounds, Way, sender_of
+from benchmarks.codec_rounds import Leftover, Rounds, Way
 from benchmarks.codec_training import ARMS, TASK, rounds_of_all_seeds
 from benchmarks.parity_reference import OuterReference, Rule
 from node.averaging.anchor.outer_step import OuterRule
@@ -107,16 +107,6 @@ def test_what_was_left_out_comes_in_the_rounds_after(task: Task, leftover: Lefto
     assert away[12] < 0.75 * away[0]
     rounds.stand()
     assert all(np.array_equal(worker.vector(), rounds.anchor) for worker in workers)
-
-
-def test_low_rank_goes_matrix_by_matrix(task: Task) -> None:
-    learner = Learner(manifest_of(task, 1))
-    values = learner.vector()
-    decoded, size = sender_of(Way(Codec.LOW_RANK, rank=4), learner).send(values)
-    matrices = [shape for _, shape in learner.matrices() if len(shape) == 2]
-    vectors = [shape for _, shape in learner.matrices() if len(shape) == 1]
-    assert size == sum(2 * 4 * (m + n) for m, n in matrices) + sum(2 * n for (n,) in vectors)
-    assert 0 < np.linalg.norm(decoded - values) < np.linalg.norm(values)
 
 
 def test_a_download_through_a_codec_changes_the_state_and_without_one_does_not(task: Task) -> None:

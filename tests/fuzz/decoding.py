@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from protocol.codecs import Encoded, decode, encode, encode_low_rank
+from protocol.codecs import Encoded, decode, encode
 from protocol.codecs.views import ELEMENT_TYPES
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from swarm.vocabulary.errors import ProtocolViolation
@@ -20,7 +20,7 @@ MAY_BE_ANYTHING: Final = frozenset({Codec.NONE, Codec.BF16, Codec.PLANES})
 """The others promise finite numbers."""
 UNTOUCHED: Final = -7.0
 
-_HEAD: Final = struct.Struct("<BBBBBBBBHI")
+_HEAD: Final = struct.Struct("<BBBBBBBBI")
 """Codec, element type and way, number of dimensions, four dimensions, outliers, rank, compressed bytes."""
 
 
@@ -37,13 +37,12 @@ def received(made_up: bytes) -> Received | None:
     gets far."""
     if len(made_up) < _HEAD.size:
         return None
-    codec, kind, dimensions, *shape, outliers, rank, compressed = _HEAD.unpack_from(made_up)
+    codec, kind, dimensions, *shape, outliers, compressed = _HEAD.unpack_from(made_up)
     spec = TensorSpec(
         tuple(max(1, size) for size in shape[: 1 + dimensions % 4]),
         list(DType)[kind % 3],
         list(Codec)[codec % len(Codec)],
         outliers,
-        rank,
         compressed,
     )
     rest = made_up[_HEAD.size :]
@@ -62,9 +61,7 @@ def honest_encoding(spec: TensorSpec) -> Encoded:
     values = torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
     values[..., ::40] *= 30
     values = values.to(ELEMENT_TYPES[dtype])
-    if spec.codec is not Codec.LOW_RANK:
-        return encode(values, spec.codec)
-    return encode_low_rank(values, 1)[0] if len(shape) > 1 else encode(values, Codec.BF16)
+    return encode(values, spec.codec)
 
 
 def damaged(data: bytes, by: bytes) -> bytes:

@@ -14,7 +14,6 @@ from protocol.frames.frames import FarewellReason, Frame
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.interfaces.transport import Question, QuestionAbout
 from swarm.vocabulary.pipeline_messages import (
-    ArrivalHint,
     Close,
     ControlMessage,
     Direction,
@@ -111,7 +110,6 @@ def lies_about(microbatch: MicrobatchId, own: PeerId) -> tuple[ControlMessage, .
         Recall(microbatch, path, 0),
         Settled(microbatch, path),
         Unsettled(microbatch),
-        ArrivalHint(microbatch, 0, 1e300),
         Close(microbatch, "a lie"),
     )
 

@@ -57,7 +57,7 @@ BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 MANY_PEERS = tuple(PeerId(f"12D3KooW{'1' * 42}{BASE58[n // 58]}{BASE58[n % 58]}") for n in range(MAX_MEMBERS))
 LARGEST_VERSION = AnchorVersion(MAX_ROUND, 2**48, 2**48, 63, b"\xff" * 32)
 LOSSLESS = [Codec.NONE, Codec.PLANES]
-OF_ANY_VECTOR = [codec for codec in Codec if codec not in (Codec.LOW_RANK, Codec.PLANES)]
+OF_ANY_VECTOR = [codec for codec in Codec if codec is not Codec.PLANES]
 """Of which the length follows from the number of elements."""
 LARGEST_ROUND = RoundId(ModuleId(1023, 1023), MAX_ROUND, MAX_ATTEMPTS, PEERS[0])
 

@@ -34,7 +34,6 @@ from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.interfaces.transport import Question, QuestionAbout, Topic
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.pipeline_messages import (
-    ArrivalHint,
     Backward,
     Close,
     Direction,
@@ -157,7 +156,6 @@ frames = st.one_of(
         Stranded, microbatches, st.sampled_from(Direction), positions, details, st.one_of(st.just(b""), signatures)
     ),
     st.builds(Close, microbatches, details),
-    st.builds(ArrivalHint, microbatches, positions, times),
     st.builds(lambda number, path: Settled(MicrobatchId(path.data_node, number), path), st.integers(0, 9), paths),
     st.builds(Unsettled, microbatches),
     recalls(),
@@ -352,9 +350,7 @@ def test_the_topic_is_known_before_anything_is_read(field: FieldDescriptor, leng
 
 
 TOPICS = {
-    **dict.fromkeys(
-        ["receipt", "stranded", "close", "arrival_hint", "recall", "settled", "unsettled"], Topic.MICROBATCHES
-    ),
+    **dict.fromkeys(["receipt", "stranded", "close", "recall", "settled", "unsettled"], Topic.MICROBATCHES),
     **dict.fromkeys(["progress", "invitation", "accepting", "entry", "declined", "roster", "pulse"], Topic.ROUNDS),
     **dict.fromkeys(["prepared", "commit", "dissolved"], Topic.ROUNDS),
     **dict.fromkeys(["audit_request", "evidence", "audit_refused", "accusation"], Topic.ROUNDS),
