@@ -12,7 +12,7 @@ from typing import Final
 from node.network.asking import parse_answer
 from node.network.session import NetworkSession
 from protocol.interfaces.transport import Question, QuestionAbout
-from swarm.membership.rebalancing import proven_by
+from swarm.membership.rebalancing import LEAST_VOUCHED, proven_by
 from swarm.vocabulary.errors import PeerError
 from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId
 
@@ -22,6 +22,8 @@ ASKED_DATA_NODES: Final = 8
 """Those with most of them."""
 MAX_MEASURED: Final = 256
 """Peers that one data node can name."""
+MOST: Final = 0.5
+"""Of all data nodes, where none has given us work."""
 ASK_TIMEOUT_S: Final = 5.0
 ASK_AGAIN_S: Final = 5.0
 
@@ -79,7 +81,11 @@ class Proofs:
             if isinstance(named, list):
                 words[peer] = frozenset(PeerId(each) for each in named[:MAX_MEASURED] if isinstance(each, str))
 
-        work = Counter(self._work)
+        # One that was given no work yet leaves nothing that rests on it alone. If it heard nobody either, a stage that
+        # has stopped would keep it for ever: who works may not leave it, and it may not leave who works.
+        idle = not self._work
+        data_nodes = (announced.peer for announced in self._session.membership.replicas(ModuleId(0), now))
+        work = Counter(data_nodes if idle else self._work)
         hosting = [peer for peer, _ in work.most_common() if self._session.membership.hosts(peer, ModuleId(0))]
         await asyncio.gather(*(ask(peer) for peer in hosting[:ASKED_DATA_NODES]))
-        self._measured = proven_by(words, work)
+        self._measured = proven_by(words, work, MOST if idle else LEAST_VOUCHED)

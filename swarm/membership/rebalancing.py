@@ -191,8 +191,10 @@ def _who_can_be_spared(standing: Standing, hosts: tuple[Host, ...]) -> frozenset
     )
 
 
-def proven_by(words: Mapping[PeerId, frozenset[PeerId]], work: Mapping[PeerId, int]) -> frozenset[PeerId]:
-    """The peers whose work is vouched for by data nodes that have given us LEAST_VOUCHED of our own.
+def proven_by(
+    words: Mapping[PeerId, frozenset[PeerId]], work: Mapping[PeerId, int], least_share: float = LEAST_VOUCHED
+) -> frozenset[PeerId]:
+    """The peers whose work is vouched for by data nodes that have given us `least_share` of our own.
 
     Data nodes are weighed by their work and not counted, since identities cost nothing and microbatches do.
 
@@ -204,7 +206,7 @@ def proven_by(words: Mapping[PeerId, frozenset[PeerId]], work: Mapping[PeerId, i
     for data_node, measured in words.items():
         for peer in measured:
             votes[peer] += work.get(data_node, 0)
-    least = max(1.0, LEAST_VOUCHED * sum(work.values()))
+    least = max(1.0, least_share * sum(work.values()))
     return frozenset(peer for peer, weight in votes.items() if weight >= least)
 
 

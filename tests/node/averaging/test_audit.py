@@ -74,7 +74,7 @@ async def until_left_out(here: Hall, culprit: PeerId, rounds: int = 12) -> None:
     for number in range(1, rounds + 1):
         await work(here, number)
         knowing = {peer for peer in honest if culprit in certain(here, peer)}
-        apart = {peer for peer in honest if culprit not in here.replicas[peer].settled[-1].members}
+        apart = {peer for peer in honest if all(culprit not in s.members for s in here.replicas[peer].settled[-1:])}
         if knowing and knowing | apart == honest:
             break
     assert knowing

@@ -61,6 +61,15 @@ async def test_only_data_nodes_that_gave_us_work_have_a_say() -> None:
     assert set(session.asked) == {"d1", "d2"}, "neither one that never gave us work, nor one that hosts no stage 0"
 
 
+async def test_who_was_given_no_work_yet_hears_all_data_nodes() -> None:
+    """Else a replica that came just before its run stopped could never go where it stopped."""
+    session = Asked("d1", "d2", "d3")
+    proofs = proofs_of(session)
+    session.answers = {PeerId("d1"): says(FELLOW), PeerId("d2"): says(FELLOW), PeerId("d3"): says(LIAR)}
+    await proofs.refresh()
+    assert proofs.proven == {FELLOW}
+
+
 async def test_nonsense_is_no_word_and_rounds_count_besides() -> None:
     session = Asked("d1", "d2")
     proofs = proofs_of(session)
