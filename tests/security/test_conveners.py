@@ -30,7 +30,15 @@ def events_of(logs: Path) -> list[Event]:
     return [event_from_json(line) for path in sorted(logs.iterdir()) for line in path.read_bytes().splitlines()]
 
 
-@pytest.mark.parametrize("kind", ["forged-rosters", "steps", "tokens", "last-number", "ahead"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "forged-rosters",
+        "tokens",
+        "last-number",
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in ("steps", "ahead")),
+    ],
+)
 async def test_a_liar_ends_neither_rounds_nor_the_model_nor_the_learning_rate(tmp_path: Path, kind: str) -> None:
     manifest = small_run(write_text(tmp_path / "text"), blocks=(0, 2), inner_steps=5, staleness=1, schedule=SCHEDULE)
     place = Place(command=(sys.executable, "-P", "-m", "tests.security.liar", kind))
