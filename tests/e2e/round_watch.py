@@ -104,12 +104,14 @@ class RoundWatch:
         return await self.until(find)
 
     def digests(self, peers: frozenset[str]) -> dict[int, set[str]]:
-        """The digests that these replicas have held, by round."""
-        found: dict[int, set[str]] = {}
+        """The digests that these replicas have held, by round, from the first round that all of them have held in
+        common: before, each may have stepped alone for a moment."""
+        holders: dict[int, dict[str, set[str]]] = {}
         for stand in self.stands:
             if stand.peer in peers:
-                found.setdefault(stand.event.round, set()).add(stand.event.digest)
-        return found
+                holders.setdefault(stand.event.round, {}).setdefault(stand.event.digest, set()).add(stand.peer)
+        common = [number for number, held in holders.items() if peers in map(frozenset, held.values())]
+        return {number: set(held) for number, held in holders.items() if number >= min(common, default=0)}
 
 
 @asynccontextmanager

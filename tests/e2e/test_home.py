@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,9 @@ def test_a_port_is_mapped_through_a_real_router_and_taken_back(tmp_path: Path, w
             said = json.loads(mapping.stdout.readline())
             assert said.get("external_host") == ROUTER_OUTSIDE, said
             port = said["external_port"]
+            begun = time.monotonic()  # the router answers before its rule is in force
+            while network.mapped_ports() != [port] and time.monotonic() - begun < 10:
+                time.sleep(0.05)
             assert network.mapped_ports() == [port]
             assert calls(network, port).stdout == "b'!'\n"
             mapping.communicate()
