@@ -245,8 +245,7 @@ class ModuleRounds:
         while self._machine.under_way is not None:  # noqa: ASYNC110 - the machine has no events to wait for
             await asyncio.sleep(LOOK_S)
 
-    # ---- node.network.dispatcher.RoundReceiver
-    # --------------------------------------------------------------------------------
+    # ---- node.network.dispatcher.RoundReceiver -----------------------------------------------------------------------
 
     def admit(self, sender: PeerId, message: RoundTensor, tensor: TensorSpec) -> memoryview | Refusal:
         if isinstance(message, StateChunk):

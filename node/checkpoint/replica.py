@@ -11,8 +11,7 @@ from node.model.initialization import parameters_of
 from node.model.optimizer import InnerOptimizer
 from swarm.vocabulary.errors import StateError
 
-# ---- copying out, on the compute thread
-# ------------------------------------------------------------------------------------
+# ---- copying out, on the compute thread ------------------------------------------------------------------------------
 
 
 def capture_module(
@@ -29,8 +28,7 @@ def capture_module(
     )
 
 
-# ---- putting back
-# ----------------------------------------------------------------------------------------------------------
+# ---- putting back ----------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

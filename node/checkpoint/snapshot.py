@@ -69,8 +69,7 @@ class Header:
     file: FileRecord
 
 
-# ---- tensors
-# --------------------------------------------------------------------------------------------------------------
+# ---- tensors ---------------------------------------------------------------------------------------------------------
 
 
 def named_tensors(state: ReplicaState) -> dict[str, Tensor]:
@@ -154,8 +153,7 @@ def read_state(folder: Path, header: Header) -> ReplicaState:
     return ReplicaState(read_tensors(path, "local"), inner, header.counters, anchor, header.data)
 
 
-# ---- the json
-# -------------------------------------------------------------------------------------------------------------
+# ---- the json --------------------------------------------------------------------------------------------------------
 
 
 def header_bytes(header: Header) -> bytes:

@@ -163,8 +163,7 @@ class DataNode:
         expected = self._planner.expected_s(path)
         return min(LONGEST_LIFETIME_S, max(SHORTEST_LIFETIME_S, LIFETIME_IN_PATHS * expected))
 
-    # ---- node.pipeline.interfaces.PathEnds
-    # --------------------------------------------------------------------------------------
+    # ---- node.pipeline.interfaces.PathEnds ---------------------------------------------------------------------------
 
     def expects(self, message: Forward) -> bool:
         if message.purpose is Purpose.EVALUATE:

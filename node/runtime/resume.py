@@ -105,8 +105,7 @@ def first_number(data: DataState | None, drawn: int) -> int:
     return (drawn + 2 * RESERVED_NUMBERS + 1) % (NUMBERS // 2)
 
 
-# ---- at the start
-# ----------------------------------------------------------------------------------------------------------
+# ---- at the start ----------------------------------------------------------------------------------------------------
 
 
 def find_own(folder: CheckpointFolder, peer: PeerId, module: ModuleId | None) -> tuple[Resumed, tuple[Note, ...]]:

@@ -1,4 +1,4 @@
-"""The machine's clocks, as `protocol.interfaces.clock.Clock`."""
+"""The clocks: what the node needs of them, and the machine's own. Tests and the simulator hand in others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO"""
+"""What the node needs of the directory, and how a peer that was found there is reached."""
 
 from __future__ import annotations
 

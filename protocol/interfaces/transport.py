@@ -1,7 +1,6 @@
-"""The seams of the network side: what the node needs of a transport, a directory and a clock, and what they need of it.
+"""What the node needs of a transport, and what the transport needs of it.
 
-The real ones are `protocol.transport.grpc_transport` and `protocol.dht.directory`; tests and the simulator hand in
-others.
+The real one is `protocol.transport.grpc_transport`; tests and the simulator hand in others.
 """
 
 from __future__ import annotations

@@ -367,8 +367,7 @@ class Attempts:
         outlook.fellows.presume(result.roster.peers, result.version, outlook.now)
         return [*others, commit, *outlook.stand_on(result.version)]
 
-    # ---- time
-    # ---------------------------------------------------------------------------------------------------------
+    # ---- time --------------------------------------------------------------------------------------------------------
 
     def advance(self) -> Actions:
         """What the convener's part of us does by now."""

@@ -104,8 +104,7 @@ class Convener:
         others = (peer for peer, guest in self._guests.items() if peer != self._own and guest.answer in WITH_US)
         return [Tell(peer, Dissolved(self.round, why)) for peer in others]
 
-    # ---- what comes in
-    # ------------------------------------------------------------------------------------------------
+    # ---- what comes in -----------------------------------------------------------------------------------------------
 
     def lost(self, peer: PeerId) -> None:
         guest = self._guests.get(peer)
@@ -157,8 +156,7 @@ class Convener:
             Tell(sender, Dissolved(self.round, "your entry is not signed, or has impossible figures or another base"))
         ]
 
-    # ---- time
-    # ---------------------------------------------------------------------------------------------------------
+    # ---- time --------------------------------------------------------------------------------------------------------
 
     def advance(self, now: float) -> tuple[list[Tell], Verdict | None]:
         """What is to be sent by now, and the end of this attempt if it has come."""
@@ -185,8 +183,7 @@ class Convener:
             if guest.answer in WITH_US or guest.answer in unsure
         ]
 
-    # ---- before the exchange
-    # ------------------------------------------------------------------------------------------
+    # ---- before the exchange -----------------------------------------------------------------------------------------
 
     def _collecting(self, now: float) -> bool:
         return any(self._awaited(guest, now) for guest in self._guests.values())
@@ -259,8 +256,7 @@ class Convener:
     def _entries(self) -> dict[PeerId, Entry]:
         return {peer: guest.entry for peer, guest in self._guests.items() if guest.entry is not None}
 
-    # ---- the exchange
-    # -------------------------------------------------------------------------------------------------
+    # ---- the exchange ------------------------------------------------------------------------------------------------
 
     def _judge_exchange(self, roster: Roster, now: float) -> Verdict | None:
         members = {member.peer: self._guests[member.peer] for member in roster.members}

@@ -216,8 +216,7 @@ class _Fetching:
             for action in self._plan.handle(event, self._with.clock.monotonic()):
                 self._carry_out(action)
 
-    # ---- what comes in by the links
-    # ------------------------------------------------------------------------------------
+    # ---- what comes in by the links ----------------------------------------------------------------------------------
 
     def admit(self, sender: PeerId, message: StateChunk, tensor: TensorSpec) -> memoryview | Refusal:
         chunk = message.chunk
@@ -251,8 +250,7 @@ class _Fetching:
             self._pool.give_back(arrival.buffer)
             self.handle(ChunkLost(sender, chunk))
 
-    # ---- carrying out
-    # --------------------------------------------------------------------------------------------------
+    # ---- carrying out ------------------------------------------------------------------------------------------------
 
     def _begin(self, vectors: tuple[Vector, Vector], known: Anchor | None) -> frozenset[int]:
         """On the thread. Returns the chunks that need not be fetched."""

@@ -239,7 +239,7 @@ class Odd:
     at_s: float
     stage: int
     oddities: tuple[str, ...]
-    """Options of `odd_node`."""
+    """Options of `node.lab.chaos.faulty_node`."""
     works: bool
     """Whether the others are to work with it, or to leave it out."""
     site: Site

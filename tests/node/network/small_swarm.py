@@ -283,8 +283,7 @@ class SmallSwarm:
         )
         return Member(own, gated, carrier, compute, steps, visits)
 
-    # ---- swarm.pipeline.ledger.Replicas
-    # ------------------------------------------------------------------------------------
+    # ---- swarm.pipeline.ledger.Replicas ------------------------------------------------------------------------------
 
     fewest_hops = MAX_HOPS
 

@@ -76,8 +76,7 @@ class RoundWorld:
     def peers(self) -> list[PeerId]:
         return list(self.replicas)
 
-    # ---- announcements
-    # ------------------------------------------------------------------------------------------------
+    # ---- announcements -----------------------------------------------------------------------------------------------
 
     def _announcement(self, replica: VirtualReplica) -> Fellow:
         return Fellow(replica.id, replica.version, replica.serving)
@@ -94,8 +93,7 @@ class RoundWorld:
             if other is not replica and self.links.up(replica.id, other.id):
                 self.time.after(self.random.uniform(0.01, ANNOUNCE_S), partial(other.do, partial(other.see, fellow)))
 
-    # ---- what must hold
-    # -----------------------------------------------------------------------------------------------
+    # ---- what must hold ----------------------------------------------------------------------------------------------
 
     def observe(self, replica: VirtualReplica, before: AnchorVersion, actions: Iterable[Action]) -> None:
         after = replica.version
@@ -157,8 +155,7 @@ class RoundWorld:
     def explain(self) -> str:
         return "\n".join(f"{replica.id}: {replica.machine.describe()}" for replica in self.living)
 
-    # ---- time
-    # ---------------------------------------------------------------------------------------------------------
+    # ---- time --------------------------------------------------------------------------------------------------------
 
     def run(self, seconds: float) -> None:
         self.time.run_until(self.time.now + seconds)
@@ -171,8 +168,7 @@ class RoundWorld:
         """Whether all that live stand on one version that they have in common."""
         return len(self.versions()) == 1
 
-    # ---- what goes wrong
-    # ----------------------------------------------------------------------------------------------
+    # ---- what goes wrong ---------------------------------------------------------------------------------------------
 
     def cut(self, one: PeerId, other: PeerId) -> None:
         """The link breaks and stays so; both ends notice."""

@@ -213,8 +213,7 @@ def test_one_that_fails_in_the_middle_costs_seconds(faulty: dict[str, float]):
     assert world.time.now < 200 * CHUNK_BYTES / 40e6 + 3.0
 
 
-# ---- which version
-# ----------------------------------------------------------------------------------------------------
+# ---- which version ---------------------------------------------------------------------------------------------------
 
 
 def version(number: int, tokens: int = 0, digest: bytes = b"") -> AnchorVersion:

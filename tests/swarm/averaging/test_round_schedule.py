@@ -53,8 +53,7 @@ def version(number: int, tokens: int = 0, digest: bytes = b"x") -> AnchorVersion
     return AnchorVersion(number, 0, tokens, 0, digest)
 
 
-# ---- who, when, which number
-# ------------------------------------------------------------------------------------------
+# ---- who, when, which number -----------------------------------------------------------------------------------------
 
 
 def test_the_convener_changes_from_round_to_round_and_a_leaver_moves_nobody_else() -> None:

@@ -73,8 +73,7 @@ class Desk:
         self.unlinked: set[PeerId] = set()
         self.custody = Custody(own, slots, self)
 
-    # ---- swarm.pipeline.ledger.Replicas
-    # ------------------------------------------------------------------------------------
+    # ---- swarm.pipeline.ledger.Replicas ------------------------------------------------------------------------------
 
     def choose(self, module: ModuleId, without: frozenset[PeerId]) -> Reasoned[PeerId | None]:
         left = [peer for peer in REPLICAS[module.stage] if peer not in without | self.dead]

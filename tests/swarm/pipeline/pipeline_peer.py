@@ -160,8 +160,7 @@ class Peer:
             self.world.shape.slots, free, 0, None, self.incarnation, int(now * 1000) + self.incarnation, now + 5.0,
         )  # fmt: skip
 
-    # ---- swarm.pipeline.ledger.Replicas
-    # ------------------------------------------------------------------------------------
+    # ---- swarm.pipeline.ledger.Replicas ------------------------------------------------------------------------------
 
     def choose(self, module: ModuleId, without: frozenset[PeerId]) -> Reasoned[PeerId | None]:
         load = in_flight_by_peer([holding.path for holding in self.custody.holdings()])

@@ -60,8 +60,7 @@ def recalling() -> Desk:
     return desk
 
 
-# ---- the stand-in
-# ------------------------------------------------------------------------------------------------------
+# ---- the stand-in ----------------------------------------------------------------------------------------------------
 
 
 def test_a_stand_in_gets_the_gradient_recalls_the_input_and_computes_both_ways_in_one() -> None:
@@ -138,8 +137,7 @@ def test_a_second_gradient_waits_until_it_is_known_what_becomes_of_the_first() -
     assert desk.admits(1, BY_B2.with_peer(2, B3)) is Place.REFUSED, "no replica of C's module"
 
 
-# ---- the hop before
-# ----------------------------------------------------------------------------------------------------
+# ---- the hop before --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("status", [None, ACCEPTED, PASSED_ON])
@@ -208,8 +206,7 @@ def test_what_is_not_held_or_not_computed_yet_cannot_be_recalled() -> None:
     assert told.message.status is BUSY  # type: ignore[union-attr]
 
 
-# ---- whose gradient counts
-# ---------------------------------------------------------------------------------------------
+# ---- whose gradient counts -------------------------------------------------------------------------------------------
 
 
 def settling() -> Desk:

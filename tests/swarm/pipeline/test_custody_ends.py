@@ -47,8 +47,7 @@ from tests.swarm.pipeline.custody_desk import (
     stranded,
 )
 
-# ---- the same microbatch again
-# -----------------------------------------------------------------------------------------
+# ---- the same microbatch again ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("repaired_since", [False, True])
@@ -132,8 +131,7 @@ def test_an_end_whose_receipt_is_late_ends_with_its_start() -> None:
     assert desk.lose(C) == []
 
 
-# ---- deadlines, closing, a data node that vanishes
-# -----------------------------------------------------------------------
+# ---- deadlines, closing, a data node that vanishes -------------------------------------------------------------------
 
 
 def test_a_hop_forgets_in_silence_when_nothing_happens_any_more() -> None:

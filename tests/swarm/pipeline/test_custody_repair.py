@@ -35,8 +35,7 @@ from tests.swarm.pipeline.custody_desk import (
     stranded,
 )
 
-# ---- the way out goes wrong
-# --------------------------------------------------------------------------------------------
+# ---- the way out goes wrong ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("guarding", [False, True])
@@ -230,8 +229,7 @@ def test_results_for_what_is_not_held_are_ignored() -> None:
     assert desk.custody.handle(ComputeFailed(Key(MICROBATCH, 0), "late"), desk.now) == []
 
 
-# ---- the way back goes wrong
-# -------------------------------------------------------------------------------------------
+# ---- the way back goes wrong -----------------------------------------------------------------------------------------
 
 
 def handing_back(position: int = 1, own: PeerId = B) -> Desk:

@@ -30,8 +30,7 @@ def chosen(planner: Planner, in_flight: dict[PeerId, int] | None = None) -> Peer
     return planner.replica(ModuleId(1), frozenset(), in_flight or {}, 0.0).value
 
 
-# ---- which stages
-# ------------------------------------------------------------------------------------------------------
+# ---- which stages ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -136,8 +135,7 @@ def test_a_skipped_stage_needs_no_peer() -> None:
     assert any(found)
 
 
-# ---- which peer
-# --------------------------------------------------------------------------------------------------------
+# ---- which peer ------------------------------------------------------------------------------------------------------
 
 
 def test_the_fastest_is_chosen_and_the_reason_says_so() -> None:
@@ -218,8 +216,7 @@ def test_hops_are_counted_by_peer() -> None:
     assert in_flight_by_peer([Path(OWN, (one, two)), Path(OWN, (one,))]) == {FAST: 2, SLOW: 1}
 
 
-# ---- estimates
-# ---------------------------------------------------------------------------------------------------------
+# ---- estimates -------------------------------------------------------------------------------------------------------
 
 
 def test_the_first_sample_starts_the_average_and_later_ones_move_it_by_a_tenth() -> None:
@@ -262,8 +259,7 @@ def test_the_longest_unused_estimate_is_forgotten(monkeypatch: pytest.MonkeyPatc
     assert [estimates.measured(peer) is None for peer in (FAST, SLOW, LIAR)] == [False, True, False]
 
 
-# ---- lanes
-# -------------------------------------------------------------------------------------------------------------
+# ---- lanes -----------------------------------------------------------------------------------------------------------
 
 
 class OnLanes:

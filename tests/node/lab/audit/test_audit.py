@@ -85,8 +85,7 @@ def good(*more: Event) -> list[Log]:
     return [Log(D, [visit(D), completed(A, B), *more]), Log(A, [visit(A)]), Log(B, [visit(B)])]
 
 
-# ---- microbatches
-# ------------------------------------------------------------------------------------------------------
+# ---- microbatches ----------------------------------------------------------------------------------------------------
 
 
 def test_a_run_in_good_order_is_clean() -> None:
@@ -193,8 +192,7 @@ def test_what_was_started_adds_up_when_data_nodes_were_killed() -> None:
     assert counts["started"] == 4
 
 
-# ---- rounds
-# ------------------------------------------------------------------------------------------------------------
+# ---- rounds ----------------------------------------------------------------------------------------------------------
 
 
 def commit(peer: str, number: int, digest: str = ANCHOR) -> RoundCommitted:
@@ -280,8 +278,7 @@ def test_a_peer_that_stops_before_it_serves_again_answers_for_nothing() -> None:
     assert [rule for rule, _ in rules(served)] == ["the same end"]
 
 
-# ---- files
-# -------------------------------------------------------------------------------------------------------------
+# ---- files -----------------------------------------------------------------------------------------------------------
 
 
 def test_lines_that_are_no_events_are_found() -> None:
@@ -337,8 +334,7 @@ def test_a_data_node_that_is_killed_while_it_writes_may_lack_its_own_visit_but_n
     assert [rule for rule, _ in rules(judged(Log(D, [visit(D)], end=None)))] == ["exactly once"]
 
 
-# ---- tokens
-# ------------------------------------------------------------------------------------------------------------
+# ---- tokens ----------------------------------------------------------------------------------------------------------
 
 
 def data_log(*counted: tuple[int, int, int], before: MicrobatchCounts | None = None) -> Log:
