@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from node.local_swarm.local_swarm import LocalSwarm
+from node.observability.event_json import event_from_json
 from node.observability.events import Event, NodeStatus, NodeSummary, Step
 from protocol.manifest.manifest import Manifest, manifest_from_table
 
@@ -51,6 +52,11 @@ def write_text(folder: Path) -> Path:
         words = " ".join(f"word{(number * 7 + k * k) % 23} and" for k in range(120))
         (folder / f"{number:02}.txt").write_text(words)
     return folder
+
+
+def events_of(logs: Path) -> list[Event]:
+    """The events of all nodes that have written their logs here, one node after the other."""
+    return [event_from_json(line) for path in sorted(logs.iterdir()) for line in path.read_bytes().splitlines()]
 
 
 class Watch:

@@ -10,10 +10,9 @@ import pytest
 
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions, Place
-from node.observability.event_json import event_from_json
 from node.observability.events import Completed, Event, Note, Step
 from swarm.vocabulary.types import PeerId, short
-from tests.e2e.small_run import Watch, small_run, write_text
+from tests.e2e.small_run import Watch, events_of, small_run, write_text
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -37,7 +36,7 @@ async def test_data_nodes_go_round_a_replica_whose_microbatches_have_greater_los
         assert short(liar) in found.message
         await watch.step(swarm.progress.step + 40)
         await swarm.stop()
-    events = [event_from_json(line) for path in sorted(logs.iterdir()) for line in path.read_bytes().splitlines()]
+    events = events_of(logs)
     alarm = next(index for index, event in enumerate(events) if left_out(event))
     completed = [event for event in events[alarm:] if isinstance(event, Completed)]
     under_way = manifest.microbatches_per_step * (1 + manifest.training.staleness)
