@@ -21,6 +21,7 @@ from random import Random
 from typing import Final
 
 from swarm.vocabulary.averaging_messages import StateRefusal
+from swarm.vocabulary.ewma import Ewma
 from swarm.vocabulary.types import PeerId, short
 
 LARGEST_BATCH: Final = 16
@@ -134,7 +135,7 @@ class _Donor:
     peer: PeerId
     owes: dict[int, None] = field(default_factory=dict)
     """Chunks asked for and not here, in the order in which they will come."""
-    seconds_per_byte: float | None = None
+    seconds_per_byte: Ewma = field(default_factory=lambda: Ewma(0.3))
     news: float = 0.0
     """When it last sent something, or was asked for something while it owed nothing."""
     rests_until: float = 0.0
@@ -290,12 +291,10 @@ class Download:
 
     def _measure(self, donor: _Donor, now: float) -> None:
         """Smooths time per byte, not bytes per time: chunks that come in pairs would make a donor look fast."""
-        new = max(now - donor.news, 1e-6) / self._chunk_bytes
-        old = donor.seconds_per_byte
-        donor.seconds_per_byte = new if old is None else 0.7 * old + 0.3 * new
+        donor.seconds_per_byte.add(max(now - donor.news, 1e-6) / self._chunk_bytes)
 
     def _chunk_s(self, donor: _Donor) -> float | None:
-        return None if donor.seconds_per_byte is None else donor.seconds_per_byte * self._chunk_bytes
+        return donor.seconds_per_byte.mean * self._chunk_bytes if donor.seconds_per_byte.samples else None
 
     def _silence_s(self, donor: _Donor) -> float:
         chunk_s = self._chunk_s(donor)
