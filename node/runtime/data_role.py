@@ -125,7 +125,7 @@ class DataRole:
             loss_last=progress.loss_last,
             waiting_for=tuple(str(module) for module in progress.waiting_for),
             visits=tuple(sorted(progress.visits.items())),
-            measured=self._data_node.measured.peers(),
+            measured=self._data_node.vouched.peers(),
             paths=self._talk.describe(),
         )
 

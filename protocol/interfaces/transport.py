@@ -174,8 +174,6 @@ class LinkFigures:
     received_bytes: int
     goodput_bytes_per_s: float
     """At which whole tensors have come to the peer, told by its answers; 0 before the first that took any time."""
-    last_heard_s: float
-    """Seconds since any frame came in."""
 
 
 class Transport(Protocol):

@@ -148,8 +148,8 @@ class Meter:
         self._goodput.gave_up(transfer)
 
     def figures(self) -> LinkFigures:
-        goodput, silence_s = self._goodput.bytes_per_s, self.silence_s()
-        return LinkFigures(self._round_trip.mean, self._sent_bytes, self._received_bytes, goodput, silence_s)
+        goodput = self._goodput.bytes_per_s
+        return LinkFigures(self._round_trip.mean, self._sent_bytes, self._received_bytes, goodput)
 
     def _token(self) -> int:
         self._next_token += 1

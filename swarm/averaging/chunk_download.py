@@ -21,6 +21,7 @@ from random import Random
 from typing import Final
 
 from swarm.vocabulary.averaging_messages import StateRefusal
+from swarm.vocabulary.backoff import ExponentialBackoff
 from swarm.vocabulary.ewma import Ewma
 from swarm.vocabulary.types import PeerId, short
 
@@ -39,8 +40,7 @@ SILENT_CHUNKS: Final = 8.0
 SLOWEST_BYTES_PER_S: Final = 256 * 1024
 """A donor whose speed is not known yet counts as silent as one that is so slow would."""
 STEAL_AFTER_S: Final = 1.0
-FIRST_REST_S: Final = 0.2
-LONGEST_REST_S: Final = 5.0
+REST: Final = ExponentialBackoff(0.2, 5.0)
 MAX_STRIKES: Final = 5
 """Broken links and silences in a row, without a chunk between, after which a donor is given up."""
 COPIES: Final = 2
@@ -247,7 +247,7 @@ class Download:
                 self._put_back(chunk)
         donor.news = now
         donor.trouble = "it is busy"
-        self._rest(donor, now, donor.strikes + 2)
+        self._rest(donor, now, donor.strikes + 3)
 
     def _watch(self, now: float) -> None:
         for donor in self._donors.values():
@@ -267,11 +267,10 @@ class Download:
             self._exclude(donor, f"{why}, for the {donor.strikes}th time in a row")
             return
         self._take_back(donor)
-        self._rest(donor, now, donor.strikes)
+        self._rest(donor, now, donor.strikes + 1)
 
     def _rest(self, donor: _Donor, now: float, times: int) -> None:
-        longest = min(LONGEST_REST_S, FIRST_REST_S * 2**times)
-        donor.rests_until = now + self._random.uniform(0.5, 1.0) * longest
+        donor.rests_until = now + self._random.uniform(0.5, 1.0) * REST.seconds(times)
 
     def _exclude(self, donor: _Donor, why: str) -> None:
         donor.out = donor.out or why

@@ -119,9 +119,9 @@ class Planner:
         modules = [ModuleId(stage) for stage in stages]
         return self._joined(modules, [self.replica(module, frozenset(), in_flight, now) for module in modules])
 
-    def leave_out(self, peer: PeerId, until: float) -> None:
-        """No path goes through the peer before `until` (see `Membership.leave_out`)."""
-        self._membership.leave_out(peer, until)
+    def leave_out(self, peer: PeerId, now: float) -> float:
+        """No path goes through the peer for so many seconds as are returned (see `Membership.leave_out`)."""
+        return self._membership.leave_out(peer, now)
 
     def expected_s(self, path: Path) -> float:
         """Seconds that the path's peers together should take, out and back, with empty queues."""

@@ -82,7 +82,7 @@ def test_the_meter_knows_silence_and_forgives_our_own() -> None:
     meter = Meter(clock)
     meter.heard(10)
     clock.now += 5
-    assert meter.figures().last_heard_s == 5
+    assert meter.silence_s() == 5
     meter.forgive(4)
     assert meter.silence_s() == 1
     meter.forgive(40)
