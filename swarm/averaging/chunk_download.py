@@ -40,7 +40,7 @@ SILENT_CHUNKS: Final = 8.0
 SLOWEST_BYTES_PER_S: Final = 256 * 1024
 """A donor whose speed is not known yet counts as silent as one that is so slow would."""
 STEAL_AFTER_S: Final = 1.0
-REST: Final = ExponentialBackoff(0.2, 5.0)
+REST_S: Final = ExponentialBackoff(0.2, 5.0)
 MAX_STRIKES: Final = 5
 """Broken links and silences in a row, without a chunk between, after which a donor is given up."""
 COPIES: Final = 2
@@ -270,7 +270,7 @@ class Download:
         self._rest(donor, now, donor.strikes + 1)
 
     def _rest(self, donor: _Donor, now: float, times: int) -> None:
-        donor.rests_until = now + self._random.uniform(0.5, 1.0) * REST.seconds(times)
+        donor.rests_until = now + self._random.uniform(0.5, 1.0) * REST_S.seconds(times)
 
     def _exclude(self, donor: _Donor, why: str) -> None:
         donor.out = donor.out or why

@@ -126,7 +126,7 @@ def _renewed(known: _Known | None, fellow: Fellow, now: float) -> _Known:
 
 PATIENCE_PULSES = 2
 """So long a difference lasts before a replica acts on it: most are a commit's messages under way."""
-RETRY: Final = ExponentialBackoff(5.0, 60.0)
+RETRY_S: Final = ExponentialBackoff(5.0, 60.0)
 REMEMBERED = 16
 
 
@@ -188,7 +188,7 @@ class Lag:
         self.catching = None
         before = self._failures.pop(version, None)
         count = 1 if before is None else before.count + 1
-        self._failures[version] = _Failure(now + RETRY.seconds(count), count)
+        self._failures[version] = _Failure(now + RETRY_S.seconds(count), count)
         while len(self._failures) > REMEMBERED:
             del self._failures[next(iter(self._failures))]
 

@@ -19,9 +19,9 @@ from swarm.vocabulary.types import PROTOCOL_VERSIONS, ModuleId, PeerId, PeerStat
 
 MAX_PEERS = 20_000
 FIRST_PAUSE_S = 1.0
-REUSE: Final = ExponentialBackoff(1.0, 60.0, free=2)
+REUSE_S: Final = ExponentialBackoff(1.0, 60.0, free=2)
 """How long a peer that announces itself, but could not be used so many times in a row, still gets no work."""
-FOR_HARM: Final = ExponentialBackoff(60.0, 3600.0)
+HARM_PAUSE_S: Final = ExponentialBackoff(60.0, 3600.0)
 """How long a peer that is there and does harm gets no work."""
 
 
@@ -65,7 +65,7 @@ class Membership:
         self.run = run
         self.own = own
         self._members: dict[PeerId, _Member] = {}
-        self._harmful = Exclusions(FOR_HARM)
+        self._harmful = Exclusions(HARM_PAUSE_S)
         """Whoever is heard again or announces itself anew stays left out."""
 
     def observe(self, announcement: Announcement, *, now: float, wall: float) -> Change:
@@ -85,7 +85,7 @@ class Membership:
         known.expires = now + remaining
         known.heard = now
         if announcement.sequence > known.failed_ms:  # else it is from before: the directory is slow
-            known.suspect_until = min(known.suspect_until, now + REUSE.seconds(known.failures))
+            known.suspect_until = min(known.suspect_until, now + REUSE_S.seconds(known.failures))
         return Change.UPDATED
 
     def expire(self, now: float) -> list[PeerId]:
