@@ -43,9 +43,9 @@ from swarm.membership.membership import Membership
 from swarm.pipeline.custody import Custody
 from swarm.pipeline.custody_states import Started, Work
 from swarm.pipeline.ledger import DEFAULT_SLOTS
+from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.path_rules import PathRules
 from swarm.routing.planner import Planner
-from swarm.routing.service_times import Estimates
 from swarm.vocabulary.errors import SkipstoneError
 from swarm.vocabulary.pipeline_messages import Forward, Purpose, Receipt
 from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, Path, PeerId, PeerState, RunId
@@ -161,7 +161,8 @@ async def peer_of_two(
     )
     torch.set_num_threads(threads_of_each_peer())
     with ComputeThread() as compute:
-        planner = Planner(PathRules(2, 1), membership_sync.membership, Estimates(), manifest.microbatch_tokens)
+        times = MeasuredTimes(identity.peer, manifest.microbatch_tokens)
+        planner = Planner(PathRules(2, 1), membership_sync.membership, times)
         replicas = PlannedReplicas(planner, membership_sync.membership, clock, transport.is_linked)
         custody = Custody(identity.peer, DEFAULT_SLOTS, replicas)
         routes = Routes(identity, RUN)

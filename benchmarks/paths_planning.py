@@ -13,9 +13,8 @@ from typing import Any, Final
 
 from benchmarks.paths_ours import talked
 from swarm.membership.membership import Membership
-from swarm.routing.measurements import Measurements
+from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.planner import Planner
-from swarm.routing.service_times import Estimates
 from swarm.routing.stage_balance import spread
 from swarm.simulation.deaths import after_death
 from swarm.simulation.generate import Regions, Shape, generate
@@ -96,9 +95,10 @@ def _time_launches(instance: Instance, plan: Plan, set_up: Stopwatch, launch: St
     stage_of = instance.costs.stage_of()
     for data_node in instance.costs.data_nodes[:LAUNCHES]:
         with set_up.sample():
-            Measurements(data_node, TOKENS).costs(stages, instance.microbatches)
+            times = MeasuredTimes(data_node, TOKENS)
+            times.costs(stages, instance.microbatches)
         lanes = spread([tuple(Hop(ModuleId(stage_of[peer]), peer) for peer in route) for route in plan[data_node]])
-        planner = Planner(instance.rules, members, Estimates(), TOKENS, lambda lanes=lanes: lanes)
+        planner = Planner(instance.rules, members, times, lambda lanes=lanes: lanes)
         with launch.sample():
             planner.plan(1, {}, 0.0)
 

@@ -132,8 +132,6 @@ class ModuleRounds:
             longest_s=manifest.training.round_seconds,
         )
         self.news = RoundNews(own.peer, given.module, own.clock, given.events)
-        self.goodput: Callable[[], float] = lambda: 0.0
-        """Of our best link, as whoever sends microbatches measures it."""
         hooks = RoundRunnerHooks(
             fellows=self._fellows,
             catch_up=self._catch_up,
@@ -141,7 +139,6 @@ class ModuleRounds:
             settled=self._settled,
             accused=self.news.accused,
             exchanging=self.news.exchanging,
-            goodput=lambda: self.goodput(),
         )
         self._averager = RoundRunner(parts, hooks)
         state_codecs = STATE_CODECS[manifest.codecs.state]

@@ -119,8 +119,6 @@ class RoundRunnerHooks:
     accused: Callable[[Caught], None] = lambda caught: None
     """Another replica did what no honest one does."""
     exchanging: Watch = lambda how_far: None
-    goodput: Callable[[], float] = lambda: 0.0
-    """Bytes per second of our best link, as microbatches have measured it; 0 when they have not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,11 +404,6 @@ class RoundRunner:
         self.handle(CaughtUp(anchor.version))
 
     def _bandwidth(self) -> float:
-        """Bytes per second of our best link; 0 when none was measured.
-
-        By answers if there were any; else by how fast streams take tensors, which buffers on the way make look better
-        for small ones.
-        """
+        """Bytes per second of our best link; 0 when none was measured."""
         assert self._transport is not None
-        taken = (link.goodput_bytes_per_s for link in self._transport.figures().values())
-        return self._hooks.goodput() or max(taken, default=0.0)
+        return max((link.goodput_bytes_per_s for link in self._transport.figures().values()), default=0.0)

@@ -12,7 +12,7 @@ from node.data.places import NOTHING_TOLD, ToldPlaces
 from node.export.open_model import OpenedModel, open_model
 from node.export.source import read_decoder
 from node.model.decoder import Decoder
-from node.network.loss_report import WHOLE_MODEL, AskedPaths, Measured, loss_report
+from node.network.loss_report import WHOLE_MODEL, AskedPaths, HeldOutLoss, loss_report
 from node.solo.trainer import evaluate
 
 CPU = torch.device("cpu")
@@ -40,4 +40,4 @@ def _evaluate(opened: OpenedModel, decoder: Decoder, microbatches: int, paths: A
     manifest = opened.source.signed.manifest
     subsets = paths.of(manifest)
     texts = list(held_out_microbatches(manifest, microbatches, opened.documents()))
-    return loss_report([(stages, Measured(**evaluate(decoder.through(stages), texts))) for stages in subsets])
+    return loss_report([(stages, HeldOutLoss(**evaluate(decoder.through(stages), texts))) for stages in subsets])

@@ -34,7 +34,7 @@ WHOLE_MODEL: Final = AskedPaths()
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class HeldOutLoss:
     """Held-out loss on one path."""
 
     loss: float
@@ -43,7 +43,7 @@ class Measured:
     microbatches: int
 
 
-def loss_report(measured: Sequence[tuple[tuple[int, ...], Measured]]) -> dict[str, Any]:
+def loss_report(measured: Sequence[tuple[tuple[int, ...], HeldOutLoss]]) -> dict[str, Any]:
     """What `eval --json` prints: loss (nats per token, the mean over the paths), tokens and microbatches of the text,
     and of each path in `subsets` its stages after stage 0 and its loss. All paths have been measured on the same
     text."""
@@ -56,7 +56,7 @@ def loss_report(measured: Sequence[tuple[tuple[int, ...], Measured]]) -> dict[st
     }
 
 
-def loss_in(answer: Mapping[str, Any]) -> Measured:
+def loss_in(answer: Mapping[str, Any]) -> HeldOutLoss:
     """A data node's answer.
 
     Raises:
@@ -65,4 +65,4 @@ def loss_in(answer: Mapping[str, Any]) -> Measured:
     loss, tokens, microbatches = (answer.get(key) for key in ("loss", "tokens", "microbatches"))
     if not (isinstance(loss, float) and type(tokens) is int and type(microbatches) is int):
         raise ProtocolViolation("the answer is not that of an evaluation")
-    return Measured(loss, tokens, microbatches)
+    return HeldOutLoss(loss, tokens, microbatches)

@@ -20,7 +20,7 @@ REMEMBERED_MICROBATCHES: Final = 1024
 """The last ones computed here: whose they were, is asked."""
 ASKED_DATA_NODES: Final = 8
 """Those with most of them."""
-MAX_MEASURED: Final = 256
+MAX_VOUCHED: Final = 256
 """Peers that one data node can name."""
 MOST: Final = 0.5
 """Of all data nodes, where none has given us work."""
@@ -28,8 +28,8 @@ ASK_TIMEOUT_S: Final = 5.0
 ASK_AGAIN_S: Final = 5.0
 
 
-class Measured:
-    """Of a data node: whose visits have come home, the last ones."""
+class Vouched:
+    """Of a data node, which vouches for them: whose visits have come home, the last ones."""
 
     def __init__(self) -> None:
         self._peers: OrderedDict[PeerId, None] = OrderedDict()
@@ -37,7 +37,7 @@ class Measured:
     def add(self, peer: PeerId) -> None:
         self._peers[peer] = None
         self._peers.move_to_end(peer)
-        if len(self._peers) > MAX_MEASURED:
+        if len(self._peers) > MAX_VOUCHED:
             self._peers.popitem(last=False)
 
     def peers(self) -> tuple[PeerId, ...]:
@@ -79,7 +79,7 @@ class Proofs:
             except PeerError:
                 return
             if isinstance(named, list):
-                words[peer] = frozenset(PeerId(each) for each in named[:MAX_MEASURED] if isinstance(each, str))
+                words[peer] = frozenset(PeerId(each) for each in named[:MAX_VOUCHED] if isinstance(each, str))
 
         # One that was given no work yet leaves nothing that rests on it alone. If it heard nobody either, a stage that
         # has stopped would keep it for ever: who works may not leave it, and it may not leave who works.

@@ -1,17 +1,14 @@
-"""The codecs of this node's microbatches: what each link carries, and what is chosen for it
+"""The codecs of this node's microbatches: what is chosen for each link by what it carries
 (`swarm.compression.microbatch_codecs`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from node.pipeline.admission import allowed_codecs
-from protocol.interfaces.clock import Clock
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.manifest.manifest import Manifest
-from swarm.compression.goodput import Goodput
 from swarm.compression.microbatch_codecs import MOST_ERROR, Traffic, choose
 from swarm.vocabulary.types import Codec, PeerId, Reasoned, short
 
@@ -20,10 +17,7 @@ MAX_LINKS: Final = 1024
 DESCRIBED: Final = 64
 
 
-@dataclass(slots=True)
-class _Link:
-    goodput: Goodput = field(default_factory=Goodput)
-    chosen: dict[Traffic, Reasoned[Codec]] = field(default_factory=dict)
+Choices = dict[Traffic, Reasoned[Codec]]
 
 
 class LinkCodecs:
@@ -32,36 +26,32 @@ class LinkCodecs:
     Args:
         tensor: of the hidden states, as they are.
         visit_s: how long a microbatch is computed at the slower of the two ends of a link to a peer; 0 when not known.
-        round_trip_s: of the link to a peer; 0 when not known.
+        goodput: bytes per second of the link to a peer; 0 when not known.
     """
 
     def __init__(
         self,
         manifest: Manifest,
         tensor: TensorSpec,
-        clock: Clock,
         visit_s: Callable[[PeerId], float],
-        round_trip_s: Callable[[PeerId], float],
+        goodput: Callable[[PeerId], float],
     ) -> None:
         self._rungs = allowed_codecs(manifest)
         self._sizes = {codec: TensorSpec(tensor.shape, tensor.dtype, codec).byte_length for codec in MOST_ERROR}
         self._sizes[Codec.NONE] = tensor.raw_bytes
-        self._clock = clock
-        self._visit_s, self._round_trip_s = visit_s, round_trip_s
-        self._links: dict[PeerId, _Link] = {}
+        self._visit_s, self._goodput = visit_s, goodput
+        self._chosen: dict[PeerId, Choices] = {}
         self._too_coarse: set[tuple[Traffic, Codec]] = set()
 
     def choose(self, to: PeerId, traffic: Traffic) -> Codec:
         """For the next tensor of this kind that goes to the peer."""
-        link = self._link(to)
         rungs = self._rungs[traffic]
         while len(rungs) > 1 and (traffic, rungs[-1]) in self._too_coarse:
             rungs = rungs[:-1]
-        before = link.chosen.get(traffic)
-        current = None if before is None else before.value
-        chosen = choose(rungs, self._sizes, current, link.goodput.bytes_per_s, self._visit_s(to))
-        link.chosen[traffic] = chosen
-        return chosen.value
+        choices = self._choices(to)
+        current = choices[traffic].value if traffic in choices else None
+        choices[traffic] = choose(rungs, self._sizes, current, self._goodput(to), self._visit_s(to))
+        return choices[traffic].value
 
     def measured(self, traffic: Traffic, codec: Codec, error: float) -> None:
         """The relative error of an encoding. One that is too large rules the codec out for this kind of traffic, as
@@ -69,52 +59,28 @@ class LinkCodecs:
         if error > MOST_ERROR.get(codec, float("inf")):
             self._too_coarse.add((traffic, codec))
 
-    def sending(self, to: PeerId, tensor: Hashable, size_bytes: int) -> None:
-        """A tensor begins to go to the peer."""
-        self._link(to).goodput.sent(tensor, size_bytes, self._clock.monotonic())
-
-    def accepted(self, by: PeerId, tensor: Hashable) -> None:
-        """The peer says that it has all of it."""
-        link = self._links.get(by)
-        if link is not None:
-            link.goodput.accepted(tensor, self._round_trip_s(by), self._clock.monotonic())
-
-    def not_accepted(self, by: PeerId, tensor: Hashable) -> None:
-        """The peer did not want it."""
-        link = self._links.get(by)
-        if link is not None:
-            link.goodput.gave_up(tensor)
-
     def lost(self, peer: PeerId) -> None:
-        """The link ended; nothing that was measured holds for the next one."""
-        self._links.pop(peer, None)
-
-    def best_bytes_per_s(self) -> float:
-        """Of all links; 0 when none has been measured."""
-        return max((link.goodput.bytes_per_s for link in self._links.values()), default=0.0)
+        """The link ended; nothing that was chosen holds for the next one."""
+        self._chosen.pop(peer, None)
 
     def describe(self) -> dict[str, Any]:
         """For `status`: which codecs are allowed, and what is used on each link, why."""
-        links = list(self._links.items())[:DESCRIBED]
+        links = list(self._chosen.items())[:DESCRIBED]
         return {
             "allowed": {traffic.value: _names(rungs) for traffic, rungs in self._rungs.items()},
             "too_coarse": sorted(f"{traffic.value}: {codec.name.lower()}" for traffic, codec in self._too_coarse),
-            "links": {short(peer): _described(link) for peer, link in links if link.chosen},
+            "links": {short(peer): self._described(peer, choices) for peer, choices in links},
         }
 
-    def _link(self, peer: PeerId) -> _Link:
-        link = self._links.get(peer)
-        if link is None:
-            while len(self._links) >= MAX_LINKS:
-                del self._links[next(iter(self._links))]
-            link = self._links[peer] = _Link()
-        return link
+    def _described(self, peer: PeerId, choices: Choices) -> Mapping[str, Any]:
+        codecs = {t.value: {"codec": c.value.name.lower(), "why": c.reason} for t, c in choices.items()}
+        return {"bytes_per_s": round(self._goodput(peer)), **codecs}
+
+    def _choices(self, peer: PeerId) -> Choices:
+        while peer not in self._chosen and len(self._chosen) >= MAX_LINKS:
+            del self._chosen[next(iter(self._chosen))]
+        return self._chosen.setdefault(peer, {})
 
 
 def _names(codecs: tuple[Codec, ...]) -> list[str]:
     return [codec.name.lower() for codec in codecs]
-
-
-def _described(link: _Link) -> Mapping[str, Any]:
-    choices = {t.value: {"codec": c.value.name.lower(), "why": c.reason} for t, c in link.chosen.items()}
-    return {"bytes_per_s": round(link.goodput.bytes_per_s), **choices}

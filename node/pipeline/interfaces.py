@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -166,18 +165,6 @@ class CodecChooser(Protocol):
         """The relative error of an encoding."""
         ...
 
-    def sending(self, to: PeerId, tensor: Hashable, size_bytes: int) -> None:
-        """A tensor, by any name, begins to go to the peer."""
-        ...
-
-    def accepted(self, by: PeerId, tensor: Hashable) -> None:
-        """The peer says that it has all of it."""
-        ...
-
-    def not_accepted(self, by: PeerId, tensor: Hashable) -> None:
-        """The peer did not want it."""
-        ...
-
     def lost(self, peer: PeerId) -> None:
         """The link ended."""
         ...
@@ -194,12 +181,6 @@ class AsTheyAre:
         return Codec.NONE
 
     def measured(self, traffic: Traffic, codec: Codec, error: float) -> None: ...
-
-    def sending(self, to: PeerId, tensor: Hashable, size_bytes: int) -> None: ...
-
-    def accepted(self, by: PeerId, tensor: Hashable) -> None: ...
-
-    def not_accepted(self, by: PeerId, tensor: Hashable) -> None: ...
 
     def lost(self, peer: PeerId) -> None: ...
 

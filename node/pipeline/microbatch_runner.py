@@ -224,7 +224,6 @@ class MicrobatchRunner:
                 ):
                     self.custody.touch(Key(message.microbatch, -1), self._clock.monotonic())
                     self.ends.passed(sender, message)
-                self._note_answer(sender, message)
                 self.handle(ReceiptArrived(sender, message))
             case Close():
                 self.handle(CloseArrived(sender, message))
@@ -263,14 +262,6 @@ class MicrobatchRunner:
     def link_down(self, peer: PeerId, error: PeerError) -> None:
         self.codecs.lost(peer)
         self.handle(PeerLost(peer, str(error)))
-
-    def _note_answer(self, sender: PeerId, receipt: Receipt) -> None:
-        """What came of a tensor that we sent tells what the link carries. Of its answers, the first one counts."""
-        tensor = (receipt.microbatch, receipt.direction, receipt.position)
-        if receipt.status in (ReceiptStatus.ACCEPTED, ReceiptStatus.PASSED_ON):
-            self.codecs.accepted(sender, tensor)
-        else:
-            self.codecs.not_accepted(sender, tensor)
 
     # ---- carrying out ----------------------------------------------------------------------------------------------
 
@@ -401,15 +392,11 @@ class MicrobatchRunner:
     async def _sending(self, action: SendOutput, load: Load) -> None:
         assert self.transport is not None
         assert load.output is not None
-        begun, message, tensor = self._clock.monotonic(), action.message, load.output
-        direction = Direction.FORWARD if isinstance(message, Forward) else Direction.BACKWARD
-        name = (message.microbatch, direction, message.position)
-        self.codecs.sending(action.to, name, tensor.data.nbytes)
+        begun, tensor = self._clock.monotonic(), load.output
         try:
-            await self.transport.send(action.to, message, tensor.spec, tensor.data)
+            await self.transport.send(action.to, action.message, tensor.spec, tensor.data)
             crash_point("sent")
         except PeerError as error:
-            self.codecs.not_accepted(action.to, name)
             self._on_failure(action.to, error)
             self.handle(PeerLost(action.to, str(error)))
         self.wire_s += self._clock.monotonic() - begun

@@ -28,6 +28,7 @@ from protocol.manifest.manifest import Manifest
 from swarm.pipeline.custody_states import Work
 from swarm.pipeline.ledger import DEFAULT_SLOTS
 from swarm.vocabulary.errors import ProtocolViolation, StateError
+from swarm.vocabulary.ewma import Ewma
 from swarm.vocabulary.pipeline_messages import Purpose
 from swarm.vocabulary.types import ModuleId
 
@@ -70,19 +71,23 @@ class HopWorker:
         """Microbatches whose gradient has been added, those before the snapshot it was resumed from included."""
         self.recomputed = 0
         """Visits whose forward pass had to be computed again for the backward pass."""
-        self.tokens_per_s = 0.0
-        """Smoothed speed of forward and backward together; 0 until the first microbatch has been through."""
         self.parameter_version = 0
         """Grows whenever the parameters change; a graph kept from an earlier version is stale."""
         self.after_step: Callable[[StepFigures], None] = lambda figures: None
         """Called after each inner step, in the same job."""
         self._forward_s = 0.0
+        self._speed = Ewma()
         self._accumulator = accumulator
         self._tensor = tensor
         self._tokens = tokens
         self.wire = Wire(device)
         self._graphs = GraphBudget(graph_budget_bytes)
         self._kept: dict[int, _Kept] = {}
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Smoothed speed of forward and backward together; 0 until the first microbatch has been through."""
+        return self._speed.mean
 
     @property
     def unapplied(self) -> int:
@@ -164,8 +169,7 @@ class HopWorker:
         return replace(output, step_due=self.optimizer.due)
 
     def _timed(self, seconds: float) -> None:
-        speed = self._tokens / max(1e-9, seconds)
-        self.tokens_per_s = speed if not self.tokens_per_s else 0.9 * self.tokens_per_s + 0.1 * speed
+        self._speed.add(self._tokens / max(1e-9, seconds))
 
     def _add(self, job: Job, gradients: tuple[Tensor, ...]) -> None:
         addition = self._accumulator.add(job.key.microbatch, self._tokens, gradients)

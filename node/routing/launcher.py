@@ -12,7 +12,7 @@ from typing import Protocol
 from node.concurrency.task_groups import set_or_after
 from node.data.packing import Microbatch
 from node.data.reading_position import ReadingPosition
-from node.network.proofs import Measured
+from node.network.proofs import Vouched
 from node.observability.events import Abandoned, Completed, EventSink, Note, Resumed, Step, Visit, Waiting
 from node.observability.failpoints import crash_point
 from node.observability.throughput import Rate
@@ -90,7 +90,7 @@ class DataNode:
         self.flights = parts.flights
         self.progress, self.reading = parts.progress, parts.reading
         self.rate = Rate(clock)
-        self.measured = Measured()
+        self.vouched = Vouched()
         self.stopping = False
         self._planner, self._times, self._evaluator = parts.planner, parts.times, parts.evaluator
         self._worker, self._runner, self._texts = parts.worker, parts.carrier, parts.texts
@@ -181,9 +181,9 @@ class DataNode:
                 self._leave_out(outlier)
 
     def _leave_out(self, outlier: Outlier) -> None:
-        self._planner.leave_out(outlier.peer, self._clock.monotonic() + outlier.pause_s)
+        pause_s = self._planner.leave_out(outlier.peer, self._clock.monotonic())
         name = f"replica {short(outlier.peer)} of module {outlier.module}"
-        self._events.emit(Note("warning", f"{name} is left out of paths for {outlier.pause_s:.0f} s: {outlier.why}"))
+        self._events.emit(Note("warning", f"{name} is left out of paths for {pause_s:.0f} s: {outlier.why}"))
 
     def finished(self, microbatch: MicrobatchId, path: Path) -> None:
         self._times.completed(microbatch, self._clock.monotonic())
@@ -201,7 +201,7 @@ class DataNode:
             )  # a visit without its completion would be one too many, the other way round it is lost
             self._events.emit(Visit(self.flights.own, str(ModuleId(0)), str(microbatch)))
             for hop in path.hops:
-                self.measured.add(hop.peer)
+                self.vouched.add(hop.peer)
                 stage = hop.module.stage
                 self.progress.visits[stage] = self.progress.visits.get(stage, 0) + 1
             self.progress.tokens += self._tokens

@@ -16,7 +16,7 @@ from node.network.local_peer import LocalPeer
 from protocol.interfaces.transport import Transport
 from swarm.membership.membership import Membership
 from swarm.routing.cost_model import Costs, Route
-from swarm.routing.measurements import Measurements
+from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.negotiation.negotiation_events import (
     Arrived,
     Event,
@@ -57,9 +57,9 @@ class NegotiationRunner:
     """
 
     def __init__(
-        self, own: LocalPeer, membership: Membership, measurements: Measurements, rules: PathRules, in_flight: int
+        self, own: LocalPeer, membership: Membership, times: MeasuredTimes, rules: PathRules, in_flight: int
     ) -> None:
-        self._own, self._membership, self._measurements = own, membership, measurements
+        self._own, self._membership, self._times = own, membership, times
         self._rules, self._in_flight = rules, in_flight
         self._negotiator = Negotiator(own.peer, rules, TalkRules(microbatches=None))
         self._costs: Costs | None = None
@@ -103,7 +103,7 @@ class NegotiationRunner:
             return
         stages = self._live()
         if all(stages):
-            self._costs = costs = self._measurements.costs(stages, self._in_flight)
+            self._costs = costs = self._times.costs(stages, self._in_flight)
             members = frozenset(Member(announced.peer, announced.incarnation) for announced in stages[0])
             self._handle(SwarmChanged(members, costs))
 
@@ -161,7 +161,7 @@ class NegotiationRunner:
     def describe(self) -> dict[str, Any]:
         """For `status`; keys as in docs/PROTOCOL.md."""
         stages = set(range(1, self._rules.stages))
-        waiting = self._measurements.waiting_s()
+        waiting = self._times.waiting_s()
         lanes = [
             {
                 "stages": [hop.module.stage for hop in lane],

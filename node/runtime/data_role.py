@@ -40,9 +40,8 @@ from protocol.interfaces.transport import QuestionAbout
 from protocol.manifest.manifest import Manifest
 from swarm.pipeline.in_flight import Counts, FlightRules, Flights
 from swarm.routing.latency_attribution import PathTimes
-from swarm.routing.measurements import Measurements
+from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.planner import Planner
-from swarm.routing.service_times import Estimates
 from swarm.vocabulary.types import ModuleId, PeerId
 
 LAST_WORDS_S = 3.0
@@ -126,7 +125,7 @@ class DataRole:
             loss_last=progress.loss_last,
             waiting_for=tuple(str(module) for module in progress.waiting_for),
             visits=tuple(sorted(progress.visits.items())),
-            measured=self._data_node.measured.peers(),
+            measured=self._data_node.vouched.peers(),
             paths=self._talk.describe(),
         )
 
@@ -153,11 +152,10 @@ async def data_role(given: ModuleContext) -> AsyncIterator[DataRole]:
     own.steps = worker.stage.optimizer.steps
     assert given.text.value is not None, given.text.reason
     documents = await asyncio.to_thread(open_documents, manifest, given.text.value)
-    estimates, tokens = Estimates(), manifest.microbatch_tokens
-    membership, measurements = given.session.membership, Measurements(own.peer, tokens)
+    membership, times = given.session.membership, MeasuredTimes(own.peer, manifest.microbatch_tokens)
     rules = _flight_rules(given.options, manifest)
-    talk = NegotiationRunner(own, membership, measurements, path_rules(manifest), rules.most_in_flight)
-    planner = Planner(path_rules(manifest), membership, estimates, tokens, lambda: talk.lanes)
+    talk = NegotiationRunner(own, membership, times, path_rules(manifest), rules.most_in_flight)
+    planner = Planner(path_rules(manifest), membership, times, lambda: talk.lanes)
     text_came = asyncio.Event()
 
     def live_data_nodes() -> tuple[PeerId, ...]:
@@ -180,7 +178,7 @@ async def data_role(given: ModuleContext) -> AsyncIterator[DataRole]:
         parts = DataNodeParts(
             flights=Flights(own.peer, rules, first_number=number, counts=counts_of(position)),
             planner=planner,
-            times=PathTimes(own.peer, estimates, measurements, tokens, membership.slots_of),
+            times=PathTimes(own.peer, times, membership.slots_of),
             evaluator=Evaluator(own.peer, planner, worker, carrier, clock, sign, measured),
             worker=worker,
             carrier=carrier,

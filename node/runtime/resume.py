@@ -4,7 +4,6 @@ finds."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 from node.checkpoint.folder import CheckpointFolder, load_newest
 from node.checkpoint.replica import capture_module, restore_module
@@ -23,15 +22,6 @@ RESERVED_NUMBERS = 2**32
 many are left out either way."""
 NUMBERS = 2**47
 """Of microbatches that are trained on; those from here on are of what is evaluated."""
-
-
-AgreedNow = Callable[[], Agreed | None]
-"""Asked on the compute thread while a replica is copied; its tensors must not be written to afterwards."""
-
-
-def nothing_agreed() -> Agreed | None:
-    """Of a replica that has not taken part in a round."""
-    return None
 
 
 def capture_hop(worker: HopWorker, tokens: int, agreed: Agreed | None) -> ReplicaState:

@@ -151,8 +151,7 @@ def microbatch_runner_for(
         given.events.emit(InnerStep(own.peer, module, figures.step, visits, norm, rate))
 
     admission = Admission(given.manifest, own.peer, given.module, session.routes.fault)
-    codecs = link_codecs(given, worker, clock)
-    rounds.goodput = codecs.best_bytes_per_s
+    codecs = link_codecs(given, worker)
     given.proofs.in_rounds = rounds.fellows_of_last_round
     on_failure = given.session.membership_sync.link_down
     visits = LoggedVisits(own.peer, module, given.events, given.proofs)
@@ -161,7 +160,7 @@ def microbatch_runner_for(
     )
 
 
-def link_codecs(given: ModuleContext, worker: Worker, clock: SystemClock) -> LinkCodecs:
+def link_codecs(given: ModuleContext, worker: Worker) -> LinkCodecs:
     """A visit takes as long as the slower end of a link needs, as far as it announces its speed (data nodes do not:
     nobody waits for theirs)."""
     own, membership, transport = given.session.own, given.session.membership, given.session.transport
@@ -173,4 +172,4 @@ def link_codecs(given: ModuleContext, worker: Worker, clock: SystemClock) -> Lin
         known = [speed for speed in speeds if speed > 0]
         return tokens / min(known) if known else 0.0
 
-    return LinkCodecs(given.manifest, worker.tensor, clock, visit_s, transport.round_trip_s)
+    return LinkCodecs(given.manifest, worker.tensor, visit_s, transport.goodput_bytes_per_s)

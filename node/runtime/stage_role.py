@@ -24,8 +24,8 @@ from node.runtime.resume import capture_hop, restore_hop
 from node.runtime.role import Account, Answering, Hook, microbatch_runner_for
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.transport import QuestionAbout
+from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.planner import Planner
-from swarm.routing.service_times import Estimates
 from swarm.vocabulary.types import Reasoned
 
 QUIET_S = 1.0
@@ -106,7 +106,8 @@ async def stage_role(given: ModuleContext) -> AsyncIterator[StageRole]:
     if given.resumed.state is not None:
         await given.compute.run(Priority.UPKEEP, partial(restore_hop, worker, given.resumed.state))
     given.session.own.steps = worker.optimizer.steps
-    planner = Planner(path_rules(manifest), given.session.membership, Estimates(), manifest.microbatch_tokens)
+    times = MeasuredTimes(given.session.own.peer, manifest.microbatch_tokens)
+    planner = Planner(path_rules(manifest), given.session.membership, times)
     replica = LocalReplica((worker.part,), manifest.training.fragments, worker.optimizer, worker.parameters_changed)
     async with module_rounds(given, replica) as rounds:
         worker.after_step = rounds.after_inner_step

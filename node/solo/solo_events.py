@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from node.model.optimizer import StepFigures
+from swarm.vocabulary.ewma import Ewma
 from swarm.vocabulary.types import ModuleId
 
 Event = dict[str, Any]
 """One line of `--json`."""
-
-_RATE_MEMORY: Final = 0.9
-"""Share of the old value in the smoothed tokens per second: about the last ten steps count."""
 
 
 class Trained(Protocol):
@@ -41,13 +39,12 @@ class SoloProgress:
         self._monotonic = monotonic
         self._began = self._last = monotonic()
         self._tokens = self._tokens_before = trainer.tokens
-        self._rate: float | None = None
+        self._rate = Ewma()
         self._losses: list[float] = []  # the first and the last
 
     def step_event(self, loss: float, trainer: Trained) -> Event:
         now = self._monotonic()
-        rate = (trainer.tokens - self._tokens) / max(now - self._last, 1e-9)
-        self._rate = rate if self._rate is None else _RATE_MEMORY * self._rate + (1 - _RATE_MEMORY) * rate
+        self._rate.add((trainer.tokens - self._tokens) / max(now - self._last, 1e-9))
         self._last, self._tokens = now, trainer.tokens
         self._losses = [*self._losses[:1], loss]
         return {
@@ -55,7 +52,7 @@ class SoloProgress:
             "step": trainer.steps,
             "loss": loss,
             "tokens": trainer.tokens,
-            "tokens_per_s": self._rate,
+            "tokens_per_s": self._rate.mean,
             "learning_rate": trainer.figures[ModuleId(0)].learning_rate,
             "gradient_norm": math.hypot(*(figures.gradient_norm for figures in trainer.figures.values())),
         }

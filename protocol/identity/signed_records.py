@@ -81,39 +81,22 @@ def encode_record(announcement: Announcement, identity: Identity) -> bytes:
     return record
 
 
-def decode_record(data: bytes, *, key: str, now: float) -> Announcement:
-    """Checks a record found under a DHT key. `now` is Unix time in seconds.
-
-    Raises:
-        ProtocolViolation: it is malformed, forged, expired, or belongs under another key; the message says which.
-    """
-    announcement = _read(data, None, now)
-    own_key = directory_key(announcement.run, announcement.module)
-    if own_key != key:
-        raise ProtocolViolation(f"record: signed for {own_key}, found under {key[:100]}")
-    return announcement
-
-
-def decode_announced(data: bytes, *, run: RunId, now: float | None) -> Announcement:
-    """Checks a record that a peer of the run handed over, where no key comes with it.
-
-    `now` is None when its owner says it on a link of its own: then it is fresh, whatever the two clocks say.
-
-    Raises:
-        ProtocolViolation: it is malformed, forged, expired, or of another run.
-    """
-    return _read(data, run, now)
-
-
 _verified: OrderedDict[bytes, Announcement] = OrderedDict()
 """What was found true of records whenever they are read. The same bytes come back from every replica of a key at every
 look-up, and the two signatures (record and certificate) are the expensive part of the work. Refusals are not
 remembered, so junk cannot fill it."""
 
 
-def _read(data: bytes, run: RunId | None, now: float | None) -> Announcement:
-    """What costs little comes first: whatever is too long, of another run or out of date is refused before a signature
-    is checked."""
+def decode_announced(data: bytes, *, run: RunId, now: float | None) -> Announcement:
+    """Checks a record of a peer of the run. What costs little comes first: whatever is too long, of another run or out
+    of date is refused before a signature is checked.
+
+    `now` is Unix time in seconds, or None when its owner says it on a link of its own: then it is fresh, whatever the
+    two clocks say.
+
+    Raises:
+        ProtocolViolation: it is malformed, forged, expired, or of another run; the message says which.
+    """
     if len(data) > MAX_RECORD_BYTES:
         raise ProtocolViolation(f"record: {len(data)} bytes are more than the {MAX_RECORD_BYTES} allowed")
     data = bytes(data)
@@ -290,8 +273,8 @@ def _check_figures(announcement: Announcement) -> None:
         raise ProtocolViolation(f"record: sequence {announcement.sequence} is not from 1 to {MAX_COUNT}")
 
 
-def _check_run_and_time(announcement: Announcement, run: RunId | None, now: float | None) -> None:
-    if run is not None and announcement.run != run:
+def _check_run_and_time(announcement: Announcement, run: RunId, now: float | None) -> None:
+    if announcement.run != run:
         raise ProtocolViolation(f"record: belongs to run {announcement.run[:64]}, not {run}")
     if now is None:
         return

@@ -173,9 +173,7 @@ class LinkFigures:
     sent_bytes: int
     received_bytes: int
     goodput_bytes_per_s: float
-    """Smoothed rate of whole tensor transfers sent; 0 before the first."""
-    last_heard_s: float
-    """Seconds since any frame came in."""
+    """At which whole tensors have come to the peer, told by its answers; 0 before the first that took any time."""
 
 
 class Transport(Protocol):

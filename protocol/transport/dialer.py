@@ -21,6 +21,7 @@ from protocol.interfaces.transport import Ask, Caller, FarEnd, Tunnels
 from protocol.transport.grpc_streams import DialledStream, far_end_at, far_end_of_tunnel, open_channel
 from protocol.transport.handshake import Duplicate, expect_hello, objection_error, objection_to
 from protocol.transport.settings import TransportSettings
+from swarm.vocabulary.backoff import ExponentialBackoff
 from swarm.vocabulary.errors import PeerError, Rejected, Unreachable
 from swarm.vocabulary.types import PeerId, short
 
@@ -222,8 +223,7 @@ class Backoff:
 
     def __init__(self, clock: Clock, first_s: float, longest_s: float, jitter: Callable[[], float]) -> None:
         self._clock = clock
-        self._first_s = first_s
-        self._longest_s = longest_s
+        self._waits = ExponentialBackoff(first_s, longest_s)
         self._jitter = jitter
         self._failures: OrderedDict[PeerId, tuple[int, float]] = OrderedDict()
 
@@ -234,7 +234,7 @@ class Backoff:
 
     def failed(self, peer: PeerId) -> None:
         count = self._failures.pop(peer, (0, 0.0))[0]
-        wait_s = min(self._longest_s, self._first_s * 2 ** min(count, 30)) * (1 - self._jitter() / 2)
+        wait_s = self._waits.seconds(count + 1) * (1 - self._jitter() / 2)
         self._failures[peer] = (count + 1, self._clock.monotonic() + wait_s)
         if len(self._failures) > MAX_REMEMBERED_PEERS:
             self._failures.popitem(last=False)

@@ -159,10 +159,10 @@ class GrpcTransport:
     def figures(self) -> dict[PeerId, LinkFigures]:
         return {peer: link.figures() for peer, link in self._links.items()}
 
-    def round_trip_s(self, peer: PeerId) -> float:
+    def goodput_bytes_per_s(self, peer: PeerId) -> float:
         """As measured; 0 without a link or before the first answer."""
         link = self._links.get(peer)
-        return 0.0 if link is None else link.figures().round_trip_s
+        return 0.0 if link is None else link.figures().goodput_bytes_per_s
 
     def far_end(self, peer: PeerId) -> FarEnd | None:
         """Where the link to the peer leads; None without one."""

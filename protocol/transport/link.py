@@ -3,8 +3,6 @@
 Three tasks: one reads and dispatches, one writes what the outbox holds, one pings. None of them waits for another, so
 the two directions cannot block each other. `end` closes a link at once and for good; `run` then lets the last words
 out.
-
-What a link measures of itself. Times are the clock's monotonic seconds.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Final
 
 from protocol.frames.chunks import Chunk
 from protocol.frames.fields import TensorFrame
@@ -39,6 +36,7 @@ from protocol.interfaces.transport import FarEnd, LinkFigures, LinkHandler, Ques
 from protocol.transport.grpc_streams import Stream
 from protocol.transport.handshake import meaning_of
 from protocol.transport.inbox import Inbox
+from protocol.transport.meter import Meter
 from protocol.transport.outbox import Outbox
 from protocol.transport.rate_limits import CommonPatience, Patience
 from protocol.transport.rpc import Answering, Asking
@@ -47,66 +45,6 @@ from protocol.transport.settings import TransportSettings
 from swarm.vocabulary.errors import PeerError, ProtocolViolation, Stalled, Unreachable
 from swarm.vocabulary.pipeline_messages import Backward, ControlMessage, Forward, TensorMessage
 from swarm.vocabulary.types import PeerId, short
-
-_ROUND_TRIP_GAIN: Final = 1 / 8
-"""Of RFC 6298, section 2."""
-_GOODPUT_GAIN: Final = 1 / 4
-
-
-class Meter:
-    """Measures one link: round trip, goodput, bytes each way, and when it was last heard."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._round_trip_s = 0.0
-        self._goodput = 0.0
-        self._sent_bytes = 0
-        self._received_bytes = 0
-        self._heard_at = clock.monotonic()
-        self._pinged_at = 0.0
-        self._open_token: int | None = None
-        self._next_token = 1
-
-    def wrote(self, size_bytes: int) -> None:
-        self._sent_bytes += size_bytes
-
-    def heard(self, size_bytes: int) -> None:
-        self._received_bytes += size_bytes
-        self._heard_at = self._clock.monotonic()
-
-    def silence_s(self) -> float:
-        return self._clock.monotonic() - self._heard_at
-
-    def forgive(self, seconds: float) -> None:
-        """This process itself did not run for a while, so it could not hear anything."""
-        self._heard_at = min(self._heard_at + seconds, self._clock.monotonic())
-
-    def ping(self) -> int:
-        """A token for a new ping; a pong to an earlier one does not count any more."""
-        self._open_token, self._next_token = self._next_token, self._next_token + 1
-        self._pinged_at = self._clock.monotonic()
-        return self._open_token
-
-    def pong(self, token: int) -> bool:
-        """Whether it answers the last ping."""
-        if token != self._open_token:
-            return False
-        self._open_token = None
-        sample = self._clock.monotonic() - self._pinged_at
-        self._round_trip_s += (sample - self._round_trip_s) * (_ROUND_TRIP_GAIN if self._round_trip_s else 1)
-        return True
-
-    @property
-    def ping_is_open(self) -> bool:
-        return self._open_token is not None
-
-    def transferred(self, size_bytes: int, seconds: float) -> None:
-        """A whole tensor was handed to the stream in so long."""
-        if seconds > 0:
-            self._goodput += (size_bytes / seconds - self._goodput) * (_GOODPUT_GAIN if self._goodput else 1)
-
-    def figures(self) -> LinkFigures:
-        return LinkFigures(self._round_trip_s, self._sent_bytes, self._received_bytes, self._goodput, self.silence_s())
 
 
 class _Over(Exception):
@@ -214,18 +152,24 @@ class Link:
             raise ValueError(f"{octets.nbytes} bytes of data for a tensor of {tensor.byte_length} bytes")
         lane = Lane.MICROBATCHES if isinstance(message, Forward | Backward) else Lane.BULK
         most = self._settings.bulk_chunk_bytes if lane is Lane.BULK else self._settings.chunk_bytes
-        started = 0.0
+        number = 0
 
         def make() -> OutgoingTransfer:
-            nonlocal started
-            started = self._clock.monotonic()
+            nonlocal number
             number, self._next_transfer = self._next_transfer, (self._next_transfer + 2) % 2**32
             chunk_bytes = chunk_bytes_for(self._meter.figures().goodput_bytes_per_s, most)
             header = TensorFrame(message, tensor, number, chunk_count_of(octets.nbytes, chunk_bytes))
+            self._meter.sending(number, octets.nbytes)
             return OutgoingTransfer(number, encode(header), octets, chunk_bytes)
 
-        if await self.outbox.send(lane, octets.nbytes, make):
-            self._meter.transferred(octets.nbytes, self._clock.monotonic() - started)
+        handed_over = False
+        try:
+            handed_over = await self.outbox.send(lane, octets.nbytes, make)
+        finally:
+            if not handed_over:
+                self._meter.gave_up(number)
+        if handed_over:
+            self.say(Ping(self._meter.ping_after(number)))
             self._patience.exchanged(_hops_of(message))
 
     async def tell(self, message: ControlMessage) -> None:

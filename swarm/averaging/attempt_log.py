@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from swarm.averaging.round_events import RoundRules
 from swarm.vocabulary.averaging_messages import MAX_ATTEMPTS, Commit, Roster, RoundId
+from swarm.vocabulary.backoff import ExponentialBackoff
 from swarm.vocabulary.types import ModuleId, PeerId
 
 ATTEMPTS_AT_ONCE = 4
@@ -22,7 +23,7 @@ class AttemptLog:
     """Kept from one anchor to the next; the commits we announced are kept longer, for those who ask late."""
 
     def __init__(self, rules: RoundRules) -> None:
-        self._rules = rules
+        self._backoff = ExponentialBackoff(rules.answer_s, LONGEST_PAUSE_S)
         self._commits: dict[RoundId, Commit] = {}
         self._failures = 0
         self.highest: tuple[int, int] = (0, 0)
@@ -63,7 +64,7 @@ class AttemptLog:
     def failed(self, now: float) -> None:
         """A convener that gives up makes a longer and longer pause."""
         self._failures += 1
-        self.pause(now, min(self._rules.answer_s * 2.0 ** min(self._failures - 1, 8), LONGEST_PAUSE_S))
+        self.pause(now, self._backoff.seconds(self._failures))
 
     def pause(self, now: float, seconds: float) -> None:
         self.quiet_until = max(self.quiet_until, now + seconds)

@@ -21,6 +21,8 @@ from random import Random
 from typing import Final
 
 from swarm.vocabulary.averaging_messages import StateRefusal
+from swarm.vocabulary.backoff import ExponentialBackoff
+from swarm.vocabulary.ewma import Ewma
 from swarm.vocabulary.types import PeerId, short
 
 LARGEST_BATCH: Final = 16
@@ -38,8 +40,7 @@ SILENT_CHUNKS: Final = 8.0
 SLOWEST_BYTES_PER_S: Final = 256 * 1024
 """A donor whose speed is not known yet counts as silent as one that is so slow would."""
 STEAL_AFTER_S: Final = 1.0
-FIRST_REST_S: Final = 0.2
-LONGEST_REST_S: Final = 5.0
+REST_S: Final = ExponentialBackoff(0.2, 5.0)
 MAX_STRIKES: Final = 5
 """Broken links and silences in a row, without a chunk between, after which a donor is given up."""
 COPIES: Final = 2
@@ -134,7 +135,7 @@ class _Donor:
     peer: PeerId
     owes: dict[int, None] = field(default_factory=dict)
     """Chunks asked for and not here, in the order in which they will come."""
-    seconds_per_byte: float | None = None
+    seconds_per_byte: Ewma = field(default_factory=lambda: Ewma(0.3))
     news: float = 0.0
     """When it last sent something, or was asked for something while it owed nothing."""
     rests_until: float = 0.0
@@ -246,7 +247,7 @@ class Download:
                 self._put_back(chunk)
         donor.news = now
         donor.trouble = "it is busy"
-        self._rest(donor, now, donor.strikes + 2)
+        self._rest(donor, now, donor.strikes + 3)
 
     def _watch(self, now: float) -> None:
         for donor in self._donors.values():
@@ -266,11 +267,10 @@ class Download:
             self._exclude(donor, f"{why}, for the {donor.strikes}th time in a row")
             return
         self._take_back(donor)
-        self._rest(donor, now, donor.strikes)
+        self._rest(donor, now, donor.strikes + 1)
 
     def _rest(self, donor: _Donor, now: float, times: int) -> None:
-        longest = min(LONGEST_REST_S, FIRST_REST_S * 2**times)
-        donor.rests_until = now + self._random.uniform(0.5, 1.0) * longest
+        donor.rests_until = now + self._random.uniform(0.5, 1.0) * REST_S.seconds(times)
 
     def _exclude(self, donor: _Donor, why: str) -> None:
         donor.out = donor.out or why
@@ -290,12 +290,10 @@ class Download:
 
     def _measure(self, donor: _Donor, now: float) -> None:
         """Smooths time per byte, not bytes per time: chunks that come in pairs would make a donor look fast."""
-        new = max(now - donor.news, 1e-6) / self._chunk_bytes
-        old = donor.seconds_per_byte
-        donor.seconds_per_byte = new if old is None else 0.7 * old + 0.3 * new
+        donor.seconds_per_byte.add(max(now - donor.news, 1e-6) / self._chunk_bytes)
 
     def _chunk_s(self, donor: _Donor) -> float | None:
-        return None if donor.seconds_per_byte is None else donor.seconds_per_byte * self._chunk_bytes
+        return donor.seconds_per_byte.mean * self._chunk_bytes if donor.seconds_per_byte.samples else None
 
     def _silence_s(self, donor: _Donor) -> float:
         chunk_s = self._chunk_s(donor)

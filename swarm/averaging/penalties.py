@@ -3,80 +3,31 @@ itself counts; what others accuse somebody of is not kept."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
+from swarm.vocabulary.backoff import Exclusions, ExponentialBackoff
 from swarm.vocabulary.types import PeerId
 
-FORGIVEN_AFTER_S = 600.0
-"""After the end of the last sentence."""
-REMEMBERED = 256
-"""Peers, of each kind."""
-MOST_DOUBLINGS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Sentence:
-    """How long somebody is left out of rounds after so many offences in a row."""
-
-    free: int
-    """Offences that cost only the attempt in which they happened."""
-    first_s: float
-    longest_s: float
-
-    def seconds(self, count: int) -> float:
-        """Doubles with every further offence."""
-        if count <= self.free:
-            return 0.0
-        return min(self.first_s * 2.0 ** min(count - self.free - 1, MOST_DOUBLINGS), self.longest_s)
-
-
-FOR_RUBBISH: Final = Sentence(free=1, first_s=60.0, longest_s=3600.0)
-FOR_FRAUD: Final = Sentence(free=0, first_s=3600.0, longest_s=86_400.0)
+FORGIVEN_AFTER_S: Final = 600.0
+"""After the end of the last pause."""
+FOR_RUBBISH: Final = ExponentialBackoff(60.0, 3600.0, free=1)
+"""The first time costs only the attempt in which it happened."""
+FOR_FRAUD: Final = ExponentialBackoff(3600.0, 86_400.0)
 """An audit leaves no honest explanation."""
-FOR_SILENCE: Final = Sentence(free=0, first_s=300.0, longest_s=3600.0)
+FOR_SILENCE: Final = ExponentialBackoff(300.0, 3600.0)
 """No answers to audits, or groundless accusations, several times: that may happen to honest ones too."""
-FOR_WAITING: Final = Sentence(free=1, first_s=30.0, longest_s=600.0)
+FOR_WAITING: Final = ExponentialBackoff(30.0, 600.0, free=1)
 """Milder: a link between two honest peers may be at fault."""
-
-
-@dataclass(slots=True)
-class _Record:
-    count: int
-    latest: float
-
-
-class _Docket:
-    """Offences of one kind."""
-
-    def __init__(self, sentence: Sentence) -> None:
-        self._sentence = sentence
-        self._records: dict[PeerId, _Record] = {}
-
-    def add(self, peer: PeerId, now: float) -> None:
-        before = self._records.pop(peer, None)
-        stale = before is None or now - before.latest > FORGIVEN_AFTER_S + self._sentence.seconds(before.count)
-        self._records[peer] = _Record(1 if before is None or stale else before.count + 1, now)
-        while len(self._records) > REMEMBERED:
-            del self._records[next(iter(self._records))]
-
-    def forgive(self, peer: PeerId) -> None:
-        self._records.pop(peer, None)
-
-    def excluded(self, now: float) -> frozenset[PeerId]:
-        return frozenset(
-            peer for peer, record in self._records.items() if now - record.latest < self._sentence.seconds(record.count)
-        )
 
 
 class Penalties:
     """What this replica remembers of its fellows."""
 
     def __init__(self) -> None:
-        self._rubbish = _Docket(FOR_RUBBISH)
-        self._waiting = _Docket(FOR_WAITING)
-        self._fraud = _Docket(FOR_FRAUD)
-        self._silence = _Docket(FOR_SILENCE)
+        self._rubbish = Exclusions(FOR_RUBBISH, FORGIVEN_AFTER_S)
+        self._waiting = Exclusions(FOR_WAITING, FORGIVEN_AFTER_S)
+        self._fraud = Exclusions(FOR_FRAUD, FORGIVEN_AFTER_S)
+        self._silence = Exclusions(FOR_SILENCE, FORGIVEN_AFTER_S)
 
     def sent_rubbish(self, peer: PeerId, now: float) -> None:
         """Something that cannot be used."""
@@ -96,5 +47,5 @@ class Penalties:
 
     def excluded(self, now: float) -> frozenset[PeerId]:
         """Who gets no invitation, and whose invitations are not answered."""
-        dockets = (self._rubbish, self._waiting, self._fraud, self._silence)
-        return frozenset[PeerId]().union(*(docket.excluded(now) for docket in dockets))
+        kinds = (self._rubbish, self._waiting, self._fraud, self._silence)
+        return frozenset[PeerId]().union(*(kind.excluded(now) for kind in kinds))

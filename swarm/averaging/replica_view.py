@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from swarm.averaging.attempt_log import AttemptLog
 from swarm.averaging.penalties import Penalties
@@ -18,6 +19,7 @@ from swarm.averaging.roster import MOST_STEPS
 from swarm.averaging.round_events import Fellow, RoundRules, Seal, Tell
 from swarm.averaging.schedule import convener_order, due, next_number, plausible_round, standing
 from swarm.vocabulary.averaging_messages import MAX_MEMBERS, Progress
+from swarm.vocabulary.backoff import ExponentialBackoff
 from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId, Reasoned
 
 WORD_HOLDS_S = 30.0
@@ -124,8 +126,7 @@ def _renewed(known: _Known | None, fellow: Fellow, now: float) -> _Known:
 
 PATIENCE_PULSES = 2
 """So long a difference lasts before a replica acts on it: most are a commit's messages under way."""
-RETRY_S = 5.0
-LONGEST_RETRY_S = 60.0
+RETRY_S: Final = ExponentialBackoff(5.0, 60.0)
 REMEMBERED = 16
 
 
@@ -187,7 +188,7 @@ class Lag:
         self.catching = None
         before = self._failures.pop(version, None)
         count = 1 if before is None else before.count + 1
-        self._failures[version] = _Failure(now + min(RETRY_S * 2.0 ** min(count - 1, 8), LONGEST_RETRY_S), count)
+        self._failures[version] = _Failure(now + RETRY_S.seconds(count), count)
         while len(self._failures) > REMEMBERED:
             del self._failures[next(iter(self._failures))]
 

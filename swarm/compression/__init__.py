@@ -1,1 +1,1 @@
-"""Which codec for which link, and what a link carries."""
+"""Which codec for which link."""

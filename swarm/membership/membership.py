@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import enum
 import math
-from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
 
 from swarm.vocabulary.announcement import Announcement
+from swarm.vocabulary.backoff import Exclusions, ExponentialBackoff
 from swarm.vocabulary.types import PROTOCOL_VERSIONS, ModuleId, PeerId, PeerState, RunId
 
 MAX_PEERS = 20_000
-MAX_LEFT_OUT = 1024
 FIRST_PAUSE_S = 1.0
-LONGEST_PAUSE_S = 60.0
+REUSE_S: Final = ExponentialBackoff(1.0, 60.0, free=2)
+"""How long a peer that announces itself, but could not be used so many times in a row, still gets no work."""
+HARM_PAUSE_S: Final = ExponentialBackoff(60.0, 3600.0)
+"""How long a peer that is there and does harm gets no work."""
 
 
 class Change(enum.Enum):
@@ -62,8 +65,8 @@ class Membership:
         self.run = run
         self.own = own
         self._members: dict[PeerId, _Member] = {}
-        self._left_out: OrderedDict[PeerId, float] = OrderedDict()
-        """Until when; whoever is heard again or announces itself anew stays left out."""
+        self._harmful = Exclusions(HARM_PAUSE_S)
+        """Whoever is heard again or announces itself anew stays left out."""
 
     def observe(self, announcement: Announcement, *, now: float, wall: float) -> Change:
         """Takes in an announcement. One of another run, of ourselves, expired, or older than one that still holds
@@ -82,7 +85,7 @@ class Membership:
         known.expires = now + remaining
         known.heard = now
         if announcement.sequence > known.failed_ms:  # else it is from before: the directory is slow
-            known.suspect_until = min(known.suspect_until, now + _pause_s(known.failures))
+            known.suspect_until = min(known.suspect_until, now + REUSE_S.seconds(known.failures))
         return Change.UPDATED
 
     def expire(self, now: float) -> list[PeerId]:
@@ -115,12 +118,10 @@ class Membership:
         if member is not None:
             member.suspect(now, math.inf)
 
-    def leave_out(self, peer: PeerId, until: float) -> None:
-        """The peer is there and does harm: no work for it before `until`, unless nobody else serves its module."""
-        self._left_out.pop(peer, None)
-        self._left_out[peer] = until
-        while len(self._left_out) > MAX_LEFT_OUT:
-            self._left_out.popitem(last=False)
+    def leave_out(self, peer: PeerId, now: float) -> float:
+        """The peer is there and does harm: no work for it for so many seconds as are returned, unless nobody else
+        serves its module."""
+        return self._harmful.add(peer, now)
 
     def recover(self, peer: PeerId) -> None:
         """The peer has been heard again: a link to it stands."""
@@ -159,7 +160,8 @@ class Membership:
         """The peers that may be given work for a module: serving, unexpired, not suspect, of a version we speak, and
         not left out if there are others."""
         found = [member.announcement for member in self._serving(module, now) if member.suspect_until <= now]
-        return [known for known in found if self._left_out.get(known.peer, 0.0) <= now] or found
+        harmful = self._harmful.excluded(now)
+        return [known for known in found if known.peer not in harmful] or found
 
     def with_state(self, module: ModuleId) -> list[Announcement]:
         """The module's replicas that have told on which agreed state they stand, and have not been given up."""
@@ -214,8 +216,3 @@ def _serves(member: _Member, now: float) -> bool:
         and member.expires > now
         and announcement.versions.common(PROTOCOL_VERSIONS) is not None
     )
-
-
-def _pause_s(failures: int) -> float:
-    """How long a peer that announces itself, but could not be used so many times in a row, still gets no work."""
-    return min(LONGEST_PAUSE_S, 2.0 ** (failures - 3)) if failures > 2 else 0.0

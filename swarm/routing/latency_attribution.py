@@ -21,17 +21,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from swarm.routing.measurements import ASSUMED_BACKWARD_FACTOR, Measurements
-from swarm.routing.service_times import Estimates
+from swarm.routing.measured_times import ASSUMED_BACKWARD_FACTOR, MeasuredTimes
 from swarm.vocabulary.pipeline_messages import Direction, Receipt
 from swarm.vocabulary.types import MicrobatchId, Path, PeerId
 
 MAX_JOURNEYS: Final = 4096
 LOST_S: Final = 10.0
 """A microbatch that is lost counts as a visit of at least so long: failing at once must not look like speed."""
-LOST_TIMES: Final = 3.0
-"""But as no more than so many usual visits of a peer that was measured before: it may be somebody else's fault."""
-
+LOST_ADDS: Final = 0.2
+"""But it makes what was measured of a peer before longer by no more than this part: it may be somebody else's fault."""
 
 _Mark = tuple[Direction, int]
 """Which way, and the position of who passed it on."""
@@ -87,21 +85,12 @@ class PathTimes:
 
     Args:
         own: the data node.
-        tokens: of one microbatch.
+        times: where they are kept.
         slots_of: how many slots a peer announces.
     """
 
-    def __init__(
-        self,
-        own: PeerId,
-        estimates: Estimates,
-        measurements: Measurements,
-        tokens: int,
-        slots_of: Callable[[PeerId], int],
-    ) -> None:
-        self._own, self._slots_of = own, slots_of
-        self._estimates, self._measurements = estimates, measurements
-        self._tokens = tokens
+    def __init__(self, own: PeerId, times: MeasuredTimes, slots_of: Callable[[PeerId], int]) -> None:
+        self._own, self._times, self._slots_of = own, times, slots_of
         self._journeys: OrderedDict[MicrobatchId, _Journey] = OrderedDict()
 
     def launched(self, microbatch: MicrobatchId, path: Path, queue: Mapping[PeerId, int], now: float) -> None:
@@ -151,9 +140,9 @@ class PathTimes:
         journey = self._journeys.pop(microbatch, None)
         if journey is not None:
             for hop in journey.path.hops:
-                known = self._estimates.measured(hop.peer)
-                most = math.inf if known is None else LOST_TIMES * known.seconds_per_token * self._tokens
-                self._estimates.penalize(hop.peer, min(max(LOST_S, now - journey.begun), most), self._tokens)
+                known = self._times.visit(hop.peer)
+                most = math.inf if known is None else known.mean * (1 + LOST_ADDS / known.gain)
+                self._times.visited(hop.peer, min(max(LOST_S, now - journey.begun), most))
 
     # ---- samples -------------------------------------------------------------------------------------------------
 
@@ -163,7 +152,7 @@ class PathTimes:
         if not journey.is_hop(receipt.position):
             journey.resting_s += receipt.waited_s + receipt.computed_s
             if receipt.direction is Direction.FORWARD:
-                self._measurements.computed(sender, Direction.FORWARD, receipt.computed_s)
+                self._times.computed(sender, Direction.FORWARD, receipt.computed_s)
 
     def _note_visit(self, journey: _Journey, mark: _Mark) -> None:
         """As soon as it is known when a hop passed it on and when the one before it did."""
@@ -179,7 +168,7 @@ class PathTimes:
         marks = [(direction, word.receipt.position) for direction in Direction]
         taken_s = [journey.taken_s[mark] for mark in marks if mark in journey.taken_s]
         if len(taken_s) == len(marks) and all(journey.words[mark].sender == word.sender for mark in marks):
-            self._estimates.observe(word.sender, sum(taken_s), self._tokens, journey.queue.get(word.sender, 0))
+            self._times.visited(word.sender, sum(taken_s), journey.queue.get(word.sender, 0))
 
     def _note_stay(self, journey: _Journey, word: _Word) -> None:
         receipt, sender = word.receipt, word.sender
@@ -187,20 +176,20 @@ class PathTimes:
         claimed_s = min(receipt.computed_s, taken)
         waited_s = min(receipt.waited_s, max(0, self._slots_of(sender) - 1) * (1 + ASSUMED_BACKWARD_FACTOR) * claimed_s)
         computed_s = claimed_s + max(0.0, taken - waited_s - claimed_s - receipt.sent_s)
-        self._measurements.computed(sender, receipt.direction, computed_s)
-        self._measurements.waited(sender, waited_s)
+        self._times.computed(sender, receipt.direction, computed_s)
+        self._times.waited(sender, waited_s)
         journey.resting_s += waited_s + computed_s
 
     def _note_home(self, microbatch: MicrobatchId, journey: _Journey) -> None:
         """Once it is home and everything about it has been said."""
         if journey.home is not None and len(journey.taken_s) >= len(Direction) * len(journey.path.hops):
             del self._journeys[microbatch]
-            self._measurements.came_home(journey.home - journey.begun - journey.resting_s, journey.sent_s)
+            self._times.came_home(journey.home - journey.begun - journey.resting_s, journey.sent_s)
 
     def _note_way(self, journey: _Journey, here: PeerId, receipt: Receipt) -> None:
         position = _after((receipt.direction, receipt.position))
         if -1 <= position <= len(journey.path.hops):
-            self._measurements.sent(here, journey.path.peer_at(position), receipt.sent_s)
+            self._times.sent(here, journey.path.peer_at(position), receipt.sent_s)
             journey.sent_s += receipt.sent_s
 
 

@@ -12,7 +12,7 @@ far worse than the others are by now. So nobody is left out whose losses the run
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -38,10 +38,6 @@ ROUNDS: Final = 2
 MOST_BLOCKS: Final = 4096
 DEVIATIONS: Final = 5.0
 """Standard errors of a median that are taken for chance, besides."""
-FIRST_PAUSE_S: Final = 60.0
-LONGEST_PAUSE_S: Final = 3600.0
-REMEMBERED: Final = 1024
-"""Replicas of which it is known how often they were left out."""
 _MAD_TO_SIGMA: Final = 1.4826
 _MEDIAN_TO_MEAN: Final = 1.2533
 """Standard error of a median over that of a mean, for normal values."""
@@ -49,11 +45,10 @@ _MEDIAN_TO_MEAN: Final = 1.2533
 
 @dataclass(frozen=True, slots=True)
 class Outlier:
-    """A replica to be left out of paths for `pause_s` seconds."""
+    """A replica to be left out of paths."""
 
     peer: PeerId
     module: ModuleId
-    pause_s: float
     why: str
 
 
@@ -85,7 +80,6 @@ class LossOutliers:
         """Of one block after the other."""
         self._highest = inf
         """Of those of the last rounds; nothing is odd before it is known."""
-        self._times: OrderedDict[PeerId, int] = OrderedDict()
 
     def returned(self, path: Path, loss: float) -> Outlier | None:
         """Takes the loss of a microbatch, in nats per token, and the path it really took. Returns the replica to be
@@ -122,18 +116,12 @@ class LossOutliers:
         return max(Counter(hop.module for hop in hops).values(), default=1)
 
     def _left_out(self, excess: _Excess) -> Outlier:
-        peer = excess.hop.peer
-        before = self._times.pop(peer, 0)
-        self._times[peer] = before + 1
-        while len(self._times) > REMEMBERED:
-            self._times.popitem(last=False)
         # Only what comes without it tells of the others.
         kept = [one for one in self._returned if excess.hop not in one[0]]
         self._returned = deque(kept, maxlen=WINDOW)
-        pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(before, 8))
         last = f"the losses of its last {excess.count} microbatches"
         why = f"{last} are {excess.nats:.2f} above the {excess.usual:.2f} of other replicas"
-        return Outlier(peer, excess.hop.module, pause_s, why)
+        return Outlier(excess.hop.peer, excess.hop.module, why)
 
     def _excess(self, hop: Hop, at_least: int) -> _Excess | None:
         """None when too few microbatches have gone through that replica, or through others of its module."""

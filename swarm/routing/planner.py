@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from itertools import compress
 
 from swarm.membership.membership import Membership
+from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.path_rules import PathRules
-from swarm.routing.service_times import Estimates
 from swarm.routing.stage_balance import ring_stages
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.types import Hop, ModuleId, Path, PeerId, Reasoned, short
@@ -69,7 +69,7 @@ class Planner:
     """Chooses paths from a membership view.
 
     Args:
-        tokens: tokens of one microbatch.
+        times: the data node's book.
         lanes: the lanes as they are agreed now.
     """
 
@@ -77,14 +77,12 @@ class Planner:
         self,
         rules: PathRules,
         membership: Membership,
-        estimates: Estimates,
-        tokens: int,
+        times: MeasuredTimes,
         lanes: Callable[[], Lanes] = no_lanes,
     ) -> None:
         self.rules = rules
         self._membership = membership
-        self._estimates = estimates
-        self._tokens = tokens
+        self._times = times
         self._lanes = lanes
         self._visited: set[ModuleId] = set()
         """On some path so far: who serves them now may have gone, but is not yet to come."""
@@ -121,9 +119,9 @@ class Planner:
         modules = [ModuleId(stage) for stage in stages]
         return self._joined(modules, [self.replica(module, frozenset(), in_flight, now) for module in modules])
 
-    def leave_out(self, peer: PeerId, until: float) -> None:
-        """No path goes through the peer before `until` (see `Membership.leave_out`)."""
-        self._membership.leave_out(peer, until)
+    def leave_out(self, peer: PeerId, now: float) -> float:
+        """No path goes through the peer for so many seconds as are returned (see `Membership.leave_out`)."""
+        return self._membership.leave_out(peer, now)
 
     def expected_s(self, path: Path) -> float:
         """Seconds that the path's peers together should take, out and back, with empty queues."""
@@ -192,7 +190,7 @@ class Planner:
         if hop.peer not in live or best.value is None:
             return Reasoned(best.value, f"{short(hop.peer)} of the lane is not there; {best.reason}")
         if try_another:
-            oldest = self._estimates.longest_unmeasured(sorted(live))
+            oldest = self._times.longest_unmeasured(sorted(live))
             return Reasoned(oldest, f"{hop.module} by {short(oldest)}, to measure it again")
         if hop.peer in self._on_trial(list(live), in_flight) and best.value != hop.peer:
             return Reasoned(
@@ -208,7 +206,7 @@ class Planner:
 
         Announcing any speed costs nothing: whoever did would have everything that we have under way.
         """
-        unmeasured = frozenset(peer for peer in replicas if self._estimates.measured(peer) is None)
+        unmeasured = frozenset(peer for peer in replicas if self._times.visit(peer) is None)
         if len(unmeasured) == len(replicas):
             return frozenset()
         return frozenset(peer for peer in unmeasured if in_flight.get(peer, 0))
@@ -227,7 +225,7 @@ class Planner:
     def _service(self, peer: PeerId) -> float:
         announcement = self._membership.get(peer)
         speed = 0.0 if announcement is None else announcement.tokens_per_second
-        return self._estimates.seconds(peer, self._tokens, speed).value
+        return self._times.visit_s(peer, speed).value
 
     def _after_all(self, announcement: Announcement, in_flight: Mapping[PeerId, int]) -> Reasoned[float]:
         """Its expected finish after what it says that it has, or what we know that it has."""
@@ -236,7 +234,7 @@ class Planner:
 
     def _after(self, announcement: Announcement, queue: int) -> Reasoned[float]:
         """Its expected finish after so many others."""
-        service = self._estimates.seconds(announcement.peer, self._tokens, announcement.tokens_per_second)
+        service = self._times.visit_s(announcement.peer, announcement.tokens_per_second)
         return Reasoned(service.value * (1 + queue), service.reason)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from node.lab.emulation import regions
-from node.lab.emulation.flow import TokenBucket
+from node.lab.emulation.flow import Shaper
 from node.lab.emulation.link_shape import Fault, LinkShape, Site
 
 Member = int | None
@@ -30,12 +30,12 @@ class _Access:
     """A member's site, and the buckets that all its connections share."""
 
     site: Site
-    up: TokenBucket = field(init=False)
-    down: TokenBucket = field(init=False)
+    up: Shaper = field(init=False)
+    down: Shaper = field(init=False)
 
     def __post_init__(self) -> None:
-        self.up = TokenBucket(self.site.shape.up_bytes_per_s)
-        self.down = TokenBucket(self.site.shape.down_bytes_per_s)
+        self.up = Shaper(self.site.shape.up_bytes_per_s)
+        self.down = Shaper(self.site.shape.down_bytes_per_s)
 
     def move_to(self, site: Site) -> None:
         self.site = site
@@ -59,7 +59,7 @@ class Emulation:
         self._seed = seed
         self._members: dict[int, _Access] = {}
         self._outside = _Access(Site())
-        self._between: dict[Way, TokenBucket] = {}
+        self._between: dict[Way, Shaper] = {}
         self._sides: dict[int, int] = {}
         self._blocked: frozenset[Way] = frozenset()
         self._breaks: dict[int, _Breaks] = {}
@@ -196,12 +196,12 @@ class Emulation:
     def _access(self, member: Member) -> _Access:
         return self._outside if member is None else self._members[member]
 
-    def _bucket_between(self, way: Way) -> TokenBucket | None:
+    def _bucket_between(self, way: Way) -> Shaper | None:
         """The limit between two regions, one for each pair of machines and direction."""
         one, other = (self.site(member).region for member in way)
         if one is None or other is None:
             return None
-        bucket = self._between.setdefault(way, TokenBucket(0.0))
+        bucket = self._between.setdefault(way, Shaper(0.0))
         bucket.bytes_per_s = regions.bytes_per_s(one, other)
         return bucket
 

@@ -1,19 +1,19 @@
-"""When bytes leave and arrive: a token bucket and a delay line, as arithmetic on given times. Nothing waits here."""
+"""When bytes leave and arrive: a shaper and a delay line, as arithmetic on given times. Nothing waits here."""
 
 from __future__ import annotations
 
 import math
 
 BURST_S = 0.005
-"""What a bucket may be ahead: so much time's worth of bytes leaves at once after a pause. Timers are no finer than this
+"""What a shaper may be ahead: so much time's worth of bytes leaves at once after a pause. Timers are no finer than this
 anyway."""
 
 
-class TokenBucket:
-    """Limits a rate for all who draw on it, first come, first served.
+class Shaper:
+    """Delays what exceeds a rate, for all who share it, first come, first served.
 
-    The virtual scheduling form of the algorithm (ITU-T I.371, GCRA): instead of tokens it keeps the time by which all
-    that was granted has left at the bucket's rate. A new rate holds for what is granted afterwards.
+    The virtual scheduling form of a token bucket (ITU-T I.371, GCRA): instead of tokens it keeps the time by which all
+    that was granted has left at the rate. A new rate holds for what is granted afterwards.
     """
 
     def __init__(self, bytes_per_s: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Hashable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -222,24 +222,12 @@ class HardestCodec(AsTheyAre):
         limits = manifest.codecs.activations, manifest.codecs.gradients
         self._limits = dict(zip(Traffic, map(Codec.__getitem__, map(str.upper, limits)), strict=True))
         self.errors: list[tuple[Traffic, Codec, float]] = []
-        self.sent_bytes: list[int] = []
-        self.answers = 0
-        self.in_vain: list[PeerId] = []
 
     def choose(self, to: PeerId, traffic: Traffic) -> Codec:
         return self._limits[traffic]
 
     def measured(self, traffic: Traffic, codec: Codec, error: float) -> None:
         self.errors.append((traffic, codec, error))
-
-    def sending(self, to: PeerId, tensor: Hashable, size_bytes: int) -> None:
-        self.sent_bytes.append(size_bytes)
-
-    def accepted(self, by: PeerId, tensor: Hashable) -> None:
-        self.answers += 1
-
-    def not_accepted(self, by: PeerId, tensor: Hashable) -> None:
-        self.in_vain.append(by)
 
 
 class SmallSwarm:
@@ -252,6 +240,8 @@ class SmallSwarm:
         self.dead: set[PeerId] = set()
         self.lost_messages: Callable[[PeerId, PeerId, MicrobatchControl], bool] = lambda sender, to, message: False
         self.refused: list[tuple[PeerId, Refusal]] = []
+        self.sent: list[tuple[PeerId, int]] = []
+        """By whom, and how many bytes."""
         data_worker = host_stage_zero(manifest, CPU)
         self.ends = Ends(data_worker)
         self.members = {
@@ -348,6 +338,7 @@ class MemoryTransport:
     async def send(self, peer: PeerId, message: MicrobatchTensor, tensor: TensorSpec, data: memoryview) -> None:
         await self._reach(peer)
         await self._at("before", message)
+        self._swarm.sent.append((self._own, data.nbytes))
         there = self._swarm[peer].carrier
         admitted = there.admit(self._own, message, tensor)
         if isinstance(admitted, Refusal):

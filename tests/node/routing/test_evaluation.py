@@ -18,9 +18,9 @@ from node.routing.evaluation import WINDOW, Evaluator
 from protocol.interfaces.clock import SystemClock
 from swarm.membership.membership import Membership
 from swarm.pipeline.custody_states import Started
+from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.path_rules import PathRules
 from swarm.routing.planner import Planner
-from swarm.routing.service_times import Estimates
 from swarm.vocabulary.errors import Unreachable
 from swarm.vocabulary.pipeline_messages import Purpose
 from swarm.vocabulary.types import MicrobatchId, Path, PeerId
@@ -57,7 +57,7 @@ def evaluator_on(road: Road, *, served: bool = True) -> Evaluator:
     members = Membership(RUN, OWN)
     if served:
         members.observe(announcement("a", 1), now=0, wall=0)
-    planner = Planner(PathRules(2, 1), members, Estimates(), 1000)
+    planner = Planner(PathRules(2, 1), members, MeasuredTimes(OWN, 1000))
     return Evaluator(OWN, planner, cast(DataWorker, road), cast(MicrobatchRunner, road), SystemClock(), unsigned, 2**47)
 
 

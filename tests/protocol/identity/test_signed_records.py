@@ -17,7 +17,6 @@ from protocol.identity.keys import Identity
 from protocol.identity.signed_records import (
     MAX_RECORD_BYTES,
     decode_announced,
-    decode_record,
     directory_key,
     encode_record,
 )
@@ -83,13 +82,12 @@ def fields(**values: object) -> Change:
     return change
 
 
-def refused(record: bytes, because: str, *, key: str = KEY, now: float = NOW) -> None:
+def refused(record: bytes, because: str, *, run: RunId = RUN, now: float = NOW) -> None:
     with pytest.raises(ProtocolViolation, match=because):
-        decode_record(record, key=key, now=now)
+        decode_announced(record, run=run, now=now)
 
 
 def test_a_record_comes_back_as_it_was_announced() -> None:
-    assert decode_record(RECORD, key=KEY, now=NOW) == HONEST
     assert decode_announced(RECORD, run=RUN, now=NOW) == HONEST
     assert forged(lambda body: None) == RECORD, "the forging helper must be able to write a good record"
     assert len(RECORD) < MAX_RECORD_BYTES
@@ -97,16 +95,16 @@ def test_a_record_comes_back_as_it_was_announced() -> None:
 
 def test_a_peer_without_an_anchor_says_so() -> None:
     bare = dataclasses.replace(HONEST, anchor=None)
-    assert decode_record(encode_record(bare, OWNER), key=KEY, now=NOW) == bare
+    assert decode_announced(encode_record(bare, OWNER), run=RUN, now=NOW) == bare
     initial = dataclasses.replace(HONEST, anchor=AnchorVersion(0, 0, 0, 0, b"i" * 32))
-    assert decode_record(encode_record(initial, OWNER), key=KEY, now=NOW) == initial
+    assert decode_announced(encode_record(initial, OWNER), run=RUN, now=NOW) == initial
 
 
 def test_a_visitor_stands_under_the_visitors_key() -> None:
     visitor = dataclasses.replace(HONEST, state=PeerState.VISITING, module=None)
     record = encode_record(visitor, OWNER)
-    assert decode_record(record, key=f"skipstone/{RUN}/visitors", now=NOW) == visitor
-    refused(record, "found under")
+    assert decode_announced(record, run=RUN, now=NOW) == visitor
+    assert directory_key(RUN, None) == f"skipstone/{RUN}/visitors"
 
 
 def test_the_largest_honest_record_fits() -> None:
@@ -125,7 +123,7 @@ def test_the_largest_honest_record_fits() -> None:
 def test_who_has_no_addresses_names_those_to_be_called_through() -> None:
     called = dataclasses.replace(HONEST, addresses=(), via=OTHERS, relay=RELAY)
     record = encode_record(called, OWNER)
-    assert decode_record(record, key=KEY, now=NOW) == called
+    assert decode_announced(record, run=RUN, now=NOW) == called
     assert len(record) < MAX_RECORD_BYTES
 
 
@@ -220,8 +218,7 @@ def test_our_own_nonsense_is_not_signed() -> None:
 def test_what_an_owner_may_not_sign(change: Change, because: str) -> None:
     body = records_pb2.Announcement.FromString(records_pb2.SignedRecord.FromString(RECORD).body)
     change(body)
-    module = ModuleId(body.stage, body.expert) if max(body.stage, body.expert) < 1024 else MODULE
-    refused(forged(change), because, key=directory_key(RunId(body.run), module if body.has_module else None))
+    refused(forged(change), because, run=RunId(body.run))
 
 
 def test_time_passes() -> None:
@@ -271,12 +268,9 @@ def test_only_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [each.steps for each in remembered.values()] == [2, 3, 4]
 
 
-def test_a_record_belongs_under_its_own_key() -> None:
-    refused(RECORD, "signed for", key=directory_key(RUN, ModuleId(3, 2)))
-    refused(RECORD, "signed for", key=directory_key(RunId("cd" * 32), MODULE))
+def test_a_record_belongs_to_its_own_key_and_run() -> None:
     refused(forged(lambda body: None, key=directory_key(RUN, ModuleId(3, 2))), "signature")
-    with pytest.raises(ProtocolViolation, match="belongs to run"):
-        decode_announced(RECORD, run=RunId("cd" * 32), now=NOW)
+    refused(RECORD, "belongs to run", run=RunId("cd" * 32))
 
 
 def test_another_key_cannot_sign_for_the_owner() -> None:
@@ -304,7 +298,7 @@ def test_any_flipped_bit_is_noticed(bit: int) -> None:
     damaged = bytearray(RECORD)
     damaged[bit // 8] ^= 1 << bit % 8
     with pytest.raises(ProtocolViolation):
-        decode_record(bytes(damaged), key=KEY, now=NOW)
+        decode_announced(bytes(damaged), run=RUN, now=NOW)
 
 
 @settings(max_examples=300, deadline=None)
@@ -313,7 +307,7 @@ def test_no_bytes_raise_anything_else(data: bytes, in_envelope: bool) -> None:
     if in_envelope:
         data = records_pb2.SignedRecord(public_key=OWNER.public_key, signature=b"s" * 64, body=data).SerializeToString()
     with pytest.raises(ProtocolViolation):
-        decode_record(data, key=KEY, now=NOW)
+        decode_announced(data, run=RUN, now=NOW)
 
 
 @settings(max_examples=100, deadline=None)
@@ -338,4 +332,4 @@ def test_a_changed_field_is_noticed(data: st.DataObject) -> None:
     setattr(body, name, value)
     envelope.body = body.SerializeToString(deterministic=True)
     with pytest.raises(ProtocolViolation):
-        decode_record(envelope.SerializeToString(deterministic=True), key=KEY, now=NOW)
+        decode_announced(envelope.SerializeToString(deterministic=True), run=RUN, now=NOW)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.transport.dialer import MAX_REMEMBERED_PEERS, Backoff
-from protocol.transport.link import Meter
+from protocol.transport.meter import MOST_ON_THE_WAY, Meter
 from swarm.vocabulary.types import PeerId
 
 PEER = PeerId("peer")
@@ -74,7 +74,7 @@ def test_the_meter_smooths_round_trips_and_ignores_strange_pongs() -> None:
     token = meter.ping()
     clock.now += 1.6
     meter.pong(token)
-    assert meter.figures().round_trip_s == pytest.approx(0.9)
+    assert meter.figures().round_trip_s == pytest.approx(1.2)
 
 
 def test_the_meter_knows_silence_and_forgives_our_own() -> None:
@@ -82,19 +82,45 @@ def test_the_meter_knows_silence_and_forgives_our_own() -> None:
     meter = Meter(clock)
     meter.heard(10)
     clock.now += 5
-    assert meter.figures().last_heard_s == 5
+    assert meter.silence_s() == 5
     meter.forgive(4)
     assert meter.silence_s() == 1
     meter.forgive(40)
     assert meter.silence_s() == 0
 
 
-def test_goodput_is_that_of_whole_tensors() -> None:
-    meter = Meter(HandClock())
+def test_goodput_is_told_by_the_pongs_behind_whole_tensors() -> None:
+    clock = HandClock()
+    meter = Meter(clock)
     meter.wrote(1000)
-    assert meter.figures().goodput_bytes_per_s == 0
-    meter.transferred(1000, 2.0)
+    meter.sending(1, 1000)
+    clock.now += 1.0
+    meter.pong(1)
+    assert meter.figures().goodput_bytes_per_s == 0, "nothing was asked yet"
+    token = meter.ping_after(1)
+    clock.now += 1.0
+    assert not meter.pong(token), "it is no round trip"
     assert meter.figures().goodput_bytes_per_s == 500
-    meter.transferred(1000, 1.0)
-    assert meter.figures().goodput_bytes_per_s == 625
     assert meter.figures().sent_bytes == 1000
+    assert meter.figures().round_trip_s == 0
+
+
+def test_a_tensor_that_was_given_up_is_not_waited_for() -> None:
+    clock = HandClock()
+    meter = Meter(clock)
+    meter.sending(1, 1000)
+    clock.now += 100.0
+    meter.gave_up(1)
+    meter.sending(3, 1000)
+    clock.now += 1.0
+    meter.pong(meter.ping_after(3))
+    assert meter.figures().goodput_bytes_per_s == 1000
+
+
+def test_who_answers_nothing_fills_no_memory() -> None:
+    meter = Meter(HandClock())
+    for transfer in range(3 * MOST_ON_THE_WAY):
+        meter.sending(transfer, 1000)
+        meter.ping_after(transfer)
+    assert len(meter._behind) == MOST_ON_THE_WAY
+    assert len(meter._goodput._on_the_way) == MOST_ON_THE_WAY

@@ -177,11 +177,14 @@ async def test_cancelling_a_send_breaks_it_off_and_leaves_the_link_usable() -> N
 async def test_figures_measure_the_link() -> None:
     async with two_nodes() as (left, right):
         await send_pattern(left, right, 0)
+        assert left.transport.goodput_bytes_per_s(right.peer) == 0
+        await left.handler.until(lambda: left.transport.goodput_bytes_per_s(right.peer) > 0)
         await left.handler.until(lambda: left.transport.figures()[right.peer].round_trip_s > 0)
         figures = left.transport.figures()[right.peer]
         assert figures.sent_bytes > FLOATS.byte_length
         assert 0 < figures.received_bytes < FLOATS.byte_length
-        assert figures.goodput_bytes_per_s > 0
+        assert figures.goodput_bytes_per_s == left.transport.goodput_bytes_per_s(right.peer)
+        assert left.transport.goodput_bytes_per_s(PeerId("nobody")) == 0
         assert set(right.transport.figures()) == {left.peer}
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from swarm.membership import membership as module_under_test
-from swarm.membership.membership import FIRST_PAUSE_S, LONGEST_PAUSE_S, Change, Membership
+from swarm.membership.membership import FIRST_PAUSE_S, HARM_PAUSE_S, REUSE_S, Change, Membership
 from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId, PeerState, RunId, VersionRange
 from tests.swarm.membership.announcements import RUN, announcement
 
@@ -134,7 +134,7 @@ def test_who_announces_but_never_answers_is_tried_less_and_less() -> None:
         members.fail(A, now)
         members.observe(announcement("a", sequence=int(now * 1000) + later), now=now, wall=0)
         pause = next(
-            pause for pause in (0, 1, 2, 4, 8, 16, 32, LONGEST_PAUSE_S) if not members.is_suspect(A, now + pause)
+            pause for pause in (0, 1, 2, 4, 8, 16, 32, REUSE_S.longest_s) if not members.is_suspect(A, now + pause)
         )
         pauses.append(pause)
         now += pause
@@ -142,6 +142,20 @@ def test_who_announces_but_never_answers_is_tried_less_and_less() -> None:
     members.recover(A)
     members.fail(A, now)
     assert is_asked(members, now + FIRST_PAUSE_S) == [A], "a link that stood ends the count"
+
+
+def test_who_does_harm_is_left_out_longer_each_time_unless_there_is_nobody_else() -> None:
+    members = view()
+    members.observe(announcement("a", sequence=1), now=0, wall=0)
+    assert members.leave_out(A, 0.0) == 60.0
+    assert is_asked(members, 0.0) == [A]
+    members.observe(announcement("b", sequence=1), now=0, wall=0)
+    members.observe(announcement("a", sequence=2), now=0, wall=0)
+    members.recover(A)
+    assert is_asked(members, 59.0) == [PeerId("b")], "being heard excuses nothing"
+    assert is_asked(members, 60.0) == [A, PeerId("b")]
+    assert [members.leave_out(A, 1e6 * n) for n in range(1, 8)] == [120, 240, 480, 960, 1920, 3600, 3600]
+    assert HARM_PAUSE_S.longest_s == 3600
 
 
 def test_strangers_may_fail_and_leave() -> None:

@@ -40,8 +40,8 @@ from swarm.pipeline.custody_states import (
     Work,
 )
 from swarm.pipeline.in_flight import Flights
+from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.planner import NoReplica, Planner, in_flight_by_peer
-from swarm.routing.service_times import Estimates
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.pipeline_messages import (
     Backward,
@@ -100,7 +100,7 @@ class Peer:
         self.membership = Membership(RUN, own)
         self.fewest_hops = shape.path_rules.fewest
         self.custody = Custody(own, shape.slots, self)
-        self.planner = Planner(shape.path_rules, self.membership, Estimates(), tokens=1000)
+        self.planner = Planner(shape.path_rules, self.membership, MeasuredTimes(own, tokens=1000))
         self.flights = (
             Flights(own, shape.rules, first_number=incarnation * NUMBERS_A_LIFE) if module.stage == 0 else None
         )

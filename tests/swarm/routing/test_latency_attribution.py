@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.routing.latency_attribution import LOST_S, MAX_JOURNEYS, PathTimes
-from swarm.routing.measurements import Measurements
-from swarm.routing.service_times import Estimates
+from swarm.routing.measured_times import MeasuredTimes
 from swarm.vocabulary.pipeline_messages import Direction, Receipt, ReceiptStatus
 from swarm.vocabulary.types import MicrobatchId, PeerId
 from tests.swarm.membership.announcements import announcement
@@ -21,9 +20,8 @@ class Travel:
     """One microbatch on its way by A, B and C. It sets out at 0."""
 
     def __init__(self, queue: dict[PeerId, int] | None = None) -> None:
-        self.estimates = Estimates()
-        self.measurements = Measurements(DATA, TOKENS)
-        self.times = PathTimes(DATA, self.estimates, self.measurements, TOKENS, lambda peer: 4)
+        self.book = MeasuredTimes(DATA, TOKENS)
+        self.times = PathTimes(DATA, self.book, lambda peer: 4)
         self.times.launched(MICROBATCH, ABC, queue or {}, 0.0)
 
     def passed(self, sender: PeerId, direction: Direction, position: int, now: float) -> None:
@@ -41,8 +39,8 @@ class Travel:
             self.passed(peer, BACK, position, now)
 
     def seconds(self, peer: PeerId) -> float | None:
-        known = self.estimates.measured(peer)
-        return None if known is None else known.seconds_per_token * TOKENS
+        known = self.book.visit(peer)
+        return None if known is None else known.mean
 
 
 def test_each_peer_is_charged_for_its_own_time_out_and_back() -> None:
@@ -119,7 +117,7 @@ def test_a_receipt_that_comes_again_counts_once_and_moves_no_clock() -> None:
     travel.passed(A, OUT, 0, 11.0)
     travel.back()
     travel.passed(C, BACK, 2, 30.0)
-    measured = travel.estimates.measured(C)
+    measured = travel.book.visit(C)
     assert measured is not None
     assert measured.samples == 1
     assert travel.seconds(C) == pytest.approx(9.0)
@@ -162,7 +160,7 @@ def test_what_is_lost_counts_against_everybody_on_its_path_however_fast_that_wen
     """A hop that spoils everything at once must not look fast; one that was measured before is not ruined by somebody
     else's fault."""
     travel = Travel()
-    travel.estimates.observe(B, 1.0, TOKENS, 0)
+    travel.book.visited(B, 1.0)
     travel.out()
     travel.times.lost(MICROBATCH, 10.5)
     travel.times.turned(MICROBATCH, 11.0)
@@ -170,7 +168,7 @@ def test_what_is_lost_counts_against_everybody_on_its_path_however_fast_that_wen
     assert [travel.seconds(peer) for peer in (A, B, C)] == pytest.approx([10.5, 1.2, 10.5])
     travel.times.launched(MICROBATCH, ABC, {}, 20.0)
     travel.times.lost(MICROBATCH, 20.001)
-    assert travel.seconds(A) == pytest.approx(0.9 * 10.5 + 0.1 * LOST_S)
+    assert travel.seconds(A) == pytest.approx((10.5 + LOST_S) / 2)
 
 
 # ---- claims ----------------------------------------------------------------------------------------------------------
@@ -183,7 +181,7 @@ def claimed(direction: Direction, position: int, waited_s: float, computed_s: fl
 
 def forward_s(travel: Travel, peer: PeerId) -> float:
     stages = ([announcement(DATA, 0)], *([announcement(each, k)] for k, each in enumerate((A, B, C), start=1)))
-    return travel.measurements.costs(stages, 4).forward_s[peer]
+    return travel.book.costs(stages, 4).forward_s[peer]
 
 
 def test_waiting_computing_and_sending_are_told_apart() -> None:
@@ -192,7 +190,7 @@ def test_waiting_computing_and_sending_are_told_apart() -> None:
     travel.times.passed(A, claimed(OUT, 0, 1.0, 0.5, 0.25), 2.375)
     assert forward_s(travel, DATA) == 0.125
     assert forward_s(travel, A) == 0.5
-    assert travel.measurements.waiting_s() == {A: 1.0}
+    assert travel.book.waiting_s() == {A: 1.0}
 
 
 def test_who_says_it_is_fast_and_is_not_counts_as_slow() -> None:
@@ -204,7 +202,7 @@ def test_who_says_it_is_fast_and_is_not_counts_as_slow() -> None:
 def test_waiting_is_believed_up_to_a_full_queue() -> None:
     travel = Travel()
     travel.times.passed(A, claimed(OUT, 0, 100.0, 0.01, 0.0), 2.0)
-    assert travel.measurements.waiting_s()[A] == pytest.approx(0.09), "three slots more, each out and back"
+    assert travel.book.waiting_s()[A] == pytest.approx(0.09), "three slots more, each out and back"
     assert forward_s(travel, A) == pytest.approx(1.91)
 
 
@@ -220,7 +218,7 @@ def test_what_came_home_tells_how_much_of_sending_was_the_way() -> None:
         travel.times.passed(peer, claimed(BACK, position, 0.0, 1.0, 2.0), now)
     travel.times.completed(MICROBATCH, now - 4.0)
     stages = ([announcement(DATA, 0)], [announcement(A, 1)])
-    assert travel.measurements.costs(stages, 4).message_s[DATA][A] == pytest.approx(2.0 * (16.0 - 4.0) / 16.0)
+    assert travel.book.costs(stages, 4).message_s[DATA][A] == pytest.approx(2.0 * (16.0 - 4.0) / 16.0)
 
 
 def test_journeys_that_never_end_are_forgotten() -> None:
@@ -228,4 +226,4 @@ def test_journeys_that_never_end_are_forgotten() -> None:
     for number in range(MAX_JOURNEYS):
         travel.times.launched(MicrobatchId(DATA, 1000 + number), ABC, {}, 0.0)
     travel.times.passed(A, claimed(OUT, 0, 0.0, 1.0, 0.0), 1.0)
-    assert travel.measurements.waiting_s() == {}
+    assert travel.book.waiting_s() == {}

@@ -5,10 +5,9 @@ from collections import Counter
 import pytest
 
 from swarm.membership.membership import Membership
-from swarm.routing import service_times as module_under_test
+from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.path_rules import PathRules
 from swarm.routing.planner import TRY_EVERY, Lanes, NoReplica, Planner, hop_to_try, in_flight_by_peer, visited_stages
-from swarm.routing.service_times import UNKNOWN_TOKENS_PER_S, Estimates
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.types import Hop, ModuleId, Path, PeerId
 from tests.swarm.membership.announcements import RUN, announcement
@@ -19,11 +18,11 @@ TOKENS = 1000
 ONE_STAGE = PathRules(stages=2, per_path=1)
 
 
-def planner_with(*announcements: Announcement, rules: PathRules = ONE_STAGE) -> tuple[Planner, Estimates]:
-    members, estimates = Membership(RUN, OWN), Estimates()
+def planner_with(*announcements: Announcement, rules: PathRules = ONE_STAGE) -> tuple[Planner, MeasuredTimes]:
+    members, times = Membership(RUN, OWN), MeasuredTimes(OWN, TOKENS)
     for one in announcements:
         members.observe(one, now=0, wall=0)
-    return Planner(rules, members, estimates, TOKENS), estimates
+    return Planner(rules, members, times), times
 
 
 def chosen(planner: Planner, in_flight: dict[PeerId, int] | None = None) -> PeerId | None:
@@ -65,7 +64,7 @@ def test_a_stage_that_has_lost_its_last_peer_is_left_out_until_one_serves_it(*, 
         members.observe(announcement(f"p{stage}", stage), now=0, wall=0)
     sets = [visited_stages(rules, number) for number in range(3)]
     lanes: Lanes = tuple(tuple(Hop(ModuleId(stage), PeerId(f"p{stage}")) for stage in stages) for stages in sets)
-    planner = Planner(rules, members, Estimates(), TOKENS, lambda: lanes if with_lanes else ())
+    planner = Planner(rules, members, MeasuredTimes(OWN, TOKENS), lambda: lanes if with_lanes else ())
 
     def stages_of(number: int) -> list[int] | NoReplica:
         path = planner.plan(number, {}, NOW).value
@@ -91,7 +90,7 @@ def test_whoever_reaches_nobody_goes_round_nobody() -> None:
     members = Membership(RUN, OWN)
     for stage in (1, 2):
         members.observe(announcement(f"p{stage}", stage), now=0, wall=0)
-    planner = Planner(PathRules(stages=4, per_path=2), members, Estimates(), TOKENS)
+    planner = Planner(PathRules(stages=4, per_path=2), members, MeasuredTimes(OWN, TOKENS))
     members.give_up(PeerId("p2"), NOW)
     assert planner.goes_round(ModuleId(2), NOW)
     members.give_up(PeerId("p1"), NOW)
@@ -108,7 +107,7 @@ def test_a_stage_whose_peer_is_out_of_reach_for_a_moment_is_waited_for() -> None
     members = Membership(RUN, OWN)
     for stage in (1, 2, 3):
         members.observe(announcement(f"p{stage}", stage), now=0, wall=0)
-    planner = Planner(PathRules(stages=4, per_path=2), members, Estimates(), TOKENS)
+    planner = Planner(PathRules(stages=4, per_path=2), members, MeasuredTimes(OWN, TOKENS))
     for number in range(3):
         planner.plan(number, {}, NOW)
     members.fail(PeerId("p2"), NOW)
@@ -172,91 +171,48 @@ def test_slots_that_others_have_taken_count_as_a_queue() -> None:
 
 
 def test_a_liar_is_believed_only_until_it_has_been_measured() -> None:
-    planner, estimates = planner_with(announcement("liar", speed=100_000), announcement("fast", speed=1000))
+    planner, times = planner_with(announcement("liar", speed=100_000), announcement("fast", speed=1000))
     assert chosen(planner) == LIAR
-    estimates.observe(LIAR, seconds=2.0, tokens=TOKENS, queue=0)
+    times.visited(LIAR, 2.0)
     assert chosen(planner) == FAST
 
 
 def test_a_measurement_outlives_every_further_lie() -> None:
-    planner, estimates = planner_with(announcement("liar", speed=float("inf")), announcement("fast", speed=1000))
-    estimates.observe(LIAR, seconds=2.0, tokens=TOKENS, queue=0)
+    planner, times = planner_with(announcement("liar", speed=float("inf")), announcement("fast", speed=1000))
+    times.visited(LIAR, 2.0)
     assert chosen(planner) == FAST
 
 
 def test_who_has_brought_nothing_back_gets_one_at_a_time_where_others_have() -> None:
-    planner, estimates = planner_with(announcement("liar", speed=100_000), announcement("fast", speed=1000))
+    planner, times = planner_with(announcement("liar", speed=100_000), announcement("fast", speed=1000))
     assert chosen(planner, {LIAR: 3}) == LIAR, "nobody was measured yet: what is announced is all there is"
-    estimates.observe(FAST, seconds=1.0, tokens=TOKENS, queue=0)
+    times.visited(FAST, 1.0)
     assert chosen(planner) == LIAR
     assert chosen(planner, {LIAR: 1, FAST: 9}) == FAST
-    estimates.observe(LIAR, seconds=0.01, tokens=TOKENS, queue=0)
+    times.visited(LIAR, 0.01)
     assert chosen(planner, {LIAR: 1}) == LIAR, "it was no lie"
 
 
 def test_a_lane_is_left_while_its_peer_has_one_and_has_brought_nothing_back() -> None:
-    members, estimates = Membership(RUN, OWN), Estimates()
+    members, times = Membership(RUN, OWN), MeasuredTimes(OWN, TOKENS)
     for one in (announcement("liar", speed=100_000), announcement("fast", speed=1000)):
         members.observe(one, now=0, wall=0)
     lane = (Hop(ModuleId(1), LIAR),)
-    planner = Planner(ONE_STAGE, members, estimates, TOKENS, lambda: (lane,))
-    estimates.observe(FAST, seconds=1.0, tokens=TOKENS, queue=0)
+    planner = Planner(ONE_STAGE, members, times, lambda: (lane,))
+    times.visited(FAST, 1.0)
     assert planner.plan(1, {}, NOW).value == Path(OWN, lane)
     assert planner.plan(1, {LIAR: 1}, NOW).value == Path(OWN, (Hop(ModuleId(1), FAST),))
 
 
 def test_failing_never_looks_like_speed() -> None:
-    planner, estimates = planner_with(announcement("slow", speed=900), announcement("fast", speed=1000))
-    estimates.penalize(FAST, seconds=30.0, tokens=TOKENS)
+    planner, times = planner_with(announcement("slow", speed=900), announcement("fast", speed=1000))
+    times.visited(FAST, 30.0)
     assert chosen(planner) == SLOW
 
 
 def test_hops_are_counted_by_peer() -> None:
     one, two = Hop(ModuleId(1), FAST), Hop(ModuleId(2), SLOW)
     assert in_flight_by_peer([Path(OWN, (one, two)), Path(OWN, (one,))]) == {FAST: 2, SLOW: 1}
-
-
-# ---- estimates -------------------------------------------------------------------------------------------------------
-
-
-def test_the_first_sample_starts_the_average_and_later_ones_move_it_by_a_tenth() -> None:
-    estimates = Estimates()
-    estimates.observe(FAST, seconds=1.0, tokens=100, queue=0)
-    assert estimates.seconds(FAST, 100, 0.0).value == pytest.approx(1.0)
-    estimates.observe(FAST, seconds=2.0, tokens=100, queue=0)
-    assert estimates.seconds(FAST, 100, 0.0).value == pytest.approx(1.1)
-    known = estimates.measured(FAST)
-    assert known is not None
-    assert known.samples == 2
-    assert known.deviation == pytest.approx(0.005 + 0.1 * (0.01 - 0.005))
-
-
-def test_the_queue_it_found_there_does_not_count_against_a_peer() -> None:
-    estimates = Estimates()
-    estimates.observe(FAST, seconds=4.0, tokens=100, queue=3)
-    assert estimates.seconds(FAST, 100, 0.0).value == pytest.approx(1.0)
-
-
-def test_without_a_measurement_the_announcement_counts_and_without_that_a_constant() -> None:
-    estimates = Estimates()
-    assert estimates.seconds(FAST, 100, 50.0) == estimates.seconds(SLOW, 100, 50.0)
-    assert estimates.seconds(FAST, 100, 50.0).value == 2.0
-    for unusable in (0.0, -1.0, float("nan")):
-        assert estimates.seconds(FAST, 100, unusable).value == 100 / UNKNOWN_TOKENS_PER_S
-
-
-def test_nonsense_measurements_do_no_harm() -> None:
-    estimates = Estimates()
-    estimates.observe(FAST, seconds=-1.0, tokens=0, queue=-5)
-    assert estimates.seconds(FAST, 100, 0.0).value == 0.0
-
-
-def test_the_longest_unused_estimate_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module_under_test, "MAX_PEERS", 2)
-    estimates = Estimates()
-    for peer in (FAST, SLOW, FAST, LIAR):
-        estimates.observe(peer, 1.0, 1, 0)
-    assert [estimates.measured(peer) is None for peer in (FAST, SLOW, LIAR)] == [False, True, False]
 
 
 # ---- lanes -----------------------------------------------------------------------------------------------------------
@@ -274,8 +230,8 @@ class OnLanes:
         self.members = Membership(RUN, OWN)
         for peer, stage in (("a1", 1), ("a2", 1), ("b1", 2), ("b2", 2)):
             self.members.observe(announcement(peer, stage), now=NOW, wall=0.0)
-        self.estimates = Estimates()
-        self.planner = Planner(PathRules(3, 2), self.members, self.estimates, TOKENS, lambda: self.lanes)
+        self.times = MeasuredTimes(OWN, TOKENS)
+        self.planner = Planner(PathRules(3, 2), self.members, self.times, lambda: self.lanes)
 
     def path(self, number: int, **in_flight: int) -> list[str]:
         plan = self.planner.plan(number, {PeerId(peer): count for peer, count in in_flight.items()}, NOW)
@@ -310,7 +266,7 @@ def test_what_peers_announce_of_their_queues_does_not_move_anybody_off_a_lane() 
 def test_every_now_and_then_one_hop_goes_to_who_was_not_measured_for_longest() -> None:
     on = OnLanes()
     for peer in ("a2", "a1", "b2"):
-        on.estimates.observe(PeerId(peer), 1.0, TOKENS, 0)
+        on.times.visited(PeerId(peer), 1.0)
     assert on.path(0) == ["a2", "b1"]
     assert on.path(2) == ["a1", "b1"]
     on.lanes = on.lanes[:1]

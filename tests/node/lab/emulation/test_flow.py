@@ -1,4 +1,4 @@
-"""Buckets and delay lines, in virtual time."""
+"""Shapers and delay lines, in virtual time."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.lab.emulation.flow import BURST_S, DelayLine, TokenBucket
+from node.lab.emulation.flow import BURST_S, DelayLine, Shaper
 
 SENDS = st.lists(st.tuples(st.floats(0, 10), st.integers(1, 100_000)), min_size=1, max_size=50)
 
 
-def test_a_bucket_without_limit_lets_everything_go_at_once() -> None:
-    bucket = TokenBucket(math.inf)
-    assert [bucket.grant(10**9, now) for now in (0.0, 0.0, 3.0)] == [0.0, 0.0, 3.0]
+def test_a_shaper_without_limit_lets_everything_go_at_once() -> None:
+    shaper = Shaper(math.inf)
+    assert [shaper.grant(10**9, now) for now in (0.0, 0.0, 3.0)] == [0.0, 0.0, 3.0]
 
 
-def test_all_who_draw_on_a_bucket_share_its_rate() -> None:
-    bucket = TokenBucket(1000.0)
-    assert bucket.grant(500, 0.0) == pytest.approx(0.5 - BURST_S)
-    assert bucket.grant(500, 0.0) == pytest.approx(1.0 - BURST_S)
-    assert bucket.grant(500, 5.0) == pytest.approx(5.5 - BURST_S), "what was not used is not saved up"
+def test_all_who_draw_on_a_shaper_share_its_rate() -> None:
+    shaper = Shaper(1000.0)
+    assert shaper.grant(500, 0.0) == pytest.approx(0.5 - BURST_S)
+    assert shaper.grant(500, 0.0) == pytest.approx(1.0 - BURST_S)
+    assert shaper.grant(500, 5.0) == pytest.approx(5.5 - BURST_S), "what was not used is not saved up"
 
 
 def test_a_new_rate_holds_for_what_comes_after_it() -> None:
-    bucket = TokenBucket(1000.0)
-    bucket.grant(1000, 0.0)
-    bucket.bytes_per_s = 100.0
-    assert bucket.grant(100, 0.0) == pytest.approx(2.0 - BURST_S)
+    shaper = Shaper(1000.0)
+    shaper.grant(1000, 0.0)
+    shaper.bytes_per_s = 100.0
+    assert shaper.grant(100, 0.0) == pytest.approx(2.0 - BURST_S)
 
 
 @given(SENDS, st.floats(100, 1e6))
 def test_no_more_passes_than_the_rate_and_one_burst(sends: list[tuple[float, int]], rate: float) -> None:
-    bucket = TokenBucket(rate)
+    shaper = Shaper(rate)
     now, left_at, passed = 0.0, 0.0, 0
     for pause_s, size_bytes in sends:
         now = max(now + pause_s, left_at)
-        granted = bucket.grant(size_bytes, now)
+        granted = shaper.grant(size_bytes, now)
         assert granted >= max(now, left_at)
         left_at, passed = granted, passed + size_bytes
     assert passed <= (left_at + BURST_S) * rate * (1 + 1e-9) + 1

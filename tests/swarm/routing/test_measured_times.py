@@ -1,10 +1,11 @@
-"""What a data node takes the swarm to be by its own measurements."""
+"""What a data node takes peers and the swarm to be by its own measurements."""
 
 from __future__ import annotations
 
 import pytest
 
-from swarm.routing.measurements import ASSUMED_BACKWARD_FACTOR, Measurements
+from swarm.routing import measured_times as module_under_test
+from swarm.routing.measured_times import ASSUMED_BACKWARD_FACTOR, UNKNOWN_TOKENS_PER_S, MeasuredTimes
 from swarm.vocabulary.pipeline_messages import Direction
 from swarm.vocabulary.types import PeerId
 from tests.swarm.membership.announcements import announcement
@@ -19,8 +20,42 @@ STAGES = (
 OUT, BACK = Direction.FORWARD, Direction.BACKWARD
 
 
+# ---- visits ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_queue_it_found_there_does_not_count_against_a_peer() -> None:
+    times = MeasuredTimes(DATA, TOKENS)
+    times.visited(A, 4.0, queue=3)
+    assert times.visit_s(A, 0.0).value == pytest.approx(1.0)
+
+
+def test_without_a_measurement_the_announcement_counts_and_without_that_a_constant() -> None:
+    times = MeasuredTimes(DATA, TOKENS)
+    assert times.visit_s(A, 50.0) == times.visit_s(B, 50.0)
+    assert times.visit_s(A, 50.0).value == 2.0
+    for unusable in (0.0, -1.0, float("nan")):
+        assert times.visit_s(A, unusable).value == TOKENS / UNKNOWN_TOKENS_PER_S
+
+
+def test_nonsense_measurements_do_no_harm() -> None:
+    times = MeasuredTimes(DATA, TOKENS)
+    times.visited(A, -1.0, queue=-5)
+    assert times.visit_s(A, 0.0).value == 0.0
+
+
+def test_the_longest_unused_time_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_under_test, "MAX_PEERS", 2)
+    times = MeasuredTimes(DATA, TOKENS)
+    for peer in (A, B, A, C):
+        times.visited(peer, 1.0)
+    assert [times.visit(peer) is None for peer in (A, B, C)] == [False, True, False]
+
+
+# ---- costs -----------------------------------------------------------------------------------------------------------
+
+
 def test_announcements_count_until_there_are_measurements() -> None:
-    measured = Measurements(DATA, TOKENS)
+    measured = MeasuredTimes(DATA, TOKENS)
     costs = measured.costs(STAGES, in_flight=5)
     assert costs.stages == ((DATA,), (A, B), (C,))
     assert costs.backward_factor == ASSUMED_BACKWARD_FACTOR
@@ -35,7 +70,7 @@ def test_announcements_count_until_there_are_measurements() -> None:
 
 
 def test_averages_follow_and_the_first_samples_count_alike() -> None:
-    measured = Measurements(DATA, TOKENS)
+    measured = MeasuredTimes(DATA, TOKENS)
     for seconds in (1.0, 3.0):
         measured.computed(A, OUT, seconds)
     assert measured.costs(STAGES, 5).forward_s[A] == 2.0
@@ -45,7 +80,7 @@ def test_averages_follow_and_the_first_samples_count_alike() -> None:
 
 
 def test_a_way_that_was_never_measured_is_as_long_as_the_longer_one_from_here() -> None:
-    measured = Measurements(DATA, TOKENS)
+    measured = MeasuredTimes(DATA, TOKENS)
     measured.sent(DATA, A, 0.2)
     measured.sent(B, DATA, 0.6)
     measured.sent(A, C, 0.8)
@@ -58,12 +93,12 @@ def test_a_way_that_was_never_measured_is_as_long_as_the_longer_one_from_here() 
 
 
 def test_how_much_of_sending_is_the_way_there_is_learnt_from_what_comes_home() -> None:
-    measured = Measurements(DATA, TOKENS)
+    measured = MeasuredTimes(DATA, TOKENS)
     measured.sent(DATA, A, 0.2)
     measured.came_home(moving_s=0.9, sent_s=1.0)
     assert measured.costs(STAGES, 5).message_s[DATA][A] == pytest.approx(0.18)
     for moving_s in (0.0, 50.0):  # neither can be
-        measured = Measurements(DATA, TOKENS)
+        measured = MeasuredTimes(DATA, TOKENS)
         measured.sent(DATA, A, 0.2)
         measured.came_home(moving_s, sent_s=1.0)
         assert measured.costs(STAGES, 5).message_s[DATA][A] == pytest.approx(0.1 if moving_s == 0 else 0.2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarm.compression.goodput import MOST_ON_THE_WAY, Goodput
+from protocol.transport.meter import MOST_ON_THE_WAY, Goodput
 
 
 def over_a_line(
@@ -54,14 +54,14 @@ def test_a_line_that_changes_is_known_after_a_few_tensors() -> None:
 
 def test_what_was_not_sent_was_refused_or_is_answered_twice_says_nothing() -> None:
     goodput = Goodput()
-    goodput.accepted("never sent", 0.0, 1.0)
-    goodput.sent("refused", 1000, 1.0)
-    goodput.gave_up("refused")
-    goodput.accepted("refused", 0.0, 2.0)
+    goodput.accepted(1, 0.0, 1.0)
+    goodput.sent(2, 1000, 1.0)
+    goodput.gave_up(2)
+    goodput.accepted(2, 0.0, 2.0)
     assert goodput.bytes_per_s == 0.0
-    goodput.sent("once", 1000, 3.0)
-    goodput.accepted("once", 0.0, 4.0)
-    goodput.accepted("once", 0.0, 9.0)
+    goodput.sent(3, 1000, 3.0)
+    goodput.accepted(3, 0.0, 4.0)
+    goodput.accepted(3, 0.0, 9.0)
     assert goodput.bytes_per_s == pytest.approx(1000.0)
 
 

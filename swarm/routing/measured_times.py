@@ -1,24 +1,30 @@
-"""What a data node has measured on its own paths, and how it takes the swarm to be by that: computation of peers, and
-the ways between them.
+"""The book of a data node's measured times, from which planner and lanes read: visits to peers, their parts, and the
+ways between peers. What was not measured here is as the peer announces it.
 
-Exponential averages, bounded. `swarm.routing.latency_attribution` makes the samples.
+A visit is the time that a microbatch spent at the peer, out and back, sending it on included, on this machine's own
+clock; it is divided by the queue of ours that it found there, so that it estimates the service time alone
+(`Planner` asks for it). Its parts rest on what the peer says too (`costs`, for lanes);
+`swarm.routing.latency_attribution` makes the samples of both. All are smoothed; what has not been measured for longest
+is forgotten first.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Final, Generic, TypeVar
 
 from swarm.routing.cost_model import Costs
-from swarm.routing.service_times import MAX_PEERS, NEW_SAMPLE_WEIGHT, UNKNOWN_TOKENS_PER_S
 from swarm.vocabulary.announcement import Announcement
+from swarm.vocabulary.ewma import Ewma
 from swarm.vocabulary.pipeline_messages import Direction
-from swarm.vocabulary.types import PeerId
+from swarm.vocabulary.types import PeerId, Reasoned
 
+MAX_PEERS: Final = 20_000
 MAX_LINKS: Final = 200_000
+UNKNOWN_TOKENS_PER_S: Final = 1000.0
+"""Assumed of a peer that has neither been measured nor announced a speed; only its order among equals matters."""
 ASSUMED_BACKWARD_FACTOR: Final = 2.0
 LEAST_LINK_SHARE: Final = 0.5
 """Sending takes the way there and that of the answer: at least half of it is the way there."""
@@ -26,39 +32,30 @@ LEAST_LINK_SHARE: Final = 0.5
 K = TypeVar("K")
 
 
-@dataclass(slots=True)
-class Average:
-    """Exponential average of samples; the first ones count alike, so that it is soon one."""
-
-    mean: float = 0.0
-    samples: int = 0
-
-    def add(self, sample: float) -> None:
-        self.samples += 1
-        self.mean += max(NEW_SAMPLE_WEIGHT, 1 / self.samples) * (sample - self.mean)
-
-
 class _Averages(Generic[K]):
-    """By key; those that have not been used for longest are forgotten first."""
+    """By key, the longest unmeasured first, which are also forgotten first."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._known: OrderedDict[K, Average] = OrderedDict()
+        self._known: OrderedDict[K, Ewma] = OrderedDict()
 
     def add(self, key: K, sample: float) -> None:
-        self._known.setdefault(key, Average()).add(sample)
+        self._known.setdefault(key, Ewma()).add(sample)
         self._known.move_to_end(key)
         while len(self._known) > self._limit:
             self._known.popitem(last=False)
 
-    def get(self, key: K) -> Average | None:
+    def get(self, key: K) -> Ewma | None:
         return self._known.get(key)
+
+    def keys(self) -> Iterator[K]:
+        return iter(self._known)
 
     def means(self) -> dict[K, float]:
         return {key: average.mean for key, average in self._known.items()}
 
 
-class Measurements:
+class MeasuredTimes:
     """Of one data node.
 
     Args:
@@ -68,13 +65,18 @@ class Measurements:
 
     def __init__(self, own: PeerId, tokens: int) -> None:
         self._own, self._tokens = own, tokens
+        self._visits: _Averages[PeerId] = _Averages(MAX_PEERS)
         self._forward: _Averages[PeerId] = _Averages(MAX_PEERS)
         self._backward: _Averages[PeerId] = _Averages(MAX_PEERS)
         self._links: _Averages[frozenset[PeerId]] = _Averages(MAX_LINKS)
-        self._link_share = Average()
+        self._link_share = Ewma()
         self._waiting: _Averages[PeerId] = _Averages(MAX_PEERS)
 
     # ---- samples ---------------------------------------------------------------------------------------------------
+
+    def visited(self, peer: PeerId, seconds: float, queue: int = 0) -> None:
+        """A microbatch spent so long at the peer, out and back, which had `queue` others of ours before it."""
+        self._visits.add(peer, max(0.0, seconds) / (1 + max(0, queue)))
 
     def computed(self, peer: PeerId, direction: Direction, seconds: float) -> None:
         (self._forward if direction is Direction.FORWARD else self._backward).add(peer, seconds)
@@ -93,6 +95,27 @@ class Measurements:
             self._link_share.add(min(1.0, max(LEAST_LINK_SHARE, moving_s / sent_s)))
 
     # ---- looking ---------------------------------------------------------------------------------------------------
+
+    def visit(self, peer: PeerId) -> Ewma | None:
+        """Seconds of a visit with an empty queue, as measured; None when it never was."""
+        return self._visits.get(peer)
+
+    def visit_s(self, peer: PeerId, announced_tokens_per_s: float) -> Reasoned[float]:
+        """Expected seconds of a visit with an empty queue."""
+        known = self._visits.get(peer)
+        if known is not None:
+            return Reasoned(known.mean, f"measured {known.samples} times")
+        source = "announced" if announced_tokens_per_s > 0 else "unknown"
+        return Reasoned(self._announced_s(announced_tokens_per_s), source)
+
+    def longest_unmeasured(self, peers: Sequence[PeerId]) -> PeerId:
+        """Of these, one that was never visited, else the one whose last visit is the oldest.
+
+        Raises:
+            ValueError: there are none.
+        """
+        unmeasured = next((peer for peer in peers if self._visits.get(peer) is None), None)
+        return unmeasured or min(peers, key=list(self._visits.keys()).index)
 
     def waiting_s(self) -> Mapping[PeerId, float]:
         """How long a microbatch waits at each peer before it is computed, on average, one way."""
@@ -127,7 +150,11 @@ class Measurements:
             return (out.mean + back.mean) / (1 + factor)
         if out is not None:
             return out.mean
-        return self._tokens / (announced.tokens_per_second or UNKNOWN_TOKENS_PER_S) / (1 + factor)
+        return self._announced_s(announced.tokens_per_second) / (1 + factor)
+
+    def _announced_s(self, tokens_per_s: float) -> float:
+        """Of computing out and back."""
+        return self._tokens / (tokens_per_s if tokens_per_s > 0 else UNKNOWN_TOKENS_PER_S)
 
     def _ways(self, peers: Sequence[PeerId]) -> Mapping[PeerId, Mapping[PeerId, float]]:
         share = self._link_share.mean if self._link_share.samples else LEAST_LINK_SHARE

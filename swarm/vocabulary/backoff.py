@@ -1,0 +1,68 @@
+"""Exponential backoff: how long to wait after so many failures, and for how long a peer is left out after so many
+offences."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Final
+
+from swarm.vocabulary.types import PeerId
+
+MOST_DOUBLINGS: Final = 16
+REMEMBERED: Final = 256
+"""Peers of which one list knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExponentialBackoff:
+    """Doubles a pause with every failure in a row, up to a bound."""
+
+    first_s: float
+    longest_s: float
+    free: int = 0
+    """Failures that cost nothing."""
+
+    def seconds(self, failures: int) -> float:
+        """How long to pause after so many."""
+        if failures <= self.free:
+            return 0.0
+        return min(self.longest_s, self.first_s * 2.0 ** min(failures - self.free - 1, MOST_DOUBLINGS))
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    count: int
+    latest: float
+
+
+class Exclusions:
+    """Leaves peers out for offences of one kind, longer with every further one. Times are monotonic seconds.
+
+    Args:
+        forgiven_after_s: after the end of a pause the count begins anew.
+    """
+
+    def __init__(self, backoff: ExponentialBackoff, forgiven_after_s: float = math.inf) -> None:
+        self._backoff, self._forgiven_after_s = backoff, forgiven_after_s
+        self._records: OrderedDict[PeerId, _Record] = OrderedDict()
+
+    def add(self, peer: PeerId, now: float) -> float:
+        """Another offence; returns for how many seconds the peer is left out from now on."""
+        before = self._records.pop(peer, None)
+        stale = before is None or now - before.latest > self._forgiven_after_s + self._backoff.seconds(before.count)
+        count = 1 if before is None or stale else before.count + 1
+        self._records[peer] = _Record(count, now)
+        while len(self._records) > REMEMBERED:
+            self._records.popitem(last=False)
+        return self._backoff.seconds(count)
+
+    def forgive(self, peer: PeerId) -> None:
+        """What it did has passed."""
+        self._records.pop(peer, None)
+
+    def excluded(self, now: float) -> frozenset[PeerId]:
+        """Who is left out now."""
+        records = self._records.items()
+        return frozenset(p for p, record in records if now - record.latest < self._backoff.seconds(record.count))
