@@ -1,0 +1,262 @@
+"""From a dataclass of the vocabulary to the message of link.proto that says the same, and back.
+
+Nothing is written down twice: a field travels in the field of its name, in the way that its annotated type and
+link.proto's have in common, and is held against the bounds it is declared with when it is read. Then the message is
+asked for its `fault`, if it has such a method. All of this is worked out once for each class.
+
+| in the dataclass | in link.proto |
+|---|---|
+| int, bool, bytes | the same |
+| float `x_s` | a double; or a whole number, `x_ms` or `x_us` |
+| str | a text for people: cut to its length when it is written, made printable when it is read |
+| an enum | its value |
+| PeerId | a text; or a number, its place among the peers that the message around names |
+| a dataclass | a message, without what it inherits; Measured is a number |
+| a tuple | a repeated field |
+| a frozenset | a repeated field in rising order, so that nothing comes twice |
+| something or None | nothing there, or 0, for None |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import pairwise
+from operator import attrgetter
+from types import NoneType, UnionType
+from typing import Annotated, Any, Final, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+
+from protocol.frames.fields import checked_peer, packed, printable, unpacked, whole
+from protocol.generated import link_pb2 as wire
+from swarm.vocabulary.averaging_messages import Measured
+from swarm.vocabulary.bounds import Distinct, Inherits, Length, Range, Rising
+from swarm.vocabulary.errors import ProtocolViolation
+from swarm.vocabulary.types import AnchorVersion, PeerId
+
+Around = Any
+"""What the message around says once for all its parts (`protocol.frames.averaging`, `protocol.frames.routing`); None
+for all other messages."""
+Read = Callable[[Any, Around], Any]
+Made = TypeVar("Made")
+
+_PARTS_OF_A_SECOND: Final = {"ms": 1000, "us": 1_000_000}
+
+
+class Converter(NamedTuple):
+    """How a value travels; None where it does as it is.
+
+    `write` makes what the generated classes take: a number, a text, bytes, a list, or a dict for a message. `read`
+    raises ProtocolViolation for what may not come, and nothing else.
+    """
+
+    write: Callable[[Any, Around], Any] | None
+    read: Read | None
+
+
+class MessageConverter(NamedTuple):
+    """How a dataclass travels as a message."""
+
+    write: Callable[[Any, Around], dict[str, Any]]
+    read: Read
+
+
+@cache
+def converter(kind: type[Any], message: Descriptor, inherited: tuple[str, ...] = ()) -> MessageConverter:
+    """Of a dataclass each field of which `message` has a field for; what else that has is the caller's business."""
+    fields = {field.name: _wire_field(message, field.name) for field in dataclasses.fields(kind)}
+    hints = get_type_hints(kind, include_extras=True)
+    parts = {
+        name: _inherited(name) if name in inherited else field_converter(hints[name], field, f"{kind.__name__}.{name}")
+        for name, field in fields.items()
+    }
+    written = [name for name in fields if name not in inherited]
+    values, writes = _getter(written), [(fields[name].name, parts[name].write) for name in written]
+
+    def write(value: Any, around: Around) -> dict[str, Any]:
+        return {
+            name: part if write is None else write(part, around)
+            for (name, write), part in zip(writes, values(value), strict=True)
+        }
+
+    names = [field.name for field in fields.values()]
+    maybe = {
+        name for name, field in fields.items() if field.message_type and (name in inherited or inner_type(hints[name]))
+    }
+    return MessageConverter(write, _reader(kind, _getter(names, maybe), [part.read for part in parts.values()]))
+
+
+def faultless(made: Made) -> Made:
+    """Raises ProtocolViolation when the message itself says that its fields do not go together."""
+    fault = made.fault()  # type: ignore[attr-defined]
+    if fault is not None:
+        raise ProtocolViolation(f"{type(made).__name__}: {fault}")
+    return made
+
+
+def checked_version(version: AnchorVersion) -> AnchorVersion:
+    """Raises ProtocolViolation when a field is out of bounds."""
+    checked: AnchorVersion = converter(AnchorVersion, wire.AnchorVersion.DESCRIPTOR).read(version, None)
+    return checked
+
+
+def _wire_field(message: Descriptor, name: str) -> FieldDescriptor:
+    in_parts = [f"{name[:-1]}{part}" for part in _PARTS_OF_A_SECOND if name.endswith("_s")]
+    for known in (name, *in_parts):
+        if known in message.fields_by_name:
+            return message.fields_by_name[known]
+    raise TypeError(f"{message.name} of link.proto has no field for {name}")
+
+
+def _getter(names: Sequence[str], maybe: set[str] | None = None) -> Callable[[Any], Sequence[Any]]:
+    """All these attributes; None for a message in `maybe` that is not there."""
+    if maybe:
+        return lambda said: [
+            getattr(said, name) if name not in maybe or said.HasField(name) else None for name in names
+        ]
+    return attrgetter(*names) if len(names) > 1 else lambda said: (getattr(said, names[0]),)
+
+
+def _reader(kind: type[Any], values: Callable[[Any], Sequence[Any]], reads: Sequence[Read | None]) -> Read:
+    def read(said: Any, around: Around) -> Any:
+        return kind(
+            *[part if read is None else read(part, around) for read, part in zip(reads, values(said), strict=True)]
+        )
+
+    return (lambda said, around: faultless(read(said, around))) if hasattr(kind, "fault") else read
+
+
+def _inherited(name: str) -> Converter:
+    def read(own: Any, around: Around) -> Any:
+        if own is not None:
+            raise ProtocolViolation(f"a {name} of its own where the message around says it for all")
+        return around[name]
+
+    return Converter(None, read)
+
+
+# ---- one field ------------------------------------------------------------------------------------------------------
+
+
+def field_converter(hint: Any, field: FieldDescriptor, where: str) -> Converter:
+    """Of what is annotated so, in this field. `where` is its name for people."""
+    if inner := inner_type(hint):
+        return _optional(field_converter(inner, field, where))
+    kind, *bounds = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    origin = get_origin(kind)
+    if origin in (tuple, frozenset):
+        return _repeated(origin, field_converter(get_args(kind)[0], field, where), bounds, where)
+    if kind is Measured:
+        return _measured()
+    if dataclasses.is_dataclass(kind):
+        inherited = bounds[0].fields if bounds and isinstance(bounds[0], Inherits) else ()
+        return Converter(*converter(kind, field.message_type, inherited))
+    return _scalar(kind, bounds, field, where)
+
+
+def inner_type(hint: Any) -> Any | None:
+    """The type that something is which may be None as well; None for any other."""
+    if get_origin(hint) not in (Union, UnionType):
+        return None
+    [inner] = (kind for kind in get_args(hint) if kind is not NoneType)
+    return inner
+
+
+def _optional(part: Converter) -> Converter:
+    write, read = part
+    return Converter(
+        write and (lambda value, around: None if value is None else write(value, around)),
+        lambda value, around: read(value, around) if value and read else value or None,
+    )
+
+
+def _repeated(kind: Callable[[Any], Any], item: Converter, bounds: Sequence[Any], where: str) -> Converter:
+    (length, *others), (write, read) = bounds, item
+    check, distinct, rising = _bounded([length], where), Distinct() in others, kind is frozenset or Rising() in others
+    assert check is not None, f"{where} has no bound"
+
+    def read_all(values: Any, around: Around) -> Any:
+        check(values, None)
+        if distinct and len(set(values)) < len(values):
+            raise ProtocolViolation(f"{where} has something twice")
+        if rising and any(later <= earlier for earlier, later in pairwise(values)):
+            raise ProtocolViolation(f"{where} does not rise")
+        return kind(values if read is None else [read(value, around) for value in values])
+
+    if kind is frozenset:
+        return Converter(lambda values, _: sorted(values), read_all)
+    return Converter(write and (lambda values, around: [write(value, around) for value in values]), read_all)
+
+
+def _measured() -> Converter:
+    hints = get_type_hints(Measured, include_extras=True)
+    reads = [_bounded(get_args(hint)[1:], f"Measured.{name}") for name, hint in hints.items()]
+    return Converter(lambda measured, _: packed(measured), _reader(Measured, unpacked, reads))
+
+
+def _scalar(kind: Any, bounds: Sequence[Any], field: FieldDescriptor, where: str) -> Converter:
+    check = _bounded(bounds, where)
+    if kind is PeerId:
+        return _PLACE if field.type == field.TYPE_UINT32 else Converter(None, lambda text, _: checked_peer(text))
+    if isinstance(kind, enum.EnumMeta):
+        return _enum(kind, where)
+    if kind is str:
+        return _text(bounds[0].most, check, where)
+    if kind is float and field.type != field.TYPE_DOUBLE:
+        return _seconds(_PARTS_OF_A_SECOND[field.name[-2:]], check)
+    if kind not in (int, bool, bytes, float) or (kind is bytes and check is None):
+        raise TypeError(f"{where}: no way for {kind} to travel without bounds")
+    return Converter(None, check)
+
+
+def _enum(kind: enum.EnumMeta, where: str) -> Converter:
+    members: dict[int, Any] = {member.value: member for member in kind}
+
+    def read(number: int, _: Around) -> Any:
+        if number not in members:
+            raise ProtocolViolation(f"{where} {number} is unknown")
+        return members[number]
+
+    return Converter(lambda member, _: member.value, read)
+
+
+def _text(most: int, check: Read | None, where: str) -> Converter:
+    assert check is not None, f"{where} has no bound"
+    return Converter(lambda text, _: text[:most], lambda text, _: printable(check(text, None)))
+
+
+def _seconds(parts: int, check: Read | None) -> Converter:
+    read = (lambda count, _: check(count / parts, None)) if check else (lambda count, _: count / parts)
+    return Converter(lambda seconds, _: whole(seconds, parts), read)
+
+
+def _bounded(bounds: Sequence[Any], where: str) -> Read | None:
+    """What lets a value through that is within its bounds; None when it has none."""
+    if not bounds:
+        return None
+    [bound] = bounds
+    least, most, or_none = bound.least, bound.most, isinstance(bound, Length) and bound.or_none
+
+    def in_range(value: Any, _: Around) -> Any:
+        if least <= value <= most:
+            return value
+        raise ProtocolViolation(f"{where} is {value}; {least} to {most} are allowed")
+
+    def of_length(value: Any, _: Around) -> Any:
+        if least <= len(value) <= most or (or_none and not value):
+            return value
+        raise ProtocolViolation(f"{where} has a length of {len(value)}; {least} to {most} are allowed")
+
+    return in_range if isinstance(bound, Range) else of_length
+
+
+def _peer_at(place: int, peers: Sequence[PeerId]) -> PeerId:
+    if place >= len(peers):
+        raise ProtocolViolation(f"peer {place} of {len(peers)} is nobody")
+    return peers[place]
+
+
+_PLACE: Final = Converter(lambda peer, places: places.setdefault(peer, len(places)), _peer_at)
