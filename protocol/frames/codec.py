@@ -24,13 +24,12 @@ import enum
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
-from operator import attrgetter
 from types import NoneType, UnionType
 from typing import Annotated, Any, Final, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-from protocol.frames.fields import checked_peer, packed, printable, unpacked, whole
+from protocol.frames.fields import checked_peer, packed, printable, whole
 from protocol.generated import link_pb2 as wire
 from swarm.vocabulary.averaging_messages import Measured
 from swarm.vocabulary.bounds import Distinct, Inherits, Length, Range, Rising
@@ -66,27 +65,35 @@ class MessageConverter(NamedTuple):
 
 @cache
 def converter(kind: type[Any], message: Descriptor, inherited: tuple[str, ...] = ()) -> MessageConverter:
-    """Of a dataclass each field of which `message` has a field for; what else that has is the caller's business."""
-    fields = {field.name: _wire_field(message, field.name) for field in dataclasses.fields(kind)}
+    """Of a dataclass each field of which `message` has a field for; what else that has is the caller's business.
+
+    The two functions are put together from the fields' names and compiled, as `dataclasses` does it: headers of
+    microbatches are read and written by them.
+    """
     hints = get_type_hints(kind, include_extras=True)
-    parts = {
-        name: _inherited(name) if name in inherited else field_converter(hints[name], field, f"{kind.__name__}.{name}")
-        for name, field in fields.items()
-    }
-    written = [name for name in fields if name not in inherited]
-    values, writes = _getter(written), [(fields[name].name, parts[name].write) for name in written]
+    known: dict[str, Any] = {"kind": kind}
+    written, read = [], []
+    for ours in (field.name for field in dataclasses.fields(kind)):
+        field = _wire_field(message, ours)
+        name, part = field.name, field_converter(hints[ours], field, f"{kind.__name__}.{ours}")
+        if ours in inherited:
+            part = _inherited(ours)
+        else:
+            written.append(f"{name!r}: {f'write_{name}(value.{ours}, around)' if part.write else f'value.{ours}'}")
+        there = f"read_{name}(said.{name}, around)" if part.read else f"said.{name}"
+        if field.message_type and (ours in inherited or inner_type(hints[ours])):
+            there = f"read_{name}(said.{name} if said.HasField({name!r}) else None, around)"
+        read.append(there)
+        known |= {f"write_{name}": part.write, f"read_{name}": part.read}
+    write = _compiled(f"lambda value, around: {{{', '.join(written)}}}", known)
+    made = _compiled(f"lambda said, around: kind({', '.join(read)})", known)
+    return MessageConverter(
+        write, (lambda said, around: faultless(made(said, around))) if hasattr(kind, "fault") else made
+    )
 
-    def write(value: Any, around: Around) -> dict[str, Any]:
-        return {
-            name: part if write is None else write(part, around)
-            for (name, write), part in zip(writes, values(value), strict=True)
-        }
 
-    names = [field.name for field in fields.values()]
-    maybe = {
-        name for name, field in fields.items() if field.message_type and (name in inherited or inner_type(hints[name]))
-    }
-    return MessageConverter(write, _reader(kind, _getter(names, maybe), [part.read for part in parts.values()]))
+def _compiled(source: str, known: dict[str, Any]) -> Any:
+    return eval(compile(source, __file__, "eval"), known)  # noqa: S307 - names of fields, nothing that came from outside
 
 
 def faultless(made: Made) -> Made:
@@ -109,24 +116,6 @@ def _wire_field(message: Descriptor, name: str) -> FieldDescriptor:
         if known in message.fields_by_name:
             return message.fields_by_name[known]
     raise TypeError(f"{message.name} of link.proto has no field for {name}")
-
-
-def _getter(names: Sequence[str], maybe: set[str] | None = None) -> Callable[[Any], Sequence[Any]]:
-    """All these attributes; None for a message in `maybe` that is not there."""
-    if maybe:
-        return lambda said: [
-            getattr(said, name) if name not in maybe or said.HasField(name) else None for name in names
-        ]
-    return attrgetter(*names) if len(names) > 1 else lambda said: (getattr(said, names[0]),)
-
-
-def _reader(kind: type[Any], values: Callable[[Any], Sequence[Any]], reads: Sequence[Read | None]) -> Read:
-    def read(said: Any, around: Around) -> Any:
-        return kind(
-            *[part if read is None else read(part, around) for read, part in zip(reads, values(said), strict=True)]
-        )
-
-    return (lambda said, around: faultless(read(said, around))) if hasattr(kind, "fault") else read
 
 
 def _inherited(name: str) -> Converter:
@@ -192,15 +181,17 @@ def _repeated(kind: Callable[[Any], Any], item: Converter, bounds: Sequence[Any]
 
 
 def _measured() -> Converter:
-    hints = get_type_hints(Measured, include_extras=True)
-    reads = [_bounded(get_args(hint)[1:], f"Measured.{name}") for name, hint in hints.items()]
-    return Converter(lambda measured, _: packed(measured), _reader(Measured, unpacked, reads))
+    rate = _bounded(get_args(get_type_hints(Measured, include_extras=True)["rate"])[1:], "Measured.rate")
+    assert rate is not None
+    return Converter(
+        lambda measured, _: packed(measured), lambda figure, _: Measured(figure >> 8, rate(figure & 0xFF, None))
+    )
 
 
 def _scalar(kind: Any, bounds: Sequence[Any], field: FieldDescriptor, where: str) -> Converter:
     check = _bounded(bounds, where)
     if kind is PeerId:
-        return _PLACE if field.type == field.TYPE_UINT32 else Converter(None, lambda text, _: checked_peer(text))
+        return _PLACE if field.type == field.TYPE_UINT32 else Converter(None, _peer)
     if isinstance(kind, enum.EnumMeta):
         return _enum(kind, where)
     if kind is str:
@@ -251,6 +242,10 @@ def _bounded(bounds: Sequence[Any], where: str) -> Read | None:
         raise ProtocolViolation(f"{where} has a length of {len(value)}; {least} to {most} are allowed")
 
     return in_range if isinstance(bound, Range) else of_length
+
+
+def _peer(text: str, _: Around) -> PeerId:
+    return checked_peer(text)
 
 
 def _peer_at(place: int, peers: Sequence[PeerId]) -> PeerId:

@@ -43,11 +43,6 @@ def packed(measured: Measured) -> int:
     return measured.mark << 8 | measured.rate
 
 
-def unpacked(figure: int) -> tuple[int, int]:
-    """The mark and the rate, unchecked."""
-    return figure >> 8, figure & 0xFF
-
-
 def checked_peer(text: str) -> PeerId:
     """Only the form is checked: a name proves nothing, the certificate does.
 

@@ -1,5 +1,5 @@
-"""The messages about lanes that name peers: lanes share peers, so such a message names each of them once, and its routes
-say by their places which of them they visit. All else is as `protocol.frames.codec` derives it.
+"""The messages about lanes that name peers: lanes share peers, so such a message names each of them once, and its
+routes say by their places which of them they visit. All else is as `protocol.frames.codec` derives it.
 
 Whether a message fits the epoch, the lanes and the peers that are alive is checked by those who know them.
 """
