@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from protocol.frames.codec import Around, MessageConverter, converter
+from protocol.frames.codec import Around, Converter, converter
 from protocol.generated import link_pb2 as wire
 from swarm.vocabulary.averaging_messages import RoundId, SignedRoster
 from swarm.vocabulary.types import AnchorVersion
@@ -19,5 +19,5 @@ def _read_roster(said: wire.Roster, _: Around) -> Any:
     return _ROSTER.read(said, {"round": _ROUND.read(said.round, None), "base": _VERSION.read(said.base, None)})
 
 
-CONVERTERS: Final = {SignedRoster: MessageConverter(_ROSTER.write, _read_roster)}
+CONVERTERS: Final[dict[type, Converter]] = {SignedRoster: Converter(_ROSTER.write, _read_roster)}
 """By class."""

@@ -27,44 +27,37 @@ from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Annotated, Any, Final, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor import FieldDescriptor
 
 from protocol.frames.fields import checked_peer, packed, printable, whole
 from protocol.generated import link_pb2 as wire
 from swarm.vocabulary.averaging_messages import Measured
-from swarm.vocabulary.bounds import Distinct, Inherits, Length, Range, Rising
+from swarm.vocabulary.bounds import Distinct, Length, Range, Rising
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import AnchorVersion, PeerId
 
 Around = Any
 """What the message around says once for all its parts (`protocol.frames.averaging`, `protocol.frames.routing`); None
 for all other messages."""
-Read = Callable[[Any, Around], Any]
+MessageType = Any
+"""The descriptor of a message of link.proto."""
+Convert = Callable[[Any, Around], Any]
 Made = TypeVar("Made")
 
 _PARTS_OF_A_SECOND: Final = {"ms": 1000, "us": 1_000_000}
 
 
 class Converter(NamedTuple):
-    """How a value travels; None where it does as it is.
+    """How a value travels."""
 
-    `write` makes what the generated classes take: a number, a text, bytes, a list, or a dict for a message. `read`
-    raises ProtocolViolation for what may not come, and nothing else.
-    """
-
-    write: Callable[[Any, Around], Any] | None
-    read: Read | None
-
-
-class MessageConverter(NamedTuple):
-    """How a dataclass travels as a message."""
-
-    write: Callable[[Any, Around], dict[str, Any]]
-    read: Read
+    write: Convert
+    """To what the generated classes take: a number, a text, bytes, a list, or a dict for a message."""
+    read: Convert
+    """From what they have. Raises ProtocolViolation for what may not come, and nothing else."""
 
 
 @cache
-def converter(kind: type[Any], message: Descriptor, inherited: tuple[str, ...] = ()) -> MessageConverter:
+def converter(kind: Any, message: MessageType, inherited: tuple[str, ...] = ()) -> Converter:
     """Of a dataclass each field of which `message` has a field for; what else that has is the caller's business.
 
     The two functions are put together from the fields' names and compiled, as `dataclasses` does it: headers of
@@ -75,25 +68,18 @@ def converter(kind: type[Any], message: Descriptor, inherited: tuple[str, ...] =
     written, read = [], []
     for ours in (field.name for field in dataclasses.fields(kind)):
         field = _wire_field(message, ours)
-        name, part = field.name, field_converter(hints[ours], field, f"{kind.__name__}.{ours}")
+        part = field_converter(hints[ours], field, f"{kind.__name__}.{ours}")
+        maybe = field.message_type and (ours in inherited or inner_type(hints[ours]))
+        said = f"said.{field.name} if said.HasField({field.name!r}) else None" if maybe else f"said.{field.name}"
         if ours in inherited:
-            part = _inherited(ours)
+            part = Converter(_as_is, _inherited(ours))
         else:
-            written.append(f"{name!r}: {f'write_{name}(value.{ours}, around)' if part.write else f'value.{ours}'}")
-        there = f"read_{name}(said.{name}, around)" if part.read else f"said.{name}"
-        if field.message_type and (ours in inherited or inner_type(hints[ours])):
-            there = f"read_{name}(said.{name} if said.HasField({name!r}) else None, around)"
-        read.append(there)
-        known |= {f"write_{name}": part.write, f"read_{name}": part.read}
+            written.append(f"{field.name!r}: {_call('write', ours, part.write, f'value.{ours}')}")
+        read.append(_call("read", ours, part.read, said))
+        known |= {f"write_{ours}": part.write, f"read_{ours}": part.read}
     write = _compiled(f"lambda value, around: {{{', '.join(written)}}}", known)
     made = _compiled(f"lambda said, around: kind({', '.join(read)})", known)
-    return MessageConverter(
-        write, (lambda said, around: faultless(made(said, around))) if hasattr(kind, "fault") else made
-    )
-
-
-def _compiled(source: str, known: dict[str, Any]) -> Any:
-    return eval(compile(source, __file__, "eval"), known)  # noqa: S307 - names of fields, nothing that came from outside
+    return Converter(write, (lambda said, around: faultless(made(said, around))) if hasattr(kind, "fault") else made)
 
 
 def faultless(made: Made) -> Made:
@@ -110,39 +96,53 @@ def checked_version(version: AnchorVersion) -> AnchorVersion:
     return checked
 
 
-def _wire_field(message: Descriptor, name: str) -> FieldDescriptor:
+def _wire_field(message: MessageType, name: str) -> FieldDescriptor:
     in_parts = [f"{name[:-1]}{part}" for part in _PARTS_OF_A_SECOND if name.endswith("_s")]
     for known in (name, *in_parts):
         if known in message.fields_by_name:
-            return message.fields_by_name[known]
+            field: FieldDescriptor = message.fields_by_name[known]
+            return field
     raise TypeError(f"{message.name} of link.proto has no field for {name}")
 
 
-def _inherited(name: str) -> Converter:
+def _call(what: str, name: str, convert: Convert, value: str) -> str:
+    return value if convert is _as_is else f"{what}_{name}({value}, around)"
+
+
+def _compiled(source: str, known: dict[str, Any]) -> Convert:
+    return eval(compile(source, __file__, "eval"), known)  # type: ignore[no-any-return]  # noqa: S307 - names of fields
+
+
+def _as_is(value: Any, _: Around) -> Any:
+    return value
+
+
+def _inherited(name: str) -> Convert:
     def read(own: Any, around: Around) -> Any:
         if own is not None:
             raise ProtocolViolation(f"a {name} of its own where the message around says it for all")
         return around[name]
 
-    return Converter(None, read)
+    return read
 
 
 # ---- one field ------------------------------------------------------------------------------------------------------
 
 
-def field_converter(hint: Any, field: FieldDescriptor, where: str) -> Converter:
-    """Of what is annotated so, in this field. `where` is its name for people."""
+def field_converter(hint: Any, field: Any, where: str) -> Converter:
+    """Of what is annotated so, in this field of link.proto. `where` is its name for people."""
     if inner := inner_type(hint):
         return _optional(field_converter(inner, field, where))
     kind, *bounds = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-    origin = get_origin(kind)
-    if origin in (tuple, frozenset):
-        return _repeated(origin, field_converter(get_args(kind)[0], field, where), bounds, where)
+    several = get_origin(kind)
+    if (several or kind in (bytes, str)) and not bounds:
+        raise TypeError(f"{where} has no bound")
+    if several:
+        return _repeated(several, field_converter(get_args(kind)[0], field, where), bounds, where)
     if kind is Measured:
         return _measured()
     if dataclasses.is_dataclass(kind):
-        inherited = bounds[0].fields if bounds and isinstance(bounds[0], Inherits) else ()
-        return Converter(*converter(kind, field.message_type, inherited))
+        return converter(kind, field.message_type, *(bound.fields for bound in bounds))
     return _scalar(kind, bounds, field, where)
 
 
@@ -157,15 +157,14 @@ def inner_type(hint: Any) -> Any | None:
 def _optional(part: Converter) -> Converter:
     write, read = part
     return Converter(
-        write and (lambda value, around: None if value is None else write(value, around)),
-        lambda value, around: read(value, around) if value and read else value or None,
+        lambda value, around: None if value is None else write(value, around),
+        lambda value, around: read(value, around) if value else None,
     )
 
 
 def _repeated(kind: Callable[[Any], Any], item: Converter, bounds: Sequence[Any], where: str) -> Converter:
     (length, *others), (write, read) = bounds, item
     check, distinct, rising = _bounded([length], where), Distinct() in others, kind is frozenset or Rising() in others
-    assert check is not None, f"{where} has no bound"
 
     def read_all(values: Any, around: Around) -> Any:
         check(values, None)
@@ -173,38 +172,40 @@ def _repeated(kind: Callable[[Any], Any], item: Converter, bounds: Sequence[Any]
             raise ProtocolViolation(f"{where} has something twice")
         if rising and any(later <= earlier for earlier, later in pairwise(values)):
             raise ProtocolViolation(f"{where} does not rise")
-        return kind(values if read is None else [read(value, around) for value in values])
+        return kind(values if read is _as_is else [read(value, around) for value in values])
 
-    if kind is frozenset:
-        return Converter(lambda values, _: sorted(values), read_all)
-    return Converter(write and (lambda values, around: [write(value, around) for value in values]), read_all)
+    def write_all(values: Any, around: Around) -> Any:
+        return [write(value, around) for value in (sorted(values) if kind is frozenset else values)]
+
+    return Converter(write_all, read_all)
 
 
 def _measured() -> Converter:
     rate = _bounded(get_args(get_type_hints(Measured, include_extras=True)["rate"])[1:], "Measured.rate")
-    assert rate is not None
     return Converter(
         lambda measured, _: packed(measured), lambda figure, _: Measured(figure >> 8, rate(figure & 0xFF, None))
     )
 
 
-def _scalar(kind: Any, bounds: Sequence[Any], field: FieldDescriptor, where: str) -> Converter:
+def _scalar(kind: Any, bounds: Sequence[Any], field: Any, where: str) -> Converter:
     check = _bounded(bounds, where)
     if kind is PeerId:
-        return _PLACE if field.type == field.TYPE_UINT32 else Converter(None, _peer)
+        return _PLACE if field.type == field.TYPE_UINT32 else Converter(_as_is, lambda text, _: checked_peer(text))
     if isinstance(kind, enum.EnumMeta):
         return _enum(kind, where)
     if kind is str:
-        return _text(bounds[0].most, check, where)
+        most = bounds[0].most
+        return Converter(lambda text, _: text[:most], lambda text, _: printable(check(text, None)))
     if kind is float and field.type != field.TYPE_DOUBLE:
-        return _seconds(_PARTS_OF_A_SECOND[field.name[-2:]], check)
-    if kind not in (int, bool, bytes, float) or (kind is bytes and check is None):
-        raise TypeError(f"{where}: no way for {kind} to travel without bounds")
-    return Converter(None, check)
+        parts = _PARTS_OF_A_SECOND[field.name[-2:]]
+        return Converter(lambda seconds, _: whole(seconds, parts), lambda count, _: check(count / parts, None))
+    if kind not in (int, bool, bytes, float):
+        raise TypeError(f"{where}: no way for {kind} to travel")
+    return Converter(_as_is, check)
 
 
-def _enum(kind: enum.EnumMeta, where: str) -> Converter:
-    members: dict[int, Any] = {member.value: member for member in kind}
+def _enum(kind: Any, where: str) -> Converter:
+    members = {member.value: member for member in kind}
 
     def read(number: int, _: Around) -> Any:
         if number not in members:
@@ -214,20 +215,10 @@ def _enum(kind: enum.EnumMeta, where: str) -> Converter:
     return Converter(lambda member, _: member.value, read)
 
 
-def _text(most: int, check: Read | None, where: str) -> Converter:
-    assert check is not None, f"{where} has no bound"
-    return Converter(lambda text, _: text[:most], lambda text, _: printable(check(text, None)))
-
-
-def _seconds(parts: int, check: Read | None) -> Converter:
-    read = (lambda count, _: check(count / parts, None)) if check else (lambda count, _: count / parts)
-    return Converter(lambda seconds, _: whole(seconds, parts), read)
-
-
-def _bounded(bounds: Sequence[Any], where: str) -> Read | None:
-    """What lets a value through that is within its bounds; None when it has none."""
+def _bounded(bounds: Sequence[Any], where: str) -> Convert:
+    """What lets a value through that is within its bounds."""
     if not bounds:
-        return None
+        return _as_is
     [bound] = bounds
     least, most, or_none = bound.least, bound.most, isinstance(bound, Length) and bound.or_none
 
@@ -242,10 +233,6 @@ def _bounded(bounds: Sequence[Any], where: str) -> Read | None:
         raise ProtocolViolation(f"{where} has a length of {len(value)}; {least} to {most} are allowed")
 
     return in_range if isinstance(bound, Range) else of_length
-
-
-def _peer(text: str, _: Around) -> PeerId:
-    return checked_peer(text)
 
 
 def _peer_at(place: int, peers: Sequence[PeerId]) -> PeerId:

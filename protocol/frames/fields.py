@@ -14,7 +14,6 @@ from protocol.frames.chunks import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from protocol.generated import link_pb2 as wire
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from swarm.vocabulary.averaging_messages import Measured, StateChunk
-from swarm.vocabulary.bounds import DETAIL_CHARACTERS
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.pipeline_messages import Backward, Forward, TensorMessage
 from swarm.vocabulary.types import Codec, PeerId
@@ -34,7 +33,7 @@ def whole(seconds: float, parts: int) -> int:
 
 
 def milliseconds(seconds: float) -> int:
-    """As they are written in a message and in what is signed."""
+    """As times are written in what is signed."""
     return whole(seconds, 1000)
 
 
@@ -60,18 +59,6 @@ def read_enum(kind: type[EnumT], number: int, what: str) -> EnumT:
         return kind(number)
     except ValueError:
         raise ProtocolViolation(f"{what} {number} is unknown") from None
-
-
-def wire_number(value: enum.Enum) -> Any:
-    """An enum's number, as the generated code takes it: the values are link.proto's."""
-    return value.value
-
-
-def read_detail(text: str) -> str:
-    """A text for people. Raises ProtocolViolation for more than 256 characters."""
-    if len(text) > DETAIL_CHARACTERS:
-        raise ProtocolViolation(f"a detail of {len(text)} characters is longer than {DETAIL_CHARACTERS}")
-    return printable(text)
 
 
 def printable(text: str) -> str:

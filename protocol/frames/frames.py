@@ -14,13 +14,13 @@ from __future__ import annotations
 import enum
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, get_args
+from typing import Annotated, Any, Final, NamedTuple, get_args
 
 from google.protobuf.message import DecodeError
 
 from protocol.frames import averaging, pipeline, routing, rpc
 from protocol.frames.chunks import CHUNK_TAG, Chunk, decode_chunk
-from protocol.frames.codec import Around, MessageConverter, converter
+from protocol.frames.codec import Around, Converter, converter
 from protocol.frames.fields import TensorFrame, checked_peer, read_header, wire_header
 from protocol.frames.rpc import AnswerFrame, QuestionFrame
 from protocol.generated import link_pb2 as wire
@@ -114,11 +114,11 @@ Frame = SmallFrame | Chunk
 def encode(frame: SmallFrame) -> bytes:
     """The frame's bytes. What is ours to bound (details for people) is cut to its bound here."""
     said = frame.message if isinstance(frame, TensorFrame) else frame
-    kind = _KIND_OF[type(said)]
-    fields = _CONVERTERS[kind].write(said, None)
+    name = _FIELD_OF[type(said)]
+    fields = _KINDS[name].converter.write(said, None)
     if isinstance(frame, TensorFrame):
         fields["tensor"] = wire_header(frame)
-    data: bytes = wire.Frame(**{kind: fields}).SerializeToString()
+    data: bytes = wire.Frame(**{name: fields}).SerializeToString()
     return data
 
 
@@ -134,7 +134,7 @@ def topic_of(data: bytes) -> Topic | None:
     Raises:
         ProtocolViolation: it is too long, or not exactly one field of a known kind.
     """
-    return _TOPICS.get(_kind_of(data))
+    return _KINDS[_name_of(data)].topic
 
 
 def decode(data: bytes) -> Frame:
@@ -145,21 +145,20 @@ def decode(data: bytes) -> Frame:
     """
     if is_chunk(data):
         return decode_chunk(data)
-    kind = _kind_of(data)
+    name = _name_of(data)
     try:
-        frame = wire.Frame.FromString(data)
+        said = getattr(wire.Frame.FromString(data), name)
     except DecodeError:
         raise ProtocolViolation(f"{len(data)} bytes are not a frame") from None
-    said = getattr(frame, kind)
+    kind = _KINDS[name]
     try:
-        message = _CONVERTERS[kind].read(said, None)
-        return read_header(message, said.tensor) if kind in _WITH_TENSOR else message  # type: ignore[no-any-return]
+        message = kind.converter.read(said, None)
+        return read_header(message, said.tensor) if kind.has_tensor else message  # type: ignore[no-any-return]
     except ProtocolViolation as violation:
-        topic = _TOPICS.get(kind)
-        raise ProtocolViolation(f"{topic.value if topic else kind}: {violation}") from None
+        raise ProtocolViolation(f"{kind.topic.value if kind.topic else name}: {violation}") from None
 
 
-def _kind_of(data: bytes) -> str:
+def _name_of(data: bytes) -> str:
     """Of one field the whole frame consists of: its tag, its length, and so many bytes. protobuf would take several,
     and believe the last."""
     if len(data) > MAX_SMALL_FRAME_BYTES:
@@ -167,13 +166,13 @@ def _kind_of(data: bytes) -> str:
     tag, at = _varint(data, 0) if data else (_BYTES, 0)
     if tag & 7 != _BYTES:
         raise ProtocolViolation(f"{len(data)} bytes are not a frame")
-    kind = _KINDS_BY_TAG.get(tag)
-    if kind is None:
+    name = _BY_TAG.get(tag)
+    if name is None:
         raise ProtocolViolation("a frame of unknown kind, or a chunk whose fields are not in order")
     length, at = _varint(data, at)
     if at + length != len(data):
         raise ProtocolViolation(f"a frame of {len(data)} bytes is not exactly one field")
-    return kind
+    return name
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
@@ -221,48 +220,55 @@ def _read_record(record: bytes) -> bytes:
 
 # ---- which class is which field of link.proto's Frame ---------------------------------------------------------------
 
-_TOPIC_OF: Final = {
+
+class _Kind(NamedTuple):
+    """One field of Frame."""
+
+    what: type
+    converter: Converter
+    topic: Topic | None
+    """Of what only says something. Who sends a tensor is told when it is not wanted."""
+    has_tensor: bool
+
+
+_TOPICS: Final = {
     **dict.fromkeys(get_args(MicrobatchControl), Topic.MICROBATCHES),
     **dict.fromkeys(get_args(RoundControl), Topic.ROUNDS),
     **dict.fromkeys(get_args(StateControl), Topic.STATE),
     **dict.fromkeys(get_args(LaneControl), Topic.LANES),
 }
-"""Of what only says something. Who sends a tensor is told when it is not wanted."""
-_NAMED_OTHERWISE: Final[dict[str, type]] = {
-    "Roster": SignedRoster,
-    "Question": QuestionFrame,
-    "Answer": AnswerFrame,
-    **{f"Lane{kind.__name__}": kind for kind in get_args(LaneControl)},
-}
-"""By the name of the message in link.proto."""
-_CLASSES: Final[dict[str, type]] = {
-    **{kind.__name__: kind for kind in (Hello, Ping, Pong, Cancel, Farewell, *get_args(TensorMessage), *_TOPIC_OF)},
-    **_NAMED_OTHERWISE,
-}
-_BY_HAND: Final = {
-    Hello: MessageConverter(_write_hello, _read_hello),
+_WITH_TENSOR: Final = get_args(TensorMessage)
+_BY_HAND: Final[dict[type, Converter]] = {
+    Hello: Converter(_write_hello, _read_hello),
+    AnnouncementFrame: Converter(lambda frame, _: frame.record, lambda said, _: AnnouncementFrame(_read_record(said))),
     **pipeline.CONVERTERS,
     **averaging.CONVERTERS,
     **routing.CONVERTERS,
     **rpc.CONVERTERS,
 }
-_MESSAGES: Final = {
-    field.name: (field, _CLASSES[field.message_type.name])
-    for field in wire.Frame.DESCRIPTOR.fields
-    if field.message_type and field.name != "chunk"
+_NAMES: Final[dict[str, type]] = {
+    **{kind.__name__: kind for kind in (Hello, Ping, Pong, Cancel, Farewell, *_WITH_TENSOR, *_TOPICS)},
+    **{f"Lane{kind.__name__}": kind for kind in get_args(LaneControl)},
+    "Roster": SignedRoster,
+    "Question": QuestionFrame,
+    "Answer": AnswerFrame,
+    "announcement": AnnouncementFrame,
 }
-"""By the name of the field of link.proto's Frame."""
-_CONVERTERS: Final[dict[str, Any]] = {
-    "announcement": MessageConverter(
-        lambda frame, _: frame.record, lambda said, _: AnnouncementFrame(_read_record(said))
-    ),
-    **{name: _BY_HAND.get(kind) or converter(kind, field.message_type) for name, (field, kind) in _MESSAGES.items()},
-}
-_KIND_OF: Final = {AnnouncementFrame: "announcement", **{kind: name for name, (_, kind) in _MESSAGES.items()}}
-_TOPICS: Final = {name: _TOPIC_OF[kind] for name, (_, kind) in _MESSAGES.items() if kind in _TOPIC_OF}
-_WITH_TENSOR: Final = {name for name, (_, kind) in _MESSAGES.items() if kind in get_args(TensorMessage)}
+"""By the name of the message in link.proto, or of the field that is none."""
+
+
+def _kind(field: Any) -> _Kind:
+    what = _NAMES[field.message_type.name if field.message_type else field.name]
+    return _Kind(
+        what, _BY_HAND.get(what) or converter(what, field.message_type), _TOPICS.get(what), what in _WITH_TENSOR
+    )
+
+
+_KINDS: Final = {field.name: _kind(field) for field in wire.Frame.DESCRIPTOR.fields if field.name != "chunk"}
+"""By the name of the field."""
+_FIELD_OF: Final = {kind.what: name for name, kind in _KINDS.items()}
 _BYTES: Final = 2
-"""The wire type of what has a length before it, as every kind has."""
-_KINDS_BY_TAG: Final = {
-    field.number << 3 | _BYTES: field.name for field in wire.Frame.DESCRIPTOR.fields if field.name in _CONVERTERS
+"""The wire type of what has a length before it, as every field has."""
+_BY_TAG: Final = {
+    field.number << 3 | _BYTES: field.name for field in wire.Frame.DESCRIPTOR.fields if field.name in _KINDS
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
-from protocol.frames.codec import Around, MessageConverter, converter, faultless
+from protocol.frames.codec import Around, Converter, converter, faultless
 from protocol.frames.fields import read_enum
 from protocol.generated import link_pb2 as wire
 from swarm.vocabulary.bounds import Length, Range
@@ -66,7 +66,8 @@ def _wire_route(message: MicrobatchTensor | Recall, lifetime_s: float | None = N
     signed = message.path.route or SignedRoute((), 0.0, b"")
     known_s = signed.lifetime_s if lifetime_s is None else lifetime_s
     route = _Route(message.microbatch, message.path.hops, message.position, signed.modules, known_s, signed.signature)
-    return _ROUTE.write(route, None)
+    fields: dict[str, Any] = _ROUTE.write(route, None)
+    return fields
 
 
 def _write_forward(message: Forward, _: Around) -> dict[str, Any]:
@@ -98,11 +99,11 @@ def _read_settled(said: wire.Settled, _: Around) -> Settled:
     return Settled(settled.microbatch, Path(settled.microbatch.data_node, settled.hops))
 
 
-CONVERTERS: Final = {
-    Forward: MessageConverter(_write_forward, _read_forward),
-    Backward: MessageConverter(_write_routed, _read_backward),
-    Recall: MessageConverter(_write_routed, _read_recall),
-    Settled: MessageConverter(
+CONVERTERS: Final[dict[type, Converter]] = {
+    Forward: Converter(_write_forward, _read_forward),
+    Backward: Converter(_write_routed, _read_backward),
+    Recall: Converter(_write_routed, _read_recall),
+    Settled: Converter(
         lambda settled, _: _SETTLED.write(_Settled(settled.microbatch, settled.path.hops), None), _read_settled
     ),
 }

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final, get_type_hints
+from typing import Annotated, Any, Final, get_type_hints
 
-from protocol.frames.codec import Around, Converter, MessageConverter, field_converter, inner_type
-from protocol.frames.fields import read_detail
+from protocol.frames.codec import Around, Converter, MessageType, field_converter, inner_type
 from protocol.generated import link_pb2 as wire
 from protocol.interfaces.transport import Question, QuestionAbout
-from swarm.vocabulary.bounds import DETAIL_CHARACTERS
+from swarm.vocabulary.bounds import Detail, Length
 from swarm.vocabulary.errors import ProtocolViolation
 
 MAX_ANSWER_BYTES: Final = 64 * 1024
 
+_QUESTION: Final[MessageType] = wire.Question.DESCRIPTOR
+_ANSWER: Final[MessageType] = wire.Answer.DESCRIPTOR
 _ANSWER_FIELDS: Final = {about: about.value for about in QuestionAbout} | {QuestionAbout.EVALUATE: "evaluation"}
 _ANSWER_KINDS: Final = {field: about for about, field in _ANSWER_FIELDS.items()}
 
@@ -36,23 +37,24 @@ class AnswerFrame:
 def _parts(about: QuestionAbout) -> dict[str, Converter]:
     """The fields of a Question that are asked with; none of them may be missing."""
     hints = get_type_hints(Question, include_extras=True)
-    fields = wire.Question.DESCRIPTOR.fields_by_name[about.value].message_type.fields
+    asked: MessageType = _QUESTION.fields_by_name[about.value].message_type
     return {
         field.name: field_converter(inner_type(hints[field.name]) or hints[field.name], field, f"Question.{field.name}")
-        for field in fields
+        for field in asked.fields
     }
 
 
-_PARTS: Final = {about: _parts(about) for about in QuestionAbout}
+_ABOUT: Final = {about: _parts(about) for about in QuestionAbout}
+_REFUSAL: Final = field_converter(Detail, _ANSWER.fields_by_name["refused"], "a refusal")
+_CONTENT: Final = field_converter(
+    Annotated[bytes, Length(0, MAX_ANSWER_BYTES)], _ANSWER.fields_by_name["status"], "an answer"
+)
 
 
 def _write_question(frame: QuestionFrame, _: Around) -> dict[str, Any]:
-    question, about = frame.question, frame.question.about
-    fields = {
-        name: part.write(getattr(question, name), None) if part.write else getattr(question, name)
-        for name, part in _PARTS[about].items()
-    }
-    return {"id": frame.id, about.value: fields}
+    question = frame.question
+    fields = {name: part.write(getattr(question, name), None) for name, part in _ABOUT[question.about].items()}
+    return {"id": frame.id, question.about.value: fields}
 
 
 def _read_question(question: wire.Question, _: Around) -> QuestionFrame:
@@ -60,16 +62,13 @@ def _read_question(question: wire.Question, _: Around) -> QuestionFrame:
     if kind is None:
         raise ProtocolViolation("a question about nothing known")
     about, said = QuestionAbout(kind), getattr(question, kind)
-    fields = {
-        name: part.read(getattr(said, name), None) if part.read else getattr(said, name)
-        for name, part in _PARTS[about].items()
-    }
+    fields = {name: part.read(getattr(said, name), None) for name, part in _ABOUT[about].items()}
     return QuestionFrame(question.id, Question(about, **fields))
 
 
 def _write_answer(answer: AnswerFrame, _: Around) -> dict[str, Any]:
     if answer.about is None:
-        return {"id": answer.id, "refused": answer.content.decode(errors="replace")[:DETAIL_CHARACTERS]}
+        return {"id": answer.id, "refused": _REFUSAL.write(answer.content.decode(errors="replace"), None)}
     return {"id": answer.id, _ANSWER_FIELDS[answer.about]: answer.content}
 
 
@@ -78,15 +77,12 @@ def _read_answer(answer: wire.Answer, _: Around) -> AnswerFrame:
     if kind is None:
         raise ProtocolViolation("an answer without content")
     if kind == "refused":
-        return AnswerFrame(answer.id, None, read_detail(answer.refused).encode())
-    content: bytes = getattr(answer, kind)
-    if len(content) > MAX_ANSWER_BYTES:
-        raise ProtocolViolation(f"an answer of {len(content)} bytes is longer than {MAX_ANSWER_BYTES}")
-    return AnswerFrame(answer.id, _ANSWER_KINDS[kind], content)
+        return AnswerFrame(answer.id, None, _REFUSAL.read(answer.refused, None).encode())
+    return AnswerFrame(answer.id, _ANSWER_KINDS[kind], _CONTENT.read(getattr(answer, kind), None))
 
 
-CONVERTERS: Final = {
-    QuestionFrame: MessageConverter(_write_question, _read_question),
-    AnswerFrame: MessageConverter(_write_answer, _read_answer),
+CONVERTERS: Final[dict[type, Converter]] = {
+    QuestionFrame: Converter(_write_question, _read_question),
+    AnswerFrame: Converter(_write_answer, _read_answer),
 }
 """By class."""
