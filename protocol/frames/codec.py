@@ -141,7 +141,7 @@ def field_converter(hint: Any, field: Any, where: str) -> Converter:
         return _repeated(several, field_converter(get_args(kind)[0], field, where), bounds, where)
     if kind is Measured:
         return _measured()
-    if dataclasses.is_dataclass(kind):
+    if field.message_type:
         return converter(kind, field.message_type, *(bound.fields for bound in bounds))
     return _scalar(kind, bounds, field, where)
 

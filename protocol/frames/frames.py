@@ -153,7 +153,7 @@ def decode(data: bytes) -> Frame:
     kind = _KINDS[name]
     try:
         message = kind.converter.read(said, None)
-        return read_header(message, said.tensor) if kind.has_tensor else message  # type: ignore[no-any-return]
+        return read_header(message, said.tensor) if kind.has_tensor else message
     except ProtocolViolation as violation:
         raise ProtocolViolation(f"{kind.topic.value if kind.topic else name}: {violation}") from None
 

@@ -32,8 +32,6 @@ _Hops = Annotated[tuple[Hop, ...], Length(0, MAX_HOPS)]
 
 @dataclass(frozen=True, slots=True)
 class _Route:
-    """Path, position, microbatch and lifetime."""
-
     microbatch: MicrobatchId
     hops: _Hops
     position: Position
@@ -42,9 +40,8 @@ class _Route:
     signature: RouteSignature
 
     def fault(self) -> str | None:
-        if self.modules and not self.signature:
-            return f"{len(self.modules)} modules that nobody has signed"
-        return None
+        """Why no microbatch goes this way; None when one may."""
+        return f"{len(self.modules)} modules that nobody has signed" if self.modules and not self.signature else None
 
     @property
     def path(self) -> Path:
@@ -62,16 +59,15 @@ _ROUTE: Final = converter(_Route, wire.Route.DESCRIPTOR)
 _SETTLED: Final = converter(_Settled, wire.Settled.DESCRIPTOR)
 
 
-def _wire_route(message: MicrobatchTensor | Recall, lifetime_s: float | None = None) -> dict[str, Any]:
-    signed = message.path.route or SignedRoute((), 0.0, b"")
-    known_s = signed.lifetime_s if lifetime_s is None else lifetime_s
-    route = _Route(message.microbatch, message.path.hops, message.position, signed.modules, known_s, signed.signature)
-    fields: dict[str, Any] = _ROUTE.write(route, None)
-    return fields
+def _write_route(message: MicrobatchTensor | Recall, _: Around) -> dict[str, Any]:
+    path, signed = message.path, message.path.route or SignedRoute((), 0.0, b"")
+    lifetime_s = message.lifetime_s if isinstance(message, Forward) else signed.lifetime_s
+    route = _Route(message.microbatch, path.hops, message.position, signed.modules, lifetime_s, signed.signature)
+    return {"route": _ROUTE.write(route, None)}
 
 
 def _write_forward(message: Forward, _: Around) -> dict[str, Any]:
-    return {"route": _wire_route(message, message.lifetime_s), "purpose": message.purpose.value}
+    return {**_write_route(message, None), "purpose": message.purpose.value}
 
 
 def _read_forward(said: wire.Forward, _: Around) -> Forward:
@@ -80,18 +76,13 @@ def _read_forward(said: wire.Forward, _: Around) -> Forward:
     return faultless(Forward(route.microbatch, route.path, route.position, purpose, route.lifetime_s))
 
 
-def _write_routed(message: Backward | Recall, _: Around) -> dict[str, Any]:
-    return {"route": _wire_route(message)}
-
-
-def _read_backward(said: wire.Backward, _: Around) -> Backward:
+def _read_routed(kind: type[Backward | Recall], said: wire.Backward | wire.Recall) -> Backward | Recall:
     route: _Route = _ROUTE.read(said.route, None)
-    return faultless(Backward(route.microbatch, route.path, route.position))
+    return faultless(kind(route.microbatch, route.path, route.position))
 
 
-def _read_recall(said: wire.Recall, _: Around) -> Recall:
-    route: _Route = _ROUTE.read(said.route, None)
-    return faultless(Recall(route.microbatch, route.path, route.position))
+def _write_settled(message: Settled, _: Around) -> Any:
+    return _SETTLED.write(_Settled(message.microbatch, message.path.hops), None)
 
 
 def _read_settled(said: wire.Settled, _: Around) -> Settled:
@@ -101,10 +92,8 @@ def _read_settled(said: wire.Settled, _: Around) -> Settled:
 
 CONVERTERS: Final[dict[type, Converter]] = {
     Forward: Converter(_write_forward, _read_forward),
-    Backward: Converter(_write_routed, _read_backward),
-    Recall: Converter(_write_routed, _read_recall),
-    Settled: Converter(
-        lambda settled, _: _SETTLED.write(_Settled(settled.microbatch, settled.path.hops), None), _read_settled
-    ),
+    Backward: Converter(_write_route, lambda said, _: _read_routed(Backward, said)),
+    Recall: Converter(_write_route, lambda said, _: _read_routed(Recall, said)),
+    Settled: Converter(_write_settled, _read_settled),
 }
 """By class."""
