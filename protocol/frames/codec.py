@@ -10,8 +10,8 @@ asked for its `fault`, if it has such a method. All of this is worked out once f
 | float `x_s` | a double; or a whole number, `x_ms` or `x_us` |
 | str | a text for people: cut to its length when it is written, made printable when it is read |
 | an enum | its value |
-| PeerId | a text; or a number, its place among the peers that the message around names |
-| a dataclass | a message, without what it inherits; Measured is a number |
+| PeerId | a text; or a number, its place in the field `peers`, where the message around names each peer once |
+| a dataclass | a message, without what it inherits from the message around; Measured is a number |
 | a tuple | a repeated field |
 | a frozenset | a repeated field in rising order, so that nothing comes twice |
 | something or None | nothing there, or 0, for None |
@@ -32,13 +32,14 @@ from google.protobuf.descriptor import FieldDescriptor
 from protocol.frames.fields import checked_peer, packed, printable, whole
 from protocol.generated import link_pb2 as wire
 from swarm.vocabulary.averaging_messages import Measured
-from swarm.vocabulary.bounds import Distinct, Length, Range, Rising
+from swarm.vocabulary.bounds import Distinct, Inherits, Length, Range, Rising
 from swarm.vocabulary.errors import ProtocolViolation
+from swarm.vocabulary.routing_messages import MAX_PEERS
 from swarm.vocabulary.types import AnchorVersion, PeerId
 
 Around = Any
-"""What the message around says once for all its parts (`protocol.frames.averaging`, `protocol.frames.routing`); None
-for all other messages."""
+"""What the message around says once for all its parts: by name what they inherit; or its peers, a dict from peer to
+place that grows where it is written, a sequence where it is read. None for all other messages."""
 MessageType = Any
 """The descriptor of a message of link.proto."""
 Convert = Callable[[Any, Around], Any]
@@ -64,11 +65,12 @@ def converter(kind: Any, message: MessageType, inherited: tuple[str, ...] = ()) 
     microbatches are read and written by them.
     """
     hints = get_type_hints(kind, include_extras=True)
-    known: dict[str, Any] = {"kind": kind}
+    parts: dict[str, Converter] = {}
+    known: dict[str, Any] = {"kind": kind, "faultless": faultless}
     written, read = [], []
     for ours in (field.name for field in dataclasses.fields(kind)):
         field = _wire_field(message, ours)
-        part = field_converter(hints[ours], field, f"{kind.__name__}.{ours}")
+        parts[ours] = part = field_converter(hints[ours], field, f"{kind.__name__}.{ours}")
         maybe = field.message_type and (ours in inherited or inner_type(hints[ours]))
         said = f"said.{field.name} if said.HasField({field.name!r}) else None" if maybe else f"said.{field.name}"
         if ours in inherited:
@@ -77,9 +79,17 @@ def converter(kind: Any, message: MessageType, inherited: tuple[str, ...] = ()) 
             written.append(f"{field.name!r}: {_call('write', ours, part.write, f'value.{ours}')}")
         read.append(_call("read", ours, part.read, said))
         known |= {f"write_{ours}": part.write, f"read_{ours}": part.read}
-    write = _compiled(f"lambda value, around: {{{', '.join(written)}}}", known)
-    made = _compiled(f"lambda said, around: kind({', '.join(read)})", known)
-    return Converter(write, (lambda said, around: faultless(made(said, around))) if hasattr(kind, "fault") else made)
+    fields = Converter(
+        _compiled(f"lambda value, around: {{{', '.join(written)}}}", known),
+        _compiled(
+            f"lambda said, around: {'faultless' if hasattr(kind, 'fault') else ''}(kind({', '.join(read)}))", known
+        ),
+    )
+    bounds = [bound for hint in hints.values() for bound in getattr(hint, "__metadata__", ())]
+    once = {name: parts[name].read for bound in bounds if isinstance(bound, Inherits) for name in bound.fields}
+    if once:
+        return _saying_once(fields, once)
+    return _with_peers(fields, message.fields_by_name["peers"]) if "peers" in message.fields_by_name else fields
 
 
 def faultless(made: Made) -> Made:
@@ -126,6 +136,23 @@ def _inherited(name: str) -> Convert:
     return read
 
 
+def _saying_once(fields: Converter, once: dict[str, Convert]) -> Converter:
+    return Converter(
+        fields.write,
+        lambda said, _: fields.read(said, {name: read(getattr(said, name), None) for name, read in once.items()}),
+    )
+
+
+def _with_peers(fields: Converter, field: Any) -> Converter:
+    named = field_converter(Annotated[tuple[PeerId, ...], Length(0, MAX_PEERS), Distinct()], field, "peers")
+
+    def write(value: Any, _: Around) -> dict[str, Any]:
+        places: dict[PeerId, int] = {}
+        return {**fields.write(value, places), "peers": places}
+
+    return Converter(write, lambda said, _: fields.read(said, named.read(said.peers, None)))
+
+
 # ---- one field ------------------------------------------------------------------------------------------------------
 
 
@@ -138,11 +165,13 @@ def field_converter(hint: Any, field: Any, where: str) -> Converter:
     if (several or kind in (bytes, str)) and not bounds:
         raise TypeError(f"{where} has no bound")
     if several:
-        return _repeated(several, field_converter(get_args(kind)[0], field, where), bounds, where)
+        item, inherits = get_args(kind)[0], [bound.fields for bound in bounds if isinstance(bound, Inherits)]
+        one = converter(item, field.message_type, *inherits) if inherits else field_converter(item, field, where)
+        return _repeated(several, one, bounds, where)
     if kind is Measured:
         return _measured()
     if field.message_type:
-        return converter(kind, field.message_type, *(bound.fields for bound in bounds))
+        return converter(kind, field.message_type)
     return _scalar(kind, bounds, field, where)
 
 
@@ -225,7 +254,7 @@ def _bounded(bounds: Sequence[Any], where: str) -> Convert:
     def in_range(value: Any, _: Around) -> Any:
         if least <= value <= most:
             return value
-        raise ProtocolViolation(f"{where} is {value}; {least} to {most} are allowed")
+        raise ProtocolViolation(f"{where} {value} is out of range; {least} to {most} are allowed")
 
     def of_length(value: Any, _: Around) -> Any:
         if least <= len(value) <= most or (or_none and not value):

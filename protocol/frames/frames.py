@@ -4,9 +4,10 @@
 bytes, the only error is ProtocolViolation. What needs the manifest or the state of the link to be checked is checked by
 those who have them.
 
-Most messages are derived from their declarations (`protocol.frames.codec`). Chunks have a module of their own
-(`protocol.frames.chunks`), and so have those that link.proto words otherwise than the vocabulary does
-(`protocol.frames.pipeline`, `averaging`, `routing`) and questions and answers (`protocol.frames.rpc`).
+Most messages are converted as they are declared (`protocol.frames.codec`): a new one is a message in link.proto, a
+field of its Frame, and a class of the same name in a union of the vocabulary. Chunks have a module of their own
+(`protocol.frames.chunks`), and so have what goes along a path, which link.proto words in its own way
+(`protocol.frames.pipeline`), and questions and answers (`protocol.frames.rpc`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Annotated, Any, Final, NamedTuple, get_args
 
 from google.protobuf.message import DecodeError
 
-from protocol.frames import averaging, pipeline, routing, rpc
+from protocol.frames import pipeline, rpc
 from protocol.frames.chunks import CHUNK_TAG, Chunk, decode_chunk
 from protocol.frames.codec import Around, Converter, converter
 from protocol.frames.fields import TensorFrame, checked_peer, read_header, wire_header
@@ -242,8 +243,6 @@ _BY_HAND: Final[dict[type, Converter]] = {
     Hello: Converter(_write_hello, _read_hello),
     AnnouncementFrame: Converter(lambda frame, _: frame.record, lambda said, _: AnnouncementFrame(_read_record(said))),
     **pipeline.CONVERTERS,
-    **averaging.CONVERTERS,
-    **routing.CONVERTERS,
     **rpc.CONVERTERS,
 }
 _NAMES: Final[dict[str, type]] = {

@@ -148,7 +148,7 @@ class SignedRoster:
 
     round: RoundId
     base: AnchorVersion
-    entries: Annotated[tuple[Annotated[Entry, Inherits(("round", "base"))], ...], Length(1, MAX_MEMBERS)]
+    entries: Annotated[tuple[Entry, ...], Length(1, MAX_MEMBERS), Inherits(("round", "base"))]
     codec: Codec = Codec.NONE
     """Of contributions; that of results follows from it (`swarm.compression.round_codecs`). The convener's free choice
     among what the run allows."""

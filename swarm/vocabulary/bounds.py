@@ -41,7 +41,7 @@ class Rising:
 
 @dataclass(frozen=True, slots=True)
 class Inherits:
-    """These fields of an element are those of the message that it is in, which says them once for all."""
+    """These fields of each element are those of the message that it is in, which says them once for all."""
 
     fields: tuple[str, ...]
 

@@ -16,6 +16,8 @@ MAX_LANES = 64
 MAX_VISITS = 512
 """Of all lanes of one data node together, one for each stage that one of them visits. So whatever peers they name, how
 two data nodes stand fits into one small frame."""
+MAX_PEERS = 2 * MAX_VISITS
+"""In one message, which names each once: those that the lanes of two data nodes visit."""
 MAX_VERSION = 2**48 - 1
 MAX_OFFER = 2**48 - 1
 EPOCH_BYTES = 8

@@ -67,9 +67,9 @@ def test_units_and_texts_are_converted() -> None:
 @pytest.mark.parametrize(
     ("said", "because"),
     [
-        (wire.Receipt(position=4, detail="a"), r"Receipt\.position is 4; -1 to 3 are allowed"),
-        (wire.Receipt(position=-2, detail="a"), r"Receipt\.position is -2"),
-        (wire.Receipt(retry_after_ms=2001, detail="a"), r"Receipt\.retry_after_s is 2\.001"),
+        (wire.Receipt(position=4, detail="a"), r"Receipt\.position 4 is out of range; -1 to 3 are allowed"),
+        (wire.Receipt(position=-2, detail="a"), r"Receipt\.position -2 is"),
+        (wire.Receipt(retry_after_ms=2001, detail="a"), r"Receipt\.retry_after_s 2\.001 is"),
         (wire.Receipt(), r"Receipt\.detail has a length of 0; 1 to 4 are allowed"),
         (wire.Receipt(detail="abcde"), r"Receipt\.detail has a length of 5"),
     ],
