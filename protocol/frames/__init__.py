@@ -1,1 +1,1 @@
-"""Messages to bytes and back, one module for each vertical."""
+"""Messages to bytes and back, by what the vocabulary and link.proto declare."""

@@ -1,89 +1,36 @@
 """Frames of a link: what link.proto says as bytes, here as plain data, and the way between the two.
 
-`decode` trusts nothing: every length, number, name and enum is checked here, and whatever is wrong with the bytes, the
-only error is ProtocolViolation. What needs the manifest or the state of the link to be checked is checked by those who
-have them. Chunks have a module of their own (`protocol.frames.chunks`); what a microbatch's life consists of is in
-`protocol.frames.pipeline`, rounds are in `protocol.frames.averaging`, catching up in `protocol.frames.state`, the talk
-about lanes in `protocol.frames.routing`, questions and answers in `protocol.frames.rpc`.
+`decode` trusts nothing: every length, number, name and enum is checked where it is read, and whatever is wrong with the
+bytes, the only error is ProtocolViolation. What needs the manifest or the state of the link to be checked is checked by
+those who have them.
+
+Most messages are converted as they are declared (`protocol.frames.codec`): a new one is a message in link.proto, a
+field of its Frame, and a class of the same name in a union of the vocabulary. Chunks have a module of their own
+(`protocol.frames.chunks`), and so have what goes along a path, which link.proto words in its own way
+(`protocol.frames.pipeline`), and questions and answers (`protocol.frames.rpc`).
 """
 
 from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Annotated, Any, Final, NamedTuple, get_args
 
 from google.protobuf.message import DecodeError
 
-from protocol.frames.averaging import (
-    encode_piece,
-    encode_round,
-    read_accepting,
-    read_accusation,
-    read_audit_refused,
-    read_audit_request,
-    read_commit,
-    read_contribution,
-    read_declined,
-    read_dissolved,
-    read_entry,
-    read_evidence,
-    read_invitation,
-    read_prepared,
-    read_progress,
-    read_pulse,
-    read_reduced,
-    read_roster,
-)
+from protocol.frames import pipeline, rpc
 from protocol.frames.chunks import CHUNK_TAG, Chunk, decode_chunk
-from protocol.frames.fields import (
-    DETAIL_CHARACTERS,
-    TensorFrame,
-    checked_peer,
-    read_detail,
-    read_enum,
-    read_record,
-    wire_number,
-)
-from protocol.frames.pipeline import (
-    encode_control,
-    encode_tensor,
-    read_backward,
-    read_close,
-    read_forward,
-    read_recall,
-    read_receipt,
-    read_settled,
-    read_stranded,
-    read_unsettled,
-)
-from protocol.frames.routing import LANE_READERS, encode_lanes
-from protocol.frames.rpc import AnswerFrame, QuestionFrame, read_answer, read_question, wire_answer, wire_question
-from protocol.frames.state import (
-    encode_state,
-    encode_state_chunk,
-    read_state_chunk,
-    read_state_refused,
-    read_state_request,
-)
+from protocol.frames.codec import Around, Converter, converter
+from protocol.frames.fields import TensorFrame, checked_peer, read_header, wire_header
+from protocol.frames.rpc import AnswerFrame, QuestionFrame
 from protocol.generated import link_pb2 as wire
-from protocol.interfaces.transport import Topic
-from swarm.vocabulary.averaging_messages import Contribution, Reduced, StateChunk, StateRefused, StateRequest
+from protocol.interfaces.transport import MAX_RECORD_BYTES, Record, Topic
+from swarm.vocabulary.averaging_messages import RoundControl, SignedRoster, StateControl
+from swarm.vocabulary.bounds import Detail, Length
 from swarm.vocabulary.errors import ProtocolViolation
-from swarm.vocabulary.pipeline_messages import (
-    Backward,
-    Close,
-    ControlMessage,
-    Forward,
-    Recall,
-    Receipt,
-    Settled,
-    Stranded,
-    Unsettled,
-)
-from swarm.vocabulary.routing_messages import Abandon, Accept, Decline, Heard, Offer, Told
+from swarm.vocabulary.pipeline_messages import ControlMessage, MicrobatchControl, TensorMessage
+from swarm.vocabulary.routing_messages import LaneControl
 from swarm.vocabulary.types import PeerId, RunId, VersionRange
 
 MAX_SMALL_FRAME_BYTES: Final = 72 * 1024
@@ -91,6 +38,9 @@ MAX_SMALL_FRAME_BYTES: Final = 72 * 1024
 lanes of two data nodes at most 60 KiB, an answer 64 KiB."""
 
 MAX_AGE_MS: Final = 2**48
+
+OptionalRecord = Annotated[bytes, Length(1, MAX_RECORD_BYTES, or_none=True)]
+"""A SignedRecord, unchecked; empty for none."""
 
 _RUN_ID: Final = re.compile(r"[0-9a-f]{64}")
 
@@ -111,8 +61,8 @@ class Hello:
     peer: PeerId
     run: RunId
     versions: VersionRange
-    record: bytes
-    """A SignedRecord, unchecked; empty when the peer has none yet."""
+    record: OptionalRecord
+    """Empty when the peer has none yet."""
     incarnation: int = 0
     """Of the process, 64 bits at random."""
     age_ms: int = 0
@@ -137,14 +87,14 @@ class Cancel:
 @dataclass(frozen=True, slots=True)
 class Farewell:
     reason: FarewellReason
-    detail: str = ""
-    record: bytes = b""
-    """With SAME_KEY: a SignedRecord of the other process, unchecked."""
+    detail: Detail = ""
+    record: OptionalRecord = b""
+    """With SAME_KEY: that of the other process."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnnouncementFrame:
-    record: bytes
+    record: Record
 
 
 SmallFrame = (
@@ -164,7 +114,12 @@ Frame = SmallFrame | Chunk
 
 def encode(frame: SmallFrame) -> bytes:
     """The frame's bytes. What is ours to bound (details for people) is cut to its bound here."""
-    data: bytes = _wire_frame(frame).SerializeToString()
+    said = frame.message if isinstance(frame, TensorFrame) else frame
+    name = _FIELD_OF[type(said)]
+    fields = _KINDS[name].converter.write(said, None)
+    if isinstance(frame, TensorFrame):
+        fields["tensor"] = wire_header(frame)
+    data: bytes = wire.Frame(**{name: fields}).SerializeToString()
     return data
 
 
@@ -180,7 +135,7 @@ def topic_of(data: bytes) -> Topic | None:
     Raises:
         ProtocolViolation: it is too long, or not exactly one field of a known kind.
     """
-    return _TOPICS.get(_kind_of(data))
+    return _KINDS[_name_of(data)].topic
 
 
 def decode(data: bytes) -> Frame:
@@ -191,15 +146,20 @@ def decode(data: bytes) -> Frame:
     """
     if is_chunk(data):
         return decode_chunk(data)
-    kind = _kind_of(data)
+    name = _name_of(data)
     try:
-        frame = wire.Frame.FromString(data)
+        said = getattr(wire.Frame.FromString(data), name)
     except DecodeError:
         raise ProtocolViolation(f"{len(data)} bytes are not a frame") from None
-    return _READERS[kind](getattr(frame, kind))
+    kind = _KINDS[name]
+    try:
+        message = kind.converter.read(said, None)
+        return read_header(message, said.tensor) if kind.has_tensor else message
+    except ProtocolViolation as violation:
+        raise ProtocolViolation(f"{kind.topic.value if kind.topic else name}: {violation}") from None
 
 
-def _kind_of(data: bytes) -> str:
+def _name_of(data: bytes) -> str:
     """Of one field the whole frame consists of: its tag, its length, and so many bytes. protobuf would take several,
     and believe the last."""
     if len(data) > MAX_SMALL_FRAME_BYTES:
@@ -207,13 +167,13 @@ def _kind_of(data: bytes) -> str:
     tag, at = _varint(data, 0) if data else (_BYTES, 0)
     if tag & 7 != _BYTES:
         raise ProtocolViolation(f"{len(data)} bytes are not a frame")
-    kind = _KINDS.get(tag)
-    if kind is None:
+    name = _BY_TAG.get(tag)
+    if name is None:
         raise ProtocolViolation("a frame of unknown kind, or a chunk whose fields are not in order")
     length, at = _varint(data, at)
     if at + length != len(data):
         raise ProtocolViolation(f"a frame of {len(data)} bytes is not exactly one field")
-    return kind
+    return name
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
@@ -226,144 +186,88 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     raise ProtocolViolation(f"{len(data)} bytes are not a frame")
 
 
-def _wire_frame(frame: SmallFrame) -> wire.Frame:
-    match frame:
-        case Hello():
-            return wire.Frame(hello=_wire_hello(frame))
-        case Ping(token):
-            return wire.Frame(ping=wire.Ping(token=token))
-        case Pong(token):
-            return wire.Frame(pong=wire.Pong(token=token))
-        case Cancel(transfer):
-            return wire.Frame(cancel=wire.Cancel(transfer=transfer))
-        case Farewell(reason, detail, record):
-            said = wire.Farewell(reason=wire_number(reason), detail=detail[:DETAIL_CHARACTERS], record=record)
-            return wire.Frame(farewell=said)
-        case QuestionFrame():
-            return wire.Frame(question=wire_question(frame))
-        case AnswerFrame():
-            return wire.Frame(answer=wire_answer(frame))
-        case AnnouncementFrame(record):
-            return wire.Frame(announcement=record)
-        case TensorFrame(Forward() | Backward() as message):
-            return encode_tensor(message, frame)
-        case Receipt() | Stranded() | Close() | Recall() | Settled() | Unsettled():
-            return encode_control(frame)
-        case StateRequest() | StateRefused():
-            return encode_state(frame)
-        case Told() | Heard() | Offer() | Accept() | Decline() | Abandon():
-            return encode_lanes(frame)
-        case TensorFrame(Contribution() | Reduced() as message):
-            return encode_piece(message, frame)
-        case TensorFrame(StateChunk() as message):
-            return encode_state_chunk(message, frame)
-        case TensorFrame():
-            raise TypeError(f"no tensor travels with a {type(frame.message).__name__}")
-        case _:
-            return encode_round(frame)
+# ---- what comes first on a link -------------------------------------------------------------------------------------
 
 
-def _wire_hello(hello: Hello) -> wire.Hello:
-    return wire.Hello(
-        peer=hello.peer,
-        run=hello.run,
-        lowest_version=hello.versions.lowest,
-        highest_version=hello.versions.highest,
-        announcement=hello.record,
-        incarnation=hello.incarnation,
-        age_ms=hello.age_ms,
-    )
+def _write_hello(hello: Hello, _: Around) -> dict[str, Any]:
+    return {
+        "peer": hello.peer,
+        "run": hello.run,
+        "lowest_version": hello.versions.lowest,
+        "highest_version": hello.versions.highest,
+        "announcement": hello.record,
+        "incarnation": hello.incarnation,
+        "age_ms": hello.age_ms,
+    }
 
 
-def _read_hello(hello: wire.Hello) -> Hello:
+def _read_hello(hello: wire.Hello, _: Around) -> Hello:
     if not _RUN_ID.fullmatch(hello.run):
-        raise ProtocolViolation("hello: the run is not 64 hexadecimal digits")
-    if not 1 <= hello.lowest_version <= hello.highest_version:
-        raise ProtocolViolation(f"hello: no protocol versions from {hello.lowest_version} to {hello.highest_version}")
+        raise ProtocolViolation("the run is not 64 hexadecimal digits")
+    versions = VersionRange(hello.lowest_version, hello.highest_version)
+    if not 1 <= versions.lowest <= versions.highest:
+        raise ProtocolViolation(f"no protocol versions from {versions.lowest} to {versions.highest}")
     if hello.age_ms >= MAX_AGE_MS:
-        raise ProtocolViolation(f"hello: no process is {hello.age_ms} ms old")
-    return Hello(
-        checked_peer(hello.peer),
-        RunId(hello.run),
-        VersionRange(hello.lowest_version, hello.highest_version),
-        read_record(hello.announcement) if hello.announcement else b"",
-        hello.incarnation,
-        hello.age_ms,
+        raise ProtocolViolation(f"no process is {hello.age_ms} ms old")
+    record = _read_record(hello.announcement) if hello.announcement else b""
+    return Hello(checked_peer(hello.peer), RunId(hello.run), versions, record, hello.incarnation, hello.age_ms)
+
+
+def _read_record(record: bytes) -> bytes:
+    if not 0 < len(record) <= MAX_RECORD_BYTES:
+        raise ProtocolViolation(f"a record of {len(record)} bytes is not from 1 to {MAX_RECORD_BYTES} bytes long")
+    return record
+
+
+# ---- which class is which field of link.proto's Frame ---------------------------------------------------------------
+
+
+class _Kind(NamedTuple):
+    """One field of Frame."""
+
+    what: type
+    converter: Converter
+    topic: Topic | None
+    """Of what only says something. Who sends a tensor is told when it is not wanted."""
+    has_tensor: bool
+
+
+_TOPICS: Final = {
+    **dict.fromkeys(get_args(MicrobatchControl), Topic.MICROBATCHES),
+    **dict.fromkeys(get_args(RoundControl), Topic.ROUNDS),
+    **dict.fromkeys(get_args(StateControl), Topic.STATE),
+    **dict.fromkeys(get_args(LaneControl), Topic.LANES),
+}
+_WITH_TENSOR: Final = get_args(TensorMessage)
+_BY_HAND: Final[dict[type, Converter]] = {
+    Hello: Converter(_write_hello, _read_hello),
+    AnnouncementFrame: Converter(lambda frame, _: frame.record, lambda said, _: AnnouncementFrame(_read_record(said))),
+    **pipeline.CONVERTERS,
+    **rpc.CONVERTERS,
+}
+_NAMES: Final[dict[str, type]] = {
+    **{kind.__name__: kind for kind in (Hello, Ping, Pong, Cancel, Farewell, *_WITH_TENSOR, *_TOPICS)},
+    **{f"Lane{kind.__name__}": kind for kind in get_args(LaneControl)},
+    "Roster": SignedRoster,
+    "Question": QuestionFrame,
+    "Answer": AnswerFrame,
+    "announcement": AnnouncementFrame,
+}
+"""By the name of the message in link.proto, or of the field that is none."""
+
+
+def _kind(field: Any) -> _Kind:
+    what = _NAMES[field.message_type.name if field.message_type else field.name]
+    return _Kind(
+        what, _BY_HAND.get(what) or converter(what, field.message_type), _TOPICS.get(what), what in _WITH_TENSOR
     )
 
 
-def _read_farewell(farewell: wire.Farewell) -> Farewell:
-    record = read_record(farewell.record) if farewell.record else b""
-    return Farewell(read_enum(FarewellReason, farewell.reason, "farewell reason"), read_detail(farewell.detail), record)
-
-
-_READERS: Final[dict[str, Callable[[Any], SmallFrame]]] = {
-    "hello": _read_hello,
-    "ping": lambda ping: Ping(ping.token),
-    "pong": lambda pong: Pong(pong.token),
-    "cancel": lambda cancel: Cancel(cancel.transfer),
-    "farewell": _read_farewell,
-    "forward": read_forward,
-    "backward": read_backward,
-    "receipt": read_receipt,
-    "stranded": read_stranded,
-    "close": read_close,
-    "recall": read_recall,
-    "settled": read_settled,
-    "unsettled": read_unsettled,
-    "question": read_question,
-    "answer": read_answer,
-    "progress": read_progress,
-    "invitation": read_invitation,
-    "accepting": read_accepting,
-    "entry": read_entry,
-    "declined": read_declined,
-    "roster": read_roster,
-    "contribution": read_contribution,
-    "reduced": read_reduced,
-    "pulse": read_pulse,
-    "prepared": read_prepared,
-    "commit": read_commit,
-    "dissolved": read_dissolved,
-    "state_request": read_state_request,
-    "state_chunk": read_state_chunk,
-    "state_refused": read_state_refused,
-    "audit_request": read_audit_request,
-    "evidence": read_evidence,
-    "audit_refused": read_audit_refused,
-    "accusation": read_accusation,
-    **LANE_READERS,
-    "announcement": lambda record: AnnouncementFrame(read_record(record)),
-}
-
+_KINDS: Final = {field.name: _kind(field) for field in wire.Frame.DESCRIPTOR.fields if field.name != "chunk"}
+"""By the name of the field."""
+_FIELD_OF: Final = {kind.what: name for name, kind in _KINDS.items()}
 _BYTES: Final = 2
-"""The wire type of what has a length before it, as every kind has."""
-_KINDS: Final = {
-    field.number << 3 | _BYTES: field.name for field in wire.Frame.DESCRIPTOR.fields if field.name in _READERS
+"""The wire type of what has a length before it, as every field has."""
+_BY_TAG: Final = {
+    field.number << 3 | _BYTES: field.name for field in wire.Frame.DESCRIPTOR.fields if field.name in _KINDS
 }
-"""By tag."""
-_TOPICS: Final = {
-    **dict.fromkeys(("receipt", "stranded", "close", "recall", "settled", "unsettled"), Topic.MICROBATCHES),
-    **dict.fromkeys(
-        (
-            "progress",
-            "invitation",
-            "accepting",
-            "entry",
-            "declined",
-            "roster",
-            "pulse",
-            "prepared",
-            "commit",
-            "dissolved",
-            "audit_request",
-            "evidence",
-            "audit_refused",
-            "accusation",
-        ),
-        Topic.ROUNDS,
-    ),
-    **dict.fromkeys(("state_request", "state_refused"), Topic.STATE),
-    **dict.fromkeys(LANE_READERS, Topic.LANES),
-}
-"""Of what only says something. Who sends a tensor is told when it is not wanted."""

@@ -8,7 +8,7 @@ from typing import Final
 
 from google.protobuf.message import DecodeError
 
-from protocol.frames.fields import checked_version
+from protocol.frames.codec import checked_version
 from protocol.frames.rpc import MAX_ANSWER_BYTES
 from protocol.generated import link_pb2 as wire
 from swarm.vocabulary.errors import ProtocolViolation

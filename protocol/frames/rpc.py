@@ -1,41 +1,21 @@
-"""Questions and answers as they travel: link.proto's as plain data, and the way between the two.
-
-Every `read_...` raises ProtocolViolation for what may not come, and nothing else.
-"""
+"""Questions and answers as they travel. What they are about decides which message of link.proto they consist of."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Final
+from typing import Annotated, Any, Final, get_type_hints
 
-from protocol.frames.fields import (
-    DETAIL_CHARACTERS,
-    checked_digest,
-    checked_peer,
-    read_detail,
-    read_module,
-    read_record,
-    wire_module,
-)
+from protocol.frames.codec import Around, Converter, MessageType, field_converter, inner_type
 from protocol.generated import link_pb2 as wire
 from protocol.interfaces.transport import Question, QuestionAbout
+from swarm.vocabulary.bounds import Detail, Length
 from swarm.vocabulary.errors import ProtocolViolation
-from swarm.vocabulary.types import MAX_STAGES
 
 MAX_ANSWER_BYTES: Final = 64 * 1024
-MAX_EVALUATION_MICROBATCHES: Final = 256
 
-_ANSWER_FIELDS: Final = {
-    QuestionAbout.MANIFEST: "manifest",
-    QuestionAbout.STATUS: "status",
-    QuestionAbout.EVALUATE: "evaluation",
-    QuestionAbout.STATE: "state",
-    QuestionAbout.DIAL_BACK: "dial_back",
-    QuestionAbout.CALL: "call",
-    QuestionAbout.CALLED: "called",
-}
+_QUESTION: Final[MessageType] = wire.Question.DESCRIPTOR
+_ANSWER: Final[MessageType] = wire.Answer.DESCRIPTOR
+_ANSWER_FIELDS: Final = {about: about.value for about in QuestionAbout} | {QuestionAbout.EVALUATE: "evaluation"}
 _ANSWER_KINDS: Final = {field: about for about, field in _ANSWER_FIELDS.items()}
 
 
@@ -54,94 +34,55 @@ class AnswerFrame:
     content: bytes
 
 
-def wire_question(frame: QuestionFrame) -> wire.Question:
-    """What `read_question` reads back."""
+def _parts(about: QuestionAbout) -> dict[str, Converter]:
+    """The fields of a Question that are asked with; none of them may be missing."""
+    hints = get_type_hints(Question, include_extras=True)
+    asked: MessageType = _QUESTION.fields_by_name[about.value].message_type
+    return {
+        field.name: field_converter(inner_type(hints[field.name]) or hints[field.name], field, f"Question.{field.name}")
+        for field in asked.fields
+    }
+
+
+_ABOUT: Final = {about: _parts(about) for about in QuestionAbout}
+_REFUSAL: Final = field_converter(Detail, _ANSWER.fields_by_name["refused"], "a refusal")
+_CONTENT: Final = field_converter(
+    Annotated[bytes, Length(0, MAX_ANSWER_BYTES)], _ANSWER.fields_by_name["status"], "an answer"
+)
+
+
+def _write_question(frame: QuestionFrame, _: Around) -> dict[str, Any]:
     question = frame.question
-    match question.about:
-        case QuestionAbout.MANIFEST:
-            return wire.Question(id=frame.id, manifest=wire.ManifestQuestion())
-        case QuestionAbout.STATUS:
-            return wire.Question(id=frame.id, status=wire.StatusQuestion())
-        case QuestionAbout.EVALUATE:
-            evaluate = wire.EvaluateQuestion(microbatches=question.microbatches, stages=question.stages)
-            return wire.Question(id=frame.id, evaluate=evaluate)
-        case QuestionAbout.STATE:
-            assert question.module is not None
-            state = wire.StateQuestion(module=wire_module(question.module), digest=question.digest)
-            return wire.Question(id=frame.id, state=state)
-        case QuestionAbout.DIAL_BACK:
-            return wire.Question(id=frame.id, dial_back=wire.DialBackQuestion(port=question.port))
-        case QuestionAbout.CALL:
-            call = wire.CallQuestion(peer=question.peer, record=question.record)
-            return wire.Question(id=frame.id, call=call)
-        case QuestionAbout.CALLED:
-            return wire.Question(id=frame.id, called=wire.CalledQuestion(record=question.record))
+    fields = {name: part.write(getattr(question, name), None) for name, part in _ABOUT[question.about].items()}
+    return {"id": frame.id, question.about.value: fields}
 
 
-def read_question(question: wire.Question) -> QuestionFrame:
-    """Raises ProtocolViolation."""
+def _read_question(question: wire.Question, _: Around) -> QuestionFrame:
     kind = question.WhichOneof("about")
     if kind is None:
         raise ProtocolViolation("a question about nothing known")
-    match QuestionAbout(kind):
-        case QuestionAbout.EVALUATE:
-            microbatches = _read_microbatches(question.evaluate.microbatches)
-            asked = Question(QuestionAbout.EVALUATE, microbatches, stages=_read_stages(question.evaluate.stages))
-        case QuestionAbout.STATE:
-            module, digest = read_module(question.state.module), checked_digest(question.state.digest)
-            asked = Question(QuestionAbout.STATE, module=module, digest=digest)
-        case QuestionAbout.DIAL_BACK:
-            asked = Question(QuestionAbout.DIAL_BACK, port=_read_port(question.dial_back.port))
-        case QuestionAbout.CALL:
-            peer, record = checked_peer(question.call.peer), read_record(question.call.record)
-            asked = Question(QuestionAbout.CALL, peer=peer, record=record)
-        case QuestionAbout.CALLED:
-            asked = Question(QuestionAbout.CALLED, record=read_record(question.called.record))
-        case about:
-            asked = Question(about)
-    return QuestionFrame(question.id, asked)
+    about, said = QuestionAbout(kind), getattr(question, kind)
+    fields = {name: part.read(getattr(said, name), None) for name, part in _ABOUT[about].items()}
+    return QuestionFrame(question.id, Question(about, **fields))
 
 
-def _read_microbatches(microbatches: int) -> int:
-    if not 1 <= microbatches <= MAX_EVALUATION_MICROBATCHES:
-        raise ProtocolViolation(
-            f"an evaluation of {microbatches} microbatches; 1 to {MAX_EVALUATION_MICROBATCHES} can be asked"
-        )
-    return microbatches
-
-
-def _read_port(port: int) -> int:
-    if not 0 < port < 65536:
-        raise ProtocolViolation(f"port {port} does not exist")
-    return port
-
-
-def _read_stages(stages: Sequence[int]) -> tuple[int, ...]:
-    """In rising order, so that none comes twice."""
-    read = tuple(stages)
-    if any(later <= earlier for earlier, later in pairwise((0, *read, MAX_STAGES))):
-        raise ProtocolViolation(f"an evaluation's stages do not rise from at least 1 to at most {MAX_STAGES - 1}")
-    return read
-
-
-def wire_answer(answer: AnswerFrame) -> wire.Answer:
-    """What `read_answer` reads back; the text of a refusal is cut to its bound."""
-    result = wire.Answer(id=answer.id)
+def _write_answer(answer: AnswerFrame, _: Around) -> dict[str, Any]:
     if answer.about is None:
-        result.refused = answer.content.decode(errors="replace")[:DETAIL_CHARACTERS]
-    else:
-        setattr(result, _ANSWER_FIELDS[answer.about], answer.content)
-    return result
+        return {"id": answer.id, "refused": _REFUSAL.write(answer.content.decode(errors="replace"), None)}
+    return {"id": answer.id, _ANSWER_FIELDS[answer.about]: answer.content}
 
 
-def read_answer(answer: wire.Answer) -> AnswerFrame:
-    """Raises ProtocolViolation."""
+def _read_answer(answer: wire.Answer, _: Around) -> AnswerFrame:
     kind = answer.WhichOneof("about")
     if kind is None:
         raise ProtocolViolation("an answer without content")
     if kind == "refused":
-        return AnswerFrame(answer.id, None, read_detail(answer.refused).encode())
-    content: bytes = getattr(answer, kind)
-    if len(content) > MAX_ANSWER_BYTES:
-        raise ProtocolViolation(f"an answer of {len(content)} bytes is longer than {MAX_ANSWER_BYTES}")
-    return AnswerFrame(answer.id, _ANSWER_KINDS[kind], content)
+        return AnswerFrame(answer.id, None, _REFUSAL.read(answer.refused, None).encode())
+    return AnswerFrame(answer.id, _ANSWER_KINDS[kind], _CONTENT.read(getattr(answer, kind), None))
+
+
+CONVERTERS: Final[dict[type, Converter]] = {
+    QuestionFrame: Converter(_write_question, _read_question),
+    AnswerFrame: Converter(_write_answer, _read_answer),
+}
+"""By class."""

@@ -16,14 +16,14 @@ from typing import Final, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from protocol.frames.fields import checked_peer, checked_version
+from protocol.frames.codec import checked_version
+from protocol.frames.fields import checked_peer
 from protocol.generated import records_pb2
 from protocol.identity.certificates import peer_of_certificate
 from protocol.identity.keys import Identity, peer_id_of, verify
 from swarm.vocabulary.announcement import Announcement
-from swarm.vocabulary.averaging_messages import MAX_COUNT
 from swarm.vocabulary.errors import ProtocolViolation
-from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId, PeerState, RunId, VersionRange
+from swarm.vocabulary.types import MAX_COUNT, AnchorVersion, ModuleId, PeerId, PeerState, RunId, VersionRange
 
 KEY_PREFIX = "skipstone/"
 MAX_RECORD_BYTES = 2048

@@ -8,13 +8,20 @@ from __future__ import annotations
 import enum
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, Final, Protocol
 
 from protocol.interfaces.directory import Contact
 from protocol.interfaces.tensor_spec import TensorSpec
+from swarm.vocabulary.bounds import Length, Range, Rising
 from swarm.vocabulary.errors import PeerError
 from swarm.vocabulary.pipeline_messages import ControlMessage, TensorMessage
-from swarm.vocabulary.types import ModuleId, PeerId
+from swarm.vocabulary.types import MAX_STAGES, Digest, ModuleId, PeerId, Stage
+
+MAX_RECORD_BYTES: Final = 2048
+MAX_EVALUATION_MICROBATCHES: Final = 256
+
+Record = Annotated[bytes, Length(1, MAX_RECORD_BYTES)]
+"""A SignedRecord, unchecked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +39,16 @@ class Question:
     only for `state`, `port` only for `dial_back`, `peer` only for `call`, `record` for `call` and `called`."""
 
     about: QuestionAbout
-    microbatches: int = 0
+    microbatches: Annotated[int, Range(1, MAX_EVALUATION_MICROBATCHES)] = 0
     module: ModuleId | None = None
-    digest: bytes = b""
-    stages: tuple[int, ...] = ()
+    digest: Digest = b""
+    stages: Annotated[tuple[Stage, ...], Length(0, MAX_STAGES - 1), Rising()] = ()
     """Visited after stage 0, in rising order; none: all of them."""
-    port: int = 0
+    port: Annotated[int, Range(1, 65_535)] = 0
     """Of the asker, to be dialled."""
     peer: PeerId | None = None
     """That is to be told to open a link."""
-    record: bytes = b""
+    record: Record = b""
     """The SignedRecord of the peer that wants the link."""
 
 

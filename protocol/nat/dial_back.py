@@ -12,13 +12,14 @@ import contextlib
 import enum
 import ipaddress
 import ssl
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Annotated, Final
 
 from google.protobuf.message import DecodeError
 
-from protocol.frames.fields import DETAIL_CHARACTERS, read_detail, read_enum, wire_number
+from protocol.frames.codec import converter
 from protocol.generated import link_pb2 as wire
+from swarm.vocabulary.bounds import Detail, Length
 from swarm.vocabulary.errors import ProtocolViolation
 
 DIAL_BACK_S: Final = 3.0
@@ -41,11 +42,13 @@ class DialBackOutcome(enum.Enum):
 class DialBackResult:
     """What one peer found out."""
 
-    host: str
+    host: Annotated[str, Length(0, MAX_HOST_CHARACTERS)]
     """The IP address that it has for the asker; empty when it knows none."""
     outcome: DialBackOutcome
-    detail: str = ""
-    """For a person."""
+    detail: Detail = ""
+
+
+_RESULT: Final = converter(DialBackResult, wire.DialBackResult.DESCRIPTOR)
 
 
 async def dial_back(host: str, port: int, certificate: bytes, timeout_s: float = DIAL_BACK_S) -> DialBackResult:
@@ -77,9 +80,7 @@ async def dial_back(host: str, port: int, certificate: bytes, timeout_s: float =
 
 def encode_dial_back(result: DialBackResult) -> bytes:
     """The content of an Answer."""
-    data: bytes = wire.DialBackResult(
-        host=result.host, outcome=wire_number(result.outcome), detail=result.detail[:DETAIL_CHARACTERS]
-    ).SerializeToString()
+    data: bytes = wire.DialBackResult(**_RESULT.write(result, None)).SerializeToString()
     return data
 
 
@@ -95,15 +96,15 @@ def decode_dial_back(data: bytes) -> DialBackResult:
         said = wire.DialBackResult.FromString(data)
     except DecodeError:
         raise ProtocolViolation(f"dial-back: {len(data)} bytes are no result") from None
-    outcome = read_enum(DialBackOutcome, said.outcome, "dial-back: outcome")
-    return DialBackResult(_read_host(said.host, outcome), outcome, read_detail(said.detail))
+    result: DialBackResult = _RESULT.read(said, None)
+    return replace(result, host=_read_host(result.host, result.outcome))
 
 
 def _read_host(host: str, outcome: DialBackOutcome) -> str:
     if not host and outcome is DialBackOutcome.NOT_TRIED:
         return ""
     try:
-        if len(host) > MAX_HOST_CHARACTERS or "%" in host:
+        if "%" in host:
             raise ValueError
         return str(ipaddress.ip_address(host))
     except ValueError:

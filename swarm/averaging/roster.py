@@ -15,8 +15,8 @@ from swarm.averaging.plausibility import rates, slowest_bytes_per_s
 from swarm.averaging.round_events import RoundRules
 from swarm.averaging.schedule import WORK_AT_MOST, fragment_chunks, fragments_of, lower_median, steps_between_rounds
 from swarm.compression.round_codecs import RoundCodecs, choose
-from swarm.vocabulary.averaging_messages import MAX_COUNT, MAX_MEMBERS, Entry, Member, Roster, RoundId, SignedRoster
-from swarm.vocabulary.types import AnchorVersion, PeerId, Reasoned, short
+from swarm.vocabulary.averaging_messages import MAX_MEMBERS, Entry, Member, Roster, RoundId, SignedRoster
+from swarm.vocabulary.types import MAX_COUNT, AnchorVersion, PeerId, Reasoned, short
 
 TOKENS_AT_MOST = 4
 """Times the median: more tokens of one member count no more, because they are its own claim."""

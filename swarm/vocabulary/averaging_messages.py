@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId
+from swarm.vocabulary.bounds import Detail, Distinct, Inherits, Length, NonNegative, Range
+from swarm.vocabulary.types import MAX_ROUND, AnchorVersion, Codec, Count, Digest, ModuleId, PeerId, Signature
 
-MAX_ROUND = 2**48 - 1
-MAX_COUNT = 2**48
-"""Of inner steps, and of tokens, wherever they are named. Sums end there instead of growing beyond it."""
 MAX_ATTEMPTS = 64
 MAX_MEMBERS = 256
 MAX_MEASURED = 16
@@ -22,6 +21,13 @@ MAX_MEASURED = 16
 frame."""
 MAX_RATE = 24
 """Of a `Measured`: 280 TB/s."""
+MAX_CHUNKS = 2**20
+"""Of a module, and of its state; their numbers are lower."""
+MAX_REQUESTED_CHUNKS = 64
+
+Peers = Annotated[tuple[PeerId, ...], Length(0, MAX_MEMBERS), Distinct()]
+ChunkNumber = Annotated[int, Range(0, MAX_CHUNKS - 1)]
+ChunkNumbers = Annotated[tuple[ChunkNumber, ...], Length(1, MAX_REQUESTED_CHUNKS), Distinct()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +35,9 @@ class RoundId:
     """One attempt at one round of one module, named by who convenes it. A higher attempt replaces a lower one."""
 
     module: ModuleId
-    number: int
+    number: Annotated[int, Range(1, MAX_ROUND)]
     """What `AnchorVersion.round` will be when it commits."""
-    attempt: int
-    """From 0."""
+    attempt: Annotated[int, Range(0, MAX_ATTEMPTS)]
     convener: PeerId
 
 
@@ -45,8 +50,8 @@ class Progress:
 
     module: ModuleId
     base: AnchorVersion
-    steps: int
-    tokens: int
+    steps: Count
+    tokens: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +73,9 @@ class Accepting:
 class Measured:
     """How fast the tensors of another replica came in."""
 
-    mark: int
+    mark: Annotated[int, Range(0, 2**24 - 1)]
     """24 bits that stand for its name (`swarm.averaging.plausibility.mark_of`)."""
-    rate: int
+    rate: Annotated[int, Range(1, MAX_RATE)]
     """4 to this power bytes per second, 1 to MAX_RATE: what is measured varies by a factor of two among equals."""
 
 
@@ -84,16 +89,16 @@ class Entry:
     round: RoundId
     base: AnchorVersion
     """The anchor it has worked from."""
-    steps: int
-    tokens: int
-    norm: float
+    steps: Count
+    tokens: Count
+    norm: NonNegative
     """Euclidean norm of the fragment's pseudo-gradient: finite, and never exceeded by what is sent later."""
-    measured: tuple[Measured, ...]
+    measured: Annotated[tuple[Measured, ...], Length(0, MAX_MEASURED)]
     """What it says of others; of itself it says nothing that counts."""
     staged: AnchorVersion | None
     """The complete result of an earlier attempt at this round that it still has, if any. Such a result is never thrown
     away: the convener settles on it, because somebody may have committed it."""
-    signature: bytes = b""
+    signature: Signature = b""
     """Ed25519, over all of the above and the run (`protocol.identity.entry_signatures`)."""
 
 
@@ -143,12 +148,18 @@ class SignedRoster:
 
     round: RoundId
     base: AnchorVersion
-    entries: tuple[Entry, ...]
+    entries: Annotated[tuple[Entry, ...], Length(1, MAX_MEMBERS), Inherits(("round", "base"))]
     codec: Codec = Codec.NONE
     """Of contributions; that of results follows from it (`swarm.compression.round_codecs`). The convener's free choice
     among what the run allows."""
-    codec_reason: str = ""
+    codec_reason: Detail = ""
     """Why, for people."""
+
+    def fault(self) -> str | None:
+        """Why no convener may say this; None when one may. The signatures are `swarm.averaging.roster.objection`'s,
+        after everything that costs less."""
+        once = len({entry.peer for entry in self.entries}) == len(self.entries)
+        return None if once else "a member is named twice"
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,25 +187,33 @@ class Roster:
 
 
 @dataclass(frozen=True, slots=True)
-class Contribution:
+class _AboutPiece:
+    """What is said of one piece: the chunks from `first_chunk` up to, not including, `end_chunk`; at least one."""
+
+    round: RoundId
+    first_chunk: ChunkNumber
+    end_chunk: Annotated[int, Range(1, MAX_CHUNKS)]
+
+    def fault(self) -> str | None:
+        """Why there is no such piece; None when there is."""
+        if self.first_chunk < self.end_chunk:
+            return None
+        return f"there are no chunks from {self.first_chunk} to {self.end_chunk}"
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution(_AboutPiece):
     """To the member that reduces these chunks: the sender's encoded pseudo-gradient there. One-dimensional tensor.
     After the round also to whoever audits them and has asked for it."""
 
-    round: RoundId
-    first_chunk: int
-    end_chunk: int
-    signature: bytes = field(default=b"", compare=False)
+    signature: Signature = field(default=b"", compare=False)
     """The sender's, over all this and the tensor's hash (`protocol.identity.piece_signatures`). It does not make it
     another piece."""
 
 
 @dataclass(frozen=True, slots=True)
-class Reduced:
+class Reduced(_AboutPiece):
     """From the member that reduces these chunks, to every other: the encoded weighted mean, the same bytes to all."""
-
-    round: RoundId
-    first_chunk: int
-    end_chunk: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,9 +223,9 @@ class Pulse:
     """
 
     round: RoundId
-    waiting_for: tuple[PeerId, ...] = ()
+    waiting_for: Peers = ()
     """Members whose pieces have not come for a while, though nothing else holds them up."""
-    rejected: tuple[PeerId, ...] = ()
+    rejected: Peers = ()
     """Members that sent what is not finite, exceeds the norm they declared, or cannot be decoded."""
 
 
@@ -228,7 +247,7 @@ class Commit:
 
     round: RoundId
     version: AnchorVersion
-    holders: tuple[PeerId, ...]
+    holders: Peers
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,20 +255,16 @@ class Dissolved:
     """The convener gives this attempt up; another one may follow."""
 
     round: RoundId
-    detail: str
+    detail: Detail
 
 
 # ---- audits ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class AuditRequest:
+class AuditRequest(_AboutPiece):
     """After the commit, about one piece. To its reducer: what did the others sign? The answer is Evidence. To another
     contributor: what was it that you signed? The answer is the Contribution, as it was sent then. Or AuditRefused."""
-
-    round: RoundId
-    first_chunk: int
-    end_chunk: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,39 +272,32 @@ class SignedHash:
     """That this member has contributed the tensor with this hash to a piece."""
 
     peer: PeerId
-    hash: bytes
-    """BLAKE3 of the encoded bytes, 32 bytes."""
-    signature: bytes
-    """64 bytes."""
+    hash: Digest
+    """BLAKE3 of the encoded bytes."""
+    signature: Signature
+
+
+SignedHashes = Annotated[tuple[SignedHash, ...], Length(0, MAX_MEMBERS)]
+"""A peer may be named twice: that it has signed two things is what it is accused of."""
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class Evidence(_AboutPiece):
     """From a piece's reducer: what the other contributors have signed."""
 
-    round: RoundId
-    first_chunk: int
-    end_chunk: int
-    signed: tuple[SignedHash, ...]
+    signed: SignedHashes
 
 
 @dataclass(frozen=True, slots=True)
-class AuditRefused:
+class AuditRefused(_AboutPiece):
     """It is not kept here (any more), or too much was asked."""
 
-    round: RoundId
-    first_chunk: int
-    end_chunk: int
-
 
 @dataclass(frozen=True, slots=True)
-class Accusation:
+class Accusation(_AboutPiece):
     """To all other members: "audit this piece; this is what I have seen signed." Whoever hears it judges by itself."""
 
-    round: RoundId
-    first_chunk: int
-    end_chunk: int
-    signed: tuple[SignedHash, ...]
+    signed: SignedHashes
 
 
 # ---- catching up ----------------------------------------------------------------------------------------------------
@@ -301,9 +309,8 @@ class StateRequest:
     momentum is number (count of chunks) + i. The answer to each is a StateChunk or a StateRefused."""
 
     module: ModuleId
-    digest: bytes
-    chunks: tuple[int, ...]
-    """1 to 64."""
+    digest: Digest
+    chunks: ChunkNumbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,8 +319,8 @@ class StateChunk:
     state's hash list."""
 
     module: ModuleId
-    digest: bytes
-    chunk: int
+    digest: Digest
+    chunk: ChunkNumber
 
 
 class StateRefusal(enum.Enum):
@@ -326,8 +333,8 @@ class StateRefusal(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class StateRefused:
     module: ModuleId
-    digest: bytes
-    chunks: tuple[int, ...]
+    digest: Digest
+    chunks: ChunkNumbers
     reason: StateRefusal
 
 

@@ -8,10 +8,22 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Annotated
 
 from swarm.vocabulary.averaging_messages import RoundControl, RoundPiece, StateChunk, StateControl
+from swarm.vocabulary.bounds import Detail, Length, Range
 from swarm.vocabulary.routing_messages import LaneControl
-from swarm.vocabulary.types import MicrobatchId, Path
+from swarm.vocabulary.types import MAX_HOPS, SIGNATURE_BYTES, MicrobatchId, Path
+
+Position = Annotated[int, Range(-1, MAX_HOPS)]
+"""On whatever path: see `Path`."""
+RouteSignature = Annotated[bytes, Length(SIGNATURE_BYTES, SIGNATURE_BYTES, or_none=True)]
+
+
+def _off_path(path: Path, position: int, least: int, most: int) -> str | None:
+    if least <= position <= most:
+        return None
+    return f"position {position} on a path of {len(path.hops)} hops; {least} to {most} are allowed"
 
 
 class Purpose(enum.Enum):
@@ -38,9 +50,13 @@ class Forward:
 
     microbatch: MicrobatchId
     path: Path
-    position: int
+    position: Position
     purpose: Purpose
     lifetime_s: float
+
+    def fault(self) -> str | None:
+        """Why nobody may send this; None when somebody may."""
+        return _off_path(self.path, self.position, 0, len(self.path.hops))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +65,11 @@ class Backward:
 
     microbatch: MicrobatchId
     path: Path
-    position: int
+    position: Position
+
+    def fault(self) -> str | None:
+        """Why nobody may send this; None when somebody may."""
+        return _off_path(self.path, self.position, -1, len(self.path.hops) - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +83,10 @@ class Receipt:
 
     microbatch: MicrobatchId
     direction: Direction
-    position: int
+    position: Position
     status: ReceiptStatus
     retry_after_s: float = 0.0
-    detail: str = ""
+    detail: Detail = ""
     waited_s: float = 0.0
     computed_s: float = 0.0
     sent_s: float = 0.0
@@ -81,9 +101,9 @@ class Stranded:
 
     microbatch: MicrobatchId
     direction: Direction
-    position: int
-    detail: str
-    signature: bytes = b""
+    position: Position
+    detail: Detail
+    signature: RouteSignature = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +111,7 @@ class Close:
     """From the data node: the microbatch is abandoned."""
 
     microbatch: MicrobatchId
-    detail: str
+    detail: Detail
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +121,11 @@ class Recall:
 
     microbatch: MicrobatchId
     path: Path
-    position: int
+    position: Position
+
+    def fault(self) -> str | None:
+        """Why nobody may say this; None when somebody may."""
+        return _off_path(self.path, self.position, -1, len(self.path.hops) - 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,17 +6,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from swarm.vocabulary.types import PeerId
+from swarm.vocabulary.bounds import Distinct, Length, NonNegative, Range
+from swarm.vocabulary.types import MAX_HOPS, PeerId, Stage
 
 MAX_LANES = 64
 """Of one data node."""
 MAX_VISITS = 512
 """Of all lanes of one data node together, one for each stage that one of them visits. So whatever peers they name, how
 two data nodes stand fits into one small frame."""
+MAX_PEERS = 2 * MAX_VISITS
+"""In one message, which names each once: those that the lanes of two data nodes visit."""
 MAX_VERSION = 2**48 - 1
 MAX_OFFER = 2**48 - 1
 EPOCH_BYTES = 8
+
+Epoch = Annotated[bytes, Length(EPOCH_BYTES, EPOCH_BYTES)]
+Version = Annotated[int, Range(0, MAX_VERSION)]
+OfferNumber = Annotated[int, Range(1, MAX_OFFER)]
+LaneNumber = Annotated[int, Range(0, MAX_LANES - 1)]
+Route = Annotated[tuple[PeerId, ...], Length(0, MAX_HOPS), Distinct()]
+Stages = Annotated[frozenset[Stage], Length(0, MAX_HOPS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +38,9 @@ class Lane:
     The route is empty when some stage has nobody.
     """
 
-    route: tuple[PeerId, ...]
-    stages: frozenset[int]
-    alone_s: float
+    route: Route
+    stages: Stages
+    alone_s: NonNegative
     """Its round trip when nobody waits, by its data node's own measurements."""
 
 
@@ -38,8 +49,15 @@ class Standing:
     """All lanes of a data node at one of its versions. The version goes up with every change."""
 
     peer: PeerId
-    version: int
-    lanes: tuple[Lane, ...]
+    version: Version
+    lanes: Annotated[tuple[Lane, ...], Length(0, MAX_LANES)]
+
+    def fault(self) -> str | None:
+        """Why no data node may stand so; None when one may."""
+        for visits in (sum(len(lane.route) for lane in self.lanes), sum(len(lane.stages) for lane in self.lanes)):
+            if visits > MAX_VISITS:
+                return f"{visits} visits of one data node are more than {MAX_VISITS}"
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +68,25 @@ class Told:
     To that other side it is the decision. Answered with Heard.
     """
 
-    epoch: bytes
+    epoch: Epoch
     sender: Standing
     other: Standing | None = None
-    number: int | None = None
+    number: OfferNumber | None = None
     """Of the offer that was decided; None exactly when `other` is."""
+
+    def fault(self) -> str | None:
+        """Why nobody may say this; None when one may."""
+        if (self.other is None) == (self.number is None):
+            return None
+        return "a decision without its offer's number, or a number without a decision"
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
     """The receiver's version up to which the sender knows."""
 
-    epoch: bytes
-    version: int
+    epoch: Epoch
+    version: Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +96,16 @@ class Offer:
     Holds only if the receiver still stands at `asked_version`.
     """
 
-    epoch: bytes
-    number: int
+    epoch: Epoch
+    number: OfferNumber
     """Counts the sender's offers, from 1."""
     sender: Standing
-    asking_lane: int
-    route: tuple[PeerId, ...]
-    asked_version: int
-    asked_lane: int
-    stages: frozenset[int]
-    need_s: float
+    asking_lane: LaneNumber
+    route: Route
+    asked_version: Version
+    asked_lane: LaneNumber
+    stages: Stages
+    need_s: NonNegative
     """Round trip of the asking lane: of two offers that cross, the larger need goes first."""
 
 
@@ -89,8 +113,8 @@ class Offer:
 class Accept:
     """The sender would take this route for its lane, and is bound until it hears the decision."""
 
-    epoch: bytes
-    number: int
+    epoch: Epoch
+    number: OfferNumber
     lane: Lane
 
 
@@ -99,8 +123,8 @@ class Decline:
     """No. `busy`: another trade is under way; ask again later. Otherwise the sender sees nothing in it, or stands
     elsewhere by now."""
 
-    epoch: bytes
-    number: int
+    epoch: Epoch
+    number: OfferNumber
     busy: bool
     sender: Standing
 
@@ -109,8 +133,8 @@ class Decline:
 class Abandon:
     """The offer does not hold; whoever is bound by it is free."""
 
-    epoch: bytes
-    number: int
+    epoch: Epoch
+    number: OfferNumber
 
 
 LaneControl = Told | Heard | Offer | Accept | Decline | Abandon

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, replace
-from typing import Generic, NewType, TypeVar
+from typing import Annotated, Generic, NewType, TypeVar
 
+from swarm.vocabulary.bounds import Length, Range
 from swarm.vocabulary.errors import ProtocolViolation
 
 PeerId = NewType("PeerId", str)
@@ -25,8 +26,19 @@ MAX_MODULES = 4096
 MAX_MICROBATCH_NUMBER = 2**48 - 1
 MAX_HOPS = 256
 MAX_FRAGMENTS = 64
+MAX_ROUND = 2**48 - 1
+MAX_COUNT = 2**48
+"""Of inner steps, and of tokens, wherever they are named. Sums end there instead of growing beyond it."""
 SIGNATURE_BYTES = 64
 """Of an Ed25519 signature (RFC 8032)."""
+DIGEST_BYTES = 32
+"""Of BLAKE3."""
+
+Stage = Annotated[int, Range(1, MAX_STAGES - 1)]
+"""Of other peers than the data nodes, whose is stage 0."""
+Count = Annotated[int, Range(0, MAX_COUNT)]
+Signature = Annotated[bytes, Length(SIGNATURE_BYTES, SIGNATURE_BYTES)]
+Digest = Annotated[bytes, Length(DIGEST_BYTES, DIGEST_BYTES)]
 
 Value = TypeVar("Value")
 
@@ -143,15 +155,15 @@ class Path:
 class AnchorVersion:
     """Which agreed state of a module: what its replicas compare, and what decides which of two states goes on."""
 
-    round: int
+    round: Annotated[int, Range(0, MAX_ROUND)]
     """Number of the round that made it; 0 for the initial weights. Never goes back on any peer."""
-    steps: int
+    steps: Count
     """Inner steps behind it: the mean over the replicas of each round. The learning rate follows from it."""
-    tokens: int
+    tokens: Count
     """Tokens behind it, over all replicas."""
-    fragment: int
+    fragment: Annotated[int, Range(0, MAX_FRAGMENTS - 1)]
     """The fragment that the next round averages."""
-    digest: bytes
+    digest: Digest
     """BLAKE3 (32 bytes) over all of the above and the state's chunk hashes: equal digests mean equal states, bit for
     bit."""
 

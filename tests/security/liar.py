@@ -30,9 +30,9 @@ from protocol.identity.entry_signatures import EntrySeal
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.transport.grpc_transport import GrpcTransport
 from swarm.averaging import convener as convening
-from swarm.vocabulary.averaging_messages import MAX_ROUND, Contribution, Entry, RoundId, SignedRoster
+from swarm.vocabulary.averaging_messages import Contribution, Entry, RoundId, SignedRoster
 from swarm.vocabulary.pipeline_messages import TensorMessage
-from swarm.vocabulary.types import AnchorVersion, Codec, PeerId
+from swarm.vocabulary.types import MAX_ROUND, AnchorVersion, Codec, PeerId
 
 MILLION = 1e6
 FIRST_LIE = 3

@@ -18,8 +18,8 @@ from node.averaging.anchor.module_vector import LocalReplica
 from node.averaging.anchor.outer_step import OuterRule, Staging
 from node.averaging.anchor.vector_math import squares
 from node.checkpoint.state import Agreed, ReplicaState
-from swarm.vocabulary.averaging_messages import MAX_COUNT
 from swarm.vocabulary.errors import StateError
+from swarm.vocabulary.types import MAX_COUNT
 
 
 def anchor_of(replica: LocalReplica) -> Anchor:

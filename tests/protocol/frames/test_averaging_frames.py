@@ -22,7 +22,6 @@ from swarm.vocabulary.averaging_messages import (
     MAX_MEASURED,
     MAX_MEMBERS,
     MAX_RATE,
-    MAX_ROUND,
     Accepting,
     Accusation,
     AuditRefused,
@@ -49,7 +48,7 @@ from swarm.vocabulary.averaging_messages import (
     StateRequest,
 )
 from swarm.vocabulary.errors import ProtocolViolation
-from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId
+from swarm.vocabulary.types import MAX_ROUND, AnchorVersion, Codec, ModuleId, PeerId
 from tests.protocol.codecs.damage import assert_refused_or_another_valid_frame
 
 PEERS = [Identity.generate().peer for _ in range(4)]

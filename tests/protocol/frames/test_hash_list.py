@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from protocol.frames.hash_list import HashList, decode_hash_list, encode_hash_list
 from protocol.frames.rpc import MAX_ANSWER_BYTES
 from protocol.generated import link_pb2 as wire
-from swarm.vocabulary.averaging_messages import MAX_ROUND
 from swarm.vocabulary.errors import ProtocolViolation
-from swarm.vocabulary.types import AnchorVersion
+from swarm.vocabulary.types import MAX_ROUND, AnchorVersion
 
 DIGEST = b"d" * 32
 HONEST = HashList(AnchorVersion(7, 350, 10**9, 1, DIGEST), 10_000, 4096, tuple(bytes([n]) * 32 for n in range(6)))

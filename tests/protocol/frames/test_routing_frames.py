@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.frames.frames import MAX_SMALL_FRAME_BYTES, decode, encode
-from protocol.frames.routing import MAX_PEERS
 from protocol.generated import link_pb2 as wire
 from swarm.routing.negotiation.groups import group_of
 from swarm.routing.negotiation.negotiation_events import Member
@@ -18,6 +17,7 @@ from swarm.vocabulary.routing_messages import (
     EPOCH_BYTES,
     MAX_LANES,
     MAX_OFFER,
+    MAX_PEERS,
     MAX_VERSION,
     MAX_VISITS,
     Abandon,

@@ -34,7 +34,6 @@ from swarm.averaging.round_events import (
 )
 from swarm.averaging.round_machine import RoundMachine
 from swarm.vocabulary.averaging_messages import (
-    MAX_ROUND,
     Accepting,
     Commit,
     Declined,
@@ -50,7 +49,7 @@ from swarm.vocabulary.averaging_messages import (
     RoundId,
     SignedRoster,
 )
-from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId
+from swarm.vocabulary.types import MAX_ROUND, AnchorVersion, Codec, ModuleId, PeerId
 from tests.swarm.averaging.virtual_exchange import VirtualSeal
 
 MODULE = ModuleId(1)

@@ -33,8 +33,8 @@ from swarm.averaging.schedule import (
     possible,
     standing,
 )
-from swarm.vocabulary.averaging_messages import MAX_COUNT, MAX_ROUND, Entry, Measured, Roster, RoundId, SignedRoster
-from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId
+from swarm.vocabulary.averaging_messages import Entry, Measured, Roster, RoundId, SignedRoster
+from swarm.vocabulary.types import MAX_COUNT, MAX_ROUND, AnchorVersion, Codec, ModuleId, PeerId
 from tests.swarm.averaging.virtual_exchange import VirtualSeal
 
 MODULE = ModuleId(2)

@@ -1,0 +1,273 @@
+"""From a dataclass of the vocabulary to the message of link.proto that says the same, and back.
+
+Nothing is written down twice: a field travels in the field of its name, in the way that its annotated type and
+link.proto's have in common, and is held against the bounds it is declared with when it is read. Then the message is
+asked for its `fault`, if it has such a method. All of this is worked out once for each class.
+
+| in the dataclass | in link.proto |
+|---|---|
+| int, bool, bytes | the same |
+| float `x_s` | a double; or a whole number, `x_ms` or `x_us` |
+| str | a text for people: cut to its length when it is written, made printable when it is read |
+| an enum | its value |
+| PeerId | a text; or a number, its place in the field `peers`, where the message around names each peer once |
+| a dataclass | a message, without what it inherits from the message around; Measured is a number |
+| a tuple | a repeated field |
+| a frozenset | a repeated field in rising order, so that nothing comes twice |
+| something or None | nothing there, or 0, for None |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import pairwise
+from types import NoneType, UnionType
+from typing import Annotated, Any, Final, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from google.protobuf.descriptor import FieldDescriptor
+
+from protocol.frames.fields import checked_peer, packed, printable, whole
+from protocol.generated import link_pb2 as wire
+from swarm.vocabulary.averaging_messages import Measured
+from swarm.vocabulary.bounds import Distinct, Inherits, Length, Range, Rising
+from swarm.vocabulary.errors import ProtocolViolation
+from swarm.vocabulary.routing_messages import MAX_PEERS
+from swarm.vocabulary.types import AnchorVersion, PeerId
+
+Around = Any
+"""What the message around says once for all its parts: by name what they inherit; or its peers, a dict from peer to
+place that grows where it is written, a sequence where it is read. None for all other messages."""
+MessageType = Any
+"""The descriptor of a message of link.proto."""
+Convert = Callable[[Any, Around], Any]
+Made = TypeVar("Made")
+
+_PARTS_OF_A_SECOND: Final = {"ms": 1000, "us": 1_000_000}
+
+
+class Converter(NamedTuple):
+    """How a value travels."""
+
+    write: Convert
+    """To what the generated classes take: a number, a text, bytes, a list, or a dict for a message."""
+    read: Convert
+    """From what they have. Raises ProtocolViolation for what may not come, and nothing else."""
+
+
+@cache
+def converter(kind: Any, message: MessageType, inherited: tuple[str, ...] = ()) -> Converter:
+    """Of a dataclass each field of which `message` has a field for; what else that has is the caller's business.
+
+    The two functions are put together from the fields' names and compiled, as `dataclasses` does it: headers of
+    microbatches are read and written by them.
+    """
+    hints = get_type_hints(kind, include_extras=True)
+    parts: dict[str, Converter] = {}
+    known: dict[str, Any] = {"kind": kind, "faultless": faultless}
+    written, read = [], []
+    for ours in (field.name for field in dataclasses.fields(kind)):
+        field = _wire_field(message, ours)
+        parts[ours] = part = field_converter(hints[ours], field, f"{kind.__name__}.{ours}")
+        maybe = field.message_type and (ours in inherited or inner_type(hints[ours]))
+        said = f"said.{field.name} if said.HasField({field.name!r}) else None" if maybe else f"said.{field.name}"
+        if ours in inherited:
+            part = Converter(_as_is, _inherited(ours))
+        else:
+            written.append(f"{field.name!r}: {_call('write', ours, part.write, f'value.{ours}')}")
+        read.append(_call("read", ours, part.read, said))
+        known |= {f"write_{ours}": part.write, f"read_{ours}": part.read}
+    fields = Converter(
+        _compiled(f"lambda value, around: {{{', '.join(written)}}}", known),
+        _compiled(
+            f"lambda said, around: {'faultless' if hasattr(kind, 'fault') else ''}(kind({', '.join(read)}))", known
+        ),
+    )
+    bounds = [bound for hint in hints.values() for bound in getattr(hint, "__metadata__", ())]
+    once = {name: parts[name].read for bound in bounds if isinstance(bound, Inherits) for name in bound.fields}
+    if once:
+        return _saying_once(fields, once)
+    return _with_peers(fields, message.fields_by_name["peers"]) if "peers" in message.fields_by_name else fields
+
+
+def faultless(made: Made) -> Made:
+    """Raises ProtocolViolation when the message itself says that its fields do not go together."""
+    fault = made.fault()  # type: ignore[attr-defined]
+    if fault is not None:
+        raise ProtocolViolation(f"{type(made).__name__}: {fault}")
+    return made
+
+
+def checked_version(version: AnchorVersion) -> AnchorVersion:
+    """Raises ProtocolViolation when a field is out of bounds."""
+    checked: AnchorVersion = converter(AnchorVersion, wire.AnchorVersion.DESCRIPTOR).read(version, None)
+    return checked
+
+
+def _wire_field(message: MessageType, name: str) -> FieldDescriptor:
+    in_parts = [f"{name[:-1]}{part}" for part in _PARTS_OF_A_SECOND if name.endswith("_s")]
+    for known in (name, *in_parts):
+        if known in message.fields_by_name:
+            field: FieldDescriptor = message.fields_by_name[known]
+            return field
+    raise TypeError(f"{message.name} of link.proto has no field for {name}")
+
+
+def _call(what: str, name: str, convert: Convert, value: str) -> str:
+    return value if convert is _as_is else f"{what}_{name}({value}, around)"
+
+
+def _compiled(source: str, known: dict[str, Any]) -> Convert:
+    return eval(compile(source, __file__, "eval"), known)  # type: ignore[no-any-return]  # noqa: S307 - names of fields
+
+
+def _as_is(value: Any, _: Around) -> Any:
+    return value
+
+
+def _inherited(name: str) -> Convert:
+    def read(own: Any, around: Around) -> Any:
+        if own is not None:
+            raise ProtocolViolation(f"a {name} of its own where the message around says it for all")
+        return around[name]
+
+    return read
+
+
+def _saying_once(fields: Converter, once: dict[str, Convert]) -> Converter:
+    return Converter(
+        fields.write,
+        lambda said, _: fields.read(said, {name: read(getattr(said, name), None) for name, read in once.items()}),
+    )
+
+
+def _with_peers(fields: Converter, field: Any) -> Converter:
+    named = field_converter(Annotated[tuple[PeerId, ...], Length(0, MAX_PEERS), Distinct()], field, "peers")
+
+    def write(value: Any, _: Around) -> dict[str, Any]:
+        places: dict[PeerId, int] = {}
+        return {**fields.write(value, places), "peers": places}
+
+    return Converter(write, lambda said, _: fields.read(said, named.read(said.peers, None)))
+
+
+# ---- one field ------------------------------------------------------------------------------------------------------
+
+
+def field_converter(hint: Any, field: Any, where: str) -> Converter:
+    """Of what is annotated so, in this field of link.proto. `where` is its name for people."""
+    if inner := inner_type(hint):
+        return _optional(field_converter(inner, field, where))
+    kind, *bounds = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    several = get_origin(kind)
+    if (several or kind in (bytes, str)) and not bounds:
+        raise TypeError(f"{where} has no bound")
+    if several:
+        item, inherits = get_args(kind)[0], [bound.fields for bound in bounds if isinstance(bound, Inherits)]
+        one = converter(item, field.message_type, *inherits) if inherits else field_converter(item, field, where)
+        return _repeated(several, one, bounds, where)
+    if kind is Measured:
+        return _measured()
+    if field.message_type:
+        return converter(kind, field.message_type)
+    return _scalar(kind, bounds, field, where)
+
+
+def inner_type(hint: Any) -> Any | None:
+    """The type that something is which may be None as well; None for any other."""
+    if get_origin(hint) not in (Union, UnionType):
+        return None
+    [inner] = (kind for kind in get_args(hint) if kind is not NoneType)
+    return inner
+
+
+def _optional(part: Converter) -> Converter:
+    write, read = part
+    return Converter(
+        lambda value, around: None if value is None else write(value, around),
+        lambda value, around: read(value, around) if value else None,
+    )
+
+
+def _repeated(kind: Callable[[Any], Any], item: Converter, bounds: Sequence[Any], where: str) -> Converter:
+    (length, *others), (write, read) = bounds, item
+    check, distinct, rising = _bounded([length], where), Distinct() in others, kind is frozenset or Rising() in others
+
+    def read_all(values: Any, around: Around) -> Any:
+        check(values, None)
+        if distinct and len(set(values)) < len(values):
+            raise ProtocolViolation(f"{where} has something twice")
+        if rising and any(later <= earlier for earlier, later in pairwise(values)):
+            raise ProtocolViolation(f"{where} does not rise")
+        return kind(values if read is _as_is else [read(value, around) for value in values])
+
+    def write_all(values: Any, around: Around) -> Any:
+        return [write(value, around) for value in (sorted(values) if kind is frozenset else values)]
+
+    return Converter(write_all, read_all)
+
+
+def _measured() -> Converter:
+    rate = _bounded(get_args(get_type_hints(Measured, include_extras=True)["rate"])[1:], "Measured.rate")
+    return Converter(
+        lambda measured, _: packed(measured), lambda figure, _: Measured(figure >> 8, rate(figure & 0xFF, None))
+    )
+
+
+def _scalar(kind: Any, bounds: Sequence[Any], field: Any, where: str) -> Converter:
+    check = _bounded(bounds, where)
+    if kind is PeerId:
+        return _PLACE if field.type == field.TYPE_UINT32 else Converter(_as_is, lambda text, _: checked_peer(text))
+    if isinstance(kind, enum.EnumMeta):
+        return _enum(kind, where)
+    if kind is str:
+        most = bounds[0].most
+        return Converter(lambda text, _: text[:most], lambda text, _: printable(check(text, None)))
+    if kind is float and field.type != field.TYPE_DOUBLE:
+        parts = _PARTS_OF_A_SECOND[field.name[-2:]]
+        return Converter(lambda seconds, _: whole(seconds, parts), lambda count, _: check(count / parts, None))
+    if kind not in (int, bool, bytes, float):
+        raise TypeError(f"{where}: no way for {kind} to travel")
+    return Converter(_as_is, check)
+
+
+def _enum(kind: Any, where: str) -> Converter:
+    members = {member.value: member for member in kind}
+
+    def read(number: int, _: Around) -> Any:
+        if number not in members:
+            raise ProtocolViolation(f"{where} {number} is unknown")
+        return members[number]
+
+    return Converter(lambda member, _: member.value, read)
+
+
+def _bounded(bounds: Sequence[Any], where: str) -> Convert:
+    """What lets a value through that is within its bounds."""
+    if not bounds:
+        return _as_is
+    [bound] = bounds
+    least, most, or_none = bound.least, bound.most, isinstance(bound, Length) and bound.or_none
+
+    def in_range(value: Any, _: Around) -> Any:
+        if least <= value <= most:
+            return value
+        raise ProtocolViolation(f"{where} {value} is out of range; {least} to {most} are allowed")
+
+    def of_length(value: Any, _: Around) -> Any:
+        if least <= len(value) <= most or (or_none and not value):
+            return value
+        raise ProtocolViolation(f"{where} has a length of {len(value)}; {least} to {most} are allowed")
+
+    return in_range if isinstance(bound, Range) else of_length
+
+
+def _peer_at(place: int, peers: Sequence[PeerId]) -> PeerId:
+    if place >= len(peers):
+        raise ProtocolViolation(f"peer {place} of {len(peers)} is nobody")
+    return peers[place]
+
+
+_PLACE: Final = Converter(lambda peer, places: places.setdefault(peer, len(places)), _peer_at)

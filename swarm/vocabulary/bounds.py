@@ -1,0 +1,53 @@
+"""Bounds that the fields of messages are declared with, as in `Annotated[int, Range(0, MAX_ROUND)]`.
+
+What a peer sends is held against them where it is read (`protocol.frames.codec`), and nowhere else: they are no types.
+What several fields have to agree on is said by a method `fault` of the message.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Annotated
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A number from `least` to `most`, both included; so it is never NaN."""
+
+    least: float
+    most: float
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """Bytes, characters or elements from `least` to `most`, both included."""
+
+    least: int
+    most: int
+    or_none: bool = False
+    """None at all will do as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class Distinct:
+    """No element comes twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rising:
+    """Each element is larger than the one before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inherits:
+    """These fields of each element are those of the message that it is in, which says them once for all."""
+
+    fields: tuple[str, ...]
+
+
+NonNegative = Annotated[float, Range(0.0, sys.float_info.max)]
+"""Finite, and not negative."""
+DETAIL_CHARACTERS = 256
+Detail = Annotated[str, Length(0, DETAIL_CHARACTERS)]
+"""A text for people: cut when it is sent, made printable when it is read."""
