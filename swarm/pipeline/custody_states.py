@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from swarm.vocabulary.pipeline_messages import (
     Backward,
     Close,
+    Direction,
     Forward,
     MicrobatchControl,
     Purpose,
@@ -17,7 +18,7 @@ from swarm.vocabulary.pipeline_messages import (
     Settled,
     Unsettled,
 )
-from swarm.vocabulary.types import MicrobatchId, Path, PeerId
+from swarm.vocabulary.types import MicrobatchId, ModuleId, Path, PeerId
 
 
 class Phase(enum.Enum):
@@ -38,8 +39,9 @@ class Phase(enum.Enum):
 
 
 BEFORE_BACKWARD = frozenset({Phase.RECEIVING, Phase.FORWARD, Phase.HANDING_ON, Phase.GUARDING, Phase.AWAITING})
-ON_THE_WAY_OUT = frozenset({Phase.HANDING_ON, Phase.GUARDING})
 ON_THE_WAY_BACK = frozenset({Phase.HANDING_BACK, Phase.GUARDING_BACK})
+HANDED_OVER = ON_THE_WAY_BACK | {Phase.HANDING_ON, Phase.GUARDING}
+"""Offered to another peer that has not passed it on yet."""
 ADDED = ON_THE_WAY_BACK | {Phase.SETTLING}
 """A hop's gradient is in its sum, and not yet known to count."""
 
@@ -105,6 +107,27 @@ class Holding:
     @property
     def is_start(self) -> bool:
         return self.key.position == -1
+
+    @property
+    def direction(self) -> Direction:
+        """Which way it is going."""
+        return Direction.FORWARD if self.phase in BEFORE_BACKWARD else Direction.BACKWARD
+
+    @property
+    def next_position(self) -> int:
+        """Of the peer that gets it from here."""
+        return self.key.position + (1 if self.direction is Direction.FORWARD else -1)
+
+    @property
+    def previous_position(self) -> int:
+        """Of the peer that it came from."""
+        return self.key.position - (1 if self.direction is Direction.FORWARD else -1)
+
+    @property
+    def next_module(self) -> ModuleId | None:
+        """Whose replicas it can be handed to; None: the next is its data node."""
+        position, hops = self.next_position, self.path.hops
+        return hops[position].module if 0 <= position < len(hops) else None
 
 
 # ---- what happens -------------------------------------------------------------------------------------------

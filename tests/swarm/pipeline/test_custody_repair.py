@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from swarm.pipeline.backward_pass import STAND_IN_AFTER_S
 from swarm.pipeline.custody_states import ComputeFailed, Confirmed, Forget, Key, Phase, Tell
+from swarm.pipeline.handover import STAND_IN_AFTER_S
 from swarm.pipeline.ledger import PATIENCE_S, RETRY_S, put_off
 from swarm.pipeline.settlement import ASK_S
 from swarm.vocabulary.pipeline_messages import Backward, ReceiptStatus, Stranded, Unsettled
