@@ -29,32 +29,38 @@ from swarm.pipeline.custody_states import (
     ADDED,
     HANDED_OVER,
     Action,
-    BackwardArrived,
+    Arrived,
     BrokenOff,
-    CloseArrived,
     Computed,
     ComputeFailed,
     Event,
-    ForwardArrived,
     Holding,
     Key,
     PeerBack,
     PeerLost,
     Phase,
     Place,
-    RecallArrived,
-    ReceiptArrived,
     Retract,
-    SettledArrived,
     Started,
     Tell,
+    TensorArrived,
     Tick,
-    UnsettledArrived,
 )
 from swarm.pipeline.handover import Handover
 from swarm.pipeline.ledger import OTHER_ROUTE, STRANGER, Ledger, Replicas, is_from_neighbour, receipt_for
 from swarm.pipeline.settlement import Settling
-from swarm.vocabulary.pipeline_messages import Backward, Close, Direction, Forward, Receipt, ReceiptStatus, Stranded
+from swarm.vocabulary.pipeline_messages import (
+    Backward,
+    Close,
+    Direction,
+    Forward,
+    Recall,
+    Receipt,
+    ReceiptStatus,
+    Settled,
+    Stranded,
+    Unsettled,
+)
 from swarm.vocabulary.types import MicrobatchId, PeerId, Reasoned
 
 
@@ -127,35 +133,23 @@ class Custody:
         """What follows from `event`. Events about microbatches that are not held are answered or ignored, never an
         error."""
         match event:
-            case ReceiptArrived(sender) | CloseArrived(sender) | SettledArrived(sender) | PeerBack(sender):
-                self._ledger.regain_data_node(sender, now)
-        match event:
             case Started():
                 return self._arrivals.start(event, now)
-            case ForwardArrived(message):
-                return self._forward_arrived(message, now)
-            case BackwardArrived(message):
-                return self._backward_arrived(message, now)
+            case TensorArrived(message):
+                return self._tensor_arrived(message, now)
             case BrokenOff(message):
                 return self._broken_off(message, now)
             case Computed(key, seconds):
                 return self._computed(key, seconds, now)
             case ComputeFailed(key, detail):
                 return self._compute_failed(key, detail)
-            case ReceiptArrived(sender, receipt):
-                return self._receipt(sender, receipt, now)
+            case Arrived():
+                return self._arrived(event, now)
             case PeerLost(peer, detail):
                 return self._peer_lost(peer, detail, now)
-            case PeerBack():
+            case PeerBack(peer):
+                self._ledger.regain_data_node(peer, now)
                 return []
-            case CloseArrived(sender, message):
-                return self._close(sender, message)
-            case RecallArrived(sender, message):
-                return self._standing_in.recalled(sender, message, now)
-            case SettledArrived(sender, message):
-                return self._settling.settled(sender, message)
-            case UnsettledArrived(sender, message):
-                return self._settling.asked(sender, message.microbatch)
             case Tick():
                 return [action for holding in self._ledger.all() for action in self._tick(holding, now)]
 
@@ -174,23 +168,20 @@ class Custody:
 
     # ---- one event each --------------------------------------------------------------------------------------
 
-    def _forward_arrived(self, message: Forward, now: float) -> list[Action]:
-        known = self._ledger.get(Key(message.microbatch, message.position))
-        if known is None:
-            sender = message.path.peer_at(message.position - 1)
-            return [Tell(sender, receipt_for(message, ReceiptStatus.REFUSED, "forgotten meanwhile"))]
-        if known.phase is Phase.RECALLING:
-            return self._standing_in.input_arrived(known, message, now)
-        return self._arrivals.forward(known, message, now)
-
-    def _backward_arrived(self, message: Backward, now: float) -> list[Action]:
+    def _tensor_arrived(self, message: Forward | Backward, now: float) -> list[Action]:
         holding = self._ledger.get(Key(message.microbatch, message.position))
         if holding is None:
-            sender = message.path.peer_at(message.position + 1)
+            sender = message.path.peer_at(message.position + (-1 if isinstance(message, Forward) else 1))
             return [Tell(sender, receipt_for(message, ReceiptStatus.REFUSED, "not, or no longer, held here"))]
-        if holding.phase is Phase.RECEIVING_GRADIENT:
-            return self._standing_in.gradient_arrived(holding, message, now)
-        return self._arrivals.backward(holding, message, now)
+        match message:
+            case Forward():
+                if holding.phase is Phase.RECALLING:
+                    return self._standing_in.input_arrived(holding, message, now)
+                return self._arrivals.forward(holding, message, now)
+            case Backward():
+                if holding.phase is Phase.RECEIVING_GRADIENT:
+                    return self._standing_in.gradient_arrived(holding, message, now)
+                return self._arrivals.backward(holding, message, now)
 
     def _broken_off(self, message: Forward | Backward, now: float) -> list[Action]:
         holding = self._ledger.get(Key(message.microbatch, message.position))
@@ -211,6 +202,21 @@ class Custody:
     def _compute_failed(self, key: Key, detail: str) -> list[Action]:
         holding = self._ledger.get(key)
         return [] if holding is None else self._ledger.strand(holding, key.position, detail)
+
+    def _arrived(self, event: Arrived, now: float) -> list[Action]:
+        sender = event.sender
+        self._ledger.regain_data_node(sender, now)
+        match event.message:
+            case Receipt() as message:
+                return self._receipt(sender, message, now)
+            case Close() as message:
+                return self._close(sender, message)
+            case Recall() as message:
+                return self._standing_in.recalled(sender, message, now)
+            case Settled() as message:
+                return self._settling.settled(sender, message)
+            case Unsettled(microbatch):
+                return self._settling.asked(sender, microbatch)
 
     def _receipt(self, sender: PeerId, receipt: Receipt, now: float) -> list[Action]:
         onward = receipt.direction is Direction.FORWARD

@@ -144,15 +144,10 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardArrived:
-    """The whole tensor of a Forward that `admit_forward` let in is here."""
+class TensorArrived:
+    """The whole tensor of an admitted message is here."""
 
-    message: Forward
-
-
-@dataclass(frozen=True, slots=True)
-class BackwardArrived:
-    message: Backward
+    message: Forward | Backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +174,9 @@ class ComputeFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class ReceiptArrived:
+class Arrived:
     sender: PeerId
-    receipt: Receipt
+    message: Receipt | Close | Recall | Settled | Unsettled
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,50 +195,11 @@ class PeerBack:
 
 
 @dataclass(frozen=True, slots=True)
-class CloseArrived:
-    sender: PeerId
-    message: Close
-
-
-@dataclass(frozen=True, slots=True)
-class RecallArrived:
-    sender: PeerId
-    message: Recall
-
-
-@dataclass(frozen=True, slots=True)
-class SettledArrived:
-    sender: PeerId
-    message: Settled
-
-
-@dataclass(frozen=True, slots=True)
-class UnsettledArrived:
-    sender: PeerId
-    message: Unsettled
-
-
-@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""
 
 
-Event = (
-    Started
-    | ForwardArrived
-    | BackwardArrived
-    | BrokenOff
-    | Computed
-    | ComputeFailed
-    | ReceiptArrived
-    | PeerLost
-    | PeerBack
-    | CloseArrived
-    | RecallArrived
-    | SettledArrived
-    | UnsettledArrived
-    | Tick
-)
+Event = Started | TensorArrived | BrokenOff | Computed | ComputeFailed | Arrived | PeerLost | PeerBack | Tick
 
 # ---- what is to be done -------------------------------------------------------------------------------------
 
