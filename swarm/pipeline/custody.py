@@ -222,9 +222,7 @@ class Custody:
         onward = receipt.direction is Direction.FORWARD
         key = Key(receipt.microbatch, receipt.position - 1 if onward else receipt.position + 1)
         holding = self._ledger.get(key)
-        if holding is None or holding.target != sender:
-            return []
-        if holding.direction is not receipt.direction:
+        if holding is None or holding.target != sender or holding.direction is not receipt.direction:
             return []
         if holding.phase is Phase.RECALLING:
             return self._standing_in.answered(holding, receipt)
