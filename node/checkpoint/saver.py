@@ -10,13 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
 
-from node.checkpoint.folder import CheckpointFolder, save_state
+from node.checkpoint.snapshot import Header
 from node.checkpoint.state import ReplicaState
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.task_groups import set_or_after
 from node.observability.events import EventSink, Note
 from swarm.vocabulary.errors import ResourceExhausted, StateError
-from swarm.vocabulary.types import ModuleId, PeerId
 
 log = logging.getLogger(__name__)
 
@@ -43,24 +42,21 @@ class Saver:
 
     Args:
         capture: makes a copy of the replica; called on the compute thread.
+        write: puts it where it belongs (`node.checkpoint.folder.save_state`); called on the saver's own thread.
         every_s: seconds between two saves that nobody has asked for; those are left out while no step has been taken.
     """
 
     def __init__(
         self,
-        folder: CheckpointFolder,
-        peer: PeerId,
-        module: ModuleId,
         capture: Callable[[], ReplicaState],
+        write: Callable[[ReplicaState], Header],
         compute: ComputeThread,
         requests: SaveRequests,
         events: EventSink,
         every_s: float,
     ) -> None:
-        self._folder = folder
-        self._peer = peer
-        self._module = module
         self._capture = capture
+        self._write = write
         self._compute = compute
         self._requests = requests
         self._events = events
@@ -100,14 +96,12 @@ class Saver:
         if not reason and state.inner.steps == self._saved_steps:
             return
         begun = time.perf_counter()
-        header = await asyncio.get_running_loop().run_in_executor(
-            self._writer, save_state, self._folder, self._peer, self._module, state
-        )
+        header = await asyncio.get_running_loop().run_in_executor(self._writer, self._write, state)
         self._saved_steps = state.inner.steps
         log.info(
             "snapshot %d of module %s at inner step %d, %d bytes in %.2f s%s",
             header.number,
-            self._module,
+            header.owner.module,
             header.steps,
             header.file.size,
             time.perf_counter() - begun,

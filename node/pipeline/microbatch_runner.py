@@ -38,9 +38,8 @@ from swarm.compression.microbatch_codecs import Traffic
 from swarm.pipeline.custody import Custody
 from swarm.pipeline.custody_states import (
     Action,
-    BackwardArrived,
+    Arrived,
     BrokenOff,
-    CloseArrived,
     Compute,
     Computed,
     ComputeFailed,
@@ -48,37 +47,29 @@ from swarm.pipeline.custody_states import (
     Event,
     Finished,
     Forget,
-    ForwardArrived,
     KeepGradient,
     Key,
     PeerBack,
     PeerLost,
     Place,
-    RecallArrived,
-    ReceiptArrived,
     Retract,
     SendOutput,
-    SettledArrived,
     Tell,
+    TensorArrived,
     Tick,
-    UnsettledArrived,
     Work,
 )
 from swarm.vocabulary.errors import PeerError, ResourceExhausted, SkipstoneError
 from swarm.vocabulary.pipeline_messages import (
     Backward,
-    Close,
     Direction,
     Forward,
     MicrobatchControl,
     MicrobatchTensor,
     Purpose,
-    Recall,
     Receipt,
     ReceiptStatus,
-    Settled,
     Stranded,
-    Unsettled,
 )
 from swarm.vocabulary.types import Codec, MicrobatchId, PeerId
 
@@ -207,7 +198,7 @@ class MicrobatchRunner:
     def received(self, message: MicrobatchTensor, tensor: Encoded) -> None:
         crash_point("arrived")
         self._arrived = tensor
-        self.handle(ForwardArrived(message) if isinstance(message, Forward) else BackwardArrived(message))
+        self.handle(TensorArrived(message))
         if self._arrived is not None:  # a second copy, or forgotten meanwhile: nothing is computed from it
             self._pool.give_back(self._arrived.data)
             self._arrived = None
@@ -224,21 +215,12 @@ class MicrobatchRunner:
                 ):
                     self.custody.touch(Key(message.microbatch, -1), self._clock.monotonic())
                     self.ends.passed(sender, message)
-                self.handle(ReceiptArrived(sender, message))
-            case Close():
-                self.handle(CloseArrived(sender, message))
-            case Recall():
-                self.handle(RecallArrived(sender, message))
-            case Settled():
-                self.handle(SettledArrived(sender, message))
-            case Unsettled():
-                self.handle(UnsettledArrived(sender, message))
-            case Stranded() if self._is_of_ours(sender, message, self.ends.may_hold) and self._was_given(
-                sender, message
-            ):
-                self._stranded(message)
+                self.handle(Arrived(sender, message))
+            case Stranded():
+                if self._is_of_ours(sender, message, self.ends.may_hold) and self._was_given(sender, message):
+                    self._stranded(message)
             case _:
-                log.debug("%s from %s needs no action", type(message).__name__, sender)
+                self.handle(Arrived(sender, message))
 
     def _is_of_ours(
         self, sender: PeerId, message: Receipt | Stranded, may_know: Callable[[PeerId, MicrobatchId], bool]

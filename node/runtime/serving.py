@@ -6,8 +6,9 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from functools import partial
 
-from node.checkpoint.folder import CheckpointFolder
+from node.checkpoint.folder import CheckpointFolder, save_state
 from node.checkpoint.saver import Saver
 from node.concurrency.task_groups import task_scope, unless
 from node.context.module_context import ModuleContext
@@ -208,5 +209,5 @@ def _saver(
 ) -> AbstractContextManager[Saver | None]:
     if folder is None:
         return nullcontext()
-    every_s, peer = given.options.checkpoint_every_s, given.session.own.peer
-    return Saver(folder, peer, given.module, duty.capture, given.compute, given.saves, given.events, every_s)
+    write = partial(save_state, folder, given.session.own.peer, given.module)
+    return Saver(duty.capture, write, given.compute, given.saves, given.events, given.options.checkpoint_every_s)

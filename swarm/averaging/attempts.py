@@ -74,20 +74,7 @@ class Attempts:
         outlook.attempt_log.follow(attempt)
         away = outlook.attempt_log.left_out | outlook.penalties.excluded(outlook.now)
         guests = {outlook.own, *(outlook.fellows.serving - away)}
-        attempt_log = outlook.attempt_log
-        self._convening = Convener(
-            outlook.own,
-            attempt,
-            outlook.version,
-            guests,
-            attempt_log.rosters,
-            frozenset(attempt_log.doubted),
-            outlook.rules,
-            outlook.seal,
-            outlook.usual,
-            outlook.now,
-            outlook.anchored_s,
-        )
+        self._convening = Convener(outlook, attempt, guests)
         self.latest = f"opened round {attempt.number} attempt {attempt.attempt}: {why}"
         return [*self._convening.open()]
 

@@ -20,9 +20,9 @@ from swarm.averaging.invitees import (
     TryAgain,
     Verdict,
 )
-from swarm.averaging.plausibility import UsualLength
+from swarm.averaging.replica_view import ReplicaView
 from swarm.averaging.roster import codec_of, exchange_limit_s, leads_to, make_roster, may_be_committed, sound_entry
-from swarm.averaging.round_events import RoundRules, Seal, Tell
+from swarm.averaging.round_events import Tell
 from swarm.averaging.schedule import near, precedence
 from swarm.vocabulary.averaging_messages import (
     Accepting,
@@ -45,27 +45,11 @@ class Convener:
     """See the module.
 
     Args:
+        view: what we know now. The attempt keeps to it, whatever is learnt later.
         guests: whom to invite, the convener included.
-        earlier: rosters of earlier attempts from this anchor that the convener has seen.
-        doubted: who alone accused another member in an earlier attempt. Accusing alone again, it goes itself: else one
-            liar could have everybody left out.
-        interval_s: how long we have stood on `base`.
     """
 
-    def __init__(
-        self,
-        own: PeerId,
-        number: RoundId,
-        base: AnchorVersion,
-        guests: Iterable[PeerId],
-        earlier: Sequence[Roster],
-        doubted: frozenset[PeerId],
-        rules: RoundRules,
-        seal: Seal,
-        usual: UsualLength,
-        now: float,
-        interval_s: float,
-    ) -> None:
+    def __init__(self, view: ReplicaView, number: RoundId, guests: Iterable[PeerId]) -> None:
         self.round = number
         self.roster: Roster | None = None
         self.bandwidth = 0.0
@@ -73,17 +57,19 @@ class Convener:
         self.forgers: set[PeerId] = set()
         """Who has sent an entry that no honest guest sends."""
         self._signed: SignedRoster | None = None
-        self._own = own
-        self._base = base
-        self._guests = {peer: Invitee(now) for peer in sorted(guests)}
-        self._earlier = earlier
-        self._doubted = doubted
-        self._rules = rules
-        self._seal = seal
-        self._usual = usual
-        self._opened = now
-        self._interval_s = interval_s
-        self._pulsed = now
+        self._own = view.own
+        self._base = view.version
+        self._guests = {peer: Invitee(view.now) for peer in sorted(guests)}
+        self._earlier = tuple(view.attempt_log.rosters)
+        self._doubted = frozenset(view.attempt_log.doubted)
+        """Who alone accused another member in an earlier attempt. Accusing alone again, it goes itself: else one liar
+        could have everybody left out."""
+        self._rules = view.rules
+        self._seal = view.seal
+        self._usual = view.usual
+        self._opened = view.now
+        self._interval_s = view.anchored_s
+        self._pulsed = view.now
         self._deadline = 0.0
         self._accused_since: float | None = None
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from swarm.pipeline.custody_states import Action, Compute, Holding, KeepGradient, Key, Phase, Place, Tell, Work
-from swarm.pipeline.forward_pass import WayOut
+from swarm.pipeline.handover import Handover
 from swarm.pipeline.ledger import (
     OTHER_ROUTE,
     RETRY_S,
@@ -40,10 +40,10 @@ _NOT_YET = (Phase.RECEIVING, Phase.FORWARD, Phase.RECEIVING_GRADIENT, Phase.RECA
 class StandingIn:
     """Both sides of it: the stand-in, and the hop before it."""
 
-    def __init__(self, shelf: Ledger, settling: Settling, way_out: WayOut, replicas: Replicas) -> None:
-        self._shelf = shelf
+    def __init__(self, ledger: Ledger, settling: Settling, handover: Handover, replicas: Replicas) -> None:
+        self._ledger = ledger
         self._settling = settling
-        self._way_out = way_out
+        self._handover = handover
         self._replicas = replicas
 
     # ---- the stand-in --------------------------------------------------------------------------------------------
@@ -53,38 +53,38 @@ class StandingIn:
         if not 0 <= message.position < len(message.path.hops):
             return Reasoned(Place.REFUSED, "this microbatch is not, or no longer, held here")
         sender = message.path.peer_at(message.position + 1)
-        if not is_from_neighbour(self._replicas, message, sender, self._shelf.own):
+        if not is_from_neighbour(self._replicas, message, sender, self._ledger.own):
             return Reasoned(Place.BUSY, STRANGER)
-        place = self._shelf.place_for(message.microbatch.data_node, sender)
+        place = self._ledger.place_for(message.microbatch.data_node, sender)
         if not place.value:
             return Reasoned(Place.BUSY, place.reason)
         key = Key(message.microbatch, message.position)
         phase = Phase.RECEIVING_GRADIENT
-        self._shelf.reserve(Holding(key, message.path, Purpose.TRAIN, phase, LIFETIME_S, now, sender), now)
+        self._ledger.reserve(Holding(key, message.path, Purpose.TRAIN, phase, LIFETIME_S, now, sender), now)
         return Reasoned(Place.FREE, "stands in")
 
     def gradient_arrived(self, holding: Holding, message: Backward, now: float) -> list[Action]:
         """It is whole: asks for the input that belongs to it."""
         before = message.path.peer_at(message.position - 1)
         recalling = replace(holding, path=message.path, phase=Phase.RECALLING, target=before)
-        self._shelf.put_touched(replace(recalling, failing_since=now, retry_at=now + RECALL_AGAIN_S), now)
+        self._ledger.put_touched(replace(recalling, failing_since=now, retry_at=now + RECALL_AGAIN_S), now)
         sender = message.path.peer_at(message.position + 1)
         accepted = Tell(sender, receipt_for(message, ReceiptStatus.ACCEPTED))
         return [KeepGradient(holding.key), accepted, _recall(recalling, before)]
 
     def input_announced(self, holding: Holding) -> None:
         """It is on its way; no more asking."""
-        self._shelf.put(replace(holding, retry_at=None))
+        self._ledger.put(replace(holding, retry_at=None))
 
     def input_lost(self, holding: Holding, now: float) -> None:
         """It broke off: asks again."""
-        self._shelf.put(replace(holding, retry_at=now))
+        self._ledger.put(replace(holding, retry_at=now))
 
     def input_arrived(self, holding: Holding, message: Forward, now: float) -> list[Action]:
         """Both are here: computes, and is from now on a hop like any other."""
         path = joined(message.path, holding.path, message.position + 1)
         ready = replace(holding, path=path, phase=Phase.BACKWARD, lifetime_s=message.lifetime_s, came=now)
-        self._shelf.put_touched(replace(ready, target=None, retry_at=None, failing_since=None), now)
+        self._ledger.put_touched(replace(ready, target=None, retry_at=None, failing_since=None), now)
         sender = message.path.peer_at(message.position - 1)
         receipts = [receipt_for(message, status) for status in (ReceiptStatus.ACCEPTED, ReceiptStatus.PASSED_ON)]
         told = [Tell(sender, receipt) for receipt in receipts]  # passed on: the hop after has had it long since
@@ -106,20 +106,20 @@ class StandingIn:
             return []
         if holding.failing_since is not None and now - holding.failing_since >= RECALL_PATIENCE_S:
             return self._give_back(holding, ReceiptStatus.REFUSED, "the input cannot be had")
-        self._shelf.put(replace(holding, retry_at=now + RECALL_AGAIN_S))
+        self._ledger.put(replace(holding, retry_at=now + RECALL_AGAIN_S))
         return [_recall(holding, holding.target)]
 
     def _give_back(self, holding: Holding, status: ReceiptStatus, detail: str) -> list[Action]:
         gradient = Backward(holding.key.microbatch, holding.path, holding.key.position)
         sender = holding.path.peer_at(holding.key.position + 1)
-        return [Tell(sender, receipt_for(gradient, status, detail)), self._shelf.drop(holding.key, detail)]
+        return [Tell(sender, receipt_for(gradient, status, detail)), self._ledger.drop(holding.key, detail)]
 
     # ---- the hop before ------------------------------------------------------------------------------------------
 
     def recalled(self, sender: PeerId, message: Recall, now: float) -> list[Action]:
         """Sends its output to the stand-in, or says why not. Its own view of the path up to here counts, not the
         other's."""
-        holding = self._shelf.get(Key(message.microbatch, message.position))
+        holding = self._ledger.get(Key(message.microbatch, message.position))
         if holding is None and self._settling.has_completed(message.microbatch):
             return [Tell(sender, receipt_for(message, ReceiptStatus.PASSED_ON, "complete"))]
         objection = self._objection(holding, sender, message)
@@ -133,7 +133,7 @@ class StandingIn:
             return []  # it is on its way
         replaced = holding.path.hops[message.position + 1].peer
         tried = holding.tried if replaced == sender else holding.tried | {replaced}
-        return self._way_out.hand_on(replace(holding, tried=tried, failing_since=None), sender, now)
+        return self._handover.hand_to(sender, replace(holding, tried=tried), now)
 
     def _objection(self, holding: Holding | None, sender: PeerId, message: Recall) -> str:
         if holding is None:

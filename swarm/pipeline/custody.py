@@ -11,9 +11,9 @@ living peer knows that it has to act when somebody dies. One `Holding` stands fo
   stays in GUARDING_BACK until its start ends too: a microbatch turns round once, whatever copies of it arrive later.
 * a microbatch that is only evaluated is gone as soon as the next peer has accepted it.
 
-Each stretch has a module of its own: `swarm.pipeline.forward_pass`, `swarm.pipeline.backward_pass`,
-`swarm.pipeline.backward_failover` (repair of the way back) and `swarm.pipeline.settlement` (whose gradient counts).
-This one receives the events and asks the right of them.
+What follows from them is in modules of their own: `swarm.pipeline.arrival` (of hidden states and gradients),
+`swarm.pipeline.handover` (to the next peer, and who replaces it), `swarm.pipeline.backward_failover` (repair of the way
+back) and `swarm.pipeline.settlement` (whose gradient counts). This one receives the events and asks the right of them.
 
 Nothing here does IO. `handle` takes what happened and the time, and returns what is to be done, in order.
 """
@@ -23,39 +23,44 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from swarm.pipeline.arrival import Arrivals, received
 from swarm.pipeline.backward_failover import StandingIn
-from swarm.pipeline.backward_pass import WayBack
 from swarm.pipeline.custody_states import (
     ADDED,
-    ON_THE_WAY_BACK,
-    ON_THE_WAY_OUT,
+    HANDED_OVER,
     Action,
-    BackwardArrived,
+    Arrived,
     BrokenOff,
-    CloseArrived,
     Computed,
     ComputeFailed,
     Event,
-    ForwardArrived,
     Holding,
     Key,
     PeerBack,
     PeerLost,
     Phase,
     Place,
-    RecallArrived,
-    ReceiptArrived,
     Retract,
-    SettledArrived,
     Started,
     Tell,
+    TensorArrived,
     Tick,
-    UnsettledArrived,
 )
-from swarm.pipeline.forward_pass import WayOut, received
+from swarm.pipeline.handover import Handover
 from swarm.pipeline.ledger import OTHER_ROUTE, STRANGER, Ledger, Replicas, is_from_neighbour, receipt_for
 from swarm.pipeline.settlement import Settling
-from swarm.vocabulary.pipeline_messages import Backward, Close, Direction, Forward, Receipt, ReceiptStatus, Stranded
+from swarm.vocabulary.pipeline_messages import (
+    Backward,
+    Close,
+    Direction,
+    Forward,
+    Recall,
+    Receipt,
+    ReceiptStatus,
+    Settled,
+    Stranded,
+    Unsettled,
+)
 from swarm.vocabulary.types import MicrobatchId, PeerId, Reasoned
 
 
@@ -70,34 +75,34 @@ class Custody:
     def __init__(self, own: PeerId, slots: int, replicas: Replicas) -> None:
         self.own = own
         self.slots = slots
-        self._shelf = Ledger(own, slots, replicas)
+        self._ledger = Ledger(own, slots, replicas)
         self._replicas = replicas
-        self._settling = Settling(self._shelf)
-        self._way_back = WayBack(self._shelf, self._settling, replicas)
-        self._way_out = WayOut(self._shelf, self._way_back, replicas)
-        self._standing_in = StandingIn(self._shelf, self._settling, self._way_out, replicas)
+        self._settling = Settling(self._ledger)
+        self._handover = Handover(self._ledger, self._settling, replicas)
+        self._arrivals = Arrivals(self._ledger, self._handover, self._settling, replicas)
+        self._standing_in = StandingIn(self._ledger, self._settling, self._handover, replicas)
 
     # ---- looking ---------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        return len(self._shelf)
+        return len(self._ledger)
 
     def get(self, key: Key) -> Holding | None:
-        return self._shelf.get(key)
+        return self._ledger.get(key)
 
     def holdings(self) -> Iterable[Holding]:
-        return self._shelf.all()
+        return self._ledger.all()
 
     @property
     def used_slots(self) -> int:
-        return self._shelf.used_slots
+        return self._ledger.used_slots
 
     # ---- admission -------------------------------------------------------------------------------------------
 
     def admit_forward(self, message: Forward, now: float) -> Reasoned[Place]:
         """Whether there is a place for this Forward; reserves it. The caller has checked it against the manifest, and
         its route's signature."""
-        known = self._shelf.get(Key(message.microbatch, message.position))
+        known = self._ledger.get(Key(message.microbatch, message.position))
         sender = message.path.peer_at(message.position - 1)
         if known is not None and known.path.route != message.path.route:
             return Reasoned(Place.REFUSED, OTHER_ROUTE)
@@ -107,20 +112,20 @@ class Custody:
             if known.phase is Phase.RECALLING:
                 self._standing_in.input_announced(known)
             return Reasoned(Place.FREE, "it has a slot")
-        place = self._shelf.place_for(message.microbatch.data_node, sender)
+        place = self._ledger.place_for(message.microbatch.data_node, sender)
         if place.value:
-            self._shelf.reserve(received(message, sender, now), now)
+            self._ledger.reserve(received(message, sender, now), now)
         return Reasoned(Place.FREE if place.value else Place.BUSY, place.reason)
 
     def admit_backward(self, message: Backward, now: float) -> Reasoned[Place]:
         """Whether this gradient is wanted. Where it is not awaited the peer may stand in for a lost hop; that takes a
         slot."""
-        holding = self._shelf.get(Key(message.microbatch, message.position))
+        holding = self._ledger.get(Key(message.microbatch, message.position))
         if holding is None:
             return self._standing_in.admit(message, now)
         if holding.path.route != message.path.route:
             return Reasoned(Place.REFUSED, OTHER_ROUTE)
-        return self._way_back.expects(holding, message)
+        return self._arrivals.expects(holding, message)
 
     # ---- the machine -----------------------------------------------------------------------------------------
 
@@ -128,134 +133,119 @@ class Custody:
         """What follows from `event`. Events about microbatches that are not held are answered or ignored, never an
         error."""
         match event:
-            case ReceiptArrived(sender) | CloseArrived(sender) | SettledArrived(sender) | PeerBack(sender):
-                self._shelf.regain_data_node(sender, now)
-        match event:
             case Started():
-                return self._way_out.start(event, now)
-            case ForwardArrived(message):
-                return self._forward_arrived(message, now)
-            case BackwardArrived(message):
-                return self._backward_arrived(message, now)
+                return self._arrivals.start(event, now)
+            case TensorArrived(message):
+                return self._tensor_arrived(message, now)
             case BrokenOff(message):
                 return self._broken_off(message, now)
             case Computed(key, seconds):
                 return self._computed(key, seconds, now)
             case ComputeFailed(key, detail):
                 return self._compute_failed(key, detail)
-            case ReceiptArrived(sender, receipt):
-                return self._receipt(sender, receipt, now)
+            case Arrived():
+                return self._arrived(event, now)
             case PeerLost(peer, detail):
                 return self._peer_lost(peer, detail, now)
-            case PeerBack():
+            case PeerBack(peer):
+                self._ledger.regain_data_node(peer, now)
                 return []
-            case CloseArrived(sender, message):
-                return self._close(sender, message)
-            case RecallArrived(sender, message):
-                return self._standing_in.recalled(sender, message, now)
-            case SettledArrived(sender, message):
-                return self._settling.settled(sender, message)
-            case UnsettledArrived(sender, message):
-                return self._settling.asked(sender, message.microbatch)
             case Tick():
-                return [action for holding in self._shelf.all() for action in self._tick(holding, now)]
+                return [action for holding in self._ledger.all() for action in self._tick(holding, now)]
 
     def abandon(self, microbatch: MicrobatchId, detail: str) -> list[Action]:
         """At its data node: forget both ends and tell every hop."""
-        held = [h for h in self._shelf.all() if h.key.microbatch == microbatch]
+        held = [h for h in self._ledger.all() if h.key.microbatch == microbatch]
         peers = dict.fromkeys(hop.peer for h in held for hop in h.path.hops if hop.peer != self.own)
-        gone: list[Action] = [self._shelf.drop(h.key, detail) for h in held]
+        gone: list[Action] = [self._ledger.drop(h.key, detail) for h in held]
         return [*gone, *(Tell(peer, Close(microbatch, detail)) for peer in peers)]
 
     def touch(self, key: Key, now: float) -> None:
         """Somewhere on its path the microbatch has moved: put its deadline off."""
-        holding = self._shelf.get(key)
+        holding = self._ledger.get(key)
         if holding is not None:
-            self._shelf.put_touched(holding, now)
+            self._ledger.put_touched(holding, now)
 
     # ---- one event each --------------------------------------------------------------------------------------
 
-    def _forward_arrived(self, message: Forward, now: float) -> list[Action]:
-        known = self._shelf.get(Key(message.microbatch, message.position))
-        if known is None:
-            sender = message.path.peer_at(message.position - 1)
-            return [Tell(sender, receipt_for(message, ReceiptStatus.REFUSED, "forgotten meanwhile"))]
-        if known.phase is Phase.RECALLING:
-            return self._standing_in.input_arrived(known, message, now)
-        return self._way_out.arrived(known, message, now)
-
-    def _backward_arrived(self, message: Backward, now: float) -> list[Action]:
-        holding = self._shelf.get(Key(message.microbatch, message.position))
+    def _tensor_arrived(self, message: Forward | Backward, now: float) -> list[Action]:
+        holding = self._ledger.get(Key(message.microbatch, message.position))
         if holding is None:
-            sender = message.path.peer_at(message.position + 1)
+            sender = message.path.peer_at(message.position + (-1 if isinstance(message, Forward) else 1))
             return [Tell(sender, receipt_for(message, ReceiptStatus.REFUSED, "not, or no longer, held here"))]
-        if holding.phase is Phase.RECEIVING_GRADIENT:
-            return self._standing_in.gradient_arrived(holding, message, now)
-        return self._way_back.arrived(holding, message, now)
+        match message:
+            case Forward():
+                if holding.phase is Phase.RECALLING:
+                    return self._standing_in.input_arrived(holding, message, now)
+                return self._arrivals.forward(holding, message, now)
+            case Backward():
+                if holding.phase is Phase.RECEIVING_GRADIENT:
+                    return self._standing_in.gradient_arrived(holding, message, now)
+                return self._arrivals.backward(holding, message, now)
 
     def _broken_off(self, message: Forward | Backward, now: float) -> list[Action]:
-        holding = self._shelf.get(Key(message.microbatch, message.position))
+        holding = self._ledger.get(Key(message.microbatch, message.position))
         reserved = Phase.RECEIVING if isinstance(message, Forward) else Phase.RECEIVING_GRADIENT
         if holding is not None and holding.phase is reserved:
-            return [self._shelf.drop(holding.key, "broken off")]
+            return [self._ledger.drop(holding.key, "broken off")]
         if holding is not None and holding.phase is Phase.RECALLING and isinstance(message, Forward):
             self._standing_in.input_lost(holding, now)
         return []
 
     def _computed(self, key: Key, seconds: float, now: float) -> list[Action]:
-        held = self._shelf.get(key)
+        held = self._ledger.get(key)
         if held is None:
             return []
         holding = replace(held, waited_s=max(0.0, now - held.came - seconds), computed_s=seconds)
-        way = self._way_out if holding.phase is Phase.FORWARD else self._way_back
-        return way.computed(holding, now)
+        return self._arrivals.computed(holding, now)
 
     def _compute_failed(self, key: Key, detail: str) -> list[Action]:
-        holding = self._shelf.get(key)
-        if holding is None:
-            return []
-        direction = Direction.FORWARD if holding.phase is Phase.FORWARD else Direction.BACKWARD
-        return self._shelf.strand(holding, direction, key.position, detail)
+        holding = self._ledger.get(key)
+        return [] if holding is None else self._ledger.strand(holding, key.position, detail)
+
+    def _arrived(self, event: Arrived, now: float) -> list[Action]:
+        sender = event.sender
+        self._ledger.regain_data_node(sender, now)
+        match event.message:
+            case Receipt() as message:
+                return self._receipt(sender, message, now)
+            case Close() as message:
+                return self._close(sender, message)
+            case Recall() as message:
+                return self._standing_in.recalled(sender, message, now)
+            case Settled() as message:
+                return self._settling.settled(sender, message)
+            case Unsettled(microbatch):
+                return self._settling.asked(sender, microbatch)
 
     def _receipt(self, sender: PeerId, receipt: Receipt, now: float) -> list[Action]:
         onward = receipt.direction is Direction.FORWARD
         key = Key(receipt.microbatch, receipt.position - 1 if onward else receipt.position + 1)
-        holding = self._shelf.get(key)
-        if holding is None or holding.target != sender:
+        holding = self._ledger.get(key)
+        if holding is None or holding.target != sender or holding.direction is not receipt.direction:
             return []
-        if onward and holding.phase in ON_THE_WAY_OUT:
-            return self._way_out.receipt(holding, receipt, now)
-        if not onward and holding.phase in ON_THE_WAY_BACK:
-            return self._way_back.receipt(holding, receipt, now)
-        if not onward and holding.phase is Phase.RECALLING:
+        if holding.phase is Phase.RECALLING:
             return self._standing_in.answered(holding, receipt)
-        return []
+        return self._handover.receipt(holding, receipt, now) if holding.phase in HANDED_OVER else []
 
     def _peer_lost(self, peer: PeerId, detail: str, now: float) -> list[Action]:
         actions: list[Action] = []
-        for holding in self._shelf.all():
-            if holding.target == peer:
-                actions += self._target_failed(holding, detail, now)
-        self._shelf.lose_data_node(peer, now)
+        for holding in self._ledger.all():
+            # One that recalls its input asks again by the clock, whatever the link does.
+            if holding.target == peer and holding.phase in HANDED_OVER:
+                actions += self._handover.target_failed(holding, detail, now)
+        self._ledger.lose_data_node(peer, now)
         return actions
-
-    def _target_failed(self, holding: Holding, detail: str, now: float) -> list[Action]:
-        """One that recalls its input asks again by the clock, whatever the link does."""
-        if holding.phase in ON_THE_WAY_OUT:
-            return self._way_out.target_failed(holding, detail, now)
-        if holding.phase in ON_THE_WAY_BACK:
-            return self._way_back.target_failed(holding, detail, now)
-        return []
 
     def _close(self, sender: PeerId, message: Close) -> list[Action]:
         if message.microbatch.data_node != sender:
             return []  # only its data node may close a microbatch
         actions: list[Action] = []
-        for holding in [h for h in self._shelf.all() if h.key.microbatch == message.microbatch]:
+        for holding in [h for h in self._ledger.all() if h.key.microbatch == message.microbatch]:
             # What is being computed just now will have been added by the time that it is taken back.
             if holding.phase in ADDED | {Phase.BACKWARD} and not holding.is_end:
                 actions.append(Retract(holding.key))
-            actions.append(self._shelf.drop(holding.key, f"closed: {message.detail}"))
+            actions.append(self._ledger.drop(holding.key, f"closed: {message.detail}"))
         return actions
 
     def _tick(self, holding: Holding, now: float) -> list[Action]:
@@ -269,14 +259,13 @@ class Custody:
             return self._standing_in.tick(holding, now)
         if holding.retry_at is None or holding.retry_at > now or holding.target is None:
             return []
-        way = self._way_out if holding.phase in ON_THE_WAY_OUT else self._way_back
-        return way.retry(holding, holding.target, now)
+        return self._handover.retry(holding, holding.target, now)
 
     def _overdue(self, holding: Holding, now: float) -> list[Action]:
         if holding.phase in ADDED and not holding.is_end:
             self._settling.enter(holding, now)
             return []
-        gone = self._shelf.drop(holding.key, f"nothing happened to it for {holding.lifetime_s:.0f} s")
+        gone = self._ledger.drop(holding.key, f"nothing happened to it for {holding.lifetime_s:.0f} s")
         if holding.path.data_node != self.own:
             return [gone]
         lost = Stranded(holding.key.microbatch, Direction.FORWARD, holding.key.position, "lost on its path")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from swarm.vocabulary.pipeline_messages import (
     Backward,
     Close,
+    Direction,
     Forward,
     MicrobatchControl,
     Purpose,
@@ -17,7 +18,7 @@ from swarm.vocabulary.pipeline_messages import (
     Settled,
     Unsettled,
 )
-from swarm.vocabulary.types import MicrobatchId, Path, PeerId
+from swarm.vocabulary.types import MicrobatchId, ModuleId, Path, PeerId
 
 
 class Phase(enum.Enum):
@@ -38,8 +39,9 @@ class Phase(enum.Enum):
 
 
 BEFORE_BACKWARD = frozenset({Phase.RECEIVING, Phase.FORWARD, Phase.HANDING_ON, Phase.GUARDING, Phase.AWAITING})
-ON_THE_WAY_OUT = frozenset({Phase.HANDING_ON, Phase.GUARDING})
 ON_THE_WAY_BACK = frozenset({Phase.HANDING_BACK, Phase.GUARDING_BACK})
+HANDED_OVER = ON_THE_WAY_BACK | {Phase.HANDING_ON, Phase.GUARDING}
+"""Offered to another peer that has not passed it on yet."""
 ADDED = ON_THE_WAY_BACK | {Phase.SETTLING}
 """A hop's gradient is in its sum, and not yet known to count."""
 
@@ -106,6 +108,27 @@ class Holding:
     def is_start(self) -> bool:
         return self.key.position == -1
 
+    @property
+    def direction(self) -> Direction:
+        """Which way it is going."""
+        return Direction.FORWARD if self.phase in BEFORE_BACKWARD else Direction.BACKWARD
+
+    @property
+    def next_position(self) -> int:
+        """Of the peer that gets it from here."""
+        return self.key.position + (1 if self.direction is Direction.FORWARD else -1)
+
+    @property
+    def previous_position(self) -> int:
+        """Of the peer that it came from."""
+        return self.key.position - (1 if self.direction is Direction.FORWARD else -1)
+
+    @property
+    def next_module(self) -> ModuleId | None:
+        """Whose replicas it can be handed to; None: the next is its data node."""
+        position, hops = self.next_position, self.path.hops
+        return hops[position].module if 0 <= position < len(hops) else None
+
 
 # ---- what happens -------------------------------------------------------------------------------------------
 
@@ -121,15 +144,10 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardArrived:
-    """The whole tensor of a Forward that `admit_forward` let in is here."""
+class TensorArrived:
+    """The whole tensor of an admitted message is here."""
 
-    message: Forward
-
-
-@dataclass(frozen=True, slots=True)
-class BackwardArrived:
-    message: Backward
+    message: Forward | Backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +174,9 @@ class ComputeFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class ReceiptArrived:
+class Arrived:
     sender: PeerId
-    receipt: Receipt
+    message: Receipt | Close | Recall | Settled | Unsettled
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,50 +195,11 @@ class PeerBack:
 
 
 @dataclass(frozen=True, slots=True)
-class CloseArrived:
-    sender: PeerId
-    message: Close
-
-
-@dataclass(frozen=True, slots=True)
-class RecallArrived:
-    sender: PeerId
-    message: Recall
-
-
-@dataclass(frozen=True, slots=True)
-class SettledArrived:
-    sender: PeerId
-    message: Settled
-
-
-@dataclass(frozen=True, slots=True)
-class UnsettledArrived:
-    sender: PeerId
-    message: Unsettled
-
-
-@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""
 
 
-Event = (
-    Started
-    | ForwardArrived
-    | BackwardArrived
-    | BrokenOff
-    | Computed
-    | ComputeFailed
-    | ReceiptArrived
-    | PeerLost
-    | PeerBack
-    | CloseArrived
-    | RecallArrived
-    | SettledArrived
-    | UnsettledArrived
-    | Tick
-)
+Event = Started | TensorArrived | BrokenOff | Computed | ComputeFailed | Arrived | PeerLost | PeerBack | Tick
 
 # ---- what is to be done -------------------------------------------------------------------------------------
 

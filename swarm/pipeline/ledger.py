@@ -1,4 +1,4 @@
-"""What one peer holds, how many of it there may be, and the small steps that the ways out and back have in common."""
+"""What one peer holds, how many of it there may be, and the small steps that its uses have in common."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import zlib
 from dataclasses import replace
 from typing import Protocol
 
-from swarm.pipeline.custody_states import ON_THE_WAY_BACK, ON_THE_WAY_OUT, Action, Forget, Holding, Key, Phase, Tell
+from swarm.pipeline.custody_states import HANDED_OVER, Action, Forget, Holding, Key, Phase, Tell
 from swarm.vocabulary.pipeline_messages import (
     Backward,
     Direction,
@@ -217,9 +217,9 @@ class Ledger:
                 )
         return Reasoned(True, "a slot is free")
 
-    def strand(self, holding: Holding, direction: Direction, position: int, detail: str) -> list[Action]:
+    def strand(self, holding: Holding, position: int, detail: str) -> list[Action]:
         """Forgets it and tells its data node, which abandons it."""
-        return [self.drop(holding.key, detail), stranded(holding, direction, position, detail)]
+        return [self.drop(holding.key, detail), stranded(holding, position, detail)]
 
 
 OTHER_ROUTE = "this microbatch is held here on another route"
@@ -234,16 +234,16 @@ def is_from_neighbour(replicas: Replicas, message: Forward | Backward, sender: P
     return sender == own or replicas.hosts(sender, module)
 
 
-def stranded(holding: Holding, direction: Direction, position: int, detail: str) -> Tell:
-    """To the data node: nobody takes it from here."""
+def stranded(holding: Holding, position: int, detail: str) -> Tell:
+    """To the data node: there is nobody at this position to take it."""
     signature = b"" if holding.path.route is None else holding.path.route.signature
-    message = Stranded(holding.key.microbatch, direction, position, detail[:256], signature)
+    message = Stranded(holding.key.microbatch, holding.direction, position, detail[:256], signature)
     return Tell(holding.path.data_node, message)
 
 
 def offered(holding: Holding, now: float) -> Holding:
     """Its output is offered to its target now; what an earlier offer took that came to nothing was waiting."""
-    in_vain_s = now - holding.handed if holding.phase in ON_THE_WAY_OUT | ON_THE_WAY_BACK else 0.0
+    in_vain_s = now - holding.handed if holding.phase in HANDED_OVER else 0.0
     return replace(holding, handed=now, waited_s=holding.waited_s + in_vain_s)
 
 
@@ -257,16 +257,20 @@ def put_off(holding: Holding, asked_s: float, now: float) -> Holding:
     return replace(holding, retry_at=now + pause_s, busy=frozenset(), refusals=holding.refusals + 1)
 
 
-def passed_on(holding: Holding, direction: Direction, custodian: int, now: float) -> list[Action]:
+def passed_on(holding: Holding, now: float) -> list[Action]:
     """PASSED_ON, to the peer that had custody and to the data node, which times its peers by it."""
-    microbatch, position = holding.key.microbatch, holding.key.position
-    waited_s, computed_s = holding.waited_s, holding.computed_s
-    sent_s = max(0.0, now - holding.handed)
-    receipt = Receipt(microbatch, direction, position, ReceiptStatus.PASSED_ON, 0.0, "", waited_s, computed_s, sent_s)
-    told = []
-    if -1 <= custodian <= len(holding.path.hops):
-        told.append(holding.path.peer_at(custodian))
-    told.append(holding.path.data_node)
+    receipt = Receipt(
+        holding.key.microbatch,
+        holding.direction,
+        holding.key.position,
+        ReceiptStatus.PASSED_ON,
+        waited_s=holding.waited_s,
+        computed_s=holding.computed_s,
+        sent_s=max(0.0, now - holding.handed),
+    )
+    told = [holding.path.data_node]
+    if -1 <= holding.previous_position <= len(holding.path.hops):
+        told.insert(0, holding.path.peer_at(holding.previous_position))
     return [Tell(peer, receipt) for peer in dict.fromkeys(told)]
 
 

@@ -28,39 +28,39 @@ REMEMBERED = 16_384
 class Settling:
     """Both sides of it: the hop that waits for the word, and the data node that gives it."""
 
-    def __init__(self, shelf: Ledger) -> None:
-        self._shelf = shelf
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
         self._settled: dict[MicrobatchId, Path] = {}
 
     # ---- a hop ---------------------------------------------------------------------------------------------------
 
     def enter(self, holding: Holding, now: float) -> None:
         """Its part is done; only the word is missing."""
-        self._shelf.note_stay(holding, now)
+        self._ledger.note_stay(holding, now)
         waiting = replace(holding, phase=Phase.SETTLING, target=None, failing_since=None, asked=0)
-        self._shelf.put(replace(waiting, retry_at=now + ASK_S, deadline=math.inf))
+        self._ledger.put(replace(waiting, retry_at=now + ASK_S, deadline=math.inf))
 
     def tick(self, holding: Holding, now: float) -> list[Action]:
         """Asks when it is time to."""
         if holding.retry_at is None or holding.retry_at > now:
             return []
         if holding.asked >= MAX_ASKS:
-            return [Retract(holding.key), self._shelf.drop(holding.key, "nobody says that its gradient counts")]
-        self._shelf.put(replace(holding, asked=holding.asked + 1, retry_at=now + ASK_S))
+            return [Retract(holding.key), self._ledger.drop(holding.key, "nobody says that its gradient counts")]
+        self._ledger.put(replace(holding, asked=holding.asked + 1, retry_at=now + ASK_S))
         return [Tell(holding.path.data_node, Unsettled(holding.key.microbatch))]
 
     def settled(self, sender: PeerId, message: Settled) -> list[Action]:
         """The word has come. A gradient that is being computed just now is not there yet: it will be asked about
         later."""
         actions: list[Action] = []
-        for holding in self._shelf.all():
+        for holding in self._ledger.all():
             if holding.key.microbatch != message.microbatch or holding.path.data_node != sender:
                 continue
             if holding.phase in ADDED:
-                counts = _names(message.path, holding.key.position, self._shelf.own)
+                counts = _names(message.path, holding.key.position, self._ledger.own)
                 actions.append(Confirmed(holding.key) if counts else Retract(holding.key))
             if holding.phase is not Phase.BACKWARD:
-                actions.append(self._shelf.drop(holding.key, "complete"))
+                actions.append(self._ledger.drop(holding.key, "complete"))
         return actions
 
     # ---- the data node -------------------------------------------------------------------------------------------
@@ -79,12 +79,12 @@ class Settling:
 
     def asked(self, sender: PeerId, microbatch: MicrobatchId) -> list[Action]:
         """Nothing while it is under way. One that is neither under way nor complete was abandoned."""
-        if microbatch.data_node != self._shelf.own:
+        if microbatch.data_node != self._ledger.own:
             return []
         path = self._settled.get(microbatch)
         if path is not None:
             return [Tell(sender, Settled(microbatch, path))]
-        if any(holding.key.microbatch == microbatch for holding in self._shelf.all()):
+        if any(holding.key.microbatch == microbatch for holding in self._ledger.all()):
             return []
         return [Tell(sender, Close(microbatch, "not under way any more"))]
 

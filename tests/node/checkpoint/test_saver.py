@@ -7,11 +7,12 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from node.checkpoint.folder import load_newest
+from node.checkpoint.folder import load_newest, save_state
 from node.checkpoint.saver import Saver, SaveRequests
 from node.checkpoint.state import ReplicaState
 from node.concurrency.compute_thread import ComputeThread
@@ -48,9 +49,10 @@ class Bench:
     @asynccontextmanager
     async def saver(self, every_s: float = LONG_S) -> AsyncIterator[Saver]:
         folder = folder_at(self.path, SteppedStorage(lambda step: self.disk(step)))
+        write = partial(save_state, folder, PEER, ONE)
         with (
             ComputeThread() as compute,
-            Saver(folder, PEER, ONE, self.capture, compute, self.requests, self, every_s) as saver,
+            Saver(self.capture, write, compute, self.requests, self, every_s) as saver,
         ):
             running = asyncio.create_task(saver.run())
             try:

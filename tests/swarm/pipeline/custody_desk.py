@@ -5,20 +5,17 @@ from __future__ import annotations
 from swarm.pipeline.custody import Custody
 from swarm.pipeline.custody_states import (
     Action,
-    BackwardArrived,
+    Arrived,
     Computed,
-    ForwardArrived,
     Holding,
     Key,
     PeerLost,
     Phase,
     Place,
-    RecallArrived,
-    ReceiptArrived,
     SendOutput,
-    SettledArrived,
     Started,
     Tell,
+    TensorArrived,
     Tick,
 )
 from swarm.pipeline.ledger import RETRY_S
@@ -107,10 +104,10 @@ class Desk:
         """A Forward comes in, header and body."""
         message = Forward(MICROBATCH, path, position, purpose, LIFETIME_S)
         assert self.custody.admit_forward(message, self.now).value is Place.FREE
-        return self.custody.handle(ForwardArrived(message), self.now)
+        return self.custody.handle(TensorArrived(message), self.now)
 
     def backward(self, position: int, path: Path = ABC) -> list[Action]:
-        return self.custody.handle(BackwardArrived(Backward(MICROBATCH, path, position)), self.now)
+        return self.custody.handle(TensorArrived(Backward(MICROBATCH, path, position)), self.now)
 
     def admits(self, position: int, path: Path = ABC) -> Place:
         """The header of a gradient comes in."""
@@ -123,7 +120,7 @@ class Desk:
         self, sender: PeerId, direction: Direction, position: int, status: ReceiptStatus, retry_after_s: float = 0.0
     ) -> list[Action]:
         answer = receipt(direction, position, status, retry_after_s)
-        return self.custody.handle(ReceiptArrived(sender, answer), self.now)
+        return self.custody.handle(Arrived(sender, answer), self.now)
 
     def lose(self, peer: PeerId) -> list[Action]:
         return self.custody.handle(PeerLost(peer, "the link broke"), self.now)
@@ -142,10 +139,10 @@ class Desk:
         return self.custody.handle(Tick(), self.now)
 
     def settled(self, path: Path, sender: PeerId = DATA) -> list[Action]:
-        return self.custody.handle(SettledArrived(sender, Settled(MICROBATCH, path)), self.now)
+        return self.custody.handle(Arrived(sender, Settled(MICROBATCH, path)), self.now)
 
     def recall(self, sender: PeerId, position: int, path: Path) -> list[Action]:
-        return self.custody.handle(RecallArrived(sender, Recall(MICROBATCH, path, position)), self.now)
+        return self.custody.handle(Arrived(sender, Recall(MICROBATCH, path, position)), self.now)
 
     # ---- shorthand for longer stretches ----------------------------------------------------------------------------
 

@@ -13,9 +13,8 @@ from swarm.membership.membership import Membership
 from swarm.pipeline.custody import Custody
 from swarm.pipeline.custody_states import (
     Action,
-    BackwardArrived,
+    Arrived,
     BrokenOff,
-    CloseArrived,
     Compute,
     Computed,
     ComputeFailed,
@@ -23,20 +22,16 @@ from swarm.pipeline.custody_states import (
     Event,
     Finished,
     Forget,
-    ForwardArrived,
     KeepGradient,
     Key,
     PeerLost,
     Place,
-    RecallArrived,
-    ReceiptArrived,
     Retract,
     SendOutput,
-    SettledArrived,
     Started,
     Tell,
+    TensorArrived,
     Tick,
-    UnsettledArrived,
     Work,
 )
 from swarm.pipeline.in_flight import Flights
@@ -45,18 +40,14 @@ from swarm.routing.planner import NoReplica, Planner, in_flight_by_peer
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.pipeline_messages import (
     Backward,
-    Close,
     Direction,
     Forward,
     MicrobatchControl,
     MicrobatchTensor,
     Purpose,
-    Recall,
     Receipt,
     ReceiptStatus,
-    Settled,
     Stranded,
-    Unsettled,
 )
 from swarm.vocabulary.types import MicrobatchId, ModuleId, Path, PeerId, PeerState, Reasoned, RunId, VersionRange
 from tests.swarm.virtual_network import Thunk
@@ -257,7 +248,7 @@ class Peer:
         return _answer_to(place, answer)
 
     def received(self, message: MicrobatchTensor) -> None:
-        self.handle(ForwardArrived(message) if isinstance(message, Forward) else BackwardArrived(message))
+        self.handle(TensorArrived(message))
 
     def broken_off(self, message: MicrobatchTensor) -> None:
         self.handle(BrokenOff(message))
@@ -267,17 +258,12 @@ class Peer:
             case Receipt():
                 if message.status is ReceiptStatus.PASSED_ON and message.microbatch.data_node == self.id:
                     self.custody.touch(Key(message.microbatch, -1), self.world.time.now)
-                self.handle(ReceiptArrived(sender, message))
-            case Close():
-                self.handle(CloseArrived(sender, message))
-            case Recall():
-                self.handle(RecallArrived(sender, message))
-            case Settled():
-                self.handle(SettledArrived(sender, message))
-            case Unsettled():
-                self.handle(UnsettledArrived(sender, message))
-            case Stranded() if self.flights is not None:
-                self._stranded(message)
+                self.handle(Arrived(sender, message))
+            case Stranded():
+                if self.flights is not None:
+                    self._stranded(message)
+            case _:
+                self.handle(Arrived(sender, message))
 
     # ---- carrying out --------------------------------------------------------------------------------------------
 

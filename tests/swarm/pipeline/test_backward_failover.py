@@ -7,8 +7,8 @@ import pytest
 from swarm.pipeline.backward_failover import RECALL_AGAIN_S, RECALL_PATIENCE_S
 from swarm.pipeline.custody_states import (
     Action,
+    Arrived,
     BrokenOff,
-    CloseArrived,
     Compute,
     Confirmed,
     Forget,
@@ -18,7 +18,6 @@ from swarm.pipeline.custody_states import (
     Place,
     Retract,
     Tell,
-    UnsettledArrived,
     Work,
 )
 from swarm.pipeline.settlement import ASK_S, MAX_ASKS
@@ -237,7 +236,7 @@ def test_a_hop_that_hears_nothing_asks_and_in_the_end_takes_its_gradient_back() 
 
 def test_what_was_abandoned_is_taken_back() -> None:
     desk = settling()
-    gone = desk.custody.handle(CloseArrived(DATA, Close(MICROBATCH, "abandoned")), desk.now)
+    gone = desk.custody.handle(Arrived(DATA, Close(MICROBATCH, "abandoned")), desk.now)
     assert gone == [Retract(Key(MICROBATCH, 0)), Forget(Key(MICROBATCH, 0), "closed: abandoned")]
 
 
@@ -245,7 +244,7 @@ def test_a_data_node_answers_who_asks_unless_it_is_under_way() -> None:
     desk = Desk(DATA)
 
     def asked() -> list[Action]:
-        return desk.custody.handle(UnsettledArrived(A, Unsettled(MICROBATCH)), desk.now)
+        return desk.custody.handle(Arrived(A, Unsettled(MICROBATCH)), desk.now)
 
     (told,) = asked()
     assert isinstance(told, Tell)

@@ -12,11 +12,11 @@ from swarm.pipeline.custody_states import (
     Confirmed,
     Finished,
     Forget,
-    ForwardArrived,
     Key,
     Phase,
     Place,
     Tell,
+    TensorArrived,
     Work,
 )
 from swarm.vocabulary.pipeline_messages import Backward, Forward, Purpose, Receipt, Settled
@@ -244,7 +244,7 @@ def test_broken_off_means_nothing_once_the_tensor_is_there() -> None:
 def test_a_forward_whose_reservation_is_gone_is_refused() -> None:
     desk = Desk(A)
     message = Forward(MICROBATCH, ABC, 0, Purpose.TRAIN, LIFETIME_S)
-    (told,) = desk.custody.handle(ForwardArrived(message), desk.now)
+    (told,) = desk.custody.handle(TensorArrived(message), desk.now)
     assert isinstance(told, Tell)
     assert isinstance(told.message, Receipt)
     assert (told.to, told.message.status) == (DATA, REFUSED)

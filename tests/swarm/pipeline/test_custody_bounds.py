@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 
 from swarm.pipeline.custody_states import (
-    CloseArrived,
+    Arrived,
     Compute,
     Forget,
-    ForwardArrived,
     Key,
     PeerBack,
     Phase,
@@ -18,6 +17,7 @@ from swarm.pipeline.custody_states import (
     Retract,
     SendOutput,
     Tell,
+    TensorArrived,
 )
 from swarm.pipeline.ledger import (
     DATA_NODE_GRACE_S,
@@ -95,7 +95,7 @@ def test_what_is_held_is_held_on_the_route_that_was_signed_first() -> None:
     assert admitted(desk, forward(SIGNED, 1)) is Place.FREE
     place = desk.custody.admit_forward(forward(OTHERWISE, 1), desk.now)
     assert (place.value, place.reason) == (Place.REFUSED, OTHER_ROUTE)
-    desk.custody.handle(ForwardArrived(forward(SIGNED, 1)), desk.now)
+    desk.custody.handle(TensorArrived(forward(SIGNED, 1)), desk.now)
     desk.computed(1)
     assert desk.admits(1, OTHERWISE) is Place.REFUSED
     assert desk.admits(1, SIGNED) is Place.FREE
@@ -257,7 +257,7 @@ def test_a_close_takes_back_what_was_added_or_is_being_added(steps: int, phase: 
     )[:steps]:
         step()
     assert desk.phase(1) is phase
-    closed = desk.custody.handle(CloseArrived(DATA, Close(MICROBATCH, "lost")), desk.now)
+    closed = desk.custody.handle(Arrived(DATA, Close(MICROBATCH, "lost")), desk.now)
     assert closed == [Retract(Key(MICROBATCH, 1)), Forget(Key(MICROBATCH, 1), "closed: lost")]
     assert len(desk.custody) == 0
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from swarm.pipeline.custody_states import (
-    CloseArrived,
+    Arrived,
     Compute,
     ComputeFailed,
     Event,
@@ -16,8 +16,6 @@ from swarm.pipeline.custody_states import (
     Key,
     PeerBack,
     Phase,
-    ReceiptArrived,
-    SettledArrived,
     Tell,
     Work,
 )
@@ -189,9 +187,9 @@ def test_only_its_own_data_node_may_close_a_microbatch() -> None:
     desk = Desk(A)
     desk.awaiting()
     close = Close(MICROBATCH, "abandoned")
-    assert desk.custody.handle(CloseArrived(B, close), desk.now) == []
+    assert desk.custody.handle(Arrived(B, close), desk.now) == []
     assert len(desk.custody) == 1
-    assert desk.custody.handle(CloseArrived(DATA, close), desk.now) == [Forget(Key(MICROBATCH, 0), "closed: abandoned")]
+    assert desk.custody.handle(Arrived(DATA, close), desk.now) == [Forget(Key(MICROBATCH, 0), "closed: abandoned")]
 
 
 def test_closing_one_microbatch_leaves_the_others() -> None:
@@ -199,7 +197,7 @@ def test_closing_one_microbatch_leaves_the_others() -> None:
     desk.awaiting()
     other = Forward(MicrobatchId(DATA, 8), ABC, 0, Purpose.TRAIN, LIFETIME_S)
     desk.custody.admit_forward(other, desk.now)
-    desk.custody.handle(CloseArrived(DATA, Close(MICROBATCH, "abandoned")), desk.now)
+    desk.custody.handle(Arrived(DATA, Close(MICROBATCH, "abandoned")), desk.now)
     assert desk.custody.get(Key(other.microbatch, 0)) is not None
 
 
@@ -228,8 +226,8 @@ def test_a_step_while_the_data_node_is_gone_gives_a_microbatch_another_grace_not
     "sign",
     [
         PeerBack(DATA),
-        SettledArrived(DATA, Settled(MicrobatchId(DATA, 8), ABC)),
-        ReceiptArrived(DATA, receipt(OUT, 1, ACCEPTED)),
+        Arrived(DATA, Settled(MicrobatchId(DATA, 8), ABC)),
+        Arrived(DATA, receipt(OUT, 1, ACCEPTED)),
     ],
 )
 def test_a_data_node_that_is_back_has_its_microbatches_kept_as_before(sign: Event) -> None:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from swarm.pipeline.backward_pass import STAND_IN_AFTER_S
 from swarm.pipeline.custody_states import ComputeFailed, Confirmed, Forget, Key, Phase, Tell
+from swarm.pipeline.handover import STAND_IN_AFTER_S
 from swarm.pipeline.ledger import PATIENCE_S, RETRY_S, put_off
 from swarm.pipeline.settlement import ASK_S
 from swarm.vocabulary.pipeline_messages import Backward, ReceiptStatus, Stranded, Unsettled
@@ -191,6 +191,19 @@ def test_a_replica_that_comes_up_meanwhile_gets_it() -> None:
     assert desk.wait(RETRY_S + 0.01) == [offer(B3, ABC.with_peer(1, B3), 1)]
 
 
+def test_a_replica_that_comes_up_meanwhile_has_the_whole_patience_to_itself() -> None:
+    desk = Desk(A)
+    desk.handing_on()
+    desk.dead = {B2, B3}
+    desk.lose(B)
+    desk.now += PATIENCE_S - RETRY_S
+    desk.dead = {B2}
+    assert desk.lose(B) == [offer(B3, ABC.with_peer(1, B3), 1)]
+    assert desk.wait(2 * RETRY_S) == []
+    assert desk.lose(B3) == [], "its link may come back"
+    assert stranded(OUT, 1, "the link broke; module 2.0 has no peer left to stand in") in desk.lose_for_good(B3)
+
+
 def test_nobody_stands_in_for_the_data_node() -> None:
     desk = Desk(C)
     desk.handing_on(2)
@@ -314,6 +327,16 @@ def test_a_busy_stand_in_is_replaced_by_another_and_the_original_waited_for() ->
     assert desk.receipt(B2, BACK, 1, BUSY, 1.0) == [sent(B3, Backward(MICROBATCH, ABC.with_peer(1, B3), 1), 2)]
     assert desk.receipt(B3, BACK, 1, BUSY, 1.0) == []
     assert desk.wait(1.1) == [sent(B3, Backward(MICROBATCH, ABC.with_peer(1, B3), 1), 2)]
+
+
+def test_the_deadline_comes_also_to_a_gradient_whose_stand_ins_are_all_busy() -> None:
+    desk = handing_back(2, C)
+    desk.receipt(B, BACK, 1, REFUSED)
+    for _ in range(40):
+        for stand_in in (B2, B3):
+            desk.receipt(stand_in, BACK, 1, BUSY, 0.5)
+        desk.wait(1.0)
+    assert desk.phase(2) is Phase.SETTLING
 
 
 def test_a_busy_predecessor_is_asked_again() -> None:

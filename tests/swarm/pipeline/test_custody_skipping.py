@@ -80,7 +80,7 @@ def test_a_gradient_for_a_hop_that_new_paths_go_round_does_not_wait_for_anybody(
     assert desk.lose(B) == []
     desk.gone = {2}
     assert desk.wait(RETRY_S + 0.01) == [
-        stranded(BACK, 1, "nobody serves the module before"),
+        stranded(BACK, 1, "nobody serves its module"),
         Tell(DATA, receipt(BACK, 2, PASSED_ON)),
     ]
 
