@@ -63,7 +63,6 @@ from swarm.vocabulary.errors import PeerError, ResourceExhausted, SkipstoneError
 from swarm.vocabulary.pipeline_messages import (
     Backward,
     Direction,
-    Forward,
     MicrobatchControl,
     MicrobatchTensor,
     Purpose,
