@@ -1,4 +1,4 @@
-"""Options that several commands have, and how a node's are named.
+"""Options that several commands have, and those of a node.
 
 Join links on the command line: given as they are or in a file, and written to a file for whoever starts the other
 nodes.
@@ -6,14 +6,17 @@ nodes.
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import logging
+import typing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from node.cli.views.output import write_whole
-from node.context.options import variable
+from node.context.options import ALLOW_HUB, SETTINGS, TEXT, TOKENIZER, NodeOptions, Setting
 from node.observability.events import Event, EventSink, NodeStatus
 
 if TYPE_CHECKING:
@@ -28,18 +31,42 @@ StagesPerPath: Final[Any] = typer.Option(
 )
 
 
-def setting(name: str, help_text: str, off: str | None = None) -> Any:
-    """The option `--name` of a node, which its variable sets as well; a switch with its opposite when `off` is
-    given."""
-    declaration = f"--{name}" if off is None else f"--{name}/--{off}"
-    return typer.Option(declaration, envvar=variable(name), show_envvar=False, help=help_text)
+def option(setting: Setting) -> Any:
+    """A command's option for a row of the node's table."""
+    least, most = setting.limits or (None, None)
+    return typer.Option(
+        f"--{setting.name}" if setting.off is None else f"--{setting.name}/--{setting.off}",
+        envvar=setting.variable,
+        show_envvar=False,
+        metavar=setting.metavar,
+        min=least,
+        max=most,
+        help=setting.help,
+    )
 
 
-TextPlace: Final[Any] = setting(
-    "text", "Where the run's text lies here; a path in somebody else's manifest is not opened."
-)
-TokenizerPlace: Final[Any] = setting("tokenizer", "Where the run's tokenizer file lies here; likewise.")
-AllowHub: Final[Any] = setting("allow-hub", "May fetch the run's text from the Hugging Face hub.")
+def with_node_options(command: Any) -> Any:
+    """The command with an option for each row of the node's table; it gets the values in `**settings`."""
+    signature = inspect.signature(command, eval_str=True)
+    own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    hints, annotated = typing.get_type_hints(NodeOptions, include_extras=True), typing.cast(Any, Annotated)
+    rows = [
+        inspect.Parameter(
+            row.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None if row.default is dataclasses.MISSING else row.default,
+            annotation=annotated[hints[row.name], option(SETTINGS[row.name])],
+        )
+        for row in dataclasses.fields(NodeOptions)
+        if row.name in SETTINGS
+    ]
+    command.__signature__ = signature.replace(parameters=[*own, *rows])
+    return command
+
+
+TextPlace: Final[Any] = option(TEXT)
+TokenizerPlace: Final[Any] = option(TOKENIZER)
+AllowHub: Final[Any] = option(ALLOW_HUB)
 
 
 log = logging.getLogger(__name__)

@@ -100,7 +100,7 @@ class StageRole:
 async def stage_role(given: ModuleContext) -> AsyncIterator[StageRole]:
     """The duty of a stage peer, built but not prepared."""
     manifest, device = given.manifest, given.device
-    budget = default_graph_budget(device).value if given.options.memory is None else given.options.memory
+    budget = default_graph_budget(device).value if given.options.graph_bytes is None else given.options.graph_bytes
     slots = given.options.slots_held
     worker = await given.compute.run(Priority.UPKEEP, lambda: host_hop(manifest, given.module, device, budget, slots))
     if given.resumed.state is not None:

@@ -177,7 +177,7 @@ class TestJoin:
         assert result.exit_code == 0, result.output
         (options,) = seen
         assert (str(options.link), options.manifest_path) == (LINK, None)
-        assert (options.stage, options.memory, options.steps, options.port) == (2, 2**20, 3, 9)
+        assert (options.stage, options.graph_bytes, options.steps, options.port) == (2, 2**20, 3, 9)
         assert options.relay_bytes_per_hour == 50_000_000
         assert options.identity_path == tmp_path / "home" / "identity.key"
         assert [json.loads(line)["event"] for line in result.stdout.splitlines()] == ["step"]
