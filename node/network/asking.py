@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from node.concurrency.task_groups import task_scope
+from node.observability.status import Status, read_status
 from swarm.vocabulary.errors import ManifestError, PeerError, ProtocolViolation
 from swarm.vocabulary.types import PeerId, short
 
@@ -60,3 +61,8 @@ def parse_answer(text: bytes) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise ProtocolViolation("the answer is not a JSON object")
     return table
+
+
+def parse_status(text: bytes) -> Status:
+    """A peer's answer to a question for its status. Raises ProtocolViolation when it is not a JSON object."""
+    return read_status(parse_answer(text))

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
+from node.observability.status import CodecChoice, CodecStatus, LinkStatus
 from node.pipeline.admission import allowed_codecs
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.tensor_spec import TensorSpec
@@ -93,14 +94,14 @@ class LinkCodecs:
         """Of all links; 0 when none has been measured."""
         return max((link.goodput.bytes_per_s for link in self._links.values()), default=0.0)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> CodecStatus:
         """For `status`: which codecs are allowed, and what is used on each link, why."""
         links = list(self._links.items())[:DESCRIBED]
-        return {
-            "allowed": {traffic.value: _names(rungs) for traffic, rungs in self._rungs.items()},
-            "too_coarse": sorted(f"{traffic.value}: {codec.name.lower()}" for traffic, codec in self._too_coarse),
-            "links": {short(peer): _described(link) for peer, link in links if link.chosen},
-        }
+        return CodecStatus(
+            {traffic.value: tuple(codec.name.lower() for codec in rungs) for traffic, rungs in self._rungs.items()},
+            tuple(sorted(f"{traffic.value}: {codec.name.lower()}" for traffic, codec in self._too_coarse)),
+            {short(peer): _described(link) for peer, link in links if link.chosen},
+        )
 
     def _link(self, peer: PeerId) -> _Link:
         link = self._links.get(peer)
@@ -111,10 +112,6 @@ class LinkCodecs:
         return link
 
 
-def _names(codecs: tuple[Codec, ...]) -> list[str]:
-    return [codec.name.lower() for codec in codecs]
-
-
-def _described(link: _Link) -> Mapping[str, Any]:
-    choices = {t.value: {"codec": c.value.name.lower(), "why": c.reason} for t, c in link.chosen.items()}
-    return {"bytes_per_s": round(link.goodput.bytes_per_s), **choices}
+def _described(link: _Link) -> LinkStatus:
+    choices = {t.value: CodecChoice(c.value.name.lower(), c.reason) for t, c in link.chosen.items()}
+    return LinkStatus(round(link.goodput.bytes_per_s), **choices)

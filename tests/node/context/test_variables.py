@@ -21,6 +21,7 @@ from node.local_swarm.setup import LocalSetup, LocalSwarmOptions
 from node.network.reach_status import ReachMode
 from node.network.session import Whereabouts
 from node.observability.events import Event, EventSink, NodeStatus
+from node.observability.status import SwarmStatus
 from protocol.manifest.join_link import parse_link
 from swarm.vocabulary.errors import ConfigError
 from tests.node.small_manifest import small_manifest
@@ -193,9 +194,9 @@ class TestLinks:
     def test_status_takes_it_from_the_variable(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         asked: list[str] = []
 
-        async def query_status(link: object) -> dict[str, Any]:
+        async def query_status(link: object) -> SwarmStatus:
             asked.append(str(link))
-            return {}
+            return SwarmStatus(run="9f86", name="demo", stages=2)
 
         monkeypatch.setitem(sys.modules, "node.network.client", types.SimpleNamespace(query_status=query_status))
         (tmp_path / "link").write_text(LINK)
