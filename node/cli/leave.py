@@ -7,16 +7,13 @@ from typing import Annotated
 
 import typer
 
-from node.cli.options import option
 from node.cli.views.interrupts import STOP_LIMIT_S
 from node.cli.views.output import announce, print_json, run_loop
-from node.context.options import Setting
+from node.context.options import setting
 
 
 def leave(
-    identity: Annotated[
-        Path | None, option(Setting("identity", "The key file that the node was started with."))
-    ] = None,
+    identity: Annotated[Path | None, setting("identity", "The key file that the node was started with.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Ask this machine's node to leave in good order, and wait until it has."""

@@ -9,14 +9,13 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
-import typing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
 from node.cli.views.output import write_whole
-from node.context.options import ALLOW_HUB, SETTINGS, TEXT, TOKENIZER, NodeOptions, Setting
+from node.context.options import SETTINGS, NodeOptions
 from node.observability.events import Event, EventSink, NodeStatus
 
 if TYPE_CHECKING:
@@ -31,42 +30,18 @@ StagesPerPath: Final[Any] = typer.Option(
 )
 
 
-def option(setting: Setting) -> Any:
-    """A command's option for a row of the node's table."""
-    least, most = setting.limits or (None, None)
-    return typer.Option(
-        f"--{setting.name}" if setting.off is None else f"--{setting.name}/--{setting.off}",
-        envvar=setting.variable,
-        show_envvar=False,
-        metavar=setting.metavar,
-        min=least,
-        max=most,
-        help=setting.help,
-    )
-
-
 def with_node_options(command: Any) -> Any:
     """The command with an option for each row of the node's table; it gets the values in `**settings`."""
-    signature = inspect.signature(command, eval_str=True)
-    own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
-    hints, annotated = typing.get_type_hints(NodeOptions, include_extras=True), typing.cast(Any, Annotated)
+    own = inspect.signature(command, eval_str=True)
+    made = {row.name for row in dataclasses.fields(NodeOptions) if row.default is dataclasses.MISSING}
     rows = [
-        inspect.Parameter(
-            row.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None if row.default is dataclasses.MISSING else row.default,
-            annotation=annotated[hints[row.name], option(SETTINGS[row.name])],
-        )
-        for row in dataclasses.fields(NodeOptions)
-        if row.name in SETTINGS
+        row.replace(default=None) if name in made else row
+        for name, row in inspect.signature(NodeOptions, eval_str=True).parameters.items()
+        if name in SETTINGS
     ]
-    command.__signature__ = signature.replace(parameters=[*own, *rows])
+    given = [each for each in own.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    command.__signature__ = own.replace(parameters=[*given, *rows])
     return command
-
-
-TextPlace: Final[Any] = option(TEXT)
-TokenizerPlace: Final[Any] = option(TOKENIZER)
-AllowHub: Final[Any] = option(ALLOW_HUB)
 
 
 log = logging.getLogger(__name__)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from node.cli.options import AllowHub, StagesPerPath, TextPlace, TokenizerPlace, link_in
+from node.cli.options import StagesPerPath, link_in
 from node.cli.views.output import announce, print_json, run_loop
 from node.cli.views.status_view import status_views
 from node.cli.views.text import count, loss_text, path_text
-from node.context.options import variable
+from node.context.options import AllowHub, TextPlace, TokenizerPlace, variable
 from node.observability.typed_json import to_json
 
 if TYPE_CHECKING:

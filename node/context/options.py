@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final
 
+import typer
+
 from node.data.places import ToldPlaces
 from node.network.reach_status import ReachMode
 from protocol.identity.keys import Identity
@@ -55,33 +57,23 @@ NOT_NEGATIVE = Check(lambda value: value >= 0, "must not be negative, but is {}"
 SIZE = Check(lambda text: parse_size(text) >= 0, NOT_NEGATIVE.complaint)
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """The option `--name` of a node; with `off`, a switch and its opposite."""
-
-    name: str
-    help: str
-    check: Check | None = None
-    off: str | None = None
-    metavar: str | None = None
-    limits: tuple[int, int] | None = None
-    """The least and the most that may be typed."""
-    by_variable: bool = True
-
-    @property
-    def variable(self) -> str | None:
-        """The environment variable that sets it as well."""
-        return variable(self.name) if self.by_variable else None
-
-
 def variable(name: str) -> str:
     """The name of the environment variable for `--name`."""
     return f"SKIPSTONE_{name.upper().replace('-', '_')}"
 
 
-TEXT = Setting("text", "Where the run's text lies here; a path in somebody else's manifest is not opened.")
-TOKENIZER = Setting("tokenizer", "Where the run's tokenizer file lies here; likewise.")
-ALLOW_HUB = Setting("allow-hub", "May fetch the run's text from the Hugging Face hub.")
+def setting(name: str, help_text: str, off: str | None = None, **more: Any) -> Any:
+    """The option `--name` of a node, which its variable sets as well; a switch with its opposite when `off` is
+    given."""
+    flag = f"--{name}" if off is None else f"--{name}/--{off}"
+    return typer.Option(..., flag, **{"envvar": variable(name), "show_envvar": False, "help": help_text, **more})
+
+
+TextPlace: Final[Any] = setting(
+    "text", "Where the run's text lies here; a path in somebody else's manifest is not opened."
+)
+TokenizerPlace: Final[Any] = setting("tokenizer", "Where the run's tokenizer file lies here; likewise.")
+AllowHub: Final[Any] = setting("allow-hub", "May fetch the run's text from the Hugging Face hub.")
 
 
 def default_identity_path() -> Path:
@@ -106,53 +98,54 @@ class NodeOptions:
     manifest_path: Path | None
     """A signed manifest."""
     stage: Annotated[
-        int | None, Setting("stage", "The stage to host [default: the one that needs it most]", NOT_NEGATIVE)
+        int | None, setting("stage", "The stage to host [default: the one that needs it most]"), NOT_NEGATIVE
     ] = None
     moving: Annotated[
-        bool | None, Setting("move", "Change stages when needed [default: unless --stage is given]", off="stay")
+        bool | None, setting("move", "Change stages when needed [default: unless --stage is given]", off="stay")
     ] = None
-    reads_text: Annotated[bool, Setting("data", "May take stage 0, which reads the text.", off="no-data")] = True
-    text: Annotated[Path | None, TEXT] = None
-    tokenizer: Annotated[Path | None, TOKENIZER] = None
-    allow_hub: Annotated[bool, ALLOW_HUB] = False
-    yes: Annotated[bool, Setting("yes", "Join without being asked.")] = False
-    identity_path: Annotated[Path, Setting("identity", "The node's key file; made when it is not there.")] = field(
+    reads_text: Annotated[bool, setting("data", "May take stage 0, which reads the text.", off="no-data")] = True
+    text: Annotated[Path | None, TextPlace] = None
+    tokenizer: Annotated[Path | None, TokenizerPlace] = None
+    allow_hub: Annotated[bool, AllowHub] = False
+    yes: Annotated[bool, setting("yes", "Join without being asked.")] = False
+    identity_path: Annotated[Path, setting("identity", "The node's key file; made when it is not there.")] = field(
         default_factory=default_identity_path
     )
     # A node exists to be reached from other machines; TLS decides who may speak.
-    listen: Annotated[str, Setting("listen", "Local address to bind to.")] = "0.0.0.0"  # noqa: S104
-    advertise: Annotated[str | None, Setting("advertise", "Host that others reach this node at.")] = None
+    listen: Annotated[str, setting("listen", "Local address to bind to.")] = "0.0.0.0"  # noqa: S104
+    advertise: Annotated[str | None, setting("advertise", "Host that others reach this node at.")] = None
     """None for the one that this machine uses to reach them."""
-    port: Annotated[int, Setting("port", "Port of the node; 0 for any.", PORT)] = 0
-    dht_port: Annotated[int, Setting("dht-port", "Port of its DHT; 0 for any.", PORT)] = 0
-    reach: Annotated[ReachMode, Setting("reach", "auto asks the router for a port if need be.")] = ReachMode.AUTO
+    port: Annotated[int, setting("port", "Port of the node; 0 for any."), PORT] = 0
+    dht_port: Annotated[int, setting("dht-port", "Port of its DHT; 0 for any."), PORT] = 0
+    reach: Annotated[ReachMode, setting("reach", "auto asks the router for a port if need be.")] = ReachMode.AUTO
     relay_megabytes_per_hour: Annotated[
         int,
-        Setting(
+        setting(
             "serve-relay",
             "Carry so much in an hour for peers that cannot dial each other; 0 carries nothing.",
-            NOT_NEGATIVE,
             metavar="MEGABYTES_PER_HOUR",
-            limits=(0, 10**9),  # more than any line carries
+            min=0,
+            max=10**9,  # more than any line carries
         ),
+        NOT_NEGATIVE,
     ] = 0
-    device: Annotated[str, Setting("device", "cpu, cuda, cuda:N, mps or auto.")] = "auto"
-    threads: Annotated[int | None, Setting("threads", "CPU threads for computing.", SOME)] = None
+    device: Annotated[str, setting("device", "cpu, cuda, cuda:N, mps or auto.")] = "auto"
+    threads: Annotated[int | None, setting("threads", "CPU threads for computing."), SOME] = None
     """None leaves it to torch."""
-    slots: Annotated[int | None, Setting("slots", "Microbatches held at a time.", SOME)] = None
-    window: Annotated[int | None, Setting("window", "Microbatches a data node has under way.", SOME)] = None
-    memory: Annotated[str | None, Setting("memory", "For kept graphs, such as 512MiB; 0 recomputes always.", SIZE)] = (
+    slots: Annotated[int | None, setting("slots", "Microbatches held at a time."), SOME] = None
+    window: Annotated[int | None, setting("window", "Microbatches a data node has under way."), SOME] = None
+    memory: Annotated[str | None, setting("memory", "For kept graphs, such as 512MiB; 0 recomputes always."), SIZE] = (
         None
     )
-    steps: Annotated[int | None, Setting("steps", "A data node stops after so many steps.", SOME)] = None
-    checkpoint_dir: Annotated[Path | None, Setting("checkpoint-dir", "Folder to save to, and to go on from.")] = None
-    checkpoint_every_s: Annotated[float, Setting("checkpoint-every", "Seconds between two saves.", POSITIVE)] = 300.0
-    log_dir: Annotated[Path | None, Setting("log-dir", "Folder for the event log that `check` reads.")] = None
-    link_file: Annotated[Path | None, Setting("link-file", "File to write the link to that others join with.")] = None
-    patience_s: Annotated[float, Setting("patience", "Seconds to wait for the link's peers at the start.")] = 60.0
-    as_json: Annotated[bool, Setting("json", "One JSON object a line.")] = False
-    stop_on_eof: Annotated[bool, Setting("stop-on-eof", "Stop when standard input ends.", by_variable=False)] = False
-    log_level: Annotated[LogLevel, Setting("log-level", "Of the log on standard error.")] = LogLevel.WARNING
+    steps: Annotated[int | None, setting("steps", "A data node stops after so many steps."), SOME] = None
+    checkpoint_dir: Annotated[Path | None, setting("checkpoint-dir", "Folder to save to, and to go on from.")] = None
+    checkpoint_every_s: Annotated[float, setting("checkpoint-every", "Seconds between two saves."), POSITIVE] = 300.0
+    log_dir: Annotated[Path | None, setting("log-dir", "Folder for the event log that `check` reads.")] = None
+    link_file: Annotated[Path | None, setting("link-file", "File to write the link to that others join with.")] = None
+    patience_s: Annotated[float, setting("patience", "Seconds to wait for the link's peers at the start.")] = 60.0
+    as_json: Annotated[bool, setting("json", "One JSON object a line.")] = False
+    stop_on_eof: Annotated[bool, setting("stop-on-eof", "Stop when standard input ends.", envvar=None)] = False
+    log_level: Annotated[LogLevel, setting("log-level", "Of the log on standard error.")] = LogLevel.WARNING
 
     @property
     def slots_held(self) -> int:
@@ -182,34 +175,34 @@ class NodeOptions:
     def __post_init__(self) -> None:
         if self.link is None and self.manifest_path is None:
             raise ConfigError("neither a join link nor a manifest was given")
-        for name, setting in SETTINGS.items():
-            value, check = getattr(self, name), setting.check
-            if check is not None and value is not None and not check.holds(value):
-                raise ConfigError(f"{name} {check.complaint.format(value)}")
+        for name, (_, *checks) in SETTINGS.items():
+            value = getattr(self, name)
+            for check in checks:
+                if value is not None and not check.holds(value):
+                    raise ConfigError(f"{name} {check.complaint.format(value)}")
 
     def arguments(self) -> list[str]:
         """What follows `skipstone join` on the command line of a node with these settings."""
         words = [str(self.link or self.manifest_path)]
         for row in dataclasses.fields(self):
-            value, setting = getattr(self, row.name), SETTINGS.get(row.name)
-            if setting is None or value == row.default:
+            value = getattr(self, row.name)
+            if row.name not in SETTINGS or value == row.default:
                 continue
+            on, _, off = SETTINGS[row.name][0].param_decls[0].partition("/")
             if isinstance(value, bool):
-                words.append(f"--{setting.name if value else setting.off}")
+                words.append(on if value else off)
             else:
-                words += [f"--{setting.name}", str(value.value if isinstance(value, enum.Enum) else value)]
+                words += [on, str(value.value if isinstance(value, enum.Enum) else value)]
         return words
 
 
-SETTINGS: Final[Mapping[str, Setting]] = {
-    name: hint.__metadata__[0]
+SETTINGS: Final[Mapping[str, tuple[Any, ...]]] = {
+    name: hint.__metadata__
     for name, hint in typing.get_type_hints(NodeOptions, include_extras=True).items()
     if typing.get_origin(hint) is Annotated
 }
-"""The rows of the table, by the field's name."""
-VARIABLES: Final = frozenset(
-    [variable("link"), *(setting.variable for setting in SETTINGS.values() if setting.variable is not None)]
-)
+"""The rows of the table: by the field's name its option and its check, if it has one."""
+VARIABLES: Final = frozenset([variable("link"), *(option.envvar for option, *_ in SETTINGS.values() if option.envvar)])
 """All that say something to a node."""
 
 

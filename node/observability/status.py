@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from functools import reduce
 
 from node.observability.events import MicrobatchCounts
-from node.observability.typed_json import LEFT_OUT, from_json
-
-NO_COUNTS = MicrobatchCounts()
+from node.observability.typed_json import LEFT_OUT
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +136,7 @@ class Account:
     tokens_per_s: float = 0.0
     codec_s: float = 0.0
     """Seconds spent on encoding and decoding microbatches."""
-    counts: MicrobatchCounts = NO_COUNTS
+    counts: MicrobatchCounts = field(default_factory=MicrobatchCounts)
     loss_first: float | None = None
     loss_last: float | None = None
     waiting_for: tuple[str, ...] = ()
@@ -175,12 +173,6 @@ class Status(Account):
     accused: tuple[Accusation, ...] = ()
     catching_up: DownloadStatus | None = None
     codecs: CodecStatus = field(default_factory=CodecStatus)
-
-
-def read_status(table: dict[str, Any]) -> Status:
-    """Another peer's answer: what is malformed in it has its default, and what this version does not know is left
-    out."""
-    return from_json(Status, table, "status", lenient=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +213,7 @@ class SwarmStatus:
     loss: float | None = None
     tokens: int = 0
     tokens_per_s: float = 0.0
-    microbatches: MicrobatchCounts = NO_COUNTS
+    microbatches: MicrobatchCounts = field(default_factory=MicrobatchCounts)
     waiting_for: tuple[str, ...] = ()
     peers: tuple[PeerStatus, ...] = ()
 
@@ -230,9 +222,6 @@ class SwarmStatus:
         """Sums up what the peers say."""
         data = [peer.answered for peer in peers if peer.answered is not None and peer.hosts(0)]
         losses = [each.loss_last for each in data if each.loss_last is not None]
-        counts = NO_COUNTS
-        for each in data:
-            counts = counts.plus(each.counts)
         return cls(
             run=run,
             name=name,
@@ -241,7 +230,7 @@ class SwarmStatus:
             loss=math.fsum(losses) / len(losses) if losses else None,
             tokens=sum(each.tokens for each in data),
             tokens_per_s=sum(each.tokens_per_s for each in data),
-            microbatches=counts,
+            microbatches=reduce(MicrobatchCounts.plus, (each.counts for each in data), MicrobatchCounts()),
             waiting_for=tuple(sorted({module for each in data for module in each.waiting_for})),
             peers=peers,
         )

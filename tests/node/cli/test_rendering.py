@@ -18,8 +18,9 @@ from node.cli.views.plain import plain_line
 from node.cli.views.status_view import MOST_ROWS, accused_lines, codec_tables, path_tables, status_table
 from node.cli.views.text import MAX_FOREIGN_CHARACTERS, duration, harmless, sparkline
 from node.local_swarm.swarm_progress import SwarmProgress, apply, noted, peer_exited, peer_started
+from node.network.asking import parse_status
 from node.observability import events
-from node.observability.status import PeerStatus, SwarmStatus, read_status
+from node.observability.status import PeerStatus, SwarmStatus
 from swarm.compression.microbatch_codecs import NO_CHOICE
 
 NOW = 10.0
@@ -104,7 +105,7 @@ def test_status_shows_what_a_relay_has_carried() -> None:
 
 def peer_of(name: str, module: str, answered: Any) -> PeerStatus:
     """A peer that gave this answer, as it is read."""
-    said = None if answered is None else read_status(json.loads(json.dumps(answered)))
+    said = None if answered is None else parse_status(json.dumps(answered).encode())
     return PeerStatus(peer=name, module=module, state="serving", answered=said)
 
 
