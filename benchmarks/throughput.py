@@ -72,9 +72,11 @@ def solo(manifest: Manifest, steps: int) -> Measured:
     script = (
         "import sys, json, time, torch\n"
         "from benchmarks_throughput import large_run\n"
+        "from node.observability.event_json import event_to_json\n"
         "from node.solo.trainer import train_solo\n"
-        f"train_solo(large_run(), steps={steps}, device=torch.device('cpu'), threads={os.cpu_count()},"
-        " on_event=lambda e: print(json.dumps([time.perf_counter(), e]), flush=True))\n"
+        f"torch.set_num_threads({os.cpu_count()})\n"
+        f"train_solo(large_run(), steps={steps}, device=torch.device('cpu'),"
+        " on_event=lambda e: print(json.dumps([time.perf_counter(), json.loads(event_to_json(e))]), flush=True))\n"
     ).replace("benchmarks_throughput", Path(__file__).stem)
     folder = Path(__file__).parent
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(folder), str(folder.parent)))}

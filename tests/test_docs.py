@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import ast
+import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 
 from docs import generate_architecture, generate_protocol
+from node.observability.status import Status
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted((ROOT / "docs").glob("*.md"))
@@ -54,15 +55,4 @@ def test_the_keys_of_status_are_the_documented_ones() -> None:
     section = generate_protocol.TARGET.read_text().split("\n## Status\n")[1].split("\n## ")[0]
     cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     documented = {key for cell in cells for key in re.findall(r"`(\w+)`", cell)}
-    assert documented == status_keys()
-
-
-def status_keys() -> set[str]:
-    """Read from the source, because importing it brings in torch."""
-    report = ast.parse((ROOT / "node" / "runtime" / "status.py").read_text())
-    function = next(n for n in report.body if isinstance(n, ast.FunctionDef) and n.name == "status_json")
-    table = next(node for node in ast.walk(function) if isinstance(node, ast.Dict))
-    own = {key.value for key in table.keys if isinstance(key, ast.Constant)}
-    duty = ast.parse((ROOT / "node" / "runtime" / "role.py").read_text())
-    account = next(node for node in duty.body if isinstance(node, ast.ClassDef) and node.name == "Account")
-    return own | {ast.unparse(line.target) for line in account.body if isinstance(line, ast.AnnAssign)}
+    assert documented == {field.name for field in dataclasses.fields(Status)}

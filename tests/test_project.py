@@ -63,7 +63,8 @@ node/reachability: node/concurrency node/network node/observability protocol/ide
     protocol/manifest protocol/nat protocol/transport swarm/membership
 node/routing: node/concurrency node/data node/network node/observability node/pipeline protocol/interfaces
     protocol/manifest swarm/membership swarm/pipeline swarm/routing swarm/routing/negotiation
-node/solo: node/averaging/anchor node/checkpoint node/data node/model node/pipeline protocol/manifest swarm/routing
+node/solo: node/averaging/anchor node/checkpoint node/data node/model node/observability node/pipeline protocol/manifest
+    swarm/routing
 node/averaging/audit: node/averaging/anchor node/averaging/exchange node/concurrency protocol/codecs protocol/identity
     protocol/interfaces swarm/averaging
 node/export: node/averaging/anchor node/averaging/state_sync node/checkpoint node/context node/data node/model

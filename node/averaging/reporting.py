@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 from node.averaging.anchor.anchor import Anchor
 from node.averaging.exchange.progress import HowFar
@@ -18,6 +18,7 @@ from node.observability.events import (
     RoundCommitted,
     RoundProgress,
 )
+from node.observability.status import Accusation, DownloadStatus, RoundStatus
 from protocol.interfaces.clock import Clock
 from swarm.averaging.round_events import Caught
 from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId
@@ -154,26 +155,19 @@ class RoundNews:
 
     # ---- for whoever asks --------------------------------------------------------------------------------------------
 
-    def last_round(self) -> dict[str, Any] | None:
-        """How many had a part in the last round that we had a part in, how long ago it was, how its contributions were
-        encoded, and why so."""
+    def last_round(self) -> RoundStatus | None:
+        """The last round that we had a part in."""
         if self._last is None:
             return None
         settled, at = self._last
-        return {
-            "members": len(settled.members),
-            "seconds_ago": round(self._clock.monotonic() - at, 1),
-            "codec": settled.codec.name.lower(),
-            "codec_reason": settled.codec_reason,
-        }
+        since = round(self._clock.monotonic() - at, 1)
+        return RoundStatus(len(settled.members), since, settled.codec.name.lower(), settled.codec_reason)
 
-    def accused_lately(self) -> list[dict[str, Any]]:
+    def accused_lately(self) -> tuple[Accusation, ...]:
         """Who was left out of rounds here for what it did, the latest last."""
-        return [{"peer": caught.peer, "round": caught.round, "why": caught.why} for caught in self._accused]
+        return tuple(Accusation(caught.peer, caught.round, caught.why) for caught in self._accused)
 
-    def catching_up(self) -> dict[str, int] | None:
+    def catching_up(self) -> DownloadStatus | None:
         """The download under way."""
         download = self._download
-        if download is None:
-            return None
-        return {"round": download.round, "bytes": download.bytes, "total_bytes": download.total_bytes}
+        return None if download is None else DownloadStatus(download.round, download.bytes, download.total_bytes)

@@ -33,18 +33,18 @@ class Consent:
     (`node.data.places`), which no default and no silence gives.
     """
 
-    def __init__(self, options: NodeOptions, *, yes: bool, as_json: bool) -> None:
+    def __init__(self, options: NodeOptions) -> None:
         self._options = options
-        self._yes = yes
-        self._as_json = as_json
 
     async def __call__(self, signed: SignedManifest, text: Reasoned[Places | None], own: bool) -> bool:
         """Says it, and returns whether to join."""
-        stream = sys.stderr if self._as_json else sys.stdout  # standard output may be for a program
+        stream = sys.stderr if self._options.as_json else sys.stdout  # standard output may be for a program
         with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
             for line in description(signed, self._options, text, own=own):
                 typer.echo(line, file=stream)
-        if self._yes or own or not (sys.stdin.isatty() and stream.isatty()):
+        # A node that stops when standard input ends cannot ask there: two would read it.
+        unasked = self._options.yes or self._options.stop_on_eof or own
+        if unasked or not (sys.stdin.isatty() and stream.isatty()):
             return True
         typer.echo("Join this run? [y/N] ", file=stream, nl=False)
         return (await _line_typed()).strip().lower() in ("y", "yes")
@@ -101,9 +101,8 @@ def _use(options: NodeOptions) -> str:
     saved = "no disk" if options.checkpoint_dir is None else f"disk below {options.checkpoint_dir}"
     ports = " and ".join("any" if port == 0 else str(port) for port in (options.port, options.dht_port))
     router = ", and may ask the router for one" if options.reach is ReachMode.AUTO else ""
-    kept = (
-        "memory for its stage" if options.memory is None else f"memory for its stage and {count(options.memory)} bytes"
-    )
+    graphs = options.graph_bytes
+    kept = "memory for its stage" if graphs is None else f"memory for its stage and {count(graphs)} bytes"
     carried = f"; carries {count(options.relay_bytes_per_hour)} bytes an hour for others" * bool(
         options.relay_bytes_per_hour
     )

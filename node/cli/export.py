@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from node.cli.options import TokenizerPlace
 from node.cli.views.downloads import download_bar
 from node.cli.views.output import announce, print_json, run_loop
 from node.cli.views.text import count
+from node.context.options import TokenizerPlace
 
 if TYPE_CHECKING:
     from node.export.writer import Export

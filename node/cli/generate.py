@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from node.cli.options import StagesPerPath, TokenizerPlace
+from node.cli.options import StagesPerPath
 from node.cli.views.downloads import download_bar
 from node.cli.views.output import print_json, run_loop, tell
 from node.cli.views.text import count, harmless_lines, path_text
+from node.context.options import TokenizerPlace
 
 if TYPE_CHECKING:
     from node.data.tokenizers import Tokenizer

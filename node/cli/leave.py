@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from node.cli.options import setting
 from node.cli.views.interrupts import STOP_LIMIT_S
 from node.cli.views.output import announce, print_json, run_loop
+from node.context.options import setting
 
 
 def leave(

@@ -1,4 +1,4 @@
-"""Options that several commands have, and how a node's are named.
+"""Options that several commands have, and those of a node.
 
 Join links on the command line: given as they are or in a file, and written to a file for whoever starts the other
 nodes.
@@ -6,6 +6,8 @@ nodes.
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import typer
 
 from node.cli.views.output import write_whole
-from node.context.options import variable
+from node.context.options import SETTINGS, NodeOptions
 from node.observability.events import Event, EventSink, NodeStatus
 
 if TYPE_CHECKING:
@@ -28,18 +30,18 @@ StagesPerPath: Final[Any] = typer.Option(
 )
 
 
-def setting(name: str, help_text: str, off: str | None = None) -> Any:
-    """The option `--name` of a node, which its variable sets as well; a switch with its opposite when `off` is
-    given."""
-    declaration = f"--{name}" if off is None else f"--{name}/--{off}"
-    return typer.Option(declaration, envvar=variable(name), show_envvar=False, help=help_text)
-
-
-TextPlace: Final[Any] = setting(
-    "text", "Where the run's text lies here; a path in somebody else's manifest is not opened."
-)
-TokenizerPlace: Final[Any] = setting("tokenizer", "Where the run's tokenizer file lies here; likewise.")
-AllowHub: Final[Any] = setting("allow-hub", "May fetch the run's text from the Hugging Face hub.")
+def with_node_options(command: Any) -> Any:
+    """The command with an option for each row of the node's table; it gets the values in `**settings`."""
+    own = inspect.signature(command, eval_str=True)
+    made = {row.name for row in dataclasses.fields(NodeOptions) if row.default is dataclasses.MISSING}
+    rows = [
+        row.replace(default=None) if name in made else row
+        for name, row in inspect.signature(NodeOptions, eval_str=True).parameters.items()
+        if name in SETTINGS
+    ]
+    given = [each for each in own.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    command.__signature__ = own.replace(parameters=[*given, *rows])
+    return command
 
 
 log = logging.getLogger(__name__)

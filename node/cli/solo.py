@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json as json_module
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from node.cli.manifests import ManifestChanges, chosen_manifest
 from node.cli.views.interrupts import Interrupts, leave_at_once
 from node.cli.views.output import announce, event_sink, tell
-from node.observability.event_json import event_from_json
 
 if TYPE_CHECKING:
     from node.checkpoint.folder import CheckpointFolder
@@ -36,27 +34,26 @@ def solo(
     stop = threading.Event()
     sink = event_sink(as_json=json, on_closed=stop.set)
 
-    def emit(table: dict[str, Any]) -> None:
-        event = event_from_json(json_module.dumps({"peer": "", **table}))
-        if event is not None:
-            sink.emit(event)
-
     def ask_politely() -> None:
         tell("stopping in good order; once more to stop at once")
         stop.set()
 
     with Interrupts(ask_politely, leave_at_once) as interrupts:
+        import torch
+
         from node.model.device import choose_device
+        from node.solo.solo_checkpoint import CheckpointPlan
         from node.solo.trainer import train_solo
 
+        if threads is not None:
+            torch.set_num_threads(threads)
+        folder = None if checkpoint_dir is None else _checkpoint_folder(checkpoint_dir, chosen)
         train_solo(
             chosen,
             steps=steps or chosen.training.schedule.total_steps,
             device=choose_device(device).value,
-            threads=threads,
-            on_event=emit,
-            checkpoint=None if checkpoint_dir is None else _checkpoint_folder(checkpoint_dir, chosen),
-            save_every_s=checkpoint_every,
+            on_event=sink.emit,
+            saves=None if folder is None else CheckpointPlan(folder, checkpoint_every),
             should_stop=stop.is_set,
         )
     raise typer.Exit(interrupts.exit_code)

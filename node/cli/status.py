@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console, RenderableType
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console
 
-from node.cli.options import AllowHub, StagesPerPath, TextPlace, TokenizerPlace, link_in
-from node.cli.views.accused_view import accused_view
-from node.cli.views.codecs_view import codecs_views
-from node.cli.views.live import download_bar
+from node.cli.options import StagesPerPath, link_in
 from node.cli.views.output import announce, print_json, run_loop
-from node.cli.views.paths_view import paths_views
-from node.cli.views.text import count, harmless, loss_text, megabytes, number_in, path_text, peer_name, round_text
-from node.context.options import variable
+from node.cli.views.status_view import status_views
+from node.cli.views.text import count, loss_text, path_text
+from node.context.options import AllowHub, TextPlace, TokenizerPlace, variable
+from node.observability.typed_json import to_json
 
 if TYPE_CHECKING:
     from node.data.places import ToldPlaces
     from node.network.loss_report import AskedPaths
-
-_ROUND_WIDTH = len("3 peers")
-"""What has to be left of that column on a narrow terminal."""
 
 
 def status(
@@ -44,12 +36,10 @@ def status(
 
     answer = run_loop(query_status(where))
     if json:
-        print_json(answer)
+        print_json(to_json(answer))
         return
     console = Console()
-    console.print(status_headline(answer))
-    console.print(status_table(answer))
-    for view in (*accused_view(answer), *paths_views(answer), *codecs_views(answer)):
+    for view in status_views(answer):
         console.print(view)
 
 
@@ -89,79 +79,6 @@ def evaluate(
     if stages_per_path is not None:
         for subset in answer["subsets"]:
             typer.echo(f"  {loss_text(subset['loss'])}  {path_text(subset['stages'])}")
-
-
-def status_headline(answer: Mapping[str, Any]) -> Text:
-    """The run in a line or two; `answer` is what `query_status` returns."""
-    line = Text(harmless(str(answer["name"])), style="bold")
-    line.append(f"  run {harmless(str(answer['run']))[:12]}", style="not bold dim")
-    if answer["step"] is not None:
-        figures = f"  step {count(answer['step'])}  loss {loss_text(answer['loss'])}"
-        line.append(f"{figures}  {count(answer['tokens_per_s'])} tokens/s", style="not bold")
-    if answer["waiting_for"]:
-        missing = ", ".join(harmless(str(module)) for module in answer["waiting_for"])
-        line.append(f"\nwaiting: no peer serves {missing}", style="bold yellow")
-    return line
-
-
-def status_table(answer: Mapping[str, Any]) -> Table:
-    """One row a peer, in order of stage, and one for every stage that has none."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in ("stage", "module", "peer", "state"):
-        table.add_column(title)
-    for title in ("steps", "tokens/s", "slots"):
-        table.add_column(title, justify="right")
-    table.add_column("round", min_width=_ROUND_WIDTH)
-    table.add_column("address", no_wrap=True, overflow="fold")
-    for stage in range(answer["stages"]):
-        peers = [peer for peer in answer["peers"] if str(peer["module"]).split(".")[0] == str(stage)]
-        for peer in peers:
-            table.add_row(Text(str(stage)), *_status_row(peer))
-        if not peers:
-            table.add_row(Text(str(stage), style="red"), "", Text("none", style="red"))
-    return table
-
-
-def _status_row(peer: Mapping[str, Any]) -> tuple[RenderableType, ...]:
-    return (
-        Text(harmless(str(peer["module"] or "-"))),
-        Text(peer_name(str(peer["peer"]))),
-        Text(harmless(str(peer["state"] if peer["answered"] else "no answer"))),
-        Text(count(peer["steps"])),
-        Text(count(peer["tokens_per_s"])),
-        Text(f"{peer['slots'] - peer['free_slots']}/{peer['slots']}"),
-        _round_cell(peer),
-        _address_cell(peer),
-    )
-
-
-def _address_cell(peer: Mapping[str, Any]) -> Text:
-    """Its addresses, or through whom it is called, and in brackets how others reach it as far as it knows."""
-    said = (peer["answered"] or {}).get("reach")
-    step = said.get("step") if isinstance(said, dict) else None
-    where = ", ".join(str(address) for address in peer["addresses"])
-    if peer["via"]:
-        where = f"via {', '.join(peer_name(str(other)) for other in peer['via'])}"
-    if step not in (None, "unknown"):
-        where = f"{where} ({step})".strip()
-    return Text(harmless(where + _relay_text((peer["answered"] or {}).get("relay"))))
-
-
-def _relay_text(said: Any) -> str:
-    """What a peer that serves tunnels says that it has carried."""
-    if not isinstance(said, dict) or not said.get("at"):
-        return ""
-    return f", relay: {megabytes(number_in(said, 'carried_bytes'))} carried"
-
-
-def _round_cell(peer: Mapping[str, Any]) -> RenderableType:
-    """What the peer says of itself may be anything."""
-    said = peer["answered"] or {}
-    if isinstance(download := said.get("catching_up"), dict):
-        return download_bar(number_in(download, "bytes"), number_in(download, "total_bytes"))
-    last = said.get("last_round")
-    since = number_in(last, "seconds_ago") if isinstance(last, dict) else None
-    return Text(round_text(peer["round"], number_in(last, "members"), since))
 
 
 def _evaluate_swarm(target: str, microbatches: int, paths: AskedPaths) -> dict[str, Any]:

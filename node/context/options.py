@@ -1,21 +1,27 @@
-"""What one node is told on its command line, checked as far as it can be without the run's manifest.
+"""The options of a node: one table, from which its command line, its environment variables and the arguments of a local
+swarm's nodes follow.
 
-Environment variables that stand for the options of a node: how services and containers are told what others type.
-
-The variable of `--dht-port` is `SKIPSTONE_DHT_PORT`, and so on. What is typed comes first. A variable that is there but
-empty counts as none, because compose files hand variables on whether they are set or not.
+A row of the table is an annotated field of `NodeOptions`. Environment variables say the same as the command line: how
+services and containers are told what others type. The variable of `--dht-port` is `SKIPSTONE_DHT_PORT`, and so on. What
+is typed comes first. A variable that is there but empty counts as none, because compose files hand variables on whether
+they are set or not.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Any, Final
 
-from node.data.places import NOTHING_TOLD, ToldPlaces
+import typer
+
+from node.data.places import ToldPlaces
 from node.network.reach_status import ReachMode
 from protocol.identity.keys import Identity
 from protocol.manifest.join_link import JoinLink
@@ -24,11 +30,65 @@ from swarm.vocabulary.errors import ConfigError, IdentityError
 from swarm.vocabulary.types import PeerId
 
 _UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_MEGABYTE = 10**6
+
+
+class LogLevel(enum.Enum):
+    """How much of the log is shown on standard error."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A condition that a value must meet, and the sentence about one that does not."""
+
+    holds: Callable[[Any], bool]
+    complaint: str
+
+
+SOME = Check(lambda value: value >= 1, "must be at least 1, not {}")
+PORT = Check(lambda value: 0 <= value <= 65_535, "must be from 0 to 65535, not {}")
+POSITIVE = Check(lambda value: value > 0, "must be more than 0, not {}")
+NOT_NEGATIVE = Check(lambda value: value >= 0, "must not be negative, but is {}")
+SIZE = Check(lambda text: parse_size(text) >= 0, NOT_NEGATIVE.complaint)
+
+
+def variable(name: str) -> str:
+    """The name of the environment variable for `--name`."""
+    return f"SKIPSTONE_{name.upper().replace('-', '_')}"
+
+
+def setting(name: str, help_text: str, off: str | None = None, **more: Any) -> Any:
+    """The option `--name` of a node, which its variable sets as well; a switch with its opposite when `off` is
+    given."""
+    flag = f"--{name}" if off is None else f"--{name}/--{off}"
+    return typer.Option(..., flag, **{"envvar": variable(name), "show_envvar": False, "help": help_text, **more})
+
+
+TextPlace: Final[Any] = setting(
+    "text", "Where the run's text lies here; a path in somebody else's manifest is not opened."
+)
+TokenizerPlace: Final[Any] = setting("tokenizer", "Where the run's tokenizer file lies here; likewise.")
+AllowHub: Final[Any] = setting("allow-hub", "May fetch the run's text from the Hugging Face hub.")
+
+
+def default_identity_path() -> Path:
+    """`$SKIPSTONE_HOME/identity.key`, else `skipstone/identity.key` in the XDG data folder."""
+    home = os.environ.get("SKIPSTONE_HOME")
+    if home:
+        return Path(home) / "identity.key"
+    data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    return Path(data) / "skipstone" / "identity.key"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeOptions:
-    """One node's settings. Everything that all peers must agree on is in the manifest instead.
+    """One node's settings, checked as far as they can be without the run's manifest, which has everything that all
+    peers must agree on.
 
     At least one of `link` and `manifest_path` is given. With a link alone the manifest is fetched from the peers it
     names; with a manifest alone the node is the first of its run.
@@ -37,47 +97,55 @@ class NodeOptions:
     link: JoinLink | None
     manifest_path: Path | None
     """A signed manifest."""
-    identity_path: Path
-    """The node's key file; made when it is not there."""
-    stage: int | None = None
-    """The stage to host; None to take the one that needs a peer most."""
-    moving: bool | None = None
-    """Whether it may change its module when the swarm needs it elsewhere; None: unless `stage` is given."""
-    reads_text: bool = True
-    """Whether it may choose stage 0, whose peers read the run's text."""
-    told: ToldPlaces = NOTHING_TOLD
-    """What the person says about the run's text; it decides too whether the node may choose stage 0."""
-    listen: str = "0.0.0.0"  # noqa: S104 - a node exists to be reached from other machines; TLS decides who may speak
-    """The local address that the gRPC server and the DHT bind to."""
-    advertise: str | None = None
-    """The host name or address that other peers are told; None for the one this machine uses to reach them."""
-    port: int = 0
-    """Of the gRPC server; 0 for any free one."""
-    dht_port: int = 0
-    """Of the DHT; 0 for any free one."""
-    reach: ReachMode = ReachMode.AUTO
-    relay_bytes_per_hour: int = 0
-    """What it carries in any hour for peers that cannot dial each other; 0: it does not."""
-    device: str = "auto"
-    """`cpu`, `cuda`, `cuda:N`, `mps`, or `auto` for the best there is."""
-    threads: int | None = None
-    """CPU threads of the compute device; None leaves it to torch."""
-    slots: int | None = None
-    """Microbatches a stage holds at a time; None for the node's default."""
-    window: int | None = None
-    """Microbatches that a data node has under way at a time; None for the node's default."""
-    memory: int | None = None
-    """Bytes that kept autograd graphs may take; 0 recomputes always, None for the node's default."""
-    steps: int | None = None
-    """A data node stops in good order after this many steps of its own; other nodes ignore it. None: until asked."""
-    checkpoint_dir: Path | None = None
-    """Folder that the node saves its state to, and goes on from if it finds its own there."""
-    checkpoint_every_s: float = 300.0
-    """Seconds between two saves."""
-    log_dir: Path | None = None
-    """Folder that gets the node's event log; None for no log."""
-    patience_s: float = 60.0
-    """How long the peers named by the link may be out of reach at the start before the node gives up."""
+    stage: Annotated[
+        int | None, setting("stage", "The stage to host [default: the one that needs it most]"), NOT_NEGATIVE
+    ] = None
+    moving: Annotated[
+        bool | None, setting("move", "Change stages when needed [default: unless --stage is given]", off="stay")
+    ] = None
+    reads_text: Annotated[bool, setting("data", "May take stage 0, which reads the text.", off="no-data")] = True
+    text: Annotated[Path | None, TextPlace] = None
+    tokenizer: Annotated[Path | None, TokenizerPlace] = None
+    allow_hub: Annotated[bool, AllowHub] = False
+    yes: Annotated[bool, setting("yes", "Join without being asked.")] = False
+    identity_path: Annotated[Path, setting("identity", "The node's key file; made when it is not there.")] = field(
+        default_factory=default_identity_path
+    )
+    # A node exists to be reached from other machines; TLS decides who may speak.
+    listen: Annotated[str, setting("listen", "Local address to bind to.")] = "0.0.0.0"  # noqa: S104
+    advertise: Annotated[str | None, setting("advertise", "Host that others reach this node at.")] = None
+    """None for the one that this machine uses to reach them."""
+    port: Annotated[int, setting("port", "Port of the node; 0 for any."), PORT] = 0
+    dht_port: Annotated[int, setting("dht-port", "Port of its DHT; 0 for any."), PORT] = 0
+    reach: Annotated[ReachMode, setting("reach", "auto asks the router for a port if need be.")] = ReachMode.AUTO
+    relay_megabytes_per_hour: Annotated[
+        int,
+        setting(
+            "serve-relay",
+            "Carry so much in an hour for peers that cannot dial each other; 0 carries nothing.",
+            metavar="MEGABYTES_PER_HOUR",
+            min=0,
+            max=10**9,  # more than any line carries
+        ),
+        NOT_NEGATIVE,
+    ] = 0
+    device: Annotated[str, setting("device", "cpu, cuda, cuda:N, mps or auto.")] = "auto"
+    threads: Annotated[int | None, setting("threads", "CPU threads for computing."), SOME] = None
+    """None leaves it to torch."""
+    slots: Annotated[int | None, setting("slots", "Microbatches held at a time."), SOME] = None
+    window: Annotated[int | None, setting("window", "Microbatches a data node has under way."), SOME] = None
+    memory: Annotated[str | None, setting("memory", "For kept graphs, such as 512MiB; 0 recomputes always."), SIZE] = (
+        None
+    )
+    steps: Annotated[int | None, setting("steps", "A data node stops after so many steps."), SOME] = None
+    checkpoint_dir: Annotated[Path | None, setting("checkpoint-dir", "Folder to save to, and to go on from.")] = None
+    checkpoint_every_s: Annotated[float, setting("checkpoint-every", "Seconds between two saves."), POSITIVE] = 300.0
+    log_dir: Annotated[Path | None, setting("log-dir", "Folder for the event log that `check` reads.")] = None
+    link_file: Annotated[Path | None, setting("link-file", "File to write the link to that others join with.")] = None
+    patience_s: Annotated[float, setting("patience", "Seconds to wait for the link's peers at the start.")] = 60.0
+    as_json: Annotated[bool, setting("json", "One JSON object a line.")] = False
+    stop_on_eof: Annotated[bool, setting("stop-on-eof", "Stop when standard input ends.", envvar=None)] = False
+    log_level: Annotated[LogLevel, setting("log-level", "Of the log on standard error.")] = LogLevel.WARNING
 
     @property
     def slots_held(self) -> int:
@@ -89,24 +157,53 @@ class NodeOptions:
         """A node that was told its stage keeps it, if not told otherwise."""
         return self.stage is None if self.moving is None else self.moving
 
+    @property
+    def told(self) -> ToldPlaces:
+        """What the person says about the run's text; it decides too whether the node may choose stage 0."""
+        return ToldPlaces(text=self.text, tokenizer=self.tokenizer, hub=self.allow_hub)
+
+    @property
+    def relay_bytes_per_hour(self) -> int:
+        """What it carries in any hour for peers that cannot dial each other; 0: it does not."""
+        return self.relay_megabytes_per_hour * _MEGABYTE
+
+    @property
+    def graph_bytes(self) -> int | None:
+        """What kept autograd graphs may take; None for the node's default."""
+        return None if self.memory is None else parse_size(self.memory)
+
     def __post_init__(self) -> None:
         if self.link is None and self.manifest_path is None:
             raise ConfigError("neither a join link nor a manifest was given")
-        for name in ("port", "dht_port"):
-            if not 0 <= getattr(self, name) <= 65_535:
-                raise ConfigError(f"{name} must be from 0 to 65535, not {getattr(self, name)}")
-        for name in ("threads", "slots", "window", "steps"):
+        for name, (_, *checks) in SETTINGS.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, not {value}")
-        if not self.checkpoint_every_s > 0:
-            raise ConfigError(f"checkpoint_every_s must be more than 0, not {self.checkpoint_every_s}")
-        if self.relay_bytes_per_hour < 0:
-            raise ConfigError(f"relay_bytes_per_hour must not be negative, but is {self.relay_bytes_per_hour}")
-        if self.stage is not None and self.stage < 0:
-            raise ConfigError(f"stage must not be negative, but is {self.stage}")
-        if self.memory is not None and self.memory < 0:
-            raise ConfigError(f"memory must not be negative, but is {self.memory}")
+            for check in checks:
+                if value is not None and not check.holds(value):
+                    raise ConfigError(f"{name} {check.complaint.format(value)}")
+
+    def arguments(self) -> list[str]:
+        """What follows `skipstone join` on the command line of a node with these settings."""
+        words = [str(self.link or self.manifest_path)]
+        for row in dataclasses.fields(self):
+            value = getattr(self, row.name)
+            if row.name not in SETTINGS or value == row.default:
+                continue
+            on, _, off = SETTINGS[row.name][0].param_decls[0].partition("/")
+            if isinstance(value, bool):
+                words.append(on if value else off)
+            else:
+                words += [on, str(value.value if isinstance(value, enum.Enum) else value)]
+        return words
+
+
+SETTINGS: Final[Mapping[str, tuple[Any, ...]]] = {
+    name: hint.__metadata__
+    for name, hint in typing.get_type_hints(NodeOptions, include_extras=True).items()
+    if typing.get_origin(hint) is Annotated
+}
+"""The rows of the table: by the field's name its option and its check, if it has one."""
+VARIABLES: Final = frozenset([variable("link"), *(option.envvar for option, *_ in SETTINGS.values() if option.envvar)])
+"""All that say something to a node."""
 
 
 def parse_size(text: str) -> int:
@@ -129,56 +226,7 @@ def own_peer() -> PeerId | None:
         return None
 
 
-def default_identity_path() -> Path:
-    """`$SKIPSTONE_HOME/identity.key`, else `skipstone/identity.key` in the XDG data folder."""
-    home = os.environ.get("SKIPSTONE_HOME")
-    if home:
-        return Path(home) / "identity.key"
-    data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-    return Path(data) / "skipstone" / "identity.key"
-
-
-SETTINGS: Final = (
-    "link",
-    "stage",
-    "move",
-    "data",
-    "text",
-    "tokenizer",
-    "allow-hub",
-    "yes",
-    "identity",
-    "listen",
-    "advertise",
-    "port",
-    "dht-port",
-    "reach",
-    "serve-relay",
-    "device",
-    "threads",
-    "slots",
-    "window",
-    "memory",
-    "steps",
-    "checkpoint-dir",
-    "checkpoint-every",
-    "log-dir",
-    "link-file",
-    "patience",
-    "json",
-    "log-level",
-)
-"""What a variable can say: every option of `skipstone join` but `--stop-on-eof`, and the link."""
-
-
-def variable(setting: str) -> str:
-    """The name of the variable for one of `SETTINGS`."""
-    assert setting in SETTINGS, setting
-    return f"SKIPSTONE_{setting.upper().replace('-', '_')}"
-
-
 def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment for nodes that are told everything on their command lines: what this process was told is not for
     them."""
-    own = {variable(setting) for setting in SETTINGS}
-    return {name: value for name, value in environment.items() if name not in own}
+    return {name: value for name, value in environment.items() if name not in VARIABLES}

@@ -11,10 +11,10 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from node.context.options import without_settings
+from node.context.options import LogLevel, NodeOptions, without_settings
 from node.data.places import as_written
 from protocol.identity.keys import Identity
 from protocol.libp2p.child_environment import with_packages
@@ -133,7 +133,7 @@ class LocalSetup:
         had."""
         stages = assign_stages(options.peers, manifest.stages.blocks)
         self._options = options
-        self._text = _text_arguments(manifest)
+        self._manifest = manifest
         self._places = places
         self._count = 0
         self._ended: set[int] = set()
@@ -180,32 +180,39 @@ class LocalSetup:
     def arguments(self, peer: PlannedPeer) -> list[str]:
         """What follows `skipstone` on its command line. The first peer brings the manifest, the others ask for it."""
         begins = peer.index == 0 and peer.index not in self._returned
-        target = str(self._manifest_path) if begins else str(self.link)
-        arguments = ["join", target, "--json", "--stop-on-eof", "--yes"]
-        if self._options.moving and peer.stage > 0:
-            arguments.append("--move")
-        settings = {
-            "--stage": peer.stage,
-            "--identity": peer.identity_path,
-            "--listen": peer.place.host,
-            "--advertise": peer.place.told_host,
-            "--port": peer.port,
-            "--dht-port": peer.dht_port,
-            "--threads": self._options.threads_per_node,
-            "--log-level": self._options.log_level,
-        }
-        if peer.stage == 0 and self._options.steps is not None:
-            settings["--steps"] = self._options.steps
-        if peer.stage == 0:
-            arguments += self._text
-        if self._options.checkpoint_dir is not None:
-            settings["--checkpoint-dir"] = self._options.checkpoint_dir
-            settings["--checkpoint-every"] = self._options.checkpoint_every_s
-        if self._options.log_dir is not None:
-            settings["--log-dir"] = self._options.log_dir
-        for name, value in settings.items():
-            arguments += [name, str(value)]
-        return arguments
+        is_data_node = peer.stage == 0
+        options = NodeOptions(
+            link=None if begins else self.link,
+            manifest_path=self._manifest_path if begins else None,
+            stage=peer.stage,
+            moving=True if self._options.moving and not is_data_node else None,
+            identity_path=peer.identity_path,
+            listen=peer.place.host,
+            advertise=peer.place.told_host,
+            port=peer.port,
+            dht_port=peer.dht_port,
+            threads=self._options.threads_per_node,
+            steps=self._options.steps if is_data_node else None,
+            checkpoint_dir=self._options.checkpoint_dir,
+            checkpoint_every_s=self._options.checkpoint_every_s,
+            log_dir=self._options.log_dir,
+            yes=True,
+            as_json=True,
+            stop_on_eof=True,
+            log_level=LogLevel(self._options.log_level),
+        )
+        return ["join", *(self._with_text(options) if is_data_node else options).arguments()]
+
+    def _with_text(self, options: NodeOptions) -> NodeOptions:
+        """Whoever starts a swarm here has named its text: the nodes that read it, most of which join by link, may open
+        it."""
+        where = as_written(self._manifest.data)
+        return replace(
+            options,
+            text=None if where.text is None else where.text.absolute(),
+            tokenizer=None if where.tokenizer is None else where.tokenizer.absolute(),
+            allow_hub=self._manifest.data.source.startswith("huggingface:"),
+        )
 
     def environment(self) -> dict[str, str]:
         """What a child is told of this process's, but for settings meant for a node, which would reach all of them;
@@ -223,15 +230,6 @@ class LocalSetup:
         self._count += 1
         path = self._keys / f"peer-{index}.key"
         return PlannedPeer(index, stage, Identity.load_or_create(path).peer, path, port, dht_port, self._places(index))
-
-
-def _text_arguments(manifest: Manifest) -> list[str]:
-    """Whoever starts a swarm here has named its text: the nodes that read it, most of which join by link, may open
-    it."""
-    where = as_written(manifest.data)
-    told = {"--text": where.text, "--tokenizer": where.tokenizer}
-    arguments = [word for option, path in told.items() if path is not None for word in (option, str(path.absolute()))]
-    return [*arguments, "--allow-hub"] if manifest.data.source.startswith("huggingface:") else arguments
 
 
 def node_command() -> tuple[str, ...]:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from node.concurrency.task_groups import task_scope
+from node.observability.status import Status
+from node.observability.typed_json import from_json
 from swarm.vocabulary.errors import ManifestError, PeerError, ProtocolViolation
 from swarm.vocabulary.types import PeerId, short
 
@@ -60,3 +62,9 @@ def parse_answer(text: bytes) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise ProtocolViolation("the answer is not a JSON object")
     return table
+
+
+def parse_status(text: bytes) -> Status:
+    """A peer's answer to a question for its status: what is malformed in it has its default, and what this version does
+    not know is left out. Raises ProtocolViolation when it is not a JSON object."""
+    return from_json(Status, parse_answer(text), "status", lenient=True)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from node.concurrency.task_groups import set_or_after, task_scope
 from node.network.addresses import KnownPeers
-from node.network.asking import parse_answer
+from node.network.asking import parse_status
 from node.network.local_peer import LocalPeer
 from node.observability.events import EventSink, PeerChange
 from protocol.identity.keys import Identity
@@ -180,14 +180,14 @@ class MembershipSync:
         """Whether the peer answers, when asked, that it serves the module. A refusal is no such answer."""
         assert self._transport is not None
         try:
-            said = parse_answer(await self._transport.ask(peer, Question(QuestionAbout.STATUS), PROBE_TIMEOUT_S))
+            said = parse_status(await self._transport.ask(peer, Question(QuestionAbout.STATUS), PROBE_TIMEOUT_S))
         except (Unreachable, Stalled):
             self.membership.give_up(peer, self._clock.monotonic())
             self.changed.set()
             return False
         except PeerError:
             return False
-        return (said.get("module"), said.get("state")) == (str(module), PeerState.SERVING.name.lower())
+        return (said.module, said.state) == (str(module), PeerState.SERVING.name.lower())
 
     async def alive(self, modules: Sequence[ModuleId]) -> list[Announcement]:
         """Everybody's announcements, without the peers that do not answer any more.

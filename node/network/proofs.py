@@ -9,7 +9,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from typing import Final
 
-from node.network.asking import parse_answer
+from node.network.asking import parse_status
 from node.network.session import NetworkSession
 from protocol.interfaces.transport import Question, QuestionAbout
 from swarm.membership.rebalancing import LEAST_VOUCHED, proven_by
@@ -75,11 +75,9 @@ class Proofs:
         async def ask(peer: PeerId) -> None:
             try:
                 answer = await self._session.transport.ask(peer, Question(QuestionAbout.STATUS), ASK_TIMEOUT_S)
-                named = parse_answer(answer).get("measured")
+                words[peer] = frozenset(map(PeerId, parse_status(answer).measured[:MAX_VOUCHED]))
             except PeerError:
                 return
-            if isinstance(named, list):
-                words[peer] = frozenset(PeerId(each) for each in named[:MAX_VOUCHED] if isinstance(each, str))
 
         # One that was given no work yet leaves nothing that rests on it alone. If it heard nobody either, a stage that
         # has stopped would keep it for ever: who works may not leave it, and it may not leave who works.

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
-import types
 import typing
 from collections.abc import Callable
-from typing import Any, Literal, TextIO, TypeVar
+from typing import Any, TextIO
 
 from node.observability.events import Event
+from node.observability.typed_json import from_json, to_json
 from swarm.vocabulary.errors import ProtocolViolation
 
 MAX_LINE_BYTES = 64 * 1024
@@ -44,10 +42,10 @@ class JsonLinesSink:
 
 def event_to_json(event: Event, ms: int | None = None) -> str:
     """One line without its end, `event` first; last, if given, when it was, in milliseconds since the log began."""
-    table = {"event": event.NAME, **dataclasses.asdict(event)}
+    table = {"event": event.NAME, **to_json(event)}
     if ms is not None:
         table["ms"] = ms
-    return json.dumps(_finite(table), allow_nan=False, separators=(",", ":"))
+    return json.dumps(table, allow_nan=False, separators=(",", ":"))
 
 
 def event_from_json(line: str | bytes) -> Event | None:
@@ -65,64 +63,4 @@ def event_from_json(line: str | bytes) -> Event | None:
     if not isinstance(table, dict) or not isinstance(table.get("event"), str):
         raise ProtocolViolation(f"event: not an object with an `event` key: {line[:80]!r}")
     kind = _KINDS.get(table["event"])
-    return None if kind is None else typing.cast(Event, _read_dataclass(kind, table, kind.NAME))
-
-
-def _finite(value: Any) -> Any:
-    """The same value with null for every number that JSON cannot write."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-Read = TypeVar("Read")
-
-
-def _read_dataclass(kind: type[Read], table: Any, where: str) -> Read:
-    if not isinstance(table, dict):
-        raise _wrong(where, "an object", table)
-    types_by_field = typing.get_type_hints(kind)
-    values = {}
-    for field in dataclasses.fields(typing.cast(Any, kind)):
-        if field.name not in table and field.default is not dataclasses.MISSING:
-            continue  # came with a later version than the writer's
-        if field.name not in table:
-            raise ProtocolViolation(f"event: {where}.{field.name} is missing")
-        values[field.name] = _read(types_by_field[field.name], table[field.name], f"{where}.{field.name}")
-    return kind(**values)
-
-
-def _read(kind: Any, value: Any, where: str) -> Any:
-    """`value` as the annotated type `kind`, one of those used above; nothing is coerced but whole numbers to float."""
-    origin = typing.get_origin(kind)
-    if origin is types.UnionType:
-        return None if value is None else _read(typing.get_args(kind)[0], value, where)
-    if origin is tuple:
-        if not isinstance(value, list):
-            raise _wrong(where, "a list", value)
-        return tuple(_read(typing.get_args(kind)[0], item, f"{where}[{at}]") for at, item in enumerate(value))
-    if origin is Literal:
-        if value not in typing.get_args(kind):
-            raise _wrong(where, " or ".join(typing.get_args(kind)), value)
-        return value
-    if dataclasses.is_dataclass(kind):
-        return _read_dataclass(typing.cast(type[Any], kind), value, where)
-    return _read_scalar(kind, value, where)
-
-
-def _read_scalar(kind: type, value: Any, where: str) -> Any:
-    if kind is float:
-        if value is None:
-            return math.nan
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-        raise _wrong(where, "a number", value)
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise _wrong(where, kind.__name__, value)
-    return value
-
-
-def _wrong(where: str, wanted: str, value: Any) -> ProtocolViolation:
-    return ProtocolViolation(f"event: {where} must be {wanted}, not {str(value)[:80]!r}")
+    return None if kind is None else typing.cast(Event, from_json(kind, table, f"event: {kind.NAME}"))

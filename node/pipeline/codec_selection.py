@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Final
 
+from node.observability.status import CodecChoice, CodecStatus, LinkStatus
 from node.pipeline.admission import allowed_codecs
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.manifest.manifest import Manifest
@@ -63,24 +64,20 @@ class LinkCodecs:
         """The link ended; nothing that was chosen holds for the next one."""
         self._chosen.pop(peer, None)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> CodecStatus:
         """For `status`: which codecs are allowed, and what is used on each link, why."""
         links = list(self._chosen.items())[:DESCRIBED]
-        return {
-            "allowed": {traffic.value: _names(rungs) for traffic, rungs in self._rungs.items()},
-            "too_coarse": sorted(f"{traffic.value}: {codec.name.lower()}" for traffic, codec in self._too_coarse),
-            "links": {short(peer): self._described(peer, choices) for peer, choices in links},
-        }
+        return CodecStatus(
+            {traffic.value: tuple(codec.name.lower() for codec in rungs) for traffic, rungs in self._rungs.items()},
+            tuple(sorted(f"{traffic.value}: {codec.name.lower()}" for traffic, codec in self._too_coarse)),
+            {short(peer): self._described(peer, choices) for peer, choices in links},
+        )
 
-    def _described(self, peer: PeerId, choices: Choices) -> Mapping[str, Any]:
-        codecs = {t.value: {"codec": c.value.name.lower(), "why": c.reason} for t, c in choices.items()}
-        return {"bytes_per_s": round(self._goodput(peer)), **codecs}
+    def _described(self, peer: PeerId, choices: Choices) -> LinkStatus:
+        codecs = {t.value: CodecChoice(c.value.name.lower(), c.reason) for t, c in choices.items()}
+        return LinkStatus(round(self._goodput(peer)), **codecs)
 
     def _choices(self, peer: PeerId) -> Choices:
         while peer not in self._chosen and len(self._chosen) >= MAX_LINKS:
             del self._chosen[next(iter(self._chosen))]
         return self._chosen.setdefault(peer, {})
-
-
-def _names(codecs: tuple[Codec, ...]) -> list[str]:
-    return [codec.name.lower() for codec in codecs]

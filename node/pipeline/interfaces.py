@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from node.model.optimizer import StepFigures
+from node.observability.status import CodecStatus
 from protocol.codecs import Encoded
 from protocol.interfaces.tensor_spec import TensorSpec
 from swarm.compression.microbatch_codecs import Traffic
@@ -169,7 +170,7 @@ class CodecChooser(Protocol):
         """The link ended."""
         ...
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> CodecStatus:
         """For `status`."""
         ...
 
@@ -184,5 +185,5 @@ class AsTheyAre:
 
     def lost(self, peer: PeerId) -> None: ...
 
-    def describe(self) -> dict[str, Any]:
-        return {}
+    def describe(self) -> CodecStatus:
+        return CodecStatus()

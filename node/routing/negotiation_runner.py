@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any, Final
+from typing import Final
 
 from node.concurrency.pending_messages import PendingMessages
 from node.concurrency.task_groups import set_or_after, task_scope
 from node.network.local_peer import LocalPeer
+from node.observability.status import LaneStatus, PathStatus
 from protocol.interfaces.transport import Transport
 from swarm.membership.membership import Membership
 from swarm.routing.cost_model import Costs, Route
@@ -158,24 +159,17 @@ class NegotiationRunner:
 
     # ---- looking -------------------------------------------------------------------------------------------------
 
-    def describe(self) -> dict[str, Any]:
-        """For `status`; keys as in docs/PROTOCOL.md."""
-        stages = set(range(1, self._rules.stages))
-        waiting = self._times.waiting_s()
-        lanes = [
-            {
-                "stages": [hop.module.stage for hop in lane],
-                "skipped": sorted(stages - {hop.module.stage for hop in lane}),
-                "peers": [hop.peer for hop in lane],
-                "round_trip_s": self._round_trip_s(tuple(hop.peer for hop in lane)),
-            }
-            for lane in self.lanes
-        ]
-        return {
-            "talk": self._negotiator.describe(),
-            "lanes": lanes,
-            "waiting_s": {peer: round(waiting[peer], 4) for peer in sorted(waiting) if self._is_on_a_lane(peer)},
-        }
+    def describe(self) -> PathStatus:
+        """For `status`."""
+        skippable = set(range(1, self._rules.stages))
+        lanes = []
+        for lane in self.lanes:
+            stages, peers = tuple(hop.module.stage for hop in lane), tuple(hop.peer for hop in lane)
+            skipped = tuple(sorted(skippable.difference(stages)))
+            lanes.append(LaneStatus(stages, skipped, peers, self._round_trip_s(peers)))
+        waiting = sorted(self._times.waiting_s().items())
+        waits = {str(peer): round(seconds, 4) for peer, seconds in waiting if self._is_on_a_lane(peer)}
+        return PathStatus(self._negotiator.describe(), tuple(lanes), waits)
 
     def _round_trip_s(self, route: Route) -> float | None:
         return None if self._costs is None else round(self._costs.round_trip_s(self._own.peer, route), 4)

@@ -19,6 +19,7 @@ from node.data.feed import START, TrainingFeed, open_documents
 from node.data.prefetch import Prefetcher
 from node.data.reading_position import ReadingPosition
 from node.observability.events import Continued, Load, MicrobatchCounts
+from node.observability.status import Account
 from node.pipeline.admission import path_rules
 from node.pipeline.data_worker import DataWorker, host_stage_zero
 from node.pipeline.microbatch_runner import MicrobatchRunner
@@ -34,7 +35,7 @@ from node.runtime.resume import (
     progress_of,
     restore_stage_zero,
 )
-from node.runtime.role import Account, Answering, Hook, microbatch_runner_for
+from node.runtime.role import Answering, Hook, microbatch_runner_for
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.transport import QuestionAbout
 from protocol.manifest.manifest import Manifest
@@ -124,7 +125,7 @@ class DataRole:
             loss_first=progress.loss_first,
             loss_last=progress.loss_last,
             waiting_for=tuple(str(module) for module in progress.waiting_for),
-            visits=tuple(sorted(progress.visits.items())),
+            visits={str(stage): count for stage, count in sorted(progress.visits.items())},
             measured=self._data_node.vouched.peers(),
             paths=self._talk.describe(),
         )

@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from node.averaging.module_rounds import ModuleRounds
 from node.checkpoint.state import ReplicaState
 from node.context.module_context import ModuleContext
 from node.model.optimizer import StepFigures
 from node.network.proofs import Proofs
-from node.observability.events import EventSink, InnerStep, Load, MicrobatchCounts, Retracted, Visit
+from node.observability.events import EventSink, InnerStep, Load, Retracted, Visit
+from node.observability.status import Account
 from node.pipeline.admission import Admission
 from node.pipeline.codec_selection import LinkCodecs
 from node.pipeline.interfaces import Worker
@@ -24,35 +24,8 @@ from swarm.pipeline.custody import Custody
 from swarm.routing.planner import Planner
 from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId, Reasoned
 
-NO_COUNTS = MicrobatchCounts()
-
 Answering = Callable[[Question], Awaitable[bytes]]
 Hook = Callable[[], Awaitable[None]]
-
-
-@dataclass(frozen=True, slots=True)
-class Account:
-    """What a duty has done, for summaries and status."""
-
-    steps: int
-    accumulated: int
-    recomputed: int
-    tokens: int
-    tokens_per_s: float
-    codec_s: float
-    """Seconds spent on encoding and decoding microbatches."""
-    counts: MicrobatchCounts = NO_COUNTS
-    loss_first: float | None = None
-    loss_last: float | None = None
-    waiting_for: tuple[str, ...] = ()
-    visits: tuple[tuple[int, int], ...] = ()
-    """Of a data node: stage and completed visits."""
-    measured: tuple[PeerId, ...] = ()
-    """Of a data node: the peers whose visits have come home of late, for those who want to know whom they can leave a
-    module to."""
-    paths: dict[str, Any] | None = None
-    """Of a data node: its lanes, and how long its microbatches wait
-    (`node.routing.negotiation_runner.NegotiationRunner.describe`)."""
 
 
 class NodeRole(Protocol):

@@ -16,12 +16,13 @@ from node.checkpoint.state import ReplicaState
 from node.concurrency.compute_thread import Priority
 from node.context.module_context import ModuleContext
 from node.observability.events import Load
+from node.observability.status import Account
 from node.observability.throughput import Rate
 from node.pipeline.admission import path_rules
 from node.pipeline.microbatch_runner import MicrobatchRunner
 from node.pipeline.stage_worker import HopWorker, host_hop, measure_speed
 from node.runtime.resume import capture_hop, restore_hop
-from node.runtime.role import Account, Answering, Hook, microbatch_runner_for
+from node.runtime.role import Answering, Hook, microbatch_runner_for
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.transport import QuestionAbout
 from swarm.routing.measured_times import MeasuredTimes
@@ -100,7 +101,7 @@ class StageRole:
 async def stage_role(given: ModuleContext) -> AsyncIterator[StageRole]:
     """The duty of a stage peer, built but not prepared."""
     manifest, device = given.manifest, given.device
-    budget = default_graph_budget(device).value if given.options.memory is None else given.options.memory
+    budget = default_graph_budget(device).value if given.options.graph_bytes is None else given.options.graph_bytes
     slots = given.options.slots_held
     worker = await given.compute.run(Priority.UPKEEP, lambda: host_hop(manifest, given.module, device, budget, slots))
     if given.resumed.state is not None:

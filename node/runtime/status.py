@@ -8,6 +8,8 @@ import json
 from node.concurrency.compute_thread import ComputeThread
 from node.network.local_peer import LocalPeer
 from node.observability.events import BusySeconds, NodeSummary
+from node.observability.status import AttachmentStatus, ReachStatus, RelayStatus, Status
+from node.observability.typed_json import to_json
 from node.runtime.role import NodeRole
 from protocol.dht.tunnels import RelayTunnels
 
@@ -32,27 +34,26 @@ def node_summary(own: LocalPeer, duty: NodeRole, compute: ComputeThread) -> Node
 
 def status_json(own: LocalPeer, duty: NodeRole, tunnels: RelayTunnels) -> bytes:
     """docs/PROTOCOL.md lists the keys."""
-    account, custody = duty.account(), duty.carrier.custody
-    report = {
-        "peer": own.peer,
-        "module": str(own.module),
-        "state": own.state.name.lower(),
-        "addresses": list(own.addresses),
-        "via": list(own.via),
-        "reach": {"step": own.reach.step.value, "reason": own.reach.reason},
-        "relay": {"at": own.relay, **dataclasses.asdict(tunnels.carried())},
-        "relays": [dataclasses.asdict(attachment) for attachment in tunnels.attachments()],
-        "unix_ms": int(own.clock.wall() * 1000),
-        "slots": custody.slots,
-        "free_slots": custody.slots - custody.used_slots,
-        "round": 0 if own.anchor is None else own.anchor.round,
-        "digest": "" if own.anchor is None else own.anchor.digest.hex(),
-        "rounds": duty.rounds.describe(),
-        "last_round": duty.rounds.news.last_round(),
-        "accused": duty.rounds.news.accused_lately(),
-        "catching_up": duty.rounds.news.catching_up(),
-        "codecs": duty.carrier.codecs.describe(),
-        **dataclasses.asdict(account),
-        "visits": {str(stage): count for stage, count in account.visits},
-    }
-    return json.dumps(report).encode()
+    account, custody, rounds = duty.account(), duty.carrier.custody, duty.rounds
+    status = Status(
+        **{field.name: getattr(account, field.name) for field in dataclasses.fields(account)},
+        peer=own.peer,
+        module=str(own.module),
+        state=own.state.name.lower(),
+        addresses=own.addresses,
+        via=own.via,
+        reach=ReachStatus(own.reach.step.value, own.reach.reason),
+        relay=RelayStatus(own.relay, **dataclasses.asdict(tunnels.carried())),
+        relays=tuple(AttachmentStatus(each.relay, each.standing, each.reason) for each in tunnels.attachments()),
+        unix_ms=int(own.clock.wall() * 1000),
+        slots=custody.slots,
+        free_slots=custody.slots - custody.used_slots,
+        round=0 if own.anchor is None else own.anchor.round,
+        digest="" if own.anchor is None else own.anchor.digest.hex(),
+        rounds=rounds.describe(),
+        last_round=rounds.news.last_round(),
+        accused=rounds.news.accused_lately(),
+        catching_up=rounds.news.catching_up(),
+        codecs=duty.carrier.codecs.describe(),
+    )
+    return json.dumps(to_json(status), allow_nan=False).encode()

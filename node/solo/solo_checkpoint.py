@@ -7,6 +7,7 @@ inner steps do not tell.)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,15 @@ from node.data.packing import Cursor
 from node.model.optimizer import InnerOptimizer
 from swarm.vocabulary.errors import CorruptSnapshot
 from swarm.vocabulary.types import ModuleId, PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPlan:
+    """Where a solo run is saved, and how often."""
+
+    folder: CheckpointFolder
+    every_s: float = math.inf
+    """Seconds between two saves; a run is saved at its end too."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

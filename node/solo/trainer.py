@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import torch
 from torch import nn
@@ -31,14 +31,15 @@ from node.model.build import build_block_stack, build_embedding, build_head
 from node.model.device import device_errors, flushed_denormals
 from node.model.initialization import parameters_of
 from node.model.memory_need import require_room
-from node.model.optimizer import Accumulator, Addition, InnerOptimizer, StepFigures
+from node.model.optimizer import Accumulator, Addition, InnerOptimizer
 from node.model.parts import BlockStack, EmbeddingPart, HeadPart
+from node.observability.events import Event, MicrobatchCounts, Note, Step, Summary
 from node.pipeline.admission import path_rules
-from node.solo.solo_checkpoint import Hosted, load_solo, save_solo
-from node.solo.solo_events import Event, SoloProgress
+from node.solo.solo_checkpoint import CheckpointPlan, Hosted, load_solo, save_solo
 from protocol.manifest.manifest import Manifest
 from swarm.routing.planner import visited_stages
 from swarm.vocabulary.errors import ConfigError, ResourceExhausted, StateError
+from swarm.vocabulary.ewma import Ewma
 from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId
 
 log = logging.getLogger(__name__)
@@ -52,41 +53,35 @@ def train_solo(
     *,
     steps: int,
     device: torch.device,
-    threads: int | None,
     on_event: Callable[[Event], None],
-    checkpoint: CheckpointFolder | None = None,
-    save_every_s: float = math.inf,
+    saves: CheckpointPlan | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     monotonic: Callable[[], float] = time.monotonic,
-) -> Event:
-    """Trains for `steps` inner steps, or until `should_stop` says so between two microbatches; returns the summary
-    event.
+) -> Summary:
+    """Trains for `steps` inner steps, or until `should_stop` says so between two microbatches; returns the summary.
 
-    `on_event` gets a `step` event after every step and the summary at the end. `threads` is the number of CPU threads
-    of torch, its own choice when None. What is in the checkpoint is gone on from; it is written every `save_every_s`
-    seconds and at the end. `steps` counts those before a resume.
+    `on_event` gets a `Step` after every step and the summary at the end. What is in the checkpoint is gone on from; it
+    is written now and then and at the end. `steps` counts those before a resume.
 
     Raises:
         ConfigError: the run has several experts a stage, or its data is not here (see `open_documents`).
         StateError: the loss or a gradient is not finite, or the last checkpoint could not be written.
         CorruptSnapshot: there is a checkpoint, and no step of it is whole.
     """
-    if threads is not None:
-        torch.set_num_threads(threads)
     with flushed_denormals():  # as a node computes
         model = WholeModel(manifest, device)
         trainer = SoloTrainer(manifest, model, open_documents(manifest))
-        keeper = _Keeper(checkpoint, trainer, on_event, save_every_s, monotonic)
+        keeper = _Keeper(saves, trainer, on_event, monotonic)
         keeper.resume()
-        progress = SoloProgress(trainer, monotonic)
+        progress = _Progress(trainer, monotonic)
         while trainer.steps < steps:
             loss = trainer.step(should_stop)
             if loss is None:
                 break
-            on_event(progress.step_event(loss, trainer))
+            on_event(progress.stepped(loss))
             keeper.save_if_due()
         keeper.save()
-    summary = progress.summary_event(trainer)
+    summary = progress.summary()
     on_event(summary)
     return summary
 
@@ -99,7 +94,7 @@ class Measurable(Protocol):
         ...
 
 
-def evaluate(model: Measurable, microbatches: Iterable[Microbatch]) -> Event:
+def evaluate(model: Measurable, microbatches: Iterable[Microbatch]) -> dict[str, Any]:
     """Mean loss over the microbatches, which are all of one size: `{"loss": nats per token, "tokens": n,
     "microbatches": n}`.
 
@@ -213,8 +208,6 @@ class SoloTrainer:
         self.steps = 0
         self.microbatches = 0
         """Completed."""
-        self.figures: dict[ModuleId, StepFigures] = {}
-        """Of each module's last step."""
 
     @property
     def tokens(self) -> int:
@@ -254,7 +247,8 @@ class SoloTrainer:
             losses.append(self._microbatch(self._feed.next()))
             for hosted in self._hosted:
                 if hosted.optimizer.due:
-                    self.figures[hosted.module] = self._step(hosted)
+                    visits = hosted.optimizer.step().visits[0]
+                    hosted.replica.after_inner_step(visits * self._manifest.microbatch_tokens)
         self.steps += 1
         self._at = self._feed.cursor
         return math.fsum(losses) / len(losses)
@@ -264,11 +258,6 @@ class SoloTrainer:
         optimizer = InnerOptimizer(training, [self._accumulators[part] for part in parts])
         local = LocalReplica(parts, training.fragments, optimizer)
         return Hosted(module, parts, optimizer, LoneReplica(local, outer_rule(manifest), training.inner_steps))
-
-    def _step(self, hosted: Hosted) -> StepFigures:
-        figures = hosted.optimizer.step()
-        hosted.replica.after_inner_step(figures.visits[0] * self._manifest.microbatch_tokens)
-        return figures
 
     def _microbatch(self, microbatch: Microbatch) -> float:
         loss, gradients = self._model.gradients(microbatch, self._choose(self.microbatches))
@@ -284,35 +273,60 @@ class SoloTrainer:
         return loss
 
 
+class _Progress:
+    """Turns steps into events."""
+
+    def __init__(self, trainer: SoloTrainer, monotonic: Callable[[], float]) -> None:
+        self._trainer = trainer
+        self._monotonic = monotonic
+        self._began = self._last = monotonic()
+        self._tokens = self._tokens_before = trainer.tokens
+        self._rate = Ewma()
+        self._losses: list[float] = []  # the first and the last
+
+    def stepped(self, loss: float) -> Step:
+        now, tokens = self._monotonic(), self._trainer.tokens
+        self._rate.add((tokens - self._tokens) / max(now - self._last, 1e-9))
+        self._last, self._tokens = now, tokens
+        self._losses = [*self._losses[:1], loss]
+        return Step(self._trainer.steps, loss, tokens, self._rate.mean, peer="")
+
+    def summary(self) -> Summary:
+        """The rate is the mean since the start; losses are of the steps since then, None when there was none."""
+        first, last = (self._losses[0], self._losses[-1]) if self._losses else (None, None)
+        rate = (self._tokens - self._tokens_before) / max(self._last - self._began, 1e-9)
+        completed = self._trainer.microbatches
+        counts = MicrobatchCounts(started=completed, completed=completed)
+        return Summary(self._trainer.steps, first, last, self._trainer.tokens, rate, counts, peers=())
+
+
 class _Keeper:
     """Saves a solo run now and then, and finds what an earlier one has saved. Does nothing without a folder."""
 
     def __init__(
         self,
-        folder: CheckpointFolder | None,
+        plan: CheckpointPlan | None,
         trainer: SoloTrainer,
         on_event: Callable[[Event], None],
-        every_s: float,
         monotonic: Callable[[], float],
     ) -> None:
-        self._folder = folder
+        self._plan = plan
         self._trainer = trainer
         self._on_event = on_event
-        self._every_s = every_s
         self._monotonic = monotonic
-        self._saved_at = monotonic() if folder is not None else 0.0
+        self._saved_at = monotonic() if plan is not None else 0.0
 
     def resume(self) -> None:
-        if self._folder is None:
+        if self._plan is None:
             return
-        for problem in self._trainer.resume(self._folder):
+        for problem in self._trainer.resume(self._plan.folder):
             self._note("warning", f"damaged snapshot passed over: {problem}")
         if self._trainer.steps:
             self._note("info", f"resumes at step {self._trainer.steps}, {self._trainer.tokens} tokens")
 
     def save_if_due(self) -> None:
         """A save that fails on the way is a warning, and training goes on."""
-        if self._folder is None or self._monotonic() - self._saved_at < self._every_s:
+        if self._plan is None or self._monotonic() - self._saved_at < self._plan.every_s:
             return
         self._saved_at = self._monotonic()
         try:
@@ -321,8 +335,8 @@ class _Keeper:
             self._note("warning", f"{error}. {error.hint}")
 
     def save(self) -> None:
-        if self._folder is not None:
-            self._trainer.save(self._folder)
+        if self._plan is not None:
+            self._trainer.save(self._plan.folder)
 
-    def _note(self, level: str, message: str) -> None:
-        self._on_event({"event": "note", "level": level, "message": message})
+    def _note(self, level: Literal["info", "warning"], message: str) -> None:
+        self._on_event(Note(level, message))

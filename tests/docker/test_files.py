@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import yaml
 
-from node.context.options import SETTINGS, variable
+from node.context.options import VARIABLES
 from protocol.manifest.manifest import manifest_from_table
 
 FOLDER = Path(__file__).parent.parent.parent / "docker"
 OF_THE_ENTRYPOINT = {"SKIPSTONE_RUN", "SKIPSTONE_IDENTITIES", "SKIPSTONE_HOME"}
-KNOWN_VARIABLES = {variable(setting) for setting in SETTINGS} | OF_THE_ENTRYPOINT
+KNOWN_VARIABLES = VARIABLES | OF_THE_ENTRYPOINT
 READ_BY_BOTH = {
     "build",
     "cap_drop",

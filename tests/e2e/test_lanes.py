@@ -8,13 +8,13 @@ import signal
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions
 from node.network.client import query_status
+from node.observability.status import LaneStatus
 from tests.e2e.small_run import PATIENCE_S, Watch, small_run, write_text
 
 pytestmark = pytest.mark.e2e
@@ -23,7 +23,7 @@ DATA_NODES, STAGES, PER_PATH = 2, 4, 2
 REPLICATED = 1
 """The stage that has a second peer, the fifth of the swarm."""
 
-Lanes = list[dict[str, Any]]
+Lanes = tuple[LaneStatus, ...]
 
 
 async def lanes_when(swarm: LocalSwarm, good: Callable[[list[Lanes]], bool]) -> list[Lanes]:
@@ -31,20 +31,20 @@ async def lanes_when(swarm: LocalSwarm, good: Callable[[list[Lanes]], bool]) -> 
     async with asyncio.timeout(PATIENCE_S):
         while True:
             status = await query_status(swarm.link)
-            answers = [peer["answered"] for peer in status["peers"] if peer["module"] == "0.0"]
-            lanes = [answer["paths"]["lanes"] for answer in answers if answer and answer["paths"]["lanes"]]
+            paths = [peer.answered.paths for peer in status.peers if peer.answered is not None and peer.hosts(0)]
+            lanes = [each.lanes for each in paths if each is not None and each.lanes]
             if len(lanes) == DATA_NODES and good(lanes):
                 return lanes
 
 
 def equal(lanes: list[Lanes]) -> bool:
     """While a trade is decided and not yet known to the other side they are not, for a moment."""
-    visits = Counter(stage for each in lanes for lane in each for stage in lane["stages"])
+    visits = Counter(stage for each in lanes for lane in each for stage in lane.stages)
     return len(visits) == STAGES - 1 and len(set(visits.values())) == 1
 
 
 def peers_of(lanes: list[Lanes]) -> set[str]:
-    return {peer for each in lanes for lane in each for peer in lane["peers"]}
+    return {peer for each in lanes for lane in each for peer in lane.peers}
 
 
 async def test_data_nodes_skip_equally_and_leave_the_dead_out(tmp_path: Path) -> None:
@@ -54,12 +54,13 @@ async def test_data_nodes_skip_equally_and_leave_the_dead_out(tmp_path: Path) ->
         await watch.step(2)
         swarm.start_peer(0)
         lanes = await lanes_when(swarm, equal)
-        assert all(len(lane["stages"]) == PER_PATH for each in lanes for lane in each)
+        assert all(len(lane.stages) == PER_PATH for each in lanes for lane in each)
         victim = next(p for p in swarm.peers if p.stage == REPLICATED and p.peer in peers_of(lanes))
         swarm.kill(victim.index)
         lanes = await lanes_when(swarm, lambda now: equal(now) and victim.peer not in peers_of(now))
         status = await query_status(swarm.link)
-        seen = status["step"]
+        assert status.step is not None
+        seen = status.step
         await watch.step(seen + 3)
         await swarm.stop()
     assert {index: end.exit_code for index, end in swarm.ends.items() if end.exit_code} == {

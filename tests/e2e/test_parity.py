@@ -12,7 +12,9 @@ from node.checkpoint.folder import CheckpointFolder
 from node.checkpoint.gather import gather_modules
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions, Place, Places, everywhere_here
+from node.observability.events import Step
 from node.pipeline.admission import path_rules
+from node.solo.solo_checkpoint import CheckpointPlan
 from node.solo.trainer import train_solo
 from protocol.identity.keys import Identity
 from protocol.manifest.manifest import Manifest
@@ -73,12 +75,12 @@ async def _compare(manifest: Manifest, tmp_path: Path, places: Places = everywhe
 def _solo_losses(manifest: Manifest, folder: Path) -> list[float]:
     losses: list[float] = []
     signed = sign_manifest(manifest, Identity.generate())
+    torch.set_num_threads(1)
     train_solo(
         manifest,
         steps=STEPS,
         device=torch.device("cpu"),
-        threads=1,
-        on_event=lambda event: losses.append(event["loss"]) if event["event"] == "step" else None,
-        checkpoint=CheckpointFolder(folder, signed.run, signed.text),
+        on_event=lambda event: losses.append(event.loss) if isinstance(event, Step) else None,
+        saves=CheckpointPlan(CheckpointFolder(folder, signed.run, signed.text)),
     )
     return losses

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from node.cli.status import status_headline, status_table
+from node.cli.views.status_view import status_headline, status_table
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions
 from node.network.client import query_evaluation, query_status
@@ -31,15 +31,17 @@ async def test_a_running_swarm_tells_of_itself(tmp_path: Path) -> None:
         watch = Watch(swarm)
         await watch.step(3)
         status = await query_status(swarm.link)
-        assert status["run"] == swarm.link.run
-        assert [peer["module"] for peer in sorted(status["peers"], key=lambda p: p["module"])] == ["0.0", "1.0", "2.0"]
-        assert all(peer["state"] == "serving" and peer["answered"]["steps"] >= 0 for peer in status["peers"])
-        assert status["step"] >= 3
-        assert 0 < status["loss"] < 7
-        assert status["microbatches"]["duplicated"] == 0
+        assert status.run == swarm.link.run
+        assert sorted(str(peer.module) for peer in status.peers) == ["0.0", "1.0", "2.0"]
+        assert all(peer.state == "serving" and peer.answered is not None for peer in status.peers)
+        assert status.step is not None
+        assert status.step >= 3
+        assert status.loss is not None
+        assert 0 < status.loss < 7
+        assert status.microbatches.duplicated == 0
         shown = Console(record=True, width=200, file=io.StringIO())
         shown.print(status_headline(status), status_table(status))
-        assert all(peer["peer"][-6:] in shown.export_text(clear=False) for peer in status["peers"])
+        assert all(peer.peer[-6:] in shown.export_text(clear=False) for peer in status.peers)
         before = await query_evaluation(swarm.link, 2)
         assert before["microbatches"] == 2
         assert before["tokens"] == 2 * manifest.microbatch_tokens

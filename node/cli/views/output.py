@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 import json
 import logging
 import os
@@ -21,15 +20,6 @@ from node.observability.event_json import JsonLinesSink
 from node.observability.events import EventSink
 
 Result = TypeVar("Result")
-
-
-class LogLevel(enum.Enum):
-    """How much of the log is shown on standard error."""
-
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
 
 
 def announce(line: str, *, as_json: bool) -> None:
@@ -54,10 +44,10 @@ def print_json(value: dict[str, Any]) -> None:
     typer.echo(json.dumps(value, separators=(",", ":")))
 
 
-def start_log(level: LogLevel) -> None:
-    """Sends the log to standard error."""
+def start_log(level: str) -> None:
+    """Sends the log from `debug`, `info`, `warning` or `error` on to standard error."""
     logging.basicConfig(
-        level=level.value.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+        level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
 
 

@@ -6,7 +6,6 @@ import itertools
 import math
 import unicodedata
 from collections.abc import Sequence
-from typing import Any
 
 from swarm.vocabulary.types import PeerId, short
 
@@ -58,12 +57,6 @@ def loss_text(loss: float | None) -> str:
 def megabytes(amount: float) -> str:
     """`12.3 MB`, of 10^6 bytes."""
     return f"{amount / 1e6:,.1f} MB" if math.isfinite(amount) else "-"
-
-
-def number_in(table: Any, key: str) -> float:
-    """A number that another machine has sent, or 0 where it has sent something else."""
-    value = table.get(key) if isinstance(table, dict) else None
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else 0
 
 
 def round_text(number: float, members: float, seconds_ago: float | None) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from node.lab.doctor.finding import Finding, Level, bounded_async
-from node.network.asking import parse_answer
+from node.network.asking import parse_status
 from node.network.reach_status import ReachMode, ReachStep, Standing, held_by
 from node.network.session import NetworkSession, visit
 from node.reachability.held_links import Attachments
@@ -99,13 +99,11 @@ async def clock_offset(ask: Callable[[], Awaitable[bytes]], clock: Clock) -> flo
     use."""
     before, began = clock.wall(), clock.monotonic()
     try:
-        said = parse_answer(await ask()).get("unix_ms")
+        said = parse_status(await ask()).unix_ms
     except PeerError:
         return None
     took = clock.monotonic() - began
-    if not isinstance(said, int) or isinstance(said, bool):
-        return None
-    return said / 1000 - (before + took / 2)
+    return said / 1000 - (before + took / 2) if said else None
 
 
 def clock_finding(offsets: Sequence[float]) -> Finding:

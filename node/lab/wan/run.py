@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from node.concurrency.task_groups import task_scope, unless
 from node.lab.audit.audit import Report
@@ -29,6 +29,8 @@ from node.observability.events import Step
 from swarm.vocabulary.errors import ConfigError, SkipstoneError, Stalled
 
 log = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
 
 ROW_S = 1.0
 START_LIMIT_S = 180.0
@@ -199,7 +201,7 @@ class Run:
             return capacity, None
         status = await _asked(lambda: query_status(lab.swarm.link), self._stop)
         if status is not None:
-            speeds = ((_stage(peer["module"]), float(peer["tokens_per_s"])) for peer in status["peers"])
+            speeds = ((_stage(peer.module), peer.tokens_per_s) for peer in status.peers)
             capacity = capacity_of(speeds, self._scenario.manifest)
         if not self._scenario.held_out:
             return capacity, None
@@ -212,7 +214,7 @@ async def held_out_loss(lab: Laboratory, microbatches: int, stop: asyncio.Event)
     return None if answer is None else float(answer["loss"])
 
 
-async def _asked(question: Callable[[], Awaitable[dict[str, Any]]], stop: asyncio.Event) -> dict[str, Any] | None:
+async def _asked(question: Callable[[], Awaitable[Answer]], stop: asyncio.Event) -> Answer | None:
     """An answer of the swarm; None when there is none soon: peers that were asked may just have been killed."""
     for _ in range(ASK_TRIES):
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from node.averaging.reporting import PROGRESS_S, RoundNews
 from node.averaging.round_runner import RoundSettled
 from node.observability.events import CatchingUp, CaughtUp, Event, RoundCommitted
+from node.observability.status import DownloadStatus, RoundStatus
 from swarm.vocabulary.types import Codec, ModuleId, PeerId
 from tests.node.checkpoint.small_states import state
 from tests.node.network.small_swarm import ManualClock
@@ -30,7 +31,7 @@ def test_a_download_is_told_when_it_begins_and_once_a_second() -> None:
         news.progressed(done, 8)
         clock.now += PROGRESS_S / 2
     assert kept.events == [CatchingUp(OWN, "1.0", 3, done, 8) for done in (0, 2, 4)]
-    assert news.catching_up() == {"round": 3, "bytes": 4, "total_bytes": 8}
+    assert news.catching_up() == DownloadStatus(3, 4, 8)
     news.caught_up(wanted, known, (A, B), {B: 7})
     news.ended()
     told = kept.events[-1]
@@ -49,5 +50,5 @@ def test_the_last_round_is_remembered() -> None:
         RoundSettled(MODULE, state(3).version, (OWN, A, B), (OWN, A), 100, 1, 0.5, 10, 20, Codec.INT4, "slow")
     )
     clock.now += 4
-    assert news.last_round() == {"members": 3, "seconds_ago": 4.0, "codec": "int4", "codec_reason": "slow"}
+    assert news.last_round() == RoundStatus(3, 4.0, "int4", "slow")
     assert isinstance(kept.events[0], RoundCommitted)

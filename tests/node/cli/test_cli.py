@@ -21,7 +21,9 @@ from node.cli.views.text import harmless_lines
 from node.context.options import NodeOptions
 from node.local_swarm import local_swarm
 from node.network.loss_report import AskedPaths
-from node.observability.events import EventSink, Note, Step
+from node.observability.events import EventSink, MicrobatchCounts, Note, Step
+from node.observability.status import PeerStatus, Status, SwarmStatus
+from node.observability.typed_json import to_json
 from protocol.manifest.signing import read_signed_manifest
 from swarm.vocabulary.errors import ConfigError, IdentityError, SkipstoneError, Unreachable
 from tests.node.checkpoint.saved_model import file_of, save_checkpoint
@@ -177,7 +179,7 @@ class TestJoin:
         assert result.exit_code == 0, result.output
         (options,) = seen
         assert (str(options.link), options.manifest_path) == (LINK, None)
-        assert (options.stage, options.memory, options.steps, options.port) == (2, 2**20, 3, 9)
+        assert (options.stage, options.graph_bytes, options.steps, options.port) == (2, 2**20, 3, 9)
         assert options.relay_bytes_per_hour == 50_000_000
         assert options.identity_path == tmp_path / "home" / "identity.key"
         assert [json.loads(line)["event"] for line in result.stdout.splitlines()] == ["step"]
@@ -337,38 +339,35 @@ class TestUp:
         assert list(tmp_path.iterdir()) == []
 
 
-STATUS = {
-    "run": "9f86d081884c7d65",
-    "name": "demo",
-    "stages": 2,
-    "step": 12,
-    "loss": 3.25,
-    "tokens": 1000,
-    "tokens_per_s": 1500.0,
-    "microbatches": {"started": 1, "completed": 1, "abandoned": 0, "duplicated": 0},
-    "waiting_for": ["1.0"],
-    "peers": [
-        {
-            "peer": "12D3KooWabcdef",
-            "module": "0.0",
-            "state": "serving\x1b[2J",
-            "addresses": ["127.0.0.1:5000"],
-            "via": [],
-            "tokens_per_s": 1500.0,
-            "slots": 4,
-            "free_slots": 1,
-            "steps": 12,
-            "round": 0,
-            "digest": "",
-            "answered": {"steps": 12},
-        }
-    ],
-}
+STATUS = SwarmStatus(
+    run="9f86d081884c7d65",
+    name="demo",
+    stages=2,
+    step=12,
+    loss=3.25,
+    tokens=1000,
+    tokens_per_s=1500.0,
+    microbatches=MicrobatchCounts(started=1, completed=1),
+    waiting_for=("1.0",),
+    peers=(
+        PeerStatus(
+            peer="12D3KooWabcdef",
+            module="0.0",
+            state="serving\x1b[2J",
+            addresses=("127.0.0.1:5000",),
+            tokens_per_s=1500.0,
+            slots=4,
+            free_slots=1,
+            steps=12,
+            answered=Status(steps=12),
+        ),
+    ),
+)
 
 
 class TestQuestions:
     def test_status(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        async def query_status(link: object) -> dict[str, Any]:
+        async def query_status(link: object) -> SwarmStatus:
             assert str(link) == LINK
             return STATUS
 
@@ -380,7 +379,7 @@ class TestQuestions:
         assert any(line.split() == ["1", "none"] for line in result.stdout.splitlines())
         assert "\x1b" not in result.stdout
         result = run("status", LINK, "--json")
-        assert json.loads(result.stdout) == STATUS
+        assert json.loads(result.stdout) == to_json(STATUS)
 
     def test_evaluation_of_a_swarm(self, monkeypatch: pytest.MonkeyPatch) -> None:
         async def query_evaluation(link: object, microbatches: int, paths: AskedPaths) -> dict[str, Any]:

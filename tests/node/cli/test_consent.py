@@ -40,7 +40,7 @@ def told(run: SignedManifest, asked: NodeOptions, *, own: bool = False) -> str:
 
 def test_it_says_what_the_run_is_and_what_is_read_sent_and_used() -> None:
     run = signed(data__source="path:~/.ssh", stages__experts=2)
-    said = told(run, options(told=ToldPlaces(text=Path("/text")), port=4002, threads=2))
+    said = told(run, options(text=Path("/text"), port=4002, threads=2))
     manifest = run.manifest
     parameters = sum(parameter_bytes(parameter_shapes(manifest, m)) for m in manifest.modules()) // BYTES_PER_PARAMETER
     for words in ("small", run.run, AUTHOR.peer, f"{parameters:,} parameters in 3 stages of 2 experts", "/text"):
@@ -96,8 +96,8 @@ def shown_on(screen: int) -> str:
 
 
 async def answer(*, yes: bool = False, as_json: bool = False, own: bool = False) -> bool:
-    run, asked = signed(), options()
-    asking = Consent(asked, yes=yes, as_json=as_json)(run, places(run.manifest.data, asked.told, own=own), own)
+    run, asked = signed(), options(yes=yes, as_json=as_json)
+    asking = Consent(asked)(run, places(run.manifest.data, asked.told, own=own), own)
     return await asyncio.wait_for(asking, 20)
 
 

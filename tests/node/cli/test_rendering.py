@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -12,15 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from node.cli.status import status_table
-from node.cli.views.accused_view import accused_view
-from node.cli.views.codecs_view import MOST_ROWS, codecs_views
 from node.cli.views.live import remaining_s, render
-from node.cli.views.paths_view import paths_views
 from node.cli.views.plain import plain_line
+from node.cli.views.status_view import MOST_ROWS, accused_lines, codec_tables, path_tables, status_table
 from node.cli.views.text import MAX_FOREIGN_CHARACTERS, duration, harmless, sparkline
 from node.local_swarm.swarm_progress import SwarmProgress, apply, noted, peer_exited, peer_started
+from node.network.asking import parse_status
 from node.observability import events
+from node.observability.status import PeerStatus, SwarmStatus
 from swarm.compression.microbatch_codecs import NO_CHOICE
 
 NOW = 10.0
@@ -81,7 +81,7 @@ def row_of(state: SwarmProgress) -> str:
 def test_status_shows_rounds_and_what_a_peer_says_cannot_break_it() -> None:
     said = {"last_round": {"members": 2, "seconds_ago": 61}, "catching_up": None}
     assert "3  2 peers  1m01s ago" in status_of(said)
-    said = {"last_round": None, "catching_up": {"bytes": 5e6, "total_bytes": 2e7}}
+    said = {"last_round": None, "catching_up": {"bytes": 5_000_000, "total_bytes": 20_000_000}}
     assert "5.0 MB of 20.0 MB" in status_of(said)
     for odd in ("\x1b[2J", [1], {"bytes": HOSTILE, "members": [], "seconds_ago": math.inf, "total_bytes": -1}):
         assert "\x1b" not in status_of({"last_round": odd, "catching_up": odd})
@@ -103,18 +103,20 @@ def test_status_shows_what_a_relay_has_carried() -> None:
         assert "\x1b" not in status_of({"relay": odd})
 
 
+def peer_of(name: str, module: str, answered: Any) -> PeerStatus:
+    """A peer that gave this answer, as it is read."""
+    said = None if answered is None else parse_status(json.dumps(answered).encode())
+    return PeerStatus(peer=name, module=module, state="serving", answered=said)
+
+
+def swarm_of(stages: int, *peers: PeerStatus) -> SwarmStatus:
+    return SwarmStatus(run="9f86", name="demo", stages=stages, peers=peers)
+
+
 def status_of(answered: object) -> str:
-    peer = {
-        "peer": "12D3KooWpeer1abc",
-        "module": "1.0",
-        "state": "serving",
-        "addresses": [],
-        "via": [],
-        "tokens_per_s": 1.0,
-    }
-    peer |= {"slots": 4, "free_slots": 1, "steps": 5, "round": 3, "digest": "", "answered": answered}
+    peer = replace(peer_of("12D3KooWpeer1abc", "1.0", answered), slots=4, free_slots=1, steps=5, round=3)
     console = Console(record=True, width=140, force_terminal=False, file=io.StringIO())
-    console.print(status_table({"stages": 2, "peers": [peer]}))
+    console.print(status_table(swarm_of(2, peer)))
     return console.export_text()
 
 
@@ -138,9 +140,8 @@ def test_status_draws_which_stages_the_lanes_skip() -> None:
 
 
 def paths_of(answered: object) -> str:
-    peer = {"peer": "12D3KooWdata1abc", "module": "0.0", "answered": answered}
     console = Console(record=True, width=140, force_terminal=False, file=io.StringIO())
-    for table in paths_views({"stages": 4, "peers": [peer]}):
+    for table in path_tables(swarm_of(4, peer_of("12D3KooWdata1abc", "0.0", answered))):
         console.print(table)
     return console.export_text()
 
@@ -237,11 +238,13 @@ def test_rates_without_a_window_fall_back() -> None:
 
 
 def codecs_of(answered: object) -> str:
-    peer = {"peer": "12D3KooWhop1abcdef", "module": "1.0", "answered": answered}
     console = Console(record=True, width=160, force_terminal=False, file=io.StringIO())
-    for view in codecs_views({"stages": 4, "peers": [peer]}):
+    for view in codec_tables(swarm_of(4, peer_of("12D3KooWhop1abcdef", "1.0", answered))):
         console.print(view)
     return console.export_text()
+
+
+CHOICE = {"activations": ["none", "int8"]}
 
 
 def choice(codec: str, why: str = "because") -> dict[str, str]:
@@ -260,12 +263,9 @@ def in_round(codec: str, why: str, seconds_ago: object = 4) -> dict[str, object]
 
 def test_the_codec_of_the_newest_round_of_each_module_is_shown_with_the_reason() -> None:
     said = [("1.0", "int8", 50), ("1.0", "int4", 3), ("2.0", "top_k_2", 9)]
-    peers = [
-        {"peer": f"12D3KooW{codec}", "module": module, "answered": in_round(codec, f"{codec} fits", ago)}
-        for module, codec, ago in said
-    ]
+    peers = [peer_of(f"12D3KooW{codec}", module, in_round(codec, f"{codec} fits", ago)) for module, codec, ago in said]
     console = Console(record=True, width=160, force_terminal=False, file=io.StringIO())
-    for view in codecs_views({"stages": 4, "peers": peers}):
+    for view in codec_tables(swarm_of(4, *peers)):
         console.print(view)
     rows = [line.split() for line in console.export_text().splitlines()[-2:]]
     assert rows == [["1.0", "int4", "int4", "fits"], ["2.0", "top_k_2", "top_k_2", "fits"]]
@@ -291,6 +291,10 @@ def test_of_a_run_that_compresses_nothing_no_codecs_are_shown() -> None:
         in_round(HOSTILE, HOSTILE, HOSTILE),
         in_round("int8", 7, {}),  # type: ignore[arg-type]
         {"codecs": {"allowed": {"activations": [1, 2]}, "links": [HOSTILE]}},
+        {"codecs": {"allowed": CHOICE, "links": [HOSTILE]}},
+        {"codecs": {"allowed": CHOICE, "links": {HOSTILE: {"activations": choice(HOSTILE, HOSTILE)}}}},
+        {"codecs": {"allowed": CHOICE, "links": {"a": {"bytes_per_s": 10**400, "gradients": 3}}}},
+        {"codecs": {"allowed": CHOICE, "links": {str(n): {} for n in range(1000)}}},
         {"codecs": {"allowed": {"activations": [1, 2]}, "links": {HOSTILE: {"activations": choice(HOSTILE, HOSTILE)}}}},
         {"codecs": {"allowed": {"activations": [1, 2]}, "links": {"a": {"bytes_per_s": "many", "gradients": 3}}}},
         {"codecs": {"allowed": {"activations": [1, 2]}, "links": {str(n): {} for n in range(1000)}}},
@@ -309,9 +313,9 @@ def test_status_names_who_is_accused_and_bears_whatever_peers_say() -> None:
         "x",
         {"peer": "liar2", "round": "y"},
     ]
-    peers = [{"peer": name, "answered": {"accused": about}} for name, about in (("a", said), ("b", said[:1]), ("c", 5))]
-    lines = [view.plain for view in accused_view({"peers": [*peers, {"peer": "d", "answered": None}]})]
+    peers = [peer_of(name, "1.0", {"accused": about}) for name, about in (("a", said), ("b", said[:1]), ("c", 5))]
+    lines = [view.plain for view in accused_lines(swarm_of(2, *peers, peer_of("d", "1.0", None)))]
     assert [line.split(":")[0] for line in lines] == ["accused by 2", "accused by 1"]
     assert lines[0].endswith("sent nothing (round 7)")
     assert not any(character in "".join(lines) for character in "\x1b\n")
-    assert list(accused_view({"peers": []})) == []
+    assert list(accused_lines(swarm_of(2))) == []

@@ -23,7 +23,7 @@ BASE = {"link": None, "manifest_path": Path("run.toml"), "identity_path": Path("
         ({"window": -3}, "window must be"),
         ({"steps": 0}, "steps must be"),
         ({"stage": -1}, "stage must not be negative"),
-        ({"memory": -1}, "memory must not be negative"),
+        ({"memory": "-1"}, "is not a size"),
     ],
 )
 def test_what_cannot_work_is_refused(settings: dict[str, object], complaint: str) -> None:

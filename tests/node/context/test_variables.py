@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import socket
 import sys
 import types
@@ -15,23 +16,56 @@ from typer.testing import CliRunner
 
 from node.__main__ import app
 from node.cli.options import LinkFile, link_in
-from node.context.options import SETTINGS, NodeOptions, variable, without_settings
+from node.context.options import SETTINGS, VARIABLES, LogLevel, NodeOptions, variable, without_settings
 from node.local_swarm.setup import LocalSetup, LocalSwarmOptions
+from node.network.reach_status import ReachMode
 from node.network.session import Whereabouts
 from node.observability.events import Event, EventSink, NodeStatus
+from node.observability.status import SwarmStatus
+from protocol.manifest.join_link import parse_link
 from swarm.vocabulary.errors import ConfigError
 from tests.node.small_manifest import small_manifest
 
 PEER = "12D3KooWJRSrypvnpHgc6ZAgyCni4KcSmbV7uGRaMw5LgMKT18fq"
 LINK = f"skipstone:{'0' * 64}@/ip4/127.0.0.1/tcp/4001/p2p/{PEER}"
 OTHER_LINK = f"skipstone:{'1' * 64}@/dns4/bootstrap/tcp/4001/p2p/{PEER}"
-NOT_BY_VARIABLE = {"help", "stop_on_eof"}
+OTHER_VALUES: dict[str, Any] = {
+    "stage": 2,
+    "moving": False,
+    "reads_text": False,
+    "text": Path("/text"),
+    "tokenizer": Path("/tokenizer.json"),
+    "allow_hub": True,
+    "yes": True,
+    "identity_path": Path("other"),
+    "listen": "127.0.0.1",
+    "advertise": "bootstrap",
+    "port": 4001,
+    "dht_port": 4002,
+    "reach": ReachMode.DIRECT,
+    "relay_megabytes_per_hour": 50,
+    "device": "cpu",
+    "threads": 3,
+    "slots": 5,
+    "window": 6,
+    "memory": "512MiB",
+    "steps": 7,
+    "checkpoint_dir": Path("/saved"),
+    "checkpoint_every_s": 5.0,
+    "log_dir": Path("/events"),
+    "link_file": Path("link"),
+    "patience_s": 1.5,
+    "as_json": True,
+    "stop_on_eof": True,
+    "log_level": LogLevel.DEBUG,
+}
+"""Of each row of the table, one that is not the default."""
 
 
 @pytest.fixture(autouse=True)
 def no_settings_of_whoever_runs_this(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for setting in SETTINGS:
-        monkeypatch.delenv(variable(setting), raising=False)
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SKIPSTONE_HOME", str(tmp_path))
 
 
@@ -43,6 +77,7 @@ def joined(monkeypatch: pytest.MonkeyPatch, *arguments: str, **variables: str) -
         seen.append(options)
 
     monkeypatch.setitem(sys.modules, "node.runtime.node", types.SimpleNamespace(run_node=run_node))
+    monkeypatch.setattr("node.cli.join.stop_on_end_of_input", lambda ask: None)  # this process's input may have ended
     result = CliRunner().invoke(app, ["join", *arguments], env=variables)
     assert result.exit_code == 0, result.output
     return seen[0]
@@ -56,9 +91,31 @@ def parameters_of(command: str) -> dict[str, Any]:
 class TestNodeSettings:
     def test_every_option_has_the_variable_of_its_name(self) -> None:
         parameters = parameters_of("join")
-        parameters["link"] = parameters.pop("target")
-        said = {name: parameter.envvar for name, parameter in parameters.items() if name not in NOT_BY_VARIABLE}
-        assert said == {setting.replace("-", "_"): variable(setting) for setting in SETTINGS}
+        assert parameters.pop("target").envvar == "SKIPSTONE_LINK"
+        said = {parameter.opts[0]: parameter.envvar for parameter in parameters.values()}
+        assert {name for name, envvar in said.items() if envvar is None} == {"--stop-on-eof"}
+        assert all(envvar in (None, variable(name.removeprefix("--"))) for name, envvar in said.items())
+        assert {envvar for envvar in said.values() if envvar is not None} | {"SKIPSTONE_LINK"} == VARIABLES
+
+    def test_every_row_of_the_table_is_an_option_a_field_and_an_argument(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        parameters = parameters_of("join")
+        assert [name for name in parameters if name != "target"] == list(SETTINGS)
+        assert len(SETTINGS) + 2 == len(dataclasses.fields(NodeOptions)), "besides the link and the manifest"
+        plain = NodeOptions(link=parse_link(LINK), manifest_path=None, identity_path=Path("key"))
+        for name in SETTINGS:
+            changed = dataclasses.replace(plain, **{name: OTHER_VALUES[name]})
+            assert changed != plain
+            assert joined(monkeypatch, *changed.arguments()) == changed
+        changed = dataclasses.replace(plain, **OTHER_VALUES)
+        words = changed.arguments()
+        variables = {}
+        for name, (option, *_) in SETTINGS.items():
+            declared = [*parameters[name].opts, *parameters[name].secondary_opts]
+            (at,) = (index for index, word in enumerate(words) if word in declared)
+            switch = isinstance(OTHER_VALUES[name], bool)
+            if option.envvar is not None:
+                variables[option.envvar] = str(words[at] == declared[0]) if switch else words[at + 1]
+        assert joined(monkeypatch, LINK, "--stop-on-eof", **variables) == changed
 
     def test_they_reach_the_node(self, monkeypatch: pytest.MonkeyPatch) -> None:
         options = joined(
@@ -74,7 +131,7 @@ class TestNodeSettings:
         )
         assert str(options.link) == LINK
         assert (options.stage, options.moving, options.reads_text, options.dht_port) == (2, True, False, 4001)
-        assert (options.checkpoint_dir, options.advertise, options.memory) == (Path("/saved"), "bootstrap", 1024)
+        assert (options.checkpoint_dir, options.advertise, options.graph_bytes) == (Path("/saved"), "bootstrap", 1024)
 
     def test_what_is_typed_comes_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
         options = joined(
@@ -136,9 +193,9 @@ class TestLinks:
     def test_status_takes_it_from_the_variable(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         asked: list[str] = []
 
-        async def query_status(link: object) -> dict[str, Any]:
+        async def query_status(link: object) -> SwarmStatus:
             asked.append(str(link))
-            return {}
+            return SwarmStatus(run="9f86", name="demo", stages=2)
 
         monkeypatch.setitem(sys.modules, "node.network.client", types.SimpleNamespace(query_status=query_status))
         (tmp_path / "link").write_text(LINK)

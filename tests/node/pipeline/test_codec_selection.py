@@ -47,7 +47,7 @@ def test_a_codec_that_is_too_coarse_for_the_data_is_not_used_for_that_kind_again
     assert links.chosen(A) == (Codec.INT4, Codec.INT4)
     links.codecs.measured(Traffic.GRADIENTS, Codec.INT4, 0.5)
     assert links.chosen(A) == (Codec.INT4, Codec.INT8)
-    assert links.codecs.describe()["too_coarse"] == ["gradients: int4"]
+    assert links.codecs.describe().too_coarse == ("gradients: int4",)
 
 
 def test_the_choice_and_its_reason_are_told() -> None:
@@ -55,12 +55,14 @@ def test_the_choice_and_its_reason_are_told() -> None:
     links.carry(A, 20)
     links.chosen(A)
     described = links.codecs.describe()
-    assert described["allowed"] == {
-        "activations": ["none", "bf16", "int8", "int4"],
-        "gradients": ["none", "bf16", "int8"],
+    assert described.allowed == {
+        "activations": ("none", "bf16", "int8", "int4"),
+        "gradients": ("none", "bf16", "int8"),
     }
-    assert described["links"]["a"]["activations"]["codec"] == "int4"
-    assert "20 Mbit/s" in described["links"]["a"]["activations"]["why"]
+    choice = described.links["a"].activations
+    assert choice is not None
+    assert choice.codec == "int4"
+    assert "20 Mbit/s" in choice.why
 
 
 def test_lost_links_are_forgotten_and_only_so_many_remembered() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from node.data.places import ToldPlaces
 from node.export.offline_evaluation import evaluate_model
 from node.local_swarm.default_manifest import default_manifest
 from node.model.initialization import digest_of
-from node.solo.solo_checkpoint import solo_peer
+from node.observability.event_json import event_to_json
+from node.solo.solo_checkpoint import CheckpointPlan, solo_peer
 from node.solo.trainer import SOLO, SoloTrainer, WholeModel, evaluate, train_solo
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ConfigError, CorruptSnapshot, StateError
@@ -36,18 +38,19 @@ def manifest(tmp_path: Path) -> Manifest:
 
 
 def train(manifest: Manifest, steps: int, **options: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The summary and all events, as they are printed."""
     events: list[dict[str, Any]] = []
     ticks = iter(range(10_000))
+    torch.set_num_threads(1)
     summary = train_solo(
         manifest,
         steps=steps,
         device=CPU,
-        threads=1,
-        on_event=events.append,
+        on_event=lambda event: events.append(json.loads(event_to_json(event))),
         monotonic=lambda: float(next(ticks)),
         **options,
     )
-    return summary, events
+    return json.loads(event_to_json(summary)), events
 
 
 def test_the_loss_falls_and_every_step_is_reported(manifest: Manifest) -> None:
@@ -126,7 +129,7 @@ def test_no_steps_are_no_losses(manifest: Manifest) -> None:
 
 def test_a_checkpoint_gives_the_held_out_loss_of_the_trained_model(manifest: Manifest, tmp_path: Path) -> None:
     folder = folder_at(tmp_path / "checkpoint", manifest=manifest)
-    train(manifest, 40, checkpoint=folder)
+    train(manifest, 40, saves=CheckpointPlan(folder))
     trained = WholeModel(manifest, CPU)
     trained.load(gather_modules(folder.path))
     assert digest_of(trained.head) != digest_of(WholeModel(manifest, CPU).head)
@@ -142,10 +145,10 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(manifest: Manifest, t
     whole = [event["loss"] for event in train(manifest, 16)[1] if event["event"] == "step"]
     folder = folder_at(tmp_path / "checkpoint", manifest=manifest)
     asked = iter([False] * 13 + [True])
-    summary, events = train(manifest, 16, checkpoint=folder, should_stop=lambda: next(asked))
+    summary, events = train(manifest, 16, saves=CheckpointPlan(folder), should_stop=lambda: next(asked))
     assert summary["steps"] == 6
     before = [event["loss"] for event in events if event["event"] == "step"]
-    summary, events = train(manifest, 16, checkpoint=folder)
+    summary, events = train(manifest, 16, saves=CheckpointPlan(folder))
     steps = [event for event in events if event["event"] == "step"]
     assert [event["step"] for event in steps] == list(range(7, 17))
     assert [*before, *(event["loss"] for event in steps)] == pytest.approx(whole, abs=1e-6)
@@ -165,7 +168,7 @@ def test_a_skipped_stage_steps_when_it_has_seen_its_tokens(manifest: Manifest, t
     second time."""
     skipping = small_manifest(data__source=manifest.data.source, stages__per_path=1)
     folder = folder_at(tmp_path / "checkpoint", manifest=skipping)
-    summary, events = train(skipping, 7, checkpoint=folder)
+    summary, events = train(skipping, 7, saves=CheckpointPlan(folder))
     assert summary["microbatches"]["completed"] == 14
     assert steps_of(folder) == [7, 3, 3]
     saved = load_newest(folder, solo_peer(ModuleId(1)))
@@ -182,8 +185,10 @@ def test_what_skips_goes_on_where_no_sum_is_open_as_if_nothing_had_been(manifest
     )
     whole = [event["loss"] for event in train(skipping, 12)[1] if event["event"] == "step"]
     folder = folder_at(tmp_path / "checkpoint", manifest=skipping)
-    train(skipping, 4, checkpoint=folder)
-    resumed = [event["loss"] for event in train(skipping, 12, checkpoint=folder)[1] if event["event"] == "step"]
+    train(skipping, 4, saves=CheckpointPlan(folder))
+    resumed = [
+        event["loss"] for event in train(skipping, 12, saves=CheckpointPlan(folder))[1] if event["event"] == "step"
+    ]
     assert resumed == pytest.approx(whole[4:], abs=1e-6)
     assert steps_of(folder) == [12, 6, 6]
 
@@ -203,11 +208,11 @@ def test_modules_saved_at_different_steps_are_taken_back_to_the_last_common_one(
 ) -> None:
     """A machine that died between two modules' writes."""
     folder = folder_at(tmp_path / "checkpoint", manifest=manifest)
-    train(manifest, 4, checkpoint=folder)
-    train(manifest, 6, checkpoint=folder)
+    train(manifest, 4, saves=CheckpointPlan(folder))
+    train(manifest, 6, saves=CheckpointPlan(folder))
     for file in (folder.path / "solo-2.0").glob("state-2.*"):
         file.unlink()
-    _, again = train(manifest, 5, checkpoint=folder)
+    _, again = train(manifest, 5, saves=CheckpointPlan(folder))
     assert [event["step"] for event in again if event["event"] == "step"] == [5]
 
 
@@ -220,7 +225,7 @@ def test_it_saves_on_the_way_and_a_failure_there_is_only_said(manifest: Manifest
             raise OSError(28, "No space left on device")
 
     folder = folder_at(tmp_path / "checkpoint", SteppedStorage(once), manifest)
-    summary, events = train(manifest, 6, checkpoint=folder, save_every_s=2.5)
+    summary, events = train(manifest, 6, saves=CheckpointPlan(folder, 2.5))
     assert summary["steps"] == 6
     (note,) = (event for event in events if event["event"] == "note")
     assert note["level"] == "warning"
@@ -230,10 +235,10 @@ def test_it_saves_on_the_way_and_a_failure_there_is_only_said(manifest: Manifest
 
 def test_a_checkpoint_without_a_whole_step_is_refused(manifest: Manifest, tmp_path: Path) -> None:
     folder = folder_at(tmp_path / "checkpoint", manifest=manifest)
-    train(manifest, 2, checkpoint=folder)
+    train(manifest, 2, saves=CheckpointPlan(folder))
     (folder.path / "solo-1.0" / "state-1.safetensors").write_bytes(b"")
     with pytest.raises(CorruptSnapshot, match=r"solo-1\.0"):
-        train(manifest, 4, checkpoint=folder)
+        train(manifest, 4, saves=CheckpointPlan(folder))
 
 
 def test_a_loss_over_nothing_is_refused(manifest: Manifest) -> None:

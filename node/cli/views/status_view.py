@@ -1,0 +1,212 @@
+"""What `skipstone status` shows of a swarm: its peers, who is accused, the paths of its data nodes, and the codecs that
+are used. What a peer says of itself may be anything, so it is made harmless."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from node.cli.views.live import download_bar
+from node.cli.views.text import count, harmless, loss_text, megabytes, peer_name, round_text
+from node.observability.status import LaneStatus, PeerStatus, RoundStatus, SwarmStatus
+from swarm.compression.microbatch_codecs import NO_CHOICE
+from swarm.vocabulary.routing_messages import MAX_LANES
+
+MOST_ACCUSED: Final = 16
+"""Lines about replicas that are accused."""
+MOST_ROWS: Final = 48
+"""Of a table of codecs."""
+VISITED, SKIPPED = "█", "·"
+_ROUND_WIDTH = len("3 peers")
+"""What has to be left of that column on a narrow terminal."""
+
+
+def status_views(status: SwarmStatus) -> Iterator[RenderableType]:
+    """All of it, from top to bottom."""
+    yield status_headline(status)
+    yield status_table(status)
+    yield from accused_lines(status)
+    yield from path_tables(status)
+    yield from codec_tables(status)
+
+
+# ---- peers -----------------------------------------------------------------------------------------------------------
+
+
+def status_headline(status: SwarmStatus) -> Text:
+    """The run in a line or two."""
+    line = Text(harmless(status.name), style="bold")
+    line.append(f"  run {harmless(status.run)[:12]}", style="not bold dim")
+    if status.step is not None:
+        figures = f"  step {count(status.step)}  loss {loss_text(status.loss)}"
+        line.append(f"{figures}  {count(status.tokens_per_s)} tokens/s", style="not bold")
+    if status.waiting_for:
+        line.append(f"\nwaiting: no peer serves {', '.join(map(harmless, status.waiting_for))}", style="bold yellow")
+    return line
+
+
+def status_table(status: SwarmStatus) -> Table:
+    """One row a peer, in order of stage, and one for every stage that has none."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title in ("stage", "module", "peer", "state"):
+        table.add_column(title)
+    for title in ("steps", "tokens/s", "slots"):
+        table.add_column(title, justify="right")
+    table.add_column("round", min_width=_ROUND_WIDTH)
+    table.add_column("address", no_wrap=True, overflow="fold")
+    for stage in range(status.stages):
+        peers = [peer for peer in status.peers if peer.hosts(stage)]
+        for peer in peers:
+            table.add_row(Text(str(stage)), *_status_row(peer))
+        if not peers:
+            table.add_row(Text(str(stage), style="red"), "", Text("none", style="red"))
+    return table
+
+
+def _status_row(peer: PeerStatus) -> tuple[RenderableType, ...]:
+    return (
+        Text(harmless(peer.module or "-")),
+        Text(peer_name(peer.peer)),
+        Text(harmless("no answer" if peer.answered is None else peer.state)),
+        Text(count(peer.steps)),
+        Text(count(peer.tokens_per_s)),
+        Text(f"{peer.slots - peer.free_slots}/{peer.slots}"),
+        _round_cell(peer),
+        Text(_address_text(peer)),
+    )
+
+
+def _address_text(peer: PeerStatus) -> str:
+    """Its addresses, or through whom it is called, in brackets how others reach it as far as it knows, and what it has
+    carried as a relay."""
+    where = f"via {', '.join(map(peer_name, peer.via))}" if peer.via else ", ".join(peer.addresses)
+    if peer.said.reach.step != "unknown":
+        where = f"{where} ({peer.said.reach.step})".strip()
+    if peer.said.relay.at:
+        where += f", relay: {megabytes(peer.said.relay.carried_bytes)} carried"
+    return harmless(where)
+
+
+def _round_cell(peer: PeerStatus) -> RenderableType:
+    download, last = peer.said.catching_up, peer.said.last_round
+    if download is not None:
+        return download_bar(download.bytes, download.total_bytes)
+    company, since = (0, None) if last is None else (last.members, last.seconds_ago)
+    return Text(round_text(peer.round, company, since))
+
+
+# ---- what peers accuse others of -------------------------------------------------------------------------------------
+
+
+def accused_lines(status: SwarmStatus) -> Iterator[Text]:
+    """A line for each replica that is accused, those by the most peers first; nothing where nobody is."""
+    by: defaultdict[str, set[str]] = defaultdict(set)
+    latest: dict[str, tuple[int, str]] = {}
+    for peer in status.peers:
+        for said in peer.said.accused:
+            found = (said.round, said.why)
+            by[said.peer].add(peer.peer)
+            latest[said.peer] = max(latest.get(said.peer, found), found)
+    for name in sorted(by, key=lambda name: (-len(by[name]), name))[:MOST_ACCUSED]:
+        number, why = latest[name]
+        who = f"accused by {len(by[name])}: {peer_name(name)}"
+        yield Text(f"{who} {harmless(why)} (round {count(number)})", style="yellow")
+
+
+# ---- paths -----------------------------------------------------------------------------------------------------------
+
+
+def path_tables(status: SwarmStatus) -> Iterator[RenderableType]:
+    """For each data node that has lanes a line and a table."""
+    for peer in status.peers:
+        paths = peer.said.paths
+        if paths is None or not peer.hosts(0):
+            continue
+        lanes = [lane for lane in paths.lanes[:MAX_LANES] if len(lane.stages) == len(lane.peers)]
+        if lanes:
+            line = Text("\npaths of ", style="dim").append(peer_name(peer.peer), style="not dim")
+            yield line.append(f"  {_trips(lanes)}; {harmless(paths.talk, 120)}")
+            yield _path_table(lanes, peer.said.visits, paths.waiting_s, status.stages)
+
+
+def _path_table(
+    lanes: list[LaneStatus], visits: Mapping[str, int], waiting_s: Mapping[str, float], stages: int
+) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("stage")
+    table.add_column(f"its lanes in turn: {VISITED} visited, {SKIPPED} skipped", no_wrap=True, overflow="crop")
+    for heading in ("visits", "waiting"):
+        table.add_column(heading, justify="right")
+    for stage in range(1, stages):
+        drawn = "".join(VISITED if stage in lane.stages else SKIPPED for lane in lanes)
+        visited = count(visits.get(str(stage), 0))
+        table.add_row(Text(str(stage)), Text(drawn), Text(visited), Text(_waits(stage, lanes, waiting_s)))
+    return table
+
+
+def _trips(lanes: list[LaneStatus]) -> str:
+    trips = sorted(lane.round_trip_s or 0.0 for lane in lanes)
+    lanes_text = "1 lane" if len(lanes) == 1 else f"{len(lanes)} lanes"
+    return f"{lanes_text}, {trips[0]:.2f} to {trips[-1]:.2f} s when nobody waits" if trips[-1] > 0 else lanes_text
+
+
+def _waits(stage: int, lanes: list[LaneStatus], waiting_s: Mapping[str, float]) -> str:
+    """Before a computation at the stage's peers, on average over its lanes."""
+    peers = [peer for lane in lanes for at, peer in zip(lane.stages, lane.peers, strict=True) if at == stage]
+    known = [waiting_s[peer] for peer in peers if peer in waiting_s]
+    return f"{count(1e3 * sum(known) / len(known))} ms" if known else "-"
+
+
+# ---- codecs ----------------------------------------------------------------------------------------------------------
+
+
+def codec_tables(status: SwarmStatus) -> Iterator[RenderableType]:
+    """One table each, if the run leaves a choice."""
+    links = [row for peer in status.peers for row in _link_rows(peer)]
+    yield from _codec_table(
+        "codecs (chosen by the sender, for each link)", ("from", "to", "link", "activations", "gradients", "why"), links
+    )
+    rounds = [(peer, last) for peer in status.peers if (last := _chosen_round(peer)) is not None]
+    newest = {peer.module: last for peer, last in sorted(rounds, key=lambda each: -each[1].seconds_ago)}
+    cells = sorted(
+        (harmless(module or "-", 12), harmless(last.codec, 12), harmless(last.codec_reason, 120))
+        for module, last in newest.items()
+    )
+    yield from _codec_table("codecs of rounds (chosen by the convener)", ("module", "updates", "why"), cells)
+
+
+def _codec_table(title: str, headings: Sequence[str], rows: Sequence[tuple[str, ...]]) -> Iterator[RenderableType]:
+    if not rows:
+        return
+    yield Text(f"\n{title}", style="dim")
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in headings:
+        table.add_column(heading, justify="right" if heading == "link" else "left", overflow="fold")
+    for row in rows[:MOST_ROWS]:
+        table.add_row(*map(Text, row))
+    yield table
+    if len(rows) > MOST_ROWS:
+        yield Text(f"and {len(rows) - MOST_ROWS} more", style="dim")
+
+
+def _chosen_round(peer: PeerStatus) -> RoundStatus | None:
+    """None where there was none, or nothing to choose."""
+    last = peer.said.last_round
+    return None if last is None or last.codec_reason in ("", NO_CHOICE) else last
+
+
+def _link_rows(peer: PeerStatus) -> Iterator[tuple[str, ...]]:
+    codecs = peer.said.codecs
+    if all(len(names) < 2 for names in codecs.allowed.values()):
+        return
+    for to, link in codecs.links.items():
+        chosen = (link.activations, link.gradients)
+        why = "; ".join(dict.fromkeys(harmless(choice.why, 120) for choice in chosen if choice is not None))
+        names = ["-" if choice is None else harmless(choice.codec, 12) for choice in chosen]
+        speed = f"{count(link.bytes_per_s * 8 / 1e6)} Mbit/s" if link.bytes_per_s else "-"
+        yield (peer_name(peer.peer), harmless(to, 16), speed, *names, why)

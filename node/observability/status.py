@@ -1,0 +1,236 @@
+"""What a node answers when it is asked for its status, and what is known of a swarm whose peers were asked.
+
+The node writes `Status`; clients, views and the laboratory read it. docs/PROTOCOL.md has the meaning of each key of its
+JSON. Keys are never renamed or removed; new ones may come with a default, so that versions mix.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import reduce
+
+from node.observability.events import MicrobatchCounts
+from node.observability.typed_json import LEFT_OUT
+
+
+@dataclass(frozen=True, slots=True)
+class ReachStatus:
+    """How others reach the node."""
+
+    step: str = "unknown"
+    """One of docs/REACHABILITY.md, or a word of a later version."""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RelayStatus:
+    """What the node carries for peers that cannot dial each other."""
+
+    at: str = ""
+    carried_bytes: int = 0
+    left_bytes: int = 0
+    attached: int = 0
+    tunnels: int = 0
+    opened: int = 0
+    refused: int = 0
+    cut_off: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AttachmentStatus:
+    """How it stands with one relay that the node wants to be attached to."""
+
+    relay: str
+    standing: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundStatus:
+    """The last round in which a replica had a part."""
+
+    members: int = 0
+    seconds_ago: float = 0.0
+    codec: str = ""
+    """Of the contributions."""
+    codec_reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Accusation:
+    """A replica that is left out of rounds for what it did."""
+
+    peer: str
+    round: int = 0
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DownloadStatus:
+    """The anchor that a replica is fetching."""
+
+    round: int = 0
+    bytes: int = 0
+    total_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CodecChoice:
+    """The codec of one kind of traffic on one link."""
+
+    codec: str = ""
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkStatus:
+    """What microbatches are encoded with on the link to one peer; None: nothing was sent yet."""
+
+    bytes_per_s: float = 0.0
+    activations: CodecChoice | None = field(default=None, metadata=LEFT_OUT)
+    gradients: CodecChoice | None = field(default=None, metadata=LEFT_OUT)
+
+
+@dataclass(frozen=True, slots=True)
+class CodecStatus:
+    """How a replica encodes microbatches."""
+
+    allowed: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """By kind of traffic."""
+    too_coarse: tuple[str, ...] = ()
+    links: dict[str, LinkStatus] = field(default_factory=dict)
+    """By the short name of the peer."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaneStatus:
+    """A path that a data node uses in turn with others."""
+
+    stages: tuple[int, ...]
+    skipped: tuple[int, ...] = ()
+    peers: tuple[str, ...] = ()
+    """One for each of `stages`."""
+    round_trip_s: float | None = None
+    """When nobody waits; None when it is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class PathStatus:
+    """The paths of a data node's microbatches."""
+
+    talk: str = ""
+    lanes: tuple[LaneStatus, ...] = ()
+    waiting_s: dict[str, float] = field(default_factory=dict)
+    """By peer: how long a microbatch waits there before it is computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What a role has done, for summaries and status."""
+
+    steps: int = 0
+    accumulated: int = 0
+    recomputed: int = 0
+    tokens: int = 0
+    tokens_per_s: float = 0.0
+    codec_s: float = 0.0
+    """Seconds spent on encoding and decoding microbatches."""
+    counts: MicrobatchCounts = field(default_factory=MicrobatchCounts)
+    loss_first: float | None = None
+    loss_last: float | None = None
+    waiting_for: tuple[str, ...] = ()
+    visits: dict[str, int] = field(default_factory=dict)
+    """Of a data node: completed visits by stage."""
+    measured: tuple[str, ...] = ()
+    """Of a data node: the peers whose visits have come home of late, for those who want to know whom they can leave a
+    module to."""
+    paths: PathStatus | None = None
+    """Of a data node."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status(Account):
+    """What a node says of itself."""
+
+    peer: str = ""
+    module: str = ""
+    """`stage.expert`."""
+    state: str = ""
+    """A `PeerState` in lower case."""
+    addresses: tuple[str, ...] = ()
+    via: tuple[str, ...] = ()
+    reach: ReachStatus = ReachStatus()
+    relay: RelayStatus = RelayStatus()
+    relays: tuple[AttachmentStatus, ...] = ()
+    unix_ms: int = 0
+    slots: int = 0
+    free_slots: int = 0
+    round: int = 0
+    digest: str = ""
+    rounds: str = ""
+    last_round: RoundStatus | None = None
+    accused: tuple[Accusation, ...] = ()
+    catching_up: DownloadStatus | None = None
+    codecs: CodecStatus = field(default_factory=CodecStatus)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerStatus:
+    """One peer of a run: what it announces, and what it answered when asked."""
+
+    peer: str
+    module: str | None
+    state: str
+    addresses: tuple[str, ...] = ()
+    via: tuple[str, ...] = ()
+    tokens_per_s: float = 0.0
+    slots: int = 0
+    free_slots: int = 0
+    steps: int = 0
+    round: int = 0
+    digest: str = ""
+    answered: Status | None = None
+
+    @property
+    def said(self) -> Status:
+        """Its answer; an empty one when it gave none."""
+        return self.answered or Status()
+
+    def hosts(self, stage: int) -> bool:
+        return self.module is not None and self.module.partition(".")[0] == str(stage)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwarmStatus:
+    """A run as its peers tell it. Figures are those of all data nodes together."""
+
+    run: str
+    name: str
+    stages: int
+    step: int | None = None
+    """None, as the loss, while no data node has answered."""
+    loss: float | None = None
+    tokens: int = 0
+    tokens_per_s: float = 0.0
+    microbatches: MicrobatchCounts = field(default_factory=MicrobatchCounts)
+    waiting_for: tuple[str, ...] = ()
+    peers: tuple[PeerStatus, ...] = ()
+
+    @classmethod
+    def of(cls, run: str, name: str, stages: int, peers: tuple[PeerStatus, ...]) -> SwarmStatus:
+        """Sums up what the peers say."""
+        data = [peer.answered for peer in peers if peer.answered is not None and peer.hosts(0)]
+        losses = [each.loss_last for each in data if each.loss_last is not None]
+        return cls(
+            run=run,
+            name=name,
+            stages=stages,
+            step=max((each.steps for each in data), default=None),
+            loss=math.fsum(losses) / len(losses) if losses else None,
+            tokens=sum(each.tokens for each in data),
+            tokens_per_s=sum(each.tokens_per_s for each in data),
+            microbatches=reduce(MicrobatchCounts.plus, (each.counts for each in data), MicrobatchCounts()),
+            waiting_for=tuple(sorted({module for each in data for module in each.waiting_for})),
+            peers=peers,
+        )
