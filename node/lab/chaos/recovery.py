@@ -18,6 +18,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from node.lab.experiment.log_watch import Held
+
 WINDOW_S: Final = 3.0
 SHARE: Final = 0.5
 NOTICED_S: Final = 1.0
@@ -80,15 +82,6 @@ def served_after(changes: Sequence[tuple[float, bool]], since_s: float) -> float
 
 def _in_window(times: Sequence[float], start: float) -> int:
     return bisect_left(times, start + WINDOW_S) - bisect_left(times, start)
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """An anchor that a replica has taken over."""
-
-    module: str
-    round: int
-    digest: str
 
 
 def stand_together(replicas: Iterable[Sequence[Held]]) -> bool:
