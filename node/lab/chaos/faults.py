@@ -12,7 +12,6 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from node.lab.emulation.emulation import Way
-from node.lab.emulation.link_shape import Site
 from node.lab.experiment.laboratory import send_signal
 from node.lab.experiment.run import Run
 from node.lab.experiment.scenario_events import ScenarioEvent, named
@@ -41,13 +40,13 @@ class Worsen(ScenarioEvent, LinkTable):
         emulation = run.lab.emulation
         before = {peer: emulation.site(peer) for peer in self.peers}
         for peer, site in before.items():
-            emulation.place(peer, Site(self.change.applied_to(site.shape), site.region))
+            emulation.place(peer, self.applied_to(site))
 
         def mend() -> None:
             for peer, site in before.items():
                 emulation.place(peer, site)
 
-        run.lasts(f"{named(self.peers)}: {', '.join(self.change.in_words())}", self.for_s, mend)
+        run.lasts(f"{named(self.peers)}: {', '.join(self.link_in_words())}", self.for_s, mend)
 
 
 class OneWay(ScenarioEvent):

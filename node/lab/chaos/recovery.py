@@ -1,11 +1,9 @@
-"""How long a swarm takes to come back after a fault. Pure: times in, figures out.
+"""Whether and how soon a swarm comes back after a fault. Pure: times and anchors in, figures out.
 
 Back is: for WINDOW_S on end at least half as many microbatches are completed as before the first fault (of the median
 WINDOW_S there, so that a slow start or a pause of the machine does not count), and every module has a serving replica.
 The recovery is the time until such a window begins. It is counted from the fault, and where the fault lasts also from
-its end.
-
-Whether the replicas of each module stand together, while they train. Pure.
+its end. Besides, the replicas of each module stand together while they train.
 """
 
 from __future__ import annotations

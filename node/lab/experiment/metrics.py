@@ -8,7 +8,6 @@ import json
 import math
 import statistics
 from dataclasses import dataclass
-from pathlib import Path
 
 from node.lab.emulation.emulation import Way
 from node.local_swarm.swarm_progress import SwarmProgress
@@ -83,12 +82,6 @@ class Meter:
 def row_line(row: Row) -> str:
     """A line of metrics.jsonl, without its end."""
     return json.dumps(dataclasses.asdict(row), separators=(",", ":"))
-
-
-def read_rows(path: Path) -> list[Row]:
-    """What `row_line` has written. For files of our own."""
-    tables = (json.loads(line) for line in path.read_text().splitlines())
-    return [Row(**{**table, "waiting": tuple(table["waiting"])}) for table in tables]
 
 
 def _name(member: int | None) -> str:

@@ -172,8 +172,7 @@ class Run:
             await self.until_over()
             await _cancelled({self.timeline, observing})
             self.seconds, self.progress = self.now(), self.lab.swarm.progress  # it trains on while it is asked
-            await _cancelled(self._later)
-            self.lab.calm()
+            await self.end_what_lasts()
             if not self.stop.is_set():
                 await self.ask()
             await self.lab.swarm.stop()
@@ -227,6 +226,11 @@ class Run:
         await self.evaluate()
 
     # ---- the course of things ------------------------------------------------------------------------------------
+
+    async def end_what_lasts(self) -> None:
+        """Mends what is broken and forgets what is still to come, so that nodes can stop in good order."""
+        await _cancelled(self._later)
+        self.lab.calm()
 
     async def evaluate(self) -> None:
         """Asks for the held-out loss, where the scenario wants it."""

@@ -34,8 +34,7 @@ class Group(LinkTable):
     @cached_property
     def site(self) -> Site:
         """Where they stand."""
-        site = profile_of(self.profile).site
-        return Site(self.change.applied_to(site.shape), site.region)
+        return self.applied_to(profile_of(self.profile).site)
 
 
 class Scenario(ScenarioTable):

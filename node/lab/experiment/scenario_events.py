@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final
 
 from pydantic import Field
 
-from node.lab.emulation.link_shape import Site
 from node.lab.emulation.profiles import profile_of
 from node.lab.experiment.scenario_table import LinkTable, Moment, Peers, ProfileName, ScenarioTable, Sides, Span, Stage
 
@@ -44,8 +43,8 @@ class Reshape(ScenarioEvent, LinkTable):
     def do(self, run: Run) -> None:
         for peer in self.peers:
             before = run.lab.emulation.site(peer) if self.profile is None else profile_of(self.profile).site
-            run.lab.emulation.place(peer, Site(self.change.applied_to(before.shape), before.region))
-        what = ", ".join(filter(None, (self.profile, *self.change.in_words())))
+            run.lab.emulation.place(peer, self.applied_to(before))
+        what = ", ".join(filter(None, (self.profile, *self.link_in_words())))
         run.fault(f"{named(self.peers)} got another link: {what or 'the same'}")
 
 

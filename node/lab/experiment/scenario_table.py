@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from dataclasses import replace
+from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo
 
-from node.lab.emulation.link_shape import MBIT, Fault, ShapeChange
+from node.lab.emulation.link_shape import MBIT, Fault, Site
 from node.lab.emulation.profiles import profile_of
 from swarm.vocabulary.errors import ConfigError
 
@@ -76,17 +77,29 @@ class LinkTable(ScenarioTable):
     down_mbit: _Rate | None = None
     fault: Annotated[Fault | None, Field(strict=False)] = None
 
-    @property
-    def change(self) -> ShapeChange:
-        """In units of the emulation."""
-        return ShapeChange(
-            latency_s=None if self.latency_ms is None else self.latency_ms / 1000,
-            jitter_s=None if self.jitter_ms is None else self.jitter_ms / 1000,
-            up_bytes_per_s=None if self.up_mbit is None else self.up_mbit * MBIT,
-            down_bytes_per_s=None if self.down_mbit is None else self.down_mbit * MBIT,
-            fault=self.fault,
-        )
+    def applied_to(self, site: Site) -> Site:
+        """The site with what is given of the link. Raises ConfigError when a value is out of range."""
+        changes: dict[str, Any] = {of: getattr(self, key) * unit for key, (of, unit, _) in self._given().items()}
+        if self.fault is not None:
+            changes["fault"] = self.fault
+        return Site(replace(site.shape, **changes), site.region)
 
+    def link_in_words(self) -> tuple[str, ...]:
+        """What is given, for a diary."""
+        words = tuple(text.format(getattr(self, key)) for key, (_, _, text) in self._given().items())
+        return words if self.fault is None else (*words, f"fault {self.fault.value}")
+
+    def _given(self) -> dict[str, tuple[str, float, str]]:
+        return {key: meant for key, meant in _MEANT.items() if getattr(self, key) is not None}
+
+
+_MEANT: Final = {
+    "latency_ms": ("latency_s", 0.001, "latency {:g} ms"),
+    "jitter_ms": ("jitter_s", 0.001, "jitter {:g} ms"),
+    "up_mbit": ("up_bytes_per_s", MBIT, "{:g} Mbit/s up"),
+    "down_mbit": ("down_bytes_per_s", MBIT, "{:g} Mbit/s down"),
+}
+"""Which field of the link a key is, in which unit, and how it is said."""
 
 Kind = TypeVar("Kind", bound=ScenarioTable)
 

@@ -75,7 +75,7 @@ def test_faults_are_read() -> None:
     )
     worsen, one_way, resets, child, crash, restart, odd, convener, set_right, set_wrong, lie, _ = read.events
     assert isinstance(worsen, Worsen)
-    assert worsen.change.fault is Fault.HALF_OPEN
+    assert worsen.fault is Fault.HALF_OPEN
     assert one_way == OneWay(at_s=2, from_=(0,), to=(0, 1, 2, 3, 4), for_s=4)
     assert resets == Resets(at_s=3, peers=(1,), every_bytes=10, for_s=4)
     assert child == Child(at_s=4, peers=(1,), which="p2pd")

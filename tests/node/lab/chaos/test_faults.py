@@ -85,6 +85,17 @@ async def test_a_disk_is_full_and_has_room_again(run: Run) -> None:
     assert resource.prlimit(pid, resource.RLIMIT_FSIZE) == before
 
 
+async def test_what_still_lasts_when_the_run_ends_is_mended(run: Run) -> None:
+    pid = run.lab.swarm.processes()[3]
+    before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    FullDisk(at_s=0, peers=(3,), for_s=600).do(run)
+    await asyncio.sleep(0)
+    await run.end_what_lasts()
+    assert resource.prlimit(pid, resource.RLIMIT_FSIZE) == before
+    assert run.waiting == ["the end of: the disk of peer 3 is full"], "its end was not seen"
+    assert kinds(run) == [Kind.FAULT]
+
+
 async def test_a_child_that_is_not_there_is_missed(run: Run) -> None:
     await do(run, Child(at_s=0, peers=(1, 2), which="p2pd"))
     assert run.missed == ["only 0 processes p2pd of peers 1, 2 were there"]

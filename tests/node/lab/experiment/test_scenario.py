@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from node.lab.emulation.link_shape import MBIT, Fault, ShapeChange
+from node.lab.emulation.link_shape import MBIT, Fault, LinkShape, Site
 from node.lab.emulation.profiles import profile_of
 from node.lab.experiment.scenario import Scenario, read_scenario, scenario_from_table
 from node.lab.experiment.scenario_events import Churn, Freeze, Heal, Kill, Partition, Reshape, Start, Stop
+from node.lab.experiment.scenario_table import LinkTable
 from swarm.vocabulary.errors import ConfigError, ManifestError
 
 ROOT = Path(__file__).parent.parent.parent.parent.parent
@@ -102,8 +103,14 @@ def test_events_come_in_order_of_time() -> None:
         Freeze(at_s=4, peers=(3, 4), for_s=6),
         Partition(at_s=5, sides=((0, 1, 2), (3, 4)), for_s=2.5),
     )
-    assert isinstance(events[0], Reshape)
-    assert events[0].change == ShapeChange(latency_s=0.2, fault=Fault.HALF_OPEN)
+
+
+def test_a_change_leaves_the_rest_of_a_link_as_it_is() -> None:
+    slow = Site(LinkShape(latency_s=0.01, up_bytes_per_s=1000.0, down_bytes_per_s=4000.0), "iowa")
+    change = LinkTable(fault=Fault.RESET, latency_ms=200)
+    assert change.applied_to(slow) == Site(LinkShape(0.2, 0.0, 1000.0, 4000.0, Fault.RESET), "iowa")
+    assert change.link_in_words() == ("latency 200 ms", "fault reset")
+    assert LinkTable().applied_to(slow) == slow
 
 
 def test_churn_is_so_many_replacements_a_minute_and_the_same_with_the_same_seed() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from node.lab.audit.audit import Report
 from node.lab.audit.findings import Violation
-from node.lab.experiment.metrics import Meter, Row, read_rows, row_line
+from node.lab.experiment.metrics import Meter, Row, row_line
 from node.lab.experiment.run import Kind, Mark
 from node.lab.experiment.scenario import Scenario, scenario_from_table
 from node.lab.wan.outcome import Capacity, Outcome, capacity_of, last_loss, totals, utilization_of
@@ -49,6 +49,11 @@ def outcome(loss: float | None = 2.0, held_out: float | None = 2.2, check: Repor
         diary=(Mark(3.0, Kind.FAULT, "peer 1 killed"),),
         check=check,
     )
+
+
+def read_rows(path: Path) -> list[Row]:
+    tables = (json.loads(line) for line in path.read_text().splitlines())
+    return [Row(**{**table, "waiting": tuple(table["waiting"])}) for table in tables]
 
 
 def test_a_row_holds_what_passed_since_the_last_one() -> None:
