@@ -15,7 +15,7 @@ from pydantic import Field, InstanceOf
 
 from node.lab.emulation.link_shape import Site
 from node.lab.emulation.profiles import profile_of
-from node.lab.experiment.scenario_events import EVENTS, ScenarioEvent, Start
+from node.lab.experiment.scenario_events import EVENTS, MAX_REPLACEMENTS, Churn, ScenarioEvent, Start
 from node.lab.experiment.scenario_table import LONGEST_S, LinkTable, ProfileName, ScenarioTable, Text, read_table
 from protocol.manifest.manifest import Manifest, manifest_from_table
 from swarm.vocabulary.errors import ConfigError
@@ -151,6 +151,8 @@ def scenario_from_table(table: Mapping[str, Any], kind: type[Read]) -> Read:
     if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
         raise ConfigError("event must be tables: write [[event]]")
     events = [_event(item, f"event[{number}]", scenario) for number, item in enumerate(listed)]
+    if sum(len(each.moments(scenario)) for each in events if isinstance(each, Churn)) >= MAX_REPLACEMENTS:
+        raise ConfigError(f"event: {MAX_REPLACEMENTS} replacements are too many")
     return scenario.model_copy(update={"events": tuple(sorted(events, key=lambda event: event.at_s))})
 
 

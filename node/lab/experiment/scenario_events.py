@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar, Final
 
 from pydantic import Field
@@ -16,6 +16,9 @@ from node.lab.experiment.scenario_table import LinkTable, Moment, Peers, Profile
 if TYPE_CHECKING:
     from node.lab.experiment.run import Run
     from node.lab.experiment.scenario import Scenario
+
+MAX_REPLACEMENTS: Final = 10_000
+"""So many in a scenario are too many."""
 
 
 class ScenarioEvent(ScenarioTable):
@@ -153,12 +156,12 @@ class Churn(ScenarioEvent):
     for_s: Span = 0.0
     """0 for the rest of the scenario's duration."""
 
-    def moments(self, scenario: Scenario) -> Iterator[float]:
+    def moments(self, scenario: Scenario) -> Sequence[float]:
         """When a peer is replaced: the same with the same seed."""
         slice_s = 60.0 / (self.share_per_minute * scenario.peers)
+        number = round((self.for_s or max(0.1, scenario.duration_s - self.at_s)) / slice_s)
         lots = random.Random(f"{scenario.seed} churn {self.at_s:g}")  # noqa: S311 - no secret
-        for turn in range(round((self.for_s or max(0.1, scenario.duration_s - self.at_s)) / slice_s)):
-            yield self.at_s + (turn + lots.random()) * slice_s
+        return [self.at_s + (turn + lots.random()) * slice_s for turn in range(min(number, MAX_REPLACEMENTS))]
 
     def do(self, run: Run) -> None:
         run.later(self._replace(run), f"{self.share_per_minute:g} of the peers a minute to be replaced")

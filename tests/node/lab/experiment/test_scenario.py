@@ -121,6 +121,8 @@ def test_churn_is_so_many_replacements_a_minute_and_the_same_with_the_same_seed(
     assert moments_of(text) == moments
     assert moments_of(text.replace("seed = 3", "seed = 4")) != moments
     assert len(moments_of(text.replace("for = 120\n", ""))) == 2, "to the end"
+    with pytest.raises(ConfigError, match="event: 10000 replacements"):
+        scenario_of(text.replace("0.4", "10").replace("for = 120", "for = 12060"))
 
 
 def moments_of(text: str) -> list[float]:
