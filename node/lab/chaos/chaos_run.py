@@ -19,7 +19,7 @@ from swarm.pipeline.settlement import ASK_S
 from swarm.vocabulary.errors import Stalled
 
 LATER_LIMIT_S = 150.0
-"""For what an event waits for, such as a peer that comes to its crash point: after the scenario's duration."""
+"""For what an event waits for, such as a peer that comes to its crash point: after everything that has a known end."""
 CALM_S = ASK_S + 1.0
 """After the last recovery, before the swarm is stopped: a hop that has not heard whether its gradient counts asks in
 time."""
@@ -80,7 +80,7 @@ class ChaosRun(Run):
         """Until all that the scenario has happen is over, the swarm is back after everything that was done to it and
         stands together, or the limits for that have passed."""
         await self.until(lambda: self.timeline.done() and self.now() >= self.scenario.duration_s)
-        limit_s = self.now() + LATER_LIMIT_S
+        limit_s = max([self.now(), *(event.over_s for event in self.scenario.events)]) + LATER_LIMIT_S
         await self.until(lambda: not self.waiting or self.now() > limit_s)
         last_s = max((mark.at_s for mark in self.marks if mark.kind is not Kind.NOTE), default=0.0)
         limit_s = last_s + self._recovery_s + WINDOW_S

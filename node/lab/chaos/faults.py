@@ -211,7 +211,7 @@ class Odd(ScenarioEvent):
     """So much it is set forward later."""
     step_after_s: Annotated[float, Field(ge=1, le=LONGEST_S)] = 0.0
     """So long after its start, and not before it is worked with if its clock is right until then."""
-    protocol: Annotated[str, Field(pattern=r"^\d{1,9}-\d{1,9}$")] | None = None
+    protocol: Annotated[str, Field(pattern=r"^[0-9]{1,9}-[0-9]{1,9}$")] | None = None
     """Versions like `1-2`."""
     works: bool = False
     """Whether the others are to work with it, or to leave it out."""

@@ -27,6 +27,11 @@ class ScenarioEvent(ScenarioTable):
     NAME: ClassVar[str]
     at_s: Moment
 
+    @property
+    def over_s(self) -> float:
+        """When it is over, as far as the file says."""
+        return self.at_s + float(getattr(self, "for_s", 0.0))
+
     @abstractmethod
     def do(self, run: Run) -> None:
         """Does it, and notes in the diary what was done. Returns at once; what takes time goes on in tasks of the run.

@@ -15,7 +15,14 @@ from swarm.vocabulary.errors import ConfigError
 LONGEST_S = 7 * 24 * 3600.0
 MAX_TEXT = 100
 
-Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT, pattern=r"^[^\x00-\x1f\x7f]*$")]
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("must be printable")
+    return text
+
+
+Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT), AfterValidator(_printable)]
 Moment = Annotated[float, Field(ge=0, le=LONGEST_S)]
 """Seconds after the run has begun."""
 Span = Annotated[float, Field(ge=0.1, le=LONGEST_S)]

@@ -150,6 +150,7 @@ def event(**values: Any) -> dict[str, Any]:
     ("table", "message"),
     [
         (tomllib.loads(BASE) | {"sede": 1}, "sede is no key"),
+        (tomllib.loads(BASE) | {"name": "a\u202eb"}, "name: must be printable"),
         (tomllib.loads(BASE) | {"duration": 0}, "duration: .* greater than or equal to 1"),
         (tomllib.loads(BASE) | {"seed": 1.5}, "seed: .* valid integer"),
         (tomllib.loads(BASE) | {"group": []}, "group: 0 peers cannot host 3 stages"),
