@@ -14,8 +14,7 @@ import pytest
 
 from node.lab.audit.log_files import check_folder
 from node.lab.emulation.sockets import Callers, read_sockets
-from node.lab.experiment.metrics import Row
-from node.lab.experiment.run import Mark
+from node.lab.experiment.metrics import Mark, Row
 from node.lab.experiment.scenario import Scenario, scenario_from_table
 from node.lab.wan.measurement import Measurement
 from tests.e2e.small_run import small_run, write_text

@@ -15,8 +15,8 @@ from typing import Any
 from node.lab.chaos.chaos_scenario import ChaosScenario
 from node.lab.chaos.recovery import SHARE, WINDOW_S, Recovery
 from node.lab.chaos.verdict import Trial, losses, objections
+from node.lab.experiment.metrics import Kind
 from node.lab.experiment.report_parts import counts_text, markdown_table, new_figure, save_figure
-from node.lab.experiment.run import Kind
 from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import PeerId, short
 
@@ -119,8 +119,8 @@ def table(all_judged: Sequence[Judged]) -> str:
 
 def _cells(each: Judged) -> list[str]:
     trial = each.trial
-    pace = max((_or_never(recovery.pace_s) for recovery in each.counted), default=math.nan)
-    served = max((_or_never(recovery.served_s) for recovery in each.counted), default=math.nan)
+    pace = max((recovery.pace_s for recovery in each.counted), default=math.nan)
+    served = max((recovery.served_s for recovery in each.counted), default=math.nan)
     lost = {} if trial is None else losses(trial.report)
     return [
         each.scenario.name,
@@ -161,33 +161,25 @@ def _seen(trial: Trial) -> list[str]:
 
 
 def _diary(trial: Trial) -> list[str]:
-    found = {(each.at_s, each.what): each for each in trial.recoveries}
+    recoveries = {each.mark: each for each in trial.recoveries}
     lines = []
     for mark in trial.marks:
-        recovery = found.get((mark.at_s, mark.what))
         after = ""
-        if mark.kind is not Kind.NOTE and recovery is not None:
-            after = (
-                f"; pace back after {_seconds(_or_never(recovery.pace_s))} s, all served after "
-                f"{_seconds(_or_never(recovery.served_s))} s"
-            )
+        if (recovery := recoveries.get(mark)) is not None:
+            after = f"; pace back after {_seconds(recovery.pace_s)} s, all served after {_seconds(recovery.served_s)} s"
         lines.append(f"* {mark.at_s:.1f} s: {mark.what}{after}")
     return lines
 
 
 def _recovery_json(recovery: Recovery) -> dict[str, Any]:
     return {
-        "at": round(recovery.at_s, 2),
-        "what": recovery.what,
-        "from": "end" if recovery.after_end else "fault",
+        "at": round(recovery.mark.at_s, 2),
+        "what": recovery.mark.what,
+        "from": recovery.mark.kind.value,
         "limited": recovery.counts,
-        "pace_s": _finite(_or_never(recovery.pace_s)),
-        "served_s": _finite(_or_never(recovery.served_s)),
+        "pace_s": _finite(recovery.pace_s),
+        "served_s": _finite(recovery.served_s),
     }
-
-
-def _or_never(value: float | None) -> float:
-    return math.inf if value is None else value
 
 
 def _finite(value: float) -> float | None:

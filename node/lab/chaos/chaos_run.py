@@ -14,7 +14,8 @@ from pathlib import Path
 from node.lab.chaos.chaos_scenario import ChaosScenario
 from node.lab.chaos.recovery import WINDOW_S, Recovery, pace_back_after, pace_before, served_after, stand_together
 from node.lab.experiment.log_watch import Held
-from node.lab.experiment.run import LOOK_S, Kind, Run, Tell
+from node.lab.experiment.metrics import Kind
+from node.lab.experiment.run import LOOK_S, Run, Tell
 from swarm.pipeline.settlement import ASK_S
 from swarm.vocabulary.errors import Stalled
 
@@ -51,14 +52,7 @@ class ChaosRun(Run):
         """After each fault and each end of one, by what was seen until then."""
         completed, pace = [at for at in self.completed if at <= until_s], self.pace
         return tuple(
-            Recovery(
-                mark.at_s,
-                mark.what,
-                mark.kind is Kind.END,
-                pace_back_after(completed, mark.at_s, pace, until_s),
-                served_after(self._served, mark.at_s),
-                counts=not mark.lasts,
-            )
+            Recovery(mark, pace_back_after(completed, mark.at_s, pace, until_s), served_after(self._served, mark.at_s))
             for mark in self.marks
             if mark.kind is not Kind.NOTE
         )

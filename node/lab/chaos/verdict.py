@@ -13,7 +13,7 @@ from node.lab.chaos.chaos_run import ChaosRun, Peaks
 from node.lab.chaos.chaos_scenario import ChaosScenario, Expectations
 from node.lab.chaos.recovery import Recovery
 from node.lab.experiment.log_watch import Accused
-from node.lab.experiment.run import Mark
+from node.lab.experiment.metrics import Mark
 from node.observability.events import Visit
 from swarm.vocabulary.types import PeerId, short
 
@@ -192,7 +192,7 @@ def _of_recoveries(expected: Expectations, pace: float, recoveries: Sequence[Rec
         if not each.counts or each.seconds <= expected.recovery_s:
             continue
         took = "not recovered" if math.isinf(each.seconds) else f"recovered after {each.seconds:.1f} s"
-        found.append(f"{took} ({each.what}); {expected.recovery_s:g} s are allowed")
+        found.append(f"{took} ({each.mark.what}); {expected.recovery_s:g} s are allowed")
     return found
 
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from node.cli.views.text import count, duration, harmless, loss_text, megabytes
 
 if TYPE_CHECKING:
-    from node.lab.experiment.metrics import Row
-    from node.lab.experiment.run import Mark
+    from node.lab.experiment.metrics import Mark, Row
 
 TOLD_EVERY_S = 10.0
 """Where nobody watches a terminal."""

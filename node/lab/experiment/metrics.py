@@ -1,9 +1,10 @@
-"""What is measured while a scenario runs: one row a second, written at once, so that a run that breaks off leaves them
-too."""
+"""What is kept of a run while it goes on: one row of figures a second, written at once, so that a run that breaks off
+leaves them too; and the diary of what happened."""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import json
 import math
 import statistics
@@ -12,6 +13,26 @@ from dataclasses import dataclass
 from node.lab.emulation.emulation import Way
 from node.local_swarm.swarm_progress import SwarmProgress
 from node.observability.events import Step
+
+
+class Kind(enum.Enum):
+    """What a line of the diary means for the recovery."""
+
+    FAULT = "fault"
+    END = "end"
+    """Of a fault that lasted."""
+    NOTE = "note"
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A line of the diary."""
+
+    at_s: float
+    kind: Kind
+    what: str
+    lasts: bool = False
+    """A fault with an end, from which recovery is counted."""
 
 
 @dataclass(frozen=True, slots=True)

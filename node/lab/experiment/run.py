@@ -6,7 +6,6 @@ Times count from the moment when the run has begun, so that a slow start of the 
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
 import math
 import random
@@ -23,7 +22,7 @@ from node.lab.audit.log_files import check_folder
 from node.lab.emulation.link_shape import Site
 from node.lab.experiment.laboratory import Laboratory
 from node.lab.experiment.log_watch import LogWatch
-from node.lab.experiment.metrics import Meter, Row, row_line
+from node.lab.experiment.metrics import Kind, Mark, Meter, Row, row_line
 from node.lab.experiment.scenario import Scenario
 from node.lab.experiment.scenario_events import ScenarioEvent
 from node.local_swarm.child_process import ChildEnd
@@ -43,26 +42,6 @@ ASK_TRIES = 2
 LOGS = "logs"
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
-
-
-class Kind(enum.Enum):
-    """What a line of the diary means for the recovery."""
-
-    FAULT = "fault"
-    END = "end"
-    """Of a fault that lasted."""
-    NOTE = "note"
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """A line of the diary."""
-
-    at_s: float
-    kind: Kind
-    what: str
-    lasts: bool = False
-    """A fault with an end, from which recovery is counted."""
 
 
 Tell = Callable[[str | Row | Mark], None]

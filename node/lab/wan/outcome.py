@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from node.lab.audit.audit import Report
-from node.lab.experiment.metrics import Row
-from node.lab.experiment.run import Mark, Run
+from node.lab.experiment.metrics import Mark, Row
+from node.lab.experiment.run import Run
 from node.local_swarm.swarm_progress import SwarmProgress
 from protocol.manifest.manifest import Manifest
 

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from node.lab.experiment.metrics import Row
+from node.lab.experiment.metrics import Mark, Row
 from node.lab.experiment.report_parts import new_figure, save_figure
-from node.lab.experiment.run import Mark
 
 MAX_LINES = 12
 """Links in the picture of traffic; the busiest ones."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 import time
 import tomllib
@@ -13,7 +14,7 @@ import pytest
 from node.lab.chaos.chaos_run import ChaosRun
 from node.lab.chaos.chaos_scenario import ChaosScenario
 from node.lab.chaos.recovery import WINDOW_S
-from node.lab.experiment.run import Kind, Mark
+from node.lab.experiment.metrics import Kind, Mark
 from node.lab.experiment.scenario import scenario_from_table
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the laboratory reads /proc")
@@ -56,10 +57,9 @@ def test_recoveries_are_of_faults_and_their_ends(run: ChaosRun) -> None:
     ]
     killed, frozen, over = run.recoveries(run.now())
     assert (killed.counts, frozen.counts, over.counts) == (True, False, True)
-    assert (killed.after_end, over.after_end) == (False, True)
-    assert killed.pace_s is not None
+    assert (killed.mark, over.mark) == (run.marks[0], run.marks[3])
     assert 4 - WINDOW_S / 2 <= killed.pace_s <= 4
-    assert all(each.pace_s is None for each in run.recoveries(12.5)), "seen only until then"
+    assert all(each.pace_s == math.inf for each in run.recoveries(12.5)), "seen only until then"
 
 
 async def test_a_run_that_is_stopped_is_over_at_once(run: ChaosRun) -> None:

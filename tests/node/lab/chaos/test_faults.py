@@ -16,7 +16,8 @@ from node.lab.chaos.chaos_scenario import ChaosScenario
 from node.lab.chaos.faults import Child, Crash, FullDisk, OneWay, Resets, Restart, Worsen
 from node.lab.emulation.link_shape import Fault
 from node.lab.experiment.log_watch import LogWatch
-from node.lab.experiment.run import Kind, Run, until
+from node.lab.experiment.metrics import Kind
+from node.lab.experiment.run import Run, until
 from node.lab.experiment.scenario import scenario_from_table
 from node.lab.experiment.scenario_events import ScenarioEvent
 from node.local_swarm import local_swarm

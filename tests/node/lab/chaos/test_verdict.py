@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,19 +11,20 @@ import pytest
 
 from node.lab.audit.audit import Report
 from node.lab.audit.findings import Violation
-from node.lab.chaos.chaos_report import Judged, judged, report_json, report_text
+from node.lab.chaos.chaos_report import Judged, draw, judged, report_json, report_text
 from node.lab.chaos.chaos_run import Peaks
 from node.lab.chaos.chaos_scenario import ChaosScenario, find_scenarios, known_scenarios
 from node.lab.chaos.recovery import Recovery
 from node.lab.chaos.verdict import Trial, objections
 from node.lab.experiment.log_watch import Accused
-from node.lab.experiment.run import Kind, Mark
+from node.lab.experiment.metrics import Kind, Mark
 from node.lab.experiment.scenario import read_scenario
 from node.observability.event_json import event_to_json
 from node.observability.events import Visit
 
 CLEAN = Report(5, 5, 0, {"completed": 100, "abandoned": 2}, ())
-BACK = Recovery(8.0, "peer 3 killed", False, 1.5, 0.25, True)
+KILLED = Mark(8.0, Kind.FAULT, "peer 3 killed")
+BACK = Recovery(KILLED, 1.5, 0.25)
 
 
 def scenario_of(name: str) -> ChaosScenario:
@@ -40,7 +42,7 @@ def trial(tmp_path: Path) -> Trial:
         seconds=30.0,
         pace=10.0,
         recoveries=(BACK,),
-        marks=(Mark(8.0, Kind.FAULT, "peer 3 killed"), Mark(9.0, Kind.NOTE, "a note")),
+        marks=(KILLED, Mark(9.0, Kind.NOTE, "a note")),
         completed=(1.0, 2.0),
         report=CLEAN,
         failures={},
@@ -74,10 +76,10 @@ def test_counts_have_limits(trial: Trial) -> None:
 
 
 def test_recoveries_have_a_limit_but_not_while_the_fault_lasts(trial: Trial) -> None:
-    late, never = replace(BACK, pace_s=30.5), replace(BACK, served_s=None)
+    late, never = replace(BACK, pace_s=30.5), replace(BACK, served_s=math.inf)
     assert against(trial, BACK, late) == "recovered after 30.5 s (peer 3 killed); 30 s are allowed"
     assert against(trial, never) == "not recovered (peer 3 killed); 30 s are allowed"
-    assert against(trial, replace(never, counts=False)) == ""
+    assert against(trial, replace(never, mark=replace(KILLED, lasts=True))) == ""
     assert never.seconds == math.inf
 
 
@@ -143,3 +145,12 @@ def test_the_report_has_a_row_for_each_scenario(trial: Trial) -> None:
     assert [each["passed"] for each in table["scenarios"]] == [True, False]
     assert table["scenarios"][0]["recoveries"][0]["pace_s"] == 1.5
     assert find_scenarios(["all", "resets"]) == list(known_scenarios().values())
+
+
+def test_all_trials_are_in_one_picture(trial: Trial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    assert draw(tmp_path, []) is None
+    assert draw(tmp_path, [trial] * 5) == "chaos.png"
+    assert (tmp_path / "chaos.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert draw(tmp_path, [trial]) is None

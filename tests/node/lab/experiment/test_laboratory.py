@@ -14,7 +14,8 @@ from node.lab.emulation.link_shape import MBIT, Fault, LinkShape
 from node.lab.emulation.profiles import profile_of
 from node.lab.emulation.sockets import descendants
 from node.lab.experiment.laboratory import place
-from node.lab.experiment.run import Kind, Run
+from node.lab.experiment.metrics import Kind
+from node.lab.experiment.run import Run
 from node.lab.experiment.scenario import Scenario, scenario_from_table
 from node.lab.experiment.scenario_events import (
     Churn,

@@ -11,8 +11,7 @@ import pytest
 
 from node.lab.audit.audit import Report
 from node.lab.audit.findings import Violation
-from node.lab.experiment.metrics import Meter, Row, row_line
-from node.lab.experiment.run import Kind, Mark
+from node.lab.experiment.metrics import Kind, Mark, Meter, Row, row_line
 from node.lab.experiment.scenario import Scenario, scenario_from_table
 from node.lab.wan.outcome import Capacity, Outcome, capacity_of, last_loss, totals, utilization_of
 from node.lab.wan.plots import draw_all
