@@ -283,9 +283,9 @@ class FreezeConvener(ScenarioEvent):
     async def _follow(self, run: Run) -> None:
         progress = await run.watch.until(self._is_it)
         peer = next(each.index for each in run.lab.swarm.peers if each.peer == progress.peer)
-        run.lab.freeze((peer,), self.for_s)
+        run.lab.freeze((peer,))
         what = f"peer {peer}, convener of round {progress.round}, frozen at {progress.percent} %"
-        run.lasts(what, self.for_s)
+        run.lasts(what, self.for_s, lambda: run.lab.thaw((peer,)))
 
     def _is_it(self, progress: RoundProgress) -> bool:
         mine = progress.module.partition(".")[0] == str(self.stage) and progress.peer == progress.convener

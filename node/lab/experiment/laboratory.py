@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
 import signal
+from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -58,8 +58,8 @@ class Laboratory:
         self._scenario = scenario
         self._watch = ListenWatch()
         self._callers = Callers(self.swarm.processes)
-        self._thaw_at: dict[int, float] = {}
-        """When (of the event loop) each frozen peer goes on."""
+        self.frozen: Counter[int] = Counter()
+        """How often each peer that stands still now was frozen."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
@@ -90,11 +90,6 @@ class Laboratory:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    @property
-    def frozen(self) -> frozenset[int]:
-        """Peers that stand still now."""
-        return frozenset(self._thaw_at)
-
     def serving(self) -> dict[int, PeerProgress]:
         """The living nodes that say that they serve, frozen ones included, by index."""
         peers = self.swarm.progress.peers.items()
@@ -103,7 +98,7 @@ class Laboratory:
     def kill(self, peer: int) -> None:
         """With SIGKILL, and all that it has started."""
         self.killed.add(peer)
-        self._thaw({peer} & self._thaw_at.keys())  # what it has started could not see its end otherwise
+        self.thaw((peer,) * self.frozen[peer])  # what it has started could not see its end otherwise
         self.swarm.kill(peer)
 
     def start(self, stage: int, site: Site, command: Sequence[str] | None = None) -> int:
@@ -121,29 +116,21 @@ class Laboratory:
 
     def calm(self) -> None:
         """Ends everything that was done to the network and to frozen peers, so that nodes can stop in good order."""
-        self._thaw(set(self._thaw_at))
+        self.thaw(tuple(self.frozen.elements()))
         self.emulation.clear()
 
     async def _find_caller(self, source: Endpoint, target: Endpoint) -> Member:
         return await asyncio.to_thread(self._callers.caller, source, target)
 
-    def freeze(self, peers: Sequence[int], for_s: float) -> None:
-        """Lets peers stand still, with SIGSTOP to every process of theirs."""
-        until = asyncio.get_running_loop().time() + for_s
-        self._thaw_at |= {peer: max(until, self._thaw_at.get(peer, 0.0)) for peer in peers}
+    def freeze(self, peers: Sequence[int]) -> None:
+        """Lets peers stand still, with SIGSTOP to every process of theirs, until they were thawed as often."""
+        self.frozen.update(peers)
         self._signal(set(peers), signal.SIGSTOP)
-        self.spawn(self._thaw_later(set(peers), until))
 
-    async def _thaw_later(self, peers: set[int], until: float) -> None:
-        """Those that were frozen again meanwhile, for longer, have a timer of their own."""
-        loop = asyncio.get_running_loop()
-        await asyncio.sleep(max(0.0, until - loop.time()))
-        self._thaw({peer for peer in peers if self._thaw_at.get(peer, math.inf) <= until})
-
-    def _thaw(self, peers: set[int]) -> None:
-        for peer in peers:
-            self._thaw_at.pop(peer, None)
-        self._signal(peers, signal.SIGCONT)
+    def thaw(self, peers: Sequence[int]) -> None:
+        """Takes back one freeze of each."""
+        self.frozen -= Counter(peers)
+        self._signal(set(peers) - self.frozen.keys(), signal.SIGCONT)
 
     def _signal(self, peers: set[int], number: signal.Signals) -> None:
         """To every process of these peers. The DHT's is in a session of its own, so a process group is not enough."""

@@ -288,7 +288,7 @@ class Run:
         self._later.add(task)
         task.add_done_callback(self._later.discard)
 
-    def lasts(self, what: str, for_s: float, mend: Callable[[], None] = lambda: None) -> None:
+    def lasts(self, what: str, for_s: float, mend: Callable[[], None]) -> None:
         """Something has been broken, and is mended after a while, or when the run ends."""
         self.fault(what, lasts=True)
 

@@ -100,8 +100,8 @@ class Freeze(ScenarioEvent):
     for_s: Span
 
     def do(self, run: Run) -> None:
-        run.lab.freeze(self.peers, self.for_s)
-        run.lasts(f"{named(self.peers)} frozen for {self.for_s:g} s", self.for_s)
+        run.lab.freeze(self.peers)
+        run.lasts(f"{named(self.peers)} frozen for {self.for_s:g} s", self.for_s, lambda: run.lab.thaw(self.peers))
 
 
 class Partition(ScenarioEvent):
