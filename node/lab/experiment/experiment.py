@@ -11,7 +11,7 @@ import asyncio
 from pathlib import Path
 from typing import TypeVar
 
-from node.lab.experiment.run import Limits, Run, Tell
+from node.lab.experiment.run import Run, Tell
 from node.lab.experiment.scenario import Scenario
 from swarm.vocabulary.errors import ConfigError
 
@@ -50,9 +50,9 @@ class Experiment:
             return None
         folder = run.folder / UNDISTURBED
         make_folder(folder)
-        limits = Limits(duration_s=LONGEST_CALM * run.seconds + 60.0, tokens=run.progress.tokens)
-        calm = await self.carry_out(Run(scenario, folder, tell, self.stop, limits=limits))
-        return calm if calm.progress.tokens >= run.progress.tokens else None
+        longest_s, tokens = LONGEST_CALM * run.seconds + 60.0, run.progress.tokens
+        calm = await self.carry_out(Run(scenario, folder, tell, self.stop, longest_s=longest_s, tokens=tokens))
+        return calm if calm.progress.tokens >= tokens else None
 
 
 def make_folder(folder: Path, scenario: str | None = None) -> None:

@@ -12,7 +12,6 @@ import random
 import signal
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,20 +47,12 @@ Tell = Callable[[str | Row | Mark], None]
 """For whoever watches: a line of text, a second's figures, or a line of the diary."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """When a run is over, whichever comes first."""
-
-    duration_s: float = math.inf
-    tokens: float = math.inf
-
-
 class Run:
     """One run of a scenario into one folder, which must be there. `stop` may be set from outside and ends it soon, in
     good order. Begins with the swarm's first step, and measures a row a second.
 
     Args:
-        limits: by themselves the scenario's duration.
+        longest_s, tokens: when it is over, whichever comes first; by itself after the scenario's duration.
         save_every_s: seconds between checkpoints; None for none.
 
     Raises:
@@ -75,7 +66,8 @@ class Run:
         tell: Tell,
         stop: asyncio.Event,
         *,
-        limits: Limits | None = None,
+        longest_s: float | None = None,
+        tokens: float = math.inf,
         save_every_s: float | None = None,
     ) -> None:
         self.scenario = scenario
@@ -99,7 +91,8 @@ class Run:
         self.rows: list[Row] = []
         self.stop = stop
         self._tell = tell
-        self._limits = limits or Limits(duration_s=scenario.duration_s)
+        self._longest_s = longest_s or scenario.duration_s
+        self._tokens = tokens
         self._meter = Meter({})
         self._began = math.inf
         self._later: set[asyncio.Task[None]] = set()
@@ -183,7 +176,7 @@ class Run:
 
         def over() -> bool:
             progress = self.lab.swarm.progress
-            return progress.is_over or self.now() >= self._limits.duration_s or progress.tokens >= self._limits.tokens
+            return progress.is_over or self.now() >= self._longest_s or progress.tokens >= self._tokens
 
         await self.until(over)
 
