@@ -75,18 +75,20 @@ node/averaging: node/averaging/anchor node/averaging/audit node/averaging/exchan
     node/checkpoint node/concurrency node/context node/model node/network node/observability protocol/codecs
     protocol/identity protocol/interfaces protocol/manifest swarm/averaging swarm/compression
 node/cli/views: node/local_swarm node/observability swarm/compression
-node/lab/wan: node/concurrency node/lab/audit node/lab/emulation node/local_swarm node/network node/observability
-    protocol/manifest
+node/lab/experiment: node/concurrency node/lab/audit node/lab/emulation node/local_swarm node/network
+    node/observability protocol/manifest
+node/lab/wan: node/lab/audit node/lab/experiment node/local_swarm protocol/manifest
 node/runtime: node/averaging node/averaging/anchor node/checkpoint node/concurrency node/context node/data node/model
     node/network node/observability node/pipeline node/reachability node/routing protocol/dht protocol/identity
     protocol/interfaces protocol/manifest swarm/membership swarm/pipeline swarm/routing
 node/cli: node/checkpoint node/cli/views node/context node/data node/export node/local_swarm node/model node/network
     node/observability node/runtime node/solo protocol/identity protocol/manifest
-node/lab/chaos: node/averaging node/averaging/anchor node/averaging/exchange node/cli node/concurrency node/lab/audit
-    node/lab/emulation node/lab/wan node/local_swarm node/network node/observability protocol/codecs protocol/identity
+node/lab/chaos: node/averaging node/averaging/anchor node/averaging/exchange node/cli node/lab/audit node/lab/emulation
+    node/lab/experiment node/local_swarm node/network node/observability protocol/codecs protocol/identity
     protocol/interfaces protocol/transport swarm/pipeline
 node/lab/commands: node/cli/views node/context node/data node/lab/audit node/lab/chaos node/lab/doctor
-    node/lab/emulation node/lab/simulation node/lab/wan node/network protocol/manifest swarm/simulation
+    node/lab/emulation node/lab/experiment node/lab/simulation node/lab/wan node/network protocol/manifest
+    swarm/simulation
 node: node/cli node/lab/commands
 """
 FOLDERS = {

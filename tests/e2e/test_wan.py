@@ -14,11 +14,11 @@ import pytest
 
 from node.lab.audit.log_files import check_folder
 from node.lab.emulation.sockets import Callers, read_sockets
-from node.lab.wan.experiment import Experiment
-from node.lab.wan.metrics import Row, read_rows
-from node.lab.wan.run import News
-from node.lab.wan.scenario import scenario_from_table
+from node.lab.experiment.metrics import Mark, Row
+from node.lab.experiment.scenario import Scenario, scenario_from_table
+from node.lab.wan.measurement import Measurement
 from tests.e2e.small_run import small_run, write_text
+from tests.node.lab.wan.test_wan_report import read_rows
 
 pytestmark = [
     pytest.mark.e2e,
@@ -68,12 +68,12 @@ class Spectator:
         self.past_the_proxy: set[tuple[str, str]] = set()
         self.through_the_proxy = 0
 
-    def tell(self, news: News) -> None:
-        if news.happened is not None:
-            self.happened.append(news.happened.what)
-        if news.row is None:
+    def tell(self, news: str | Row | Mark) -> None:
+        if isinstance(news, Mark):
+            self.happened.append(news.what)
+        if not isinstance(news, Row):
             return
-        self.rows.append(news.row)
+        self.rows.append(news)
         ours = own_sockets()
         for socket in read_sockets():
             if socket.inode and socket.remote[0].startswith(BEHIND):
@@ -87,11 +87,11 @@ async def test_a_swarm_trains_behind_slow_links_and_leaves_a_report(tmp_path: Pa
     run = small_run(write_text(tmp_path / "text"), staleness=1, inner_steps=8)
     table = tomllib.loads(SCENARIO)
     table["manifest"] = run.model_dump(mode="json", exclude_none=True, exclude={"name", "seed", "protocol"})
-    scenario = scenario_from_table(table)
+    scenario = scenario_from_table(table, Scenario)
     spectator = Spectator()
     out = tmp_path / "out"
-    experiment = Experiment(scenario, SCENARIO, out, spectator.tell, asyncio.Event())
-    result = await experiment.run(compare=True)
+    measurement = Measurement(out, spectator.tell, asyncio.Event())
+    result = await measurement.run(scenario, SCENARIO, compare=True)
 
     assert not result.outcome.check.violations, result.outcome.check
     assert not check_folder(out / "logs").violations
@@ -100,7 +100,8 @@ async def test_a_swarm_trains_behind_slow_links_and_leaves_a_report(tmp_path: Pa
     assert result.outcome.tokens > 0
     assert result.outcome.held_out_loss is not None
     assert result.outcome.capacity.bound is not None
-    assert spectator.happened == ["peer 3 got another link: transatlantic", "peer 2 frozen for 0.5 s"]
+    frozen = "peer 2 frozen for 0.5 s"
+    assert spectator.happened == ["peer 3 got another link: transatlantic", frozen, f"over: {frozen}"]
     assert spectator.through_the_proxy > 0
     assert spectator.past_the_proxy == set()
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from node.lab.chaos.chaos_scenario import ChaosPlan
-from node.lab.chaos.fault_context import Kind
+from node.lab.chaos.chaos_scenario import ChaosScenario
 from node.lab.chaos.recovery import SHARE, WINDOW_S, Recovery
-from node.lab.chaos.trial import Trial
-from node.lab.chaos.verdict import losses, objections
+from node.lab.chaos.verdict import Trial, losses, objections
+from node.lab.experiment.metrics import Kind
+from node.lab.experiment.report_parts import counts_text, markdown_table, new_figure, save_figure
+from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import PeerId, short
 
 SHOWN_OBJECTIONS = 10
@@ -27,11 +28,9 @@ class Judged:
     """A scenario, what was seen of it, and what speaks against it. There is no trial when its swarm could not be
     started."""
 
-    plan: ChaosPlan
+    scenario: ChaosScenario
     trial: Trial | None
     objections: tuple[str, ...]
-    undisturbed: float | None = None
-    """The held-out loss of the run that the trial is compared with."""
 
     @property
     def passed(self) -> bool:
@@ -47,69 +46,41 @@ class Judged:
         """The longest."""
         return max((each.seconds for each in self.counted), default=math.nan)
 
-    @property
-    def loss_ratio(self) -> float | None:
-        """Held-out loss over that of the undisturbed run at as many tokens."""
-        held_out = None if self.trial is None else self.trial.held_out
-        return None if held_out is None or self.undisturbed is None else held_out / self.undisturbed
-
     def as_json(self) -> dict[str, Any]:
         """One entry of report.json. Seconds are null for never."""
         trial = self.trial
         found: dict[str, Any] = {
-            "name": self.plan.name,
-            "fault": self.plan.fault,
-            "seed": self.plan.scenario.seed,
+            "name": self.scenario.name,
+            "fault": self.scenario.chaos.fault,
+            "seed": self.scenario.seed,
             "passed": self.passed,
             "objections": list(self.objections),
             "recovery_s": _finite(self.recovery_s),
-            "recovery_limit_s": self.plan.expected.recovery_s,
+            "recovery_limit_s": self.scenario.chaos.recovery_s,
         }
         if trial is None:
             return found
-        peaks = trial.facts.resources
         return found | {
             "started_after_s": round(trial.started_after_s, 2),
             "seconds": round(trial.seconds, 2),
             "microbatches_per_s_before": round(trial.pace, 2),
             "recoveries": [_recovery_json(each) for each in trial.recoveries],
-            "lost": losses(trial.facts.report),
-            "counts": trial.facts.report.counts,
+            "lost": losses(trial.report),
+            "counts": trial.report.counts,
             "tokens": trial.tokens,
             "held_out": trial.held_out,
-            "held_out_undisturbed": self.undisturbed,
-            "loss_ratio": self.loss_ratio,
-            "liars": sorted(trial.facts.liars),
-            "accused": {
-                peer: {"by": sorted(about.by), "commits": about.commits, "with_it": about.with_it}
-                for peer, about in trial.facts.accused.items()
-            },
-            "peaks": {
-                "memory_bytes": peaks.memory_bytes,
-                "descriptors": peaks.descriptors,
-                "threads": peaks.threads,
-            },
+            "held_out_undisturbed": trial.undisturbed,
+            "loss_ratio": trial.loss_ratio,
+            "liars": sorted(trial.liars),
+            "accused": {peer: asdict(about) | {"by": sorted(about.by)} for peer, about in trial.accused.items()},
+            "peaks": asdict(trial.resources),
             "events": [{"at": round(m.at_s, 2), "kind": m.kind.value, "what": m.what} for m in trial.marks],
         }
 
 
-def judged(trial: Trial, undisturbed: float | None = None) -> Judged:
-    """With the verdict. `undisturbed` is the held-out loss of the run without the faults."""
-    found = objections(trial.plan.expected, trial.facts, trial.pace, trial.recoveries)
-    without = Judged(trial.plan, trial, found, undisturbed)
-    return replace(without, objections=(*found, *_of_loss(trial.plan.expected.loss_ratio, without.loss_ratio)))
-
-
-def _of_loss(allowed: float | None, ratio: float | None) -> list[str]:
-    if allowed is None:
-        return []
-    if ratio is None:
-        return ["the held-out losses with and without the faults could not be measured at as many tokens"]
-    return (
-        [f"the held-out loss is {ratio:.3f} of the undisturbed run's; {allowed:g} is allowed"]
-        if ratio > allowed
-        else []
-    )
+def judged(trial: Trial) -> Judged:
+    """With the verdict."""
+    return Judged(trial.scenario, trial, objections(trial))
 
 
 def report_json(all_judged: Sequence[Judged]) -> dict[str, Any]:
@@ -143,95 +114,72 @@ def report_text(all_judged: Sequence[Judged], picture: str | None) -> str:
 def table(all_judged: Sequence[Judged]) -> str:
     """A row for each scenario."""
     head = ["scenario", "fault", "passed", "recovery s", "pace back s", "all served s", "pace before /s", "lost"]
-    lines = [_row(head), _row(["---"] * len(head))]
-    for each in all_judged:
-        pace = max((_or_never(recovery.pace_s) for recovery in each.counted), default=math.nan)
-        served = max((_or_never(recovery.served_s) for recovery in each.counted), default=math.nan)
-        trial = each.trial
-        lost = {} if trial is None else losses(trial.facts.report)
-        lines.append(
-            _row(
-                [
-                    each.plan.name,
-                    each.plan.fault,
-                    "yes" if each.passed else "**no**",
-                    *(_seconds(value) for value in (each.recovery_s, pace, served)),
-                    "-" if trial is None else f"{trial.pace:.1f}",
-                    ", ".join(f"{number} {what}" for what, number in lost.items()) or "nothing",
-                ]
-            )
-        )
-    return "\n".join(lines)
+    return markdown_table(head, (_cells(each) for each in all_judged))
+
+
+def _cells(each: Judged) -> list[str]:
+    trial = each.trial
+    pace = max((recovery.pace_s for recovery in each.counted), default=math.nan)
+    served = max((recovery.served_s for recovery in each.counted), default=math.nan)
+    lost = {} if trial is None else losses(trial.report)
+    return [
+        each.scenario.name,
+        each.scenario.chaos.fault,
+        "yes" if each.passed else "**no**",
+        *(_seconds(value) for value in (each.recovery_s, pace, served)),
+        "-" if trial is None else f"{trial.pace:.1f}",
+        ", ".join(f"{number} {what}" for what, number in lost.items()) or "nothing",
+    ]
 
 
 def _section(each: Judged) -> str:
-    lines = [f"## {each.plan.name}", "", each.plan.fault + ".", ""]
+    lines = [f"## {each.scenario.name}", "", each.scenario.chaos.fault + ".", ""]
     lines += [f"* **{objection}**" for objection in each.objections[:SHOWN_OBJECTIONS]]
     if len(each.objections) > SHOWN_OBJECTIONS:
         lines.append(f"* and {len(each.objections) - SHOWN_OBJECTIONS} more")
-    trial = each.trial
-    if trial is None:
-        return "\n".join(lines)
-    peaks = trial.facts.resources
-    counts = ", ".join(f"{what} {number}" for what, number in sorted(trial.facts.report.counts.items()))
+    return "\n".join(lines if each.trial is None else [*lines, *_seen(each.trial), "", *_diary(each.trial)])
+
+
+def _seen(trial: Trial) -> list[str]:
+    report, peaks = trial.report, trial.resources
+    lines = [f"* check: {len(report.violations)} violations; {report.logs} logs; {counts_text(report)}"]
+    if trial.loss_ratio is not None:
+        lines.append(
+            f"* held-out loss after {trial.tokens} tokens: {trial.held_out:.4f}, undisturbed {trial.undisturbed:.4f}:"
+            f" {trial.loss_ratio:.4f} times"
+        )
     lines += [
-        f"* check: {len(trial.facts.report.violations)} violations; {trial.facts.report.logs} logs; {counts}",
-        *_of_lies(each),
-        (
-            f"* most of a node: {peaks.memory_bytes / 2**20:.0f} MiB, {peaks.descriptors} descriptors, "
-            f"{peaks.threads} threads"
-        ),
-        "",
-        *_diary(trial),
+        f"* {short(PeerId(peer))} was accused by {len(about.by)}; of the {about.commits} rounds that they committed "
+        f"since, {about.with_it} had it in"
+        for peer, about in trial.accused.items()
     ]
-    return "\n".join(lines)
-
-
-def _of_lies(each: Judged) -> list[str]:
-    lines = []
-    if each.loss_ratio is not None and each.trial is not None:
-        lines.append(
-            f"* held-out loss after {each.trial.tokens} tokens: {each.trial.held_out:.4f}, undisturbed "
-            f"{each.undisturbed:.4f}:"
-            f" {each.loss_ratio:.4f} times"
-        )
-    accused = {} if each.trial is None else each.trial.facts.accused
-    for peer, about in accused.items():
-        lines.append(
-            f"* {short(PeerId(peer))} was accused by {len(about.by)}; of the {about.commits} rounds that they "
-            f"committed since, {about.with_it} had it in"
-        )
-    return lines
+    return [
+        *lines,
+        f"* most of a node: {peaks.memory_bytes / 2**20:.0f} MiB, {peaks.descriptors} descriptors, "
+        f"{peaks.threads} threads",
+    ]
 
 
 def _diary(trial: Trial) -> list[str]:
-    found = {(each.at_s, each.what): each for each in trial.recoveries}
+    recoveries = {each.mark: each for each in trial.recoveries}
     lines = []
     for mark in trial.marks:
-        recovery = found.get((mark.at_s, mark.what))
         after = ""
-        if mark.kind is not Kind.NOTE and recovery is not None:
-            after = (
-                f"; pace back after {_seconds(_or_never(recovery.pace_s))} s, all served after "
-                f"{_seconds(_or_never(recovery.served_s))} s"
-            )
+        if (recovery := recoveries.get(mark)) is not None:
+            after = f"; pace back after {_seconds(recovery.pace_s)} s, all served after {_seconds(recovery.served_s)} s"
         lines.append(f"* {mark.at_s:.1f} s: {mark.what}{after}")
     return lines
 
 
 def _recovery_json(recovery: Recovery) -> dict[str, Any]:
     return {
-        "at": round(recovery.at_s, 2),
-        "what": recovery.what,
-        "from": "end" if recovery.after_end else "fault",
+        "at": round(recovery.mark.at_s, 2),
+        "what": recovery.mark.what,
+        "from": recovery.mark.kind.value,
         "limited": recovery.counts,
-        "pace_s": _finite(_or_never(recovery.pace_s)),
-        "served_s": _finite(_or_never(recovery.served_s)),
+        "pace_s": _finite(recovery.pace_s),
+        "served_s": _finite(recovery.served_s),
     }
-
-
-def _or_never(value: float | None) -> float:
-    return math.inf if value is None else value
 
 
 def _finite(value: float) -> float | None:
@@ -244,10 +192,6 @@ def _seconds(value: float) -> str:
     return f"{value:.1f}" if math.isfinite(value) else "never"
 
 
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
 NAME = "chaos.png"
 ACROSS = 4
 _COLOURS = {Kind.FAULT: "tab:red", Kind.END: "tab:green"}
@@ -255,20 +199,19 @@ _COLOURS = {Kind.FAULT: "tab:red", Kind.END: "tab:green"}
 
 def draw(folder: Path, trials: Sequence[Trial]) -> str | None:
     """Writes the picture and returns its name; None where matplotlib is not installed or there is nothing to draw."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return None
     if not trials:
         return None
     down = math.ceil(len(trials) / ACROSS)
-    figure = Figure(figsize=(4 * ACROSS, 2.2 * down), layout="constrained")
+    try:
+        figure = new_figure(4 * ACROSS, 2.2 * down)
+    except ConfigError:
+        return None
     grid = figure.subplots(down, ACROSS, squeeze=False)
     for axes in grid.flat[len(trials) :]:
         axes.set_axis_off()
     for axes, trial in zip(grid.flat, trials, strict=False):
         _draw_one(axes, trial)
-    figure.savefig(folder / NAME)
+    save_figure(figure, folder / NAME)
     return NAME
 
 
@@ -279,6 +222,6 @@ def _draw_one(axes: Any, trial: Trial) -> None:
     for mark in trial.marks:
         if mark.kind in _COLOURS:
             axes.axvline(mark.at_s, color=_COLOURS[mark.kind], linewidth=0.8)
-    axes.set_title(trial.plan.name, fontsize=8)
+    axes.set_title(trial.scenario.name, fontsize=8)
     axes.set_ylim(bottom=0)
     axes.tick_params(labelsize=7)

@@ -1,16 +1,18 @@
-"""A chaos scenario: one of `node.lab.wan.scenario` with more actions, and what has to hold. docs/CHAOS.md shows one."""
+"""A chaos scenario: one of `node.lab.experiment.scenario` with more that can happen, and what has to hold.
+docs/CHAOS.md shows one."""
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, ClassVar, Final, Self
 
-from node.lab.chaos.fault_parsing import CHAOS_ACTIONS
-from node.lab.wan.scenario import LONGEST_S, MAX_BYTES, Scenario, merged, scenario_from_table
-from node.lab.wan.toml_table import Table
+from pydantic import Field, model_validator
+
+from node.lab.chaos.faults import FAULTS
+from node.lab.experiment.scenario import Group, Scenario
+from node.lab.experiment.scenario_events import ScenarioEvent
+from node.lab.experiment.scenario_table import LONGEST_S, ScenarioTable, Span, Text
 from swarm.vocabulary.errors import ConfigError
 
 FOLDER: Final = Path(__file__).parent / "scenarios"
@@ -29,48 +31,57 @@ SMALL_RUN: Final[Mapping[str, Any]] = {
 }
 """What a scenario's manifest is unless it says otherwise: faults show as well in a small model, which leaves the
 machine time for them."""
-USUAL_GROUP: Final = {"name": "peers", "peers": 5, "profile": "none", "latency_ms": 20}
+USUAL_GROUP: Final = Group(name="peers", peers=5, profile="none", latency_ms=20)
 """Links that are long enough to bound the pace: otherwise it would be the machine's, and suffer from every process that
 starts."""
-USUAL_RECOVERY_S: Final = 30.0
+
+Counts = dict[str, Annotated[int, Field(ge=0, le=2**53)]]
 
 
-@dataclass(frozen=True, slots=True)
-class Expectations:
-    """What has to hold besides the rules of `skipstone check`."""
+class Expectations(ScenarioTable):
+    """What is broken, and what has to hold besides the rules of `skipstone check`."""
 
-    recovery_s: float
+    fault: Text
+    """In a few words, for the table."""
+    recovery_s: Annotated[float, Field(ge=1, le=LONGEST_S)] = 30.0
     """The longest recovery."""
-    at_least: Mapping[str, int]
+    save_every_s: Span | None = None
+    """None where no checkpoints are kept."""
+    at_least: Counts = Field(default_factory=dict)
     """Counts of the check's report (docs/CHAOS.md has those that chaos adds)."""
-    at_most: Mapping[str, int]
-    loss_ratio: float | None = None
+    at_most: Counts = Field(default_factory=dict)
+    loss_ratio: Annotated[float, Field(ge=1, le=10)] | None = None
     """The most that the held-out loss may be, over that of the undisturbed run at as many tokens; None where they are
     not compared."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChaosPlan:
-    """A scenario as read."""
+class ChaosScenario(Scenario):
+    """As read."""
 
-    name: str
-    fault: str
-    """In a few words, for the table."""
-    scenario: Scenario
-    text: str
-    save_every_s: float | None
-    """None where no checkpoints are kept."""
-    expected: Expectations
+    KINDS: ClassVar[Mapping[str, type[ScenarioEvent]]] = {**Scenario.KINDS, **{kind.NAME: kind for kind in FAULTS}}
+    BASE: ClassVar[Mapping[str, Any]] = SMALL_RUN
+
+    held_out: Annotated[int, Field(ge=0, le=256)] = 0
+    groups: Annotated[tuple[Group, ...], Field(alias="group", strict=False)] = (USUAL_GROUP,)
+    chaos: Expectations
+
+    @model_validator(mode="after")
+    def _losses_are_compared_where_they_are_measured(self) -> Self:
+        if (self.chaos.loss_ratio is None) != (self.held_out == 0):
+            raise ValueError(
+                "chaos.loss_ratio and held_out go together: one says of how many microbatches, the other how large"
+            )
+        return self
 
 
-def known_plans() -> dict[str, Path]:
+def known_scenarios() -> dict[str, Path]:
     """The scenarios that come along, by name."""
     return {path.stem: path for path in sorted(FOLDER.glob("*.toml"))}
 
 
-def find_plans(names: list[str]) -> list[Path]:
+def find_scenarios(names: list[str]) -> list[Path]:
     """The files meant by names, paths, and `all`, each once. Raises ConfigError for what is none of them."""
-    known = known_plans()
+    known = known_scenarios()
     found: list[Path] = []
     for name in names:
         if name == ALL:
@@ -84,53 +95,3 @@ def find_plans(names: list[str]) -> list[Path]:
                 f"{name!r} is neither a scenario nor a file", hint="`skipstone chaos --list` shows the scenarios."
             )
     return list(dict.fromkeys(found))
-
-
-def read_plan(path: Path) -> ChaosPlan:
-    """Checks every key.
-
-    Raises:
-        ConfigError: it cannot be read, or a key is wrong.
-        ManifestError: likewise a key under `manifest`.
-    """
-    try:
-        raw = path.read_bytes()
-        if len(raw) > MAX_BYTES:
-            raise ConfigError(f"the scenario {path} has more than {MAX_BYTES} bytes")
-        text = raw.decode()
-        return plan_from_table(tomllib.loads(text), text)
-    except OSError as error:
-        raise ConfigError(f"the scenario {path} cannot be read: {error.strerror or error}") from None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"the scenario {path} is not TOML: {error}") from None
-
-
-def plan_from_table(values: dict[str, Any], text: str) -> ChaosPlan:
-    """As `read_plan`."""
-    own = values.pop("chaos", None)
-    if not isinstance(own, dict):
-        raise ConfigError("chaos must be a table: write [chaos] with at least `fault`")
-    table = Table(own, "chaos")
-    fault = table.text("fault")
-    save_every_s = table.number("save_every", 0.1, LONGEST_S, 0.0)
-    expected = Expectations(
-        table.number("recovery", 1.0, LONGEST_S, USUAL_RECOVERY_S),
-        _counts(table, "at_least"),
-        _counts(table, "at_most"),
-        table.number("loss_ratio", 1.0, 10.0, 0.0) or None,
-    )
-    table.finish()
-    values.setdefault("group", [dict(USUAL_GROUP)])
-    values.setdefault("held_out", 0)
-    values["manifest"] = merged(dict(SMALL_RUN), values.get("manifest", {}))
-    scenario = scenario_from_table(values, CHAOS_ACTIONS)
-    if (expected.loss_ratio is None) != (scenario.held_out == 0):
-        raise ConfigError(
-            "chaos.loss_ratio and held_out go together: one says of how many microbatches, the other how large"
-        )
-    return ChaosPlan(scenario.name, fault, scenario, text, save_every_s or None, expected)
-
-
-def _counts(table: Table, key: str) -> dict[str, int]:
-    counts = Table(table.table(key), table.path(key))
-    return {name: int(counts.number(name, 0, 2**53, whole=True)) for name in table.table(key)}

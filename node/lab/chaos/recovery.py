@@ -1,11 +1,9 @@
-"""How long a swarm takes to come back after a fault. Pure: times in, figures out.
+"""Whether and how soon a swarm comes back after a fault. Pure: times and anchors in, figures out.
 
 Back is: for WINDOW_S on end at least half as many microbatches are completed as before the first fault (of the median
 WINDOW_S there, so that a slow start or a pause of the machine does not count), and every module has a serving replica.
 The recovery is the time until such a window begins. It is counted from the fault, and where the fault lasts also from
-its end.
-
-Whether the replicas of each module stand together, while they train. Pure.
+its end. Besides, the replicas of each module stand together while they train.
 """
 
 from __future__ import annotations
@@ -18,6 +16,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from node.lab.experiment.log_watch import Held
+from node.lab.experiment.metrics import Mark
+
 WINDOW_S: Final = 3.0
 SHARE: Final = 0.5
 NOTICED_S: Final = 1.0
@@ -27,24 +28,23 @@ _STEP_S: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """After one fault, or the end of one. Seconds; None for never."""
+    """After one fault, or the end of one. Seconds; infinite for never."""
 
-    at_s: float
-    what: str
-    after_end: bool
-    """Counted from the end of a fault that lasted."""
-    pace_s: float | None
+    mark: Mark
+    pace_s: float
     """Until the pace was back."""
-    served_s: float | None
+    served_s: float
     """Until every module had a serving replica."""
-    counts: bool
-    """Whether the limit holds for it: not while a fault lasts."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether the limit holds for it: not while a fault lasts."""
+        return not self.mark.lasts
 
     @property
     def seconds(self) -> float:
         """Until both."""
-        parts = (self.pace_s, self.served_s)
-        return math.inf if None in parts else max(part for part in parts if part is not None)
+        return max(self.pace_s, self.served_s)
 
 
 def pace_before(times: Sequence[float], until_s: float) -> float:
@@ -54,41 +54,32 @@ def pace_before(times: Sequence[float], until_s: float) -> float:
     return statistics.median(_in_window(times, start) / WINDOW_S for start in starts) if starts else 0.0
 
 
-def pace_back_after(times: Sequence[float], since_s: float, pace: float, end_s: float) -> float | None:
-    """Seconds from `since_s` until the pace is back; None when it is not before `end_s`."""
+def pace_back_after(times: Sequence[float], since_s: float, pace: float, end_s: float) -> float:
+    """Seconds from `since_s` until the pace is back; infinite when it is not before `end_s`."""
     needed = SHARE * pace * WINDOW_S
     first = bisect_left(times, since_s)
     for start in (since_s, *times[first:]):
         if start + WINDOW_S > end_s:
-            return None
+            break
         if _in_window(times, start) >= max(1.0, needed):
             return start - since_s
-    return None
+    return math.inf
 
 
-def served_after(changes: Sequence[tuple[float, bool]], since_s: float) -> float | None:
+def served_after(changes: Sequence[tuple[float, bool]], since_s: float) -> float:
     """Seconds from `since_s` until all is served; `changes` say since when it is or is not, ascending. What it is
     before them counts as served."""
     for at, (gap_s, served) in enumerate(changes):
         if served or gap_s > since_s + NOTICED_S:
             continue
-        ends_s = next((later_s for later_s, again in changes[at:] if again), None)
-        if ends_s is None or ends_s > since_s:
-            return None if ends_s is None else ends_s - since_s
+        ends_s = next((later_s for later_s, again in changes[at:] if again), math.inf)
+        if ends_s > since_s:
+            return ends_s - since_s
     return 0.0
 
 
 def _in_window(times: Sequence[float], start: float) -> int:
     return bisect_left(times, start + WINDOW_S) - bisect_left(times, start)
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """An anchor that a replica has taken over."""
-
-    module: str
-    round: int
-    digest: str
 
 
 def stand_together(replicas: Iterable[Sequence[Held]]) -> bool:

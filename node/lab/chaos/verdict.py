@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Final
 
 from node.lab.audit.audit import Report
-from node.lab.chaos.chaos_scenario import Expectations
-from node.lab.chaos.observation import Accused, Peaks
+from node.lab.chaos.chaos_run import ChaosRun, Peaks
+from node.lab.chaos.chaos_scenario import ChaosScenario, Expectations
 from node.lab.chaos.recovery import Recovery
+from node.lab.experiment.log_watch import Accused
+from node.lab.experiment.metrics import Mark
 from node.observability.events import Visit
 from swarm.vocabulary.types import PeerId, short
 
@@ -30,9 +32,18 @@ _VISIT = f'{{"event":"{Visit.NAME}"'.encode()
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """What a trial has left behind, recoveries apart."""
+class Trial:
+    """What was seen of a run, as the verdict and the report need it."""
 
+    scenario: ChaosScenario
+    started_after_s: float
+    seconds: float
+    """From the moment when all were at work to the end of the trial."""
+    pace: float
+    """Microbatches a second before the first fault."""
+    recoveries: tuple[Recovery, ...]
+    marks: tuple[Mark, ...]
+    completed: tuple[float, ...]
     report: Report
     failures: Mapping[int, int]
     """Exit codes of nodes that ended neither in good order nor by our hand."""
@@ -47,20 +58,60 @@ class Facts:
     """Peers that lie in rounds."""
     accused: Mapping[str, Accused] = field(default_factory=dict)
     """Replicas that others have accused of lying."""
+    tokens: int = 0
+    """Trained when the held-out loss was asked for."""
+    held_out: float | None = None
+    """Through the swarm as it was at the end; None when it was not measured."""
+    undisturbed: float | None = None
+    """The held-out loss of the run that it is compared with."""
+
+    @property
+    def loss_ratio(self) -> float | None:
+        """Held-out loss over that of the undisturbed run at as many tokens."""
+        return None if self.held_out is None or self.undisturbed is None else self.held_out / self.undisturbed
 
 
-def objections(expected: Expectations, facts: Facts, pace: float, recoveries: Sequence[Recovery]) -> tuple[str, ...]:
+def trial_of(run: ChaosRun, undisturbed: float | None) -> Trial:
+    """What was seen of a run that has ended."""
+    assert isinstance(run.scenario, ChaosScenario)
+    return Trial(
+        scenario=run.scenario,
+        started_after_s=run.started_after_s,
+        seconds=run.seconds,
+        pace=run.pace,
+        recoveries=run.recoveries(run.seconds),
+        marks=tuple(run.marks),
+        completed=tuple(at for at in run.completed if at <= run.seconds),
+        report=run.report,
+        failures=run.failures,
+        missed=(*run.missed, *(f"in vain: waited for {what}" for what in run.waiting)),
+        odd=run.odd,
+        peers={peer.index: peer.peer for peer in run.lab.swarm.peers},
+        resources=run.resources.peaks,
+        logs=run.logs,
+        cut_short=run.stop.is_set(),
+        liars=frozenset(run.liars),
+        accused=run.watch.accused,
+        tokens=run.progress.tokens if run.scenario.held_out else 0,
+        held_out=run.held_out_loss,
+        undisturbed=undisturbed,
+    )
+
+
+def objections(trial: Trial) -> tuple[str, ...]:
     """Everything that speaks against it; nothing when the scenario was passed."""
+    expected = trial.scenario.chaos
     return (
-        *(["the run was cut short"] if facts.cut_short else []),
-        *(f"check: {found.rule}: {found.message}" for found in facts.report.violations),
-        *(f"not carried out: {what}" for what in facts.missed),
-        *_of_failures(facts),
-        *_of_odd_peers(facts),
-        *_of_liars(facts.liars, facts.accused),
-        *_of_counts(expected, facts.report.counts),
-        *_of_resources(facts.resources),
-        *_of_recoveries(expected, pace, recoveries),
+        *(["the run was cut short"] if trial.cut_short else []),
+        *(f"check: {found.rule}: {found.message}" for found in trial.report.violations),
+        *(f"not carried out: {what}" for what in trial.missed),
+        *_of_failures(trial),
+        *_of_odd_peers(trial),
+        *_of_liars(trial.liars, trial.accused),
+        *_of_counts(expected, trial.report.counts),
+        *_of_resources(trial.resources),
+        *_of_recoveries(expected, trial.pace, trial.recoveries),
+        *_of_loss(expected.loss_ratio, trial.loss_ratio),
     )
 
 
@@ -70,19 +121,19 @@ def losses(report: Report) -> dict[str, int]:
     return {name: report.counts.get(name, 0) for name in names if report.counts.get(name, 0)}
 
 
-def _of_failures(facts: Facts) -> list[str]:
+def _of_failures(trial: Trial) -> list[str]:
     """An odd peer that is left out may give up, but not break."""
     return [
         f"peer {peer} ended with exit code {code}"
-        for peer, code in sorted(facts.failures.items())
-        if facts.odd.get(peer, True) or code not in REFUSALS
+        for peer, code in sorted(trial.failures.items())
+        if trial.odd.get(peer, True) or code not in REFUSALS
     ]
 
 
-def _of_odd_peers(facts: Facts) -> list[str]:
+def _of_odd_peers(trial: Trial) -> list[str]:
     found = []
-    for peer, works in facts.odd.items():
-        visits = _visits_of(facts.peers[peer], facts.logs)
+    for peer, works in trial.odd.items():
+        visits = _visits_of(trial.peers[peer], trial.logs)
         if works and not visits:
             found.append(f"nobody worked with peer {peer}")
         if not works and visits:
@@ -141,5 +192,13 @@ def _of_recoveries(expected: Expectations, pace: float, recoveries: Sequence[Rec
         if not each.counts or each.seconds <= expected.recovery_s:
             continue
         took = "not recovered" if math.isinf(each.seconds) else f"recovered after {each.seconds:.1f} s"
-        found.append(f"{took} ({each.what}); {expected.recovery_s:g} s are allowed")
+        found.append(f"{took} ({each.mark.what}); {expected.recovery_s:g} s are allowed")
     return found
+
+
+def _of_loss(allowed: float | None, ratio: float | None) -> list[str]:
+    if allowed is None or (ratio is not None and ratio <= allowed):
+        return []
+    if ratio is None:
+        return ["the held-out losses with and without the faults could not be measured at as many tokens"]
+    return [f"the held-out loss is {ratio:.3f} of the undisturbed run's; {allowed:g} is allowed"]

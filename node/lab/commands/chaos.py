@@ -10,12 +10,11 @@ import typer
 
 from node.cli.views.interrupts import until_stopped
 from node.cli.views.output import announce, print_json, run_loop
-from node.cli.views.text import duration, harmless
+from node.lab.commands.teller import Teller
 from swarm.vocabulary.errors import ConfigError
 
 if TYPE_CHECKING:
-    from node.lab.chaos.chaos_report import Judged
-    from node.lab.chaos.chaos_scenario import ChaosPlan
+    from node.lab.chaos.chaos_scenario import ChaosScenario
 
 
 def chaos(
@@ -29,63 +28,38 @@ def chaos(
     """Break a local swarm on purpose and judge what it makes of that. Exits with 1 if a scenario is not passed.
     docs/CHAOS.md has more."""
     announce("skipstone chaos: reading the scenarios", as_json=json)
-    from node.lab.chaos.chaos_scenario import find_plans, known_plans, read_plan
+    from node.lab.chaos.chaos_scenario import ChaosScenario, find_scenarios, known_scenarios
+    from node.lab.experiment.scenario import read_scenario
 
     if listing:
-        _list([read_plan(path) for path in known_plans().values()], as_json=json)
+        _list([read_scenario(path, ChaosScenario)[0] for path in known_scenarios().values()], as_json=json)
         return
     if not scenarios or out is None:
         raise ConfigError("chaos needs scenarios and a folder", hint="Write `skipstone chaos all --out DIR`.")
-    plans = [read_plan(path) for path in find_plans(scenarios)]
-    names = [plan.name for plan in plans]
-    if len(set(names)) < len(names):
+    read = [read_scenario(path, ChaosScenario) for path in find_scenarios(scenarios)]
+    if len({scenario.name for scenario, _ in read}) < len(read):
         raise ConfigError("two of the scenarios have the same name", hint="Their folders would be the same.")
     from node.lab.chaos.chaos_report import report_json
-    from node.lab.chaos.suite import Series
+    from node.lab.chaos.suite import Suite
 
     stop = asyncio.Event()
-    voice = _Voice(as_json=json)
-    series = Series(
-        out, stop, voice.began, lambda mark: voice.say(f"  {duration(mark.at_s)}  {mark.what}"), voice.ended
-    )
-    done, exit_code = run_loop(until_stopped(series.run(plans), stop, series.kill))
+    suite = Suite(out, Teller(as_json=json).tell, stop)
+    done, exit_code = run_loop(until_stopped(suite.run(read), stop, suite.kill))
     if json:
         print_json(report_json(done))
     else:
         typer.echo(
-            f"{sum(each.passed for each in done)} of {len(done)} passed, of {len(plans)} asked for; begin with "
+            f"{sum(each.passed for each in done)} of {len(done)} passed, of {len(read)} asked for; begin with "
             f"{out / 'report.md'}"
         )
-    all_passed = len(done) == len(plans) and all(each.passed for each in done)
+    all_passed = len(done) == len(read) and all(each.passed for each in done)
     raise typer.Exit(exit_code or (0 if all_passed else 1))
 
 
-class _Voice:
-    """Lines for whoever watches. Standard output stays free for JSON."""
-
-    def __init__(self, *, as_json: bool) -> None:
-        self._as_json = as_json
-
-    def began(self, plan: ChaosPlan) -> None:
-        """A scenario begins."""
-        self.say(f"{plan.name}: {plan.fault}")
-
-    def ended(self, judged: Judged) -> None:
-        """And ends."""
-        verdict = "passed" if judged.passed else "NOT PASSED"
-        self.say(f"  {verdict}, recovery {judged.recovery_s:.1f} s")
-        for objection in judged.objections:
-            self.say(f"    {objection}")
-
-    def say(self, line: str) -> None:
-        """One line."""
-        typer.echo(harmless(line, 1000), err=self._as_json)
-
-
-def _list(plans: list[ChaosPlan], *, as_json: bool) -> None:
+def _list(scenarios: list[ChaosScenario], *, as_json: bool) -> None:
     if as_json:
-        print_json({"scenarios": {plan.name: plan.fault for plan in plans}})
+        print_json({"scenarios": {scenario.name: scenario.chaos.fault for scenario in scenarios}})
         return
-    width = max(len(plan.name) for plan in plans)
-    for plan in plans:
-        typer.echo(f"{plan.name:{width}}  {plan.fault}")
+    width = max(len(scenario.name) for scenario in scenarios)
+    for scenario in scenarios:
+        typer.echo(f"{scenario.name:{width}}  {scenario.chaos.fault}")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,16 +10,12 @@ import typer
 
 from node.cli.views.interrupts import until_stopped
 from node.cli.views.output import announce, print_json, run_loop
-from node.cli.views.text import count, duration, harmless, loss_text, megabytes
+from node.cli.views.text import count, loss_text
+from node.lab.commands.teller import Teller
 from swarm.vocabulary.errors import ConfigError
 
 if TYPE_CHECKING:
-    from node.lab.wan.experiment import Result
-    from node.lab.wan.metrics import Row
-    from node.lab.wan.run import News
-
-TOLD_EVERY_S = 10.0
-"""Where nobody watches a terminal."""
+    from node.lab.wan.measurement import Result
 
 
 def wan(
@@ -46,80 +40,30 @@ def wan(
         return
     if scenario is None or out is None:
         raise ConfigError("wan needs a scenario and a folder", hint="Write `skipstone wan SCENARIO --out DIR`.")
-    from node.lab.wan.scenario import read_scenario
+    from node.lab.experiment.scenario import Scenario, read_scenario
 
-    read, text = read_scenario(scenario)
+    read, text = read_scenario(scenario, Scenario)
     if profile is not None:
         read, text = read.everywhere(profile), f"# run with --profile {profile}\n{text}"
     from node.data.places import as_written
     from node.data.sources import open_source
-    from node.lab.wan.experiment import Experiment
+    from node.lab.wan.measurement import Measurement
 
     if read.manifest.data.source.startswith("path:"):
         data = read.manifest.data
         open_source(
             data, as_written(data).text
         )  # a missing folder is said once, not by every node that was started for nothing
-    teller = _Teller(as_json=json)
+    teller = Teller(as_json=json)
     stop = asyncio.Event()
-    experiment = Experiment(read, text, out, teller.tell, stop)
-    result, exit_code = run_loop(until_stopped(experiment.run(compare=compare), stop, experiment.kill))
+    measurement = Measurement(out, teller.tell, stop)
+    result, exit_code = run_loop(until_stopped(measurement.run(read, text, compare=compare), stop, measurement.kill))
     teller.end()
     if json:
         print_json(result.as_json())
     else:
         _show(result, out)
     raise typer.Exit(exit_code or (1 if result.outcome.check.violations else 0))
-
-
-class _Teller:
-    """One line that is written over again on a terminal; elsewhere a line now and then. Standard output stays free for
-    JSON."""
-
-    def __init__(self, *, as_json: bool) -> None:
-        self._stream = sys.stderr if as_json else sys.stdout
-        self._told_at = -TOLD_EVERY_S
-        self._over: Callable[[str], str] = (lambda line: f"\r\x1b[K{line}") if self._stream.isatty() else str
-        self._drawn = False
-        self._loss: float | None = None
-
-    def tell(self, news: News) -> None:
-        """Shows what is new."""
-        if news.happened is not None:
-            self._write(f"{duration(news.happened.at_s)}  {harmless(news.happened.what)}\n")
-            self._drawn = False
-        if news.begun is not None:
-            self._told_at, self._loss = -TOLD_EVERY_S, None
-            self._write(f"{harmless(news.begun)}: starting the swarm\n")
-        if news.row is None:
-            return
-        self._loss = self._loss if news.row.loss is None else news.row.loss
-        if self._stream.isatty():
-            self._write(self._line(news.row))
-            self._drawn = True
-        elif news.row.at - self._told_at >= TOLD_EVERY_S:
-            self._told_at = news.row.at
-            self._write(self._line(news.row) + "\n")
-
-    def end(self) -> None:
-        """The line is left standing."""
-        if self._drawn:
-            self._stream.write("\n")
-
-    def _line(self, row: Row) -> str:
-        waiting = f"  waiting for {', '.join(row.waiting)}" if row.waiting else ""
-        return (
-            f"{duration(row.at)}  step {row.step}  loss {loss_text(self._loss)}"
-            f"  {count(row.tokens_per_s)} tokens/s  {row.serving} of {row.alive} peers serve"
-            f"  {megabytes(sum(row.links.values()))}/s{waiting}"
-        )
-
-    def _write(self, line: str) -> None:
-        try:
-            self._stream.write(self._over(line))
-            self._stream.flush()
-        except (OSError, ValueError):  # whoever watched has gone; the run goes on and writes its report
-            self._over = str
 
 
 def _show(result: Result, folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from swarm.vocabulary.errors import ConfigError
 
@@ -73,33 +73,3 @@ class Site:
     shape: LinkShape = LinkShape()
     region: str | None = None
     """One of `regions.REGIONS`: between two peers with regions the table's delays and rates come on top."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShapeChange:
-    """Values that replace those of a link; None leaves one as it is."""
-
-    latency_s: float | None = None
-    jitter_s: float | None = None
-    up_bytes_per_s: float | None = None
-    down_bytes_per_s: float | None = None
-    fault: Fault | None = None
-
-    def applied_to(self, shape: LinkShape) -> LinkShape:
-        """Raises ConfigError when a value is out of range."""
-        values = {name: getattr(self, name) for name in self.__slots__ if getattr(self, name) is not None}
-        return replace(shape, **values)
-
-    def in_words(self) -> tuple[str, ...]:
-        """What changes, for a diary."""
-        return tuple(
-            words
-            for value, words in (
-                (self.latency_s, f"latency {1000 * (self.latency_s or 0):g} ms"),
-                (self.jitter_s, f"jitter {1000 * (self.jitter_s or 0):g} ms"),
-                (self.up_bytes_per_s, f"{(self.up_bytes_per_s or 0) / MBIT:g} Mbit/s up"),
-                (self.down_bytes_per_s, f"{(self.down_bytes_per_s or 0) / MBIT:g} Mbit/s down"),
-                (self.fault, f"fault {self.fault and self.fault.value}"),
-            )
-            if value is not None
-        )

@@ -9,20 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from node.lab.audit.audit import Report
-from node.lab.wan.metrics import Row
+from node.lab.experiment.metrics import Mark, Row
+from node.lab.experiment.run import Run
 from node.local_swarm.swarm_progress import SwarmProgress
 from protocol.manifest.manifest import Manifest
 
 LAST_SHARE = 0.1
 """Of the tokens: over so many at the end the training loss is averaged."""
-
-
-@dataclass(frozen=True, slots=True)
-class Happened:
-    """A line of the diary."""
-
-    at_s: float
-    what: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +58,7 @@ class Outcome:
     down_bytes: dict[str, int]
     failures: dict[int, int]
     """Exit codes of nodes that ended neither in good order nor by our hand."""
-    diary: tuple[Happened, ...]
+    diary: tuple[Mark, ...]
     check: Report
 
     @property
@@ -89,13 +82,42 @@ class Outcome:
             "loss": {"first": self.loss_first, "last": self.loss_last, "held_out": self.held_out_loss},
             "bytes": {"up": self.up_bytes, "down": self.down_bytes},
             "failures": {str(peer): code for peer, code in self.failures.items()},
-            "events": [{"at": happened.at_s, "what": happened.what} for happened in self.diary],
+            "events": [{"at": round(mark.at_s, 2), "what": mark.what} for mark in self.diary],
             "check": {
                 "ok": not self.check.violations,
                 "counts": self.check.counts,
                 "violations": len(self.check.violations),
             },
         }
+
+
+def outcome_of(run: Run) -> Outcome:
+    """What came of a run that has ended."""
+    progress, manifest = run.progress, run.scenario.manifest
+    announced = () if run.status is None else run.status.peers
+    return Outcome(
+        name=run.scenario.name,
+        started_after_s=run.started_after_s,
+        seconds=run.seconds,
+        steps=progress.step,
+        tokens=progress.tokens,
+        tokens_per_s=(progress.tokens - run.tokens_before) / max(1e-9, run.seconds),
+        capacity=capacity_of(((_stage(peer.module), peer.tokens_per_s) for peer in announced), manifest),
+        utilization=utilization_of(run.lab.swarm.progress),
+        loss_first=progress.loss_first,
+        loss_last=last_loss(run.rows),
+        held_out_loss=run.held_out_loss,
+        up_bytes=totals(run.rows, "up"),
+        down_bytes=totals(run.rows, "down"),
+        failures=run.failures,
+        diary=tuple(run.marks),
+        check=run.report,
+    )
+
+
+def _stage(module: object) -> int:
+    number = str(module).partition(".")[0]
+    return int(number) if number.isdecimal() else -1
 
 
 def capacity_of(speeds: Iterable[tuple[int, float]], manifest: Manifest) -> Capacity:

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from node.lab.wan.metrics import Row
-from node.lab.wan.outcome import Happened
-from swarm.vocabulary.errors import ConfigError
+from node.lab.experiment.metrics import Mark, Row
+from node.lab.experiment.report_parts import new_figure, save_figure
 
 MAX_LINES = 12
 """Links in the picture of traffic; the busiest ones."""
@@ -16,52 +15,35 @@ _SIZE = (9, 4.5)
 Runs = Mapping[str, Sequence[Row]]
 
 
-def draw_all(folder: Path, runs: Runs, diary: Sequence[Happened]) -> tuple[str, ...]:
+def draw_all(folder: Path, runs: Runs, diary: Sequence[Mark]) -> tuple[str, ...]:
     """Writes the pictures and returns their names. The first of `runs` (rows by name) is the one that the diary tells
     of.
 
     Raises:
         ConfigError: matplotlib is missing, or a file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError(
-            "there are no plots: drawing needs matplotlib, which is not installed",
-            hint='Run `pip install "skipstone[plot]"`.',
-        ) from None
     rows = next(iter(runs.values()))
     pictures: dict[str, Callable[[Any], None]] = {
-        "loss_over_time.png": lambda axes: _lines(
-            axes, runs, lambda row: row.at, lambda row: row.loss, "seconds", "loss"
-        ),
-        "loss_over_tokens.png": lambda axes: _lines(
-            axes, runs, lambda row: row.tokens, lambda row: row.loss, "tokens", "loss"
-        ),
-        "throughput.png": lambda axes: _lines(
-            axes, runs, lambda row: row.at, lambda row: row.tokens_per_s, "seconds", "tokens per second"
-        ),
+        "loss_over_time.png": lambda axes: _lines(axes, runs, "at", "loss", "seconds", "loss"),
+        "loss_over_tokens.png": lambda axes: _lines(axes, runs, "tokens", "loss", "tokens", "loss"),
+        "throughput.png": lambda axes: _lines(axes, runs, "at", "tokens_per_s", "seconds", "tokens per second"),
         "traffic.png": lambda axes: _traffic(axes, rows),
     }
     for name, draw in pictures.items():
-        figure = Figure(figsize=_SIZE, layout="constrained")
+        figure = new_figure(*_SIZE)
         axes = figure.subplots()
         draw(axes)
         if name != "loss_over_tokens.png":
-            for happened in diary:
-                axes.axvline(happened.at_s, color="0.75", linewidth=0.8, zorder=0)
-        try:
-            figure.savefig(folder / name)
-        except OSError as error:
-            raise ConfigError(f"{folder / name} cannot be written: {error.strerror or error}") from None
+            for mark in diary:
+                axes.axvline(mark.at_s, color="0.75", linewidth=0.8, zorder=0)
+        save_figure(figure, folder / name)
     return tuple(pictures)
 
 
-def _lines(
-    axes: Any, runs: Runs, across: Callable[[Row], float], up: Callable[[Row], float | None], x: str, y: str
-) -> None:
+def _lines(axes: Any, runs: Runs, across: str, up: str, x: str, y: str) -> None:
+    """One field of the rows over another one."""
     for name, rows in runs.items():
-        points = [(across(row), value) for row in rows if (value := up(row)) is not None]
+        points = [(getattr(row, across), getattr(row, up)) for row in rows if getattr(row, up) is not None]
         axes.plot([point[0] for point in points], [point[1] for point in points], label=name)
     axes.set_xlabel(x)
     axes.set_ylabel(y)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from node.lab.experiment.report_parts import counts_text, markdown_table, number_text
+from node.lab.experiment.scenario import Scenario
 from node.lab.wan.outcome import Outcome
-from node.lab.wan.scenario import Scenario
 
 SHOWN_VIOLATIONS = 10
 
@@ -38,11 +39,8 @@ def loss_ratio(outcome: Outcome, undisturbed: Outcome) -> float | None:
 
 def _what_ran(scenario: Scenario, outcome: Outcome) -> str:
     groups = "; ".join(
-        (
-            f"{len(group.peers)} peers `{group.name}` (peers {group.peers[0]} to {group.peers[-1]}) behind "
-            f"`{group.profile}`"
-        )
-        for group in scenario.groups
+        (f"{group.peers} peers `{group.name}` (peers {members[0]} to {members[-1]}) behind `{group.profile}`")
+        for group, members in zip(scenario.groups, scenario.members_of.values(), strict=True)
     )
     stages = scenario.manifest.stages
     return (
@@ -58,12 +56,10 @@ def _figures(outcome: Outcome, undisturbed: Outcome | None) -> str:
     if undisturbed is not None:
         head.append("undisturbed, equal tokens")
         columns.append(_column(undisturbed))
-    lines = [_row(head), _row(["---"] * len(head))]
-    lines += [_row([what, *(column[what] for column in columns)]) for what in columns[0]]
+    rows = [[what, *(column[what] for column in columns)] for what in columns[0]]
     if undisturbed is not None:
-        ratio = loss_ratio(outcome, undisturbed)
-        lines.append(_row(["loss over the undisturbed one's", "-" if ratio is None else f"{ratio:.4f}", "1"]))
-    return "\n".join(lines)
+        rows.append(["loss over the undisturbed one's", number_text(loss_ratio(outcome, undisturbed), 4), "1"])
+    return markdown_table(head, rows)
 
 
 def _column(outcome: Outcome) -> dict[str, str]:
@@ -73,13 +69,13 @@ def _column(outcome: Outcome) -> dict[str, str]:
         "tokens": str(outcome.tokens),
         "tokens/s": f"{outcome.tokens_per_s:.0f}",
         "what the slowest stage could compute, tokens/s": "-" if bound is None else f"{bound:.0f} (stage {slowest})",
-        "share of compute": _number(outcome.share_of_compute, 3),
-        "peers after stage 0: share of their time computing": _number(outcome.utilization, 3),
-        "training loss, first step": _number(outcome.loss_first, 4),
-        "training loss, last tenth of the tokens": _number(outcome.loss_last, 4),
-        "held-out loss": _number(outcome.held_out_loss, 4),
+        "share of compute": number_text(outcome.share_of_compute, 3),
+        "peers after stage 0: share of their time computing": number_text(outcome.utilization, 3),
+        "training loss, first step": number_text(outcome.loss_first, 4),
+        "training loss, last tenth of the tokens": number_text(outcome.loss_last, 4),
+        "held-out loss": number_text(outcome.held_out_loss, 4),
         "bytes sent by all peers": f"{sum(outcome.up_bytes.values()) / 1e6:.1f} MB",
-        "bytes a token": _number(sum(outcome.up_bytes.values()) / outcome.tokens if outcome.tokens else None, 0),
+        "bytes a token": number_text(sum(outcome.up_bytes.values()) / outcome.tokens if outcome.tokens else None, 0),
     }
 
 
@@ -87,9 +83,7 @@ def _verdict(outcome: Outcome) -> str:
     check = outcome.check
     lines = [
         f"`skipstone check`: **{'ok' if not check.violations else 'violations'}**; {check.logs} logs,"
-        f" {check.ended_well} with a clean end; "
-        + ", ".join(f"{what} {number}" for what, number in sorted(check.counts.items()))
-        + "."
+        f" {check.ended_well} with a clean end; {counts_text(check)}."
     ]
     lines += [f"* {found.rule}: {found.message}" for found in check.violations[:SHOWN_VIOLATIONS]]
     lines += [f"* peer {peer} failed with exit code {code}" for peer, code in sorted(outcome.failures.items())]
@@ -97,23 +91,17 @@ def _verdict(outcome: Outcome) -> str:
 
 
 def _traffic(outcome: Outcome) -> str:
-    lines = [_row(["peer", "sent MB", "got MB", "sent Mbit/s", "got Mbit/s"]), _row(["---"] * 5)]
+    rows = []
     for peer in sorted(outcome.up_bytes.keys() | outcome.down_bytes.keys(), key=int):
-        up, down = outcome.up_bytes.get(peer, 0), outcome.down_bytes.get(peer, 0)
-        rates = [f"{size * 8 / 1e6 / outcome.seconds:.2f}" for size in (up, down)]
-        lines.append(_row([peer, f"{up / 1e6:.1f}", f"{down / 1e6:.1f}", *rates]))
-    return "\n".join(["Traffic, TLS and the DHT included:", "", *lines]) if len(lines) > 2 else ""
+        sizes = [outcome.up_bytes.get(peer, 0) / 1e6, outcome.down_bytes.get(peer, 0) / 1e6]
+        rows.append(
+            [peer, *(f"{size:.1f}" for size in sizes), *(f"{size * 8 / outcome.seconds:.2f}" for size in sizes)]
+        )
+    head = ["peer", "sent MB", "got MB", "sent Mbit/s", "got Mbit/s"]
+    return f"Traffic, TLS and the DHT included:\n\n{markdown_table(head, rows)}" if rows else ""
 
 
 def _diary(outcome: Outcome) -> str:
     if not outcome.diary:
         return ""
     return "\n".join(["What happened:", "", *(f"* {each.at_s:.1f} s: {each.what}" for each in outcome.diary)])
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"

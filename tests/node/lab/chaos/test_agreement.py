@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from node.lab.chaos.recovery import Held, stand_together
+from node.lab.chaos.recovery import stand_together
+from node.lab.experiment.log_watch import Held
 
 
 def anchors(*names: str, module: str = "1.0") -> tuple[Held, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,78 +11,102 @@ import pytest
 
 from node.lab.audit.audit import Report
 from node.lab.audit.findings import Violation
-from node.lab.chaos.chaos_report import Judged, judged, report_json, report_text
-from node.lab.chaos.chaos_scenario import Expectations, find_plans, known_plans, read_plan
-from node.lab.chaos.fault_context import Kind, Mark
-from node.lab.chaos.observation import Accused, Peaks
+from node.lab.chaos.chaos_report import Judged, draw, judged, report_json, report_text
+from node.lab.chaos.chaos_run import Peaks
+from node.lab.chaos.chaos_scenario import ChaosScenario, find_scenarios, known_scenarios
 from node.lab.chaos.recovery import Recovery
-from node.lab.chaos.trial import Trial
-from node.lab.chaos.verdict import Facts, objections
+from node.lab.chaos.verdict import Trial, objections
+from node.lab.experiment.log_watch import Accused
+from node.lab.experiment.metrics import Kind, Mark
+from node.lab.experiment.scenario import read_scenario
 from node.observability.event_json import event_to_json
 from node.observability.events import Visit
 
 CLEAN = Report(5, 5, 0, {"completed": 100, "abandoned": 2}, ())
-EXPECTED = Expectations(30.0, {"completed": 50}, {"abandoned": 3})
-BACK = Recovery(8.0, "peer 3 killed", False, 1.5, 0.25, True)
+KILLED = Mark(8.0, Kind.FAULT, "peer 3 killed")
+BACK = Recovery(KILLED, 1.5, 0.25)
+
+
+def scenario_of(name: str) -> ChaosScenario:
+    return read_scenario(known_scenarios()[name], ChaosScenario)[0]
 
 
 @pytest.fixture
-def facts(tmp_path: Path) -> Facts:
-    return Facts(CLEAN, {}, (), {}, {0: "zero", 3: "three"}, Peaks(2**28, 40, 20), tmp_path, cut_short=False)
+def trial(tmp_path: Path) -> Trial:
+    """Of a scenario that wants 50 microbatches and at most 3 of them abandoned."""
+    scenario = scenario_of("one-way")
+    expected = scenario.chaos.model_copy(update={"at_least": {"completed": 50}, "at_most": {"abandoned": 3}})
+    return Trial(
+        scenario.model_copy(update={"chaos": expected}),
+        started_after_s=12.0,
+        seconds=30.0,
+        pace=10.0,
+        recoveries=(BACK,),
+        marks=(KILLED, Mark(9.0, Kind.NOTE, "a note")),
+        completed=(1.0, 2.0),
+        report=CLEAN,
+        failures={},
+        missed=(),
+        odd={},
+        peers={0: "zero", 3: "three"},
+        resources=Peaks(2**28, 40, 20),
+        logs=tmp_path,
+        cut_short=False,
+    )
 
 
-def against(facts: Facts, *recoveries: Recovery, pace: float = 10.0) -> str:
-    return "; ".join(objections(EXPECTED, facts, pace, recoveries or (BACK,)))
+def against(trial: Trial, *recoveries: Recovery) -> str:
+    return "; ".join(objections(replace(trial, recoveries=recoveries or (BACK,))))
 
 
-def test_nothing_speaks_against_a_trial_in_good_order(facts: Facts) -> None:
-    assert against(facts) == ""
+def test_nothing_speaks_against_a_trial_in_good_order(trial: Trial) -> None:
+    assert against(trial) == ""
 
 
-def test_what_the_check_finds_speaks_against_it(facts: Facts) -> None:
+def test_what_the_check_finds_speaks_against_it(trial: Trial) -> None:
     report = replace(CLEAN, violations=(Violation("exactly once", None, "twice"),))
-    assert against(replace(facts, report=report)) == "check: exactly once: twice"
+    assert against(replace(trial, report=report)) == "check: exactly once: twice"
 
 
-def test_counts_have_limits(facts: Facts) -> None:
+def test_counts_have_limits(trial: Trial) -> None:
     few = replace(CLEAN, counts={"completed": 49})
-    assert against(replace(facts, report=few)) == "completed: 49, at least 50 wanted"
+    assert against(replace(trial, report=few)) == "completed: 49, at least 50 wanted"
     many = replace(CLEAN, counts={"completed": 50, "abandoned": 4})
-    assert against(replace(facts, report=many)) == "abandoned: 4, at most 3 allowed"
+    assert against(replace(trial, report=many)) == "abandoned: 4, at most 3 allowed"
 
 
-def test_recoveries_have_a_limit_but_not_while_the_fault_lasts(facts: Facts) -> None:
-    late, never = replace(BACK, pace_s=30.5), replace(BACK, served_s=None)
-    assert against(facts, BACK, late) == "recovered after 30.5 s (peer 3 killed); 30 s are allowed"
-    assert against(facts, never) == "not recovered (peer 3 killed); 30 s are allowed"
-    assert against(facts, replace(never, counts=False)) == ""
+def test_recoveries_have_a_limit_but_not_while_the_fault_lasts(trial: Trial) -> None:
+    late, never = replace(BACK, pace_s=30.5), replace(BACK, served_s=math.inf)
+    assert against(trial, BACK, late) == "recovered after 30.5 s (peer 3 killed); 30 s are allowed"
+    assert against(trial, never) == "not recovered (peer 3 killed); 30 s are allowed"
+    assert against(trial, replace(never, mark=replace(KILLED, lasts=True))) == ""
     assert never.seconds == math.inf
 
 
-def test_a_swarm_that_hardly_trained_shows_nothing(facts: Facts) -> None:
-    assert "too few to measure" in against(facts, pace=0.1)
+def test_a_swarm_that_hardly_trained_shows_nothing(trial: Trial) -> None:
+    assert "too few to measure" in against(replace(trial, pace=0.1))
 
 
-def test_a_scenario_that_could_not_be_carried_out_shows_nothing(facts: Facts) -> None:
-    assert against(replace(facts, missed=("no p2pd was there",))) == "not carried out: no p2pd was there"
-    assert against(replace(facts, cut_short=True)) == "the run was cut short"
+def test_a_scenario_that_could_not_be_carried_out_shows_nothing(trial: Trial) -> None:
+    assert against(replace(trial, missed=("no p2pd was there",))) == "not carried out: no p2pd was there"
+    assert against(replace(trial, cut_short=True)) == "the run was cut short"
 
 
-def test_nodes_that_break_speak_against_it(facts: Facts) -> None:
-    assert against(replace(facts, failures={3: 70})) == "peer 3 ended with exit code 70"
+def test_nodes_that_break_speak_against_it(trial: Trial) -> None:
+    assert against(replace(trial, failures={3: 70})) == "peer 3 ended with exit code 70"
 
 
-def test_an_odd_peer_works_or_is_left_out_as_it_should(facts: Facts) -> None:
-    assert against(replace(facts, odd={3: True})) == "nobody worked with peer 3"
-    assert against(replace(facts, odd={3: False}, failures={3: 65})) == "", "it may give up"
-    assert against(replace(facts, odd={3: False}, failures={3: 1})) == "peer 3 ended with exit code 1"
-    (facts.logs / "three-1.jsonl").write_text(event_to_json(Visit("three", "1.0", "zero#1")) + "\n")
-    assert against(replace(facts, odd={3: True})) == ""
-    assert "should have been left out" in against(replace(facts, odd={3: False}))
+def test_an_odd_peer_works_or_is_left_out_as_it_should(trial: Trial) -> None:
+    assert against(replace(trial, odd={3: True})) == "nobody worked with peer 3"
+    assert against(replace(trial, odd={3: False}, failures={3: 65})) == "", "it may give up"
+    assert against(replace(trial, odd={3: False}, failures={3: 1})) == "peer 3 ended with exit code 1"
+    (trial.logs / "three-1.jsonl").write_text(event_to_json(Visit("three", "1.0", "zero#1")) + "\n")
+    assert against(replace(trial, odd={3: True})) == ""
+    assert "should have been left out" in against(replace(trial, odd={3: False}))
 
 
-def test_a_liar_is_named_and_left_out_and_nobody_else_is(facts: Facts) -> None:
-    lied = replace(facts, liars=frozenset({"liar"}))
+def test_a_liar_is_named_and_left_out_and_nobody_else_is(trial: Trial) -> None:
+    lied = replace(trial, liars=frozenset({"liar"}))
     assert against(lied) == "nobody has named liar, which lies"
     assert against(replace(lied, accused={"liar": Accused({"liar"})})) == "nobody has named liar, which lies"
     assert against(replace(lied, accused={"liar": Accused({"honest"}, commits=40, with_it=10)})) == ""
@@ -93,28 +118,25 @@ def test_a_liar_is_named_and_left_out_and_nobody_else_is(facts: Facts) -> None:
     assert against(replace(lied, accused=wrong)) == "other was accused by 1 honest replicas, and did not lie"
 
 
-def test_the_held_out_loss_has_a_limit_where_it_is_compared(facts: Facts) -> None:
-    plan = read_plan(known_plans()["liar"])
-    trial = Trial(plan, 12.0, 300.0, 10.0, (), (), (1.0, 2.0), facts, tokens=1000, held_out=2.05)
-    assert judged(trial, 2.04).loss_ratio == pytest.approx(1.0049, abs=1e-4)
-    assert "the held-out loss is 1.025 of the undisturbed run's; 1.02 is allowed" in judged(trial, 2.0).objections
-    assert any("could not be measured" in each for each in judged(trial, None).objections)
-    assert "held-out loss after 1000 tokens: 2.0500, undisturbed 2.0000" in report_text([judged(trial, 2.0)], None)
+def test_the_held_out_loss_has_a_limit_where_it_is_compared(trial: Trial) -> None:
+    lied = replace(trial, scenario=scenario_of("liar"), tokens=1000, held_out=2.05, undisturbed=2.04)
+    assert lied.loss_ratio == pytest.approx(1.0049, abs=1e-4)
+    worse = judged(replace(lied, undisturbed=2.0))
+    assert "the held-out loss is 1.025 of the undisturbed run's; 1.02 is allowed" in worse.objections
+    assert "could not be measured" in against(replace(lied, undisturbed=None))
+    assert "held-out loss after 1000 tokens: 2.0500, undisturbed 2.0000" in report_text([worse], None)
 
 
 @pytest.mark.parametrize("peaks", [Peaks(2**32, 40, 20), Peaks(2**28, 4000, 20), Peaks(2**28, 40, 2000)])
-def test_what_a_node_takes_of_its_machine_has_limits(facts: Facts, peaks: Peaks) -> None:
-    assert "are allowed" in against(replace(facts, resources=peaks))
+def test_what_a_node_takes_of_its_machine_has_limits(trial: Trial, peaks: Peaks) -> None:
+    assert "are allowed" in against(replace(trial, resources=peaks))
 
 
-def test_the_report_has_a_row_for_each_scenario(facts: Facts) -> None:
-    plan = read_plan(known_plans()["one-way"])
-    marks = (Mark(8.0, Kind.FAULT, "peer 3 killed"), Mark(9.0, Kind.NOTE, "a note"))
-    trial = Trial(plan, 12.0, 30.0, 10.0, (BACK,), marks, (1.0, 2.0), facts)
-    broken = Judged(read_plan(known_plans()["resets"]), None, ("the swarm has not finished a step",))
+def test_the_report_has_a_row_for_each_scenario(trial: Trial) -> None:
+    broken = Judged(scenario_of("resets"), None, ("the swarm has not finished a step",))
     text = report_text([judged(trial), broken], "chaos.png")
     assert "1 of 2 scenarios passed" in text
-    assert f"| one-way | {plan.fault} | yes | 1.5 | 1.5 | 0.2 | 10.0 | 2 abandoned |" in text
+    assert f"| one-way | {trial.scenario.chaos.fault} | yes | 1.5 | 1.5 | 0.2 | 10.0 | 2 abandoned |" in text
     assert "| **no** | - | - | - | - | nothing |" in text
     assert "peer 3 killed; pace back after 1.5 s, all served after 0.2 s" in text
     assert "![chaos.png](chaos.png)" in text
@@ -122,4 +144,13 @@ def test_the_report_has_a_row_for_each_scenario(facts: Facts) -> None:
     assert not table["passed"]
     assert [each["passed"] for each in table["scenarios"]] == [True, False]
     assert table["scenarios"][0]["recoveries"][0]["pace_s"] == 1.5
-    assert find_plans(["all", "resets"]) == list(known_plans().values())
+    assert find_scenarios(["all", "resets"]) == list(known_scenarios().values())
+
+
+def test_all_trials_are_in_one_picture(trial: Trial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    assert draw(tmp_path, []) is None
+    assert draw(tmp_path, [trial] * 5) == "chaos.png"
+    assert (tmp_path / "chaos.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert draw(tmp_path, [trial]) is None

@@ -9,7 +9,7 @@ import pytest
 
 from node.lab.emulation.emulation import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, Emulation
 from node.lab.emulation.flow import BURST_S
-from node.lab.emulation.link_shape import Fault, LinkShape, ShapeChange, Site
+from node.lab.emulation.link_shape import Fault, LinkShape, Site
 from node.lab.emulation.profiles import PROFILES, profile_of
 from node.lab.emulation.regions import REGIONS, bytes_per_s, one_way_s
 from swarm.vocabulary.errors import ConfigError
@@ -120,11 +120,6 @@ def test_the_tables_of_regions_are_symmetric_and_whole() -> None:
             assert bytes_per_s(one, other) == bytes_per_s(other, one) > 2**20
     assert one_way_s("belgium", "nl") == 0.003
     assert bytes_per_s("iowa", "oregon") == 92.5 * 2**20
-
-
-def test_a_change_leaves_the_rest_of_a_link_as_it_is() -> None:
-    changed = ShapeChange(fault=Fault.RESET, latency_s=0.2).applied_to(SLOW)
-    assert changed == LinkShape(0.2, 0.0, 1000.0, 4000.0, Fault.RESET)
 
 
 def test_impossible_links_and_unknown_profiles_are_refused() -> None:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from node.__main__ import app
 from node.lab.emulation.netem import netem_works
 from node.lab.emulation.profiles import PROFILES
-from tests.node.lab.wan.test_scenario import BASE, EVENTS
+from tests.node.lab.experiment.test_scenario import BASE, EVENTS
 
 ROOT = Path(__file__).parent.parent.parent.parent.parent
 STAND_IN = (sys.executable, str(ROOT / "tests" / "node" / "local_swarm" / "stand_in_node.py"))

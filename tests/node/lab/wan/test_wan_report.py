@@ -11,17 +11,17 @@ import pytest
 
 from node.lab.audit.audit import Report
 from node.lab.audit.findings import Violation
-from node.lab.wan.metrics import Meter, Row, read_rows, row_line
-from node.lab.wan.outcome import Capacity, Happened, Outcome, capacity_of, last_loss, totals, utilization_of
+from node.lab.experiment.metrics import Kind, Mark, Meter, Row, row_line
+from node.lab.experiment.scenario import Scenario, scenario_from_table
+from node.lab.wan.outcome import Capacity, Outcome, capacity_of, last_loss, totals, utilization_of
 from node.lab.wan.plots import draw_all
-from node.lab.wan.scenario import scenario_from_table
 from node.lab.wan.wan_report import loss_ratio, report_text
 from node.local_swarm.swarm_progress import PeerProgress, SwarmProgress
 from node.observability.events import BusySeconds, MicrobatchCounts, NodeSummary, Step
 from swarm.vocabulary.errors import ConfigError
-from tests.node.lab.wan.test_scenario import BASE
+from tests.node.lab.experiment.test_scenario import BASE
 
-SCENARIO = scenario_from_table(tomllib.loads(BASE))
+SCENARIO = scenario_from_table(tomllib.loads(BASE), Scenario)
 GOOD = Report(5, 5, 0, {"completed": 7}, ())
 
 
@@ -45,9 +45,14 @@ def outcome(loss: float | None = 2.0, held_out: float | None = 2.2, check: Repor
         up_bytes={"0": 10_000_000, "1": 2_000_000},
         down_bytes={"0": 2_000_000, "1": 10_000_000},
         failures={},
-        diary=(Happened(3.0, "peer 1 killed"),),
+        diary=(Mark(3.0, Kind.FAULT, "peer 1 killed"),),
         check=check,
     )
+
+
+def read_rows(path: Path) -> list[Row]:
+    tables = (json.loads(line) for line in path.read_text().splitlines())
+    return [Row(**{**table, "waiting": tuple(table["waiting"])}) for table in tables]
 
 
 def test_a_row_holds_what_passed_since_the_last_one() -> None:
@@ -80,7 +85,7 @@ def test_the_slowest_stage_bounds_the_swarm() -> None:
 def test_a_stage_that_half_of_the_paths_skip_can_do_with_half() -> None:
     table = tomllib.loads(BASE)
     table["manifest"]["stages"] = {"blocks": [0, 1, 1], "per_path": 1}
-    manifest = scenario_from_table(table).manifest
+    manifest = scenario_from_table(table, Scenario).manifest
     assert capacity_of([(0, 900.0), (1, 300.0), (2, 400.0)], manifest) == Capacity((900.0, 600.0, 800.0), 1)
 
 
@@ -138,7 +143,7 @@ def test_the_result_is_json() -> None:
 def test_plots_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     runs = {"test": [row(1, 10, 3.0, {"0>1": 10}), row(2, 20, None)], "undisturbed": []}
-    names = draw_all(tmp_path, runs, (Happened(1.5, "something"),))
+    names = draw_all(tmp_path, runs, (Mark(1.5, Kind.NOTE, "something"),))
     assert set(names) == {"loss_over_time.png", "loss_over_tokens.png", "throughput.png", "traffic.png"}
     for name in names:
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")

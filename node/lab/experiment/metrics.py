@@ -1,18 +1,38 @@
-"""What is measured while a scenario runs: one row a second, written at once, so that a run that breaks off leaves them
-too."""
+"""What is kept of a run while it goes on: one row of figures a second, written at once, so that a run that breaks off
+leaves them too; and the diary of what happened."""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import json
 import math
 import statistics
 from dataclasses import dataclass
-from pathlib import Path
 
 from node.lab.emulation.emulation import Way
 from node.local_swarm.swarm_progress import SwarmProgress
 from node.observability.events import Step
+
+
+class Kind(enum.Enum):
+    """What a line of the diary means for the recovery."""
+
+    FAULT = "fault"
+    END = "end"
+    """Of a fault that lasted."""
+    NOTE = "note"
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A line of the diary."""
+
+    at_s: float
+    kind: Kind
+    what: str
+    lasts: bool = False
+    """A fault with an end, from which recovery is counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +103,6 @@ class Meter:
 def row_line(row: Row) -> str:
     """A line of metrics.jsonl, without its end."""
     return json.dumps(dataclasses.asdict(row), separators=(",", ":"))
-
-
-def read_rows(path: Path) -> list[Row]:
-    """What `row_line` has written. For files of our own."""
-    tables = (json.loads(line) for line in path.read_text().splitlines())
-    return [Row(**{**table, "waiting": tuple(table["waiting"])}) for table in tables]
 
 
 def _name(member: int | None) -> str:

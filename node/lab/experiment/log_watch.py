@@ -1,20 +1,15 @@
 """Follows the event logs of a swarm while they are written: when microbatches are completed, how far rounds are, and
-what came of them.
-
-What the nodes take of the machine while they run: memory, file descriptors and threads, from /proc.
-"""
+what came of them."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from node.lab.chaos.recovery import Held
 from node.observability.event_json import event_from_json
 from node.observability.events import (
     CaughtUp,
@@ -36,6 +31,15 @@ _ACCUSED = f'{{"event":"{ReplicaAccused.NAME}"'.encode()
 _ANCHORS_KEPT = 2
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """An anchor that a replica has taken over."""
+
+    module: str
+    round: int
+    digest: str
+
+
 @dataclass(slots=True)
 class Accused:
     """A replica that others say has lied, and the rounds that they have committed since the first said so."""
@@ -47,7 +51,7 @@ class Accused:
     """Those with its pseudo-gradient in them."""
 
 
-class Watch:
+class LogWatch:
     """`run` carries it.
 
     Args:
@@ -123,46 +127,3 @@ class Watch:
             if commit.peer in accused.by:
                 accused.commits += 1
                 accused.with_it += name in commit.contributors
-
-
-SAMPLE_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Peaks:
-    """The most that any node's process has had at a time."""
-
-    memory_bytes: int = 0
-    descriptors: int = 0
-    threads: int = 0
-
-
-class Resources:
-    """Remembers the peaks; `sample` may be called as often as one likes."""
-
-    def __init__(self) -> None:
-        self._peaks = Peaks()
-        self._sampled_at = 0.0
-
-    def sample(self, processes: Mapping[int, int]) -> None:
-        """Looks at the processes (ids by peer), once a second at most."""
-        if time.monotonic() - self._sampled_at < SAMPLE_S:
-            return
-        self._sampled_at = time.monotonic()
-        for pid in processes.values():
-            try:
-                status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-                descriptors = len(os.listdir(f"/proc/{pid}/fd"))
-            except OSError:  # it has ended
-                continue
-            memory = 1024 * int(status.get("VmRSS", "0 kB").split()[0])
-            peaks = self._peaks
-            self._peaks = Peaks(
-                max(peaks.memory_bytes, memory),
-                max(peaks.descriptors, descriptors),
-                max(peaks.threads, int(status.get("Threads", "0"))),
-            )
-
-    def peaks(self) -> Peaks:
-        """So far."""
-        return self._peaks
