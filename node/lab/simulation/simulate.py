@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from swarm.simulation.central.central_planner import central_iteration
 from swarm.simulation.churn import run_churn, share_of_ideal
 from swarm.simulation.deaths import after_death
 from swarm.simulation.generate import Shape, generate, jittered, regions_from_json
@@ -81,8 +82,11 @@ def make_instance(regions: Path, shape: Shape, seed: int) -> Instance:
     return generate(shape, regions_from_json(_read_json(regions)), seed)
 
 
-def simulate(instance: Instance, conduct: Conduct, world: World) -> Simulated:
+def simulate(instance: Instance, conduct: Conduct, world: World, *, central: bool = False) -> Simulated:
     """Plans with what is believed, and plays it in the world as it is.
+
+    Args:
+        central: by one planner that knows everything, each iteration alike.
 
     Raises:
         ConfigError: a stage cannot be visited at all.
@@ -90,6 +94,8 @@ def simulate(instance: Instance, conduct: Conduct, world: World) -> Simulated:
     rng = random.Random(world.seed)  # noqa: S311 - a repeatable world, not a secret
     costs = jittered(instance.costs, world.jitter, rng) if world.jitter > 0 else None
     try:
+        if central:
+            return Simulated(instance, [central_iteration(instance, time.process_time, costs)] * conduct.iterations)
         return Simulated(instance, run_iterations(instance, conduct, time.process_time, costs, world.seed))
     except ValueError as error:
         raise ConfigError(f"{instance.name} cannot be planned: {error}") from error
