@@ -64,15 +64,18 @@ def run_churn(
     seed: int,
     network: Network = USUAL,
     talk: TalkRules = AS_FAST_AS_THEY_CAN,
+    staleness: int = 1,
 ) -> Throughput:
     """Trains for so many virtual seconds while that share of the peers dies every minute.
 
     Args:
         share_a_minute: 0 for none; 0.5 for half of the peers a minute.
         network: how long small messages take; none is lost, for links lose none while they stand.
+        staleness: with 0 a data node's steps, of as many microbatches as the instance says, wait for each other; with 1
+            only its slots hold it back.
     """
     random = Random(seed)  # noqa: S311 - a repeatable world, not a secret
-    ground = _InstanceGround(instance, network, talk, random)
+    ground = _InstanceGround(instance, network, talk, staleness, random)
     deaths = _Deaths(World(ground, instance.costs.stages, random, Ledger()), instance, share_a_minute / 60)
     return deaths.run(seconds)
 
@@ -80,8 +83,8 @@ def run_churn(
 class _InstanceGround:
     """Machines and links as an instance says, everybody known to be as fast as it is."""
 
-    def __init__(self, instance: Instance, network: Network, talk: TalkRules, random: Random) -> None:
-        self._instance, self._costs = instance, instance.costs
+    def __init__(self, instance: Instance, network: Network, talk: TalkRules, staleness: int, random: Random) -> None:
+        self._instance, self._costs, self._staleness = instance, instance.costs, staleness
         self._network, self._random = network, random
         self.path_rules, self.talk = instance.rules, talk
         self.overhead_s = self._costs.task_overhead_s
@@ -94,8 +97,7 @@ class _InstanceGround:
         }
 
     def flight_rules(self, data_node: PeerId) -> FlightRules:
-        """Only its slots hold a data node back."""
-        return FlightRules(self._instance.microbatches, 1, self._costs.slots[data_node])
+        return FlightRules(self._instance.microbatches, self._staleness, self._costs.slots[data_node])
 
     def slots_of(self, peer: PeerId) -> int:
         return self._costs.slots[peer]

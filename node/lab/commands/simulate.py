@@ -62,10 +62,10 @@ def simulate(
     else:
         assert regions is not None
         problem = make_instance(regions, Shape(peers=peers, stages=stages, per_path=per_path, spread=spread), seed)
-    if churn > 0:
-        _print_report(simulate_churn(problem, churn, minutes, seed), as_json=json)
-        return
     network = Network(message_seconds, message_seconds / 2, lost)
+    if churn > 0:
+        _print_report(simulate_churn(problem, churn, minutes, network, seed), as_json=json)
+        return
     conduct = Conduct(cold, talk_seconds, iterations, network)
     if dies is not None:
         _print_report(simulate_death(problem, dies, conduct, seed), as_json=json)

@@ -16,6 +16,7 @@ from swarm.simulation.deaths import after_death
 from swarm.simulation.generate import Shape, generate, jittered, regions_from_json
 from swarm.simulation.instance import Instance, from_json, index_of, peer_of
 from swarm.simulation.iteration import Conduct, Iteration, run_iterations
+from swarm.simulation.negotiation_world import Network
 from swarm.vocabulary.errors import ConfigError
 
 MAX_FILE_BYTES = 2**31
@@ -101,10 +102,12 @@ def simulate(instance: Instance, conduct: Conduct, world: World, *, central: boo
         raise ConfigError(f"{instance.name} cannot be planned: {error}") from error
 
 
-def simulate_churn(instance: Instance, share_a_minute: float, minutes: float, seed: int) -> dict[str, Any]:
+def simulate_churn(
+    instance: Instance, share_a_minute: float, minutes: float, network: Network, seed: int
+) -> dict[str, Any]:
     """What is completed while peers come and go, beside the same time without churn."""
-    calm = run_churn(instance, 60 * minutes, 0.0, seed)
-    churned = run_churn(instance, 60 * minutes, share_a_minute, seed)
+    calm = run_churn(instance, 60 * minutes, 0.0, seed, network)
+    churned = run_churn(instance, 60 * minutes, share_a_minute, seed, network)
     return {"share_of_ideal": share_of_ideal(churned, calm), "calm_completed": calm.completed, **asdict(churned)}
 
 
