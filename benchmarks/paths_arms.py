@@ -19,7 +19,7 @@ from benchmarks.paths_ours import cold_plan, talked_plan
 from swarm.routing.cost_model import Costs, Route
 from swarm.routing.path_rules import PathRules, order_tree, orders
 from swarm.routing.stage_balance import fair_sets, visits
-from swarm.simulation.central_planner import central_plan
+from swarm.simulation.central.central_planner import central_plan
 from swarm.simulation.forecast import forecast
 from swarm.simulation.instance import Instance, Plan
 from swarm.simulation.lower_bound import lower_bound_s

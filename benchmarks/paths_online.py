@@ -16,10 +16,10 @@ from typing import Final, Protocol
 from swarm.routing.cost_model import Costs, Route
 from swarm.routing.path_rules import order_tree
 from swarm.routing.stage_balance import ring_set
-from swarm.simulation.booking import Bookings
+from swarm.simulation.central.booking import Bookings
+from swarm.simulation.central.timetable import Timetable
 from swarm.simulation.forecast import Forecast, Task, Unit, forecast
 from swarm.simulation.instance import Instance, Plan
-from swarm.simulation.timetable import Timetable
 from swarm.vocabulary.types import PeerId
 
 NEW_SAMPLE_WEIGHT: Final = 0.1

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from swarm.routing.path_rules import PathRules
 from swarm.simulation.instance import Instance, Plan
-from swarm.simulation.iteration import Conduct, Iteration, Knowledge, run_iterations
+from swarm.simulation.iteration import Conduct, Iteration, run_iterations
 
 
 def talked(instance: Instance) -> Iteration:
@@ -23,4 +23,4 @@ def talked_plan(instance: Instance, rules: PathRules) -> Plan:
 
 def cold_plan(instance: Instance) -> Plan:
     """Without a word between the data nodes."""
-    return run_iterations(instance, Conduct(Knowledge.COLD), time.process_time)[0].plan
+    return run_iterations(instance, Conduct(cold=True), time.process_time)[0].plan

@@ -40,9 +40,10 @@ protocol/identity: protocol/frames
 swarm/routing/negotiation: swarm/routing
 protocol/manifest: protocol/identity
 protocol/transport: protocol/frames protocol/identity protocol/interfaces
-swarm/simulation: swarm/routing swarm/routing/negotiation
+swarm/simulation: swarm/membership swarm/pipeline swarm/routing swarm/routing/negotiation
 node/data: protocol/manifest
-node/lab/simulation: swarm/simulation
+swarm/simulation/central: swarm/routing swarm/simulation
+node/lab/simulation: swarm/simulation swarm/simulation/central
 protocol/nat: protocol/frames protocol/interfaces protocol/libp2p protocol/transport
 node/model: node/data protocol/manifest
 protocol/dht: protocol/identity protocol/interfaces protocol/libp2p protocol/nat protocol/transport

@@ -104,7 +104,7 @@ def order_tree(rules: PathRules, required: frozenset[int], optional: frozenset[i
     """The legal orders that visit every required stage, filled up with optional ones.
 
     Its size grows with the binomial of the optional stages: callers keep those few
-    (`swarm.simulation.lane_market.MAX_OPTIONAL`).
+    (`swarm.routing.lane_book.MAX_OPTIONAL`).
     """
     return _grown(rules, _Step(0, 0, 0), required, optional - required, rules.per_path)
 

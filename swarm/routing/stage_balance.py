@@ -85,7 +85,7 @@ def fair_sets(rules: PathRules, count: int, first: int = 0) -> list[frozenset[in
     """
     sets = [ring_set(rules, first + k) for k in range(count)]
     for k, stages in enumerate(sets):
-        if not order_tree(rules, stages):
+        if stages and not order_tree(rules, stages):
             other, mine, theirs = _legal_trade(rules, sets, k)
             sets[k], sets[other] = mine, theirs
     return sets

@@ -13,12 +13,10 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 from swarm.routing.cost_model import Costs
 from swarm.routing.negotiation.negotiation_events import TalkRules
 from swarm.routing.stage_balance import visits
-from swarm.simulation.central_planner import central_plan
 from swarm.simulation.forecast import Forecast, forecast
 from swarm.simulation.instance import Instance, Plan, launched
 from swarm.simulation.lower_bound import lower_bound_s
@@ -31,27 +29,17 @@ USUAL = Network()
 SILENCE = TalkSoFar(0, 0, 0, 0.0)
 
 
-class Knowledge(Enum):
-    """What data nodes plan with."""
-
-    TALK = "talk"
-    """What the others have told them."""
-    COLD = "cold"
-    """Nothing of each other: the ring's stages and the nearest peers."""
-    CENTRAL = "central"
-    """Everything at once, by one planner: for comparison."""
-
-
 @dataclass(frozen=True, slots=True)
 class Conduct:
     """How the data nodes go about it.
 
     Args:
+        cold: they know nothing of each other: the ring's stages and the nearest peers.
         talk_s: how long they have talked before the first iteration; 0 for a start in the middle of nothing.
         iterations: one after another; the talk goes on.
     """
 
-    knowledge: Knowledge = Knowledge.TALK
+    cold: bool = False
     talk_s: float = TALK_S
     iterations: int = 1
     network: Network = USUAL
@@ -82,8 +70,6 @@ def run_iterations(
     Raises:
         ValueError: a stage cannot be visited.
     """
-    if conduct.knowledge is Knowledge.CENTRAL:
-        return [_centrally(instance, cpu_clock, world)] * conduct.iterations
     costs = instance.costs
     talking = Talking(
         instance.rules,
@@ -96,29 +82,29 @@ def run_iterations(
     )
     bound_s, begins, done = lower_bound_s(instance), 0.0, []
     for _ in range(conduct.iterations):
-        if conduct.knowledge is Knowledge.TALK:
+        if not conduct.cold:
             talking.run(begins)
         plan = {
             peer: launched(talking.lanes_at(peer, begins), instance.microbatches) for peer in instance.costs.data_nodes
         }
-        so_far = talking.so_far() if conduct.knowledge is Knowledge.TALK else SILENCE
-        done.append(_played(instance, plan, world, talking.cpu_s, bound_s, so_far))
+        so_far = SILENCE if conduct.cold else talking.so_far()
+        done.append(played(instance, plan, world, talking.cpu_s, bound_s, so_far))
         if math.isinf(done[-1].played.makespan_s):
             break
         begins += done[-1].played.makespan_s
     return done
 
 
-def _centrally(instance: Instance, cpu_clock: Callable[[], float], world: Costs | None) -> Iteration:
-    began = cpu_clock()
-    plan = central_plan(instance)
-    return _played(instance, plan, world, cpu_clock() - began, lower_bound_s(instance), SILENCE)
-
-
-def _played(
-    instance: Instance, plan: Plan, world: Costs | None, cpu_s: float, bound_s: float, talk: TalkSoFar
+def played(
+    instance: Instance,
+    plan: Plan,
+    world: Costs | None,
+    cpu_s: float,
+    bound_s: float,
+    talk: TalkSoFar = SILENCE,
 ) -> Iteration:
-    played = forecast(instance.costs if world is None else world, plan)
+    """The iteration that comes of a plan in the world as it is."""
+    forecasted = forecast(instance.costs if world is None else world, plan)
     stage_of = instance.costs.stage_of()
     counted = visits((stage_of[peer] for peer in route) for routes in plan.values() for route in routes)
-    return Iteration(plan, played, cpu_s, bound_s, talk, counted)
+    return Iteration(plan, forecasted, cpu_s, bound_s, talk, counted)

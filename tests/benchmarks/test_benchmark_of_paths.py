@@ -16,6 +16,7 @@ from benchmarks.paths_arms import Arm, arms, cost_blind, fault, fixed_pairs, mea
 from benchmarks.paths_central import improved
 from benchmarks.paths_online import EarliestReturn, Moment, SmallestVirtualTime, one_by_one
 from benchmarks.paths_planning import after_each_death
+from benchmarks.paths_trades import after_a_cold_start, after_a_death, compared
 from swarm.routing.cost_model import Route
 from swarm.simulation.forecast import Unit, forecast
 from swarm.simulation.generate import Shape, generate, regions_from_json
@@ -105,3 +106,12 @@ def test_deaths_and_churn_are_reported() -> None:
     rows = churn(instance, 5.0, [1, 2])["rows"]
     assert [row["duplicated"] for row in rows.values()] == [0, 0, 0]
     assert rows["50% a minute"]["repaired"] > 0
+
+
+def test_without_trades_data_nodes_say_less() -> None:
+    instance = eight_peers()
+    died = (after_a_death(instance, peer, 1) for peer in instance.costs.stages[1])
+    found = compared([after_a_cold_start(instance, 1), *died])
+    assert found["cases"] == 3
+    assert found["messages"]["off"] <= found["messages"]["on"]
+    assert all(math.isfinite(seconds) for seconds in found["makespan_s"].values())

@@ -54,7 +54,7 @@ def simulate(
     from node.lab.simulation.simulate import World, make_instance, read_instance, simulate_churn, simulate_death
     from node.lab.simulation.simulate import simulate as run
     from swarm.simulation.generate import Shape
-    from swarm.simulation.iteration import Conduct, Knowledge
+    from swarm.simulation.iteration import Conduct
     from swarm.simulation.negotiation_world import Network
 
     if instance is not None:
@@ -62,16 +62,15 @@ def simulate(
     else:
         assert regions is not None
         problem = make_instance(regions, Shape(peers=peers, stages=stages, per_path=per_path, spread=spread), seed)
-    if churn > 0:
-        _print_report(simulate_churn(problem, churn, minutes, seed), as_json=json)
-        return
-    knowledge = Knowledge.COLD if cold else Knowledge.CENTRAL if central else Knowledge.TALK
     network = Network(message_seconds, message_seconds / 2, lost)
-    conduct = Conduct(knowledge, talk_seconds, iterations, network)
+    if churn > 0:
+        _print_report(simulate_churn(problem, churn, minutes, network, seed), as_json=json)
+        return
+    conduct = Conduct(cold, talk_seconds, iterations, network)
     if dies is not None:
         _print_report(simulate_death(problem, dies, conduct, seed), as_json=json)
         return
-    simulated = run(problem, conduct, World(jitter, seed))
+    simulated = run(problem, conduct, World(jitter, seed), central=central)
     if plot is not None:
         from node.lab.simulation.timetable_picture import draw
 

@@ -10,11 +10,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from swarm.simulation.central.central_planner import central_iteration
 from swarm.simulation.churn import run_churn, share_of_ideal
 from swarm.simulation.deaths import after_death
 from swarm.simulation.generate import Shape, generate, jittered, regions_from_json
 from swarm.simulation.instance import Instance, from_json, index_of, peer_of
 from swarm.simulation.iteration import Conduct, Iteration, run_iterations
+from swarm.simulation.negotiation_world import Network
 from swarm.vocabulary.errors import ConfigError
 
 MAX_FILE_BYTES = 2**31
@@ -81,8 +83,11 @@ def make_instance(regions: Path, shape: Shape, seed: int) -> Instance:
     return generate(shape, regions_from_json(_read_json(regions)), seed)
 
 
-def simulate(instance: Instance, conduct: Conduct, world: World) -> Simulated:
+def simulate(instance: Instance, conduct: Conduct, world: World, *, central: bool = False) -> Simulated:
     """Plans with what is believed, and plays it in the world as it is.
+
+    Args:
+        central: by one planner that knows everything, each iteration alike.
 
     Raises:
         ConfigError: a stage cannot be visited at all.
@@ -90,15 +95,19 @@ def simulate(instance: Instance, conduct: Conduct, world: World) -> Simulated:
     rng = random.Random(world.seed)  # noqa: S311 - a repeatable world, not a secret
     costs = jittered(instance.costs, world.jitter, rng) if world.jitter > 0 else None
     try:
+        if central:
+            return Simulated(instance, [central_iteration(instance, time.process_time, costs)] * conduct.iterations)
         return Simulated(instance, run_iterations(instance, conduct, time.process_time, costs, world.seed))
     except ValueError as error:
         raise ConfigError(f"{instance.name} cannot be planned: {error}") from error
 
 
-def simulate_churn(instance: Instance, share_a_minute: float, minutes: float, seed: int) -> dict[str, Any]:
+def simulate_churn(
+    instance: Instance, share_a_minute: float, minutes: float, network: Network, seed: int
+) -> dict[str, Any]:
     """What is completed while peers come and go, beside the same time without churn."""
-    calm = run_churn(instance, 60 * minutes, 0.0, seed)
-    churned = run_churn(instance, 60 * minutes, share_a_minute, seed)
+    calm = run_churn(instance, 60 * minutes, 0.0, seed, network)
+    churned = run_churn(instance, 60 * minutes, share_a_minute, seed, network)
     return {"share_of_ideal": share_of_ideal(churned, calm), "calm_completed": calm.completed, **asdict(churned)}
 
 

@@ -22,9 +22,9 @@ from swarm.averaging.chunk_download import (
     Report,
     Tick,
 )
+from swarm.simulation.virtual_network import VirtualTime
 from swarm.vocabulary.averaging_messages import StateRefusal
 from swarm.vocabulary.types import PeerId
-from tests.swarm.virtual_network import VirtualTime
 
 CHUNK_BYTES = 2**20
 TICK_S = 0.2

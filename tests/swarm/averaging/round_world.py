@@ -9,11 +9,11 @@ from functools import partial
 from random import Random
 
 from swarm.averaging.round_events import Action, CatchUp, CommitStaged, Exchange, Fellow, LinkLost, RoundRules, Tell
+from swarm.simulation.virtual_network import VirtualTime
 from swarm.vocabulary.averaging_messages import MAX_ATTEMPTS, Commit, Invitation, Prepared, Roster, RoundId
 from swarm.vocabulary.types import AnchorVersion, PeerId
 from tests.swarm.averaging.virtual_links import VirtualLinks
 from tests.swarm.averaging.virtual_replica import INITIAL, VirtualReplica
-from tests.swarm.virtual_network import VirtualTime
 
 ANNOUNCE_S = 1.0
 SMALL_ROUNDS = RoundRules(inner_steps=3, fragments=1, chunks=6, longest_s=12.0, chunk_bytes=1000)

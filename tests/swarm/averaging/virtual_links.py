@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from random import Random
 
+from swarm.simulation.virtual_network import Thunk, VirtualTime
 from swarm.vocabulary.types import PeerId
-from tests.swarm.virtual_network import Thunk, VirtualTime
 
 
 class VirtualLinks:

@@ -34,10 +34,10 @@ from swarm.averaging.round_events import (
     Worked,
 )
 from swarm.averaging.round_machine import RoundMachine
+from swarm.simulation.virtual_network import Thunk
 from swarm.vocabulary.averaging_messages import RoundId
 from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId
 from tests.swarm.averaging.virtual_exchange import Piece, VirtualExchange, VirtualSeal, hash_of
-from tests.swarm.virtual_network import Thunk
 
 if TYPE_CHECKING:
     from tests.swarm.averaging.round_world import RoundWorld

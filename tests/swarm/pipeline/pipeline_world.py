@@ -1,32 +1,28 @@
-"""A small swarm in virtual time: peers made of the real decision code, on a network that loses links, kills and freezes
+"""A small swarm in virtual time (`swarm.simulation.pipeline_world`), on a network that loses links, kills and freezes
 peers.
 
-Everything follows from a seed. A peer carries out custody's actions as `node.pipeline.microbatch_runner` does; what a
-node would compute or send is here only a delay. What a run of it must keep is checked while it runs (`World.check`) and
-at its end (`World.drain`).
+What a run of it must keep is checked while it runs (`RoughWorld.check_all`) and at its end (`RoughWorld.drain`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from random import Random
 
-from swarm.pipeline.custody_states import Key, Phase
-from swarm.pipeline.in_flight import FlightRules, Flights
+from swarm.pipeline.custody_states import Key, Phase, Work
+from swarm.pipeline.in_flight import FlightRules
+from swarm.routing.negotiation.negotiation_events import TalkRules
 from swarm.routing.path_rules import PathRules
-from swarm.vocabulary.pipeline_messages import MicrobatchControl, MicrobatchTensor
-from swarm.vocabulary.types import MicrobatchId, ModuleId, Path, PeerId
-from tests.swarm.pipeline.pipeline_peer import LIFETIME_S, NUMBERS_A_LIFE, Peer
-from tests.swarm.virtual_network import Links, Thunk, Transfer, VirtualTime
+from swarm.simulation.pipeline_data_node import NUMBERS_A_LIFE
+from swarm.simulation.pipeline_world import TICK_S, Ledger, World
+from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId
+from tests.swarm.pipeline.pipeline_peer import RoughPeer
 
-TICK_S = 0.2
-ANNOUNCE_S = 1.0
 STALL_S = 1.5
-"""After so much silence the others take a frozen peer's links for broken."""
+"""After so much silence the others take a peer's links for broken."""
 LONGEST_FREEZE_S = 4.0
+LIFETIME_S = 10.0
 ORDINARY_RULES = FlightRules(per_step=4, staleness=1, window=5)
 
 
@@ -48,22 +44,57 @@ class Shape:
     """Share of the computations that fail."""
 
     @property
-    def path_rules(self) -> PathRules:
-        return PathRules(len(self.replicas) + 1, self.per_path)
+    def stages(self) -> list[list[PeerId]]:
+        counts = enumerate((self.data_nodes, *self.replicas))
+        return [[PeerId(f"stage{stage}-peer{number}") for number in range(count)] for stage, count in counts]
+
+
+class ChanceGround:
+    """Every machine and every link has its own speed, and takes now more and now less."""
+
+    overhead_s = 0.0
+
+    def __init__(self, shape: Shape, random: Random) -> None:
+        self._shape, self._random = shape, random
+        self.talk = TalkRules(shape.rules.per_step)  # few lanes; what data nodes say of them is tested elsewhere
+        self.path_rules = PathRules(len(shape.replicas) + 1, shape.per_path)
+        self._speed_s = {peer: random.uniform(0.02, 0.3) for stage in shape.stages for peer in stage}
+        self._delay_s: dict[frozenset[PeerId], float] = {}
+
+    def flight_rules(self, data_node: PeerId) -> FlightRules:
+        return self._shape.rules
+
+    def slots_of(self, peer: PeerId) -> int:
+        return self._shape.slots
+
+    def service_s(self, peer: PeerId) -> float:
+        return self._speed_s[peer]
+
+    def compute_s(self, peer: PeerId, work: Work) -> float:
+        return self._speed_s[peer] * self._random.uniform(0.5, 2.0)
+
+    def message_s(self, here: PeerId, there: PeerId) -> float:
+        delay = self._delay_s.setdefault(frozenset((here, there)), self._random.uniform(0.002, 0.08))
+        return delay * self._random.uniform(1.0, 2.0)
+
+    def body_s(self, here: PeerId, there: PeerId) -> float:
+        return self._random.uniform(0.005, 0.05)
+
+    def silence_s(self) -> float:
+        return self._random.uniform(0.0, STALL_S)
+
+    def lifetime_s(self, path_s: float) -> float:
+        return LIFETIME_S
 
 
 @dataclass(slots=True)
-class Ledger:
-    """What really happened, all peers together, dead ones included."""
+class FullLedger(Ledger):
+    """And what else may not happen."""
 
-    started: dict[MicrobatchId, float] = field(default_factory=dict)
     losses: Counter[MicrobatchId] = field(default_factory=Counter)
-    completed: dict[MicrobatchId, Path] = field(default_factory=dict)
     data_completed: Counter[tuple[PeerId, int]] = field(default_factory=Counter)
-    repaired_at: Counter[int] = field(default_factory=Counter)
-    """Of the completed ones, how often another peer stood in at each position."""
     repaired_back: Counter[int] = field(default_factory=Counter)
-    """The same, only those that the path has taken in since its loss was known."""
+    """As `repaired_at`, only those that the path has taken in since its loss was known."""
     skipped: int = 0
     """Of the completed ones, hops that were planned and skipped on the way."""
     left_out: int = 0
@@ -72,112 +103,34 @@ class Ledger:
     retracted: int = 0
 
 
-class World:
+class RoughWorld(World):
     """The peers, what lies between them, and what goes wrong."""
+
+    ledger: FullLedger
+    peers: dict[PeerId, RoughPeer]
 
     def __init__(self, seed: int, shape: Shape | None = None) -> None:
         self.shape = shape or Shape()
-        self.random = Random(seed)
-        self.time = VirtualTime()
-        self.links = Links(self.time, self.random)
-        self.ledger = Ledger()
         self.compute_failures = self.shape.compute_failures
-        self.peers: dict[PeerId, Peer] = {}
         self._orphaned: dict[MicrobatchId, float] = {}
-        self._incarnations: Counter[PeerId] = Counter()
-        for stage, count in enumerate((self.shape.data_nodes, *self.shape.replicas)):
-            for number in range(count):
-                self._bring_up(PeerId(f"stage{stage}-peer{number}"), ModuleId(stage))
-        self._spread_announcements()
+        random = Random(seed)
+        super().__init__(ChanceGround(self.shape, random), self.shape.stages, random, FullLedger())
 
-    @property
-    def living(self) -> list[Peer]:
-        return [peer for peer in self.peers.values() if peer.alive]
-
-    def data_nodes(self) -> Iterator[tuple[Peer, Flights]]:
-        """Those alive."""
-        return ((peer, peer.flights) for peer in self.living if peer.flights is not None)
-
-    # ---- the network ---------------------------------------------------------------------------------------------
-
-    def tell(self, sender: Peer, to: PeerId, message: MicrobatchControl) -> None:
-        receiver = self.peers[to]
-        if to == sender.id:
-            sender.told(to, message)
-        elif receiver.alive and not receiver.stalled:
-            self.links.deliver(sender.id, to, lambda: receiver.do(lambda: self._told(sender.id, receiver, message)))
-
-    def _told(self, sender: PeerId, receiver: Peer, message: MicrobatchControl) -> None:
-        receiver.membership.recover(sender)
-        receiver.told(sender, message)
-
-    def send(self, sender: Peer, to: PeerId, message: MicrobatchTensor) -> None:
-        receiver = self.peers[to]
-        if to == sender.id:
-            refusal = sender.refusal(message)
-            return sender.received(message) if refusal is None else sender.told(to, refusal)
-        if not receiver.alive or receiver.stalled:
-            return self.time.after(0.05, lambda: sender.do(lambda: sender.lose(to, "cannot be reached")))
-        cuts = self.links.cuts(sender.id, to)
-        header = partial(self._header_arrived, sender.id, receiver, message, cuts)
-        return self.links.deliver(sender.id, to, lambda: receiver.do(header))
-
-    def _header_arrived(self, sender: PeerId, receiver: Peer, message: MicrobatchTensor, cuts: int) -> None:
-        refusal = receiver.refusal(message)
-        if refusal is not None:
-            self.tell(receiver, sender, refusal)
-        elif self.links.cuts(sender, receiver.id) != cuts:  # it lay in a frozen peer's socket; the rest never came
-            receiver.broken_off(message)
-        else:
-            transfer = Transfer(receiver, message)
-            self.links.transfers[frozenset((sender, receiver.id))].append(transfer)
-            self.time.after(self.random.uniform(0.005, 0.05), lambda: self._body_arrived(sender, transfer))
-
-    def _body_arrived(self, sender: PeerId, transfer: Transfer) -> None:
-        under_way = self.links.transfers[frozenset((sender, transfer.receiver.id))]
-        if transfer in under_way:
-            under_way.remove(transfer)
-            transfer.receiver.do(lambda: transfer.receiver.received(transfer.message))
+    def new_peer(self, own: PeerId, module: ModuleId, incarnation: int) -> RoughPeer:
+        return RoughPeer(self, own, module, incarnation)
 
     # ---- what goes wrong -----------------------------------------------------------------------------------------
 
-    def cut(self, one: Peer, other: Peer) -> None:
-        """Both ends notice; a tensor that was half received is broken off first."""
-        for transfer in self.links.cut(one.id, other.id):
-            transfer.receiver.do(partial(transfer.receiver.broken_off, transfer.message))
-        one.do(lambda: one.lose(other.id, "the link broke"))
-        other.do(lambda: other.lose(one.id, "the link broke"))
-
-    def kill(self, peer: Peer) -> None:
-        """At once and without a word. The others learn of it when their links break."""
-        peer.alive = False
-        self.time.after(self.random.uniform(0.0, STALL_S), lambda: self._cut_all(peer))
-
-    def revive(self, peer: Peer) -> None:
-        """The same peer comes back and knows nothing of before."""
-        self._cut_all(peer)
-        newcomer = self._bring_up(peer.id, peer.module)
-        for other in self.living:
-            if other is not newcomer:
-                newcomer.membership.observe(other.announcement(), now=self.time.now, wall=self.time.now)
-
-    def freeze(self, peer: Peer, seconds: float) -> None:
+    def freeze(self, peer: RoughPeer, seconds: float) -> None:
         peer.frozen = True
         self.time.after(STALL_S, lambda: self._stall(peer))
         self.time.after(seconds, peer.thaw)
 
-    def _stall(self, peer: Peer) -> None:
+    def _stall(self, peer: RoughPeer) -> None:
         if peer.alive and peer.frozen:
-            peer.stalled = True
-            self._cut_all(peer)
+            self.cut_off(peer)
 
-    def _cut_all(self, peer: Peer) -> None:
-        if self.peers[peer.id] is peer:
-            for other in self.living:
-                if other is not peer:
-                    self.cut(peer, other)
-
-    def drain_peer(self, peer: Peer, seconds: float) -> None:
+    def drain_peer(self, peer: RoughPeer, seconds: float) -> None:
         """For a while it refuses whatever is new."""
         peer.draining = True
 
@@ -210,9 +163,6 @@ class World:
 
     # ---- running -------------------------------------------------------------------------------------------------
 
-    def run(self, seconds: float) -> None:
-        self.time.run_until(self.time.now + seconds)
-
     def run_with_faults(self, seconds: float, every_s: float) -> None:
         end = self.time.now + seconds
         while self.time.now < end:
@@ -232,7 +182,8 @@ class World:
     def drain(self) -> None:
         """Nothing new sets out; what is under way comes home or runs out. Then nothing may be left anywhere."""
         for peer in self.living:
-            peer.stopping = True
+            if peer.data_node is not None:
+                peer.data_node.stopping = True
         self.time.run_until(self.time.now + 10 * LIFETIME_S, lambda: not any(len(peer.custody) for peer in self.living))
         left = {peer.id: list(peer.custody.holdings()) for peer in self.living if len(peer.custody)}
         assert not left, left
@@ -243,11 +194,16 @@ class World:
 
     # ---- what must hold ------------------------------------------------------------------------------------------
 
-    def check_account(self, peer: Peer) -> None:
+    def announce(self, peer: RoughPeer) -> None:
+        super().announce(peer)
+        if peer.module.stage == 0:
+            self.check_all()
+
+    def check_account(self, peer: RoughPeer) -> None:
         """After everything that happens to a peer."""
         assert peer.custody.used_slots <= peer.custody.slots
-        if peer.flights is not None:
-            counts, flying = peer.flights.counts, peer.flights.in_flight
+        if peer.data_node is not None:
+            counts, flying = peer.data_node.flights.counts, peer.data_node.flights.in_flight
             assert counts.started == counts.completed + counts.abandoned + len(flying), counts
             assert counts.duplicated == 0
             for flight in flying:  # so that its deadline will come, whatever has become of it elsewhere
@@ -291,33 +247,3 @@ class World:
         self._orphaned = {m: self._orphaned.get(m, self.time.now) for m in flying - acting}
         for microbatch, since in self._orphaned.items():
             assert self.time.now - since <= LIFETIME_S + LONGEST_FREEZE_S + 2 * TICK_S, microbatch
-
-    # ---- making peers --------------------------------------------------------------------------------------------
-
-    def _bring_up(self, own: PeerId, module: ModuleId) -> Peer:
-        self._incarnations[own] += 1
-        peer = self.peers[own] = Peer(self, own, module, self._incarnations[own])
-        self._every(TICK_S, peer, peer.tick)
-        self._every(ANNOUNCE_S, peer, lambda: self._announce(peer))
-        return peer
-
-    def _every(self, seconds: float, peer: Peer, what: Thunk) -> None:
-        def again() -> None:
-            if peer.alive:
-                if not peer.frozen:
-                    peer.do(what)
-                self.time.after(seconds, again)
-
-        self.time.after(seconds * self.random.random(), again)
-
-    def _announce(self, peer: Peer) -> None:
-        announcement = peer.announcement()
-        for other in self.living:
-            if other is not peer and not other.frozen:
-                other.membership.observe(announcement, now=self.time.now, wall=self.time.now)
-        if peer.module.stage == 0:
-            self.check_all()
-
-    def _spread_announcements(self) -> None:
-        for peer in self.living:
-            self._announce(peer)

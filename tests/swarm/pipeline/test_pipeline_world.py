@@ -8,7 +8,7 @@ import pytest
 
 from swarm.pipeline.in_flight import FlightRules
 from swarm.vocabulary.types import PeerId
-from tests.swarm.pipeline.pipeline_world import Shape, World
+from tests.swarm.pipeline.pipeline_world import RoughWorld, Shape
 
 SHAPES = (
     Shape(),
@@ -27,7 +27,7 @@ def test_nothing_is_lost_or_done_twice_whatever_goes_wrong(shape: int) -> None:
     repaired_at: Counter[int] = Counter()
     skipped = left_out = 0
     for seed in range(SEEDS_A_SHAPE):
-        world = World(1000 * shape + seed, SHAPES[shape])
+        world = RoughWorld(1000 * shape + seed, SHAPES[shape])
         world.run_with_faults(seconds=8.0, every_s=0.5)
         world.heal()
         assert world.progresses(within_s=2 * LONGEST_BACK_OFF_S), f"seed {seed}: training does not go on"
@@ -54,7 +54,7 @@ def test_one_lost_hop_costs_no_microbatch_where_another_replica_stands_in(kind: 
     path."""
     repaired = repaired_back = retracted = 0
     for seed in range(ONE_FAULT_SEEDS):
-        world = World(seed, Shape(compute_failures=0.0, slots=64))
+        world = RoughWorld(seed, Shape(compute_failures=0.0, slots=64))
         world.run(2.0 + world.random.uniform(0.0, 2.0))
         victim = world.random.choice([peer for peer in world.living if peer.module.stage])
         if kind.startswith("killed"):
@@ -80,7 +80,7 @@ def test_one_lost_hop_costs_no_microbatch_where_another_replica_stands_in(kind: 
 
 def test_without_faults_everything_is_completed_as_planned() -> None:
     for seed in range(5):
-        world = World(seed, Shape(compute_failures=0.0, slots=64))
+        world = RoughWorld(seed, Shape(compute_failures=0.0, slots=64))
         world.run(10.0)
         world.drain()
         world.check_all()
@@ -90,7 +90,7 @@ def test_without_faults_everything_is_completed_as_planned() -> None:
 
 
 def test_paths_that_visit_no_other_peer_complete() -> None:
-    world = World(1, Shape(replicas=(1,), per_path=0, compute_failures=0.0))
+    world = RoughWorld(1, Shape(replicas=(1,), per_path=0, compute_failures=0.0))
     world.run(5.0)
     world.drain()
     world.check_all()
@@ -100,7 +100,7 @@ def test_paths_that_visit_no_other_peer_complete() -> None:
 
 def test_the_same_seed_gives_the_same_run() -> None:
     def run() -> tuple[int, int, float]:
-        world = World(7)
+        world = RoughWorld(7)
         world.run_with_faults(seconds=5.0, every_s=0.5)
         return len(world.ledger.completed), world.ledger.abandoned, world.random.random()
 
@@ -108,7 +108,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
 
 
 def test_a_stage_without_a_peer_stops_the_training_until_one_comes() -> None:
-    world = World(3, Shape(replicas=(1, 1), per_path=2, compute_failures=0.0))
+    world = RoughWorld(3, Shape(replicas=(1, 1), per_path=2, compute_failures=0.0))
     world.run(5.0)
     only = world.peers[PeerId("stage2-peer0")]
     world.kill(only)

@@ -1,42 +1,58 @@
-"""Training under churn: the account adds up, nothing counts twice, and work goes on."""
+"""Training under churn by the node's machines: the account adds up, nothing counts twice, and work goes on."""
 
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from swarm.simulation.churn import run_churn, share_of_ideal
+from swarm.simulation.churn import NOTICED_AFTER_S, Throughput, run_churn, share_of_ideal
 from swarm.simulation.instance import Instance, from_json
+from swarm.simulation.negotiation_world import Network
 
-SECONDS = 300.0
+SECONDS = 150.0
 
 
 def twenty_peers() -> Instance:
     return from_json(json.loads((Path(__file__).parent / "twenty_peers.json").read_text()))
 
 
+@cache
+def calm() -> Throughput:
+    return run_churn(twenty_peers(), SECONDS, 0.0, seed=1)
+
+
 def test_without_churn_nothing_is_lost() -> None:
-    calm = run_churn(twenty_peers(), SECONDS, 0.0, seed=1)
-    assert (calm.abandoned, calm.repaired, calm.alive_share) == (0, 0, pytest.approx(1.0))
-    assert calm.completed > 100
-    visits = calm.accumulated.values()
-    assert max(visits) < 1.25 * min(visits)
+    done = calm()
+    assert (done.abandoned, done.duplicated, done.alive_share) == (0, 0, 1.0)
+    assert done.completed > 100
+    visits = done.accumulated.values()
+    assert max(visits) < 1.4 * min(visits)
 
 
-@pytest.mark.parametrize("share", [0.1, 0.2, 0.5])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("share", "seed"), [(0.1, 0), (0.2, 1), (0.5, 2), (0.5, 3)])
 def test_the_account_adds_up_and_nothing_counts_twice(share: float, seed: int) -> None:
     instance = twenty_peers()
     done = run_churn(instance, SECONDS, share, seed)
     assert done.launched == done.completed + done.abandoned + done.under_way
     assert done.duplicated == 0
-    assert sum(done.accumulated.values()) == done.completed * instance.rules.per_path
+    skipped = done.completed * instance.rules.per_path - sum(done.accumulated.values())
+    assert 0 <= skipped < 0.05 * done.completed
     assert done.repaired > 0
-    calm = run_churn(instance, SECONDS, 0.0, seed)
-    assert 0.25 < share_of_ideal(done, calm) < 1.1
+    assert 0.25 < share_of_ideal(done, calm()) < 1.25
+
+
+def test_a_data_node_that_waits_for_its_steps_does_less_and_so_it_is_on_slow_links() -> None:
+    instance = twenty_peers()
+    assert run_churn(instance, SECONDS, 0.0, seed=1, staleness=0).completed < calm().completed
+    slow = Network(longest_s=2.0, shortest_s=1.0)
+    assert run_churn(instance, SECONDS, 0.0, seed=1, network=slow).completed < calm().completed
 
 
 def test_the_same_seed_has_the_same_deaths() -> None:
-    assert run_churn(twenty_peers(), 120.0, 0.5, 3) == run_churn(twenty_peers(), 120.0, 0.5, 3)
+    first, second = (run_churn(twenty_peers(), 60.0, 0.5, 3) for _ in range(2))
+    assert first == second
+    assert first.alive_share < 1
+    assert run_churn(twenty_peers(), NOTICED_AFTER_S, 60.0, 3).alive_share < 0.6

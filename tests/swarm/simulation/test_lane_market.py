@@ -8,7 +8,7 @@ import pytest
 
 from swarm.routing.path_rules import PathRules
 from swarm.routing.stage_balance import visits
-from swarm.simulation.lane_market import LaneMarket
+from swarm.simulation.central.lane_market import LaneMarket
 from swarm.vocabulary.types import PeerId
 from tests.swarm.routing.small_swarms import RULES, swarm
 
@@ -47,21 +47,6 @@ def test_every_lane_is_legal() -> None:
     lanes = market({"0.0": 3.0})
     lanes.settle(15)
     assert all(RULES.fault([int(peer.split(".")[0]) for peer in route]) is None for route in lanes.routes.values())
-
-
-def test_a_dead_peer_breaks_only_its_lanes_and_visits_stay_equal() -> None:
-    lanes = market()
-    lanes.settle(15)
-    gone = lanes.routes[PeerId("0.2"), 0][1]
-    costs = swarm(FIVE)
-    stage_of = costs.stage_of()
-    again = LaneMarket(costs.without(frozenset({gone})), RULES)
-    stages = {lane: frozenset(stage_of[peer] for peer in route) for lane, route in lanes.routes.items()}
-    assert again.resume(stages, lanes.routes) == 1
-    assert all(gone not in route for route in again.routes.values())
-    unbroken = [lane for lane, route in lanes.routes.items() if gone not in route]
-    assert all(again.routes[lane] == lanes.routes[lane] for lane in unbroken)
-    assert set(stage_visits(again).values()) == {3}
 
 
 def test_a_stage_without_peers_is_refused() -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
 import pytest
 
+from swarm.simulation.central.central_planner import central_iteration
 from swarm.simulation.generate import Shape, generate, regions_from_json
 from swarm.simulation.instance import Instance, from_json
-from swarm.simulation.iteration import Conduct, Iteration, Knowledge, run_iterations
+from swarm.simulation.iteration import Conduct, Iteration, run_iterations
 from swarm.simulation.lower_bound import lower_bound_s
 from swarm.simulation.negotiation_world import Network
 from swarm.vocabulary.errors import ConfigError
@@ -26,8 +28,19 @@ def no_clock() -> float:
     return 0.0
 
 
-def run_iteration(instance: Instance, knowledge: Knowledge = Knowledge.TALK) -> Iteration:
-    return run_iterations(instance, Conduct(knowledge, talk_s=60.0), no_clock)[-1]
+def talked(instance: Instance) -> Iteration:
+    return run_iterations(instance, Conduct(talk_s=60.0), no_clock)[-1]
+
+
+def cold(instance: Instance) -> Iteration:
+    return run_iterations(instance, Conduct(cold=True), no_clock)[-1]
+
+
+def central(instance: Instance) -> Iteration:
+    return central_iteration(instance, no_clock)
+
+
+WAYS_TO_PLAN = (talked, cold, central)
 
 
 def twenty_peers() -> dict[str, Any]:
@@ -44,10 +57,12 @@ def assert_valid(instance: Instance, iteration: Iteration) -> None:
     assert len({iteration.visits[stage] for stage in range(1, instance.rules.stages)}) == 1
 
 
-@pytest.mark.parametrize("knowledge", Knowledge)
-def test_an_iteration_keeps_the_rules_and_takes_as_long_as_the_clockwork_says(knowledge: Knowledge) -> None:
+@pytest.mark.parametrize("plan", WAYS_TO_PLAN)
+def test_an_iteration_keeps_the_rules_and_takes_as_long_as_the_clockwork_says(
+    plan: Callable[[Instance], Iteration],
+) -> None:
     instance = from_json(twenty_peers())
-    iteration = run_iteration(instance, knowledge)
+    iteration = plan(instance)
     assert_valid(instance, iteration)
     assert iteration.played.makespan_s == pytest.approx(makespan_by_clockwork(instance.costs, iteration.plan))
     assert iteration.bound_s <= iteration.played.makespan_s < math.inf
@@ -55,18 +70,16 @@ def test_an_iteration_keeps_the_rules_and_takes_as_long_as_the_clockwork_says(kn
 
 def test_talking_to_each_other_pays() -> None:
     instance = from_json(twenty_peers())
-    agreed, alone = run_iteration(instance), run_iteration(instance, Knowledge.COLD)
+    agreed, alone = talked(instance), cold(instance)
     assert agreed.played.makespan_s < 0.9 * alone.played.makespan_s
     assert agreed.played.waiting_s() < 0.5 * alone.played.waiting_s()
 
 
 def test_after_a_cold_start_the_talk_goes_on_while_work_does() -> None:
     instance = from_json(twenty_peers())
-    cold = run_iteration(instance, Knowledge.COLD)
-    settled = run_iteration(instance)
     done = run_iterations(instance, Conduct(talk_s=0.0, iterations=3), no_clock)
-    assert done[0].plan == cold.plan
-    assert done[-1].played.makespan_s == pytest.approx(settled.played.makespan_s, rel=0.05)
+    assert done[0].plan == cold(instance).plan
+    assert done[-1].played.makespan_s == pytest.approx(talked(instance).played.makespan_s, rel=0.05)
     assert done[0].talk.messages < done[1].talk.messages == done[2].talk.messages
     for iteration in done:
         assert_valid(instance, iteration)
@@ -77,16 +90,13 @@ def test_lost_messages_cost_time_and_nothing_else() -> None:
     rough = Conduct(talk_s=600.0, network=Network(lost=0.3, doubled=0.3))
     done = run_iterations(instance, rough, no_clock)[-1]
     assert_valid(instance, done)
-    assert done.played.makespan_s < 1.1 * run_iteration(instance).played.makespan_s
+    assert done.played.makespan_s < 1.1 * talked(instance).played.makespan_s
     assert done.talk.settled_s > run_iterations(instance, Conduct(), no_clock)[-1].talk.settled_s
 
 
 def test_talk_comes_near_to_one_planner_that_knows_everything() -> None:
     instances = [from_json(twenty_peers()), *(generate(Shape(), REGIONS, seed) for seed in range(5))]
-    shares = [
-        run_iteration(instance).played.makespan_s / run_iteration(instance, Knowledge.CENTRAL).played.makespan_s
-        for instance in instances
-    ]
+    shares = [talked(instance).played.makespan_s / central(instance).played.makespan_s for instance in instances]
     assert geometric_mean(shares) < 1.08
 
 
@@ -104,8 +114,8 @@ SHAPES = {
 @pytest.mark.parametrize("seed", range(3))
 def test_swarms_of_all_shapes_come_home_and_visit_equally(shape: Shape, seed: int) -> None:
     instance = generate(shape, REGIONS, seed)
-    for knowledge in Knowledge:
-        iteration = run_iteration(instance, knowledge)
+    for plan in WAYS_TO_PLAN:
+        iteration = plan(instance)
         assert_valid(instance, iteration)
         assert iteration.bound_s <= iteration.played.makespan_s < math.inf
 
@@ -113,7 +123,7 @@ def test_swarms_of_all_shapes_come_home_and_visit_equally(shape: Shape, seed: in
 def test_the_same_seed_makes_the_same_swarm_and_the_same_plan() -> None:
     first, second = (generate(Shape(), REGIONS, 5) for _ in range(2))
     assert first == second != generate(Shape(), REGIONS, 6)
-    assert run_iteration(first) == run_iteration(second)
+    assert talked(first) == talked(second)
 
 
 def test_the_bound_of_a_lone_path_is_its_round_trip() -> None:
@@ -133,7 +143,7 @@ def test_the_bound_of_a_lone_path_is_its_round_trip() -> None:
     instance = from_json(data)
     trip = 2.75 * 1.0 + 2.5 * 2.0 + 4 * 3.0
     assert lower_bound_s(instance) == pytest.approx(2 * trip)
-    assert run_iteration(instance).played.makespan_s == pytest.approx(2 * trip)
+    assert talked(instance).played.makespan_s == pytest.approx(2 * trip)
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_what_cannot_be_simulated_is_refused_in_words(arguments: list[str]) -> N
 
 
 def test_churn_is_reported_beside_the_calm() -> None:
-    report = json.loads(run("--instance", TWENTY, "--churn", "0.2", "--minutes", "3", "--json"))
+    report = json.loads(run("--instance", TWENTY, "--churn", "0.3", "--minutes", "2", "--json"))
     assert report["duplicated"] == 0
     assert 0 < report["completed"] < report["calm_completed"]
-    assert "share of ideal" in run("--instance", TWENTY, "--churn", "0.2", "--minutes", "1")
+    assert "share of ideal" in run("--instance", TWENTY, "--churn", "0.2", "--minutes", "0.5")

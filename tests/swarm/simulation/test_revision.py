@@ -1,4 +1,4 @@
-"""Timetables, repair, and the revision of announced plans."""
+"""Timetables, and the revision of announced plans."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.routing.stage_balance import visits
-from swarm.simulation.churn import NoRoute, repaired
+from swarm.simulation.central.revision import Revision
+from swarm.simulation.central.timetable import Timetable
 from swarm.simulation.forecast import Task, forecast
-from swarm.simulation.revision import Revision
-from swarm.simulation.timetable import Collision, Timetable
 from swarm.vocabulary.types import PeerId
 from tests.swarm.routing.small_swarms import RULES, names, swarm
 
@@ -39,22 +38,6 @@ def test_a_forward_waits_for_a_slot_and_a_backward_does_not() -> None:
     assert table.holding(-1.0, 20.0) == 20.0
 
 
-def test_a_reservation_that_cannot_be_kept_is_answered_with_when_it_could() -> None:
-    table = Timetable(1, 0.0)
-    table.reserve(OTHER, [Task(HOST, 0, 0, 1), Task(HOST, 8, 8, 9)], urgency=1.0)
-    assert table.answer(2.0, 2.0, 1.0, tolerance_s=0.5) == Collision(9.0)
-    table.release(OTHER)
-    assert table.answer(2.0, 2.0, 1.0, tolerance_s=0.5) is None
-
-
-def test_what_is_over_is_forgotten() -> None:
-    table = Timetable(1, 0.0)
-    table.reserve(OTHER, [Task(HOST, 0, 0, 1), Task(HOST, 8, 8, 9)], urgency=1.0)
-    table.expire(10.0)
-    assert len(table) == 0
-    assert table.forward_turn(10.0, 1.0).start == 10.0
-
-
 @given(st.lists(st.tuples(st.floats(0, 50), st.floats(0.1, 3)), max_size=20), st.floats(0, 60))
 def test_nobody_starts_before_arriving(tasks: list[tuple[float, float]], arrival: float) -> None:
     table = Timetable(64, 0.1)
@@ -63,17 +46,6 @@ def test_nobody_starts_before_arriving(tasks: list[tuple[float, float]], arrival
     turn = table.turn(arrival, 1.0)
     assert turn.start >= arrival
     assert turn.imposed >= 0
-
-
-# ---- repair --------------------------------------------------------------------------------------------------------
-
-
-def test_repair_keeps_who_was_visited_and_names_the_stage_that_nobody_serves() -> None:
-    me, costs = PeerId("0.0"), swarm([2, 2, 2, 2, 2, 2])
-    left = costs.without(frozenset(names("2.0")))
-    assert repaired(left, me, names("1.0"), (2, 3)).value == names("1.0", "2.1", "3.0")
-    left = costs.without(frozenset(names("2.0", "2.1")))
-    assert repaired(left, me, names("1.0"), (2, 3)).value == NoRoute(frozenset({2}))
 
 
 # ---- revision ------------------------------------------------------------------------------------------------------

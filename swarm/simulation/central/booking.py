@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from swarm.routing.cost_model import Costs, Route
 from swarm.routing.path_rules import OrderTree
+from swarm.simulation.central.timetable import Timetable
 from swarm.simulation.forecast import Task, Unit
-from swarm.simulation.timetable import Timetable
 from swarm.vocabulary.types import PeerId
 
 FOLLOWED = 3

@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from swarm.routing.cost_model import Costs, Route
 from swarm.routing.path_rules import OrderTree, PathRules, order_tree
 from swarm.routing.route_search import candidates
-from swarm.simulation.booking import Booking, Bookings
+from swarm.simulation.central.booking import Booking, Bookings
+from swarm.simulation.central.timetable import Timetable
 from swarm.simulation.forecast import Forecast, Unit, forecast
-from swarm.simulation.timetable import Timetable
 from swarm.vocabulary.types import PeerId
 
 URGENCY_POWER = 6

@@ -1,4 +1,4 @@
-"""Time and links that exist only in the test: everything happens in an order that follows from a seed."""
+"""Virtual time and links: everything happens in an order that follows from a seed."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from random import Random
 from typing import TYPE_CHECKING
 
 from swarm.vocabulary.pipeline_messages import MicrobatchTensor
 from swarm.vocabulary.types import PeerId
 
 if TYPE_CHECKING:
-    from tests.swarm.pipeline.pipeline_peer import Peer
+    from swarm.simulation.pipeline_peer import Peer
 
 Thunk = Callable[[], None]
+
+
+def never() -> bool:
+    """Run to the end."""
+    return False
 
 
 class VirtualTime:
@@ -28,9 +32,11 @@ class VirtualTime:
         self._order = itertools.count()
 
     def after(self, delay_s: float, what: Thunk) -> None:
+        """Has it happen so many seconds from now."""
         heapq.heappush(self._queue, (self.now + delay_s, next(self._order), what))
 
-    def run_until(self, end: float, enough: Callable[[], bool] = lambda: False) -> None:
+    def run_until(self, end: float, enough: Callable[[], bool] = never) -> None:
+        """Lets time pass up to `end`, or until there is enough."""
         while self._queue and self._queue[0][0] <= end and not enough():
             self.now, _, what = heapq.heappop(self._queue)
             what()
@@ -42,19 +48,22 @@ class VirtualTime:
 class Transfer:
     """A tensor whose header has been admitted and whose body is under way."""
 
+    sender: Peer
     receiver: Peer
     message: MicrobatchTensor
 
 
 class Links:
-    """One stream for each pair of peers: first in, first out, until it is cut. Then what was under way is lost."""
+    """One stream for each pair of peers: first in, first out, until it is cut. Then what was under way is lost.
 
-    def __init__(self, time: VirtualTime, random: Random) -> None:
-        self._time = time
-        self._random = random
+    Args:
+        message_s: how long a small message takes from one peer to another.
+    """
+
+    def __init__(self, time: VirtualTime, message_s: Callable[[PeerId, PeerId], float]) -> None:
+        self._time, self._message_s = time, message_s
         self._cuts: Counter[frozenset[PeerId]] = Counter()
         self._last_arrival: dict[tuple[PeerId, PeerId], float] = {}
-        self._delay_s: dict[frozenset[PeerId], float] = {}
         self.transfers: defaultdict[frozenset[PeerId], list[Transfer]] = defaultdict(list)
 
     def cuts(self, one: PeerId, other: PeerId) -> int:
@@ -62,8 +71,8 @@ class Links:
         return self._cuts[frozenset((one, other))]
 
     def deliver(self, sender: PeerId, to: PeerId, what: Thunk) -> None:
-        delay = self._delay_s.setdefault(frozenset((sender, to)), self._random.uniform(0.002, 0.08))
-        arrival = self._time.now + delay * self._random.uniform(1.0, 2.0)
+        """Has it happen when a message that is sent now arrives, if the link stands until then."""
+        arrival = self._time.now + self._message_s(sender, to)
         arrival = max(arrival, self._last_arrival.get((sender, to), 0.0))
         self._last_arrival[sender, to] = arrival
         cuts = self.cuts(sender, to)

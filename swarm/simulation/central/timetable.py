@@ -11,14 +11,10 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
 from swarm.simulation.forecast import Task, Unit
-
-MAX_TASKS = 4096
-"""Of one timetable. A peer that is announced more refuses: it could not work it off in time anyway."""
 
 
 class Turn(NamedTuple):
@@ -26,13 +22,6 @@ class Turn(NamedTuple):
 
     start: float
     imposed: float
-
-
-@dataclass(frozen=True, slots=True)
-class Collision:
-    """The answer to a reservation that cannot be kept: when it could start instead."""
-
-    earliest: float
 
 
 class _Entry(NamedTuple):
@@ -54,7 +43,7 @@ _ARRIVAL = attrgetter("arrival")
 
 
 class Timetable:
-    """Reservations of one peer, bounded.
+    """Reservations of one peer.
 
     Args:
         slots: microbatches it can hold.
@@ -65,9 +54,6 @@ class Timetable:
         self._slots, self._overhead = slots, overhead_s
         self._entries: list[_Entry] = []
         self._holds: list[_Hold] = []
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     # ---- asking --------------------------------------------------------------------------------------------------
 
@@ -114,16 +100,6 @@ class Timetable:
                 imposed += hold.urgency * max(0.0, leaving[len(leaving) - self._slots] - hold.start)
         return imposed
 
-    def answer(self, arrival: float, start: float, duration: float, tolerance_s: float) -> Collision | None:
-        """Whether a forward that is to arrive and start then can be kept to within the tolerance.
-
-        The peer's own answer to a reservation: between the data node's plan and its arrival here, others may have come
-        first.
-        """
-        earliest = self.forward_turn(arrival, duration).start
-        full = len(self._entries) >= MAX_TASKS
-        return Collision(earliest) if full or earliest > start + tolerance_s else None
-
     # ---- changing ------------------------------------------------------------------------------------------------
 
     def reserve(self, unit: Unit, tasks: Sequence[Task], urgency: float) -> None:
@@ -138,11 +114,6 @@ class Timetable:
         """Forgets a microbatch."""
         self._entries = [entry for entry in self._entries if entry.unit != unit]
         self._holds = [hold for hold in self._holds if hold.unit != unit]
-
-    def expire(self, now: float) -> None:
-        """Forgets what is over: a reservation that nobody came for holds nothing for longer than it asked."""
-        self._entries = [entry for entry in self._entries if entry.end > now]
-        self._holds = [hold for hold in self._holds if hold.end > now]
 
     def clear(self) -> None:
         """Forgets everything."""

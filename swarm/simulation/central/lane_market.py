@@ -1,16 +1,13 @@
 """Lanes of all data nodes in one book: what one planner that sees everything at once would trade.
 
-The node does not work like this: there every data node has its own book and talks (`swarm.routing.negotiation`). This
-one is for comparison, and for simulations in which the talk is not the question.
+The node does not work like this: there every data node has its own book and talks (`swarm.routing.negotiation`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 
-from swarm.routing.cost_model import Route
-from swarm.routing.lane_book import LaneBook, LaneId, Trade
+from swarm.routing.lane_book import LaneBook, Trade
 from swarm.routing.path_rules import order_tree
 from swarm.routing.route_search import Priced, cheapest_by_set
 from swarm.routing.stage_balance import fair_sets
@@ -44,31 +41,6 @@ class LaneMarket(LaneBook):
             stages = min(priced, key=lambda chosen: (priced[chosen].price, sorted(chosen)))
             bag -= Counter([stages])
             self.enter(lane, priced[stages].route)
-
-    def resume(self, lanes: Mapping[LaneId, frozenset[int]], routes: Mapping[LaneId, Route]) -> int:
-        """Takes over lanes agreed earlier; those with a peer that is gone get another route for the same stages, so
-        that visits stay equal.
-
-        Args:
-            lanes: the stages of each lane.
-            routes: their routes as they were.
-
-        Returns:
-            How many lanes were broken.
-
-        Raises:
-            ValueError: no live peers serve a lane's stages any more.
-        """
-        broken = [lane for lane, route in routes.items() if not self.whole(route)]
-        for lane in routes:
-            if lane not in broken:
-                self.enter(lane, routes[lane])
-        for lane in sorted(broken):
-            priced = self._priced(lane[0], Counter([lanes[lane]]))
-            if lanes[lane] not in priced:
-                raise ValueError(f"nobody is left for the stages {sorted(lanes[lane])}")
-            self.enter(lane, priced[lanes[lane]].route)
-        return len(broken)
 
     def _priced(self, data_node: PeerId, bag: Counter[frozenset[int]]) -> dict[frozenset[int], Priced]:
         trees = [order_tree(self._rules, stages) for stages in bag]

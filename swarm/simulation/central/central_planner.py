@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
+from swarm.routing.cost_model import Costs
 from swarm.routing.path_rules import PathRules
 from swarm.routing.stage_balance import lanes_for
+from swarm.simulation.central.lane_market import LaneMarket
+from swarm.simulation.central.revision import Revision
 from swarm.simulation.forecast import forecast
 from swarm.simulation.instance import Instance, Plan, launched
-from swarm.simulation.lane_market import LaneMarket
-from swarm.simulation.revision import Revision
+from swarm.simulation.iteration import Iteration, played
+from swarm.simulation.lower_bound import lower_bound_s
 
 LANE_TURNS_EACH = 3
 REVISION_TURNS_EACH = 2
 """Turns for each data node, in the mean."""
 MOST_REVISED = 128
 """Microbatches in a plan up to which it is revised as a whole; that of a larger swarm stays at its lanes."""
+
+
+def central_iteration(instance: Instance, cpu_clock: Callable[[], float], world: Costs | None = None) -> Iteration:
+    """An iteration by the central plan, with the CPU time that it took (see `run_iterations`)."""
+    began = cpu_clock()
+    plan = central_plan(instance)
+    return played(instance, plan, world, cpu_clock() - began, lower_bound_s(instance))
 
 
 def central_plan(instance: Instance) -> Plan:

@@ -1,0 +1,1 @@
+"""One planner that knows everything at once, for comparison: no node works like this."""
