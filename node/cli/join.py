@@ -10,7 +10,7 @@ import typer
 
 from node.cli.options import LinkFile, link_in, with_node_options
 from node.cli.views.interrupts import STOP_LIMIT_S, Interrupts, end_by, leave_at_once, stop_on_end_of_input
-from node.cli.views.output import announce, event_sink, run_loop, start_log, tell
+from node.cli.views.output import announce, event_sink, run_loop, start_log
 from node.context.options import NodeOptions, variable
 from swarm.vocabulary.errors import ConfigError
 
@@ -62,7 +62,6 @@ async def _join(options: NodeOptions) -> int:
 
 def _ask_politely(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
     end_by(STOP_LIMIT_S)
-    tell("stopping in good order; once more to stop at once")
     loop.call_soon_threadsafe(stop.set)
 
 

@@ -43,7 +43,10 @@ def new(
     from protocol.manifest.signing import sign_manifest
 
     signed = sign_manifest(manifest, Identity.load_or_create(identity or default_identity_path()))
-    _write(file, signed.text)
+    try:
+        write_whole(file, signed.text)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written: {error.strerror or error}") from error
     files = manifest.data.files
     typer.echo(f"{file}: run {signed.run}")
     typer.echo(f"  {manifest.name}, {manifest.stages.count} stages, signed by {signed.author}")
@@ -52,15 +55,3 @@ def new(
         f"{manifest.data.source}{'' if files is None else f', {count(files.count)} files, {count(files.bytes)} bytes'}"
     )
     typer.echo(f"Start its first node with: skipstone join {file}")
-
-
-def _write(file: Path, text: bytes) -> None:
-    """Puts the whole file in place, or leaves what was there.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    try:
-        write_whole(file, text)
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be written: {error.strerror or error}") from error

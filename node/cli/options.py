@@ -85,10 +85,7 @@ class LinkFile:
         self._behind.emit(event)
         if isinstance(event, NodeStatus) and event.link != self._written:
             self._written = event.link
-            self._write(event.link)
-
-    def _write(self, link: str) -> None:
-        try:
-            write_whole(self._path, f"{link}\n".encode())
-        except OSError as error:
-            log.warning("the join link cannot be written to %s: %s", self._path, error.strerror or error)
+            try:
+                write_whole(self._path, f"{event.link}\n".encode())
+            except OSError as error:
+                log.warning("the join link cannot be written to %s: %s", self._path, error.strerror or error)

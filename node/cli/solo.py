@@ -10,7 +10,7 @@ import typer
 
 from node.cli.manifests import ManifestChanges, chosen_manifest
 from node.cli.views.interrupts import Interrupts, leave_at_once
-from node.cli.views.output import announce, event_sink, tell
+from node.cli.views.output import announce, event_sink
 
 if TYPE_CHECKING:
     from node.checkpoint.folder import CheckpointFolder
@@ -34,11 +34,7 @@ def solo(
     stop = threading.Event()
     sink = event_sink(as_json=json, on_closed=stop.set)
 
-    def ask_politely() -> None:
-        tell("stopping in good order; once more to stop at once")
-        stop.set()
-
-    with Interrupts(ask_politely, leave_at_once) as interrupts:
+    with Interrupts(stop.set, leave_at_once) as interrupts:
         import torch
 
         from node.model.device import choose_device

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -14,10 +14,6 @@ from node.cli.views.status_view import status_views
 from node.cli.views.text import count, loss_text, path_text
 from node.context.options import AllowHub, TextPlace, TokenizerPlace, variable
 from node.observability.typed_json import to_json
-
-if TYPE_CHECKING:
-    from node.data.places import ToldPlaces
-    from node.network.loss_report import AskedPaths
 
 
 def status(
@@ -63,14 +59,19 @@ def evaluate(
         raise typer.BadParameter("needs --stages-per-path", param_hint="--every-subset")
     from node.data.places import ToldPlaces
     from node.network.loss_report import AskedPaths
-    from protocol.manifest.join_link import is_link
+    from protocol.manifest.join_link import is_link, parse_link
 
     paths = AskedPaths(stages_per_path, every_subset)
     if is_link(target):
-        answer = _evaluate_swarm(target, microbatches, paths)
+        link = parse_link(target)  # before what takes long to load
+        from node.network.client import query_evaluation
+
+        answer = run_loop(query_evaluation(link, microbatches, paths))
     else:
+        from node.export.offline_evaluation import evaluate_model
+
         told = ToldPlaces(text=text, tokenizer=tokenizer, hub=allow_hub)
-        answer = _evaluate_folder(target, microbatches, paths, told)
+        answer = run_loop(evaluate_model(target, microbatches, paths=paths, told=told))
     if json:
         print_json(answer)
         return
@@ -79,18 +80,3 @@ def evaluate(
     if stages_per_path is not None:
         for subset in answer["subsets"]:
             typer.echo(f"  {loss_text(subset['loss'])}  {path_text(subset['stages'])}")
-
-
-def _evaluate_swarm(target: str, microbatches: int, paths: AskedPaths) -> dict[str, Any]:
-    from protocol.manifest.join_link import parse_link
-
-    link = parse_link(target)
-    from node.network.client import query_evaluation
-
-    return run_loop(query_evaluation(link, microbatches, paths))
-
-
-def _evaluate_folder(target: str, microbatches: int, paths: AskedPaths, told: ToldPlaces) -> dict[str, Any]:
-    from node.export.offline_evaluation import evaluate_model
-
-    return run_loop(evaluate_model(target, microbatches, paths=paths, told=told))

@@ -15,7 +15,7 @@ import typer
 from node.cli.manifests import ManifestChanges, chosen_manifest
 from node.cli.options import VisitedPerPath
 from node.cli.views.interrupts import Interrupts
-from node.cli.views.output import announce, event_sink, run_loop, tell
+from node.cli.views.output import announce, event_sink, run_loop
 from node.observability.events import Event, InnerStep, LastPeer, NodeSummary, Note, PeerChange
 
 if TYPE_CHECKING:
@@ -82,7 +82,9 @@ async def _up(manifest: Manifest, options: LocalSwarmOptions, *, as_json: bool) 
             typer.echo(f"  skipstone join {swarm.link}\n")
             if options.checkpoint_dir is not None:
                 typer.echo(f"Its state is saved in {options.checkpoint_dir}; the same command goes on from there.\n")
-        with Interrupts(lambda: _ask_politely(loop, swarm), lambda _: _kill(loop, swarm)) as interrupts:
+        with Interrupts(
+            lambda: loop.call_soon_threadsafe(swarm.request_stop), lambda _: _kill(loop, swarm)
+        ) as interrupts:
             if as_json:
                 await _follow(swarm, sink.emit)
             elif not sys.stdout.isatty():
@@ -108,27 +110,18 @@ async def _show(swarm: LocalSwarm, title: str) -> None:
     """Draws the live view until no node is left."""
     from rich.console import Console
 
-    from node.cli.views.live import draw
+    from node.cli.views.live import draw, render
 
     began = time.monotonic()
+
+    def picture() -> RenderableType:
+        now = time.monotonic()
+        return render(swarm.progress, title, now - began, now)
+
     async with asyncio.TaskGroup() as tasks:
-        drawing = tasks.create_task(
-            draw(Console(), lambda: _picture(swarm, title, began)),
-        )
+        drawing = tasks.create_task(draw(Console(), picture))
         await _follow(swarm, lambda event: None)
         drawing.cancel()
-
-
-def _picture(swarm: LocalSwarm, title: str, began: float) -> RenderableType:
-    from node.cli.views.live import render
-
-    now = time.monotonic()
-    return render(swarm.progress, title, now - began, now)
-
-
-def _ask_politely(loop: asyncio.AbstractEventLoop, swarm: LocalSwarm) -> None:
-    tell("stopping in good order; once more to stop at once")
-    loop.call_soon_threadsafe(swarm.request_stop)
 
 
 def _kill(loop: asyncio.AbstractEventLoop, swarm: LocalSwarm) -> None:

@@ -24,17 +24,20 @@ Result = TypeVar("Result")
 
 STOP_LIMIT_S = 20.0
 """A stop in good order takes no longer than this; whoever waits for one may then use force."""
+STOPPING = "stopping in good order; once more to stop at once"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:
-    """While entered, the first signal calls `ask` and the second `at_once`; to be used in the main thread.
+    """While entered, the first signal calls `ask` and says `line`, the second calls `at_once`; to be used in the main
+    thread.
 
     Python's own handlers, not the event loop's: these still run when the loop is stuck.
     """
 
-    def __init__(self, ask: Callable[[], None], at_once: Callable[[int], None]) -> None:
+    def __init__(self, ask: Callable[[], object], at_once: Callable[[int], None], line: str = STOPPING) -> None:
         self._ask = ask
+        self._line = line
         self._at_once = at_once
         self._previous: dict[int, Any] = {}
         self._first: int | None = None
@@ -60,6 +63,7 @@ class Interrupts:
         if self._first is None:
             self._first = number
             self._ask()
+            tell(self._line)  # last: nobody may read it, and a full pipe must not keep the process from ending
         else:
             self._at_once(number)
 
@@ -107,10 +111,5 @@ async def until_stopped(work: Awaitable[Result], stop: asyncio.Event, kill: Call
         kill: ends at once whatever the work has started; called from a signal handler.
     """
     loop = asyncio.get_running_loop()
-
-    def ask() -> None:
-        tell("\nstopping in good order; once more to stop at once")
-        loop.call_soon_threadsafe(stop.set)
-
-    with Interrupts(ask, lambda _: kill()) as interrupts:
+    with Interrupts(lambda: loop.call_soon_threadsafe(stop.set), lambda _: kill(), f"\n{STOPPING}") as interrupts:
         return await work, interrupts.exit_code

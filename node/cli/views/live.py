@@ -12,7 +12,17 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from node.cli.views.text import count, duration, harmless, loss_text, megabytes, peer_name, round_text, sparkline
+from node.cli.views.text import (
+    count,
+    duration,
+    harmless,
+    loss_text,
+    megabytes,
+    peer_name,
+    plain_table,
+    round_text,
+    sparkline,
+)
 from node.local_swarm.swarm_progress import PeerProgress, SwarmProgress
 
 REFRESH_S = 0.25
@@ -65,11 +75,7 @@ def _loss_line(state: SwarmProgress) -> Text:
 
 
 def _peer_table(state: SwarmProgress, now: float) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in ("stage", "module", "peer", "state"):
-        table.add_column(title)
-    for title in ("inner steps", "tokens/s", "slots"):
-        table.add_column(title, justify="right")
+    table = plain_table("stage", "module", "peer", "state", right=("inner steps", "tokens/s", "slots"))
     table.add_column("round")
     by_stage = sorted(state.peers.values(), key=lambda peer: (peer.stage, peer.peer))
     hosted = {peer.stage for peer in by_stage if peer.exit_code is None}

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from node.cli.views.live import download_bar
-from node.cli.views.text import count, harmless, loss_text, megabytes, peer_name, round_text
+from node.cli.views.text import count, harmless, loss_text, megabytes, peer_name, plain_table, round_text
 from node.observability.status import LaneStatus, PeerStatus, RoundStatus, SwarmStatus
 from swarm.compression.microbatch_codecs import NO_CHOICE
 from swarm.vocabulary.routing_messages import MAX_LANES
@@ -52,11 +52,7 @@ def status_headline(status: SwarmStatus) -> Text:
 
 def status_table(status: SwarmStatus) -> Table:
     """One row a peer, in order of stage, and one for every stage that has none."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in ("stage", "module", "peer", "state"):
-        table.add_column(title)
-    for title in ("steps", "tokens/s", "slots"):
-        table.add_column(title, justify="right")
+    table = plain_table("stage", "module", "peer", "state", right=("steps", "tokens/s", "slots"))
     table.add_column("round", min_width=_ROUND_WIDTH)
     table.add_column("address", no_wrap=True, overflow="fold")
     for stage in range(status.stages):
@@ -137,8 +133,7 @@ def path_tables(status: SwarmStatus) -> Iterator[RenderableType]:
 def _path_table(
     lanes: list[LaneStatus], visits: Mapping[str, int], waiting_s: Mapping[str, float], stages: int
 ) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("stage")
+    table = plain_table("stage")
     table.add_column(f"its lanes in turn: {VISITED} visited, {SKIPPED} skipped", no_wrap=True, overflow="crop")
     for heading in ("visits", "waiting"):
         table.add_column(heading, justify="right")

@@ -7,6 +7,8 @@ import math
 import unicodedata
 from collections.abc import Sequence
 
+from rich.table import Table
+
 from swarm.vocabulary.types import PeerId, short
 
 MAX_FOREIGN_CHARACTERS = 160
@@ -22,6 +24,14 @@ def harmless(text: str, limit: int = MAX_FOREIGN_CHARACTERS) -> str:
     cut = text[: limit + 1]
     clean = "".join(" " if unicodedata.category(character)[0] in "CZ" else character for character in cut)
     return clean if len(text) <= limit else clean[: limit - 1] + "…"
+
+
+def plain_table(*headings: str, right: Sequence[str] = ()) -> Table:
+    """A table without lines, its columns titled `headings` and then, with figures, `right`."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in (*headings, *right):
+        table.add_column(heading, justify="right" if heading in right else "left")
+    return table
 
 
 def harmless_lines(text: str) -> str:
