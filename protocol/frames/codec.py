@@ -29,7 +29,7 @@ from typing import Annotated, Any, Final, NamedTuple, TypeVar, Union, get_args, 
 
 from google.protobuf.descriptor import FieldDescriptor
 
-from protocol.frames.fields import checked_peer, packed, printable, whole
+from protocol.frames.fields import checked_peer, packed, parts_of_a_second, printable
 from protocol.generated import link_pb2 as wire
 from swarm.vocabulary.averaging_messages import Measured
 from swarm.vocabulary.bounds import Distinct, Inherits, Length, Range, Rising
@@ -59,37 +59,35 @@ class Converter(NamedTuple):
 
 @cache
 def converter(kind: Any, message: MessageType, inherited: tuple[str, ...] = ()) -> Converter:
-    """Of a dataclass each field of which `message` has a field for; what else that has is the caller's business.
-
-    The two functions are put together from the fields' names and compiled, as `dataclasses` does it: headers of
-    microbatches are read and written by them.
-    """
+    """Of a dataclass each field of which `message` has a field for; what else that has is the caller's business."""
     hints = get_type_hints(kind, include_extras=True)
-    parts: dict[str, Converter] = {}
-    known: dict[str, Any] = {"kind": kind, "faultless": faultless}
-    written, read = [], []
-    for ours in (field.name for field in dataclasses.fields(kind)):
-        field = _wire_field(message, ours)
-        parts[ours] = part = field_converter(hints[ours], field, f"{kind.__name__}.{ours}")
-        maybe = field.message_type and (ours in inherited or inner_type(hints[ours]))
-        said = f"said.{field.name} if said.HasField({field.name!r}) else None" if maybe else f"said.{field.name}"
-        if ours in inherited:
-            part = Converter(_as_is, _inherited(ours))
-        else:
-            written.append(f"{field.name!r}: {_call('write', ours, part.write, f'value.{ours}')}")
-        read.append(_call("read", ours, part.read, said))
-        known |= {f"write_{ours}": part.write, f"read_{ours}": part.read}
-    fields = Converter(
-        _compiled(f"lambda value, around: {{{', '.join(written)}}}", known),
-        _compiled(
-            f"lambda said, around: {'faultless' if hasattr(kind, 'fault') else ''}(kind({', '.join(read)}))", known
-        ),
-    )
+    fields = {ours.name: _wire_field(message, ours.name) for ours in dataclasses.fields(kind)}
+    parts = {name: field_converter(hints[name], field, f"{kind.__name__}.{name}") for name, field in fields.items()}
+    maybe = {name for name in fields if fields[name].message_type and (name in inherited or inner_type(hints[name]))}
+    whole = _compiled(kind, fields, {**parts, **{name: _inherited(name) for name in inherited}}, maybe)
     bounds = [bound for hint in hints.values() for bound in getattr(hint, "__metadata__", ())]
     once = {name: parts[name].read for bound in bounds if isinstance(bound, Inherits) for name in bound.fields}
     if once:
-        return _saying_once(fields, once)
-    return _with_peers(fields, message.fields_by_name["peers"]) if "peers" in message.fields_by_name else fields
+        return _saying_once(whole, once)
+    return _with_peers(whole, message.fields_by_name["peers"]) if "peers" in message.fields_by_name else whole
+
+
+def _compiled(kind: Any, fields: dict[str, FieldDescriptor], parts: dict[str, Converter], maybe: set[str]) -> Converter:
+    """Two functions that are put together from the fields' names, as `dataclasses` does it: headers of microbatches are
+    read and written by them."""
+    known: dict[str, Any] = {"kind": kind, "faultless": faultless}
+    written, read = [], []
+    for name, part in parts.items():
+        theirs = fields[name].name
+        said = f"said.{theirs} if said.HasField({theirs!r}) else None" if name in maybe else f"said.{theirs}"
+        read.append(said if part.read is _as_is else f"read_{name}({said}, around)")
+        if part.write is not _left_out:
+            value = f"value.{name}"
+            written.append(f"{theirs!r}: {value if part.write is _as_is else f'write_{name}({value}, around)'}")
+        known |= {f"write_{name}": part.write, f"read_{name}": part.read}
+    made = f"{'faultless' if hasattr(kind, 'fault') else ''}(kind({', '.join(read)}))"
+    write = eval(f"lambda value, around: {{{', '.join(written)}}}", known)  # noqa: S307 - nothing from outside
+    return Converter(write, eval(f"lambda said, around: {made}", known))  # noqa: S307 - likewise
 
 
 def faultless(made: Made) -> Made:
@@ -115,25 +113,21 @@ def _wire_field(message: MessageType, name: str) -> FieldDescriptor:
     raise TypeError(f"{message.name} of link.proto has no field for {name}")
 
 
-def _call(what: str, name: str, convert: Convert, value: str) -> str:
-    return value if convert is _as_is else f"{what}_{name}({value}, around)"
-
-
-def _compiled(source: str, known: dict[str, Any]) -> Convert:
-    return eval(compile(source, __file__, "eval"), known)  # type: ignore[no-any-return]  # noqa: S307 - names of fields
-
-
 def _as_is(value: Any, _: Around) -> Any:
     return value
 
 
-def _inherited(name: str) -> Convert:
+def _left_out(value: Any, around: Around) -> Any:
+    raise NotImplementedError
+
+
+def _inherited(name: str) -> Converter:
     def read(own: Any, around: Around) -> Any:
         if own is not None:
             raise ProtocolViolation(f"a {name} of its own where the message around says it for all")
         return around[name]
 
-    return read
+    return Converter(_left_out, read)
 
 
 def _saying_once(fields: Converter, once: dict[str, Convert]) -> Converter:
@@ -227,7 +221,9 @@ def _scalar(kind: Any, bounds: Sequence[Any], field: Any, where: str) -> Convert
         return Converter(lambda text, _: text[:most], lambda text, _: printable(check(text, None)))
     if kind is float and field.type != field.TYPE_DOUBLE:
         parts = _PARTS_OF_A_SECOND[field.name[-2:]]
-        return Converter(lambda seconds, _: whole(seconds, parts), lambda count, _: check(count / parts, None))
+        return Converter(
+            lambda seconds, _: parts_of_a_second(seconds, parts), lambda count, _: check(count / parts, None)
+        )
     if kind not in (int, bool, bytes, float):
         raise TypeError(f"{where}: no way for {kind} to travel")
     return Converter(_as_is, check)

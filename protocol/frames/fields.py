@@ -27,14 +27,14 @@ _PEER_ID: Final = re.compile(r"12D3Koo[1-9A-HJ-NP-Za-km-z]{45}")
 EnumT = TypeVar("EnumT", bound=enum.Enum)
 
 
-def whole(seconds: float, parts: int) -> int:
+def parts_of_a_second(seconds: float, parts: int) -> int:
     """As times are written, in so many parts of a second: whole, from 0 to 2^32 - 1."""
     return min(max(round(seconds * parts), 0), _LARGEST)
 
 
 def milliseconds(seconds: float) -> int:
     """As times are written in what is signed."""
-    return whole(seconds, 1000)
+    return parts_of_a_second(seconds, 1000)
 
 
 def packed(measured: Measured) -> int:
