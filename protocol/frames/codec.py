@@ -24,6 +24,7 @@ import enum
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
+from operator import attrgetter
 from types import NoneType, UnionType
 from typing import Annotated, Any, Final, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -64,7 +65,7 @@ def converter(kind: Any, message: MessageType, inherited: tuple[str, ...] = ()) 
     fields = {ours.name: _wire_field(message, ours.name) for ours in dataclasses.fields(kind)}
     parts = {name: field_converter(hints[name], field, f"{kind.__name__}.{name}") for name, field in fields.items()}
     maybe = {name for name in fields if fields[name].message_type and (name in inherited or inner_type(hints[name]))}
-    whole = _compiled(kind, fields, {**parts, **{name: _inherited(name) for name in inherited}}, maybe)
+    whole = _field_by_field(kind, fields, {**parts, **{name: _inherited(name) for name in inherited}}, maybe)
     bounds = [bound for hint in hints.values() for bound in getattr(hint, "__metadata__", ())]
     once = {name: parts[name].read for bound in bounds if isinstance(bound, Inherits) for name in bound.fields}
     if once:
@@ -72,22 +73,51 @@ def converter(kind: Any, message: MessageType, inherited: tuple[str, ...] = ()) 
     return _with_peers(whole, message.fields_by_name["peers"]) if "peers" in message.fields_by_name else whole
 
 
-def _compiled(kind: Any, fields: dict[str, FieldDescriptor], parts: dict[str, Converter], maybe: set[str]) -> Converter:
-    """Two functions that are put together from the fields' names, as `dataclasses` does it: headers of microbatches are
-    read and written by them."""
-    known: dict[str, Any] = {"kind": kind, "faultless": faultless}
-    written, read = [], []
-    for name, part in parts.items():
-        theirs = fields[name].name
-        said = f"said.{theirs} if said.HasField({theirs!r}) else None" if name in maybe else f"said.{theirs}"
-        read.append(said if part.read is _as_is else f"read_{name}({said}, around)")
-        if part.write is not _left_out:
-            value = f"value.{name}"
-            written.append(f"{theirs!r}: {value if part.write is _as_is else f'write_{name}({value}, around)'}")
-        known |= {f"write_{name}": part.write, f"read_{name}": part.read}
-    made = f"{'faultless' if hasattr(kind, 'fault') else ''}(kind({', '.join(read)}))"
-    write = eval(f"lambda value, around: {{{', '.join(written)}}}", known)  # noqa: S307 - nothing from outside
-    return Converter(write, eval(f"lambda said, around: {made}", known))  # noqa: S307 - likewise
+def _field_by_field(
+    kind: Any, fields: dict[str, FieldDescriptor], parts: dict[str, Converter], maybe: set[str]
+) -> Converter:
+    """Headers of microbatches are read and written by this, so what is the same for each of them is done beforehand."""
+    reads = [part.read for part in parts.values()]
+    kept = [(name, part.write) for name, part in parts.items() if part.write is not _left_out]
+    writes = [(fields[name].name, None if write is _as_is else write) for name, write in kept]
+    of_ours = _getter([name for name, _ in kept], set())
+    of_theirs = _getter([fields[name].name for name in parts], {fields[name].name for name in maybe})
+
+    def write(value: Any, around: Around) -> dict[str, Any]:
+        return {
+            name: part if write is None else write(part, around)
+            for (name, write), part in zip(writes, of_ours(value), strict=True)
+        }
+
+    read = _reader(kind, reads, of_theirs)
+    return Converter(write, (lambda said, around: faultless(read(said, around))) if hasattr(kind, "fault") else read)
+
+
+def _getter(names: list[str], maybe: set[str]) -> Callable[[Any], Sequence[Any]]:
+    """All these attributes; None for a message in `maybe` that is not there."""
+    if maybe:
+        return lambda said: [
+            None if name in maybe and not said.HasField(name) else getattr(said, name) for name in names
+        ]
+    return attrgetter(*names) if len(names) > 1 else lambda said: (getattr(said, names[0]),)
+
+
+def _reader(kind: Any, reads: list[Convert], values: Callable[[Any], Sequence[Any]]) -> Convert:
+    """The short ones, of which paths consist, without a loop."""
+    if all(read is _as_is for read in reads):
+        return lambda said, _: kind(*values(said))
+    if len(reads) == 2:
+        first, second = reads
+
+        def read_two(said: Any, around: Around) -> Any:
+            one, two = values(said)
+            return kind(first(one, around), second(two, around))
+
+        return read_two
+    checks = [None if read is _as_is else read for read in reads]
+    return lambda said, around: kind(
+        *[part if read is None else read(part, around) for read, part in zip(checks, values(said), strict=True)]
+    )
 
 
 def faultless(made: Made) -> Made:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final, TypeVar
 
 from protocol.frames.chunks import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
@@ -42,8 +43,10 @@ def packed(measured: Measured) -> int:
     return measured.mark << 8 | measured.rate
 
 
+@lru_cache(maxsize=4096)
 def checked_peer(text: str) -> PeerId:
-    """Only the form is checked: a name proves nothing, the certificate does.
+    """Only the form is checked: a name proves nothing, the certificate does. The same peers are named all the time, so
+    the latest are remembered.
 
     Raises:
         ProtocolViolation: not the form of an Ed25519 key's libp2p id.
