@@ -24,12 +24,13 @@ import enum
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
+from operator import attrgetter
 from types import NoneType, UnionType
 from typing import Annotated, Any, Final, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from google.protobuf.descriptor import FieldDescriptor
 
-from protocol.frames.fields import checked_peer, packed, printable, whole
+from protocol.frames.fields import checked_peer, packed, parts_of_a_second, printable
 from protocol.generated import link_pb2 as wire
 from swarm.vocabulary.averaging_messages import Measured
 from swarm.vocabulary.bounds import Distinct, Inherits, Length, Range, Rising
@@ -59,37 +60,64 @@ class Converter(NamedTuple):
 
 @cache
 def converter(kind: Any, message: MessageType, inherited: tuple[str, ...] = ()) -> Converter:
-    """Of a dataclass each field of which `message` has a field for; what else that has is the caller's business.
-
-    The two functions are put together from the fields' names and compiled, as `dataclasses` does it: headers of
-    microbatches are read and written by them.
-    """
+    """Of a dataclass each field of which `message` has a field for; what else that has is the caller's business."""
     hints = get_type_hints(kind, include_extras=True)
-    parts: dict[str, Converter] = {}
-    known: dict[str, Any] = {"kind": kind, "faultless": faultless}
-    written, read = [], []
-    for ours in (field.name for field in dataclasses.fields(kind)):
-        field = _wire_field(message, ours)
-        parts[ours] = part = field_converter(hints[ours], field, f"{kind.__name__}.{ours}")
-        maybe = field.message_type and (ours in inherited or inner_type(hints[ours]))
-        said = f"said.{field.name} if said.HasField({field.name!r}) else None" if maybe else f"said.{field.name}"
-        if ours in inherited:
-            part = Converter(_as_is, _inherited(ours))
-        else:
-            written.append(f"{field.name!r}: {_call('write', ours, part.write, f'value.{ours}')}")
-        read.append(_call("read", ours, part.read, said))
-        known |= {f"write_{ours}": part.write, f"read_{ours}": part.read}
-    fields = Converter(
-        _compiled(f"lambda value, around: {{{', '.join(written)}}}", known),
-        _compiled(
-            f"lambda said, around: {'faultless' if hasattr(kind, 'fault') else ''}(kind({', '.join(read)}))", known
-        ),
-    )
+    fields = {ours.name: _wire_field(message, ours.name) for ours in dataclasses.fields(kind)}
+    parts = {name: field_converter(hints[name], field, f"{kind.__name__}.{name}") for name, field in fields.items()}
+    maybe = {name for name in fields if fields[name].message_type and (name in inherited or inner_type(hints[name]))}
+    whole = _field_by_field(kind, fields, {**parts, **{name: _inherited(name) for name in inherited}}, maybe)
     bounds = [bound for hint in hints.values() for bound in getattr(hint, "__metadata__", ())]
     once = {name: parts[name].read for bound in bounds if isinstance(bound, Inherits) for name in bound.fields}
     if once:
-        return _saying_once(fields, once)
-    return _with_peers(fields, message.fields_by_name["peers"]) if "peers" in message.fields_by_name else fields
+        return _saying_once(whole, once)
+    return _with_peers(whole, message.fields_by_name["peers"]) if "peers" in message.fields_by_name else whole
+
+
+def _field_by_field(
+    kind: Any, fields: dict[str, FieldDescriptor], parts: dict[str, Converter], maybe: set[str]
+) -> Converter:
+    """Headers of microbatches are read and written by this, so what is the same for each of them is done beforehand."""
+    reads = [part.read for part in parts.values()]
+    kept = [(name, part.write) for name, part in parts.items() if part.write is not _left_out]
+    writes = [(fields[name].name, None if write is _as_is else write) for name, write in kept]
+    of_ours = _getter([name for name, _ in kept], set())
+    of_theirs = _getter([fields[name].name for name in parts], {fields[name].name for name in maybe})
+
+    def write(value: Any, around: Around) -> dict[str, Any]:
+        return {
+            name: part if write is None else write(part, around)
+            for (name, write), part in zip(writes, of_ours(value), strict=True)
+        }
+
+    read = _reader(kind, reads, of_theirs)
+    return Converter(write, (lambda said, around: faultless(read(said, around))) if hasattr(kind, "fault") else read)
+
+
+def _getter(names: list[str], maybe: set[str]) -> Callable[[Any], Sequence[Any]]:
+    """All these attributes; None for a message in `maybe` that is not there."""
+    if maybe:
+        return lambda said: [
+            None if name in maybe and not said.HasField(name) else getattr(said, name) for name in names
+        ]
+    return attrgetter(*names) if len(names) > 1 else lambda said: (getattr(said, names[0]),)
+
+
+def _reader(kind: Any, reads: list[Convert], values: Callable[[Any], Sequence[Any]]) -> Convert:
+    """The short ones, of which paths consist, without a loop."""
+    if all(read is _as_is for read in reads):
+        return lambda said, _: kind(*values(said))
+    if len(reads) == 2:
+        first, second = reads
+
+        def read_two(said: Any, around: Around) -> Any:
+            one, two = values(said)
+            return kind(first(one, around), second(two, around))
+
+        return read_two
+    checks = [None if read is _as_is else read for read in reads]
+    return lambda said, around: kind(
+        *[part if read is None else read(part, around) for read, part in zip(checks, values(said), strict=True)]
+    )
 
 
 def faultless(made: Made) -> Made:
@@ -115,25 +143,21 @@ def _wire_field(message: MessageType, name: str) -> FieldDescriptor:
     raise TypeError(f"{message.name} of link.proto has no field for {name}")
 
 
-def _call(what: str, name: str, convert: Convert, value: str) -> str:
-    return value if convert is _as_is else f"{what}_{name}({value}, around)"
-
-
-def _compiled(source: str, known: dict[str, Any]) -> Convert:
-    return eval(compile(source, __file__, "eval"), known)  # type: ignore[no-any-return]  # noqa: S307 - names of fields
-
-
 def _as_is(value: Any, _: Around) -> Any:
     return value
 
 
-def _inherited(name: str) -> Convert:
+def _left_out(value: Any, around: Around) -> Any:
+    raise NotImplementedError
+
+
+def _inherited(name: str) -> Converter:
     def read(own: Any, around: Around) -> Any:
         if own is not None:
             raise ProtocolViolation(f"a {name} of its own where the message around says it for all")
         return around[name]
 
-    return read
+    return Converter(_left_out, read)
 
 
 def _saying_once(fields: Converter, once: dict[str, Convert]) -> Converter:
@@ -227,7 +251,9 @@ def _scalar(kind: Any, bounds: Sequence[Any], field: Any, where: str) -> Convert
         return Converter(lambda text, _: text[:most], lambda text, _: printable(check(text, None)))
     if kind is float and field.type != field.TYPE_DOUBLE:
         parts = _PARTS_OF_A_SECOND[field.name[-2:]]
-        return Converter(lambda seconds, _: whole(seconds, parts), lambda count, _: check(count / parts, None))
+        return Converter(
+            lambda seconds, _: parts_of_a_second(seconds, parts), lambda count, _: check(count / parts, None)
+        )
     if kind not in (int, bool, bytes, float):
         raise TypeError(f"{where}: no way for {kind} to travel")
     return Converter(_as_is, check)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final, TypeVar
 
 from protocol.frames.chunks import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
@@ -27,14 +28,14 @@ _PEER_ID: Final = re.compile(r"12D3Koo[1-9A-HJ-NP-Za-km-z]{45}")
 EnumT = TypeVar("EnumT", bound=enum.Enum)
 
 
-def whole(seconds: float, parts: int) -> int:
+def parts_of_a_second(seconds: float, parts: int) -> int:
     """As times are written, in so many parts of a second: whole, from 0 to 2^32 - 1."""
     return min(max(round(seconds * parts), 0), _LARGEST)
 
 
 def milliseconds(seconds: float) -> int:
     """As times are written in what is signed."""
-    return whole(seconds, 1000)
+    return parts_of_a_second(seconds, 1000)
 
 
 def packed(measured: Measured) -> int:
@@ -42,8 +43,10 @@ def packed(measured: Measured) -> int:
     return measured.mark << 8 | measured.rate
 
 
+@lru_cache(maxsize=4096)
 def checked_peer(text: str) -> PeerId:
-    """Only the form is checked: a name proves nothing, the certificate does.
+    """Only the form is checked: a name proves nothing, the certificate does. The same peers are named all the time, so
+    the latest are remembered.
 
     Raises:
         ProtocolViolation: not the form of an Ed25519 key's libp2p id.
