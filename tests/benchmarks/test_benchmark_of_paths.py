@@ -103,7 +103,7 @@ def test_deaths_and_churn_are_reported() -> None:
     deaths = after_each_death(instance, [1, 2])
     assert deaths["deaths"] == 12
     assert all(math.isfinite(lost["largest"]) for lost in deaths["makespan_lost"].values())
-    rows = churn(instance, 5.0, [1, 2])["rows"]
+    rows = churn(instance, 2.0, [1])["rows"]
     assert [row["duplicated"] for row in rows.values()] == [0, 0, 0]
     assert rows["50% a minute"]["repaired"] > 0
 
@@ -111,7 +111,7 @@ def test_deaths_and_churn_are_reported() -> None:
 def test_without_trades_data_nodes_say_less() -> None:
     instance = eight_peers()
     died = (after_a_death(instance, peer, 1) for peer in instance.costs.stages[1])
-    found = compared([after_a_cold_start(instance, 1), *died])
+    found = compared([after_a_cold_start(instance, None, 1), *died])
     assert found["cases"] == 3
     assert found["messages"]["off"] <= found["messages"]["on"]
     assert all(math.isfinite(seconds) for seconds in found["makespan_s"].values())
