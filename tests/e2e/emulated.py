@@ -124,7 +124,7 @@ def slow_computing(spec: Spec) -> None:
         kind.compute = _lasting(kind.compute, lambda job: factors[job.work] * spec.forward_s)  # type: ignore[method-assign]
 
     def timed(self: HopWorker, seconds: float) -> None:
-        self.tokens_per_s = self._tokens / spec.visit_s
+        self._speed.mean = self._tokens / spec.visit_s
 
     def measured(part: object, manifest: Manifest, device: object) -> float:
         return manifest.microbatch_tokens / spec.visit_s
