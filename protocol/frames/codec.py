@@ -11,7 +11,7 @@ asked for its `fault`, if it has such a method. All of this is worked out once f
 | str | a text for people: cut to its length when it is written, made printable when it is read |
 | an enum | its value |
 | PeerId | a text; or a number, its place in the field `peers`, where the message around names each peer once |
-| a dataclass | a message, without what it inherits from the message around; Measured is a number |
+| a dataclass | a message, without what it inherits from the message around; LinkRate is a number |
 | a tuple | a repeated field |
 | a frozenset | a repeated field in rising order, so that nothing comes twice |
 | something or None | nothing there, or 0, for None |
@@ -32,7 +32,7 @@ from google.protobuf.descriptor import FieldDescriptor
 
 from protocol.frames.fields import checked_peer, packed, parts_of_a_second, printable
 from protocol.generated import link_pb2 as wire
-from swarm.vocabulary.averaging_messages import Measured
+from swarm.vocabulary.averaging_messages import LinkRate
 from swarm.vocabulary.bounds import Distinct, Inherits, Length, Range, Rising
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.routing_messages import MAX_PEERS
@@ -192,7 +192,7 @@ def field_converter(hint: Any, field: Any, where: str) -> Converter:
         item, inherits = get_args(kind)[0], [bound.fields for bound in bounds if isinstance(bound, Inherits)]
         one = converter(item, field.message_type, *inherits) if inherits else field_converter(item, field, where)
         return _repeated(several, one, bounds, where)
-    if kind is Measured:
+    if kind is LinkRate:
         return _measured()
     if field.message_type:
         return converter(kind, field.message_type)
@@ -234,9 +234,9 @@ def _repeated(kind: Callable[[Any], Any], item: Converter, bounds: Sequence[Any]
 
 
 def _measured() -> Converter:
-    rate = _bounded(get_args(get_type_hints(Measured, include_extras=True)["rate"])[1:], "Measured.rate")
+    rate = _bounded(get_args(get_type_hints(LinkRate, include_extras=True)["rate"])[1:], "LinkRate.rate")
     return Converter(
-        lambda measured, _: packed(measured), lambda figure, _: Measured(figure >> 8, rate(figure & 0xFF, None))
+        lambda measured, _: packed(measured), lambda figure, _: LinkRate(figure >> 8, rate(figure & 0xFF, None))
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 from protocol.frames.chunks import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from protocol.generated import link_pb2 as wire
 from protocol.interfaces.tensor_spec import DType, TensorSpec
-from swarm.vocabulary.averaging_messages import Measured, StateChunk
+from swarm.vocabulary.averaging_messages import LinkRate, StateChunk
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.pipeline_messages import Backward, Forward, TensorMessage
 from swarm.vocabulary.types import Codec, PeerId
@@ -38,7 +38,7 @@ def milliseconds(seconds: float) -> int:
     return parts_of_a_second(seconds, 1000)
 
 
-def packed(measured: Measured) -> int:
+def packed(measured: LinkRate) -> int:
     """32 bits."""
     return measured.mark << 8 | measured.rate
 

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from swarm.averaging.schedule import lower_median
-from swarm.vocabulary.averaging_messages import MAX_MEASURED, MAX_RATE, Entry, Measured
+from swarm.vocabulary.averaging_messages import MAX_MEASURED, MAX_RATE, Entry, LinkRate
 from swarm.vocabulary.types import AnchorVersion, PeerId
 
 
@@ -30,7 +30,7 @@ def mark_of(peer: PeerId) -> int:
     return int.from_bytes(hashlib.sha256(peer.encode()).digest()[:3], "big")
 
 
-def measured_of(bytes_per_s: Mapping[PeerId, float], base: AnchorVersion) -> tuple[Measured, ...]:
+def measured_of(bytes_per_s: Mapping[PeerId, float], base: AnchorVersion) -> tuple[LinkRate, ...]:
     """What an entry says of the others' links. Of more than MAX_MEASURED links the anchor draws some, other ones each
     round."""
 
@@ -38,7 +38,7 @@ def measured_of(bytes_per_s: Mapping[PeerId, float], base: AnchorVersion) -> tup
         return hashlib.sha256(base.digest + peer.encode()).digest()
 
     known = sorted((peer for peer, rate in bytes_per_s.items() if rate >= 1), key=drawn)[:MAX_MEASURED]
-    return tuple(Measured(mark_of(peer), _rate(bytes_per_s[peer])) for peer in known)
+    return tuple(LinkRate(mark_of(peer), _rate(bytes_per_s[peer])) for peer in known)
 
 
 def rates(entries: Mapping[PeerId, Entry]) -> dict[PeerId, int]:

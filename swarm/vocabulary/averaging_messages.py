@@ -20,7 +20,7 @@ MAX_MEASURED = 16
 """Links that an entry tells of: with 256 members each is told of by 16 others, and the roster of all stays a small
 frame."""
 MAX_RATE = 24
-"""Of a `Measured`: 280 TB/s."""
+"""Of a `LinkRate`: 280 TB/s."""
 MAX_CHUNKS = 2**20
 """Of a module, and of its state; their numbers are lower."""
 MAX_REQUESTED_CHUNKS = 64
@@ -70,7 +70,7 @@ class Accepting:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class LinkRate:
     """How fast the tensors of another replica came in."""
 
     mark: Annotated[int, Range(0, 2**24 - 1)]
@@ -93,7 +93,7 @@ class Entry:
     tokens: Count
     norm: NonNegative
     """Euclidean norm of the fragment's pseudo-gradient: finite, and never exceeded by what is sent later."""
-    measured: Annotated[tuple[Measured, ...], Length(0, MAX_MEASURED)]
+    measured: Annotated[tuple[LinkRate, ...], Length(0, MAX_MEASURED)]
     """What it says of others; of itself it says nothing that counts."""
     staged: AnchorVersion | None
     """The complete result of an earlier attempt at this round that it still has, if any. Such a result is never thrown

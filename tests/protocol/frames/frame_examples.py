@@ -23,7 +23,7 @@ from swarm.vocabulary.averaging_messages import (
     Entry,
     Evidence,
     Invitation,
-    Measured,
+    LinkRate,
     Prepared,
     Progress,
     Pulse,
@@ -72,7 +72,7 @@ HIDDEN = TensorSpec((2, 128, 64), DType.BFLOAT16, Codec.INT8, outliers=3)
 FLOATS, PLANES = TensorSpec((5000,), DType.FLOAT32), TensorSpec((5000,), DType.FLOAT32, Codec.PLANES, 0, 12345)
 ROUND, FIRST_ROUND = RoundId(ModuleId(3, 1), 300, 2, B), RoundId(ModuleId(0), 1, 0, A)
 BASE, INITIAL = AnchorVersion(299, 70_000, 2**45, 5, HASH), AnchorVersion(0, 0, 0, 0, HASH)
-ENTRY = Entry(B, ROUND, BASE, 32, 65_536, 1.75, (Measured(0xABCDEF, 12), Measured(0, 1)), INITIAL, SIGNATURE)
+ENTRY = Entry(B, ROUND, BASE, 32, 65_536, 1.75, (LinkRate(0xABCDEF, 12), LinkRate(0, 1)), INITIAL, SIGNATURE)
 EMPTY_ENTRY = Entry(C, ROUND, BASE, 0, 0, 0.0, (), None, SIGNATURE)
 SIGNED = (SignedHash(A, HASH, SIGNATURE), SignedHash(A, bytes(32), bytes(64)), SignedHash(C, HASH, SIGNATURE))
 EPOCH = b"\x01\x00epoch\xff"

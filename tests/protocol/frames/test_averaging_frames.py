@@ -34,7 +34,7 @@ from swarm.vocabulary.averaging_messages import (
     Entry,
     Evidence,
     Invitation,
-    Measured,
+    LinkRate,
     Prepared,
     Progress,
     Pulse,
@@ -73,7 +73,7 @@ lists = st.lists(st.sampled_from(PEERS), unique=True).map(tuple)
 chunk_lists = st.lists(st.integers(0, 2**20 - 1), min_size=1, max_size=64, unique=True).map(tuple)
 
 
-measured = st.lists(st.builds(Measured, st.integers(0, 2**24 - 1), st.integers(1, MAX_RATE)), max_size=MAX_MEASURED)
+measured = st.lists(st.builds(LinkRate, st.integers(0, 2**24 - 1), st.integers(1, MAX_RATE)), max_size=MAX_MEASURED)
 signatures = st.binary(min_size=64, max_size=64)
 
 
@@ -178,7 +178,7 @@ def test_the_longest_messages_are_small_frames() -> None:
 
 
 def test_a_roster_of_all_members_that_have_measured_all_they_may_is_a_small_frame() -> None:
-    links = tuple(Measured(2**24 - 1, MAX_RATE) for _ in range(MAX_MEASURED))
+    links = tuple(LinkRate(2**24 - 1, MAX_RATE) for _ in range(MAX_MEASURED))
     figures = (2**48, 2**48, 1e300 / 3, links, LARGEST_VERSION, b"\xff" * 64)
     members = tuple(Entry(peer, LARGEST_ROUND, LARGEST_VERSION, *figures) for peer in MANY_PEERS)
     message = SignedRoster(LARGEST_ROUND, LARGEST_VERSION, members, Codec.PLANES, "x" * 256)

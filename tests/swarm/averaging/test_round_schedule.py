@@ -33,7 +33,7 @@ from swarm.averaging.schedule import (
     possible,
     standing,
 )
-from swarm.vocabulary.averaging_messages import Entry, Measured, Roster, RoundId, SignedRoster
+from swarm.vocabulary.averaging_messages import Entry, LinkRate, Roster, RoundId, SignedRoster
 from swarm.vocabulary.types import MAX_COUNT, MAX_ROUND, AnchorVersion, Codec, ModuleId, PeerId
 from tests.swarm.averaging.virtual_exchange import VirtualSeal
 
@@ -253,7 +253,7 @@ def test_an_entry_tells_of_some_links_where_there_are_many() -> None:
     told, later = measured_of(links, BASE), measured_of(links, replace(BASE, digest=b"next"))
     assert len(told) == len(later) == 16
     assert set(told) != set(later)
-    assert measured_of({A: 0.0, B: 1e300}, BASE) == (Measured(mark_of(B), 24),)
+    assert measured_of({A: 0.0, B: 1e300}, BASE) == (LinkRate(mark_of(B), 24),)
 
 
 def signed(attempt: RoundId = ATTEMPT) -> SignedRoster:

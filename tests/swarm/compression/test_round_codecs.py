@@ -10,7 +10,7 @@ from swarm.averaging.plausibility import mark_of
 from swarm.averaging.roster import CONVENER_REDUCES_FROM, codec_of, objection
 from swarm.averaging.round_events import RoundRules
 from swarm.compression.round_codecs import MOST_OF_AN_INTERVAL, RoundCodecs, Rung, choose, ladder
-from swarm.vocabulary.averaging_messages import Entry, Measured, RoundId, SignedRoster
+from swarm.vocabulary.averaging_messages import Entry, LinkRate, RoundId, SignedRoster
 from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId, Reasoned
 
 A, B = PeerId("a"), PeerId("b")
@@ -25,7 +25,7 @@ INTERVAL_S = 40.0
 def chosen(rates: dict[PeerId, int], attempt: int = 0, own: float = 0.0) -> Reasoned[RoundCodecs]:
     """Rates are what all the others say."""
     number = RoundId(ModuleId(1), 5, attempt, A)
-    said = {peer: tuple(Measured(mark_of(other), rates[other]) for other in rates if rates[other]) for peer in rates}
+    said = {peer: tuple(LinkRate(mark_of(other), rates[other]) for other in rates if rates[other]) for peer in rates}
     entries = {peer: Entry(peer, number, BASE, 10, 100, 1.0, said[peer], None) for peer in rates}
     return codec_of(RULES, number, BASE, entries, INTERVAL_S, own)
 
