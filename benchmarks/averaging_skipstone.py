@@ -195,9 +195,7 @@ def round_process(connection: Connection, elements: int, codec_name: str) -> Non
     identity = Identity.generate()
     credentials = make_credentials(identity, RUN)
     clock, book, handler = SystemClock(), Book(), Handler()
-    transport = GrpcTransport(
-        identity, credentials, RUN, book, handler, clock, TransportSettings(), own_record=lambda: b""
-    )
+    transport = GrpcTransport(credentials, book, handler, clock, TransportSettings(), own_record=lambda: b"")
 
     async def main() -> None:
         with ComputeThread() as compute, ComputeThread(name="averaging") as averaging:

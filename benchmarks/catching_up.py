@@ -118,9 +118,7 @@ def make_peer(*others: Contact) -> tuple[GrpcTransport, Handler, Contact]:
     identity, handler, clock = Identity.generate(), Handler(), SystemClock()
     credentials = make_credentials(identity, RUN)
     settings = TransportSettings()
-    transport = GrpcTransport(
-        identity, credentials, RUN, Book(*others), handler, clock, settings, own_record=lambda: b""
-    )
+    transport = GrpcTransport(credentials, Book(*others), handler, clock, settings, own_record=lambda: b"")
     around = Surroundings(MODULE, LAYOUT, transport, clock, Random(), FreshSpace(LAYOUT), CODECS)
     handler.desk = StateDesk(CatchingUp(around))
     return transport, handler, Contact(identity.peer, (), credentials.certificate_der)

@@ -156,9 +156,7 @@ async def peer_of_two(
     book = KnownPeers()
     membership_sync = MembershipSync(identity, own, Membership(RUN, identity.peer), book, clock, NoEvents())
     dispatcher, settings = Dispatcher(membership_sync), TransportSettings()
-    transport = GrpcTransport(
-        identity, credentials, RUN, book, dispatcher, clock, settings, own_record=membership_sync.own_record
-    )
+    transport = GrpcTransport(credentials, book, dispatcher, clock, settings, own_record=membership_sync.own_record)
     torch.set_num_threads(threads_of_each_peer())
     with ComputeThread() as compute:
         planner = Planner(PathRules(2, 1), membership_sync.membership, Estimates(), manifest.microbatch_tokens)

@@ -118,9 +118,7 @@ def _peer(learner: Learner, manifest: Manifest, stack: AsyncExitStack) -> Peer:
     credentials = make_credentials(identity, RUN)
     compute = stack.enter_context(ComputeThread(set_up=lambda: torch.set_num_threads(1)))
     averaging = stack.enter_context(ComputeThread(name="averaging"))
-    transport = GrpcTransport(
-        identity, credentials, RUN, book, handler, SystemClock(), TransportSettings(), own_record=lambda: b""
-    )
+    transport = GrpcTransport(credentials, book, handler, SystemClock(), TransportSettings(), own_record=lambda: b"")
     settled = asyncio.Queue[RoundSettled]()
     handler.averager = _averager(identity, learner, manifest, book, settled, compute, averaging)
     contact = Contact(identity.peer, (), credentials.certificate_der)

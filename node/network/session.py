@@ -191,9 +191,7 @@ async def present(
         directory = DhtDirectory(settings, identity, run, clock)
         tunnels = RelayTunnels(directory, book.relay_of)
         transport = GrpcTransport(
-            identity,
             credentials,
-            run,
             book,
             dispatcher,
             clock,

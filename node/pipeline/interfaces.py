@@ -1,4 +1,4 @@
-"""What the carrier needs of the rest of the node: somebody who computes, and somebody who wants the results."""
+"""What the runner of microbatches needs of the rest of the node: who computes, and who wants the results."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from protocol.codecs import Encoded
 from protocol.interfaces.tensor_spec import TensorSpec
 from swarm.compression.microbatch_codecs import Traffic
 from swarm.pipeline.custody_states import Key, Work
+from swarm.vocabulary.errors import PeerError
 from swarm.vocabulary.pipeline_messages import Forward, Purpose, Receipt
 from swarm.vocabulary.types import Codec, MicrobatchId, Path, PeerId
 
@@ -135,8 +136,8 @@ class NoPathEnds:
     def passed(self, sender: PeerId, receipt: Receipt) -> None: ...
 
 
-class VisitCounter(Protocol):
-    """Somebody who counts whose gradients count."""
+class Host(Protocol):
+    """What the node wants to know of the microbatches at its replica."""
 
     def visited(self, microbatch: MicrobatchId) -> None:
         """The gradient that was added counts."""
@@ -146,13 +147,13 @@ class VisitCounter(Protocol):
         """The gradient that was added did not count, and has been taken back."""
         ...
 
+    def stepped(self, figures: StepFigures) -> None:
+        """An inner step has been taken."""
+        ...
 
-class NobodyCounts:
-    """Where nobody wants to know."""
-
-    def visited(self, microbatch: MicrobatchId) -> None: ...
-
-    def retracted(self, microbatch: MicrobatchId) -> None: ...
+    def not_reached(self, peer: PeerId, error: PeerError) -> None:
+        """Something could not be sent."""
+        ...
 
 
 class CodecChooser(Protocol):
@@ -185,23 +186,3 @@ class CodecChooser(Protocol):
     def describe(self) -> dict[str, Any]:
         """For `status`."""
         ...
-
-
-class AsTheyAre:
-    """Where nothing is encoded."""
-
-    def choose(self, to: PeerId, traffic: Traffic) -> Codec:
-        return Codec.NONE
-
-    def measured(self, traffic: Traffic, codec: Codec, error: float) -> None: ...
-
-    def sending(self, to: PeerId, tensor: Hashable, size_bytes: int) -> None: ...
-
-    def accepted(self, by: PeerId, tensor: Hashable) -> None: ...
-
-    def not_accepted(self, by: PeerId, tensor: Hashable) -> None: ...
-
-    def lost(self, peer: PeerId) -> None: ...
-
-    def describe(self) -> dict[str, Any]:
-        return {}

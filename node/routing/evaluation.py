@@ -47,7 +47,7 @@ class Evaluator:
         own: PeerId,
         planner: Planner,
         worker: DataWorker,
-        carrier: MicrobatchRunner,
+        runner: MicrobatchRunner,
         clock: Clock,
         sign: Callable[[MicrobatchId, Path, Purpose, float], Path],
         first_number: int,
@@ -56,7 +56,7 @@ class Evaluator:
         self._sign = sign
         self._planner = planner
         self._worker = worker
-        self._runner = carrier
+        self._runner = runner
         self._clock = clock
         self._next = first_number
         self._awaited: dict[MicrobatchId, asyncio.Future[float]] = {}
@@ -133,7 +133,7 @@ class HeldOut:
         self._evaluator = evaluator
         self._turn = asyncio.Lock()
 
-    async def answer(self, question: Question) -> bytes:
+    async def answer(self, asker: PeerId, question: Question) -> bytes:
         """JSON: loss in nats per token, tokens, microbatches and the stages that were visited after stage 0.
 
         Raises:

@@ -70,13 +70,15 @@ class DataNodeParts:
     times: PathTimes
     evaluator: Evaluator
     worker: DataWorker
-    carrier: MicrobatchRunner
+    runner: MicrobatchRunner
     texts: Texts
     sign: Signing
     progress: Progress
     reading: ReadingPosition
     round_microbatches: int
     """That a replica sees from one round to the next."""
+    wake: asyncio.Event
+    """Set when something has changed that may let another microbatch start."""
 
 
 class DataNode:
@@ -91,9 +93,9 @@ class DataNode:
         self.progress, self.reading = parts.progress, parts.reading
         self.rate = Rate(clock)
         self.measured = Measured()
-        self.stopping = False
+        self._is_stopping = False
         self._planner, self._times, self._evaluator = parts.planner, parts.times, parts.evaluator
-        self._worker, self._runner, self._texts = parts.worker, parts.carrier, parts.texts
+        self._worker, self._runner, self._texts = parts.worker, parts.runner, parts.texts
         self._sign = parts.sign
         self._outliers = LossOutliers(parts.round_microbatches)
         self._clock = clock
@@ -101,7 +103,7 @@ class DataNode:
         self._tokens = parts.worker.tokens
         self._on_finished = on_finished
         self._again: deque[Microbatch] = deque()
-        self._wake = asyncio.Event()
+        self._wake = parts.wake
         self._landed = asyncio.Event()
 
     async def all_landed(self) -> None:
@@ -116,13 +118,17 @@ class DataNode:
         """Something has changed that may let another microbatch start."""
         self._wake.set()
 
+    def stop_launching(self) -> None:
+        """What is under way goes on."""
+        self._is_stopping = True
+
     async def run(self) -> None:
         """Launches until cancelled."""
         if self.flights.finished:  # it was resumed from behind its last step
             self._on_finished()
         while True:
             self._tell_who_is_missing()
-            while not self.stopping and self.flights.may_start().value and self._launch():
+            while not self._is_stopping and self.flights.may_start().value and self._launch():
                 pass
             await set_or_after(self._wake, LOOK_AGAIN_S)
 

@@ -96,8 +96,8 @@ OTHER_TASKS = 16
 async def test_who_asks_and_never_reads_collects_few_messages() -> None:
     """A data node answers every hop that asks whether its gradient counts; to one that does not read, answers wait."""
     async with small_swarm(HOP, LAST_HOP) as swarm, node() as server:
-        carrier = swarm[DATA].carrier
-        carrier.transport = server.transport
+        runner = swarm[DATA].runner
+        runner.transport = server.transport
         hostile = Persona()
         async with hostile_stream(server.persona.contact(server.port), hostile, deaf=True):
             await server.handler.until(lambda: hostile.peer in server.handler.ups)
@@ -107,7 +107,7 @@ async def test_who_asks_and_never_reads_collects_few_messages() -> None:
             async def ask() -> int:
                 """Asks some more; how many messages wait then."""
                 for number in islice(numbers, 2 * MAX_WAITING_TELLS):
-                    carrier.told(hostile.peer, Unsettled(MicrobatchId(DATA, number)))
+                    runner.receive(hostile.peer, Unsettled(MicrobatchId(DATA, number)))
                 await asyncio.sleep(0.02)
                 return len(asyncio.all_tasks()) - before
 

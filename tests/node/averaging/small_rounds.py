@@ -325,9 +325,7 @@ async def grpc_hall(
             signatures = PieceSignatures(RUN, persona.identity)
             replica = here.add(persona.peer, compute, averaging, EntrySeal(persona.identity, RUN), signatures)
             transport = GrpcTransport(
-                persona.identity,
                 persona.credentials,
-                RUN,
                 persona.book,
                 LinkEnd(replica.averager),
                 SystemClock(),

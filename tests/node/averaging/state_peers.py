@@ -204,9 +204,7 @@ class StateSwarm:
     ) -> StatePeer:
         persona, handler, clock = Persona(), DeskHandler(), SystemClock()
         transport = GrpcTransport(
-            persona.identity,
             persona.credentials,
-            persona.run,
             persona.book,
             handler,
             clock,
