@@ -60,19 +60,14 @@ class TaskTracker:
 
     def owe(self, work: Coroutine[Any, Any, None]) -> None:
         """Begins what others wait for. Counted from now on: the task may begin later."""
-        if self._tasks is None:
-            work.close()
-            return
+        task = self.begin(work)
+        if task is not None:
+            self._owed += 1
+            task.add_done_callback(self._pay)
 
-        async def pay() -> None:
-            try:
-                await work
-            finally:
-                self._owed -= 1
-                self._paid.set()
-
-        self._owed += 1
-        self.begin(pay())
+    def _pay(self, _task: asyncio.Task[None]) -> None:
+        self._owed -= 1
+        self._paid.set()
 
     async def nothing_owed(self, patience_s: float) -> None:
         """Returns when all that is owed has been done, or after so many seconds."""
