@@ -222,6 +222,8 @@ async def test_four_joiners_at_once_are_spread_over_the_donors():
 
 async def test_sizes_are_checked_against_our_own_layout_before_memory_is_spent():
     class NoSpace:
+        layout = LAYOUT
+
         def spare(self):
             raise AssertionError("memory was asked for")
 
