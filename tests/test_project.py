@@ -61,7 +61,7 @@ node/context: node/checkpoint node/concurrency node/data node/network node/obser
     protocol/manifest swarm/pipeline
 node/reachability: node/concurrency node/network node/observability protocol/identity protocol/interfaces
     protocol/manifest protocol/nat protocol/transport swarm/membership
-node/routing: node/concurrency node/data node/network node/observability node/pipeline protocol/interfaces
+node/routing: node/concurrency node/context node/data node/network node/observability node/pipeline protocol/interfaces
     protocol/manifest swarm/membership swarm/pipeline swarm/routing swarm/routing/negotiation
 node/solo: node/averaging/anchor node/checkpoint node/data node/model node/pipeline protocol/manifest swarm/routing
 node/averaging/audit: node/averaging/anchor node/averaging/exchange node/concurrency protocol/codecs protocol/identity

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from node.concurrency.task_groups import task_scope
 from node.network.addresses import KnownPeers, address_towards
-from node.network.asking import Told, first_good
+from node.network.asking import Answered, first_good
 from node.network.dispatcher import Dispatcher
 from node.network.local_peer import LocalPeer
 from node.network.membership_sync import MembershipSync
@@ -161,7 +161,7 @@ class NetworkSession:
             peers.sort(key=lambda peer: peer not in self.introduced)
             for first in range(0, len(peers), at_once):
                 result = await first_good(peers[first : first + at_once], ask)
-                if isinstance(result, Told):
+                if isinstance(result, Answered):
                     return result.answer
                 last = result
                 log.info("%s", last)

@@ -23,8 +23,8 @@ from node.observability.events import Continued, Load, MicrobatchCounts
 from node.pipeline.admission import path_rules
 from node.pipeline.data_worker import DataWorker, host_stage_zero
 from node.pipeline.microbatch_runner import MicrobatchRunner
-from node.routing.evaluation import Evaluator, HeldOut
-from node.routing.launcher import DataNode, DataNodeParts
+from node.routing.evaluation import Departures, Evaluator, HeldOut
+from node.routing.launcher import DataNode, Training
 from node.routing.negotiation_runner import NegotiationRunner
 from node.runtime.resume import (
     NUMBERS,
@@ -94,8 +94,7 @@ class DataRole:
         await self.runner.nothing_owed(LAST_WORDS_S)
 
     def capture(self) -> ReplicaState:
-        node = self._data_node
-        return capture_stage_zero(self._worker, node.flights, node.progress, node.reading, self.rounds.agreed())
+        return capture_stage_zero(self._worker, self._data_node.training, self.rounds.agreed())
 
     def load(self) -> Load:
         flights = self._data_node.flights
@@ -139,7 +138,7 @@ async def data_role(given: ModuleContext) -> AsyncIterator[DataRole]:
     worker = await given.compute.run(Priority.UPKEEP, lambda: host_stage_zero(manifest, given.device, slots))
     if given.resumed.state is not None:
         await given.compute.run(Priority.UPKEEP, partial(restore_stage_zero, worker, given.resumed.state))
-    position, progress = position_of(given.resumed), progress_of(given.resumed)
+    position = position_of(given.resumed)
     if position is not None:
         given.events.emit(Continued(own.peer, _reported(counts_of(position))))
     own.steps = worker.stage.optimizer.steps
@@ -151,7 +150,6 @@ async def data_role(given: ModuleContext) -> AsyncIterator[DataRole]:
     paths, transport = path_rules(manifest), given.session.transport
     negotiation = NegotiationRunner(own, membership, measurements, paths, rules.most_in_flight, transport)
     planner = Planner(paths, membership, estimates, tokens, lambda: negotiation.lanes)
-    wake = asyncio.Event()
 
     def live_data_nodes() -> tuple[PeerId, ...]:
         replicas = membership.replicas(ModuleId(0), clock.monotonic())
@@ -159,35 +157,27 @@ async def data_role(given: ModuleContext) -> AsyncIterator[DataRole]:
 
     start = START if position is None else position.cursor
     number, measured = first_number(position, randbelow(NUMBERS // 2)), NUMBERS + randbelow(NUMBERS // 2)
-    sign = given.session.routes.signed
     feed = TrainingFeed(manifest, documents, own.peer, start)
     stage = worker.stage
     replica = LocalReplica(
         (stage.embedding, stage.head), manifest.training.fragments, stage.optimizer, worker.parameters_changed
     )
-    prefetcher = Prefetcher(feed, live_data_nodes, wake.set, rules.window + 1)
+    prefetcher = Prefetcher(feed, live_data_nodes, lambda: data_node.wake(), rules.window + 1)
     codecs = link_codecs(given, worker)
     async with module_rounds(given, replica, codecs.best_bytes_per_s) as rounds, AsyncExitStack() as stack:
         runner = microbatch_runner_for(given, worker, planner, codecs, rounds)
-        texts = stack.enter_context(prefetcher)
-        evaluator = Evaluator(own.peer, planner, worker, runner, clock, sign, measured)
-        parts = DataNodeParts(
-            flights=Flights(own.peer, rules, first_number=number, counts=counts_of(position)),
-            planner=planner,
-            times=PathTimes(own.peer, estimates, measurements, tokens, membership.slots_of),
-            evaluator=evaluator,
-            worker=worker,
-            runner=runner,
-            texts=texts,
-            sign=sign,
-            progress=progress,
-            reading=ReadingPosition(start, rules.per_step * (rules.staleness + 2) + rules.window),
-            round_microbatches=manifest.training.inner_steps * rules.per_step,
-            wake=wake,
+        departures = Departures(worker, runner, given.session.routes.signed)
+        evaluator = Evaluator(own.peer, planner, departures, clock, measured)
+        training = Training(
+            Flights(own.peer, rules, first_number=number, counts=counts_of(position)),
+            progress_of(given.resumed),
+            ReadingPosition(start, rules.per_step * (rules.staleness + 2) + rules.window),
         )
-        data_node = DataNode(parts, clock, given.events, given.finished)
+        times = PathTimes(own.peer, estimates, measurements, tokens, membership.slots_of)
+        data_node = DataNode(given, training, planner, times, evaluator, departures, prefetcher)
         held_out = HeldOut(manifest, documents, evaluator)
         stack.enter_context(runner.ending_at(data_node))
+        stack.enter_context(prefetcher)
         yield DataRole(given.session, worker, runner, data_node, negotiation, held_out, rounds)
 
 
