@@ -27,7 +27,7 @@ from node.network.membership_sync import MembershipSync
 from node.observability.events import Event
 from node.pipeline.admission import Admission, hidden_tensor
 from node.pipeline.codec_selection import LinkCodecs
-from node.pipeline.interfaces import Job, NoPathEnds, Output, PathEnds, Worker
+from node.pipeline.interfaces import Job, Output, PathEnds, Worker
 from node.pipeline.microbatch_runner import MicrobatchRunner
 from node.pipeline.stage_worker import HopWorker
 from node.pipeline.tensor_io import Wire
@@ -108,7 +108,7 @@ class FixedData:
         raise SkipstoneError("a data node without a model has no inner step")
 
 
-class OneFlight:
+class OneFlight(PathEnds):
     """`PathEnds` for one microbatch at a time: when its output came, and when its gradient did."""
 
     def __init__(self) -> None:
@@ -192,7 +192,7 @@ async def peer_of_two(
             book.replace_all([other])
             connection.send("ready")
             running = tasks.create_task(runner.run())
-            with runner.receiving(dispatcher), runner.ending_at(ends or NoPathEnds()):
+            with runner.receiving(dispatcher), runner.ending_at(ends or PathEnds()):
                 yield runner, other.peer, routes
             running.cancel()
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Coroutine, Iterable
 from typing import Any, Final, Generic, Protocol, TypeVar
 
-from node.concurrency.pending_messages import PendingMessages
 from node.concurrency.task_groups import set_or_after
 from node.concurrency.task_tracker import TaskTracker
 from protocol.interfaces.clock import Clock
@@ -44,7 +43,8 @@ class MachineRunner(ABC, Generic[Event, Action]):
 
     Args:
         tick: the machine's event for time that has passed.
-        most_waiting: small messages on the way to one peer: one that asks and never reads must not fill our memory.
+        most_waiting: small messages on the way to one peer. A link makes whoever sends wait while its peer does not
+            read; one that asks and never reads would so fill our memory.
     """
 
     def __init__(
@@ -55,7 +55,9 @@ class MachineRunner(ABC, Generic[Event, Action]):
         self._machine = machine
         self._tick = tick
         self._tasks = TaskTracker()
-        self._waiting = PendingMessages(most_waiting)
+        self._most_waiting = most_waiting
+        self._waiting: Counter[PeerId] = Counter()
+        """Messages on the way to each peer."""
         self._events: deque[Event] = deque()
         self._is_handling = False
         self._is_stopped = False
@@ -103,9 +105,10 @@ class MachineRunner(ABC, Generic[Event, Action]):
         sent."""
         if not self._tasks.are_running:
             return True
-        if not self._waiting.begin(to):
+        if self._waiting[to] >= self._most_waiting:
             log.debug("%s reads nothing: %s is not sent", to, type(message).__name__)
             return False
+        self._waiting[to] += 1
         self._tasks.owe(self._send(to, message))
         return True
 
@@ -116,7 +119,9 @@ class MachineRunner(ABC, Generic[Event, Action]):
             log.debug("%s could not be sent to %s: %s", type(message).__name__, to, error)
             self._not_sent(to, error)
         finally:
-            self._waiting.end(to)
+            self._waiting[to] -= 1
+            if not self._waiting[to]:
+                del self._waiting[to]
 
     # ---- what a runner says of its machine ---------------------------------------------------------------------------
 

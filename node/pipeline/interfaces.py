@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from node.model.optimizer import StepFigures
 from protocol.codecs import Encoded
 from protocol.interfaces.tensor_spec import TensorSpec
-from swarm.compression.microbatch_codecs import Traffic
 from swarm.pipeline.custody_states import Key, Work
 from swarm.vocabulary.errors import PeerError
 from swarm.vocabulary.pipeline_messages import Forward, Purpose, Receipt
@@ -84,56 +82,33 @@ class Worker(Protocol):
         ...
 
 
-class PathEnds(Protocol):
-    """A data node's interest in its own microbatches. A peer of another stage has none (`NoPathEnds`)."""
+class PathEnds:
+    """A data node's interest in its own microbatches. As it stands here: of a peer that starts no paths."""
 
     def expects(self, message: Forward) -> bool:
         """Whether this microbatch of ours is still under way."""
-        ...
+        return False
 
-    def loss_known(self, microbatch: MicrobatchId, path: Path, purpose: Purpose, loss: float) -> None: ...
+    def loss_known(self, microbatch: MicrobatchId, path: Path, purpose: Purpose, loss: float) -> None:
+        """In nats per token."""
 
     def finished(self, microbatch: MicrobatchId, path: Path) -> None:
         """It has come home along `path`, whose gradients are the ones that count."""
-        ...
 
     def lost(self, microbatch: MicrobatchId, detail: str) -> None:
         """It cannot go on."""
-        ...
 
     def may_hold(self, peer: PeerId, microbatch: MicrobatchId) -> bool:
         """Whether the peer hosts a module on the microbatch's path. Which replica has it may have changed on the
         way."""
-        ...
+        return False
 
     def may_have_held(self, peer: PeerId, microbatch: MicrobatchId) -> bool:
         """Likewise, also of a microbatch that has come home, as long as receipts for it are expected."""
-        ...
+        return False
 
     def passed(self, sender: PeerId, receipt: Receipt) -> None:
         """A peer says that it has passed one of our microbatches on, which may be home already."""
-        ...
-
-
-class NoPathEnds:
-    """Of a peer that starts no paths."""
-
-    def expects(self, message: Forward) -> bool:
-        return False
-
-    def loss_known(self, microbatch: MicrobatchId, path: Path, purpose: Purpose, loss: float) -> None: ...
-
-    def finished(self, microbatch: MicrobatchId, path: Path) -> None: ...
-
-    def lost(self, microbatch: MicrobatchId, detail: str) -> None: ...
-
-    def may_hold(self, peer: PeerId, microbatch: MicrobatchId) -> bool:
-        return False
-
-    def may_have_held(self, peer: PeerId, microbatch: MicrobatchId) -> bool:
-        return False
-
-    def passed(self, sender: PeerId, receipt: Receipt) -> None: ...
 
 
 class Host(Protocol):
@@ -153,36 +128,4 @@ class Host(Protocol):
 
     def not_reached(self, peer: PeerId, error: PeerError) -> None:
         """Something could not be sent."""
-        ...
-
-
-class CodecChooser(Protocol):
-    """Somebody who knows the links, and which codecs the run allows (`node.pipeline.codec_selection`)."""
-
-    def choose(self, to: PeerId, traffic: Traffic) -> Codec:
-        """For the next tensor of this kind that goes to the peer."""
-        ...
-
-    def measured(self, traffic: Traffic, codec: Codec, error: float) -> None:
-        """The relative error of an encoding."""
-        ...
-
-    def sending(self, to: PeerId, tensor: Hashable, size_bytes: int) -> None:
-        """A tensor, by any name, begins to go to the peer."""
-        ...
-
-    def accepted(self, by: PeerId, tensor: Hashable) -> None:
-        """The peer says that it has all of it."""
-        ...
-
-    def not_accepted(self, by: PeerId, tensor: Hashable) -> None:
-        """The peer did not want it."""
-        ...
-
-    def lost(self, peer: PeerId) -> None:
-        """The link ended."""
-        ...
-
-    def describe(self) -> dict[str, Any]:
-        """For `status`."""
         ...

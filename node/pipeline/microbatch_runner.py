@@ -16,7 +16,8 @@ from node.concurrency.machine_runner import MachineRunner
 from node.network.dispatcher import Dispatcher
 from node.observability.failpoints import crash_point
 from node.pipeline.admission import Admission
-from node.pipeline.interfaces import CodecChooser, Host, Job, NoPathEnds, Output, PathEnds
+from node.pipeline.codec_selection import LinkCodecs
+from node.pipeline.interfaces import Host, Job, Output, PathEnds
 from node.pipeline.tensor_store import Load, TensorStore
 from node.pipeline.worker_thread import WorkerThread
 from protocol.codecs import Encoded
@@ -99,7 +100,7 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
         admission: Admission,
         worker: WorkerThread,
         transport: Transport,
-        codecs: CodecChooser,
+        codecs: LinkCodecs,
         host: Host,
         clock: Clock,
     ) -> None:
@@ -111,7 +112,7 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
         self._admission = admission
         self._worker = worker
         self._host = host
-        self._ends: PathEnds = NoPathEnds()
+        self._ends = PathEnds()
         self._takes_new_work = True
         self._encoded = 0
         # A data node's own are held besides the slots.
@@ -136,7 +137,7 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
         try:
             yield
         finally:
-            self._ends = NoPathEnds()
+            self._ends = PathEnds()
 
     def take_new_work(self, yes: bool) -> None:
         """No while the node leaves the module to its other replicas: what is new is theirs, and they stand in for lost

@@ -16,6 +16,7 @@ from node.network.proofs import Measured
 from node.observability.events import Abandoned, Completed, Note, Resumed, Step, Visit, Waiting
 from node.observability.failpoints import crash_point
 from node.observability.throughput import Rate
+from node.pipeline.interfaces import PathEnds
 from node.routing.evaluation import Departures, Evaluator
 from swarm.pipeline.in_flight import Flight, Flights
 from swarm.pipeline.ledger import LONGEST_LIFETIME_S, SHORTEST_LIFETIME_S
@@ -61,8 +62,8 @@ class Training:
     reading: ReadingPosition
 
 
-class DataNode:
-    """`node.pipeline.interfaces.PathEnds` of a peer that hosts stage 0.
+class DataNode(PathEnds):
+    """A peer that hosts stage 0: where paths start and end.
 
     Args:
         texts: packed ahead.

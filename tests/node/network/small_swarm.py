@@ -8,7 +8,6 @@ import threading
 from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -16,9 +15,10 @@ from node.concurrency.compute_thread import ComputeThread
 from node.concurrency.task_groups import task_scope
 from node.data.packing import Microbatch
 from node.model.optimizer import StepFigures
-from node.pipeline.admission import Admission
+from node.pipeline.admission import Admission, hidden_tensor
+from node.pipeline.codec_selection import LinkCodecs
 from node.pipeline.data_worker import DataWorker, host_stage_zero
-from node.pipeline.interfaces import Job, Output
+from node.pipeline.interfaces import Job, Output, PathEnds
 from node.pipeline.microbatch_runner import MicrobatchRunner
 from node.pipeline.stage_worker import HopWorker, host_hop
 from node.pipeline.worker_thread import WorkerThread
@@ -138,7 +138,7 @@ class GatedWorker:
         return self.inner.step()
 
 
-class Ends:
+class Ends(PathEnds):
     """The data node's account. It keeps no text of a microbatch that has ended, as the real one."""
 
     def __init__(self, worker: DataWorker) -> None:
@@ -222,10 +222,12 @@ class Member:
         return None if holding is None else holding.phase
 
 
-class HardestCodec:
+class HardestCodec(LinkCodecs):
     """As if every link were too slow for anything else. Keeps the errors that were measured."""
 
     def __init__(self, manifest: Manifest) -> None:
+        tensor, clock = hidden_tensor(manifest), ManualClock()
+        super().__init__(manifest, tensor, clock, lambda peer: 0.0, lambda peer: 0.0)
         limits = manifest.codecs.activations, manifest.codecs.gradients
         self._limits = dict(zip(Traffic, map(Codec.__getitem__, map(str.upper, limits)), strict=True))
         self.errors: list[tuple[Traffic, Codec, float]] = []
@@ -247,12 +249,6 @@ class HardestCodec:
 
     def not_accepted(self, by: PeerId, tensor: Hashable) -> None:
         self.in_vain.append(by)
-
-    def lost(self, peer: PeerId) -> None:
-        return
-
-    def describe(self) -> dict[str, Any]:
-        return {}
 
 
 class SmallSwarm:
