@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from random import SystemRandom
+from types import SimpleNamespace
 from typing import cast
 
 import torch
@@ -31,7 +32,7 @@ from node.averaging.round_runner import RoundRunner, RoundSettled
 from node.concurrency.compute_thread import ComputeThread
 from node.model.optimizer import StepFigures
 from node.network.dispatcher import Dispatcher
-from node.network.membership_sync import MembershipSync
+from node.network.local_peer import LocalPeer
 from protocol.identity.certificates import make_credentials
 from protocol.identity.entry_signatures import EntrySeal
 from protocol.identity.keys import Identity
@@ -44,7 +45,8 @@ from protocol.transport.settings import TransportSettings
 from swarm.averaging.round_events import Caught, Fellow, RoundRules
 from swarm.averaging.round_machine import RoundMachine
 from swarm.compression.round_codecs import RoundCodecs
-from swarm.vocabulary.errors import PeerError, StateError
+from swarm.membership.membership import Membership
+from swarm.vocabulary.errors import StateError
 from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId, RunId
 
 RUN = RunId("0" * 64)
@@ -71,22 +73,18 @@ def module_of(elements: int) -> nn.Module:
     return nn.ParameterList(nn.Parameter(block) for block in blocks)
 
 
-class OneModule:
-    """Stands for `node.network.membership_sync.MembershipSync` where all are replicas of one module."""
+class Everybody:
+    """Stands for `swarm.membership.membership.Membership` where all are replicas of one module."""
 
-    own_module = MODULE
+    def get(self, peer: PeerId) -> SimpleNamespace:
+        return SimpleNamespace(module=MODULE)
 
-    def module_of(self, peer: PeerId) -> ModuleId:
-        return MODULE
+    def hosts(self, peer: PeerId, module: ModuleId) -> bool:
+        return module == MODULE
 
-    def announced(self, sender: PeerId, record: bytes) -> None:
-        return
 
-    def link_up(self, peer: PeerId) -> None:
-        return
-
-    def link_down(self, peer: PeerId, error: PeerError) -> None:
-        return
+def dispatcher_of_one_module() -> Dispatcher:
+    return Dispatcher(cast(LocalPeer, SimpleNamespace(module=MODULE)), cast(Membership, Everybody()))
 
 
 async def status(asker: PeerId, question: Question) -> bytes:
@@ -200,7 +198,7 @@ def round_process(connection: Connection, elements: int, codec_name: str) -> Non
     torch.set_num_threads(1)
     identity = Identity.generate()
     credentials = make_credentials(identity, RUN)
-    clock, book, dispatcher = SystemClock(), Book(), Dispatcher(cast(MembershipSync, OneModule()))
+    clock, book, dispatcher = SystemClock(), Book(), dispatcher_of_one_module()
     transport = GrpcTransport(credentials, book, dispatcher, clock, TransportSettings(), own_record=lambda: b"")
 
     async def main() -> None:

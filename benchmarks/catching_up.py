@@ -24,7 +24,7 @@ import uvloop
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from benchmarks.averaging_skipstone import OneModule
+from benchmarks.averaging_skipstone import dispatcher_of_one_module
 from benchmarks.raw_stream import RUN, process
 from node.averaging.anchor.anchor import Anchor, initial_anchor
 from node.averaging.anchor.anchor_store import AnchorStore
@@ -37,7 +37,6 @@ from node.concurrency.compute_thread import ComputeThread
 from node.concurrency.task_groups import task_scope
 from node.network.dispatcher import Dispatcher
 from node.network.local_peer import LocalPeer
-from node.network.membership_sync import MembershipSync
 from node.network.session import NetworkSession
 from protocol.identity.certificates import make_credentials
 from protocol.identity.keys import Identity
@@ -83,7 +82,7 @@ class Session:
 
 def make_peer(*others: Contact) -> tuple[Session, Contact]:
     """A peer that knows these others and has no state yet; the contact is to be completed with the port."""
-    identity, clock, dispatcher = Identity.generate(), SystemClock(), Dispatcher(cast(MembershipSync, OneModule()))
+    identity, clock, dispatcher = Identity.generate(), SystemClock(), dispatcher_of_one_module()
     credentials = make_credentials(identity, RUN)
     settings = TransportSettings()
     transport = GrpcTransport(credentials, Book(*others), dispatcher, clock, settings, own_record=lambda: b"")

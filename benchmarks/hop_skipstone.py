@@ -22,9 +22,7 @@ from node.concurrency.compute_thread import ComputeThread
 from node.model.optimizer import Accumulator, InnerOptimizer, StepFigures
 from node.network.addresses import KnownPeers
 from node.network.dispatcher import Dispatcher
-from node.network.local_peer import LocalPeer
-from node.network.membership_sync import MembershipSync
-from node.observability.events import Event
+from node.network.local_peer import LocalPeer, OwnRecord
 from node.pipeline.admission import Admission, hidden_tensor
 from node.pipeline.codec_selection import LinkCodecs
 from node.pipeline.interfaces import Job, Output, PathEnds, Worker
@@ -68,11 +66,6 @@ def manifest_for(shape: tuple[int, int, int]) -> Manifest:
         stages=StagesSection(blocks=(0, 1)),
         training=TrainingSection(rows=rows, inner_tokens=rows * tokens * 10**9),
     )
-
-
-class NoEvents:
-    def emit(self, event: Event) -> None:
-        return
 
 
 class FixedData:
@@ -172,13 +165,13 @@ async def peer_of_two(
     credentials = make_credentials(identity, RUN)
     own = LocalPeer(RUN, identity.peer, credentials.certificate_der, clock, state=PeerState.SERVING, module=module)
     book = KnownPeers()
-    membership_sync = MembershipSync(identity, own, Membership(RUN, identity.peer), book, clock, NoEvents())
-    dispatcher, settings = Dispatcher(membership_sync), TransportSettings()
-    transport = GrpcTransport(credentials, book, dispatcher, clock, settings, own_record=membership_sync.own_record)
+    membership, record = Membership(RUN, identity.peer), OwnRecord(own, identity)
+    dispatcher, settings = Dispatcher(own, membership), TransportSettings()
+    transport = GrpcTransport(credentials, book, dispatcher, clock, settings, own_record=record.fresh)
     torch.set_num_threads(threads_of_each_peer())
     with ComputeThread() as compute:
-        planner = Planner(PathRules(2, 1), membership_sync.membership, Estimates(), manifest.microbatch_tokens)
-        replicas = PlannedReplicas(planner, membership_sync.membership, clock, transport.is_linked)
+        planner = Planner(PathRules(2, 1), membership, Estimates(), manifest.microbatch_tokens)
+        replicas = PlannedReplicas(planner, membership, clock, transport.is_linked)
         custody = Custody(identity.peer, DEFAULT_SLOTS, replicas)
         routes = Routes(identity, RUN)
         admission = Admission(manifest, identity.peer, module, routes.fault)

@@ -13,11 +13,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from random import SystemRandom
-from typing import cast
 
 import torch
 
-from benchmarks.averaging_skipstone import Book, Host, OneModule, receive_rounds
+from benchmarks.averaging_skipstone import Book, Host, dispatcher_of_one_module, receive_rounds
 from benchmarks.parity_learner import Learner
 from node.averaging.anchor.anchor import Anchor, version_of
 from node.averaging.anchor.anchor_store import AnchorStore
@@ -31,7 +30,6 @@ from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.task_groups import task_scope
 from node.data.packing import Microbatch
 from node.network.dispatcher import Dispatcher
-from node.network.membership_sync import MembershipSync
 from protocol.identity.certificates import make_credentials
 from protocol.identity.entry_signatures import EntrySeal
 from protocol.identity.keys import Identity
@@ -122,7 +120,7 @@ def _inner_step(peer: Peer, microbatches: Sequence[Microbatch]) -> None:
 
 
 def _peer(learner: Learner, manifest: Manifest, stack: AsyncExitStack) -> Peer:
-    identity, book, dispatcher = Identity.generate(), Book(), Dispatcher(cast(MembershipSync, OneModule()))
+    identity, book, dispatcher = Identity.generate(), Book(), dispatcher_of_one_module()
     credentials = make_credentials(identity, RUN)
     compute = stack.enter_context(ComputeThread(set_up=lambda: torch.set_num_threads(1)))
     averaging = stack.enter_context(ComputeThread(name="averaging"))

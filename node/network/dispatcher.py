@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from types import MappingProxyType, UnionType
 from typing import Any, Final, Protocol, get_args
 
-from node.network.membership_sync import MembershipSync
+from node.network.local_peer import LocalPeer
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import Question, QuestionAbout, Refusal, Topic
+from swarm.membership.membership import Membership
 from swarm.vocabulary.averaging_messages import RoundControl, RoundPiece, StateControl
 from swarm.vocabulary.errors import PeerError, Rejected
 from swarm.vocabulary.pipeline_messages import ControlMessage, MicrobatchControl, TensorMessage
@@ -51,11 +52,13 @@ class Dispatcher:
     module.
     """
 
-    def __init__(self, membership_sync: MembershipSync) -> None:
-        self._membership_sync = membership_sync
+    def __init__(self, own: LocalPeer, membership: Membership) -> None:
+        self._own = own
+        self._membership = membership
         self._tensors: dict[type, TensorReceiver] = {}
         self._messages: dict[type, Receive] = {}
         self._answers: dict[QuestionAbout, Answer] = {}
+        self._on_announced: list[Callable[[PeerId, bytes], None]] = []
         self._on_link_up: list[Callable[[PeerId], None]] = []
         self._on_link_down: list[Callable[[PeerId, PeerError], None]] = []
 
@@ -66,6 +69,7 @@ class Dispatcher:
         tensors: Mapping[Kinds, TensorReceiver] = NONE,
         messages: Mapping[Kinds, Receive] = NONE,
         answers: Mapping[QuestionAbout, Answer] = NONE,
+        announced: Callable[[PeerId, bytes], None] | None = None,
         link_up: Callable[[PeerId], None] | None = None,
         link_down: Callable[[PeerId, PeerError], None] | None = None,
     ) -> Iterator[None]:
@@ -75,22 +79,28 @@ class Dispatcher:
             (self._messages, _by_type(messages)),
             (self._answers, dict(answers)),
         ]
+        lists: list[tuple[list[Any], Any]] = [
+            (listeners, listener)
+            for listeners, listener in (
+                (self._on_announced, announced),
+                (self._on_link_up, link_up),
+                (self._on_link_down, link_down),
+            )
+            if listener is not None
+        ]
         for table, added in tables:
             assert not table.keys() & added.keys(), "somebody receives these already"
             table |= added
-        ups, downs = [link_up] if link_up else [], [link_down] if link_down else []
-        self._on_link_up += ups
-        self._on_link_down += downs
+        for listeners, listener in lists:
+            listeners.append(listener)
         try:
             yield
         finally:
             for table, added in tables:
                 for kind in added:
                     del table[kind]
-            for up in ups:
-                self._on_link_up.remove(up)
-            for down in downs:
-                self._on_link_down.remove(down)
+            for listeners, listener in lists:
+                listeners.remove(listener)
 
     def admit(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec) -> memoryview | Refusal:
         receiver = self._tensors.get(type(message))
@@ -111,7 +121,8 @@ class Dispatcher:
             receiver.broken_off(sender, message, buffer)
 
     def serves(self, sender: PeerId) -> bool:
-        return self._membership_sync.module_of(sender) is not None
+        known = self._membership.get(sender)
+        return known is not None and known.module is not None
 
     def minds(self, sender: PeerId, topic: Topic) -> bool:
         if self._messages.keys().isdisjoint(TYPES[topic]):
@@ -122,7 +133,7 @@ class Dispatcher:
             case Topic.ROUNDS:
                 return self._is_replica(sender)
             case Topic.LANES:
-                return self._membership_sync.module_of(sender) == ModuleId(0)
+                return self._membership.hosts(sender, ModuleId(0))
 
     def told(self, sender: PeerId, message: ControlMessage) -> None:
         receive = self._messages.get(type(message))
@@ -130,7 +141,8 @@ class Dispatcher:
             receive(sender, message)
 
     def announced(self, sender: PeerId, record: bytes) -> None:
-        self._membership_sync.announced(sender, record)
+        for tell in self._on_announced:
+            tell(sender, record)
 
     async def answer(self, sender: PeerId, question: Question) -> bytes:
         answer = self._answers.get(question.about)
@@ -139,18 +151,16 @@ class Dispatcher:
         return await answer(sender, question)
 
     def link_up(self, peer: PeerId) -> None:
-        self._membership_sync.link_up(peer)
         for tell in list(self._on_link_up):
             tell(peer)
 
     def link_down(self, peer: PeerId, error: PeerError) -> None:
-        self._membership_sync.link_down(peer, error)
         for tell in list(self._on_link_down):
             tell(peer, error)
 
     def _is_replica(self, peer: PeerId) -> bool:
         """Whether it says that it hosts our module."""
-        return self._membership_sync.module_of(peer) == self._membership_sync.own_module
+        return self._own.module is not None and self._membership.hosts(peer, self._own.module)
 
 
 def _by_type(receivers: Mapping[Kinds, Any]) -> dict[type, Any]:

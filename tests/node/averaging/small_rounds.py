@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from random import Random
+from types import SimpleNamespace
 from typing import cast
 
 import numpy as np
@@ -26,7 +27,7 @@ from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.task_groups import task_scope
 from node.model.optimizer import StepFigures
 from node.network.dispatcher import Dispatcher
-from node.network.membership_sync import MembershipSync
+from node.network.local_peer import LocalPeer
 from protocol.identity.entry_signatures import EntrySeal
 from protocol.identity.piece_signatures import PieceSignatures
 from protocol.interfaces.clock import SystemClock
@@ -37,7 +38,8 @@ from protocol.transport.settings import TransportSettings
 from swarm.averaging.round_events import Caught, Fellow, RoundRules, Seal
 from swarm.averaging.round_machine import RoundMachine
 from swarm.compression.round_codecs import RoundCodecs, Rung
-from swarm.vocabulary.errors import PeerError, StateError, Unreachable
+from swarm.membership.membership import Membership
+from swarm.vocabulary.errors import StateError, Unreachable
 from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId
 from tests.node.averaging.exchanging import NamedSignatures
 from tests.protocol.transport.link_peers import RUN, Persona
@@ -116,22 +118,14 @@ class Replica:
         return out
 
 
-class Module:
-    """`node.network.membership_sync.MembershipSync` where all are replicas of one module."""
+class Everybody:
+    """Stands for `swarm.membership.membership.Membership` where all are replicas of one module."""
 
-    own_module = MODULE
+    def get(self, peer: PeerId) -> SimpleNamespace:
+        return SimpleNamespace(module=MODULE)
 
-    def module_of(self, peer: PeerId) -> ModuleId:
-        return MODULE
-
-    def announced(self, sender: PeerId, record: bytes) -> None:
-        return
-
-    def link_up(self, peer: PeerId) -> None:
-        return
-
-    def link_down(self, peer: PeerId, error: PeerError) -> None:
-        return
+    def hosts(self, peer: PeerId, module: ModuleId) -> bool:
+        return module == MODULE
 
 
 @dataclass(eq=False)
@@ -283,7 +277,7 @@ class MemoryWire:
 
 
 def dispatcher() -> Dispatcher:
-    return Dispatcher(cast(MembershipSync, Module()))
+    return Dispatcher(cast(LocalPeer, SimpleNamespace(module=MODULE)), cast(Membership, Everybody()))
 
 
 def rules_for(inner_steps: int, fragments: int, rungs: tuple[Rung, ...]) -> Callable[[LocalReplica], RoundRules]:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 from node.averaging.anchor.anchor import Anchor
@@ -22,17 +23,17 @@ from node.concurrency.compute_thread import ComputeThread
 from node.concurrency.task_groups import task_scope
 from node.network.dispatcher import Dispatcher
 from node.network.local_peer import LocalPeer
-from node.network.membership_sync import MembershipSync
 from node.network.session import NetworkSession
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import LinkFigures, Question
 from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.settings import TransportSettings
+from swarm.membership.membership import Membership
 from swarm.vocabulary.averaging_messages import StateChunk, StateRefused
 from swarm.vocabulary.errors import PeerError
 from swarm.vocabulary.pipeline_messages import ControlMessage, TensorMessage
 from swarm.vocabulary.types import Codec, ModuleId, PeerId
-from tests.node.averaging.small_rounds import Module
+from tests.node.averaging.small_rounds import Everybody
 from tests.protocol.transport.link_peers import Persona, SystemClock
 
 MODULE = ModuleId(1)
@@ -111,7 +112,7 @@ class Handler(Dispatcher):
     """Of a peer whose links that end are noted, and that lies about hashes if it is to."""
 
     def __init__(self, faults: Faults) -> None:
-        super().__init__(cast(MembershipSync, Module()))
+        super().__init__(cast(LocalPeer, SimpleNamespace(module=MODULE)), cast(Membership, Everybody()))
         self.downs: list[PeerError] = []
         self._faults = faults
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from node.network.dispatcher import Dispatcher
-from node.network.membership_sync import MembershipSync
+from node.network.local_peer import LocalPeer
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.interfaces.transport import Question, QuestionAbout, Refusal, Topic
+from swarm.membership.membership import Membership
 from swarm.vocabulary.averaging_messages import (
     Accepting,
     Contribution,
@@ -24,7 +26,7 @@ from swarm.vocabulary.averaging_messages import (
     StateControl,
     StateRequest,
 )
-from swarm.vocabulary.errors import PeerError, Rejected, Unreachable
+from swarm.vocabulary.errors import Rejected, Unreachable
 from swarm.vocabulary.pipeline_messages import (
     Backward,
     Close,
@@ -78,20 +80,20 @@ class Noted:
         return call
 
 
-class View:
+class Peers:
     """Stands for the membership view: who hosts what."""
 
-    own_module = MODULE
+    def get(self, peer: PeerId) -> SimpleNamespace | None:
+        module = {A: MODULE, B: ModuleId(0)}.get(peer)
+        return None if module is None else SimpleNamespace(module=module)
 
-    def module_of(self, peer: PeerId) -> ModuleId | None:
-        return {A: MODULE, B: ModuleId(0)}.get(peer)
-
-    def link_down(self, peer: PeerId, error: PeerError) -> None:
-        return
+    def hosts(self, peer: PeerId, module: ModuleId) -> bool:
+        known = self.get(peer)
+        return known is not None and known.module == module
 
 
 def dispatcher() -> Dispatcher:
-    return Dispatcher(cast(MembershipSync, View()))
+    return Dispatcher(cast(LocalPeer, SimpleNamespace(module=MODULE)), cast(Membership, Peers()))
 
 
 @contextmanager
