@@ -1,4 +1,4 @@
-"""Replicas in one process that average as peers do: the real averager, round machine and transport, over loopback with
+"""Replicas in one process that average as peers do: the real runner, round machine and transport, over loopback with
 mutual TLS.
 
 They train in lock-step, each on a compute thread of its own, and wait for the commit of each round; nothing overlaps,

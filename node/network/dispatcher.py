@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import MappingProxyType, UnionType
 from typing import Any, Final, Protocol, get_args
 
@@ -79,28 +79,21 @@ class Dispatcher:
             (self._messages, _by_type(messages)),
             (self._answers, dict(answers)),
         ]
-        lists: list[tuple[list[Any], Any]] = [
-            (listeners, listener)
-            for listeners, listener in (
-                (self._on_announced, announced),
-                (self._on_link_up, link_up),
-                (self._on_link_down, link_down),
-            )
-            if listener is not None
+        callbacks: list[tuple[list[Any], Any]] = [
+            (self._on_announced, announced),
+            (self._on_link_up, link_up),
+            (self._on_link_down, link_down),
         ]
-        for table, added in tables:
-            assert not table.keys() & added.keys(), "somebody receives these already"
-            table |= added
-        for listeners, listener in lists:
-            listeners.append(listener)
-        try:
-            yield
-        finally:
+        with ExitStack() as undo:
             for table, added in tables:
-                for kind in added:
-                    del table[kind]
-            for listeners, listener in lists:
-                listeners.remove(listener)
+                assert not table.keys() & added.keys(), "somebody receives these already"
+                table |= added
+                undo.callback(_take_out, table, added)
+            for registered, callback in callbacks:
+                if callback is not None:
+                    registered.append(callback)
+                    undo.callback(registered.remove, callback)
+            yield
 
     def admit(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec) -> memoryview | Refusal:
         receiver = self._tensors.get(type(message))
@@ -161,6 +154,11 @@ class Dispatcher:
     def _is_replica(self, peer: PeerId) -> bool:
         """Whether it says that it hosts our module."""
         return self._own.module is not None and self._membership.hosts(peer, self._own.module)
+
+
+def _take_out(table: dict[Any, Any], added: dict[Any, Any]) -> None:
+    for kind in added:
+        del table[kind]
 
 
 def _by_type(receivers: Mapping[Kinds, Any]) -> dict[type, Any]:

@@ -22,7 +22,7 @@ from node.averaging.anchor.anchor import Anchor
 from node.averaging.anchor.anchor_store import AnchorStore
 from node.averaging.state_sync.chunk_codec import as_it_is, codec_for, in_planes
 from node.concurrency.compute_thread import ComputeThread, Priority
-from node.concurrency.task_groups import task_scope
+from node.concurrency.task_tracker import TaskTracker
 from node.network.dispatcher import Dispatcher
 from protocol.codecs import Encoded
 from protocol.frames.hash_list import HashList, encode_hash_list
@@ -83,7 +83,7 @@ class Donor:
         self._turns = asyncio.Semaphore(LINKS_AT_ONCE)
         self._first_asked: dict[bytes, float] = {}
         self._refusals = 0
-        self._tasks: asyncio.TaskGroup | None = None
+        self._tasks = TaskTracker()
         self._transport = transport
         self.sent_bytes = 0
         """Handed to links since the start."""
@@ -98,13 +98,8 @@ class Donor:
 
     async def run(self) -> None:
         """Until cancelled."""
-        async with task_scope() as tasks:
-            self._tasks = tasks
-            try:
-                await asyncio.get_running_loop().create_future()
-            finally:  # before the tasks end: what comes while they do is not taken any more
-                self._tasks = None
-                self._askers.clear()
+        async with self._tasks.running():
+            await asyncio.get_running_loop().create_future()
 
     async def answer(self, asker: PeerId, question: Question) -> bytes:
         """The hash list of a state.
@@ -121,7 +116,7 @@ class Donor:
 
     def receive(self, sender: PeerId, request: StateRequest) -> None:
         """Queues what is asked for, or refuses it."""
-        if self._tasks is None:
+        if not self._tasks.are_running:
             return
         anchor = self._shelf.get(request.digest) if request.module == self._module else None
         if anchor is None or max(request.chunks) >= 2 * anchor.layout.chunks:
@@ -135,7 +130,7 @@ class Donor:
         self._lease(request.digest)
         if asker is None:
             asker = self._askers[sender] = _Asker()
-            self._tasks.create_task(self._serve(sender, asker))
+            self._tasks.begin(self._serve(sender, asker))
         asker.waiting.extend((request.digest, chunk) for chunk in request.chunks)
 
     def link_down(self, peer: PeerId, error: PeerError) -> None:
@@ -196,10 +191,10 @@ class Donor:
         return await self._averaging.run(Priority.TRAIN, partial(in_planes, data))
 
     def _refuse(self, peer: PeerId, request: StateRequest, reason: StateRefusal) -> None:
-        if self._tasks is not None and self._refusals < REFUSALS_WAITING:
+        if self._tasks.are_running and self._refusals < REFUSALS_WAITING:
             self._refusals += 1  # taken back when it has been sent, or could not be
             refused = StateRefused(request.module, request.digest, request.chunks, reason)
-            self._tasks.create_task(self._send_refusal(peer, refused))
+            self._tasks.begin(self._send_refusal(peer, refused))
 
     async def _send_refusal(self, peer: PeerId, refused: StateRefused) -> None:
         try:
