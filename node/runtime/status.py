@@ -12,10 +12,10 @@ from node.runtime.role import NodeRole
 from protocol.dht.tunnels import RelayTunnels
 
 
-def node_summary(own: LocalPeer, role: NodeRole, compute: ComputeThread) -> NodeSummary:
+def node_summary(own: LocalPeer, duty: NodeRole, compute: ComputeThread) -> NodeSummary:
     """The account of a node that stops."""
-    account = role.account()
-    busy = BusySeconds(compute=compute.busy_s, codec=account.codec_s, wire=role.runner.wire_s, wait=compute.idle_s)
+    account = duty.account()
+    busy = BusySeconds(compute=compute.busy_s, codec=account.codec_s, wire=duty.runner.wire_s, wait=compute.idle_s)
     return NodeSummary(
         peer=own.peer,
         module=str(own.module),
@@ -30,9 +30,9 @@ def node_summary(own: LocalPeer, role: NodeRole, compute: ComputeThread) -> Node
     )
 
 
-def status_json(own: LocalPeer, role: NodeRole, tunnels: RelayTunnels) -> bytes:
+def status_json(own: LocalPeer, duty: NodeRole, tunnels: RelayTunnels) -> bytes:
     """docs/PROTOCOL.md lists the keys."""
-    account, custody = role.account(), role.runner.custody
+    account, custody = duty.account(), duty.runner.custody
     report = {
         "peer": own.peer,
         "module": str(own.module),
@@ -47,11 +47,11 @@ def status_json(own: LocalPeer, role: NodeRole, tunnels: RelayTunnels) -> bytes:
         "free_slots": custody.slots - custody.used_slots,
         "round": 0 if own.anchor is None else own.anchor.round,
         "digest": "" if own.anchor is None else own.anchor.digest.hex(),
-        "rounds": role.rounds.describe(),
-        "last_round": role.rounds.news.last_round(),
-        "accused": role.rounds.news.accused_lately(),
-        "catching_up": role.rounds.news.catching_up(),
-        "codecs": role.runner.codecs.describe(),
+        "rounds": duty.rounds.describe(),
+        "last_round": duty.rounds.news.last_round(),
+        "accused": duty.rounds.news.accused_lately(),
+        "catching_up": duty.rounds.news.catching_up(),
+        "codecs": duty.runner.codecs.describe(),
         **dataclasses.asdict(account),
         "visits": {str(stage): count for stage, count in account.visits},
     }
