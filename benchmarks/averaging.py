@@ -1,6 +1,6 @@
 """What a round costs: a module's vector averaged among peers in processes of their own, on loopback.
 
-Skipstone's peers run the real averager, round machine and transport with mutual TLS, and everything from the moment
+Skipstone's peers run the real runner, round machine and transport with mutual TLS, and everything from the moment
 when a round is due until every replica stands on the new anchor counts: agreement, snapshot, exchange, outer step,
 digests, commit. Beside them, in turns so that other load on the machine meets all alike: torch.distributed's all-reduce
 over gloo (no encryption, no agreement), hivemind's DecentralizedAverager (its all-reduce only; its matchmaking is done

@@ -1,5 +1,5 @@
-"""One peer of a round on loopback: the real averager, round machine and transport, around a module that is only a
-vector.
+"""One peer of a round on loopback: the real runner of rounds, round machine and transport, around a module that is
+only a vector.
 
 Left out are the directory (the processes get each other's addresses by a pipe) and training: a step's effect on the
 parameters is made up before the clock starts.
@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from random import SystemRandom
-from typing import Any
+from types import SimpleNamespace
+from typing import cast
 
 import torch
 import uvloop
@@ -22,24 +25,28 @@ from node.averaging.anchor.anchor_store import AnchorStore
 from node.averaging.anchor.lone_replica import anchor_of
 from node.averaging.anchor.module_vector import LocalReplica
 from node.averaging.anchor.outer_step import OuterRule
+from node.averaging.exchange.all_reduce import ExchangeMeans
 from node.averaging.module_rounds import rung_of
-from node.averaging.round_runner import RoundRunner, RoundRunnerHooks, RoundRunnerParts, RoundSettled
+from node.averaging.replica_sync import AloneRule, ReplicaSync
+from node.averaging.round_runner import RoundRunner, RoundSettled
 from node.concurrency.compute_thread import ComputeThread
 from node.model.optimizer import StepFigures
+from node.network.dispatcher import Dispatcher
+from node.network.local_peer import LocalPeer
 from protocol.identity.certificates import make_credentials
 from protocol.identity.entry_signatures import EntrySeal
 from protocol.identity.keys import Identity
 from protocol.identity.piece_signatures import PieceSignatures
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.directory import Contact
-from protocol.interfaces.tensor_spec import TensorSpec
-from protocol.interfaces.transport import Question, QuestionAbout, Refusal, Topic
+from protocol.interfaces.transport import Question, QuestionAbout
 from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.settings import TransportSettings
-from swarm.averaging.round_events import Fellow, RoundRules
+from swarm.averaging.round_events import Caught, Fellow, RoundRules
 from swarm.averaging.round_machine import RoundMachine
 from swarm.compression.round_codecs import RoundCodecs
-from swarm.vocabulary.errors import PeerError, Rejected, StateError
+from swarm.membership.membership import Membership
+from swarm.vocabulary.errors import StateError
 from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId, RunId
 
 RUN = RunId("0" * 64)
@@ -66,42 +73,30 @@ def module_of(elements: int) -> nn.Module:
     return nn.ParameterList(nn.Parameter(block) for block in blocks)
 
 
-class Handler:
-    """`protocol.interfaces.transport.LinkHandler` of a peer that only holds rounds."""
+class Everybody:
+    """Stands for `swarm.membership.membership.Membership` where all are replicas of one module."""
 
-    averager: RoundRunner
+    def get(self, peer: PeerId) -> SimpleNamespace:
+        return SimpleNamespace(module=MODULE)
 
-    def admit(self, sender: PeerId, message: Any, tensor: TensorSpec) -> memoryview | Refusal:
-        return self.averager.admit(sender, message, tensor)
+    def hosts(self, peer: PeerId, module: ModuleId) -> bool:
+        return module == MODULE
 
-    def received(self, sender: PeerId, message: Any, tensor: TensorSpec, buffer: memoryview) -> None:
-        self.averager.received(sender, message, tensor, buffer)
 
-    def broken_off(self, sender: PeerId, message: Any, buffer: memoryview, error: PeerError) -> None:
-        self.averager.broken_off(sender, message, buffer, error)
+def dispatcher_of_one_module() -> Dispatcher:
+    return Dispatcher(cast(LocalPeer, SimpleNamespace(module=MODULE)), cast(Membership, Everybody()))
 
-    def told(self, sender: PeerId, message: Any) -> None:
-        self.averager.told(sender, message)
 
-    def announced(self, sender: PeerId, record: bytes) -> None:
-        return
+async def status(asker: PeerId, question: Question) -> bytes:
+    return b"{}"
 
-    async def answer(self, sender: PeerId, question: Question) -> bytes:
-        if question.about is QuestionAbout.STATUS:
-            return b"{}"
-        raise Rejected("only rounds are held here")
 
-    def serves(self, sender: PeerId) -> bool:
-        return True
-
-    def minds(self, sender: PeerId, topic: Topic) -> bool:
-        return True
-
-    def link_up(self, peer: PeerId) -> None:
-        return
-
-    def link_down(self, peer: PeerId, error: PeerError) -> None:
-        self.averager.link_down(peer, error)
+def receive_rounds(runner: RoundRunner, dispatcher: Dispatcher) -> ExitStack:
+    """Until it is closed, what arrives for rounds goes to the runner, and whoever asks for the status is answered."""
+    stack = ExitStack()
+    stack.enter_context(runner.receiving(dispatcher))
+    stack.enter_context(dispatcher.registered(answers={QuestionAbout.STATUS: status}))
+    return stack
 
 
 class Book:
@@ -114,8 +109,28 @@ class Book:
         return self.contacts.get(peer)
 
 
-async def no_catching_up(version: AnchorVersion, donors: tuple[PeerId, ...]) -> Anchor:
-    raise StateError("nobody has to catch up here")
+@dataclass(eq=False)
+class Host:
+    """`node.averaging.round_runner.RoundHost` where nobody fails."""
+
+    book: Book
+    start: AnchorVersion
+    rounds: asyncio.Queue[RoundSettled] = field(default_factory=asyncio.Queue)
+
+    def fellows(self) -> tuple[Fellow, ...]:
+        return tuple(Fellow(peer, self.start, True) for peer in self.book.contacts)
+
+    async def catch_up(self, version: AnchorVersion, donors: tuple[PeerId, ...]) -> Anchor:
+        raise StateError("nobody has to catch up here")
+
+    def anchored(self, anchor: Anchor) -> None:
+        return
+
+    def settled(self, settled: RoundSettled) -> None:
+        self.rounds.put_nowait(settled)
+
+    def accused(self, caught: Caught) -> None:
+        raise StateError(caught.why)
 
 
 class RoundPeer:
@@ -125,6 +140,7 @@ class RoundPeer:
         self,
         identity: Identity,
         book: Book,
+        transport: GrpcTransport,
         elements: int,
         codec: Codec,
         compute: ComputeThread,
@@ -142,40 +158,25 @@ class RoundPeer:
             longest_s=1e9,
             rungs=(rung_of(RoundCodecs(codec)),),
         )
-        self.settled: asyncio.Queue[RoundSettled] = asyncio.Queue()
-        parts = RoundRunnerParts(
-            own,
-            MODULE,
-            RoundMachine(own, MODULE, rules, start, EntrySeal(identity, RUN)),
-            shelf,
-            replica,
-            compute,
-            averaging,
-            rules.codecs,
-            OuterRule(0.7, 0.9),
-            1,
-            TOKENS,
-            SystemClock(),
-            PieceSignatures(RUN, identity),
-            SystemRandom(),
-        )
-        hooks = RoundRunnerHooks(
-            fellows=lambda: tuple(Fellow(peer, start, True) for peer in book.contacts),
-            catch_up=no_catching_up,
-            settled=self.settled.put_nowait,
-        )
-        self.averager = RoundRunner(parts, hooks)
+        machine = RoundMachine(own, MODULE, rules, start, EntrySeal(identity, RUN))
+        clock, outer = SystemClock(), OuterRule(0.7, 0.9)
+        signatures = PieceSignatures(RUN, identity)
+        means = ExchangeMeans(rules.codecs, outer, averaging, transport, clock, signatures, SystemRandom())
+        replica_sync = ReplicaSync(replica, shelf, compute, averaging, AloneRule(1, outer, TOKENS, clock))
+        host = Host(book, start)
+        self.settled = host.rounds
+        self.runner = RoundRunner(own, MODULE, machine, shelf, replica_sync, means, host)
 
     @torch.no_grad()
     def work(self) -> None:
         """An inner step that was taken."""
         for parameter in self.module.parameters():
             parameter.sub_(STEP_SIZE)
-        self.averager.after_inner_step(STEP)
+        self.runner.after_inner_step(STEP)
 
     async def a_round(self) -> tuple[float, float, AnchorVersion]:
         begun = time.monotonic()
-        self.averager.stepped()
+        self.runner.stepped()
         async with asyncio.timeout(60):
             settled = await self.settled.get()
         return begun, time.monotonic(), settled.version
@@ -183,8 +184,8 @@ class RoundPeer:
     async def audits_are_done(self) -> None:
         """They come after the round, beside the training that follows; here they are kept out of the next contender's
         turn."""
-        auditor = self.averager.auditor
-        while auditor is not None and auditor.busy:  # noqa: ASYNC110 - the auditor has no events to wait for
+        auditor = self.runner.auditor
+        while auditor.busy:  # noqa: ASYNC110 - the auditor has no events to wait for
             await asyncio.sleep(0.001)
 
 
@@ -194,33 +195,32 @@ def round_process(connection: Connection, elements: int, codec_name: str) -> Non
     torch.set_num_threads(1)
     identity = Identity.generate()
     credentials = make_credentials(identity, RUN)
-    clock, book, handler = SystemClock(), Book(), Handler()
-    transport = GrpcTransport(
-        identity, credentials, RUN, book, handler, clock, TransportSettings(), own_record=lambda: b""
-    )
+    clock, book, dispatcher = SystemClock(), Book(), dispatcher_of_one_module()
+    transport = GrpcTransport(credentials, book, dispatcher, clock, TransportSettings(), own_record=lambda: b"")
 
     async def main() -> None:
         with ComputeThread() as compute, ComputeThread(name="averaging") as averaging:
-            peer = RoundPeer(identity, book, elements, Codec[codec_name], compute, averaging)
-            handler.averager = peer.averager
-            async with transport, asyncio.TaskGroup() as tasks:
-                connection.send(Contact(identity.peer, (f"127.0.0.1:{transport.port}",), credentials.certificate_der))
-                contacts: list[Contact] = await asyncio.to_thread(connection.recv)
-                others = [contact for contact in contacts if contact.peer != identity.peer]
-                book.contacts = {contact.peer: contact for contact in others}
-                tasks.create_task(peer.averager.run(transport))
-                for contact in others:
-                    await transport.ask(contact.peer, Question(QuestionAbout.STATUS), 20)
-                connection.send("ready")
-                while await asyncio.to_thread(connection.recv):
-                    peer.work()
-                    connection.send("prepared")
-                    await asyncio.to_thread(connection.recv)
-                    before = sent_bytes(transport)
-                    begun, ended, version = await peer.a_round()
-                    sent = sent_bytes(transport) - before
-                    await peer.audits_are_done()
-                    connection.send((begun, ended, version, sent))
+            peer = RoundPeer(identity, book, transport, elements, Codec[codec_name], compute, averaging)
+            with receive_rounds(peer.runner, dispatcher):
+                async with transport, asyncio.TaskGroup() as tasks:
+                    address = f"127.0.0.1:{transport.port}"
+                    connection.send(Contact(identity.peer, (address,), credentials.certificate_der))
+                    contacts: list[Contact] = await asyncio.to_thread(connection.recv)
+                    others = [contact for contact in contacts if contact.peer != identity.peer]
+                    book.contacts = {contact.peer: contact for contact in others}
+                    tasks.create_task(peer.runner.run())
+                    for contact in others:
+                        await transport.ask(contact.peer, Question(QuestionAbout.STATUS), 20)
+                    connection.send("ready")
+                    while await asyncio.to_thread(connection.recv):
+                        peer.work()
+                        connection.send("prepared")
+                        await asyncio.to_thread(connection.recv)
+                        before = sent_bytes(transport)
+                        begun, ended, version = await peer.a_round()
+                        sent = sent_bytes(transport) - before
+                        await peer.audits_are_done()
+                        connection.send((begun, ended, version, sent))
 
     uvloop.run(main())
 

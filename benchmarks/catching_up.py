@@ -15,37 +15,35 @@ import statistics
 import sys
 import time
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from random import Random
+from typing import cast
 
 import numpy as np
 import uvloop
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
+from benchmarks.averaging_skipstone import dispatcher_of_one_module
 from benchmarks.raw_stream import RUN, process
 from node.averaging.anchor.anchor import Anchor, initial_anchor
 from node.averaging.anchor.anchor_store import AnchorStore
 from node.averaging.anchor.layout import layout_of
-from node.averaging.module_rounds import StateDesk
 from node.averaging.state_sync.chunk_codec import STATE_CODECS
 from node.averaging.state_sync.donor import Donor
-from node.averaging.state_sync.download import CatchingUp, Surroundings
+from node.averaging.state_sync.download import StateDownloads
 from node.averaging.state_sync.partial_state import FreshSpace
 from node.concurrency.compute_thread import ComputeThread
 from node.concurrency.task_groups import task_scope
+from node.network.dispatcher import Dispatcher
+from node.network.local_peer import LocalPeer
+from node.network.session import NetworkSession
 from protocol.identity.certificates import make_credentials
 from protocol.identity.keys import Identity
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.directory import Contact
-from protocol.interfaces.tensor_spec import TensorSpec
-from protocol.interfaces.transport import Question, Refusal, Topic
 from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.settings import TransportSettings
-from swarm.vocabulary.averaging_messages import StateChunk, StateRefused, StateRequest
-from swarm.vocabulary.errors import PeerError
-from swarm.vocabulary.pipeline_messages import ControlMessage, TensorMessage
 from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId
 
 MEGABYTES = 200
@@ -73,70 +71,38 @@ class Book:
         return self._contacts.get(peer)
 
 
-class Handler:
-    """A desk and nothing else."""
+@dataclass
+class Session:
+    """What a download needs of `node.network.session.NetworkSession`."""
 
-    desk: StateDesk
-
-    def admit(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec) -> memoryview | Refusal:
-        return self.desk.admit(sender, message, tensor) if isinstance(message, StateChunk) else Refusal(False, "no")
-
-    def received(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec, buffer: memoryview) -> None:
-        if isinstance(message, StateChunk):
-            self.desk.received(sender, message, buffer)
-
-    def broken_off(self, sender: PeerId, message: TensorMessage, buffer: memoryview, error: PeerError) -> None:
-        if isinstance(message, StateChunk):
-            self.desk.broken_off(sender, message, buffer)
-
-    def told(self, sender: PeerId, message: ControlMessage) -> None:
-        if isinstance(message, StateRequest | StateRefused):
-            self.desk.told(sender, message)
-
-    def announced(self, sender: PeerId, record: bytes) -> None:
-        return
-
-    async def answer(self, sender: PeerId, question: Question) -> bytes:
-        assert self.desk.donor is not None
-        return await self.desk.donor.answer(question)
-
-    def serves(self, sender: PeerId) -> bool:
-        return True
-
-    def minds(self, sender: PeerId, topic: Topic) -> bool:
-        return True
-
-    def link_up(self, peer: PeerId) -> None:
-        return
-
-    def link_down(self, peer: PeerId, error: PeerError) -> None:
-        self.desk.link_down(peer, error)
+    own: LocalPeer
+    transport: GrpcTransport
+    dispatcher: Dispatcher
 
 
-def make_peer(*others: Contact) -> tuple[GrpcTransport, Handler, Contact]:
+def make_peer(*others: Contact) -> tuple[Session, Contact]:
     """A peer that knows these others and has no state yet; the contact is to be completed with the port."""
-    identity, handler, clock = Identity.generate(), Handler(), SystemClock()
+    identity, clock, dispatcher = Identity.generate(), SystemClock(), dispatcher_of_one_module()
     credentials = make_credentials(identity, RUN)
     settings = TransportSettings()
-    transport = GrpcTransport(
-        identity, credentials, RUN, Book(*others), handler, clock, settings, own_record=lambda: b""
-    )
-    around = Surroundings(MODULE, LAYOUT, transport, clock, Random(), FreshSpace(LAYOUT), CODECS)
-    handler.desk = StateDesk(CatchingUp(around))
-    return transport, handler, Contact(identity.peer, (), credentials.certificate_der)
+    transport = GrpcTransport(credentials, Book(*others), dispatcher, clock, settings, own_record=lambda: b"")
+    own = LocalPeer(RUN, identity.peer, credentials.certificate_der, clock)
+    return Session(own, transport, dispatcher), Contact(identity.peer, (), credentials.certificate_der)
 
 
 def give(pipe: Connection) -> None:
     """A donor's process. Answers each message with the bytes it has sent so far."""
 
     async def main() -> None:
-        transport, handler, contact = make_peer()
+        session, contact = make_peer()
+        transport = session.transport
         async with AsyncExitStack() as stack:
             averaging = stack.enter_context(ComputeThread(name="averaging"))
-            donor = handler.desk.donor = Donor(MODULE, AnchorStore(make_anchor()), SystemClock(), CODECS, averaging)
+            donor = Donor(MODULE, AnchorStore(make_anchor()), SystemClock(), CODECS, averaging, transport)
+            stack.enter_context(donor.receiving(session.dispatcher))
             await stack.enter_async_context(transport)
             tasks = await stack.enter_async_context(task_scope())
-            tasks.create_task(donor.run(transport))
+            tasks.create_task(donor.run())
             pipe.send(replace(contact, addresses=(f"127.0.0.1:{transport.port}",)))
             while True:
                 await asyncio.to_thread(pipe.recv)
@@ -159,11 +125,12 @@ async def longest_pause_s() -> float:
 
 async def fetch(contacts: list[Contact], wanted: AnchorVersion) -> tuple[float, float]:
     """MB/s of one download by a joiner that has just come, and the longest pause in ms."""
-    transport, handler, _ = make_peer(*contacts)
-    async with transport:
+    session, _ = make_peer(*contacts)
+    downloads = StateDownloads(cast(NetworkSession, session), MODULE, FreshSpace(LAYOUT), CODECS)
+    async with session.transport:
         beating = asyncio.create_task(longest_pause_s())
         started = time.perf_counter()
-        await handler.desk.catching_up.catch_up(wanted, [contact.peer for contact in contacts])
+        await downloads.catch_up(wanted, [contact.peer for contact in contacts])
         rate = MEGABYTES / (time.perf_counter() - started)
         beating.cancel()
         return rate, 1e3 * await beating

@@ -1,7 +1,7 @@
 """One hop through the node's own parts, in two processes: a peer of stage 1 whose module is the identity, and a data
 node.
 
-Transport, admission, custody, carrier, compute thread and hop worker are the real ones. Left out are only the directory
+Transport, admission, custody, runner, compute thread and hop worker are the real ones. Left out are only the directory
 (the processes get each other's announcements by a pipe) and the model: the data node sends a fixed tensor instead of an
 embedding, and returns what comes out as the loss's gradient.
 """
@@ -22,14 +22,14 @@ from node.concurrency.compute_thread import ComputeThread
 from node.model.optimizer import Accumulator, InnerOptimizer, StepFigures
 from node.network.addresses import KnownPeers
 from node.network.dispatcher import Dispatcher
-from node.network.local_peer import LocalPeer
-from node.network.membership_sync import MembershipSync
-from node.observability.events import Event
+from node.network.local_peer import LocalPeer, OwnRecord
 from node.pipeline.admission import Admission, hidden_tensor
+from node.pipeline.codec_selection import LinkCodecs
 from node.pipeline.interfaces import Job, Output, PathEnds, Worker
 from node.pipeline.microbatch_runner import MicrobatchRunner
 from node.pipeline.stage_worker import HopWorker
 from node.pipeline.tensor_io import Wire
+from node.pipeline.worker_thread import WorkerThread
 from node.runtime.role import PlannedReplicas
 from protocol.identity.certificates import make_credentials
 from protocol.identity.keys import Identity
@@ -46,7 +46,7 @@ from swarm.pipeline.ledger import DEFAULT_SLOTS
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.path_rules import PathRules
 from swarm.routing.planner import Planner
-from swarm.vocabulary.errors import SkipstoneError
+from swarm.vocabulary.errors import PeerError, SkipstoneError
 from swarm.vocabulary.pipeline_messages import Forward, Purpose, Receipt
 from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, Path, PeerId, PeerState, RunId
 
@@ -66,11 +66,6 @@ def manifest_for(shape: tuple[int, int, int]) -> Manifest:
         stages=StagesSection(blocks=(0, 1)),
         training=TrainingSection(rows=rows, inner_tokens=rows * tokens * 10**9),
     )
-
-
-class NoEvents:
-    def emit(self, event: Event) -> None:
-        return
 
 
 class FixedData:
@@ -106,7 +101,7 @@ class FixedData:
         raise SkipstoneError("a data node without a model has no inner step")
 
 
-class OneFlight:
+class OneFlight(PathEnds):
     """`PathEnds` for one microbatch at a time: when its output came, and when its gradient did."""
 
     def __init__(self) -> None:
@@ -137,6 +132,22 @@ class OneFlight:
         return
 
 
+class Uncounted:
+    """`node.pipeline.interfaces.Host` of whom nobody wants to know anything."""
+
+    def visited(self, microbatch: MicrobatchId) -> None:
+        return
+
+    def retracted(self, microbatch: MicrobatchId) -> None:
+        return
+
+    def stepped(self, figures: StepFigures) -> None:
+        return
+
+    def not_reached(self, peer: PeerId, error: PeerError) -> None:
+        return
+
+
 def identity_worker(manifest: Manifest) -> HopWorker:
     part = torch.nn.Identity()
     total = Accumulator(part)
@@ -148,37 +159,35 @@ def identity_worker(manifest: Manifest) -> HopWorker:
 async def peer_of_two(
     connection: Connection, manifest: Manifest, module: ModuleId, worker: Worker, ends: PathEnds | None
 ) -> AsyncIterator[tuple[MicrobatchRunner, PeerId, Routes]]:
-    """A carrier at work on loopback, what signs its routes, and the other process's peer, with which announcements are
-    exchanged first."""
+    """A runner of microbatches at work on loopback, what signs its routes, and the other process's peer, with which
+    announcements are exchanged first."""
     identity, clock = Identity.generate(), SystemClock()
     credentials = make_credentials(identity, RUN)
     own = LocalPeer(RUN, identity.peer, credentials.certificate_der, clock, state=PeerState.SERVING, module=module)
     book = KnownPeers()
-    membership_sync = MembershipSync(identity, own, Membership(RUN, identity.peer), book, clock, NoEvents())
-    dispatcher, settings = Dispatcher(membership_sync), TransportSettings()
-    transport = GrpcTransport(
-        identity, credentials, RUN, book, dispatcher, clock, settings, own_record=membership_sync.own_record
-    )
+    membership, record = Membership(RUN, identity.peer), OwnRecord(own, identity)
+    dispatcher, settings = Dispatcher(own, membership), TransportSettings()
+    transport = GrpcTransport(credentials, book, dispatcher, clock, settings, own_record=record.fresh)
     torch.set_num_threads(threads_of_each_peer())
     with ComputeThread() as compute:
         times = MeasuredTimes(identity.peer, manifest.microbatch_tokens)
-        planner = Planner(PathRules(2, 1), membership_sync.membership, times)
-        replicas = PlannedReplicas(planner, membership_sync.membership, clock, transport.is_linked)
+        planner = Planner(PathRules(2, 1), membership, times)
+        replicas = PlannedReplicas(planner, membership, clock, transport.is_linked)
         custody = Custody(identity.peer, DEFAULT_SLOTS, replicas)
         routes = Routes(identity, RUN)
         admission = Admission(manifest, identity.peer, module, routes.fault)
-        carrier = MicrobatchRunner(
-            custody, admission, worker, compute, clock, membership_sync.link_down, lambda figures: None, ends
-        )
-        dispatcher.carrier = carrier
+        codecs = LinkCodecs(manifest, worker.tensor, clock, lambda peer: 0.0, transport.round_trip_s)
+        on_thread = WorkerThread(worker, compute, clock)
+        runner = MicrobatchRunner(custody, admission, on_thread, transport, codecs, Uncounted(), clock)
         async with transport, asyncio.TaskGroup() as tasks:
             own.addresses = (f"127.0.0.1:{transport.port}",)
             connection.send(own.announcement())
             other = await asyncio.to_thread(connection.recv)
             book.replace_all([other])
             connection.send("ready")
-            running = tasks.create_task(carrier.run(transport))
-            yield carrier, other.peer, routes
+            running = tasks.create_task(runner.run())
+            with runner.receiving(dispatcher), runner.ending_at(ends or PathEnds()):
+                yield runner, other.peer, routes
             running.cancel()
 
 
@@ -199,24 +208,24 @@ def data_node_process(connection: Connection, shape: tuple[int, int, int]) -> No
     worker, flight = FixedData(hidden_tensor(manifest)), OneFlight()
 
     async def main() -> None:
-        async with peer_of_two(connection, manifest, ModuleId(0), worker, flight) as (carrier, stage, routes):
+        async with peer_of_two(connection, manifest, ModuleId(0), worker, flight) as (runner, stage, routes):
             first = 0
             while await asyncio.to_thread(connection.recv):
                 numbers = range(first, first + SAMPLES_PER_ROUND)
                 first = numbers.stop
-                connection.send([await fly(carrier, routes, flight, stage, number) for number in numbers])
+                connection.send([await fly(runner, routes, flight, stage, number) for number in numbers])
                 if not torch.equal(worker.returned, worker.hidden):
                     raise SkipstoneError("what came back is not what was sent")
 
     uvloop.run(main())
 
 
-async def fly(carrier: MicrobatchRunner, routes: Routes, flight: OneFlight, stage: PeerId, number: int) -> Sample:
-    own = carrier.custody.own
+async def fly(runner: MicrobatchRunner, routes: Routes, flight: OneFlight, stage: PeerId, number: int) -> Sample:
+    own = runner.custody.own
     flight.landed = asyncio.get_running_loop().create_future()
     microbatch, path = MicrobatchId(own, number), Path(own, (Hop(STAGE, stage),))
     begun = time.perf_counter()
     path = routes.signed(microbatch, path, Purpose.TRAIN, LIFETIME_S)
-    carrier.handle(Started(microbatch, path, Purpose.TRAIN, LIFETIME_S))
+    runner.handle(Started(microbatch, path, Purpose.TRAIN, LIFETIME_S))
     ended = await flight.landed
     return Sample(flight.output_at - begun, ended - begun)

@@ -6,7 +6,7 @@ tokens.
 
 One process trains with the replicas' microbatches together in each step, at each of three learning rates; the best of
 them is what the best of two or three settings of the rounds is held against. The replicas read the same microbatches,
-dealt in turn. Their rounds are the real ones (averager, round machine, gRPC with mutual TLS on loopback), in lock-step.
+dealt in turn. Their rounds are the real ones (runner, round machine, gRPC with mutual TLS on loopback), in lock-step.
 Each outer step is also taken by an in-process reference in plain torch.
 
 Prints one JSON object. `--difference` trains only 20 rounds of 2 inner steps, with the rounds and with a reference that

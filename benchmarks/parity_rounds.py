@@ -1,4 +1,4 @@
-"""Replicas in one process that average as peers do: the real averager, round machine and transport, over loopback with
+"""Replicas in one process that average as peers do: the real runner, round machine and transport, over loopback with
 mutual TLS.
 
 They train in lock-step, each on a compute thread of its own, and wait for the commit of each round; nothing overlaps,
@@ -16,17 +16,20 @@ from random import SystemRandom
 
 import torch
 
-from benchmarks.averaging_skipstone import Book, Handler, no_catching_up
+from benchmarks.averaging_skipstone import Book, Host, dispatcher_of_one_module, receive_rounds
 from benchmarks.parity_learner import Learner
 from node.averaging.anchor.anchor import Anchor, version_of
 from node.averaging.anchor.anchor_store import AnchorStore
 from node.averaging.anchor.lone_replica import anchor_of
 from node.averaging.anchor.outer_step import outer_rule
+from node.averaging.exchange.all_reduce import ExchangeMeans
 from node.averaging.module_rounds import rungs_to
-from node.averaging.round_runner import RoundRunner, RoundRunnerHooks, RoundRunnerParts, RoundSettled
+from node.averaging.replica_sync import AloneRule, ReplicaSync
+from node.averaging.round_runner import RoundRunner, RoundSettled
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.task_groups import task_scope
 from node.data.packing import Microbatch
+from node.network.dispatcher import Dispatcher
 from protocol.identity.certificates import make_credentials
 from protocol.identity.entry_signatures import EntrySeal
 from protocol.identity.keys import Identity
@@ -37,7 +40,7 @@ from protocol.interfaces.transport import Question, QuestionAbout
 from protocol.manifest.manifest import Manifest
 from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.settings import TransportSettings
-from swarm.averaging.round_events import Fellow, RoundRules
+from swarm.averaging.round_events import RoundRules
 from swarm.averaging.round_machine import RoundMachine
 from swarm.vocabulary.errors import StateError
 from swarm.vocabulary.types import Codec, RunId
@@ -52,7 +55,8 @@ class Peer:
     """A replica with all that a round needs."""
 
     learner: Learner
-    averager: RoundRunner
+    runner: RoundRunner
+    dispatcher: Dispatcher
     compute: ComputeThread
     transport: GrpcTransport
     book: Book
@@ -78,13 +82,13 @@ class Hall:
             StateError: not all took part, or they do not agree.
         """
         for peer in self._peers:
-            peer.averager.stepped()
+            peer.runner.stepped()
         async with asyncio.timeout(PATIENCE_S):
             settled = [await peer.settled.get() for peer in self._peers]
         versions = {one.version for one in settled}
         if len(versions) > 1 or any(len(one.members) != len(self._peers) for one in settled):
             raise StateError(f"round {settled[0].version.round} was not one of all replicas")
-        return self._peers[0].averager.anchor
+        return self._peers[0].runner.anchor
 
 
 @asynccontextmanager
@@ -98,7 +102,9 @@ async def hall(learners: Sequence[Learner], manifest: Manifest) -> AsyncIterator
         for peer in peers:
             peer.book.contacts = {one.contact.peer: one.contact for one in peers if one is not peer}
         tasks = await stack.enter_async_context(task_scope())
-        running = [tasks.create_task(peer.averager.run(peer.transport)) for peer in peers]
+        for peer in peers:
+            stack.enter_context(receive_rounds(peer.runner, peer.dispatcher))
+        running = [tasks.create_task(peer.runner.run()) for peer in peers]
         try:
             for peer in peers:
                 for other in peer.book.contacts:
@@ -110,35 +116,33 @@ async def hall(learners: Sequence[Learner], manifest: Manifest) -> AsyncIterator
 
 
 def _inner_step(peer: Peer, microbatches: Sequence[Microbatch]) -> None:
-    peer.averager.after_inner_step(peer.learner.step(microbatches))
+    peer.runner.after_inner_step(peer.learner.step(microbatches))
 
 
 def _peer(learner: Learner, manifest: Manifest, stack: AsyncExitStack) -> Peer:
-    identity, book, handler = Identity.generate(), Book(), Handler()
+    identity, book, dispatcher = Identity.generate(), Book(), dispatcher_of_one_module()
     credentials = make_credentials(identity, RUN)
     compute = stack.enter_context(ComputeThread(set_up=lambda: torch.set_num_threads(1)))
     averaging = stack.enter_context(ComputeThread(name="averaging"))
-    transport = GrpcTransport(
-        identity, credentials, RUN, book, handler, SystemClock(), TransportSettings(), own_record=lambda: b""
-    )
-    settled = asyncio.Queue[RoundSettled]()
-    handler.averager = _averager(identity, learner, manifest, book, settled, compute, averaging)
+    transport = GrpcTransport(credentials, book, dispatcher, SystemClock(), TransportSettings(), own_record=lambda: b"")
     contact = Contact(identity.peer, (), credentials.certificate_der)
-    return Peer(learner, handler.averager, compute, transport, book, contact, settled)
+    shelf = AnchorStore(_anchor_after(learner))
+    host = Host(book, shelf.current.version)
+    runner = _runner(identity, learner, manifest, shelf, (compute, averaging), transport, host)
+    return Peer(learner, runner, dispatcher, compute, transport, book, contact, host.rounds)
 
 
-def _averager(
+def _runner(
     identity: Identity,
     learner: Learner,
     manifest: Manifest,
-    book: Book,
-    settled: asyncio.Queue[RoundSettled],
-    compute: ComputeThread,
-    averaging: ComputeThread,
+    shelf: AnchorStore,
+    threads: tuple[ComputeThread, ComputeThread],
+    transport: GrpcTransport,
+    host: Host,
 ) -> RoundRunner:
-    own, shelf = identity.peer, AnchorStore(_anchor_after(learner))
-    start = shelf.current.version
-    training = manifest.training
+    own, training, start = identity.peer, manifest.training, shelf.current.version
+    compute, averaging = threads
     rules = RoundRules(
         training.inner_steps,
         training.fragments,
@@ -149,28 +153,12 @@ def _averager(
         silence_s=PATIENCE_S,
         rungs=rungs_to(Codec[manifest.codecs.pseudo_gradients.upper()]),
     )
-    parts = RoundRunnerParts(
-        own,
-        learner.module,
-        RoundMachine(own, learner.module, rules, start, EntrySeal(identity, RUN)),
-        shelf,
-        learner.replica,
-        compute,
-        averaging,
-        rules.codecs,
-        outer_rule(manifest),
-        training.inner_steps,
-        manifest.microbatch_tokens,
-        SystemClock(),
-        PieceSignatures(RUN, identity),
-        SystemRandom(),
-    )
-    hooks = RoundRunnerHooks(
-        fellows=lambda: tuple(Fellow(peer, start, True) for peer in book.contacts),
-        catch_up=no_catching_up,
-        settled=settled.put_nowait,
-    )
-    return RoundRunner(parts, hooks)
+    machine = RoundMachine(own, learner.module, rules, start, EntrySeal(identity, RUN))
+    clock, outer, signatures = SystemClock(), outer_rule(manifest), PieceSignatures(RUN, identity)
+    means = ExchangeMeans(rules.codecs, outer, averaging, transport, clock, signatures, SystemRandom())
+    alone = AloneRule(training.inner_steps, outer, manifest.microbatch_tokens, clock)
+    replica_sync = ReplicaSync(learner.replica, shelf, compute, averaging, alone)
+    return RoundRunner(own, learner.module, machine, shelf, replica_sync, means, host)
 
 
 def _anchor_after(learner: Learner) -> Anchor:

@@ -24,12 +24,10 @@ from node.network.reach_status import ReachMode
 from node.network.session import NetworkSession, Whereabouts, present
 from node.observability.events import Event, Reach
 from node.reachability.monitor import reachable
-from protocol.codecs import Encoded
 from protocol.dht.directory import DirectorySettings
 from protocol.identity.keys import Identity
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.tensor_spec import DType, TensorSpec
-from protocol.interfaces.transport import Topic
 from protocol.manifest.join_link import parse_link
 from swarm.vocabulary.pipeline_messages import Close, Forward, MicrobatchControl, MicrobatchTensor, Purpose
 from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, PeerId, PeerState, RunId
@@ -55,7 +53,7 @@ class Listener:
 
 
 class Counter:
-    """Stands where a carrier would: takes tensors into a few buffers, and counts whole batches."""
+    """Takes tensors into a few buffers, and counts whole batches."""
 
     def __init__(self) -> None:
         self._free = [memoryview(bytearray(TENSOR.byte_length)) for _ in range(2 * IN_FLIGHT)]
@@ -66,29 +64,17 @@ class Counter:
     def admit(self, sender: PeerId, message: MicrobatchTensor, tensor: TensorSpec) -> memoryview:
         return self._free.pop()
 
-    def received(self, message: MicrobatchTensor, encoded: Encoded) -> None:
-        self._free.append(encoded.data)
+    def received(self, sender: PeerId, message: MicrobatchTensor, tensor: TensorSpec, buffer: memoryview) -> None:
+        self._free.append(buffer)
         self._received += 1
         if self._received % TENSORS_PER_BATCH == 0:
             self.batches.put_nowait(message.microbatch.data_node)
 
-    def broken_off(self, message: MicrobatchTensor, buffer: memoryview) -> None:
+    def broken_off(self, sender: PeerId, message: MicrobatchTensor, buffer: memoryview) -> None:
         self._free.append(buffer)
 
-    def told(self, sender: PeerId, message: MicrobatchControl) -> None:
+    def receive(self, sender: PeerId, message: MicrobatchControl) -> None:
         self.whole.set()
-
-    def serves(self, sender: PeerId) -> bool:
-        return True
-
-    def minds(self, sender: PeerId, topic: Topic) -> bool:
-        return True
-
-    def link_up(self, peer: PeerId) -> None:
-        return
-
-    def link_down(self, peer: PeerId, error: Exception) -> None:
-        return
 
 
 def say(**words: object) -> None:
@@ -178,20 +164,23 @@ async def main(arguments: argparse.Namespace, over: asyncio.Event) -> None:
     settings = DirectorySettings(arguments.listen, 0, (), peers, relay_bytes_per_hour=arguments.relay_bytes)
     counter, events = Counter(), Listener()
     async with present(Identity.generate(), run, where, settings, SystemClock(), events) as session:
-        session.dispatcher.carrier = counter  # type: ignore[assignment]
-        async with reachable(ReachMode.AUTO, None, session, events):
-            work = asyncio.create_task(
-                receive(session, counter, events)
-                if arguments.to is None
-                else send(session, counter, events, PeerId(arguments.to), arguments.step)
-            )
-            ending = asyncio.create_task(over.wait())
-            await asyncio.wait((work, ending), return_when=asyncio.FIRST_COMPLETED)
-            ending.cancel()
-            if not work.done():
-                work.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await work
+        receiving = session.dispatcher.registered(
+            tensors={MicrobatchTensor: counter}, messages={MicrobatchControl: counter.receive}
+        )
+        with receiving:
+            async with reachable(ReachMode.AUTO, None, session, events):
+                work = asyncio.create_task(
+                    receive(session, counter, events)
+                    if arguments.to is None
+                    else send(session, counter, events, PeerId(arguments.to), arguments.step)
+                )
+                ending = asyncio.create_task(over.wait())
+                await asyncio.wait((work, ending), return_when=asyncio.FIRST_COMPLETED)
+                ending.cancel()
+                if not work.done():
+                    work.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await work
 
 
 def run_until_stdin_ends(arguments: argparse.Namespace) -> None:

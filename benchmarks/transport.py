@@ -105,9 +105,7 @@ class Counter:
 
 def make_transport(identity: Identity, credentials: TlsCredentials, handler: Counter, book: Book) -> GrpcTransport:
     return GrpcTransport(
-        identity,
         credentials,
-        RUN,
         book,
         handler,
         MonotonicClock(),

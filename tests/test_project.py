@@ -47,29 +47,29 @@ node/lab/simulation: swarm/simulation swarm/simulation/central
 protocol/nat: protocol/frames protocol/interfaces protocol/libp2p protocol/transport
 node/model: node/data protocol/manifest
 protocol/dht: protocol/identity protocol/interfaces protocol/libp2p protocol/nat protocol/transport
-node/concurrency: node/model
+node/concurrency: node/model protocol/interfaces
 node/checkpoint: node/concurrency node/data node/model node/observability protocol/manifest
-node/pipeline: node/concurrency node/data node/model node/observability protocol/codecs protocol/interfaces
-    protocol/manifest protocol/transport swarm/compression swarm/pipeline swarm/routing
 node/averaging/anchor: node/checkpoint node/model protocol/manifest
-node/network: node/concurrency node/observability node/pipeline protocol/codecs protocol/dht protocol/identity
-    protocol/interfaces protocol/manifest protocol/nat protocol/transport swarm/membership swarm/routing
+node/network: node/concurrency node/observability protocol/dht protocol/identity protocol/interfaces protocol/manifest
+    protocol/nat protocol/transport swarm/membership swarm/routing
+node/pipeline: node/concurrency node/data node/model node/network node/observability protocol/codecs protocol/interfaces
+    protocol/manifest protocol/transport swarm/compression swarm/pipeline swarm/routing
 node/averaging/exchange: node/averaging/anchor node/concurrency node/model node/observability protocol/codecs
     protocol/identity protocol/interfaces swarm/averaging swarm/compression
-node/averaging/state_sync: node/averaging/anchor node/concurrency node/observability protocol/codecs protocol/frames
-    protocol/interfaces protocol/transport swarm/averaging
+node/averaging/state_sync: node/averaging/anchor node/concurrency node/network node/observability protocol/codecs
+    protocol/frames protocol/interfaces protocol/transport swarm/averaging
 node/context: node/checkpoint node/concurrency node/data node/network node/observability protocol/identity
     protocol/manifest swarm/pipeline
 node/reachability: node/concurrency node/network node/observability protocol/identity protocol/interfaces
     protocol/manifest protocol/nat protocol/transport swarm/membership
-node/routing: node/concurrency node/data node/network node/observability node/pipeline protocol/interfaces
+node/routing: node/concurrency node/context node/data node/network node/observability node/pipeline protocol/interfaces
     protocol/manifest swarm/membership swarm/pipeline swarm/routing swarm/routing/negotiation
 node/solo: node/averaging/anchor node/checkpoint node/data node/model node/observability node/pipeline protocol/manifest
     swarm/routing
 node/averaging/audit: node/averaging/anchor node/averaging/exchange node/concurrency protocol/codecs protocol/identity
     protocol/interfaces swarm/averaging
 node/export: node/averaging/anchor node/averaging/state_sync node/checkpoint node/context node/data node/model
-    node/network node/observability node/solo protocol/interfaces protocol/manifest swarm/averaging
+    node/network node/observability node/solo protocol/manifest swarm/averaging
 node/lab/doctor: node/concurrency node/model node/network node/reachability protocol/interfaces protocol/manifest
 node/local_swarm: node/context node/data node/observability protocol/identity protocol/libp2p protocol/manifest
 node/averaging: node/averaging/anchor node/averaging/audit node/averaging/exchange node/averaging/state_sync

@@ -1,17 +1,16 @@
-"""One replica's rounds as a part of a node: puts averager, donor and downloads together, and joins them to the rest.
+"""One replica's rounds as a part of a node: builds the runner of rounds, the donor and the downloads, and joins them to
+the rest.
 
 What the manifest allows in rounds, with the sizes that the codecs have.
-
-One module's state towards the links: what is given to others, and what is fetched from them.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from random import Random, SystemRandom
+from random import SystemRandom
 
 import torch
 
@@ -22,32 +21,28 @@ from node.averaging.anchor.layout import Layout
 from node.averaging.anchor.lone_replica import anchor_of
 from node.averaging.anchor.module_vector import LocalReplica
 from node.averaging.anchor.outer_step import outer_rule
-from node.averaging.replica_sync import Work
+from node.averaging.exchange.all_reduce import ExchangeMeans
+from node.averaging.replica_sync import AloneRule, ReplicaSync, Work
 from node.averaging.reporting import RoundNews
-from node.averaging.round_runner import RoundRunner, RoundRunnerHooks, RoundRunnerParts, RoundSettled
+from node.averaging.round_runner import RoundRunner, RoundSettled
 from node.averaging.state_sync.chunk_codec import STATE_CODECS
 from node.averaging.state_sync.donor import Donor
-from node.averaging.state_sync.download import CatchingUp, Surroundings
+from node.averaging.state_sync.download import StateDownloads
 from node.checkpoint.state import Agreed, AnchorState
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.task_groups import task_scope
 from node.context.module_context import ModuleContext
-from node.model.optimizer import StepFigures
-from node.network.dispatcher import RoundTensor
 from node.observability.events import Note
 from protocol.codecs import encoded_bytes
 from protocol.identity.entry_signatures import EntrySeal
 from protocol.identity.piece_signatures import PieceSignatures
-from protocol.interfaces.tensor_spec import TensorSpec
-from protocol.interfaces.transport import Question, QuestionAbout, Refusal
 from protocol.manifest.manifest import Manifest
-from swarm.averaging.round_events import Fellow, RoundRules
+from swarm.averaging.round_events import Caught, Fellow, RoundRules
 from swarm.averaging.round_machine import RoundMachine
 from swarm.compression.round_codecs import RoundCodecs, Rung, ladder
 from swarm.vocabulary.announcement import Announcement
-from swarm.vocabulary.averaging_messages import Progress, RoundControl, StateChunk, StateControl, StateRequest
-from swarm.vocabulary.errors import CorruptSnapshot, PeerError
-from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId, PeerState
+from swarm.vocabulary.errors import CorruptSnapshot
+from swarm.vocabulary.types import AnchorVersion, Codec, PeerId, PeerState
 
 _ELEMENTS = 2**20
 
@@ -63,36 +58,6 @@ def rung_of(codecs: RoundCodecs) -> Rung:
     return Rung(codecs, encoded / (2 * 4 * _ELEMENTS))
 
 
-class StateDesk:
-    """The part of `node.network.dispatcher.RoundReceiver` that has to do with state. `donor` is None until there is an
-    anchor to give."""
-
-    def __init__(self, catching_up: CatchingUp, donor: Donor | None = None) -> None:
-        self.catching_up = catching_up
-        self.donor = donor
-
-    def admit(self, sender: PeerId, message: StateChunk, tensor: TensorSpec) -> memoryview | Refusal:
-        """Raises ProtocolViolation."""
-        return self.catching_up.admit(sender, message, tensor)
-
-    def received(self, sender: PeerId, message: StateChunk, buffer: memoryview) -> None:
-        self.catching_up.received(sender, message, buffer)
-
-    def broken_off(self, sender: PeerId, message: StateChunk, buffer: memoryview) -> None:
-        self.catching_up.broken_off(sender, message, buffer)
-
-    def told(self, sender: PeerId, message: StateControl) -> None:
-        if not isinstance(message, StateRequest):
-            self.catching_up.told(sender, message)
-        elif self.donor is not None:
-            self.donor.told(sender, message)
-
-    def link_down(self, peer: PeerId, error: PeerError) -> None:
-        self.catching_up.link_down(peer)
-        if self.donor is not None:
-            self.donor.link_down(peer)
-
-
 LOOK_S = 0.05
 BETWEEN_SAVES_S = 30.0
 """A checkpoint is asked for at rounds, but not more often than this: small modules may have a round every second."""
@@ -104,74 +69,69 @@ RESUMING_WITHIN_S = 12.0
 
 
 class ModuleRounds:
-    """`node.network.dispatcher.RoundReceiver` of a node's module. Made by `module_rounds`."""
+    """A module's rounds at this node, as the rest of the node sees them; and the rest of the node as they see it
+    (`node.averaging.round_runner.RoundHost`). Made by `module_rounds`.
 
-    def __init__(self, given: ModuleContext, replica: LocalReplica, start: Anchor, averaging: ComputeThread) -> None:
-        manifest, own = given.manifest, given.session.own
+    Args:
+        start: the anchor that the replica stands on.
+        averaging: the thread for arithmetic on anchors.
+    """
+
+    def __init__(
+        self,
+        given: ModuleContext,
+        replica: LocalReplica,
+        start: Anchor,
+        averaging: ComputeThread,
+    ) -> None:
+        manifest, own, session, module = given.manifest, given.session.own, given.session, given.module
+        self.news = RoundNews(own.peer, module, own.clock, given.events)
         self._given = given
         self._own = own
         self._shelf = AnchorStore(start)
-        rules = round_rules(manifest, start.layout)
-        seal = EntrySeal(given.session.identity, given.session.run)
-        self._machine = RoundMachine(own.peer, given.module, rules, start.version, seal)
-        parts = RoundRunnerParts(
-            own=own.peer,
-            module=given.module,
-            machine=self._machine,
-            shelf=self._shelf,
-            replica=replica,
-            compute=given.compute,
-            averaging=averaging,
+        rules, outer = round_rules(manifest, start.layout), outer_rule(manifest)
+        seal = EntrySeal(session.identity, session.run)
+        self._machine = RoundMachine(own.peer, module, rules, start.version, seal)
+        training, tokens = manifest.training, manifest.microbatch_tokens
+        alone = AloneRule(training.inner_steps, outer, tokens, own.clock, training.round_seconds)
+        self._replica_sync = ReplicaSync(replica, self._shelf, given.compute, averaging, alone)
+        means = ExchangeMeans(
             codecs=rules.codecs,
-            outer=outer_rule(manifest),
-            inner_steps=manifest.training.inner_steps,
-            microbatch_tokens=manifest.microbatch_tokens,
+            rule=outer,
+            thread=averaging,
+            transport=session.transport,
             clock=own.clock,
-            signatures=PieceSignatures(own.run, given.session.identity),
+            signatures=PieceSignatures(own.run, session.identity),
             random=SystemRandom(),
-            longest_s=manifest.training.round_seconds,
+            watch=self.news.exchanging,
         )
-        self.news = RoundNews(own.peer, given.module, own.clock, given.events)
-        hooks = RoundRunnerHooks(
-            fellows=self._fellows,
-            catch_up=self._catch_up,
-            anchored=self._anchored,
-            settled=self._settled,
-            accused=self.news.accused,
-            exchanging=self.news.exchanging,
-        )
-        self._averager = RoundRunner(parts, hooks)
-        state_codecs = STATE_CODECS[manifest.codecs.state]
-        self._donor = Donor(given.module, self._shelf, own.clock, state_codecs, averaging)
-        folder = given.options.checkpoint_dir
-        around = Surroundings(
-            given.module,
-            start.layout,
-            given.session.transport,
-            own.clock,
-            Random(own.peer),  # noqa: S311 - spreads the load over donors; no secret
+        self.runner = RoundRunner(own.peer, module, self._machine, self._shelf, self._replica_sync, means, self)
+        codecs, folder = STATE_CODECS[manifest.codecs.state], given.options.checkpoint_dir
+        self._donor = Donor(module, self._shelf, own.clock, codecs, averaging, session.transport)
+        self._downloads = StateDownloads(
+            session,
+            module,
             self._shelf,
-            state_codecs,
+            codecs,
             None if folder is None else folder / own.peer / "download",
             self.news.progressed,
-            self._averager.gave_other_state,
+            self.runner.gave_other_state,
         )
-        self._catching_up = CatchingUp(around)
-        self._desk = StateDesk(self._catching_up, self._donor)
         self._ready = False
         self._resumed: AnchorVersion | None = None
         self._saved_at = -BETWEEN_SAVES_S
 
     async def run(self) -> None:
         """Until cancelled."""
-        transport = self._given.session.transport
-        async with task_scope() as tasks:
-            tasks.create_task(self._donor.run(transport))
-            tasks.create_task(self._averager.run(transport))
+        dispatcher = self._given.session.dispatcher
+        with self._donor.receiving(dispatcher), self.runner.receiving(dispatcher):
+            async with task_scope() as tasks:
+                tasks.create_task(self._donor.run())
+                tasks.create_task(self.runner.run())
 
     def resume(self, since: Work) -> None:
         """The replica was restored with this much work since its anchor."""
-        self._averager.keeper.resume(since)
+        self._replica_sync.resume(since)
         version = self._shelf.current.version
         if version.round:
             self._resumed = version
@@ -188,7 +148,7 @@ class ModuleRounds:
             await self._seen_who_resumes_with_us()
         elif not self._known_here():
             # The machine waits a little before it says so; then it may be too late for the first round.
-            self._averager.keeper.alone = True
+            self._replica_sync.stand_alone(True)
         self._ready = True
         self._own.anchor = self._shelf.current.version
 
@@ -213,27 +173,15 @@ class ModuleRounds:
         """All others that say they are in our module, whatever they do there."""
         return [known for known in self._given.session.membership.peers() if known.module == self._given.module]
 
-    @property
-    def answers(self) -> dict[QuestionAbout, Callable[[Question], Awaitable[bytes]]]:
-        return {QuestionAbout.STATE: self._donor.answer}
-
     def describe(self) -> str:
         """One line for people."""
         return self._machine.describe()
 
     # ---- the replica's side ------------------------------------------------------------------------------------------
 
-    def after_inner_step(self, figures: StepFigures) -> None:
-        """On the compute thread, in the same job as the step."""
-        self._averager.after_inner_step(figures)
-
-    def stepped(self) -> None:
-        """On the event loop, some time after."""
-        self._averager.stepped()
-
     def agreed(self) -> Agreed:
         """What a checkpoint needs; on the compute thread."""
-        since = self._averager.keeper.since_anchor
+        since = self._replica_sync.since_anchor
         return Agreed(anchor_state(self._shelf.current), since.steps, since.tokens)
 
     async def finish_round(self) -> None:
@@ -242,40 +190,9 @@ class ModuleRounds:
         while self._machine.under_way is not None:  # noqa: ASYNC110 - the machine has no events to wait for
             await asyncio.sleep(LOOK_S)
 
-    # ---- node.network.dispatcher.RoundReceiver -----------------------------------------------------------------------
+    # ---- node.averaging.round_runner.RoundHost -----------------------------------------------------------------------
 
-    def admit(self, sender: PeerId, message: RoundTensor, tensor: TensorSpec) -> memoryview | Refusal:
-        if isinstance(message, StateChunk):
-            return self._desk.admit(sender, message, tensor)
-        if not self._given.session.membership.hosts(sender, self._given.module):
-            return Refusal(False, "only replicas of a module have a part in its rounds")
-        return self._averager.admit(sender, message, tensor)
-
-    def received(self, sender: PeerId, message: RoundTensor, tensor: TensorSpec, buffer: memoryview) -> None:
-        if isinstance(message, StateChunk):
-            self._desk.received(sender, message, buffer)
-        else:
-            self._averager.received(sender, message, tensor, buffer)
-
-    def broken_off(self, sender: PeerId, message: RoundTensor, buffer: memoryview, error: PeerError) -> None:
-        if isinstance(message, StateChunk):
-            self._desk.broken_off(sender, message, buffer)
-        else:
-            self._averager.broken_off(sender, message, buffer, error)
-
-    def told(self, sender: PeerId, message: RoundControl | StateControl) -> None:
-        if isinstance(message, StateControl):
-            self._desk.told(sender, message)
-        elif module_of(message) == self._given.module:
-            self._averager.told(sender, message)
-
-    def link_down(self, peer: PeerId, error: PeerError) -> None:
-        self._desk.link_down(peer, error)
-        self._averager.link_down(peer, error)
-
-    # ---- the averager's hooks ----------------------------------------------------------------------------------------
-
-    def _fellows(self) -> tuple[Fellow, ...]:
+    def fellows(self) -> tuple[Fellow, ...]:
         """To a newcomer one that leaves is as good as one that stays: it may be the last that has the state."""
         found = (
             Fellow(known.peer, known.anchor, known.state is PeerState.SERVING or not self._ready)
@@ -284,30 +201,29 @@ class ModuleRounds:
         )
         return tuple(sorted(found, key=lambda fellow: fellow.peer))
 
-    def fellows_of_last_round(self) -> frozenset[PeerId]:
-        """Those who contributed to the round that made our anchor; nobody where it was made otherwise."""
-        settled = self.news.settled
-        if settled is None or settled.version != self._shelf.current.version:
-            return frozenset()
-        return frozenset(settled.contributors) - {self._own.peer}
-
-    async def _catch_up(self, version: AnchorVersion, donors: Sequence[PeerId]) -> Anchor:
+    async def catch_up(self, version: AnchorVersion, donors: tuple[PeerId, ...]) -> Anchor:
         known = self._shelf.current
         self.news.fetching(version)
         try:
-            anchor = await self._catching_up.catch_up(version, donors, known)
-            self.news.caught_up(anchor, known, donors, self._catching_up.received_bytes)
+            anchor = await self._downloads.catch_up(version, donors, known)
+            self.news.caught_up(anchor, known, donors, self._downloads.received_bytes)
         finally:
             self.news.ended()
         return anchor
 
-    def _anchored(self, anchor: Anchor) -> None:
+    def accused(self, caught: Caught) -> None:
+        self.news.accused(caught)
+
+    def anchored(self, anchor: Anchor) -> None:
+        self._given.proofs.shared_round(frozenset())
         if self._ready:
             self._own.anchor = anchor.version
             self._given.session.membership_sync.announce()
 
-    def _settled(self, settled: RoundSettled) -> None:
+    def settled(self, settled: RoundSettled) -> None:
         self.news.committed(settled)
+        if settled.version == self._shelf.current.version:
+            self._given.proofs.shared_round(frozenset(settled.contributors) - {self._own.peer})
         now = self._own.clock.monotonic()
         if now - self._saved_at >= BETWEEN_SAVES_S:
             self._saved_at = now
@@ -326,16 +242,12 @@ async def module_rounds(given: ModuleContext, replica: LocalReplica) -> AsyncIte
             since = Work(saved.counters.steps_since_anchor, saved.counters.tokens_since_anchor)
         rounds = ModuleRounds(given, replica, start, averaging)
         rounds.resume(since)
-        given.session.dispatcher.rounds = rounds
-        try:
-            async with task_scope() as tasks:
-                running = tasks.create_task(rounds.run())
-                try:
-                    yield rounds
-                finally:
-                    running.cancel()
-        finally:
-            given.session.dispatcher.rounds = None
+        async with task_scope() as tasks:
+            running = tasks.create_task(rounds.run())
+            try:
+                yield rounds
+            finally:
+                running.cancel()
 
 
 def round_rules(manifest: Manifest, layout: Layout) -> RoundRules:
@@ -349,11 +261,6 @@ def round_rules(manifest: Manifest, layout: Layout) -> RoundRules:
         step_tokens=training.inner_tokens,
         rungs=rungs_to(Codec[manifest.codecs.pseudo_gradients.upper()]),
     )
-
-
-def module_of(message: RoundControl) -> ModuleId:
-    """Which module's round it is about."""
-    return message.module if isinstance(message, Progress) else message.round.module
 
 
 def _restored(given: ModuleContext, layout: Layout, saved: AnchorState) -> Anchor | None:

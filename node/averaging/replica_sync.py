@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -26,7 +25,6 @@ from node.concurrency.compute_thread import ComputeThread, Priority
 from node.model.optimizer import StepFigures
 from protocol.interfaces.clock import Clock
 from swarm.vocabulary.errors import StateError
-from swarm.vocabulary.types import AnchorVersion
 
 log = logging.getLogger(__name__)
 
@@ -74,12 +72,19 @@ class AloneRule:
     """After so many seconds since the last outer step, the next inner step brings another."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LoneStep:
+    """An outer step that a replica took by itself: the anchor that it made, and the tokens in it."""
+
+    anchor: Anchor
+    tokens: int
+
+
 class ReplicaSync:
     """One replica on the compute thread, as the event loop sees it.
 
     Args:
         averaging: the thread for arithmetic on anchors.
-        stepped_alone: called on the compute thread when the replica, being alone, has taken the outer step.
     """
 
     def __init__(
@@ -89,10 +94,9 @@ class ReplicaSync:
         compute: ComputeThread,
         averaging: ComputeThread,
         rule: AloneRule,
-        stepped_alone: Callable[[Anchor, AnchorVersion], None],
     ) -> None:
-        self.alone = False
-        """Set from the event loop; read on the compute thread after each inner step."""
+        self.is_alone = False
+        """Read on the compute thread after each inner step."""
         self.lost = Work()
         """Given up by adopting another anchor, since the start."""
         self._replica = replica
@@ -100,7 +104,6 @@ class ReplicaSync:
         self._compute = compute
         self._averaging = averaging
         self._rule = rule
-        self._stepped_alone = stepped_alone
         self._lone_every = steps_between_rounds(rule.inner_steps, len(replica.layout.fragments))
         self._done = Work()
         self._at_anchor = Work()
@@ -117,12 +120,17 @@ class ReplicaSync:
         """The replica was restored with this much work since its anchor. To be called before it takes a step."""
         self._done, self._at_anchor = since, Work()
 
-    def after_inner_step(self, figures: StepFigures) -> None:
-        """To be called on the compute thread, in the same job as the step."""
+    def stand_alone(self, alone: bool) -> None:
+        """Whether the replica takes its outer steps by itself from now on."""
+        self.is_alone = alone
+
+    def after_inner_step(self, figures: StepFigures) -> LoneStep | None:
+        """To be called on the compute thread, in the same job as the step. Returns the outer step that a lone replica
+        has taken, if it was due."""
         self._done += Work(1, max(figures.visits) * self._rule.microbatch_tokens)
         work, waited_s = self.since_anchor, self._rule.clock.monotonic() - self._anchored_at
-        if not self.alone or (work.steps < self._lone_every and waited_s < self._rule.longest_s):
-            return
+        if not self.is_alone or (work.steps < self._lone_every and waited_s < self._rule.longest_s):
+            return None
         before = self._shelf.current.version
         try:
             anchor = step_alone(self._replica, self._shelf, self._rule.outer, work.steps, work.tokens)
@@ -131,9 +139,9 @@ class ReplicaSync:
             anchor = self._shelf.current
             self._replica.write(slice(0, anchor.layout.elements), anchor.parameters)
             self._start_anew(anchor)
-            return
+            return None
         self._stand(self._done)
-        self._stepped_alone(anchor, before)
+        return LoneStep(anchor, anchor.version.tokens - before.tokens)
 
     async def snapshot(self) -> Snapshot:
         """Fixes the pseudo-gradient of the fragment whose turn it is. Its norm is computed on the averaging thread

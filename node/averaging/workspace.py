@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 from node.averaging.anchor.anchor import Anchor, Vector
 from node.averaging.anchor.anchor_store import AnchorStore
@@ -62,7 +63,8 @@ class RoundWorkspace:
     """One replica's.
 
     Args:
-        report: told what the exchange has to say to the round machine.
+        report: gets what the exchange has to say to the round machine.
+        begin: does something in a task of its own.
         auditor: told what there is to audit.
     """
 
@@ -70,18 +72,20 @@ class RoundWorkspace:
         self,
         own: PeerId,
         shelf: AnchorStore,
-        keeper: ReplicaSync,
+        replica_sync: ReplicaSync,
         means: ExchangeMeans,
         report: Callable[[Event], None],
+        begin: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None] | None],
         auditor: Auditor,
     ) -> None:
         self.snapshot: Snapshot | None = None
         self.incoming = Incoming(means.clock)
         self._own = own
         self._shelf = shelf
-        self._keeper = keeper
+        self._replica_sync = replica_sync
         self._means = means
         self._report = report
+        self._begin_task = begin
         self._auditor = auditor
         self._turn = asyncio.Lock()
         self._releases = 0
@@ -103,13 +107,13 @@ class RoundWorkspace:
             snapshot = self.snapshot
             if snapshot is None or snapshot.source.anchor is not self._shelf.current:
                 self.snapshot = None
-                snapshot = await self._keeper.snapshot()
+                snapshot = await self._replica_sync.snapshot()
                 if not self._is_next(round_id.number) or releases != self._releases:
                     return None
                 self.snapshot = snapshot if math.isfinite(snapshot.norm) else None
             return snapshot
 
-    async def exchange(self, roster: Roster, tasks: asyncio.TaskGroup) -> None:
+    async def exchange(self, roster: Roster) -> None:
         """Begins the exchange in a task of its own; ends the one before."""
         self._wanted = roster
         self._expect(roster.round)
@@ -117,7 +121,7 @@ class RoundWorkspace:
             await self._end_exchange()
             if self._wanted is roster:
                 try:
-                    self._begin(roster, tasks)
+                    self._begin(roster)
                 except SkipstoneError as error:
                     log.warning("no part in round %d: %s", roster.round.number, error)
 
@@ -175,7 +179,7 @@ class RoundWorkspace:
             self.incoming.began(sender)
         return admitted
 
-    def received(self, sender: PeerId, message: RoundPiece, buffer: memoryview) -> None:
+    def received(self, sender: PeerId, message: RoundPiece, tensor: TensorSpec, buffer: memoryview) -> None:
         if isinstance(message, Contribution) and self._auditor.received(sender, message, buffer, whole=True):
             return
         self.incoming.ended(sender, buffer.nbytes)
@@ -205,7 +209,7 @@ class RoundWorkspace:
         if self._traffic.number != round_id.number:
             self._traffic = Traffic(round_id.number)
 
-    def _begin(self, roster: Roster, tasks: asyncio.TaskGroup) -> None:
+    def _begin(self, roster: Roster) -> None:
         snapshot, arrivals = self.snapshot, self._arrivals
         if snapshot is None or arrivals is None or snapshot.source.anchor.version != roster.base:
             raise ProtocolViolation("its roster starts from another anchor, or we never entered")
@@ -221,7 +225,8 @@ class RoundWorkspace:
             self._report,
             lambda anchor: self._keep(exchange, StagedRound(anchor, snapshot, exchange.sent)),
         )
-        self._running = _Running(exchange, vectors, tasks.create_task(_run(exchange)))
+        task = self._begin_task(_run(exchange))
+        self._running = None if task is None else _Running(exchange, vectors, task)
 
     async def _end_exchange(self) -> None:
         """Whatever the thread still does for it is done before its vectors are written for something else."""

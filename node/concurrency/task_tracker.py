@@ -17,6 +17,7 @@ class TaskTracker:
 
     def __init__(self) -> None:
         self._tasks: asyncio.TaskGroup | None = None
+        self._begun: set[asyncio.Task[None]] = set()
         self._owed = 0
         self._paid = asyncio.Event()
 
@@ -41,28 +42,32 @@ class TaskTracker:
             finally:
                 self._tasks = None
 
-    def begin(self, work: Coroutine[Any, Any, None]) -> None:
-        """Does it from now on, or never when nothing runs."""
+    def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
+        """Does it from now on, or never (None) when nothing runs."""
         if self._tasks is None:
             work.close()
-        else:
-            self._tasks.create_task(work)
+            return None
+        task = self._tasks.create_task(work)
+        self._begun.add(task)
+        task.add_done_callback(self._begun.discard)
+        return task
+
+    def cancel(self) -> None:
+        """Gives up what has been begun, and begins nothing more."""
+        self._tasks = None
+        for task in self._begun:
+            task.cancel()
 
     def owe(self, work: Coroutine[Any, Any, None]) -> None:
         """Begins what others wait for. Counted from now on: the task may begin later."""
-        if self._tasks is None:
-            work.close()
-            return
+        task = self.begin(work)
+        if task is not None:
+            self._owed += 1
+            task.add_done_callback(self._pay)
 
-        async def pay() -> None:
-            try:
-                await work
-            finally:
-                self._owed -= 1
-                self._paid.set()
-
-        self._owed += 1
-        self.begin(pay())
+    def _pay(self, _task: asyncio.Task[None]) -> None:
+        self._owed -= 1
+        self._paid.set()
 
     async def nothing_owed(self, patience_s: float) -> None:
         """Returns when all that is owed has been done, or after so many seconds."""

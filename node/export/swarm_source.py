@@ -11,27 +11,22 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from random import Random
 from typing import Final
 
 from node.averaging.anchor.anchor import Vector
 from node.averaging.anchor.anchor_checkpoint import tensors_of
 from node.averaging.anchor.layout import layout_of
 from node.averaging.state_sync.chunk_codec import STATE_CODECS
-from node.averaging.state_sync.download import CatchingUp, Surroundings
+from node.averaging.state_sync.download import StateDownloads
 from node.averaging.state_sync.partial_state import FreshSpace
 from node.export.source import Parameters
 from node.model.shapes import parameter_bytes, parameter_shapes
-from node.network.dispatcher import RoundTensor
 from node.network.session import NetworkSession, visit
-from protocol.interfaces.tensor_spec import TensorSpec
-from protocol.interfaces.transport import Refusal
 from protocol.manifest.join_link import JoinLink
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.signing import SignedManifest
 from swarm.averaging.schedule import choose_version
-from swarm.vocabulary.averaging_messages import RoundControl, StateChunk, StateControl, StateRefused
-from swarm.vocabulary.errors import NoQuorum, PeerError, Stalled, Unreachable
+from swarm.vocabulary.errors import NoQuorum, Stalled, Unreachable
 from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId
 
 log = logging.getLogger(__name__)
@@ -61,7 +56,6 @@ class SwarmSource:
         self._here = dict.fromkeys(manifest.modules(), 0)
         self._total = sum(parameter_bytes(parameter_shapes(manifest, module)) for module in manifest.modules())
         self._downloads = {module: self._download(manifest, module) for module in manifest.modules()}
-        session.dispatcher.rounds = _Downloads(self._downloads)
 
     async def module(self, module: ModuleId) -> Parameters:
         """Raises as `agreed`, and NoQuorum or Stalled when the donors are gone or give nothing."""
@@ -92,20 +86,11 @@ class SwarmSource:
                 return state_to_take(module, announced, self.signed.manifest.training.inner_steps)
             await asyncio.sleep(PAUSE_S)
 
-    def _download(self, manifest: Manifest, module: ModuleId) -> CatchingUp:
-        layout = layout_of(parameter_shapes(manifest, module), manifest.training.fragments)
-        own = self._session.own
-        return CatchingUp(
-            Surroundings(
-                module,
-                layout,
-                self._session.transport,
-                own.clock,
-                Random(own.peer),  # noqa: S311 - spreads the load over donors; no secret
-                FreshSpace(layout),
-                STATE_CODECS[manifest.codecs.state],
-                on_progress=lambda done, total: self._came(module, done),
-            )
+    def _download(self, manifest: Manifest, module: ModuleId) -> StateDownloads:
+        space = FreshSpace(layout_of(parameter_shapes(manifest, module), manifest.training.fragments))
+        codecs = STATE_CODECS[manifest.codecs.state]
+        return StateDownloads(
+            self._session, module, space, codecs, on_progress=lambda done, total: self._came(module, done)
         )
 
     def _came(self, module: ModuleId, done: int) -> None:
@@ -149,35 +134,6 @@ async def _look_around(session: NetworkSession, modules: Sequence[ModuleId], pat
     except TimeoutError:
         raise Unreachable(f"the directory could not be read for {patience_s:.0f} s") from None
     await session.membership_sync.alive(modules)
-
-
-class _Downloads:
-    """`node.network.dispatcher.RoundReceiver` of a visitor: takes the chunks that it has asked for, and has no part in
-    rounds."""
-
-    def __init__(self, downloads: Mapping[ModuleId, CatchingUp]) -> None:
-        self._downloads = downloads
-
-    def admit(self, sender: PeerId, message: RoundTensor, tensor: TensorSpec) -> memoryview | Refusal:
-        if isinstance(message, StateChunk) and message.module in self._downloads:
-            return self._downloads[message.module].admit(sender, message, tensor)
-        return Refusal(False, "a visitor hosts no module")
-
-    def received(self, sender: PeerId, message: RoundTensor, tensor: TensorSpec, buffer: memoryview) -> None:
-        if isinstance(message, StateChunk):
-            self._downloads[message.module].received(sender, message, buffer)
-
-    def broken_off(self, sender: PeerId, message: RoundTensor, buffer: memoryview, error: PeerError) -> None:
-        if isinstance(message, StateChunk):
-            self._downloads[message.module].broken_off(sender, message, buffer)
-
-    def told(self, sender: PeerId, message: RoundControl | StateControl) -> None:
-        if isinstance(message, StateRefused) and message.module in self._downloads:
-            self._downloads[message.module].told(sender, message)
-
-    def link_down(self, peer: PeerId, error: PeerError) -> None:
-        for download in self._downloads.values():
-            download.link_down(peer)
 
 
 def state_to_take(

@@ -19,22 +19,22 @@ Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
-class Told(Generic[Answer]):
-    """What somebody answered."""
+class Answered(Generic[Answer]):
+    """A good answer."""
 
     answer: Answer
 
 
-async def first_good(peers: Sequence[PeerId], ask: Callable[[PeerId], Awaitable[Answer]]) -> Told[Answer] | str:
+async def first_good(peers: Sequence[PeerId], ask: Callable[[PeerId], Awaitable[Answer]]) -> Answered[Answer] | str:
     """Asks all of them at once. Returns the first good answer, or, when there is none, why the last one gave none.
 
     Args:
         ask: raises PeerError or ManifestError for an answer that is none, or not good.
     """
 
-    async def attempt(peer: PeerId) -> Told[Answer] | str:
+    async def attempt(peer: PeerId) -> Answered[Answer] | str:
         try:
-            return Told(await ask(peer))
+            return Answered(await ask(peer))
         except (PeerError, ManifestError) as error:
             return f"{short(peer)}: {error}"
 
@@ -45,7 +45,7 @@ async def first_good(peers: Sequence[PeerId], ask: Callable[[PeerId], Awaitable[
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 result = task.result()
-                if isinstance(result, Told):
+                if isinstance(result, Answered):
                     for other in waiting:
                         other.cancel()
                     return result

@@ -1,133 +1,165 @@
-"""Receives what the links bring and passes each kind on to who minds it."""
+"""Gives what the links bring to the part of the node that has registered for it, by the type of the message."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import MappingProxyType, UnionType
+from typing import Any, Final, Protocol, get_args
 
-from node.network.membership_sync import MembershipSync
-from node.pipeline.microbatch_runner import MicrobatchRunner
-from protocol.codecs import Encoded
+from node.network.local_peer import LocalPeer
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import Question, QuestionAbout, Refusal, Topic
-from swarm.vocabulary.averaging_messages import RoundControl, RoundPiece, StateChunk, StateControl
+from swarm.membership.membership import Membership
+from swarm.vocabulary.averaging_messages import RoundControl, RoundPiece, StateControl
 from swarm.vocabulary.errors import PeerError, Rejected
-from swarm.vocabulary.pipeline_messages import Backward, ControlMessage, Forward, MicrobatchControl, TensorMessage
+from swarm.vocabulary.pipeline_messages import ControlMessage, MicrobatchControl, TensorMessage
 from swarm.vocabulary.routing_messages import LaneControl
 from swarm.vocabulary.types import ModuleId, PeerId
 
-Answering = Callable[[Question], Awaitable[bytes]]
-AnsweringAsker = Callable[[PeerId, Question], Awaitable[bytes]]
-RoundTensor = RoundPiece | StateChunk
+Answer = Callable[[PeerId, Question], Awaitable[bytes]]
+"""Answers a peer's question, as `protocol.interfaces.transport.LinkHandler.answer`."""
+Receive = Callable[[PeerId, Any], None]
+"""Takes in a small message from a peer."""
+Kinds = type | UnionType
+
+NONE: Final[Mapping[Any, Any]] = MappingProxyType({})
+TYPES: Final = {
+    Topic.MICROBATCHES: frozenset(get_args(MicrobatchControl)),
+    Topic.ROUNDS: frozenset(get_args(RoundControl)),
+    Topic.STATE: frozenset(get_args(StateControl)),
+    Topic.LANES: frozenset(get_args(LaneControl)),
+}
+"""The types of the small messages about each topic."""
 
 
-class RoundReceiver(Protocol):
-    """Who minds rounds and catching up. As `protocol.interfaces.transport.LinkHandler`, for the messages of
-    `swarm.vocabulary.averaging_messages`."""
+class TensorReceiver(Protocol):
+    """Takes in the tensors of some types of messages. As `protocol.interfaces.transport.LinkHandler`."""
 
-    def admit(self, sender: PeerId, message: RoundTensor, tensor: TensorSpec) -> memoryview | Refusal:
-        """A refusal reaches the sender as no more than "stop sending". Raises ProtocolViolation."""
+    def admit(self, sender: PeerId, message: Any, tensor: TensorSpec) -> memoryview | Refusal:
+        """Raises ProtocolViolation."""
         ...
 
-    def received(self, sender: PeerId, message: RoundTensor, tensor: TensorSpec, buffer: memoryview) -> None: ...
+    def received(self, sender: PeerId, message: Any, tensor: TensorSpec, buffer: memoryview) -> None: ...
 
-    def broken_off(self, sender: PeerId, message: RoundTensor, buffer: memoryview, error: PeerError) -> None: ...
-
-    def told(self, sender: PeerId, message: RoundControl | StateControl) -> None: ...
-
-    def link_down(self, peer: PeerId, error: PeerError) -> None: ...
-
-
-class LaneReceiver(Protocol):
-    """Who minds what other data nodes say of their lanes (`swarm.vocabulary.routing_messages`)."""
-
-    def told(self, sender: PeerId, message: LaneControl) -> None: ...
+    def broken_off(self, sender: PeerId, message: Any, buffer: memoryview) -> None: ...
 
 
 class Dispatcher:
-    """`protocol.interfaces.transport.LinkHandler`. Before a node hosts a module there is neither carrier nor rounds,
-    and tensors are refused.
+    """`protocol.interfaces.transport.LinkHandler`. What nobody has registered for is refused, or left out.
 
-    Only a data node minds lanes, and only of other data nodes; of rounds only what the other replicas of the own module
-    say means anything.
+    Only data nodes' word about lanes means anything, and about rounds only that of the other replicas of the own
+    module.
     """
 
-    def __init__(self, membership_sync: MembershipSync) -> None:
-        self._membership_sync = membership_sync
-        self.carrier: MicrobatchRunner | None = None
-        self.rounds: RoundReceiver | None = None
-        self.lanes: LaneReceiver | None = None
-        self.answers: dict[QuestionAbout, Answering] = {}
-        self.answers_by_asker: dict[QuestionAbout, AnsweringAsker] = {}
-        """Of questions that concern the asker itself."""
+    def __init__(self, own: LocalPeer, membership: Membership) -> None:
+        self._own = own
+        self._membership = membership
+        self._tensors: dict[type, TensorReceiver] = {}
+        self._messages: dict[type, Receive] = {}
+        self._answers: dict[QuestionAbout, Answer] = {}
+        self._on_announced: list[Callable[[PeerId, bytes], None]] = []
+        self._on_link_up: list[Callable[[PeerId], None]] = []
+        self._on_link_down: list[Callable[[PeerId, PeerError], None]] = []
+
+    @contextmanager
+    def registered(
+        self,
+        *,
+        tensors: Mapping[Kinds, TensorReceiver] = NONE,
+        messages: Mapping[Kinds, Receive] = NONE,
+        answers: Mapping[QuestionAbout, Answer] = NONE,
+        announced: Callable[[PeerId, bytes], None] | None = None,
+        link_up: Callable[[PeerId], None] | None = None,
+        link_down: Callable[[PeerId, PeerError], None] | None = None,
+    ) -> Iterator[None]:
+        """Within the block, a part of the node gets what it names here. Each type has one receiver at a time."""
+        tables: list[tuple[dict[Any, Any], dict[Any, Any]]] = [
+            (self._tensors, _by_type(tensors)),
+            (self._messages, _by_type(messages)),
+            (self._answers, dict(answers)),
+        ]
+        callbacks: list[tuple[list[Any], Any]] = [
+            (self._on_announced, announced),
+            (self._on_link_up, link_up),
+            (self._on_link_down, link_down),
+        ]
+        with ExitStack() as undo:
+            for table, added in tables:
+                assert not table.keys() & added.keys(), "somebody receives these already"
+                table |= added
+                undo.callback(_take_out, table, added)
+            for registered, callback in callbacks:
+                if callback is not None:
+                    registered.append(callback)
+                    undo.callback(registered.remove, callback)
+            yield
 
     def admit(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec) -> memoryview | Refusal:
-        if isinstance(message, Forward | Backward):
-            if self.carrier is not None:
-                return self.carrier.admit(sender, message, tensor)
-        elif self.rounds is not None:
-            return self.rounds.admit(sender, message, tensor)
-        return Refusal(False, "no module is hosted here")
+        receiver = self._tensors.get(type(message))
+        if receiver is None:
+            return Refusal(False, "nobody takes this here")
+        if isinstance(message, RoundPiece) and not self._is_replica(sender):
+            return Refusal(False, "only replicas of a module have a part in its rounds")
+        return receiver.admit(sender, message, tensor)
 
     def received(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec, buffer: memoryview) -> None:
-        if isinstance(message, Forward | Backward):
-            if self.carrier is not None:
-                self.carrier.received(message, Encoded(tensor, buffer))
-        elif self.rounds is not None:
-            self.rounds.received(sender, message, tensor, buffer)
+        receiver = self._tensors.get(type(message))
+        if receiver is not None:
+            receiver.received(sender, message, tensor, buffer)
 
     def broken_off(self, sender: PeerId, message: TensorMessage, buffer: memoryview, error: PeerError) -> None:
-        if isinstance(message, Forward | Backward):
-            if self.carrier is not None:
-                self.carrier.broken_off(message, buffer)
-        elif self.rounds is not None:
-            self.rounds.broken_off(sender, message, buffer, error)
+        receiver = self._tensors.get(type(message))
+        if receiver is not None:
+            receiver.broken_off(sender, message, buffer)
 
     def serves(self, sender: PeerId) -> bool:
-        return self._membership_sync.module_of(sender) is not None
+        known = self._membership.get(sender)
+        return known is not None and known.module is not None
 
     def minds(self, sender: PeerId, topic: Topic) -> bool:
+        if self._messages.keys().isdisjoint(TYPES[topic]):
+            return False
         match topic:
-            case Topic.MICROBATCHES:
-                return self.carrier is not None
-            case Topic.STATE:  # visitors fetch it, too
-                return self.rounds is not None
+            case Topic.MICROBATCHES | Topic.STATE:  # visitors fetch state, too
+                return True
             case Topic.ROUNDS:
-                own = self._membership_sync.own_module
-                return self.rounds is not None and self._membership_sync.module_of(sender) == own
+                return self._is_replica(sender)
             case Topic.LANES:
-                return self.lanes is not None and self._membership_sync.module_of(sender) == ModuleId(0)
+                return self._membership.hosts(sender, ModuleId(0))
 
     def told(self, sender: PeerId, message: ControlMessage) -> None:
-        if isinstance(message, MicrobatchControl):
-            if self.carrier is not None:
-                self.carrier.told(sender, message)
-        elif isinstance(message, LaneControl):
-            if self.lanes is not None:
-                self.lanes.told(sender, message)
-        elif self.rounds is not None:
-            self.rounds.told(sender, message)
+        receive = self._messages.get(type(message))
+        if receive is not None:
+            receive(sender, message)
 
     def announced(self, sender: PeerId, record: bytes) -> None:
-        self._membership_sync.announced(sender, record)
+        for tell in self._on_announced:
+            tell(sender, record)
 
     async def answer(self, sender: PeerId, question: Question) -> bytes:
-        personal = self.answers_by_asker.get(question.about)
-        if personal is not None:
-            return await personal(sender, question)
-        answering = self.answers.get(question.about)
-        if answering is None:
+        answer = self._answers.get(question.about)
+        if answer is None:
             raise Rejected(f"this peer does not answer questions about its {question.about.value}")
-        return await answering(question)
+        return await answer(sender, question)
 
     def link_up(self, peer: PeerId) -> None:
-        self._membership_sync.link_up(peer)
-        if self.carrier is not None:
-            self.carrier.link_up(peer)
+        for tell in list(self._on_link_up):
+            tell(peer)
 
     def link_down(self, peer: PeerId, error: PeerError) -> None:
-        self._membership_sync.link_down(peer, error)
-        if self.carrier is not None:
-            self.carrier.link_down(peer, error)
-        if self.rounds is not None:
-            self.rounds.link_down(peer, error)
+        for tell in list(self._on_link_down):
+            tell(peer, error)
+
+    def _is_replica(self, peer: PeerId) -> bool:
+        """Whether it says that it hosts our module."""
+        return self._own.module is not None and self._membership.hosts(peer, self._own.module)
+
+
+def _take_out(table: dict[Any, Any], added: dict[Any, Any]) -> None:
+    for kind in added:
+        del table[kind]
+
+
+def _by_type(receivers: Mapping[Kinds, Any]) -> dict[type, Any]:
+    return {kind: receiver for kinds, receiver in receivers.items() for kind in get_args(kinds) or (kinds,)}

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from node.network.reach_status import NOT_LOOKED, Standing
-from protocol.identity.signed_records import RECORD_LIFETIME_S
+from protocol.identity.keys import Identity
+from protocol.identity.signed_records import RECORD_LIFETIME_S, encode_record
 from protocol.interfaces.clock import Clock
 from swarm.vocabulary.announcement import Announcement
+from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import PROTOCOL_VERSIONS, AnchorVersion, ModuleId, PeerId, PeerState, RunId
+
+log = logging.getLogger(__name__)
 
 FORMER_LIFE_MS = 5000
 """By so much records of a former life of this node may be later than its present one began: its clock may have been set
@@ -96,3 +101,33 @@ class LocalPeer:
             via=self.via,
             relay=self.relay,
         )
+
+
+class OwnRecord:
+    """This node's signed record, always of how things are now."""
+
+    def __init__(self, own: LocalPeer, identity: Identity) -> None:
+        self._own = own
+        self._identity = identity
+        self._last = b""
+        """The last one that could be encoded; none before the first."""
+        self.is_encodable = True
+        """Whether how things are could be said the last time."""
+
+    def fresh(self) -> bytes:
+        """A new one; the last one while how things are cannot be said in a record (a figure out of bounds, say)."""
+        return self.of(self._own.announcement())
+
+    def of(self, announcement: Announcement) -> bytes:
+        """As `fresh`, of this announcement of ours."""
+        try:
+            self._last = encode_record(announcement, self._identity)
+        except ProtocolViolation as error:
+            if self.is_encodable:
+                log.warning(
+                    "what this node has to say of itself cannot be said; others go by the last record: %s", error
+                )
+            self.is_encodable = False
+        else:
+            self.is_encodable = True
+        return self._last

@@ -7,15 +7,16 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 from node.concurrency.task_groups import set_or_after, task_scope
+from node.concurrency.task_tracker import TaskTracker
 from node.network.addresses import KnownPeers
 from node.network.asking import parse_status
-from node.network.local_peer import LocalPeer
+from node.network.dispatcher import Dispatcher
+from node.network.local_peer import LocalPeer, OwnRecord
 from node.observability.events import EventSink, PeerChange
-from protocol.identity.keys import Identity
-from protocol.identity.signed_records import RECORD_LIFETIME_S, decode_announced, encode_record
-from protocol.interfaces.clock import Clock
+from protocol.identity.signed_records import RECORD_LIFETIME_S, decode_announced
 from protocol.interfaces.directory import Directory
 from protocol.interfaces.transport import Question, QuestionAbout, Transport
 from swarm.membership.membership import Change, Membership
@@ -44,32 +45,31 @@ class MembershipSync:
 
     def __init__(
         self,
-        identity: Identity,
         own: LocalPeer,
+        record: OwnRecord,
         membership: Membership,
         book: KnownPeers,
-        clock: Clock,
         events: EventSink,
+        directory: Directory,
+        transport: Transport,
     ) -> None:
         self.membership = membership
+        self.record = record
         self.changed = asyncio.Event()
         """Set whenever the view changes; whoever waits for a change clears it first."""
         self.looked = asyncio.Event()
         """Set when the directory has been read for the modules that are watched; it may have known nobody."""
-        self._identity = identity
         self._own = own
-        self._own_record = b""
-        """The last one that could be encoded; none before the first."""
-        self._is_encodable = True
         self._book = book
-        self._clock = clock
+        self._clock = own.clock
         self._events = events
         self._modules: tuple[ModuleId, ...] = (ModuleId(0), ModuleId(1))
         self._publish_now = asyncio.Event()
         self._look_now = asyncio.Event()
         self._linked: set[PeerId] = set()
-        self._transport: Transport | None = None
-        self._tasks: asyncio.TaskGroup | None = None
+        self._directory = directory
+        self._transport = transport
+        self._tasks = TaskTracker()
 
     def watch(self, modules: Sequence[ModuleId]) -> None:
         """Which modules' replicas to look up. Until this is called: those that every run is likely to have."""
@@ -81,44 +81,16 @@ class MembershipSync:
         """Something about this node has changed that others should know soon."""
         self._publish_now.set()
 
-    def own_record(self) -> bytes:
-        """A fresh signed record of this node; the last one while how things are cannot be said in a record (a figure
-        out of bounds, say)."""
-        return self._encoded(self._own.announcement())
+    def receiving(self, dispatcher: Dispatcher) -> AbstractContextManager[None]:
+        """Within it, what links say of peers comes here."""
+        return dispatcher.registered(announced=self.announced, link_up=self.link_up, link_down=self.link_down)
 
-    def _encoded(self, announcement: Announcement) -> bytes:
-        try:
-            self._own_record = encode_record(announcement, self._identity)
-        except ProtocolViolation as error:
-            if self._is_encodable:
-                log.warning(
-                    "what this node has to say of itself cannot be said; others go by the last record: %s", error
-                )
-            self._is_encodable = False
-        else:
-            self._is_encodable = True
-        return self._own_record
-
-    async def run(self, directory: Directory, transport: Transport) -> None:
+    async def run(self) -> None:
         """Until cancelled."""
-        async with task_scope() as tasks:
-            self._transport, self._tasks = transport, tasks
-            try:
-                async with task_scope() as loops:
-                    loops.create_task(self._look_up_for_ever(directory))
-                    loops.create_task(self._publish_for_ever(directory, transport))
-                    loops.create_task(self._push_for_ever(transport))
-            finally:
-                self._tasks = None
-
-    @property
-    def own_module(self) -> ModuleId | None:
-        return self._own.module
-
-    def module_of(self, peer: PeerId) -> ModuleId | None:
-        """What the peer says it hosts; None of one that is not known or only visits."""
-        known = self.membership.get(peer)
-        return None if known is None else known.module
+        async with self._tasks.running(), task_scope() as loops:
+            loops.create_task(self._look_up_for_ever())
+            loops.create_task(self._publish_for_ever())
+            loops.create_task(self._push_for_ever())
 
     # ---- what the links bring ------------------------------------------------------------------------------------
 
@@ -138,8 +110,8 @@ class MembershipSync:
             return
         if announcement.peer == sender:
             self._observe([announcement], wall=announcement.expires_at - RECORD_LIFETIME_S)
-        elif self._own.is_of_another_process(announcement) and self._tasks is not None:
-            self._tasks.create_task(_end_for_twin(announcement))
+        elif self._own.is_of_another_process(announcement):
+            self._tasks.begin(_end_for_twin(announcement))
 
     def link_up(self, peer: PeerId) -> None:
         self._linked.add(peer)
@@ -155,8 +127,8 @@ class MembershipSync:
             self._publish_view()
         elif known is None:  # a path led to a peer that we have not heard of yet
             self._look_now.set()
-        elif not self.membership.is_suspect(peer, self._clock.monotonic()) and self._tasks is not None:
-            self._tasks.create_task(self._probe(peer))
+        elif not self.membership.is_suspect(peer, self._clock.monotonic()):
+            self._tasks.begin(self._probe(peer))
         self.membership.fail(peer, self._clock.monotonic())
         if peer in self._linked:
             self._linked.remove(peer)
@@ -166,7 +138,6 @@ class MembershipSync:
     async def _probe(self, peer: PeerId) -> None:
         """Did only the link break, or is the peer gone? Asks at once, so that nobody has to find out with a
         microbatch."""
-        assert self._transport is not None
         try:
             await self._transport.ask(peer, Question(QuestionAbout.STATUS), PROBE_TIMEOUT_S)
         except (Unreachable, Stalled) as error:
@@ -178,7 +149,6 @@ class MembershipSync:
 
     async def serves(self, peer: PeerId, module: ModuleId) -> bool:
         """Whether the peer answers, when asked, that it serves the module. A refusal is no such answer."""
-        assert self._transport is not None
         try:
             said = parse_status(await self._transport.ask(peer, Question(QuestionAbout.STATUS), PROBE_TIMEOUT_S))
         except (Unreachable, Stalled):
@@ -204,12 +174,12 @@ class MembershipSync:
 
     # ---- loops ---------------------------------------------------------------------------------------------------
 
-    async def _look_up_for_ever(self, directory: Directory) -> None:
+    async def _look_up_for_ever(self) -> None:
         while True:
             watched = self._modules
             try:
                 for start in range(0, len(watched), LOOKED_UP_AT_ONCE):
-                    found = await directory.look_up(watched[start : start + LOOKED_UP_AT_ONCE])
+                    found = await self._directory.look_up(watched[start : start + LOOKED_UP_AT_ONCE])
                     self._observe(found, self._clock.wall())
                     if watched is not self._modules:
                         break
@@ -224,14 +194,14 @@ class MembershipSync:
                 self._publish_view()
             await set_or_after(self._look_now, LOOK_UP_CALM_S if self._is_complete() else LOOK_UP_EAGER_S)
 
-    async def _publish_for_ever(self, directory: Directory, transport: Transport) -> None:
+    async def _publish_for_ever(self) -> None:
         while True:
             wait = RECORD_LIFETIME_S / 3
             try:
                 announcement = self._own.announcement()
-                transport.announce(self._encoded(announcement))
-                if self._is_encodable:
-                    await directory.publish(announcement)
+                self._transport.announce(self.record.of(announcement))
+                if self.record.is_encodable:
+                    await self._directory.publish(announcement)
                 else:
                     wait = PUBLISH_RETRY_S
             except Unreachable as error:
@@ -239,7 +209,7 @@ class MembershipSync:
                 wait = PUBLISH_RETRY_S
             await set_or_after(self._publish_now, wait)
 
-    async def _push_for_ever(self, transport: Transport) -> None:
+    async def _push_for_ever(self) -> None:
         """Load and progress reach those who use us faster than the directory could carry them."""
         offset_s = self._clock_offset_s()
         while True:
@@ -254,7 +224,7 @@ class MembershipSync:
                     offset_s - before_s,
                 )
                 self.announce()
-            transport.announce(self.own_record())
+            self._transport.announce(self.record.fresh())
 
     def _clock_offset_s(self) -> float:
         return self._clock.wall() - self._clock.monotonic()

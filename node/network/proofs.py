@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
 from typing import Final
 
 from node.network.asking import parse_status
@@ -45,11 +44,10 @@ class Vouched:
 
 
 class Proofs:
-    """Of a node in one module. `in_rounds` gives the peers that contributed to the last round that was committed
-    here."""
+    """Of a node in one module."""
 
     def __init__(self, session: NetworkSession) -> None:
-        self.in_rounds: Callable[[], frozenset[PeerId]] = frozenset
+        self._in_round = frozenset[PeerId]()
         self._session = session
         self._work: deque[PeerId] = deque(maxlen=REMEMBERED_MICROBATCHES)
         self._measured: frozenset[PeerId] = frozenset()
@@ -58,7 +56,11 @@ class Proofs:
     @property
     def proven(self) -> frozenset[PeerId]:
         """As of the last `refresh`, and of the last round."""
-        return self._measured | self.in_rounds()
+        return self._measured | self._in_round
+
+    def shared_round(self, contributors: frozenset[PeerId]) -> None:
+        """The others who contributed to the round that made our anchor; nobody where it was made otherwise."""
+        self._in_round = contributors
 
     def worked_on(self, microbatch: MicrobatchId) -> None:
         """Its gradient counts here."""

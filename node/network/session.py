@@ -15,9 +15,9 @@ from typing import TypeVar
 
 from node.concurrency.task_groups import task_scope
 from node.network.addresses import KnownPeers, address_towards
-from node.network.asking import Told, first_good
+from node.network.asking import Answered, first_good
 from node.network.dispatcher import Dispatcher
-from node.network.local_peer import LocalPeer
+from node.network.local_peer import LocalPeer, OwnRecord
 from node.network.membership_sync import MembershipSync
 from node.observability.events import Event, EventSink
 from protocol.dht.directory import DhtDirectory, DirectorySettings
@@ -118,7 +118,7 @@ class NetworkSession:
         """The last word of a node that leaves: it hosts nothing. Linked peers hear it at once, the directory if it
         can."""
         self.own.state, self.own.module = PeerState.VISITING, None
-        self.transport.announce(self.membership_sync.own_record())
+        self.transport.announce(self.membership_sync.record.fresh())
         try:
             async with asyncio.timeout(limit_s):
                 await self.directory.publish(self.own.announcement())
@@ -161,7 +161,7 @@ class NetworkSession:
             peers.sort(key=lambda peer: peer not in self.introduced)
             for first in range(0, len(peers), at_once):
                 result = await first_good(peers[first : first + at_once], ask)
-                if isinstance(result, Told):
+                if isinstance(result, Answered):
                     return result.answer
                 last = result
                 log.info("%s", last)
@@ -185,28 +185,27 @@ async def present(
     credentials = make_credentials(identity, run)
     own = LocalPeer(run, identity.peer, credentials.certificate_der, clock)
     membership, book = Membership(run, identity.peer), KnownPeers()
-    membership_sync = MembershipSync(identity, own, membership, book, clock, events)
-    dispatcher = Dispatcher(membership_sync)
+    record, dispatcher = OwnRecord(own, identity), Dispatcher(own, membership)
     async with AsyncExitStack() as stack:
         directory = DhtDirectory(settings, identity, run, clock)
         tunnels = RelayTunnels(directory, book.relay_of)
         transport = GrpcTransport(
-            identity,
             credentials,
-            run,
             book,
             dispatcher,
             clock,
             TransportSettings(listen_host=where.listen, listen_port=where.port),
-            own_record=membership_sync.own_record,
-            ways=Ways(Calls(book, clock, membership_sync.own_record, lambda: bool(own.addresses)), tunnels),
+            own_record=record.fresh,
+            ways=Ways(Calls(book, clock, record.fresh, lambda: bool(own.addresses)), tunnels),
         )
+        membership_sync = MembershipSync(own, record, membership, book, events, directory, transport)
+        stack.enter_context(membership_sync.receiving(dispatcher))
         await stack.enter_async_context(transport)
         host = await asyncio.to_thread(where.told_host, settings.initial_peers)  # names may have to be looked up
         own.addresses = (f"{host}:{transport.port}",)
         await stack.enter_async_context(directory)
         tasks = await stack.enter_async_context(task_scope())
-        running = tasks.create_task(membership_sync.run(directory, transport))
+        running = tasks.create_task(membership_sync.run())
         try:
             introduced = frozenset(PeerId(multiaddr.rpartition("/")[2]) for multiaddr in settings.initial_peers)
             yield NetworkSession(

@@ -3,7 +3,6 @@ thread."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -67,8 +66,6 @@ class DataWorker:
         """Of the microbatches under way. The data node puts them in and takes them out; here they are only read."""
         self.parameter_version = 0
         """Grows whenever the parameters change; a graph kept from an earlier version is stale."""
-        self.after_step: Callable[[StepFigures], None] = lambda figures: None
-        """Called after each inner step, in the same job."""
         self._tensor = tensor
         self.tokens = tokens
         self.wire = Wire(device)
@@ -117,9 +114,7 @@ class DataWorker:
         if not self.stage.optimizer.due:
             return None
         self.parameters_changed()
-        figures = self.stage.optimizer.step()
-        self.after_step(figures)
-        return figures
+        return self.stage.optimizer.step()
 
     def _embed(self, job: Job, text: Microbatch) -> Output:
         tokens = text.tokens.to(self.wire.device)

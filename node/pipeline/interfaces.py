@@ -1,4 +1,4 @@
-"""What the carrier needs of the rest of the node: somebody who computes, and somebody who wants the results."""
+"""What the runner of microbatches needs of the rest of the node: who computes, and who wants the results."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from node.model.optimizer import StepFigures
-from node.observability.status import CodecStatus
 from protocol.codecs import Encoded
 from protocol.interfaces.tensor_spec import TensorSpec
-from swarm.compression.microbatch_codecs import Traffic
 from swarm.pipeline.custody_states import Key, Work
+from swarm.vocabulary.errors import PeerError
 from swarm.vocabulary.pipeline_messages import Forward, Purpose, Receipt
 from swarm.vocabulary.types import Codec, MicrobatchId, Path, PeerId
 
@@ -83,60 +82,37 @@ class Worker(Protocol):
         ...
 
 
-class PathEnds(Protocol):
-    """A data node's interest in its own microbatches. A peer of another stage has none (`NoPathEnds`)."""
+class PathEnds:
+    """A data node's interest in its own microbatches. As it stands here: of a peer that starts no paths."""
 
     def expects(self, message: Forward) -> bool:
         """Whether this microbatch of ours is still under way."""
-        ...
+        return False
 
-    def loss_known(self, microbatch: MicrobatchId, path: Path, purpose: Purpose, loss: float) -> None: ...
+    def loss_known(self, microbatch: MicrobatchId, path: Path, purpose: Purpose, loss: float) -> None:
+        """In nats per token."""
 
     def finished(self, microbatch: MicrobatchId, path: Path) -> None:
         """It has come home along `path`, whose gradients are the ones that count."""
-        ...
 
     def lost(self, microbatch: MicrobatchId, detail: str) -> None:
         """It cannot go on."""
-        ...
 
     def may_hold(self, peer: PeerId, microbatch: MicrobatchId) -> bool:
         """Whether the peer hosts a module on the microbatch's path. Which replica has it may have changed on the
         way."""
-        ...
+        return False
 
     def may_have_held(self, peer: PeerId, microbatch: MicrobatchId) -> bool:
         """Likewise, also of a microbatch that has come home, as long as receipts for it are expected."""
-        ...
+        return False
 
     def passed(self, sender: PeerId, receipt: Receipt) -> None:
         """A peer says that it has passed one of our microbatches on, which may be home already."""
-        ...
 
 
-class NoPathEnds:
-    """Of a peer that starts no paths."""
-
-    def expects(self, message: Forward) -> bool:
-        return False
-
-    def loss_known(self, microbatch: MicrobatchId, path: Path, purpose: Purpose, loss: float) -> None: ...
-
-    def finished(self, microbatch: MicrobatchId, path: Path) -> None: ...
-
-    def lost(self, microbatch: MicrobatchId, detail: str) -> None: ...
-
-    def may_hold(self, peer: PeerId, microbatch: MicrobatchId) -> bool:
-        return False
-
-    def may_have_held(self, peer: PeerId, microbatch: MicrobatchId) -> bool:
-        return False
-
-    def passed(self, sender: PeerId, receipt: Receipt) -> None: ...
-
-
-class VisitCounter(Protocol):
-    """Somebody who counts whose gradients count."""
+class Host(Protocol):
+    """What the node wants to know of the microbatches at its replica."""
 
     def visited(self, microbatch: MicrobatchId) -> None:
         """The gradient that was added counts."""
@@ -146,44 +122,10 @@ class VisitCounter(Protocol):
         """The gradient that was added did not count, and has been taken back."""
         ...
 
-
-class NobodyCounts:
-    """Where nobody wants to know."""
-
-    def visited(self, microbatch: MicrobatchId) -> None: ...
-
-    def retracted(self, microbatch: MicrobatchId) -> None: ...
-
-
-class CodecChooser(Protocol):
-    """Somebody who knows the links, and which codecs the run allows (`node.pipeline.codec_selection`)."""
-
-    def choose(self, to: PeerId, traffic: Traffic) -> Codec:
-        """For the next tensor of this kind that goes to the peer."""
+    def stepped(self, figures: StepFigures) -> None:
+        """An inner step has been taken."""
         ...
 
-    def measured(self, traffic: Traffic, codec: Codec, error: float) -> None:
-        """The relative error of an encoding."""
+    def not_reached(self, peer: PeerId, error: PeerError) -> None:
+        """Something could not be sent."""
         ...
-
-    def lost(self, peer: PeerId) -> None:
-        """The link ended."""
-        ...
-
-    def describe(self) -> CodecStatus:
-        """For `status`."""
-        ...
-
-
-class AsTheyAre:
-    """Where nothing is encoded."""
-
-    def choose(self, to: PeerId, traffic: Traffic) -> Codec:
-        return Codec.NONE
-
-    def measured(self, traffic: Traffic, codec: Codec, error: float) -> None: ...
-
-    def lost(self, peer: PeerId) -> None: ...
-
-    def describe(self) -> CodecStatus:
-        return CodecStatus()

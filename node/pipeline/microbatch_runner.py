@@ -1,34 +1,25 @@
 """Carries out what custody decides: admits and receives tensors, has them computed, sends them on.
 
-This is the part of `protocol.interfaces.transport.LinkHandler` that has to do with microbatches. Decisions are all in
-`swarm.pipeline.custody`; here are the buffers, the compute thread and the tasks that go with them.
+Decisions are all in `swarm.pipeline.custody`; here are the buffers, the compute thread and the tasks that go with
+them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
-from node.concurrency.compute_thread import ComputeThread, Priority
-from node.concurrency.pending_messages import PendingMessages
-from node.concurrency.task_tracker import TaskTracker
-from node.model.optimizer import StepFigures
+from node.concurrency.machine_runner import MachineRunner
+from node.network.dispatcher import Dispatcher
 from node.observability.failpoints import crash_point
 from node.pipeline.admission import Admission
-from node.pipeline.interfaces import (
-    AsTheyAre,
-    CodecChooser,
-    Job,
-    NobodyCounts,
-    NoPathEnds,
-    Output,
-    PathEnds,
-    VisitCounter,
-    Worker,
-)
+from node.pipeline.codec_selection import LinkCodecs
+from node.pipeline.interfaces import Host, Job, Output, PathEnds
 from node.pipeline.tensor_store import Load, TensorStore
+from node.pipeline.worker_thread import WorkerThread
 from protocol.codecs import Encoded
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.tensor_spec import TensorSpec
@@ -76,88 +67,87 @@ log = logging.getLogger(__name__)
 
 UsingTask = TypeVar("UsingTask", Compute, SendOutput, Retract)
 
-TICK_S = 0.1
 BUSY_RETRY_S = 0.1
 CHECKED_EVERY = 64
 """Encodings of which the error is measured: decoding costs less than encoding, so this is about one percent of it."""
 
-MAX_WAITING_TELLS = 256
+MAX_WAITING_MESSAGES = 256
 """Messages on the way to one peer. What is more is dropped, as for a peer that cannot be reached."""
 BUFFERS_A_SLOT = 6
 """Two tensors come to a holding, the input and the gradient, and of every slot two more holdings may be unsettled."""
 
 
-class MicrobatchRunner:
+class MicrobatchRunner(MachineRunner[Event, Action]):
     """One node's microbatches between its links and its compute thread.
 
-    `async with` runs it; the tasks it starts live inside.
+    Args:
+        host: told what becomes of microbatches here.
     """
 
     def __init__(
         self,
         custody: Custody,
         admission: Admission,
-        worker: Worker,
-        compute: ComputeThread,
+        worker: WorkerThread,
+        transport: Transport,
+        codecs: LinkCodecs,
+        host: Host,
         clock: Clock,
-        on_failure: Callable[[PeerId, PeerError], None],
-        on_step: Callable[[StepFigures], None],
-        ends: PathEnds | None = None,
-        visits: VisitCounter | None = None,
-        codecs: CodecChooser | None = None,
     ) -> None:
+        super().__init__(custody, Tick(), transport, clock, MAX_WAITING_MESSAGES)
         self.custody = custody
+        self.codecs = codecs
+        self.wire_s = 0.0
+        """Seconds spent sending tensors."""
         self._admission = admission
         self._worker = worker
-        self._compute = compute
-        self._on_failure = on_failure
-        self._clock = clock
-        self._on_step = on_step
-        self.ends: PathEnds = ends or NoPathEnds()
-        self.takes_new_work = True
-        """False while the node leaves the module to its other replicas: what is new is theirs, and they stand in for
-        lost hops."""
-        self._visits: VisitCounter = visits or NobodyCounts()
-        self.codecs: CodecChooser = codecs or AsTheyAre()
+        self._host = host
+        self._ends = PathEnds()
+        self._takes_new_work = True
         self._encoded = 0
-        self.transport: Transport | None = None
-        self.wire_s = 0.0
         # A data node's own are held besides the slots.
         self._pool = BufferPool(worker.tensor.raw_bytes, BUFFERS_A_SLOT * custody.slots + 64)
         self._loads = TensorStore()
-        self._tellings = PendingMessages(MAX_WAITING_TELLS)
-        self._chores = TaskTracker()
-        """The node may let go of its module when nothing of them is owed: messages to others, and inner steps that are
-        due."""
-        self._arrived: Encoded | None = None
 
     # ---- running -------------------------------------------------------------------------------------------------
 
-    async def run(self, transport: Transport) -> None:
-        """Until cancelled."""
-        self.transport = transport
-        async with self._chores.running():
-            while True:
-                await asyncio.sleep(TICK_S)
-                self.handle(Tick())
+    def receiving(self, dispatcher: Dispatcher) -> AbstractContextManager[None]:
+        """Within it, microbatches that arrive by the links come here."""
+        return dispatcher.registered(
+            tensors={MicrobatchTensor: self},
+            messages={MicrobatchControl: self.receive},
+            link_up=self.link_up,
+            link_down=self.link_down,
+        )
 
-    def handle(self, event: Event) -> None:
-        """Gives the event to custody and carries out what follows."""
-        self._carry_out(self.custody.handle(event, self._clock.monotonic()))
+    @contextmanager
+    def ending_at(self, ends: PathEnds) -> Iterator[None]:
+        """Within the block, paths start and end here: `ends` is the data node."""
+        self._ends = ends
+        try:
+            yield
+        finally:
+            self._ends = PathEnds()
+
+    def take_new_work(self, yes: bool) -> None:
+        """No while the node leaves the module to its other replicas: what is new is theirs, and they stand in for lost
+        hops."""
+        self._takes_new_work = yes
 
     def abandon(self, microbatch: MicrobatchId, detail: str) -> None:
         """A data node gives up one of its own."""
-        self._carry_out(self.custody.abandon(microbatch, detail))
+        for action in self.custody.abandon(microbatch, detail):
+            self._carry_out(action)
 
     async def nothing_owed(self, patience_s: float) -> None:
         """Returns when every message to others has been handed to the links and every inner step that is due has been
         taken, or after `patience_s` seconds."""
-        await self._chores.nothing_owed(patience_s)
+        await self._tasks.nothing_owed(patience_s)
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing is held and nothing is owed (see `nothing_owed`)."""
-        return len(self.custody) == 0 and not self._chores.owed
+        return len(self.custody) == 0 and not self._tasks.owed
 
     # ---- what comes in by the links ----------------------------------------------------------------------------------
 
@@ -178,13 +168,13 @@ class MicrobatchRunner:
             return Refusal(True, "all receive buffers are in use", BUSY_RETRY_S)
         if not self._admission.hosts(message):
             return Refusal(False, "this module is not hosted here")
-        if not self.takes_new_work and not self._is_ours_to_finish(message):
+        if not self._takes_new_work and not self._is_ours_to_finish(message):
             return Refusal(False, "this peer is leaving the module")
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         if isinstance(message, Backward):
             place = self.custody.admit_backward(message, now)
             return None if place.value is Place.FREE else _refused(place.reason, busy=place.value is Place.BUSY)
-        if message.microbatch.data_node == self.custody.own and not self.ends.expects(message):
+        if message.microbatch.data_node == self.custody.own and not self._ends.expects(message):
             return Refusal(False, "this microbatch is not under way")
         place = self.custody.admit_forward(message, now)
         return None if place.value is Place.FREE else _refused(place.reason, busy=place.value is Place.BUSY)
@@ -194,29 +184,30 @@ class MicrobatchRunner:
         held = self.custody.get(Key(message.microbatch, message.position)) is not None
         return held or message.microbatch.data_node == self.custody.own
 
-    def received(self, message: MicrobatchTensor, tensor: Encoded) -> None:
+    def received(self, sender: PeerId, message: MicrobatchTensor, tensor: TensorSpec, buffer: memoryview) -> None:
         crash_point("arrived")
-        self._arrived = tensor
+        self._loads.arrived(message, Encoded(tensor, buffer))
         self.handle(TensorArrived(message))
-        if self._arrived is not None:  # a second copy, or forgotten meanwhile: nothing is computed from it
-            self._pool.give_back(self._arrived.data)
-            self._arrived = None
+        unused = self._loads.reject(message)
+        if unused is not None:
+            self._pool.give_back(unused.data)
 
-    def broken_off(self, message: MicrobatchTensor, buffer: memoryview) -> None:
+    def broken_off(self, sender: PeerId, message: MicrobatchTensor, buffer: memoryview) -> None:
         self._pool.give_back(buffer)
         self.handle(BrokenOff(message))
 
-    def told(self, sender: PeerId, message: MicrobatchControl) -> None:
+    def receive(self, sender: PeerId, message: MicrobatchControl) -> None:
+        """Takes in a small message."""
         match message:
             case Receipt():
                 if message.status is ReceiptStatus.PASSED_ON and self._is_of_ours(
-                    sender, message, self.ends.may_have_held
+                    sender, message, self._ends.may_have_held
                 ):
-                    self.custody.touch(Key(message.microbatch, -1), self._clock.monotonic())
-                    self.ends.passed(sender, message)
+                    self.custody.touch(Key(message.microbatch, -1), self.clock.monotonic())
+                    self._ends.passed(sender, message)
                 self.handle(Arrived(sender, message))
             case Stranded():
-                if self._is_of_ours(sender, message, self.ends.may_hold) and self._was_given(sender, message):
+                if self._is_of_ours(sender, message, self._ends.may_hold) and self._was_given(sender, message):
                     self._stranded(message)
             case _:
                 self.handle(Arrived(sender, message))
@@ -254,30 +245,31 @@ class MicrobatchRunner:
         )
         if message.direction is Direction.FORWARD and returned and message.position > -1:
             return
-        self.ends.lost(message.microbatch, message.detail)
+        self._ends.lost(message.microbatch, message.detail)
 
-    def _carry_out(self, actions: list[Action]) -> None:
-        for action in actions:
-            match action:
-                case Compute():
-                    self._begin_with(self._load_for(action), self._computation, action)
-                case SendOutput():
-                    self._begin_with(self._loads[action.key], self._sending, action)
-                case Tell(to, message) if to == self.custody.own:
-                    asyncio.get_running_loop().call_soon(self.told, to, message)
-                case Tell(to, message):
-                    self._tell(to, message)
-                case KeepGradient(key):
-                    self._loads.of(key).gradient, self._arrived = self._arrived, None
-                case Confirmed(key):
-                    self._visits.visited(key.microbatch)
-                case Retract(key):
-                    self._begin_with(self._loads[key], self._retraction, action)
-                case Forget(key, reason):
-                    log.debug("%s at %d: %s", key.microbatch, key.position, reason)
-                    self._forget(key)
-                case Finished(microbatch, path):
-                    self.ends.finished(microbatch, path)
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case Compute(key, Work.BACKWARD):
+                self._begin_with(self._loads.take_gradient(key), self._computation, action)
+            case Compute(key):
+                self._begin_with(self._loads.take_input(key), self._computation, action)
+            case SendOutput():
+                self._begin_with(self._loads[action.key], self._sending, action)
+            case Tell(to, message) if to == self.custody.own:
+                asyncio.get_running_loop().call_soon(self.receive, to, message)
+            case Tell(to, message):
+                self.send(to, message)
+            case KeepGradient(key):
+                self._loads.take_gradient(key)
+            case Confirmed(key):
+                self._host.visited(key.microbatch)
+            case Retract(key):
+                self._begin_with(self._loads[key], self._retraction, action)
+            case Forget(key, reason):
+                log.debug("%s at %d: %s", key.microbatch, key.position, reason)
+                self._forget(key)
+            case Finished(microbatch, path):
+                self._ends.finished(microbatch, path)
 
     def _begin_with(
         self, load: Load, work: Callable[[UsingTask, Load], Coroutine[Any, Any, None]], action: UsingTask
@@ -294,21 +286,9 @@ class MicrobatchRunner:
                 if load.is_idle:
                     self._release(load)
 
-        self._chores.begin(use())
-
-    def _load_for(self, action: Compute) -> Load:
-        """The holding's tensors, the one that has just arrived among them."""
-        load = self._loads.of(action.key)
-        if self._arrived is not None:
-            if action.work is Work.BACKWARD:
-                load.gradient = self._arrived
-            else:
-                load.input = self._arrived
-            self._arrived = None
-        return load
+        self.begin(use())
 
     async def _computation(self, action: Compute, load: Load) -> None:
-        priority = Priority.EVALUATE if action.purpose is Purpose.EVALUATE else Priority.TRAIN
         if load.forgotten:
             return
         traffic, codec = self._codec_for(action)
@@ -318,7 +298,7 @@ class MicrobatchRunner:
         job = Job(load.ticket, action.key, action.work, action.purpose, *tensors, codec, check)
         crash_point(f"before {action.work.name.lower()}")
         try:
-            output, seconds = await self._compute.run(priority, lambda: self._timed(job))
+            output, seconds = await self._worker.compute(job)
         except SkipstoneError as error:
             if not load.forgotten:
                 self.handle(ComputeFailed(action.key, str(error)))
@@ -327,7 +307,7 @@ class MicrobatchRunner:
         if output.error is not None:
             self.codecs.measured(traffic, codec, output.error)
         if output.step_due:
-            self._chores.owe(self._step())
+            self._tasks.owe(self._step())
             await asyncio.sleep(0)  # the step's place in the queue comes before whatever this result brings about
         if not load.forgotten:
             self._computed(action, load, output, seconds)
@@ -342,63 +322,41 @@ class MicrobatchRunner:
             return traffic, Codec.NONE  # nothing is sent
         return traffic, self.codecs.choose(holding.path.peer_at(position), traffic)
 
-    def _timed(self, job: Job) -> tuple[Output, float]:
-        """On the compute thread."""
-        begun = self._clock.monotonic()
-        output = self._worker.compute(job)
-        return output, self._clock.monotonic() - begun
-
     def _computed(self, action: Compute, load: Load, output: Output, seconds: float) -> None:
         load.output = output.tensor
         holding = self.custody.get(action.key)
         if output.loss is not None and holding is not None:
-            self.ends.loss_known(action.key.microbatch, holding.path, action.purpose, output.loss)
+            self._ends.loss_known(action.key.microbatch, holding.path, action.purpose, output.loss)
         self.handle(Computed(action.key, seconds))
 
     async def _retraction(self, action: Retract, load: Load) -> None:
         job = Job(load.ticket, action.key, Work.BACKWARD, Purpose.TRAIN, load.input, load.gradient)
         try:
-            taken_back = await self._compute.run(Priority.TRAIN, lambda: self._worker.retract(job))
+            taken_back = await self._worker.retract(job)
         except SkipstoneError as error:
             log.warning("the gradient of %s could not be taken back: %s", action.key.microbatch, error)
             return
         if taken_back:
-            self._visits.retracted(action.key.microbatch)
+            self._host.retracted(action.key.microbatch)
 
     async def _step(self) -> None:
-        figures = await self._compute.run(Priority.UPKEEP, self._worker.step)
+        figures = await self._worker.step()
         if figures is not None:
-            self._on_step(figures)
+            self._host.stepped(figures)
 
     async def _sending(self, action: SendOutput, load: Load) -> None:
-        assert self.transport is not None
         assert load.output is not None
-        begun, tensor = self._clock.monotonic(), load.output
+        begun, tensor = self.clock.monotonic(), load.output
         try:
             await self.transport.send(action.to, action.message, tensor.spec, tensor.data)
             crash_point("sent")
         except PeerError as error:
-            self._on_failure(action.to, error)
+            self._host.not_reached(action.to, error)
             self.handle(PeerLost(action.to, str(error)))
-        self.wire_s += self._clock.monotonic() - begun
+        self.wire_s += self.clock.monotonic() - begun
 
-    def _tell(self, to: PeerId, message: MicrobatchControl) -> None:
-        if not self._chores.are_running:
-            return
-        if self._tellings.begin(to):
-            self._chores.owe(self._telling(to, message))
-        else:
-            log.debug("%s reads nothing: %s is not said", to, type(message).__name__)
-
-    async def _telling(self, to: PeerId, message: MicrobatchControl) -> None:
-        assert self.transport is not None
-        try:
-            await self.transport.tell(to, message)
-        except PeerError as error:
-            log.debug("could not tell %s: %s", to, error)
-            self._on_failure(to, error)
-        finally:
-            self._tellings.end(to)
+    def _not_sent(self, to: PeerId, error: PeerError) -> None:
+        self._host.not_reached(to, error)
 
     # ---- tensors ---------------------------------------------------------------------------------------------------
 
@@ -408,11 +366,11 @@ class MicrobatchRunner:
             self._release(load)
 
     def _release(self, load: Load) -> None:
-        self._chores.begin(self._freeing(load))
+        self.begin(self._freeing(load))
 
     async def _freeing(self, load: Load) -> None:
         """Only when the compute thread has let go of them may the buffers be written again."""
-        await self._compute.run(Priority.UPKEEP, lambda: self._worker.forget(load.ticket))
+        await self._worker.forget(load.ticket)
         load.output = None
         for tensor in (load.input, load.gradient):
             if tensor is not None:

@@ -7,7 +7,6 @@ Makes the worker for the module that a node hosts: its parameters, its optimizer
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -73,8 +72,6 @@ class HopWorker:
         """Visits whose forward pass had to be computed again for the backward pass."""
         self.parameter_version = 0
         """Grows whenever the parameters change; a graph kept from an earlier version is stale."""
-        self.after_step: Callable[[StepFigures], None] = lambda figures: None
-        """Called after each inner step, in the same job."""
         self._forward_s = 0.0
         self._speed = Ewma()
         self._accumulator = accumulator
@@ -137,9 +134,7 @@ class HopWorker:
         if not self.optimizer.due:
             return None
         self.parameters_changed()
-        figures = self.optimizer.step()
-        self.after_step(figures)
-        return figures
+        return self.optimizer.step()
 
     def _forward(self, job: Job, source: Tensor) -> Output:
         begun = time.perf_counter()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from protocol.codecs import Encoded
 from swarm.pipeline.custody_states import Key
+from swarm.vocabulary.pipeline_messages import Backward, Forward, MicrobatchTensor
 
 
 @dataclass(slots=True, eq=False)
@@ -37,10 +38,11 @@ class Load:
 
 
 class TensorStore:
-    """One load for each holding that has tensors, by key."""
+    """One load for each holding that has tensors, by key; and what has arrived, until custody has decided about it."""
 
     def __init__(self) -> None:
         self._loads: dict[Key, Load] = {}
+        self._arrived: dict[tuple[Key, type[MicrobatchTensor]], Encoded] = {}
         self._tickets = itertools.count()
 
     def __len__(self) -> int:
@@ -56,9 +58,33 @@ class TensorStore:
             load = self._loads[key] = Load(next(self._tickets))
         return load
 
+    def arrived(self, message: MicrobatchTensor, tensor: Encoded) -> None:
+        """Keeps the tensor of a message of which custody hears next."""
+        self._arrived[_place(message)] = tensor
+
+    def take_input(self, key: Key) -> Load:
+        """The holding's load, with the input that has just arrived, if one has."""
+        load = self.of(key)
+        load.input = self._arrived.pop((key, Forward), load.input)
+        return load
+
+    def take_gradient(self, key: Key) -> Load:
+        """As `take_input`, for the gradient of its output."""
+        load = self.of(key)
+        load.gradient = self._arrived.pop((key, Backward), load.gradient)
+        return load
+
+    def reject(self, message: MicrobatchTensor) -> Encoded | None:
+        """The tensor of the message, if no load has taken it: a second copy, or of a holding that is gone."""
+        return self._arrived.pop(_place(message), None)
+
     def forget(self, key: Key) -> Load | None:
         """Takes it out; None when the holding had no tensors."""
         load = self._loads.pop(key, None)
         if load is not None:
             load.forgotten = True
         return load
+
+
+def _place(message: MicrobatchTensor) -> tuple[Key, type[MicrobatchTensor]]:
+    return Key(message.microbatch, message.position), type(message)

@@ -183,9 +183,5 @@ def _of_use_to_others(session: NetworkSession) -> Iterator[None]:
         QuestionAbout.CALL: switchboard.pass_on,
         QuestionAbout.CALLED: switchboard.follow,
     }
-    session.dispatcher.answers_by_asker |= answers
-    try:
+    with session.dispatcher.registered(answers=answers):
         yield
-    finally:
-        for about in answers:
-            session.dispatcher.answers_by_asker.pop(about, None)

@@ -35,6 +35,37 @@ WINDOW = 8
 long. Still less than a hop's slots."""
 
 
+Signing = Callable[[MicrobatchId, Path, Purpose, float], Path]
+"""Signs the route of a microbatch of this data node that is to live so many seconds without news
+(`protocol.identity.route_signatures.Routes.signed`)."""
+
+
+class Departures:
+    """Sends microbatches of this data node on their way; the worker has their texts until they are back."""
+
+    def __init__(self, worker: DataWorker, runner: MicrobatchRunner, sign: Signing) -> None:
+        self._worker = worker
+        self._runner = runner
+        self._sign = sign
+
+    def depart(
+        self, microbatch: MicrobatchId, text: Microbatch, path: Path, purpose: Purpose, lifetime_s: float
+    ) -> None:
+        self._worker.texts[microbatch] = text
+        path = self._sign(microbatch, path, purpose, lifetime_s)
+        self._runner.handle(Started(microbatch, path, purpose, lifetime_s))
+
+    def end(self, microbatch: MicrobatchId) -> Microbatch | None:
+        """Its text, which is not needed here any more; None when it has ended already."""
+        return self._worker.texts.pop(microbatch, None)
+
+    def abandon(self, microbatch: MicrobatchId, detail: str) -> Microbatch | None:
+        """As `end`, of one that may still be under way."""
+        text = self.end(microbatch)
+        self._runner.abandon(microbatch, detail)
+        return text
+
+
 class StrandedOnPathError(Exception):
     """An evaluated microbatch got stuck; another try may find another path."""
 
@@ -46,17 +77,13 @@ class Evaluator:
         self,
         own: PeerId,
         planner: Planner,
-        worker: DataWorker,
-        carrier: MicrobatchRunner,
+        departures: Departures,
         clock: Clock,
-        sign: Callable[[MicrobatchId, Path, Purpose, float], Path],
         first_number: int,
     ) -> None:
         self._own = own
-        self._sign = sign
         self._planner = planner
-        self._worker = worker
-        self._runner = carrier
+        self._departures = departures
         self._clock = clock
         self._next = first_number
         self._awaited: dict[MicrobatchId, asyncio.Future[float]] = {}
@@ -109,16 +136,13 @@ class Evaluator:
             raise StrandedOnPathError(plan.reason)
         arrival: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._awaited[microbatch] = arrival
-        self._worker.texts[microbatch] = text
         try:
-            path = self._sign(microbatch, plan.value, Purpose.EVALUATE, lifetime_s)
-            self._runner.handle(Started(microbatch, path, Purpose.EVALUATE, lifetime_s))
+            self._departures.depart(microbatch, text, plan.value, Purpose.EVALUATE, lifetime_s)
             async with asyncio.timeout(lifetime_s):
                 return await arrival
         finally:
             del self._awaited[microbatch]
-            self._worker.texts.pop(microbatch, None)
-            self._runner.abandon(microbatch, "evaluated")
+            self._departures.abandon(microbatch, "evaluated")
 
 
 MAX_MICROBATCHES = 256
@@ -133,7 +157,7 @@ class HeldOut:
         self._evaluator = evaluator
         self._turn = asyncio.Lock()
 
-    async def answer(self, question: Question) -> bytes:
+    async def answer(self, asker: PeerId, question: Question) -> bytes:
         """JSON: loss in nats per token, tokens, microbatches and the stages that were visited after stage 0.
 
         Raises:

@@ -5,22 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from node.concurrency.task_groups import set_or_after
+from node.context.module_context import ModuleContext
 from node.data.packing import Microbatch
 from node.data.reading_position import ReadingPosition
 from node.network.proofs import Vouched
-from node.observability.events import Abandoned, Completed, EventSink, Note, Resumed, Step, Visit, Waiting
+from node.observability.events import Abandoned, Completed, Note, Resumed, Step, Visit, Waiting
 from node.observability.failpoints import crash_point
 from node.observability.throughput import Rate
-from node.pipeline.data_worker import DataWorker
-from node.pipeline.microbatch_runner import MicrobatchRunner
-from node.routing.evaluation import Evaluator
-from protocol.interfaces.clock import Clock
-from swarm.pipeline.custody_states import Started
+from node.pipeline.interfaces import PathEnds
+from node.routing.evaluation import Departures, Evaluator
 from swarm.pipeline.in_flight import Flight, Flights
 from swarm.pipeline.ledger import LONGEST_LIFETIME_S, SHORTEST_LIFETIME_S
 from swarm.routing.latency_attribution import PathTimes
@@ -34,11 +31,6 @@ log = logging.getLogger(__name__)
 LIFETIME_IN_PATHS = 20
 """A microbatch of which nothing has been heard for so many expected path times is given up."""
 LOOK_AGAIN_S = 0.5
-
-
-Signing = Callable[[MicrobatchId, Path, Purpose, float], Path]
-"""Signs the route of a microbatch of this data node that is to live so many seconds without news
-(`protocol.identity.route_signatures.Routes.signed`)."""
 
 
 class Texts(Protocol):
@@ -62,44 +54,44 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class DataNodeParts:
-    """What a data node puts to work."""
+class Training:
+    """Where a data node stands in its training: what it saves, and goes on from."""
 
     flights: Flights
-    planner: Planner
-    times: PathTimes
-    evaluator: Evaluator
-    worker: DataWorker
-    carrier: MicrobatchRunner
-    texts: Texts
-    sign: Signing
     progress: Progress
     reading: ReadingPosition
-    round_microbatches: int
-    """That a replica sees from one round to the next."""
 
 
-class DataNode:
-    """`node.pipeline.interfaces.PathEnds` of a peer that hosts stage 0.
+class DataNode(PathEnds):
+    """A peer that hosts stage 0: where paths start and end.
 
     Args:
-        on_finished: called once when all steps that were asked for are complete.
+        texts: packed ahead.
     """
 
-    def __init__(self, parts: DataNodeParts, clock: Clock, events: EventSink, on_finished: Callable[[], None]) -> None:
-        self.flights = parts.flights
-        self.progress, self.reading = parts.progress, parts.reading
-        self.rate = Rate(clock)
+    def __init__(
+        self,
+        given: ModuleContext,
+        training: Training,
+        planner: Planner,
+        times: PathTimes,
+        evaluator: Evaluator,
+        departures: Departures,
+        texts: Texts,
+    ) -> None:
+        self.training = training
+        self.flights, self.progress = training.flights, training.progress
+        self._clock = given.session.own.clock
+        self.rate = Rate(self._clock)
         self.vouched = Vouched()
-        self.stopping = False
-        self._planner, self._times, self._evaluator = parts.planner, parts.times, parts.evaluator
-        self._worker, self._runner, self._texts = parts.worker, parts.carrier, parts.texts
-        self._sign = parts.sign
-        self._outliers = LossOutliers(parts.round_microbatches)
-        self._clock = clock
-        self._events = events
-        self._tokens = parts.worker.tokens
-        self._on_finished = on_finished
+        self._is_stopping = False
+        self._planner, self._times, self._evaluator = planner, times, evaluator
+        self._departures, self._texts, self._reading = departures, texts, training.reading
+        manifest = given.manifest
+        self._outliers = LossOutliers(manifest.training.inner_steps * self.flights.rules.per_step)
+        self._events = given.events
+        self._tokens = manifest.microbatch_tokens
+        self._on_finished = given.finished
         self._again: deque[Microbatch] = deque()
         self._wake = asyncio.Event()
         self._landed = asyncio.Event()
@@ -116,13 +108,17 @@ class DataNode:
         """Something has changed that may let another microbatch start."""
         self._wake.set()
 
+    def stop_launching(self) -> None:
+        """What is under way goes on."""
+        self._is_stopping = True
+
     async def run(self) -> None:
         """Launches until cancelled."""
         if self.flights.finished:  # it was resumed from behind its last step
             self._on_finished()
         while True:
             self._tell_who_is_missing()
-            while not self.stopping and self.flights.may_start().value and self._launch():
+            while not self._is_stopping and self.flights.may_start().value and self._launch():
                 pass
             await set_or_after(self._wake, LOOK_AGAIN_S)
 
@@ -137,13 +133,11 @@ class DataNode:
         if text is None:
             return False
         flight = self.flights.start(plan.value, now)
-        self._worker.texts[flight.microbatch] = text
-        self.reading.sent(text, flight.microbatch)
+        self._reading.sent(text, flight.microbatch)
         self._times.launched(flight.microbatch, plan.value, queue, now)
         log.debug("%s: %s", flight.microbatch, plan.reason)
         lifetime_s = self._lifetime(plan.value)
-        path = self._sign(flight.microbatch, plan.value, Purpose.TRAIN, lifetime_s)
-        self._runner.handle(Started(flight.microbatch, path, Purpose.TRAIN, lifetime_s))
+        self._departures.depart(flight.microbatch, text, plan.value, Purpose.TRAIN, lifetime_s)
         return True
 
     def _tell_who_is_missing(self) -> None:
@@ -187,9 +181,9 @@ class DataNode:
 
     def finished(self, microbatch: MicrobatchId, path: Path) -> None:
         self._times.completed(microbatch, self._clock.monotonic())
-        text = self._worker.texts.pop(microbatch, None)
+        text = self._departures.end(microbatch)
         if text is not None:
-            self.reading.came_back(text)
+            self._reading.came_back(text)
         flight = self.flights.get(microbatch)
         step = self.flights.complete(microbatch)
         if flight is not None:
@@ -222,9 +216,8 @@ class DataNode:
             self._evaluator.lost(microbatch, detail)
             return
         self._times.lost(microbatch, self._clock.monotonic())
-        text = self._worker.texts.pop(microbatch, None)
         flight = self.flights.abandon(microbatch)
-        self._runner.abandon(microbatch, detail)
+        text = self._departures.abandon(microbatch, detail)
         if flight is not None:
             self._abandoned(flight, text, detail)
         self._landed.set()
@@ -250,4 +243,4 @@ class DataNode:
         if flight.loss is None:  # no stage has learnt from it yet: its text sets out again
             self._again.append(text)
         else:
-            self.reading.dropped(text)
+            self._reading.dropped(text)

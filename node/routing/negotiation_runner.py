@@ -6,12 +6,12 @@ Decisions are in `swarm.routing.negotiation`; here are the clock, the links and 
 
 from __future__ import annotations
 
-import asyncio
 import logging
+from contextlib import AbstractContextManager
 from typing import Final
 
-from node.concurrency.pending_messages import PendingMessages
-from node.concurrency.task_groups import set_or_after, task_scope
+from node.concurrency.machine_runner import MachineRunner
+from node.network.dispatcher import Dispatcher
 from node.network.local_peer import LocalPeer
 from node.observability.status import LaneStatus, PathStatus
 from protocol.interfaces.transport import Transport
@@ -19,6 +19,7 @@ from swarm.membership.membership import Membership
 from swarm.routing.cost_model import Costs, Route
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.negotiation.negotiation_events import (
+    Action,
     Arrived,
     Event,
     LanesChanged,
@@ -33,7 +34,6 @@ from swarm.routing.path_rules import PathRules
 from swarm.routing.planner import Lanes
 from swarm.routing.stage_balance import spread
 from swarm.vocabulary.announcement import Announcement
-from swarm.vocabulary.errors import PeerError
 from swarm.vocabulary.routing_messages import LaneControl
 from swarm.vocabulary.types import Hop, ModuleId, PeerId, PeerState
 
@@ -45,12 +45,12 @@ LOOK_S: Final = 2.0
 """Between two looks at what has been measured."""
 BETWEEN_LOOKS_S: Final = 0.2
 """However often somebody comes, goes, or says how it is."""
-MAX_WAITING_TELLS: Final = 32
+MAX_WAITING_MESSAGES: Final = 32
 """Messages on the way to one data node; what is more is dropped, as a network drops it: the talk repeats what
 matters."""
 
 
-class NegotiationRunner:
+class NegotiationRunner(MachineRunner[Event, Action]):
     """Of one data node.
 
     Args:
@@ -58,45 +58,45 @@ class NegotiationRunner:
     """
 
     def __init__(
-        self, own: LocalPeer, membership: Membership, times: MeasuredTimes, rules: PathRules, in_flight: int
+        self,
+        own: LocalPeer,
+        membership: Membership,
+        times: MeasuredTimes,
+        rules: PathRules,
+        in_flight: int,
+        transport: Transport,
     ) -> None:
         self._own, self._membership, self._times = own, membership, times
         self._rules, self._in_flight = rules, in_flight
         self._negotiator = Negotiator(own.peer, rules, TalkRules(microbatches=None))
+        super().__init__(self._negotiator, Tick(), transport, own.clock, MAX_WAITING_MESSAGES)
         self._costs: Costs | None = None
         self._taken: tuple[tuple[Route, ...], tuple[tuple[PeerId, ...], ...]] = (), ()
         """The routes, and the peers of each stage, from which the lanes were made."""
-        self._wake = asyncio.Event()
         self._looked = self._look_at = 0.0
-        self._transport: Transport | None = None
-        self._tasks: asyncio.TaskGroup | None = None
-        self._tellings = PendingMessages(MAX_WAITING_TELLS)
         self.lanes: Lanes = ()
         """The standing routes of our microbatches, taken in turn; none before the first look, and while a stage has
         nobody."""
 
     # ---- running -------------------------------------------------------------------------------------------------
 
-    async def run(self, transport: Transport) -> None:
-        """Until cancelled."""
-        async with task_scope() as tasks:
-            self._transport, self._tasks = transport, tasks
-            try:
-                while True:
-                    now = self._own.clock.monotonic()
-                    if now >= self._look_at:
-                        self._looked, self._look_at = now, now + LOOK_S
-                        self._look()
-                    self._handle(Tick())
-                    due = min(self._look_at, self._negotiator.wakes_at)
-                    await set_or_after(self._wake, max(SHORTEST_S, due - self._own.clock.monotonic()))
-            finally:
-                self._tasks = None
+    def receiving(self, dispatcher: Dispatcher) -> AbstractContextManager[None]:
+        """Within it, what other data nodes say of lanes comes here."""
+        return dispatcher.registered(messages={LaneControl: self.receive})
 
-    def look_around(self) -> None:
+    def _look_around(self) -> None:
+        now = self.clock.monotonic()
+        if now >= self._look_at:
+            self._looked, self._look_at = now, now + LOOK_S
+            self._look()
+
+    def _pause_s(self) -> float:
+        return max(SHORTEST_S, min(self._look_at, self._negotiator.wakes_at) - self.clock.monotonic())
+
+    def look_soon(self) -> None:
         """Somebody has come or gone."""
         self._look_at = min(self._look_at, self._looked + BETWEEN_LOOKS_S)
-        self._wake.set()
+        self.wake()
 
     def _look(self) -> None:
         """Takes in how the swarm is now. Who is not serving (any more) has no part in it, and keeps what it knew."""
@@ -106,30 +106,33 @@ class NegotiationRunner:
         if all(stages):
             self._costs = costs = self._times.costs(stages, self._in_flight)
             members = frozenset(Member(announced.peer, announced.incarnation) for announced in stages[0])
-            self._handle(SwarmChanged(members, costs))
+            self.handle(SwarmChanged(members, costs))
 
-    def told(self, sender: PeerId, message: LaneControl) -> None:
-        """What another data node says. Strangers and other times are the negotiator's business; it ignores them."""
-        self._handle(Arrived(sender, message))
-        self._wake.set()  # it may want to be woken at another time now
+    def receive(self, sender: PeerId, message: LaneControl) -> None:
+        """Takes in a small message. Strangers and other times are the negotiator's business; it ignores them."""
+        self.handle(Arrived(sender, message))
+        self.wake()  # it may want to be woken at another time now
 
     def _live(self) -> list[list[Announcement]]:
         """The serving replicas of each stage, ourselves among the data nodes."""
-        now = self._own.clock.monotonic()
+        now = self.clock.monotonic()
         stages = [self._membership.replicas(ModuleId(stage), now) for stage in range(self._rules.stages)]
         stages[0] = [*stages[0], self._own.announcement()]
         return [sorted(announced, key=lambda a: a.peer) for announced in stages]
 
     # ---- carrying out --------------------------------------------------------------------------------------------
 
-    def _handle(self, event: Event) -> None:
-        for action in self._negotiator.handle(event, self._own.clock.monotonic()):
-            match action:
-                case Tell():
-                    self._tell(action)
-                case LanesChanged(routes, why):
-                    log.info("%d lanes: %s", len(routes), why)
+    def handle(self, event: Event) -> None:
+        """See `MachineRunner`; lanes are taken over at once."""
+        super().handle(event)
         self._take(self._negotiator.launches)
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case Tell(to, message):
+                self.send(to, message)
+            case LanesChanged(routes, why):
+                log.info("%d lanes: %s", len(routes), why)
 
     def _take(self, routes: tuple[Route, ...]) -> None:
         """A hop knows its module; a peer that is not in the costs any more is not on a lane that can be launched."""
@@ -143,19 +146,6 @@ class NegotiationRunner:
                     if all(peer in stage_of for peer in route)
                 ]
             )
-
-    def _tell(self, action: Tell) -> None:
-        if self._tasks is not None and self._tellings.begin(action.to):
-            self._tasks.create_task(self._telling(action))
-
-    async def _telling(self, action: Tell) -> None:
-        assert self._transport is not None
-        try:
-            await self._transport.tell(action.to, action.message)
-        except PeerError as error:
-            log.debug("could not tell %s of lanes: %s", action.to, error)
-        finally:
-            self._tellings.end(action.to)
 
     # ---- looking -------------------------------------------------------------------------------------------------
 

@@ -1,9 +1,9 @@
-"""The duty of a data node: puts its parts together and takes them apart."""
+"""The role of a data node: puts its parts together and takes them apart."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from secrets import randbelow
@@ -18,13 +18,14 @@ from node.context.options import NodeOptions
 from node.data.feed import START, TrainingFeed, open_documents
 from node.data.prefetch import Prefetcher
 from node.data.reading_position import ReadingPosition
+from node.network.session import NetworkSession
 from node.observability.events import Continued, Load, MicrobatchCounts
 from node.observability.status import Account
 from node.pipeline.admission import path_rules
 from node.pipeline.data_worker import DataWorker, host_stage_zero
 from node.pipeline.microbatch_runner import MicrobatchRunner
-from node.routing.evaluation import Evaluator, HeldOut
-from node.routing.launcher import DataNode, DataNodeParts
+from node.routing.evaluation import Departures, Evaluator, HeldOut
+from node.routing.launcher import DataNode, Training
 from node.routing.negotiation_runner import NegotiationRunner
 from node.runtime.resume import (
     NUMBERS,
@@ -35,7 +36,7 @@ from node.runtime.resume import (
     progress_of,
     restore_stage_zero,
 )
-from node.runtime.role import Answering, Hook, microbatch_runner_for
+from node.runtime.role import link_codecs, microbatch_runner_for
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.transport import QuestionAbout
 from protocol.manifest.manifest import Manifest
@@ -54,57 +55,46 @@ class DataRole:
 
     def __init__(
         self,
-        given: ModuleContext,
+        session: NetworkSession,
         worker: DataWorker,
-        carrier: MicrobatchRunner,
+        runner: MicrobatchRunner,
         data_node: DataNode,
-        text_came: asyncio.Event,
-        talk: NegotiationRunner,
+        negotiation: NegotiationRunner,
+        held_out: HeldOut,
         rounds: ModuleRounds,
     ) -> None:
-        self.carrier = carrier
+        self.runner = runner
         self.rounds = rounds
-        self.answers: dict[QuestionAbout, Answering] = dict(rounds.answers)
-        self.before_leaving: list[Hook] = [rounds.finish_round]
-        self._given = given
-        self._session = given.session
+        self._session = session
         self._worker = worker
         self._data_node = data_node
-        self._text_came = text_came
-        self._talk = talk
+        self._negotiation = negotiation
+        self._held_out = held_out
 
     async def prepare(self) -> None:
         """The state on which its module stands. A data node announces no speed: nobody chooses among them."""
         await self.rounds.prepare()
 
     async def run(self) -> None:
-        dispatcher = self._session.dispatcher
-        dispatcher.lanes = self._talk
-        try:
-            await self._launch()
-        finally:
-            dispatcher.lanes = None
-
-    async def _launch(self) -> None:
-        async with task_scope() as tasks:
-            tasks.create_task(self._data_node.run())
-            tasks.create_task(self._talk.run(self._session.transport))
-            tasks.create_task(self._wake_on(self._text_came))
-            tasks.create_task(self._wake_on(self._session.membership_sync.changed, self._talk.look_around))
+        dispatcher, answers = self._session.dispatcher, {QuestionAbout.EVALUATE: self._held_out.answer}
+        with self._negotiation.receiving(dispatcher), dispatcher.registered(answers=answers):
+            async with task_scope() as tasks:
+                tasks.create_task(self._data_node.run())
+                tasks.create_task(self._negotiation.run())
+                tasks.create_task(self._wake_on_changes())
 
     async def drain(self, patience_s: float) -> None:
-        self._data_node.stopping = True
+        self._data_node.stop_launching()
         try:
             async with asyncio.timeout(patience_s):
                 await self._data_node.all_landed()
         except TimeoutError:
             for flight in self._data_node.flights.in_flight:
                 self._data_node.lost(flight.microbatch, "its data node stops")
-        await self.carrier.nothing_owed(LAST_WORDS_S)
+        await self.runner.nothing_owed(LAST_WORDS_S)
 
     def capture(self) -> ReplicaState:
-        node = self._data_node
-        return capture_stage_zero(self._worker, node.flights, node.progress, node.reading, self.rounds.agreed())
+        return capture_stage_zero(self._worker, self._data_node.training, self.rounds.agreed())
 
     def load(self) -> Load:
         flights = self._data_node.flights
@@ -127,27 +117,28 @@ class DataRole:
             waiting_for=tuple(str(module) for module in progress.waiting_for),
             visits={str(stage): count for stage, count in sorted(progress.visits.items())},
             measured=self._data_node.vouched.peers(),
-            paths=self._talk.describe(),
+            paths=self._negotiation.describe(),
         )
 
-    async def _wake_on(self, news: asyncio.Event, tell: Callable[[], None] = lambda: None) -> None:
-        """A peer that comes may be the one that is waited for, and a text too."""
+    async def _wake_on_changes(self) -> None:
+        """A peer that comes may be the one that is waited for."""
+        changed = self._session.membership_sync.changed
         while True:
-            await news.wait()
-            news.clear()
-            tell()
+            await changed.wait()
+            changed.clear()
+            self._negotiation.look_soon()
             self._data_node.wake()
 
 
 @asynccontextmanager
 async def data_role(given: ModuleContext) -> AsyncIterator[DataRole]:
-    """The duty of a data node, its text open and the first microbatches being packed."""
+    """The role of a data node, its text open and the first microbatches being packed."""
     manifest, own, clock = given.manifest, given.session.own, SystemClock()
     slots = given.options.slots_held
     worker = await given.compute.run(Priority.UPKEEP, lambda: host_stage_zero(manifest, given.device, slots))
     if given.resumed.state is not None:
         await given.compute.run(Priority.UPKEEP, partial(restore_stage_zero, worker, given.resumed.state))
-    position, progress = position_of(given.resumed), progress_of(given.resumed)
+    position = position_of(given.resumed)
     if position is not None:
         given.events.emit(Continued(own.peer, _reported(counts_of(position))))
     own.steps = worker.stage.optimizer.steps
@@ -155,9 +146,9 @@ async def data_role(given: ModuleContext) -> AsyncIterator[DataRole]:
     documents = await asyncio.to_thread(open_documents, manifest, given.text.value)
     membership, times = given.session.membership, MeasuredTimes(own.peer, manifest.microbatch_tokens)
     rules = _flight_rules(given.options, manifest)
-    talk = NegotiationRunner(own, membership, times, path_rules(manifest), rules.most_in_flight)
-    planner = Planner(path_rules(manifest), membership, times, lambda: talk.lanes)
-    text_came = asyncio.Event()
+    paths, transport = path_rules(manifest), given.session.transport
+    negotiation = NegotiationRunner(own, membership, times, paths, rules.most_in_flight, transport)
+    planner = Planner(paths, membership, times, lambda: negotiation.lanes)
 
     def live_data_nodes() -> tuple[PeerId, ...]:
         replicas = membership.replicas(ModuleId(0), clock.monotonic())
@@ -165,35 +156,27 @@ async def data_role(given: ModuleContext) -> AsyncIterator[DataRole]:
 
     start = START if position is None else position.cursor
     number, measured = first_number(position, randbelow(NUMBERS // 2)), NUMBERS + randbelow(NUMBERS // 2)
-    sign = given.session.routes.signed
     feed = TrainingFeed(manifest, documents, own.peer, start)
     stage = worker.stage
     replica = LocalReplica(
         (stage.embedding, stage.head), manifest.training.fragments, stage.optimizer, worker.parameters_changed
     )
-    prefetcher = Prefetcher(feed, live_data_nodes, text_came.set, rules.window + 1)
+    prefetcher = Prefetcher(feed, live_data_nodes, lambda: data_node.wake(), rules.window + 1)
     async with module_rounds(given, replica) as rounds, AsyncExitStack() as stack:
-        worker.after_step = rounds.after_inner_step
-        carrier = microbatch_runner_for(given, worker, planner, rounds)
-        texts = stack.enter_context(prefetcher)
-        parts = DataNodeParts(
-            flights=Flights(own.peer, rules, first_number=number, counts=counts_of(position)),
-            planner=planner,
-            times=PathTimes(own.peer, times, membership.slots_of),
-            evaluator=Evaluator(own.peer, planner, worker, carrier, clock, sign, measured),
-            worker=worker,
-            carrier=carrier,
-            texts=texts,
-            sign=sign,
-            progress=progress,
-            reading=ReadingPosition(start, rules.per_step * (rules.staleness + 2) + rules.window),
-            round_microbatches=manifest.training.inner_steps * rules.per_step,
+        runner = microbatch_runner_for(given, worker, planner, link_codecs(given, worker), rounds)
+        departures = Departures(worker, runner, given.session.routes.signed)
+        evaluator = Evaluator(own.peer, planner, departures, clock, measured)
+        training = Training(
+            Flights(own.peer, rules, first_number=number, counts=counts_of(position)),
+            progress_of(given.resumed),
+            ReadingPosition(start, rules.per_step * (rules.staleness + 2) + rules.window),
         )
-        data_node = DataNode(parts, clock, given.events, given.finished)
-        carrier.ends = data_node
-        duty = DataRole(given, worker, carrier, data_node, text_came, talk, rounds)
-        duty.answers[QuestionAbout.EVALUATE] = HeldOut(manifest, documents, parts.evaluator).answer
-        yield duty
+        path_times = PathTimes(own.peer, times, membership.slots_of)
+        data_node = DataNode(given, training, planner, path_times, evaluator, departures, prefetcher)
+        held_out = HeldOut(manifest, documents, evaluator)
+        stack.enter_context(runner.ending_at(data_node))
+        stack.enter_context(prefetcher)
+        yield DataRole(given.session, worker, runner, data_node, negotiation, held_out, rounds)
 
 
 def _reported(counts: Counts) -> MicrobatchCounts:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from node.network.proofs import Proofs
 from node.network.session import NetworkSession
-from protocol.interfaces.clock import Clock
 from protocol.manifest.manifest import Manifest, block_parameters
 from swarm.membership.capacity import Workload
 from swarm.membership.rebalancing import MoveRules, MoveWatch, Standing
@@ -60,7 +59,6 @@ class Mover:
         manifest: Manifest,
         proofs: Proofs,
         fitting: Callable[[Sequence[ModuleId]], Iterable[ModuleId]],
-        clock: Clock,
         rules: MoveRules,
         periods: MovePeriods,
         jitter: Callable[[], float] = random.random,
@@ -69,11 +67,11 @@ class Mover:
         self._manifest = manifest
         self._proofs = proofs
         self._fitting = fitting
-        self._clock = clock
+        self._clock = session.own.clock
         self._periods = periods
         self._jitter = jitter
         self._watch = MoveWatch(workload_of(manifest), rules)
-        self._since = clock.monotonic()
+        self._since = self._clock.monotonic()
 
     async def next_module(self) -> Reasoned[ModuleId]:
         """See `NextModule`."""

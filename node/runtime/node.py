@@ -4,8 +4,8 @@ order."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Protocol
 
@@ -94,58 +94,58 @@ async def run_node(
                 signed = await unless(stop, session.fetch_manifest(options.patience_s))
                 if signed is None:
                     return
+            if signed.manifest.stages.count < 2:
+                raise ConfigError(
+                    "this run has one stage, which leaves nothing for other peers to do",
+                    hint="Train it with `skipstone solo`, or cut the model into at least two stages.",
+                )
             own = signed.author == identity.peer
             text = places(signed.manifest.data, options.told, own=own)
             if consent is not None and not await unless(stop, consent(signed, text, own)):
                 raise Rejected("the run was not joined", hint="Say yes when asked, or beforehand with --yes.")
             async with reachable(options.reach, options.advertise, session, logged):
-                await _serve(options, session, signed, text, device.value, logged, stop, moving or readiness_to_move)
+                with _manifest_given(session, signed), ComputeThread() as compute:
+                    session.membership_sync.watch(signed.manifest.modules())
+                    resumed = await _find_own(options, session, signed, logged)
+                    chosen = await _choose(options, session, signed.manifest, resumed, device.value, text, logged)
+                    logged.emit(Note("info", f"module {chosen.value}: {chosen.reason}"))
+                    given = ModuleContext(
+                        options=options,
+                        session=session,
+                        manifest=signed.manifest,
+                        module=chosen.value,
+                        device=device.value,
+                        compute=compute,
+                        events=logged,
+                        finished=stop.set,
+                        saves=SaveRequests(),
+                        proofs=Proofs(session),
+                        resumed=resumed,
+                        text=text,
+                    )
+                    await _serve(given, signed, moving or readiness_to_move, stop)
 
 
-async def _serve(
-    options: NodeOptions,
-    session: NetworkSession,
-    signed: SignedManifest,
-    text: Reasoned[Places | None],
-    device: torch.device,
-    events: EventSink,
-    stop: asyncio.Event,
-    moving: Moving,
-) -> None:
-    if signed.manifest.stages.count < 2:
-        raise ConfigError(
-            "this run has one stage, which leaves nothing for other peers to do",
-            hint="Train it with `skipstone solo`, or cut the model into at least two stages.",
-        )
-    session.membership_sync.watch(signed.manifest.modules())
-    session.dispatcher.answers[QuestionAbout.MANIFEST] = _always(signed.text)
-    resumed = await _find_own(options, session, signed, events)
-    chosen = await _choose(options, session, signed.manifest, resumed, device, text, events)
-    events.emit(Note("info", f"module {chosen.value}: {chosen.reason}"))
-    folder = None
-    if options.checkpoint_dir is not None:
-        folder = CheckpointFolder(options.checkpoint_dir, signed.run, signed.text)
-    module: ModuleId | None = chosen.value
-    with ComputeThread() as compute:
-        while module is not None and not stop.is_set():
-            saves, proofs = SaveRequests(), Proofs(session)
-            given = ModuleContext(
-                options,
-                session,
-                signed.manifest,
-                module,
-                device,
-                compute,
-                events,
-                stop.set,
-                saves,
-                proofs,
-                resumed,
-                text,
-            )
-            module = await serve_module(given, moving, folder, stop)
-            resumed = Resumed()
-        await session.withdraw(WITHDRAW_S)
+async def _serve(given: ModuleContext, signed: SignedManifest, moving: Moving, stop: asyncio.Event) -> None:
+    """Serves one module after the other."""
+    session, folder = given.session, None
+    if given.options.checkpoint_dir is not None:
+        folder = CheckpointFolder(given.options.checkpoint_dir, signed.run, signed.text)
+    while not stop.is_set():
+        module = await serve_module(given, moving, folder, stop)
+        if module is None:
+            break
+        given = replace(given, module=module, saves=SaveRequests(), proofs=Proofs(session), resumed=Resumed())
+    await session.withdraw(WITHDRAW_S)
+
+
+def _manifest_given(session: NetworkSession, signed: SignedManifest) -> AbstractContextManager[None]:
+    """Within it, whoever asks for the run's manifest gets it."""
+
+    async def manifest(asker: PeerId, question: Question) -> bytes:
+        return signed.text
+
+    return session.dispatcher.registered(answers={QuestionAbout.MANIFEST: manifest})
 
 
 def readiness_to_move(given: ModuleContext) -> NextModule:
@@ -158,8 +158,7 @@ def readiness_to_move(given: ModuleContext) -> NextModule:
     def fitting(modules: Sequence[ModuleId]) -> Iterable[ModuleId]:
         return modules_that_fit(manifest, modules, room_on(given.device).and_back(own), slots)
 
-    mover = Mover(given.session, manifest, given.proofs, fitting, given.session.own.clock, MoveRules(), MovePeriods())
-    return mover.next_module
+    return Mover(given.session, manifest, given.proofs, fitting, MoveRules(), MovePeriods()).next_module
 
 
 @contextmanager
@@ -263,10 +262,3 @@ def _directory(
     if signed is None:
         return settings
     return replace(settings, stages=signed.manifest.stages.count, experts=signed.manifest.stages.experts)
-
-
-def _always(text: bytes) -> Callable[[Question], Awaitable[bytes]]:
-    async def answer(question: Question) -> bytes:
-        return text
-
-    return answer

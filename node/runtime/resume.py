@@ -8,12 +8,11 @@ import math
 from node.checkpoint.folder import CheckpointFolder, load_newest
 from node.checkpoint.replica import capture_module, restore_module
 from node.checkpoint.state import Agreed, DataState, ReplicaState, Resumed
-from node.data.reading_position import ReadingPosition
 from node.observability.events import Note
 from node.pipeline.data_worker import DataWorker
 from node.pipeline.stage_worker import HopWorker
-from node.routing.launcher import Progress
-from swarm.pipeline.in_flight import Counts, Flights
+from node.routing.launcher import Progress, Training
+from swarm.pipeline.in_flight import Counts
 from swarm.vocabulary.errors import CorruptSnapshot
 from swarm.vocabulary.types import ModuleId, PeerId
 
@@ -30,16 +29,15 @@ def capture_hop(worker: HopWorker, tokens: int, agreed: Agreed | None) -> Replic
     return capture_module((worker.part,), worker.optimizer, visits=visits, tokens=tokens, agreed=agreed)
 
 
-def capture_stage_zero(
-    worker: DataWorker, flights: Flights, progress: Progress, reading: ReadingPosition, agreed: Agreed | None
-) -> ReplicaState:
+def capture_stage_zero(worker: DataWorker, training: Training, agreed: Agreed | None) -> ReplicaState:
     """A data node's replica, and the place in its text that goes with exactly these parameters."""
-    stage, counts = worker.stage, flights.counts
+    stage, flights, progress = worker.stage, training.flights, training.progress
+    counts = flights.counts
     visits = worker.accumulated - stage.embedding_sum.visits
     parts = stage.embedding, stage.head
     plain = capture_module(parts, stage.optimizer, visits=visits, tokens=worker.tokens, agreed=agreed)
     data = DataState(
-        cursor=reading.resume_at(stage.embedding_sum.has_applied),
+        cursor=training.reading.resume_at(stage.embedding_sum.has_applied),
         next_number=flights.next_number,
         completed=visits,
         abandoned=counts.abandoned,

@@ -1,49 +1,42 @@
-"""What a node does in its run, and what the two kinds of duty have in common: that of a stage peer
+"""What the two roles that a node can have in its module have in common: that of a stage peer
 (`node.runtime.stage_role`), of a data node (`node.runtime.data_role`)."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Protocol
 
 from node.averaging.module_rounds import ModuleRounds
 from node.checkpoint.state import ReplicaState
 from node.context.module_context import ModuleContext
 from node.model.optimizer import StepFigures
-from node.network.proofs import Proofs
-from node.observability.events import EventSink, InnerStep, Load, Retracted, Visit
+from node.observability.events import InnerStep, Load, Retracted, Visit
 from node.observability.status import Account
 from node.pipeline.admission import Admission
 from node.pipeline.codec_selection import LinkCodecs
 from node.pipeline.interfaces import Worker
 from node.pipeline.microbatch_runner import MicrobatchRunner
+from node.pipeline.worker_thread import WorkerThread
 from protocol.interfaces.clock import Clock, SystemClock
-from protocol.interfaces.transport import Question, QuestionAbout
 from swarm.membership.membership import Membership
 from swarm.pipeline.custody import Custody
 from swarm.routing.planner import Planner
+from swarm.vocabulary.errors import PeerError
 from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId, Reasoned
-
-Answering = Callable[[Question], Awaitable[bytes]]
-Hook = Callable[[], Awaitable[None]]
 
 
 class NodeRole(Protocol):
-    """What the process needs of a duty, whichever it is."""
+    """What the process needs of a role, whichever it is."""
 
-    carrier: MicrobatchRunner
-    answers: dict[QuestionAbout, Answering]
+    runner: MicrobatchRunner
     rounds: ModuleRounds
-    before_leaving: list[Hook]
-    """What is still to be done for the others when the module is let go, after `drain`; there is a limit for all
-    together."""
 
     async def prepare(self) -> None:
         """Gets the replica ready to serve; the node is JOINING meanwhile. Cancelled when the node is asked to stop."""
         ...
 
     async def run(self) -> None:
-        """Works until cancelled."""
+        """Does what the role has to do besides `runner` and `rounds`, until cancelled."""
         ...
 
     async def drain(self, patience_s: float) -> None:
@@ -59,21 +52,29 @@ class NodeRole(Protocol):
     def account(self) -> Account: ...
 
 
-class LoggedVisits:
-    """`node.pipeline.interfaces.VisitCounter` that reports each visit."""
+class ReplicaHost:
+    """`node.pipeline.interfaces.Host`: tells the rounds, the events and who asks for proofs."""
 
-    def __init__(self, peer: PeerId, module: str, events: EventSink, proofs: Proofs) -> None:
-        self._peer = peer
-        self._module = module
-        self._events = events
-        self._proofs = proofs
+    def __init__(self, given: ModuleContext, rounds: ModuleRounds) -> None:
+        self._given = given
+        self._own, self._module = given.session.own, str(given.module)
+        self._rounds = rounds
 
     def visited(self, microbatch: MicrobatchId) -> None:
-        self._proofs.worked_on(microbatch)
-        self._events.emit(Visit(self._peer, self._module, str(microbatch)))
+        self._given.proofs.worked_on(microbatch)
+        self._given.events.emit(Visit(self._own.peer, self._module, str(microbatch)))
 
     def retracted(self, microbatch: MicrobatchId) -> None:
-        self._events.emit(Retracted(self._peer, self._module, str(microbatch)))
+        self._given.events.emit(Retracted(self._own.peer, self._module, str(microbatch)))
+
+    def stepped(self, figures: StepFigures) -> None:
+        self._own.steps = figures.step
+        self._rounds.runner.stepped()
+        visits, norm, rate = max(figures.visits), figures.gradient_norm, figures.learning_rate
+        self._given.events.emit(InnerStep(self._own.peer, self._module, figures.step, visits, norm, rate))
+
+    def not_reached(self, peer: PeerId, error: PeerError) -> None:
+        self._given.session.membership_sync.link_down(peer, error)
 
 
 class PlannedReplicas:
@@ -108,29 +109,18 @@ class PlannedReplicas:
 
 
 def microbatch_runner_for(
-    given: ModuleContext, worker: Worker, planner: Planner, rounds: ModuleRounds
+    given: ModuleContext, worker: Worker, planner: Planner, codecs: LinkCodecs, rounds: ModuleRounds
 ) -> MicrobatchRunner:
-    """Carries for the replica that the node hosts; repair asks the planner who stands in."""
-    own, clock, module = given.session.own, SystemClock(), str(given.module)
-    session = given.session
+    """Runs the microbatches of the replica that the node hosts; repair asks the planner who stands in."""
+    session, clock = given.session, SystemClock()
+    own = session.own
     replicas = PlannedReplicas(planner, session.membership, clock, session.transport.is_linked)
     custody = Custody(own.peer, given.options.slots_held, replicas)
     own.slots, own.used_slots = custody.slots, lambda: custody.used_slots
-
-    def stepped(figures: StepFigures) -> None:
-        own.steps = figures.step
-        rounds.stepped()
-        visits, norm, rate = max(figures.visits), figures.gradient_norm, figures.learning_rate
-        given.events.emit(InnerStep(own.peer, module, figures.step, visits, norm, rate))
-
     admission = Admission(given.manifest, own.peer, given.module, session.routes.fault)
-    codecs = link_codecs(given, worker)
-    given.proofs.in_rounds = rounds.fellows_of_last_round
-    on_failure = given.session.membership_sync.link_down
-    visits = LoggedVisits(own.peer, module, given.events, given.proofs)
-    return MicrobatchRunner(
-        custody, admission, worker, given.compute, clock, on_failure, stepped, visits=visits, codecs=codecs
-    )
+    on_thread = WorkerThread(worker, given.compute, clock, rounds.runner.after_inner_step)
+    host = ReplicaHost(given, rounds)
+    return MicrobatchRunner(custody, admission, on_thread, session.transport, codecs, host, clock)
 
 
 def link_codecs(given: ModuleContext, worker: Worker) -> LinkCodecs:

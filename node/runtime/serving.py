@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from functools import partial
 
 from node.checkpoint.folder import CheckpointFolder, save_state
@@ -17,12 +17,12 @@ from node.observability.events import EventSink, LastPeer, Move, NodeStatus, Not
 from node.observability.failpoints import crash_point
 from node.runtime.data_role import data_role
 from node.runtime.mover import NextModule
-from node.runtime.role import Hook, NodeRole
+from node.runtime.role import NodeRole
 from node.runtime.stage_role import stage_role
 from node.runtime.status import node_summary, status_json
 from protocol.interfaces.transport import Question, QuestionAbout
 from swarm.vocabulary.announcement import Announcement
-from swarm.vocabulary.types import ModuleId, PeerState, Reasoned
+from swarm.vocabulary.types import ModuleId, PeerId, PeerState, Reasoned
 
 log = logging.getLogger(__name__)
 
@@ -53,18 +53,22 @@ async def serve_module(
     own.take(given.module)
     tell_state(session, events)
     make = data_role if given.module.stage == 0 else stage_role
-    async with make(given) as duty:
+    async with make(given) as role:
         given.resumed.state = None
-        with _answering_status(session, duty):
-            if await unless(stop, _prepared(duty)) is None:
+
+        async def status(asker: PeerId, question: Question) -> bytes:
+            return status_json(own, role, session.tunnels)
+
+        with session.dispatcher.registered(answers={QuestionAbout.STATUS: status}):
+            if await unless(stop, _prepared(role)) is None:
                 return None
-            with _answering(session, duty), _saver(given, duty, folder) as saver:
-                async with _at_work(duty, given, saver):
-                    goal = await _serve(duty, given, moving(given), stop)
-                    await hand_over(duty.before_leaving, HAND_OVER_S)
+            with _saver(given, role, folder) as saver:
+                async with _at_work(role, given, saver):
+                    goal = await _serve(role, given, moving(given), stop)
+                    await hand_over(role.rounds.finish_round, HAND_OVER_S)
                 if goal is None and saver is not None:
                     await saver.save_at_the_end()
-                events.emit(node_summary(own, duty, given.compute))
+                events.emit(node_summary(own, role, given.compute))
                 return goal
 
 
@@ -76,32 +80,31 @@ def tell_state(session: NetworkSession, events: EventSink) -> None:
     events.emit(NodeStatus(own.peer, module, own.state.name.lower(), ", ".join(own.addresses), str(session.link)))
 
 
-async def hand_over(hooks: Sequence[Hook], limit_s: float) -> None:
-    """Runs the hooks one after the other; what is not done within the limit is given up."""
+async def hand_over(finish: Callable[[], Awaitable[None]], limit_s: float) -> None:
+    """Does what is still to be done for the others; what is not done within the limit is given up."""
     try:
         async with asyncio.timeout(limit_s):
-            for hook in hooks:
-                await hook()
+            await finish()
     except TimeoutError:
         log.warning("handing over took more than %.0f s and was given up", limit_s)
 
 
-async def _prepared(duty: NodeRole) -> bool:
-    await duty.prepare()
+async def _prepared(role: NodeRole) -> bool:
+    await role.prepare()
     return True
 
 
-async def _serve(duty: NodeRole, given: ModuleContext, next_module: NextModule, stop: asyncio.Event) -> ModuleId | None:
+async def _serve(role: NodeRole, given: ModuleContext, next_module: NextModule, stop: asyncio.Event) -> ModuleId | None:
     """Serves until it is time to stop or to move, and drains. A move that would leave nobody behind is called off."""
     while True:
         _become(PeerState.SERVING, given)
-        duty.carrier.takes_new_work = True
+        role.runner.take_new_work(True)
         goal = await unless(stop, next_module())
         if goal is not None and not await others_serve(given):
             continue
         if goal is not None:
             _tell_of_move(given, goal)
-        await _drain(duty, given)
+        await _drain(role, given)
         if stop.is_set():
             _tell_if_last(given)
             return None
@@ -111,12 +114,12 @@ async def _serve(duty: NodeRole, given: ModuleContext, next_module: NextModule, 
         given.events.emit(Note("info", f"stays in module {given.module}: nobody else serves it any more"))
 
 
-async def _drain(duty: NodeRole, given: ModuleContext) -> None:
+async def _drain(role: NodeRole, given: ModuleContext) -> None:
     """Others are told first. What comes all the same is refused if there is somebody to take it, and done if not."""
     _become(PeerState.DRAINING, given)
     crash_point("draining")
-    duty.carrier.takes_new_work = not _replicas(given)
-    await duty.drain(DRAIN_S)
+    role.runner.take_new_work(not _replicas(given))
+    await role.drain(DRAIN_S)
 
 
 async def others_serve(given: ModuleContext) -> bool:
@@ -151,63 +154,36 @@ def _become(state: PeerState, given: ModuleContext) -> None:
     tell_state(given.session, given.events)
 
 
-@contextmanager
-def _answering_status(session: NetworkSession, duty: NodeRole) -> Iterator[None]:
-    """Within the block, whoever asks learns how far the node is."""
-
-    async def answer(question: Question) -> bytes:
-        return status_json(session.own, duty, session.tunnels)
-
-    session.dispatcher.answers[QuestionAbout.STATUS] = answer
-    try:
-        yield
-    finally:
-        session.dispatcher.answers.pop(QuestionAbout.STATUS, None)
-
-
-@contextmanager
-def _answering(session: NetworkSession, duty: NodeRole) -> Iterator[None]:
-    """Within the block, what arrives for the module goes to the duty."""
-    dispatcher = session.dispatcher
-    dispatcher.carrier = duty.carrier
-    dispatcher.answers |= duty.answers
-    try:
-        yield
-    finally:
-        dispatcher.carrier = None
-        for about in duty.answers:
-            dispatcher.answers.pop(about, None)
-
-
 @asynccontextmanager
-async def _at_work(duty: NodeRole, given: ModuleContext, saver: Saver | None) -> AsyncIterator[None]:
-    """The duty's tasks, for as long as the block lasts."""
+async def _at_work(role: NodeRole, given: ModuleContext, saver: Saver | None) -> AsyncIterator[None]:
+    """Within the block the node does its work."""
     async with task_scope() as tasks:
         running = [
-            tasks.create_task(duty.carrier.run(given.session.transport)),
-            tasks.create_task(duty.run()),
-            tasks.create_task(_report(duty, given.events)),
+            tasks.create_task(role.runner.run()),
+            tasks.create_task(role.run()),
+            tasks.create_task(_report(role, given.events)),
         ]
         if saver is not None:
             running.append(tasks.create_task(saver.run()))
         try:
-            await asyncio.sleep(0)  # the carrier takes work only when it runs
-            yield
+            await asyncio.sleep(0)  # the runner takes work only when it runs
+            with role.runner.receiving(given.session.dispatcher):
+                yield
         finally:
             for task in running:
                 task.cancel()
 
 
-async def _report(duty: NodeRole, events: EventSink) -> None:
+async def _report(role: NodeRole, events: EventSink) -> None:
     while True:
         await asyncio.sleep(REPORT_S)
-        events.emit(duty.load())
+        events.emit(role.load())
 
 
 def _saver(
-    given: ModuleContext, duty: NodeRole, folder: CheckpointFolder | None
+    given: ModuleContext, role: NodeRole, folder: CheckpointFolder | None
 ) -> AbstractContextManager[Saver | None]:
     if folder is None:
         return nullcontext()
     write = partial(save_state, folder, given.session.own.peer, given.module)
-    return Saver(duty.capture, write, given.compute, given.saves, given.events, given.options.checkpoint_every_s)
+    return Saver(role.capture, write, given.compute, given.saves, given.events, given.options.checkpoint_every_s)

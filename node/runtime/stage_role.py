@@ -1,4 +1,4 @@
-"""The duty of a stage peer: puts its parts together and takes them apart."""
+"""The role of a stage peer: puts its parts together and takes them apart."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ from node.pipeline.admission import path_rules
 from node.pipeline.microbatch_runner import MicrobatchRunner
 from node.pipeline.stage_worker import HopWorker, host_hop, measure_speed
 from node.runtime.resume import capture_hop, restore_hop
-from node.runtime.role import Answering, Hook, microbatch_runner_for
+from node.runtime.role import link_codecs, microbatch_runner_for
 from protocol.interfaces.clock import SystemClock
-from protocol.interfaces.transport import QuestionAbout
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.planner import Planner
 from swarm.vocabulary.types import Reasoned
@@ -37,13 +36,9 @@ LARGEST_DEFAULT_GRAPHS = 2 * 2**30
 class StageRole:
     """A peer of stage 1 or above."""
 
-    def __init__(
-        self, given: ModuleContext, worker: HopWorker, carrier: MicrobatchRunner, rounds: ModuleRounds
-    ) -> None:
-        self.carrier = carrier
+    def __init__(self, given: ModuleContext, worker: HopWorker, runner: MicrobatchRunner, rounds: ModuleRounds) -> None:
+        self.runner = runner
         self.rounds = rounds
-        self.answers: dict[QuestionAbout, Answering] = dict(rounds.answers)
-        self.before_leaving: list[Hook] = [rounds.finish_round]
         self._given = given
         self._session = given.session
         self._module = given.module
@@ -75,7 +70,7 @@ class StageRole:
         try:
             async with asyncio.timeout(patience_s):
                 while quiet_since is None or loop.time() - quiet_since < QUIET_S:
-                    if not self.carrier.is_empty:
+                    if not self.runner.is_empty:
                         quiet_since = None
                     elif quiet_since is None:
                         quiet_since = loop.time()
@@ -87,7 +82,7 @@ class StageRole:
         return capture_hop(self._worker, self._tokens, self.rounds.agreed())
 
     def load(self) -> Load:
-        own, custody = self._session.own, self.carrier.custody
+        own, custody = self._session.own, self.runner.custody
         return Load(own.peer, str(self._module), custody.slots, custody.used_slots, self._rate.per_second())
 
     def account(self) -> Account:
@@ -99,7 +94,7 @@ class StageRole:
 
 @asynccontextmanager
 async def stage_role(given: ModuleContext) -> AsyncIterator[StageRole]:
-    """The duty of a stage peer, built but not prepared."""
+    """The role of a stage peer, built but not prepared."""
     manifest, device = given.manifest, given.device
     budget = default_graph_budget(device).value if given.options.graph_bytes is None else given.options.graph_bytes
     slots = given.options.slots_held
@@ -111,8 +106,8 @@ async def stage_role(given: ModuleContext) -> AsyncIterator[StageRole]:
     planner = Planner(path_rules(manifest), given.session.membership, times)
     replica = LocalReplica((worker.part,), manifest.training.fragments, worker.optimizer, worker.parameters_changed)
     async with module_rounds(given, replica) as rounds:
-        worker.after_step = rounds.after_inner_step
-        yield StageRole(given, worker, microbatch_runner_for(given, worker, planner, rounds), rounds)
+        runner = microbatch_runner_for(given, worker, planner, link_codecs(given, worker), rounds)
+        yield StageRole(given, worker, runner, rounds)
 
 
 def default_graph_budget(device: torch.device) -> Reasoned[int]:

@@ -91,8 +91,10 @@ class _Authority:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TlsCredentials:
-    """A certificate, its private key, and the run's authority. The repr leaves the key out."""
+    """A peer's certificate for a run, its private key, and the run's authority. The repr leaves the key out."""
 
+    peer: PeerId
+    run: RunId
     certificate_der: bytes
     certificate_pem: bytes
     private_key_pem: bytes
@@ -116,6 +118,8 @@ def make_credentials(identity: Identity, run: RunId) -> TlsCredentials:
         .sign(authority.key, SHA256())
     )
     return TlsCredentials(
+        peer=identity.peer,
+        run=run,
         certificate_der=certificate.public_bytes(Encoding.DER),
         certificate_pem=certificate.public_bytes(Encoding.PEM),
         private_key_pem=key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),

@@ -25,7 +25,6 @@ import grpc
 
 from protocol.frames.frames import AnnouncementFrame, Farewell, FarewellReason, Hello, decode, encode
 from protocol.identity.certificates import TlsCredentials
-from protocol.identity.keys import Identity
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.directory import AddressBook, Contact
 from protocol.interfaces.tensor_spec import TensorSpec
@@ -38,7 +37,7 @@ from protocol.transport.rate_limits import CommonPatience
 from protocol.transport.settings import TransportSettings
 from swarm.vocabulary.errors import ConfigError, PeerError, ProtocolViolation, Unreachable
 from swarm.vocabulary.pipeline_messages import ControlMessage, TensorMessage
-from swarm.vocabulary.types import PROTOCOL_VERSIONS, PeerId, RunId, short
+from swarm.vocabulary.types import PROTOCOL_VERSIONS, PeerId, short
 
 _SPARE_STREAMS: Final = 16
 """Streams beyond `max_links` that may be in their handshake."""
@@ -60,15 +59,13 @@ class GrpcTransport:
     nothing behind.
 
     `own_record` gives our current SignedRecord (or b"") for each Hello. `ways` lead to peers without addresses.
-    `jitter` returns a number from 0 to 1. An error of the handler that is not in its contract ends the block with that
+    An error of the handler that is not in its contract ends the block with that
     error.
     """
 
     def __init__(
         self,
-        identity: Identity,
         credentials: TlsCredentials,
-        run: RunId,
         address_book: AddressBook,
         handler: LinkHandler,
         clock: Clock,
@@ -76,23 +73,22 @@ class GrpcTransport:
         *,
         own_record: Callable[[], bytes],
         ways: Ways = Ways(),  # noqa: B008 - immutable
-        jitter: Callable[[], float] = random.random,
     ) -> None:
-        self._peer = identity.peer
+        self._peer = credentials.peer
         self._credentials = credentials
-        self._run = run
+        self._run = credentials.run
         self._address_book = address_book
         self._handler = handler
         self._clock = clock
         self._settings = settings
         self._own_record = own_record
-        self._door = Door(run)
+        self._door = Door(credentials.run)
         self._surroundings = LinkSurroundings(handler, clock, settings, CommonPatience(clock.monotonic()))
         self.incarnation = secrets.randbits(64)
         """Tells this process from others with its key."""
         self._began = clock.monotonic()
         self._turnover = Turnover(clock)
-        self._backoff = Backoff(clock, settings.first_retry_s, settings.longest_retry_s, jitter)
+        self._backoff = Backoff(clock, settings.first_retry_s, settings.longest_retry_s, random.random)
         self._dialler = Dialler(credentials, self._own_hello, self.ask, clock, settings, ways)
         self._links: dict[PeerId, Link] = {}
         self._dials: dict[PeerId, _Dial] = {}

@@ -239,21 +239,21 @@ def choose_by_swarm(spec: Spec) -> None:
     """Data nodes launch along the paths of `SwarmPaths`. Repair in flight stays as it is."""
 
     @asynccontextmanager
-    async def duty_by_swarm(given: ModuleContext) -> AsyncIterator[DataRole]:
-        async with data_role(given) as duty:
+    async def role_by_swarm(given: ModuleContext) -> AsyncIterator[DataRole]:
+        async with data_role(given) as role:
             own = given.session.own
             rule = SwarmRule(random.Random(f"{spec.seed} {own.peer}"))
-            duty._data_node._planner = SwarmPaths(duty._data_node._planner, rule, given)  # type: ignore[assignment]
-            tell_rule(rule, duty, own.clock.monotonic)
-            yield duty
+            role._data_node._planner = SwarmPaths(role._data_node._planner, rule, given)  # type: ignore[assignment]
+            tell_rule(rule, role, own.clock.monotonic)
+            yield role
 
-    node.runtime.serving.data_role = duty_by_swarm
+    node.runtime.serving.data_role = role_by_swarm
 
 
-def tell_rule(rule: SwarmRule, duty: DataRole, now: Callable[[], float]) -> None:
+def tell_rule(rule: SwarmRule, role: DataRole, now: Callable[[], float]) -> None:
     """The rule hears what becomes of the data node's microbatches."""
-    ends: Any = duty.carrier.ends
-    handle, passed, finished, lost = duty.carrier.handle, ends.passed, ends.finished, ends.lost
+    ends: Any = role.runner._ends
+    handle, passed, finished, lost = role.runner.handle, ends.passed, ends.finished, ends.lost
 
     def handle_and_tell(event: Event) -> None:
         if isinstance(event, Started) and event.purpose is Purpose.TRAIN:
@@ -268,7 +268,7 @@ def tell_rule(rule: SwarmRule, duty: DataRole, now: Callable[[], float]) -> None
         rule.forget(microbatch)
         ended(microbatch, *rest)
 
-    duty.carrier.handle = handle_and_tell  # type: ignore[method-assign]
+    role.runner.handle = handle_and_tell  # type: ignore[method-assign]
     ends.passed = passed_and_tell
     ends.finished, ends.lost = partial(ended_and_tell, finished), partial(ended_and_tell, lost)
 

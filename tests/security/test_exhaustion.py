@@ -13,7 +13,7 @@ from itertools import count, islice
 import grpc
 import pytest
 
-from node.pipeline.microbatch_runner import MAX_WAITING_TELLS
+from node.pipeline.microbatch_runner import MAX_WAITING_MESSAGES
 from protocol.interfaces.directory import Contact
 from swarm.vocabulary.errors import PeerError, Rejected, Unreachable
 from swarm.vocabulary.pipeline_messages import Close, Unsettled
@@ -96,8 +96,8 @@ OTHER_TASKS = 16
 async def test_who_asks_and_never_reads_collects_few_messages() -> None:
     """A data node answers every hop that asks whether its gradient counts; to one that does not read, answers wait."""
     async with small_swarm(HOP, LAST_HOP) as swarm, node() as server:
-        carrier = swarm[DATA].carrier
-        carrier.transport = server.transport
+        runner = swarm[DATA].runner
+        runner.transport = server.transport
         hostile = Persona()
         async with hostile_stream(server.persona.contact(server.port), hostile, deaf=True):
             await server.handler.until(lambda: hostile.peer in server.handler.ups)
@@ -106,15 +106,15 @@ async def test_who_asks_and_never_reads_collects_few_messages() -> None:
 
             async def ask() -> int:
                 """Asks some more; how many messages wait then."""
-                for number in islice(numbers, 2 * MAX_WAITING_TELLS):
-                    carrier.told(hostile.peer, Unsettled(MicrobatchId(DATA, number)))
+                for number in islice(numbers, 2 * MAX_WAITING_MESSAGES):
+                    runner.receive(hostile.peer, Unsettled(MicrobatchId(DATA, number)))
                 await asyncio.sleep(0.02)
                 return len(asyncio.all_tasks()) - before
 
             async with asyncio.timeout(60):
-                while await ask() < MAX_WAITING_TELLS - OTHER_TASKS:
+                while await ask() < MAX_WAITING_MESSAGES - OTHER_TASKS:
                     pass
-            assert await ask() <= MAX_WAITING_TELLS + 1
+            assert await ask() <= MAX_WAITING_MESSAGES + 1
             assert server.handler.downs == []
 
 

@@ -20,6 +20,7 @@ from typing import Final
 import numpy as np
 
 from node.averaging.anchor.anchor import Anchor, Vector
+from node.averaging.anchor.layout import Layout
 from swarm.vocabulary.errors import ResourceExhausted, StateError
 
 STATES: Final = 4
@@ -44,6 +45,10 @@ class AnchorStore:
     @property
     def current(self) -> Anchor:
         return self._current
+
+    @property
+    def layout(self) -> Layout:
+        return self._current.layout
 
     def get(self, digest: bytes) -> Anchor | None:
         """The current anchor or an older one that is still here; to read its arrays, pin it."""

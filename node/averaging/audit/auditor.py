@@ -41,7 +41,6 @@ from swarm.vocabulary.averaging_messages import (
     AuditRequest,
     Contribution,
     Evidence,
-    RoundControl,
     SignedHash,
 )
 from swarm.vocabulary.errors import PeerError, StateError
@@ -79,9 +78,9 @@ class Auditor:
     """One replica's.
 
     Args:
-        tell: sends a small message, or does not.
-        report: told what the audits find.
-        spawn: runs something beside everything else.
+        send: sends a small message, or does not.
+        report: gets what the audits find.
+        begin: does something in a task of its own.
     """
 
     def __init__(
@@ -89,9 +88,9 @@ class Auditor:
         own: PeerId,
         shelf: AnchorStore,
         means: ExchangeMeans,
-        tell: Callable[[PeerId, RoundControl], None],
+        send: Callable[[PeerId, AuditControl], object],
         report: Callable[[Event], None],
-        spawn: Callable[[Coroutine[Any, Any, None]], object],
+        begin: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
         self.sent_bytes = self.received_bytes = 0
         """Of pieces, for audits."""
@@ -100,9 +99,9 @@ class Auditor:
         self._own = own
         self._shelf = shelf
         self._means = means
-        self._tell = tell
+        self._send = send
         self._report = report
-        self._spawn = spawn
+        self._begin = begin
         self._random = means.random
         self._records: list[ExchangeRecord] = []
         """Of the latest two exchanges; only the last can be encoded again."""
@@ -145,7 +144,7 @@ class Auditor:
             return
         pieces = [piece for piece in record.plan.pieces if piece.reducer != self._own]
         if pieces and self._random.random() < chance(record, pieces):
-            self._spawn(self.audit(record, self._random.choice(pieces)))
+            self._begin(self.audit(record, self._random.choice(pieces)))
 
     def take_traffic(self) -> tuple[int, int]:
         """Bytes of pieces sent and received for audits since the last call."""
@@ -155,8 +154,8 @@ class Auditor:
 
     # ---- what comes in -----------------------------------------------------------------------------------------------
 
-    def told(self, sender: PeerId, message: AuditControl) -> None:
-        """Members of the latest exchanges are heard, about those."""
+    def receive(self, sender: PeerId, message: AuditControl) -> None:
+        """Takes in a small message. Only members of the latest exchanges count, and only about those."""
         record = next((record for record in self._records if record.plan.roster.round == message.round), None)
         if record is None or sender not in record.plan.members:
             if isinstance(message, AuditRequest):
@@ -201,14 +200,14 @@ class Auditor:
             self._refuse(sender, request)
         elif piece.reducer == self._own:
             signed = tuple(record.signed.get(piece, {}).values())
-            self._tell(sender, Evidence(request.round, request.first_chunk, request.end_chunk, signed))
+            self._send(sender, Evidence(request.round, request.first_chunk, request.end_chunk, signed))
         elif piece in record.own:
-            self._spawn(self._serve(sender, record, piece))
+            self._begin(self._serve(sender, record, piece))
         else:
             self._refuse(sender, request)
 
     def _refuse(self, sender: PeerId, request: AuditRequest) -> None:
-        self._tell(sender, AuditRefused(request.round, request.first_chunk, request.end_chunk))
+        self._send(sender, AuditRefused(request.round, request.first_chunk, request.end_chunk))
 
     async def _serve(self, asker: PeerId, record: ExchangeRecord, piece: Piece) -> None:
         async with self._sending:
@@ -303,7 +302,7 @@ class Auditor:
         accusation = Accusation(message.round, message.first_chunk, message.end_chunk, tuple(signed.values()))
         for peer in record.plan.others:
             if peer != culprit:
-                self._tell(peer, accusation)
+                self._send(peer, accusation)
 
     async def _evidence_of(self, record: ExchangeRecord, piece: Piece) -> Evidence | None:
         """What the reducer says that others have signed; None when it says nothing."""
@@ -344,7 +343,7 @@ class Auditor:
         return await _several_times(once)
 
     def _request(self, peer: PeerId, piece: Contribution) -> None:
-        self._tell(peer, AuditRequest(piece.round, piece.first_chunk, piece.end_chunk))
+        self._send(peer, AuditRequest(piece.round, piece.first_chunk, piece.end_chunk))
 
     def _answered(self, sender: PeerId, message: Evidence | AuditRefused) -> None:
         key = (sender, Contribution(message.round, message.first_chunk, message.end_chunk))
@@ -362,7 +361,7 @@ class Auditor:
         if piece.reducer in self._caught or record is not self._records[-1]:
             return
         self._accusers.add(sender)
-        self._spawn(self.audit(record, piece, sender, accusation.signed))
+        self._begin(self.audit(record, piece, sender, accusation.signed))
 
     async def _on_thread(self, job: Callable[[], Result]) -> Result:
         return await self._means.thread.run(Priority.TRAIN, job)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -21,11 +22,12 @@ from node.averaging.anchor.anchor import Anchor
 from node.averaging.anchor.anchor_store import AnchorStore
 from node.averaging.state_sync.chunk_codec import as_it_is, codec_for, in_planes
 from node.concurrency.compute_thread import ComputeThread, Priority
-from node.concurrency.task_groups import task_scope
+from node.concurrency.task_tracker import TaskTracker
+from node.network.dispatcher import Dispatcher
 from protocol.codecs import Encoded
 from protocol.frames.hash_list import HashList, encode_hash_list
 from protocol.interfaces.clock import Clock
-from protocol.interfaces.transport import Question, Transport
+from protocol.interfaces.transport import Question, QuestionAbout, Transport
 from swarm.vocabulary.averaging_messages import StateChunk, StateRefusal, StateRefused, StateRequest
 from swarm.vocabulary.errors import PeerError, Rejected, StateError
 from swarm.vocabulary.types import Codec, ModuleId, PeerId, short
@@ -64,7 +66,13 @@ class Donor:
     """
 
     def __init__(
-        self, module: ModuleId, shelf: AnchorStore, clock: Clock, codecs: frozenset[Codec], averaging: ComputeThread
+        self,
+        module: ModuleId,
+        shelf: AnchorStore,
+        clock: Clock,
+        codecs: frozenset[Codec],
+        averaging: ComputeThread,
+        transport: Transport,
     ) -> None:
         self._module = module
         self._shelf = shelf
@@ -75,23 +83,25 @@ class Donor:
         self._turns = asyncio.Semaphore(LINKS_AT_ONCE)
         self._first_asked: dict[bytes, float] = {}
         self._refusals = 0
-        self._tasks: asyncio.TaskGroup | None = None
-        self._transport: Transport | None = None
+        self._tasks = TaskTracker()
+        self._transport = transport
         self.sent_bytes = 0
         """Handed to links since the start."""
 
-    async def run(self, transport: Transport) -> None:
-        """Until cancelled."""
-        self._transport = transport
-        async with task_scope() as tasks:
-            self._tasks = tasks
-            try:
-                await asyncio.get_running_loop().create_future()
-            finally:  # before the tasks end: what comes while they do is not taken any more
-                self._tasks = None
-                self._askers.clear()
+    def receiving(self, dispatcher: Dispatcher) -> AbstractContextManager[None]:
+        """Within it, requests that arrive by the links come here."""
+        return dispatcher.registered(
+            messages={StateRequest: self.receive},
+            answers={QuestionAbout.STATE: self.answer},
+            link_down=self.link_down,
+        )
 
-    async def answer(self, question: Question) -> bytes:
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with self._tasks.running():
+            await asyncio.get_running_loop().create_future()
+
+    async def answer(self, asker: PeerId, question: Question) -> bytes:
         """The hash list of a state.
 
         Raises:
@@ -104,9 +114,9 @@ class Donor:
         layout = anchor.layout
         return encode_hash_list(HashList(anchor.version, layout.elements, layout.chunk_elements, anchor.hashes))
 
-    def told(self, sender: PeerId, request: StateRequest) -> None:
+    def receive(self, sender: PeerId, request: StateRequest) -> None:
         """Queues what is asked for, or refuses it."""
-        if self._tasks is None:
+        if not self._tasks.are_running:
             return
         anchor = self._shelf.get(request.digest) if request.module == self._module else None
         if anchor is None or max(request.chunks) >= 2 * anchor.layout.chunks:
@@ -120,10 +130,10 @@ class Donor:
         self._lease(request.digest)
         if asker is None:
             asker = self._askers[sender] = _Asker()
-            self._tasks.create_task(self._serve(sender, asker))
+            self._tasks.begin(self._serve(sender, asker))
         asker.waiting.extend((request.digest, chunk) for chunk in request.chunks)
 
-    def link_down(self, peer: PeerId) -> None:
+    def link_down(self, peer: PeerId, error: PeerError) -> None:
         """What it waits for is forgotten; it asks again when it comes back."""
         asker = self._askers.get(peer)
         if asker is not None:
@@ -166,7 +176,6 @@ class Donor:
             self._refuse(peer, StateRequest(self._module, digest, chunks), StateRefusal.GONE)
 
     async def _send_pinned(self, peer: PeerId, anchor: Anchor, chunk: int) -> None:
-        assert self._transport is not None
         encoded = await self._encoded(peer, anchor.chunk(chunk))
         message, size = StateChunk(self._module, anchor.version.digest, chunk), encoded.spec.byte_length
         async with asyncio.timeout(SEND_GRACE_S + size / SLOWEST_BYTES_PER_S):
@@ -175,7 +184,6 @@ class Donor:
 
     async def _encoded(self, peer: PeerId, data: memoryview) -> Encoded:
         """In planes where the link is slow; a peer whose link is gone is no matter here."""
-        assert self._transport is not None
         link = self._transport.figures().get(peer)
         codec = codec_for(self._codecs, 0.0 if link is None else link.goodput_bytes_per_s)
         if codec is Codec.NONE:
@@ -183,13 +191,12 @@ class Donor:
         return await self._averaging.run(Priority.TRAIN, partial(in_planes, data))
 
     def _refuse(self, peer: PeerId, request: StateRequest, reason: StateRefusal) -> None:
-        if self._tasks is not None and self._refusals < REFUSALS_WAITING:
-            self._refusals += 1  # taken back when it has been told, or could not be
+        if self._tasks.are_running and self._refusals < REFUSALS_WAITING:
+            self._refusals += 1  # taken back when it has been sent, or could not be
             refused = StateRefused(request.module, request.digest, request.chunks, reason)
-            self._tasks.create_task(self._tell(peer, refused))
+            self._tasks.begin(self._send_refusal(peer, refused))
 
-    async def _tell(self, peer: PeerId, refused: StateRefused) -> None:
-        assert self._transport is not None
+    async def _send_refusal(self, peer: PeerId, refused: StateRefused) -> None:
         try:
             await self._transport.tell(peer, refused)
         except PeerError as error:

@@ -8,28 +8,23 @@ in order.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from random import Random
-from typing import Final, TypeVar
+from typing import Final
 
 from node.averaging.anchor.anchor import Anchor, Vector
-from node.averaging.anchor.layout import Layout
-from node.averaging.state_sync.chunk_codec import ChunkDecoder, may_come_as
+from node.averaging.state_sync.chunk_codec import may_come_as
 from node.averaging.state_sync.hash_lists import ProvenList, first_hash_list
-from node.averaging.state_sync.partial_state import KeptChunks, PartialState, Space
-from node.concurrency.task_groups import set_or_after, task_scope
+from node.averaging.state_sync.partial_state import ChunkWriter, Space
+from node.concurrency.machine_runner import MachineRunner
+from node.network.session import NetworkSession
 from node.observability.failpoints import crash_point
 from protocol.frames.hash_list import HashList
-from protocol.interfaces.clock import Clock
 from protocol.interfaces.tensor_spec import TensorSpec
-from protocol.interfaces.transport import Refusal, Transport
+from protocol.interfaces.transport import Refusal
 from protocol.transport.buffer_pool import BufferPool
 from swarm.averaging.chunk_download import (
     DONORS_AT_ONCE,
@@ -54,45 +49,46 @@ from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId, short
 
 log = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
-
-TICK_S: Final = 0.1
 FEWEST_BUFFERS: Final = 3
+MOST_WAITING: Final = MOST_OWED
+"""Requests on the way to one donor; the plan owes none more chunks than that."""
 BUFFER_BYTES: Final = 16 * 1024 * 1024
 """For chunks of one donor that are asked for, arriving or being checked: as many as this holds, and at least the
 above."""
 
 
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What every download of a module has in common.
+class StateDownloads:
+    """The downloads of one module's state, one at a time.
 
-    `codecs` are those in which the manifest lets chunks come; `folder` keeps what has been fetched over a restart;
-    `on_progress` gets bytes here and bytes in all; `on_liar` a donor that sent what is not the agreed state, and what
-    that was.
+    Args:
+        codecs: those in which the manifest lets chunks come.
+        folder: keeps what has been fetched over a restart.
+        on_progress: gets bytes here and bytes in all.
+        on_liar: gets a donor that sent what is not the agreed state, and what that was.
     """
 
-    module: ModuleId
-    layout: Layout
-    transport: Transport
-    clock: Clock
-    random: Random
-    space: Space
-    codecs: frozenset[Codec]
-    folder: Path | None = None
-    on_progress: Callable[[int, int], None] = lambda done, total: None
-    on_liar: Callable[[PeerId, str], None] = lambda donor, detail: None
-
-
-class CatchingUp:
-    """The downloads of one module, one at a time. Besides `catch_up`, it takes what the links bring."""
-
-    def __init__(self, surroundings: Surroundings) -> None:
-        self._with = surroundings
-        self._busy = False
-        self._fetching: _Fetching | None = None
+    def __init__(
+        self,
+        session: NetworkSession,
+        module: ModuleId,
+        space: Space,
+        codecs: frozenset[Codec],
+        folder: Path | None = None,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+        on_liar: Callable[[PeerId, str], None] = lambda donor, detail: None,
+    ) -> None:
+        self.session = session
+        self.module = module
+        self.layout = space.layout
+        self.codecs = codecs
+        self.on_progress = on_progress
+        self.on_liar = on_liar
         self.received_bytes: Mapping[PeerId, int] = {}
         """Of the last download: the bytes of good chunks from each donor, as they are in memory."""
+        self._space = space
+        self._folder = folder
+        self._random = Random(session.own.peer)  # noqa: S311 - spreads the load over donors; no secret
+        self._is_busy = False
 
     async def catch_up(self, wanted: AnchorVersion, donors: Sequence[PeerId], known: Anchor | None = None) -> Anchor:
         """The anchor of `wanted`'s digest, every byte of it checked.
@@ -106,8 +102,8 @@ class CatchingUp:
             Stalled: those that have it send nothing.
             ResourceExhausted: no memory for the state.
         """
-        proven, vectors = await self._fetch(wanted, donors, 2 * self._with.layout.chunks, known)
-        return Anchor(self._with.layout, proven.version, *vectors, proven.hashes)
+        proven, vectors = await self._fetch(wanted, donors, 2 * self.layout.chunks, known)
+        return Anchor(self.layout, proven.version, *vectors, proven.hashes)
 
     async def parameters(self, wanted: AnchorVersion, donors: Sequence[PeerId]) -> Vector:
         """The parameters of that anchor, [elements], for whoever does not train it on: the momentum is not fetched.
@@ -115,115 +111,97 @@ class CatchingUp:
         Raises:
             As `catch_up`.
         """
-        _, (parameters, _) = await self._fetch(wanted, donors, self._with.layout.chunks, None)
+        _, (parameters, _) = await self._fetch(wanted, donors, self.layout.chunks, None)
         return parameters
 
     async def _fetch(
         self, wanted: AnchorVersion, donors: Sequence[PeerId], chunks: int, known: Anchor | None
     ) -> tuple[HashList, tuple[Vector, Vector]]:
         """The first `chunks` chunks of the state; what lies elsewhere in the vectors is not defined."""
-        if self._busy:
+        if self._is_busy:
             raise SkipstoneError("this module is catching up already")
-        self._busy = True
-        around = self._with
+        self._is_busy = True
         try:
-            proven = await first_hash_list(
-                around.transport, around.module, around.layout, wanted, donors, around.on_liar
-            )
-            self._fetching = _Fetching(around, proven, chunks)
-            self.received_bytes = self._fetching.received_bytes
-            return proven.hash_list, await self._fetching.run(known)
+            transport = self.session.transport
+            proven = await first_hash_list(transport, self.module, self.layout, wanted, donors, self.on_liar)
+            return proven.hash_list, await self._fetch_chunks(proven, chunks, known)
         finally:
-            self._busy = False
-            self._fetching = None
+            self._is_busy = False
 
-    def admit(self, sender: PeerId, message: StateChunk, tensor: TensorSpec) -> memoryview | Refusal:
-        """Raises ProtocolViolation for a chunk that was asked for and has another size than its place."""
-        if self._fetching is None or not self._fetching.is_of(message):
-            return Refusal(False, "this state is not being fetched here")
-        return self._fetching.admit(sender, message, tensor)
-
-    def received(self, sender: PeerId, message: StateChunk, buffer: memoryview) -> None:
-        if self._fetching is not None and self._fetching.is_of(message):
-            self._fetching.received(sender, message.chunk, buffer)
-
-    def broken_off(self, sender: PeerId, message: StateChunk, buffer: memoryview) -> None:
-        if self._fetching is not None and self._fetching.is_of(message):
-            self._fetching.broken_off(sender, message.chunk, buffer)
-
-    def told(self, sender: PeerId, message: StateRefused) -> None:
-        if self._fetching is not None and self._fetching.is_of(message):
-            self._fetching.handle(ChunksRefused(sender, message.chunks, message.reason))
-
-    def link_down(self, peer: PeerId) -> None:
-        if self._fetching is not None:
-            self._fetching.handle(DonorLost(peer))
-
-
-@dataclass(frozen=True, slots=True)
-class _Arrival:
-    """A chunk that is arriving: the whole buffer that it was given, and what it comes as."""
-
-    buffer: memoryview
-    tensor: TensorSpec
+    async def _fetch_chunks(self, proven: ProvenList, chunks: int, known: Anchor | None) -> tuple[Vector, Vector]:
+        writer = ChunkWriter(proven.hash_list, self._space, self._folder)
+        complete = False
+        try:
+            here = await writer.begin(known)
+            chunk_bytes = 4 * self.layout.chunk_elements
+            room = max(FEWEST_BUFFERS, min(MOST_OWED, BUFFER_BYTES // chunk_bytes))
+            plan = Download(chunks, chunk_bytes, here, proven.donors, self._random, room)
+            pool = BufferPool(chunk_bytes, room * min(len(proven.donors), DONORS_AT_ONCE))
+            download = _Download(self, proven.hash_list.version, plan, chunks, writer, pool, room)
+            self.received_bytes = download.received_bytes
+            with self.session.dispatcher.registered(
+                tensors={StateChunk: download},
+                messages={StateRefused: download.refused},
+                link_down=download.link_down,
+            ):
+                await download.run()
+            complete = download.is_complete
+            return writer.vectors
+        finally:
+            await writer.close(complete=complete)
 
 
-class _Fetching:
-    """One download under way: carries out what its plan says."""
+class _Download(MachineRunner[Event, Action]):
+    """One download under way.
 
-    def __init__(self, around: Surroundings, proven: ProvenList, chunks: int) -> None:
+    Args:
+        of: whose it is.
+        chunks: the first ones of the state that are fetched.
+        room: for how many chunks of one donor there are buffers.
+    """
+
+    def __init__(
+        self,
+        of: StateDownloads,
+        version: AnchorVersion,
+        plan: Download,
+        chunks: int,
+        writer: ChunkWriter,
+        pool: BufferPool,
+        room: int,
+    ) -> None:
+        super().__init__(plan, Tick(), of.session.transport, of.session.own.clock, MOST_WAITING)
         self.received_bytes: Counter[PeerId] = Counter()
-        self._with = around
+        self._of = of
+        self._version = version
+        self._plan = plan
         self._chunks = chunks
-        self._layout = around.layout
-        self._list = proven.hash_list
-        self._donors = proven.donors
-        self._plan: Download | None = None
-        self._state: PartialState | None = None
-        chunk_bytes = 4 * self._layout.chunk_elements
-        self._buffers_of_one = max(FEWEST_BUFFERS, min(MOST_OWED, BUFFER_BYTES // chunk_bytes))
-        self._pool = BufferPool(chunk_bytes, self._buffers_of_one * min(len(proven.donors), DONORS_AT_ONCE))
-        self._decoder = ChunkDecoder(self._layout.chunk_elements)
-        self._arriving: dict[tuple[PeerId, int], _Arrival] = {}
-        self._thread = ThreadPoolExecutor(1, "catching-up")
-        self._tasks: asyncio.TaskGroup | None = None
-        self._running: set[asyncio.Task[None]] = set()
-        self._news = asyncio.Event()
+        self._writer = writer
+        self._pool = pool
+        self._room = room
+        self._arriving: dict[tuple[PeerId, int], memoryview] = {}
+        """The whole buffers of the chunks that are arriving or being checked."""
         self._end: Complete | Failed | None = None
 
-    def is_of(self, message: StateChunk | StateRefused) -> bool:
-        return message.module == self._with.module and message.digest == self._list.version.digest
+    @property
+    def is_complete(self) -> bool:
+        return isinstance(self._end, Complete)
 
-    async def run(self, known: Anchor | None) -> tuple[Vector, Vector]:
-        """Fetches everything that is due. Errors as `CatchingUp.catch_up`."""
-        vectors = self._with.space.spare()
-        try:
-            here = await self._on_thread(lambda: self._begin(vectors, known))
-            await self._fetch(here)
-            if isinstance(self._end, Failed):
-                raise self._error(self._end)
-            return vectors
-        finally:
-            # Comes after whatever the thread still has to do, so that nothing writes into vectors that have been given
-            # back.
-            finished = self._thread.submit(self._finish, vectors)
-            self._thread.shutdown(wait=False)
-            await asyncio.shield(asyncio.wrap_future(finished))
-
-    def handle(self, event: Event) -> None:
-        """Gives an event to the plan and carries out what follows."""
-        if self._plan is not None and self._tasks is not None:
-            for action in self._plan.handle(event, self._with.clock.monotonic()):
-                self._carry_out(action)
+    async def run(self) -> None:
+        """Fetches everything that is due. Errors as `StateDownloads.catch_up`."""
+        self._tell_progress()
+        await super().run()
+        if isinstance(self._end, Failed):
+            raise self._error(self._end)
 
     # ---- what comes in by the links ----------------------------------------------------------------------------------
 
     def admit(self, sender: PeerId, message: StateChunk, tensor: TensorSpec) -> memoryview | Refusal:
         chunk = message.chunk
-        if self._plan is None or not self._plan.expects(sender, chunk):
+        if not self._is_of(message) or not self._plan.expects(sender, chunk):
             return Refusal(False, "this chunk is not wanted, or not any more")
         elements = self._elements_of(chunk)
-        if not may_come_as(tensor, elements, self._with.codecs):
+        if not may_come_as(tensor, elements, self._of.codecs):
             self.handle(ChunkCame(sender, chunk, False))
             raise ProtocolViolation(
                 f"chunk {chunk} of a state, {elements} elements, as {tensor.shape} {tensor.dtype.name} in"
@@ -232,117 +210,77 @@ class _Fetching:
         if (sender, chunk) in self._arriving:
             return Refusal(False, "this chunk is on its way already")
         of_sender = sum(peer == sender for peer, _ in self._arriving)
-        if of_sender >= self._buffers_of_one or self._pool.in_use >= self._pool.limit:
+        if of_sender >= self._room or self._pool.in_use >= self._pool.limit:
             self.handle(ChunksRefused(sender, (chunk,), StateRefusal.BUSY))  # by us; it will be asked for again
             return Refusal(True, "too many chunks at once")
-        arrival = self._arriving[sender, chunk] = _Arrival(self._pool.take(), tensor)
-        return arrival.buffer[: tensor.byte_length]
+        buffer = self._arriving[sender, chunk] = self._pool.take()
+        return buffer[: tensor.byte_length]
 
-    def received(self, sender: PeerId, chunk: int, buffer: memoryview) -> None:
-        arrival = self._arriving.get((sender, chunk))
-        if arrival is not None and arrival.buffer.obj is buffer.obj and self._tasks is not None:
-            self._spawn(self._check(sender, chunk, arrival.tensor, buffer))
+    def received(self, sender: PeerId, message: StateChunk, tensor: TensorSpec, buffer: memoryview) -> None:
+        if self._is_arriving(sender, message, buffer):
+            self.begin(self._check(sender, message.chunk, tensor, buffer))
 
-    def broken_off(self, sender: PeerId, chunk: int, buffer: memoryview) -> None:
-        arrival = self._arriving.get((sender, chunk))
-        if arrival is not None and arrival.buffer.obj is buffer.obj:
-            del self._arriving[sender, chunk]
-            self._pool.give_back(arrival.buffer)
-            self.handle(ChunkLost(sender, chunk))
+    def broken_off(self, sender: PeerId, message: StateChunk, buffer: memoryview) -> None:
+        if self._is_arriving(sender, message, buffer):
+            self._pool.give_back(self._arriving.pop((sender, message.chunk)))
+            self.handle(ChunkLost(sender, message.chunk))
+
+    def refused(self, sender: PeerId, message: StateRefused) -> None:
+        """A donor does not send some chunks, or no more."""
+        if self._is_of(message):
+            self.handle(ChunksRefused(sender, message.chunks, message.reason))
+
+    def link_down(self, peer: PeerId, error: PeerError) -> None:
+        self.handle(DonorLost(peer))
+
+    def _is_of(self, message: StateChunk | StateRefused) -> bool:
+        return message.module == self._of.module and message.digest == self._version.digest
+
+    def _is_arriving(self, sender: PeerId, message: StateChunk, buffer: memoryview) -> bool:
+        """Whether the buffer is the one that was given for the chunk in this download."""
+        given = self._arriving.get((sender, message.chunk))
+        return self._is_of(message) and given is not None and given.obj is buffer.obj
 
     # ---- carrying out ------------------------------------------------------------------------------------------------
-
-    def _begin(self, vectors: tuple[Vector, Vector], known: Anchor | None) -> frozenset[int]:
-        """On the thread. Returns the chunks that need not be fetched."""
-        folder, digest = self._with.folder, self._list.version.digest
-        kept = None if folder is None else KeptChunks(folder, digest, self._layout)
-        self._state = PartialState(self._layout, self._list.hashes, vectors, kept)
-        return self._state.take_over(known)
-
-    def _finish(self, vectors: tuple[Vector, Vector]) -> None:
-        """On the thread, last of all."""
-        complete = isinstance(self._end, Complete)
-        if self._state is not None:
-            self._state.close(complete=complete)
-        if not complete:
-            self._with.space.give_back(*vectors)
-
-    async def _on_thread(self, work: Callable[[], Result]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-    async def _fetch(self, here: frozenset[int]) -> None:
-        chunk_bytes = 4 * self._layout.chunk_elements
-        self._plan = Download(self._chunks, chunk_bytes, here, self._donors, self._with.random, self._buffers_of_one)
-        async with task_scope() as tasks:
-            self._tasks = tasks
-            try:
-                self._tell_progress()
-                while self._end is None:
-                    self.handle(Tick())
-                    await set_or_after(self._news, TICK_S)
-            finally:
-                self._tasks = None
-                for task in self._running:
-                    task.cancel()
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        assert self._tasks is not None
-        task = self._tasks.create_task(work)
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
 
     def _carry_out(self, action: Action) -> None:
         match action:
             case Ask(donor, chunks):
-                self._spawn(self._ask(donor, chunks))
+                if not self.send(donor, StateRequest(self._of.module, self._version.digest, chunks)):
+                    self.handle(DonorLost(donor))
             case Report(donor, detail):
                 log.warning("%s does not send the state that was agreed on: %s", short(donor), detail)
-                self._with.on_liar(donor, detail)
+                self._of.on_liar(donor, detail)
             case Complete() | Failed():
                 self._end = action
-                self._news.set()
+                self.stop()
 
-    async def _ask(self, donor: PeerId, chunks: tuple[int, ...]) -> None:
-        request = StateRequest(self._with.module, self._list.version.digest, chunks)
-        try:
-            await self._with.transport.tell(donor, request)
-        except PeerError as error:
-            log.info("could not ask %s for state: %s", short(donor), error)
-            self.handle(DonorLost(donor))
+    def _not_sent(self, to: PeerId, error: PeerError) -> None:
+        self.handle(DonorLost(to))
 
     async def _check(self, sender: PeerId, chunk: int, tensor: TensorSpec, data: memoryview) -> None:
         try:
-            matches = await self._on_thread(partial(self._place, chunk, tensor, data))
+            matches = await self._writer.place(chunk, tensor, data)
         finally:
-            self._pool.give_back(self._arriving.pop((sender, chunk)).buffer)
+            self._pool.give_back(self._arriving.pop((sender, chunk)))
         if matches:
             self.received_bytes[sender] += tensor.raw_bytes
         crash_point("chunk arrived")
         self.handle(ChunkCame(sender, chunk, matches))
         self._tell_progress()
 
-    def _place(self, chunk: int, tensor: TensorSpec, data: memoryview) -> bool:
-        """On the thread. What is no encoding matches no hash either."""
-        assert self._state is not None
-        try:
-            return self._state.place(chunk, self._decoder.bytes_of(tensor, data))
-        except ProtocolViolation as error:
-            log.info("chunk %d of a state cannot be decoded: %s", chunk, error)
-            return False
-
     def _tell_progress(self) -> None:
-        assert self._plan is not None
         total = sum(4 * self._elements_of(chunk) for chunk in range(self._chunks))
-        missing = self._plan.missing * 4 * self._layout.chunk_elements
-        self._with.on_progress(max(0, total - missing), total)
+        missing = self._plan.missing * 4 * self._of.layout.chunk_elements
+        self._of.on_progress(max(0, total - missing), total)
 
     def _elements_of(self, chunk: int) -> int:
-        index = chunk % self._layout.chunks
-        elements = self._layout.range_of(index, index + 1)
+        index = chunk % self._of.layout.chunks
+        elements = self._of.layout.range_of(index, index + 1)
         return int(elements.stop - elements.start)
 
     def _error(self, failed: Failed) -> SkipstoneError:
-        number = self._list.version.round
+        number = self._version.round
         if failed.kind is FailureKind.NO_DONOR:
             return NoQuorum(
                 f"no peer is left that gives the state of round {number}: {failed.detail}",

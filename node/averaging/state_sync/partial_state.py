@@ -10,8 +10,10 @@ Where the vectors of a download come from.
 
 from __future__ import annotations
 
+import asyncio
 import io
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -19,7 +21,10 @@ import numpy as np
 
 from node.averaging.anchor.anchor import Anchor, Vector, chunk_bytes, hash_of
 from node.averaging.anchor.layout import Layout
-from swarm.vocabulary.errors import ResourceExhausted
+from node.averaging.state_sync.chunk_codec import ChunkDecoder
+from protocol.frames.hash_list import HashList
+from protocol.interfaces.tensor_spec import TensorSpec
+from swarm.vocabulary.errors import ProtocolViolation, ResourceExhausted
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +77,60 @@ class PartialState:
 
     def _slot(self, number: int) -> memoryview:
         return chunk_bytes(self._layout, self.parameters, self.momentum, number)
+
+
+class ChunkWriter:
+    """A `PartialState` on a thread of its own, in order: decoding, hashing, copying and the disk hold up nobody.
+
+    Args:
+        space: where the vectors come from, and go back to unless the state becomes complete.
+        folder: keeps what has been fetched over a restart, if given.
+    """
+
+    def __init__(self, hash_list: HashList, space: Space, folder: Path | None) -> None:
+        """Raises ResourceExhausted."""
+        self.vectors = space.spare()
+        """Parameters and momentum, [elements] each."""
+        self._space = space
+        self._digest, self._hashes, self._folder = hash_list.version.digest, hash_list.hashes, folder
+        self._decoder = ChunkDecoder(space.layout.chunk_elements)
+        self._state: PartialState | None = None
+        self._thread = ThreadPoolExecutor(1, "catching-up")
+
+    async def begin(self, known: Anchor | None) -> frozenset[int]:
+        """The chunks that need not be fetched, as `PartialState.take_over`."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._begin, known)
+
+    async def place(self, chunk: int, tensor: TensorSpec, data: memoryview) -> bool:
+        """Whether the chunk matches its hash; then it is in its place. What is no encoding matches no hash either."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._place, chunk, tensor, data)
+
+    async def close(self, *, complete: bool) -> None:
+        """Comes after whatever the thread still has to do, so that nothing writes into vectors that have been given
+        back."""
+        finished = self._thread.submit(self._finish, complete)
+        self._thread.shutdown(wait=False)
+        await asyncio.shield(asyncio.wrap_future(finished))
+
+    def _begin(self, known: Anchor | None) -> frozenset[int]:
+        layout = self._space.layout
+        kept = None if self._folder is None else KeptChunks(self._folder, self._digest, layout)
+        self._state = PartialState(layout, self._hashes, self.vectors, kept)
+        return self._state.take_over(known)
+
+    def _place(self, chunk: int, tensor: TensorSpec, data: memoryview) -> bool:
+        assert self._state is not None
+        try:
+            return self._state.place(chunk, self._decoder.bytes_of(tensor, data))
+        except ProtocolViolation as error:
+            log.info("chunk %d of a state cannot be decoded: %s", chunk, error)
+            return False
+
+    def _finish(self, complete: bool) -> None:
+        if self._state is not None:
+            self._state.close(complete=complete)
+        if not complete:
+            self._space.give_back(*self.vectors)
 
 
 class KeptChunks:
@@ -143,7 +202,10 @@ class KeptChunks:
 
 
 class Space(Protocol):
-    """`node.averaging.anchor.anchor_store.Shelf` is one."""
+    """`node.averaging.anchor.anchor_store.AnchorStore` is one."""
+
+    @property
+    def layout(self) -> Layout: ...
 
     def spare(self) -> tuple[Vector, Vector]:
         """Parameters and momentum to be written, [elements] each. Raises ResourceExhausted."""
@@ -153,17 +215,21 @@ class Space(Protocol):
 
 
 class FreshSpace:
-    """For a node that has no shelf yet, because this download brings its first anchor."""
+    """For a node that has no store of anchors yet, because this download brings its first anchor."""
 
     def __init__(self, layout: Layout) -> None:
-        self._elements = layout.elements
+        self._layout = layout
+
+    @property
+    def layout(self) -> Layout:
+        return self._layout
 
     def spare(self) -> tuple[Vector, Vector]:
         """Raises ResourceExhausted."""
         try:
-            return np.empty(self._elements, np.float32), np.empty(self._elements, np.float32)
+            return np.empty(self._layout.elements, np.float32), np.empty(self._layout.elements, np.float32)
         except MemoryError:
-            raise ResourceExhausted(f"no memory for the module's state ({self._elements * 8} bytes)") from None
+            raise ResourceExhausted(f"no memory for the module's state ({self._layout.elements * 8} bytes)") from None
 
     def give_back(self, parameters: Vector, momentum: Vector) -> None:
         return

@@ -1,12 +1,14 @@
-"""Averagers with real round machines in one process, joined by memory or by gRPC."""
+"""Replicas with real round machines in one process, joined by memory or by gRPC."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from random import Random
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import torch
@@ -17,22 +19,27 @@ from node.averaging.anchor.anchor_store import AnchorStore
 from node.averaging.anchor.lone_replica import anchor_of
 from node.averaging.anchor.module_vector import LocalReplica
 from node.averaging.anchor.outer_step import OuterRule
+from node.averaging.exchange.all_reduce import ExchangeMeans
 from node.averaging.module_rounds import rung_of, rungs_to
-from node.averaging.round_runner import RoundRunner, RoundRunnerHooks, RoundRunnerParts, RoundSettled
+from node.averaging.replica_sync import AloneRule, ReplicaSync
+from node.averaging.round_runner import RoundRunner, RoundSettled
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.task_groups import task_scope
 from node.model.optimizer import StepFigures
+from node.network.dispatcher import Dispatcher
+from node.network.local_peer import LocalPeer
 from protocol.identity.entry_signatures import EntrySeal
 from protocol.identity.piece_signatures import PieceSignatures
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.tensor_spec import TensorSpec
-from protocol.interfaces.transport import LinkFigures, Question, Refusal, Topic, Transport
+from protocol.interfaces.transport import LinkFigures, Question, Refusal, Transport
 from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.settings import TransportSettings
 from swarm.averaging.round_events import Caught, Fellow, RoundRules, Seal
 from swarm.averaging.round_machine import RoundMachine
 from swarm.compression.round_codecs import RoundCodecs, Rung
-from swarm.vocabulary.errors import Rejected, StateError, Unreachable
+from swarm.membership.membership import Membership
+from swarm.vocabulary.errors import StateError, Unreachable
 from swarm.vocabulary.types import AnchorVersion, Codec, ModuleId, PeerId
 from tests.node.averaging.exchanging import NamedSignatures
 from tests.protocol.transport.link_peers import RUN, Persona
@@ -80,7 +87,9 @@ class Replica:
     """One peer's replica and what becomes of it."""
 
     peer: PeerId
-    averager: RoundRunner
+    runner: RoundRunner
+    dispatcher: Dispatcher
+    """Where what arrives for it goes."""
     optimizer: MadeUpOptimizer
     local: LocalReplica
     compute: ComputeThread
@@ -92,21 +101,61 @@ class Replica:
 
     @property
     def anchor(self) -> Anchor:
-        return self.averager.anchor
+        return self.runner.anchor
 
     async def step(self, seed: int) -> None:
         """An inner step, on the compute thread as in a node."""
 
         def job() -> None:
-            self.averager.after_inner_step(self.optimizer.step(seed))
+            self.runner.after_inner_step(self.optimizer.step(seed))
 
         await self.compute.run(Priority.UPKEEP, job)
-        self.averager.stepped()
+        self.runner.stepped()
 
     def vector(self) -> Vector:
         out = np.empty(self.local.layout.elements, np.float32)
         self.local.read(slice(0, len(out)), out)
         return out
+
+
+class Everybody:
+    """Stands for `swarm.membership.membership.Membership` where all are replicas of one module."""
+
+    def get(self, peer: PeerId) -> SimpleNamespace:
+        return SimpleNamespace(module=MODULE)
+
+    def hosts(self, peer: PeerId, module: ModuleId) -> bool:
+        return module == MODULE
+
+
+@dataclass(eq=False)
+class Host:
+    """`node.averaging.round_runner.RoundHost` of one replica."""
+
+    own: PeerId
+    hall: Hall
+
+    def fellows(self) -> tuple[Fellow, ...]:
+        return tuple(Fellow(r.peer, r.anchor.version, True) for r in self.hall.living if r.peer != self.own)
+
+    async def catch_up(self, version: AnchorVersion, donors: tuple[PeerId, ...]) -> Anchor:
+        """A copy from memory: how states travel is not tested here."""
+        await asyncio.sleep(0)
+        for donor in donors:
+            anchor = self.hall.replicas[donor].anchor
+            if anchor.version == version and donor not in self.hall.dead:
+                self.hall.replicas[self.own].caught_up += 1
+                return Anchor(anchor.layout, version, anchor.parameters.copy(), anchor.momentum.copy(), anchor.hashes)
+        raise StateError("nobody has it")
+
+    def anchored(self, anchor: Anchor) -> None:
+        self.hall.replicas[self.own].history[anchor.version.round] = anchor.version.digest
+
+    def settled(self, settled: RoundSettled) -> None:
+        self.hall.replicas[self.own].settled.append(settled)
+
+    def accused(self, caught: Caught) -> None:
+        self.hall.replicas[self.own].accused.append(caught)
 
 
 class Hall:
@@ -134,59 +183,33 @@ class Hall:
     def add(
         self,
         peer: PeerId,
-        compute: ComputeThread,
-        averaging: ComputeThread,
+        threads: tuple[ComputeThread, ComputeThread],
+        dispatcher: Dispatcher,
+        transport: Transport,
         seal: Seal | None = None,
         signatures: PieceSignatures | None = None,
     ) -> Replica:
         part = Blocks(self._elements)
         optimizer = MadeUpOptimizer(part)
         local = LocalReplica([part], self._fragments, optimizer)
-        shelf = AnchorStore(anchor_of(local))
+        shelf, clock = AnchorStore(anchor_of(local)), SystemClock()
         rules = self._rules(local)
         machine = RoundMachine(peer, MODULE, rules, shelf.current.version, seal or VirtualSeal())
-        parts = RoundRunnerParts(
-            peer,
-            MODULE,
-            machine,
-            shelf,
-            local,
-            compute,
-            averaging,
+        compute, averaging = threads
+        alone = AloneRule(rules.inner_steps, RULE, TOKENS, clock)
+        means = ExchangeMeans(
             rules.codecs,
             RULE,
-            rules.inner_steps,
-            TOKENS,
-            SystemClock(),
+            averaging,
+            transport,
+            clock,
             signatures or NamedSignatures(peer),  # type: ignore[arg-type]
             Random(len(self.replicas)),
         )
-        hooks = RoundRunnerHooks(
-            fellows=lambda: self._fellows_of(peer),
-            catch_up=lambda version, donors: self._catch_up(peer, version, donors),
-            anchored=lambda anchor: self._anchored(peer, anchor),
-            settled=lambda settled: self.replicas[peer].settled.append(settled),
-            accused=lambda caught: self.replicas[peer].accused.append(caught),
-        )
-        replica = Replica(peer, RoundRunner(parts, hooks), optimizer, local, compute)
-        self.replicas[peer] = replica
+        replica_sync = ReplicaSync(local, shelf, compute, averaging, alone)
+        runner = RoundRunner(peer, MODULE, machine, shelf, replica_sync, means, Host(peer, self))
+        self.replicas[peer] = replica = Replica(peer, runner, dispatcher, optimizer, local, compute)
         return replica
-
-    def _fellows_of(self, own: PeerId) -> tuple[Fellow, ...]:
-        return tuple(Fellow(r.peer, r.anchor.version, True) for r in self.living if r.peer != own)
-
-    def _anchored(self, peer: PeerId, anchor: Anchor) -> None:
-        self.replicas[peer].history[anchor.version.round] = anchor.version.digest
-
-    async def _catch_up(self, own: PeerId, version: AnchorVersion, donors: tuple[PeerId, ...]) -> Anchor:
-        """A copy from memory: how states travel is not tested here."""
-        await asyncio.sleep(0)
-        for donor in donors:
-            anchor = self.replicas[donor].anchor
-            if anchor.version == version and donor not in self.dead:
-                self.replicas[own].caught_up += 1
-                return Anchor(anchor.layout, version, anchor.parameters.copy(), anchor.momentum.copy(), anchor.hashes)
-        raise StateError("nobody has it")
 
     def agree(self) -> bool:
         """Whether no two living replicas have ever had different anchors of one round. (One that is cut off may hold
@@ -212,7 +235,7 @@ class Hall:
 
 
 class MemoryWire:
-    """`protocol.interfaces.transport.Transport` straight to the other averager."""
+    """`protocol.interfaces.transport.Transport` straight to the other replica."""
 
     def __init__(self, own: PeerId, hall: Hall) -> None:
         self._own = own
@@ -224,7 +247,7 @@ class MemoryWire:
         self._hall.pieces += 1
         self._hall.on_piece(self._own, peer, message, octets)
         await self._reach(peer)
-        there = self._hall.replicas[peer].averager
+        there = self._hall.replicas[peer].dispatcher
         admitted = there.admit(self._own, message, tensor)  # type: ignore[arg-type]
         if not isinstance(admitted, Refusal):
             await asyncio.sleep(self._hall.piece_s)
@@ -233,7 +256,7 @@ class MemoryWire:
 
     async def tell(self, peer: PeerId, message: object) -> None:
         await self._reach(peer)
-        self._hall.replicas[peer].averager.told(self._own, message)  # type: ignore[arg-type]
+        self._hall.replicas[peer].dispatcher.told(self._own, message)  # type: ignore[arg-type]
 
     async def ask(self, peer: PeerId, question: Question, timeout_s: float) -> bytes:
         raise Unreachable("nobody answers questions here")
@@ -250,31 +273,8 @@ class MemoryWire:
             raise Unreachable(f"{peer} is dead")
 
 
-class LinkEnd:
-    """`protocol.interfaces.transport.LinkHandler` of a replica."""
-
-    def __init__(self, averager: RoundRunner) -> None:
-        self._averager = averager
-        self.admit = averager.admit
-        self.received = averager.received
-        self.broken_off = averager.broken_off
-        self.told = averager.told
-        self.link_down = averager.link_down
-
-    def announced(self, sender: PeerId, record: bytes) -> None:
-        return
-
-    async def answer(self, sender: PeerId, question: Question) -> bytes:
-        raise Rejected("nothing is answered here")
-
-    def serves(self, sender: PeerId) -> bool:
-        return True
-
-    def minds(self, sender: PeerId, topic: Topic) -> bool:
-        return True
-
-    def link_up(self, peer: PeerId) -> None:
-        return
+def dispatcher() -> Dispatcher:
+    return Dispatcher(cast(LocalPeer, SimpleNamespace(module=MODULE)), cast(Membership, Everybody()))
 
 
 def rules_for(inner_steps: int, fragments: int, rungs: tuple[Rung, ...]) -> Callable[[LocalReplica], RoundRules]:
@@ -306,9 +306,10 @@ async def hall(
     rungs = (rung_of(RoundCodecs(codec)),) if limit is None else rungs_to(limit)
     async with _threads(count) as threads:
         here = Hall(elements, rules_for(inner_steps, fragments, rungs), fragments)
-        for number, (compute, averaging) in enumerate(threads):
-            here.add(PeerId(f"peer-{number}"), compute, averaging)
-        async with _running(here, {peer: MemoryWire(peer, here) for peer in here.replicas}):
+        for number, pair in enumerate(threads):
+            peer = PeerId(f"peer-{number}")
+            here.add(peer, pair, dispatcher(), MemoryWire(peer, here))
+        async with _running(here):
             yield here
 
 
@@ -320,25 +321,22 @@ async def grpc_hall(
     async with _threads(count) as threads, AsyncExitStack() as stack:
         here = Hall(elements, rules_for(inner_steps, 1, (rung_of(RoundCodecs(codec)),)), 1)
         personas = [Persona() for _ in range(count)]
-        transports: dict[PeerId, Transport] = {}
-        for persona, (compute, averaging) in zip(personas, threads, strict=True):
-            signatures = PieceSignatures(RUN, persona.identity)
-            replica = here.add(persona.peer, compute, averaging, EntrySeal(persona.identity, RUN), signatures)
+        for persona, pair in zip(personas, threads, strict=True):
+            receives = dispatcher()
             transport = GrpcTransport(
-                persona.identity,
                 persona.credentials,
-                RUN,
                 persona.book,
-                LinkEnd(replica.averager),
+                receives,
                 SystemClock(),
                 TransportSettings(),
                 own_record=lambda: b"",
             )
+            signatures = PieceSignatures(RUN, persona.identity)
+            here.add(persona.peer, pair, receives, transport, EntrySeal(persona.identity, RUN), signatures)
             await stack.enter_async_context(transport)
-            transports[persona.peer] = transport
             for other in personas:
                 other.knows(persona, transport.port)
-        async with _running(here, transports):
+        async with _running(here):
             yield here
 
 
@@ -352,13 +350,16 @@ async def _threads(count: int) -> AsyncIterator[list[tuple[ComputeThread, Comput
 
 
 @asynccontextmanager
-async def _running(here: Hall, transports: Mapping[PeerId, Transport]) -> AsyncIterator[None]:
-    async with task_scope() as tasks:
-        running = [tasks.create_task(here.replicas[peer].averager.run(wire)) for peer, wire in transports.items()]
-        await asyncio.sleep(0)
-        try:
-            yield
-        finally:
-            for task in running:
-                task.cancel()
-            await asyncio.wait(running, timeout=LONG_S)
+async def _running(here: Hall) -> AsyncIterator[None]:
+    with ExitStack() as stack:
+        for replica in here.replicas.values():
+            stack.enter_context(replica.runner.receiving(replica.dispatcher))
+        async with task_scope() as tasks:
+            running = [tasks.create_task(replica.runner.run()) for replica in here.replicas.values()]
+            await asyncio.sleep(0)
+            try:
+                yield
+            finally:
+                for task in running:
+                    task.cancel()
+                await asyncio.wait(running, timeout=LONG_S)

@@ -9,26 +9,31 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from random import Random
+from types import SimpleNamespace
+from typing import cast
 
 from node.averaging.anchor.anchor import Anchor
 from node.averaging.anchor.anchor_store import AnchorStore
 from node.averaging.anchor.layout import Layout
-from node.averaging.module_rounds import StateDesk
 from node.averaging.state_sync.chunk_codec import STATE_CODECS
 from node.averaging.state_sync.donor import Donor
-from node.averaging.state_sync.download import CatchingUp, Surroundings
+from node.averaging.state_sync.download import StateDownloads
 from node.averaging.state_sync.partial_state import FreshSpace, Space
 from node.concurrency.compute_thread import ComputeThread
 from node.concurrency.task_groups import task_scope
+from node.network.dispatcher import Dispatcher
+from node.network.local_peer import LocalPeer
+from node.network.session import NetworkSession
 from protocol.interfaces.tensor_spec import TensorSpec
-from protocol.interfaces.transport import LinkFigures, Question, Refusal, Topic
+from protocol.interfaces.transport import LinkFigures, Question
 from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.settings import TransportSettings
-from swarm.vocabulary.averaging_messages import StateChunk, StateRefused, StateRequest
-from swarm.vocabulary.errors import PeerError, Rejected
+from swarm.membership.membership import Membership
+from swarm.vocabulary.averaging_messages import StateChunk, StateRefused
+from swarm.vocabulary.errors import PeerError
 from swarm.vocabulary.pipeline_messages import ControlMessage, TensorMessage
 from swarm.vocabulary.types import Codec, ModuleId, PeerId
+from tests.node.averaging.small_rounds import Everybody
 from tests.protocol.transport.link_peers import Persona, SystemClock
 
 MODULE = ModuleId(1)
@@ -103,57 +108,31 @@ class FaultyTransport:
         return {peer: replace(link, goodput_bytes_per_s=goodput) for peer, link in self._inner.figures().items()}
 
 
-class DeskHandler:
-    """`protocol.interfaces.transport.LinkHandler` with nothing behind it but a desk."""
+class Handler(Dispatcher):
+    """Of a peer whose links that end are noted, and that lies about hashes if it is to."""
 
-    def __init__(self) -> None:
-        self.desk: StateDesk | None = None
-        self.faults: Faults | None = None
+    def __init__(self, faults: Faults) -> None:
+        super().__init__(cast(LocalPeer, SimpleNamespace(module=MODULE)), cast(Membership, Everybody()))
         self.downs: list[PeerError] = []
-
-    def admit(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec) -> memoryview | Refusal:
-        assert isinstance(message, StateChunk)
-        assert self.desk is not None
-        return self.desk.admit(sender, message, tensor)
-
-    def received(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec, buffer: memoryview) -> None:
-        assert isinstance(message, StateChunk)
-        assert self.desk is not None
-        self.desk.received(sender, message, buffer)
-
-    def broken_off(self, sender: PeerId, message: TensorMessage, buffer: memoryview, error: PeerError) -> None:
-        assert isinstance(message, StateChunk)
-        assert self.desk is not None
-        self.desk.broken_off(sender, message, buffer)
-
-    def told(self, sender: PeerId, message: ControlMessage) -> None:
-        assert isinstance(message, StateRequest | StateRefused)
-        assert self.desk is not None
-        self.desk.told(sender, message)
-
-    def announced(self, sender: PeerId, record: bytes) -> None:
-        return
+        self._faults = faults
 
     async def answer(self, sender: PeerId, question: Question) -> bytes:
-        if self.faults is not None and self.faults.lies_about_hashes is not None:
-            return self.faults.lies_about_hashes
-        if self.desk is None or self.desk.donor is None:
-            raise Rejected("there is nothing here")
-        return await self.desk.donor.answer(question)
-
-    def serves(self, sender: PeerId) -> bool:
-        return True
-
-    def minds(self, sender: PeerId, topic: Topic) -> bool:
-        return True
-
-    def link_up(self, peer: PeerId) -> None:
-        return
+        if self._faults.lies_about_hashes is not None:
+            return self._faults.lies_about_hashes
+        return await super().answer(sender, question)
 
     def link_down(self, peer: PeerId, error: PeerError) -> None:
         self.downs.append(error)
-        if self.desk is not None:
-            self.desk.link_down(peer, error)
+        super().link_down(peer, error)
+
+
+@dataclass(eq=False)
+class Session:
+    """What a download needs of `node.network.session.NetworkSession`."""
+
+    own: LocalPeer
+    transport: GrpcTransport
+    dispatcher: Dispatcher
 
 
 @dataclass(eq=False)
@@ -162,8 +141,8 @@ class StatePeer:
 
     persona: Persona
     transport: GrpcTransport
-    handler: DeskHandler
-    catching_up: CatchingUp
+    handler: Handler
+    downloads: StateDownloads
     faults: Faults
     shelf: AnchorStore | None
     donor: Donor | None
@@ -202,11 +181,9 @@ class StateSwarm:
     async def _add(
         self, shelf: AnchorStore | None, faults: Faults, folder: Path | None, space: Space | None
     ) -> StatePeer:
-        persona, handler, clock = Persona(), DeskHandler(), SystemClock()
+        persona, handler, clock = Persona(), Handler(faults), SystemClock()
         transport = GrpcTransport(
-            persona.identity,
             persona.credentials,
-            persona.run,
             persona.book,
             handler,
             clock,
@@ -215,29 +192,28 @@ class StateSwarm:
         )
         progress: list[tuple[int, int]] = []
         liars: list[tuple[PeerId, str]] = []
-        surroundings = Surroundings(
+        own = LocalPeer(persona.run, persona.peer, persona.credentials.certificate_der, clock)
+        downloads = StateDownloads(
+            cast(NetworkSession, Session(own, transport, handler)),
             MODULE,
-            self._layout,
-            transport,
-            clock,
-            Random(len(self.peers)),
             space or FreshSpace(self._layout),
             self._codecs,
             folder,
             lambda done, total: progress.append((done, total)),
             lambda peer, detail: liars.append((peer, detail)),
         )
-        catching_up = CatchingUp(surroundings)
-        donor = None if shelf is None else Donor(MODULE, shelf, clock, self._codecs, self.averaging)
-        handler.desk, handler.faults = StateDesk(catching_up, donor), faults
+        donor = None
+        if shelf is not None:
+            donor = Donor(MODULE, shelf, clock, self._codecs, self.averaging, FaultyTransport(transport, faults))
         stack = await self._stack.enter_async_context(AsyncExitStack())
         await stack.enter_async_context(transport)
         if donor is not None:
             tasks = await stack.enter_async_context(task_scope())
-            running = tasks.create_task(donor.run(FaultyTransport(transport, faults)))
+            running = tasks.create_task(donor.run())
             stack.callback(running.cancel)
+            stack.enter_context(donor.receiving(handler))
             await asyncio.sleep(0)
-        added = StatePeer(persona, transport, handler, catching_up, faults, shelf, donor, progress, liars, stack)
+        added = StatePeer(persona, transport, handler, downloads, faults, shelf, donor, progress, liars, stack)
         for other in self.peers:
             other.persona.knows(persona, transport.port)
             persona.knows(other.persona, other.transport.port)

@@ -1,4 +1,4 @@
-"""Liars that reduce, caught by those who sum again: with real averagers and round machines in one process, and what
+"""Liars that reduce, caught by those who sum again: with real runners and round machines in one process, and what
 honest rounds look like to auditors."""
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ WORK_S = 2.0
 
 def audit_always(here: Hall) -> None:
     for number, replica in enumerate(here.replicas.values()):
-        assert replica.averager.auditor is not None
-        replica.averager.auditor._random = Always(number)
+        replica.runner.auditor._random = Always(number)
 
 
 def lie_of(monkeypatch: pytest.MonkeyPatch, change: Callable[[Reduction, np.ndarray], np.ndarray]) -> None:
@@ -107,8 +106,8 @@ async def work(here: Hall, number: int) -> None:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(WORK_S):
                         await here.until(held)
-    auditors = [replica.averager.auditor for replica in here.replicas.values()]
-    await here.until(lambda: all(auditor is None or not auditor.busy for auditor in auditors))
+    auditors = [replica.runner.auditor for replica in here.replicas.values()]
+    await here.until(lambda: all(not auditor.busy for auditor in auditors))
 
 
 @pytest.mark.parametrize("codecs", EVERY, ids=lambda codecs: codecs.contribution.name)
@@ -118,12 +117,11 @@ async def test_honest_rounds_bear_audits(codecs: RoundCodecs, members: int) -> N
         audit_always(here)
         for number in range(1, 4):
             await here.a_round(number, INNER)
-            await here.until(lambda: all(not r.averager.auditor.busy for r in here.replicas.values()))  # type: ignore[union-attr]
+            await here.until(lambda: all(not r.runner.auditor.busy for r in here.replicas.values()))
         assert here.agree()
         for replica in here.replicas.values():
             assert replica.accused == []
-            assert replica.averager.auditor is not None
-            assert replica.averager.auditor.verdicts >= 1
+            assert replica.runner.auditor.verdicts >= 1
 
 
 def stretched(reduction: Reduction, mean: np.ndarray) -> np.ndarray:
@@ -150,7 +148,7 @@ async def test_a_reducer_whose_mean_is_another_is_caught_and_left_out(
         for replica in here.replicas.values():
             if replica.peer != LIAR and LIAR in certain(here, replica.peer):
                 assert all(caught.proof for caught in replica.accused if caught.certain)
-                assert LIAR in replica.averager._machine._outlook.penalties.excluded(0.0)  # type: ignore[attr-defined]
+                assert LIAR in replica.runner._machine._outlook.penalties.excluded(0.0)  # type: ignore[attr-defined]
 
 
 async def test_who_swaps_two_members_weights_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +203,7 @@ async def test_a_contributor_that_shows_an_auditor_other_bytes_is_caught() -> No
 
 async def test_a_contributor_that_signs_two_things_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """It lets another believe that the reducer used something else than what it has shown."""
-    told = Auditor.told
+    told = Auditor.receive
 
     async with hall(3, inner_steps=INNER, elements=120_000) as here:
 
@@ -214,19 +212,18 @@ async def test_a_contributor_that_signs_two_things_is_caught(monkeypatch: pytest
                 return told(self, sender, message)
             return told(self, sender, message)
 
-        monkeypatch.setattr(Auditor, "told", hear)
+        monkeypatch.setattr(Auditor, "receive", hear)
         await here.a_round(1, INNER)
-        liar = here.replicas[LIAR].averager.auditor
-        assert liar is not None
+        liar = here.replicas[LIAR].runner.auditor
         record = liar._records[-1]
         reducer, victim = PeerId("peer-0"), PeerId("peer-1")
         piece = record.plan.shards[reducer][0]
         message = record.plan.contribution(piece)
         other = replace(record.own[piece], hash=bytes(32))
         other = replace(other, signature=liar._means.signatures.sign(message, other.hash))
-        shown = (other, here.replicas[victim].averager.auditor._records[-1].own[piece])  # type: ignore[union-attr]
+        shown = (other, here.replicas[victim].runner.auditor._records[-1].own[piece])
         accusation = Accusation(message.round, message.first_chunk, message.end_chunk, shown)
-        here.replicas[victim].averager.told(LIAR, accusation)
+        here.replicas[victim].dispatcher.told(LIAR, accusation)
         await here.until(lambda: here.replicas[victim].accused)
         assert certain(here, victim) == {LIAR}
         assert "two different" in here.replicas[victim].accused[0].why
@@ -254,14 +251,14 @@ async def test_a_contribution_that_its_sender_did_not_sign_is_refused(monkeypatc
 
 
 async def test_a_reducer_that_cannot_show_signatures_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = Auditor.told
+    told = Auditor.receive
 
     def hear(self: Auditor, sender: PeerId, message: Any) -> None:
         if isinstance(message, Evidence) and sender == LIAR:
             message = replace(message, signed=message.signed[:-1])
         told(self, sender, message)
 
-    monkeypatch.setattr(Auditor, "told", hear)
+    monkeypatch.setattr(Auditor, "receive", hear)
     async with hall(3, inner_steps=INNER, elements=120_000) as here:
         audit_always(here)
         await until_left_out(here, LIAR)
@@ -269,14 +266,14 @@ async def test_a_reducer_that_cannot_show_signatures_is_caught(monkeypatch: pyte
 
 async def test_a_reducer_that_refuses_audits_is_left_out_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("node.averaging.audit.auditor.PAUSES_S", (0.01,))
-    told = Auditor.told
+    told = Auditor.receive
 
     def hear(self: Auditor, sender: PeerId, message: Any) -> None:
         if isinstance(message, Evidence) and sender == LIAR:
             message = AuditRefused(message.round, message.first_chunk, message.end_chunk)
         told(self, sender, message)
 
-    monkeypatch.setattr(Auditor, "told", hear)
+    monkeypatch.setattr(Auditor, "receive", hear)
     async with hall(3, inner_steps=INNER, elements=120_000) as here:
         audit_always(here)
         for number in range(1, 40):
@@ -292,16 +289,15 @@ async def test_slander_costs_the_slanderer(monkeypatch: pytest.MonkeyPatch) -> N
     """Well-founded in form: the signatures hold. Who hears it finds nothing, again and again."""
     async with hall(3, inner_steps=INNER, elements=120_000) as here:
         victim, slandered = PeerId("peer-0"), PeerId("peer-1")
-        here[0].averager.auditor._random = Never()  # type: ignore[union-attr]
+        here[0].runner.auditor._random = Never()
         for number in range(1, PATIENCE + 1):
             await work(here, number)
-            auditor = here.replicas[victim].averager.auditor
-            assert auditor is not None
+            auditor = here.replicas[victim].runner.auditor
             piece = auditor._records[-1].plan.shards[slandered][0]
             message = auditor._records[-1].plan.contribution(piece)
             before = auditor.verdicts
             for _ in range(3):  # only the first in a round is heard
-                here.replicas[victim].averager.told(
+                here.replicas[victim].dispatcher.told(
                     LIAR, Accusation(message.round, message.first_chunk, message.end_chunk, ())
                 )
             await here.until(lambda: auditor.verdicts > before and not auditor.busy)  # noqa: B023
@@ -315,12 +311,11 @@ async def test_an_accusation_with_signatures_that_do_not_hold_costs_its_author()
     async with hall(3, inner_steps=INNER, elements=120_000) as here:
         await here.a_round(1, INNER)
         victim, slandered = PeerId("peer-0"), PeerId("peer-1")
-        auditor = here.replicas[victim].averager.auditor
-        assert auditor is not None
+        auditor = here.replicas[victim].runner.auditor
         piece = auditor._records[-1].plan.shards[slandered][0]
         message = auditor._records[-1].plan.contribution(piece)
         forged = replace(auditor._records[-1].own[piece], hash=bytes(32))
-        here.replicas[victim].averager.told(
+        here.replicas[victim].dispatcher.told(
             LIAR, Accusation(message.round, message.first_chunk, message.end_chunk, (forged,))
         )
         await here.until(lambda: here.replicas[victim].accused)

@@ -46,9 +46,7 @@ def test_the_last_round_is_remembered() -> None:
     clock, kept = ManualClock(), Kept()
     news = RoundNews(OWN, MODULE, clock, kept)
     assert news.last_round() is None
-    news.committed(
-        RoundSettled(MODULE, state(3).version, (OWN, A, B), (OWN, A), 100, 1, 0.5, 10, 20, Codec.INT4, "slow")
-    )
+    news.committed(RoundSettled(state(3).version, (OWN, A, B), (OWN, A), 100, 1, 0.5, 10, 20, Codec.INT4, "slow"))
     clock.now += 4
     assert news.last_round() == RoundStatus(3, 4.0, "int4", "slow")
     assert isinstance(kept.events[0], RoundCommitted)

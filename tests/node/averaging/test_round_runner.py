@@ -1,4 +1,4 @@
-"""Rounds from end to end in one process: real averagers, real round machines, links in memory or over gRPC."""
+"""Rounds from end to end in one process: real runners, real round machines, links in memory or over gRPC."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ async def test_work_done_meanwhile_is_carried_over() -> None:
         carried = here[0].vector()
         np.testing.assert_allclose(carried, here[0].anchor.parameters + extra, rtol=0, atol=1e-6)
         np.testing.assert_array_equal(here[1].vector(), here[1].anchor.parameters)
-        assert here[0].averager.keeper.since_anchor.steps == 1
+        assert here[0].runner.replica_sync.since_anchor.steps == 1
         assert here[0].optimizer.steps == INNER + 1
 
 
@@ -207,7 +207,7 @@ async def test_who_is_alone_steps_alone_and_rejoins() -> None:
     async with hall(2, inner_steps=INNER) as here:
         await here.a_round(1, INNER)
         here.dead.add(here[1].peer)
-        await here.until(lambda: here[0].averager.keeper.alone)
+        await here.until(lambda: here[0].runner.replica_sync.is_alone)
         for step in range(3 * INNER):
             await here[0].step(500 + step)
         await here.until(lambda: here[0].anchor.version.round == 4)

@@ -1,5 +1,5 @@
-"""Carriers of one small run in one process: real workers and compute threads, and links that a test can stop, break and
-listen to."""
+"""Nodes of one small run in one process, as far as microbatches go: real workers and compute threads, and links that a
+test can stop, break and listen to."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from node.concurrency.compute_thread import ComputeThread
 from node.concurrency.task_groups import task_scope
 from node.data.packing import Microbatch
 from node.model.optimizer import StepFigures
-from node.pipeline.admission import Admission
+from node.pipeline.admission import Admission, hidden_tensor
+from node.pipeline.codec_selection import LinkCodecs
 from node.pipeline.data_worker import DataWorker, host_stage_zero
-from node.pipeline.interfaces import AsTheyAre, Job, Output
+from node.pipeline.interfaces import Job, Output, PathEnds
 from node.pipeline.microbatch_runner import MicrobatchRunner
 from node.pipeline.stage_worker import HopWorker, host_hop
-from protocol.codecs import Encoded
+from node.pipeline.worker_thread import WorkerThread
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import LinkFigures, Question, Refusal
 from protocol.manifest.manifest import Manifest
@@ -137,11 +138,11 @@ class GatedWorker:
         return self.inner.step()
 
 
-class Ends:
+class Ends(PathEnds):
     """The data node's account. It keeps no text of a microbatch that has ended, as the real one."""
 
     def __init__(self, worker: DataWorker) -> None:
-        self.carrier: MicrobatchRunner | None = None
+        self.runner: MicrobatchRunner | None = None
         self.losses: dict[MicrobatchId, float] = {}
         self.done: list[MicrobatchId] = []
         self.paths: dict[MicrobatchId, Path] = {}
@@ -164,9 +165,9 @@ class Ends:
 
     def lost(self, microbatch: MicrobatchId, detail: str) -> None:
         if self._texts.pop(microbatch, None) is not None:
-            assert self.carrier is not None
+            assert self.runner is not None
             self.given_up[microbatch] = detail
-            self.carrier.abandon(microbatch, detail)
+            self.runner.abandon(microbatch, detail)
 
     def may_hold(self, peer: PeerId, microbatch: MicrobatchId) -> bool:
         return peer in MODULES and microbatch in self._texts
@@ -180,8 +181,9 @@ class Ends:
 
 @dataclass(eq=False)
 class CountedVisits:
-    """Whose gradients count, and whose were taken back."""
+    """`node.pipeline.interfaces.Host` that keeps whose gradients count, whose were taken back, and the inner steps."""
 
+    steps: list[StepFigures] = field(default_factory=list)
     counted: list[MicrobatchId] = field(default_factory=list)
     taken_back: list[MicrobatchId] = field(default_factory=list)
 
@@ -191,6 +193,12 @@ class CountedVisits:
     def retracted(self, microbatch: MicrobatchId) -> None:
         self.taken_back.append(microbatch)
 
+    def stepped(self, figures: StepFigures) -> None:
+        self.steps.append(figures)
+
+    def not_reached(self, peer: PeerId, error: PeerError) -> None:
+        return
+
 
 @dataclass(eq=False)
 class Member:
@@ -198,9 +206,8 @@ class Member:
 
     peer: PeerId
     worker: GatedWorker
-    carrier: MicrobatchRunner
+    runner: MicrobatchRunner
     compute: ComputeThread
-    steps: list[StepFigures]
     visits: CountedVisits
 
     @property
@@ -208,17 +215,19 @@ class Member:
         """Whether it holds nothing any more: no microbatch, no tensor, no graph, no buffer."""
         inner = self.worker.inner
         kept = inner._visits if isinstance(inner, DataWorker) else inner._kept
-        return self.carrier.is_empty and not self.carrier._loads and not kept and self.carrier._pool.in_use == 0
+        return self.runner.is_empty and not self.runner._loads and not kept and self.runner._pool.in_use == 0
 
     def phase(self, microbatch: MicrobatchId, position: int) -> Phase | None:
-        holding = self.carrier.custody.get(Key(microbatch, position))
+        holding = self.runner.custody.get(Key(microbatch, position))
         return None if holding is None else holding.phase
 
 
-class HardestCodec(AsTheyAre):
+class HardestCodec(LinkCodecs):
     """As if every link were too slow for anything else. Keeps the errors that were measured."""
 
     def __init__(self, manifest: Manifest) -> None:
+        tensor, clock = hidden_tensor(manifest), ManualClock()
+        super().__init__(manifest, tensor, clock, lambda peer: 0.0, lambda peer: 0.0)
         limits = manifest.codecs.activations, manifest.codecs.gradients
         self._limits = dict(zip(Traffic, map(Codec.__getitem__, map(str.upper, limits)), strict=True))
         self.errors: list[tuple[Traffic, Codec, float]] = []
@@ -248,7 +257,7 @@ class SmallSwarm:
             peer: self._member(peer, data_worker if peer == DATA else host_hop(manifest, MODULES[peer], CPU, 2**20))
             for peer in (DATA, *present)
         }
-        self.ends.carrier = self[DATA].carrier
+        self.ends.runner = self[DATA].runner
         self.texts = data_worker.texts
 
     def __getitem__(self, peer: PeerId) -> Member:
@@ -257,21 +266,17 @@ class SmallSwarm:
     def _member(self, own: PeerId, worker: HopWorker | DataWorker) -> Member:
         gated = GatedWorker(worker, self.gates, own)
         compute = ComputeThread()
-        steps: list[StepFigures] = []
         visits = CountedVisits()
-        carrier = MicrobatchRunner(
+        runner = MicrobatchRunner(
             Custody(own, 4, self),
             Admission(self.manifest, own, MODULES[own], lambda message: None),
-            gated,
-            compute,
-            self.clock,
-            lambda peer, error: None,
-            steps.append,
-            self.ends if own == DATA else None,
-            visits,
+            WorkerThread(gated, compute, self.clock),
+            MemoryTransport(own, self),
             HardestCodec(self.manifest),
+            visits,
+            self.clock,
         )
-        return Member(own, gated, carrier, compute, steps, visits)
+        return Member(own, gated, runner, compute, visits)
 
     # ---- swarm.pipeline.ledger.Replicas ------------------------------------------------------------------------------
 
@@ -315,21 +320,21 @@ class SmallSwarm:
     def launch(self, number: int, path: Path, purpose: Purpose = Purpose.TRAIN) -> MicrobatchId:
         microbatch = MicrobatchId(DATA, number)
         self.texts[microbatch] = text_of(self.manifest, number)
-        self[DATA].carrier.handle(Started(microbatch, path, purpose, LIFETIME_S))
+        self[DATA].runner.handle(Started(microbatch, path, purpose, LIFETIME_S))
         return microbatch
 
     def wait(self, seconds: float) -> None:
         """Lets the clock go on, as far as custody is concerned."""
         self.clock.now += seconds
         for member in self.members.values():
-            member.carrier.handle(Tick())
+            member.runner.handle(Tick())
 
     async def all_clear(self) -> None:
         await until(lambda: all(member.is_clear for member in self.members.values()))
 
 
 class MemoryTransport:
-    """`protocol.interfaces.transport.Transport` that hands everything to the other carrier."""
+    """`protocol.interfaces.transport.Transport` that hands everything to the other runner."""
 
     def __init__(self, own: PeerId, swarm: SmallSwarm) -> None:
         self._own = own
@@ -339,24 +344,24 @@ class MemoryTransport:
         await self._reach(peer)
         await self._at("before", message)
         self._swarm.sent.append((self._own, data.nbytes))
-        there = self._swarm[peer].carrier
+        there = self._swarm[peer].runner
         admitted = there.admit(self._own, message, tensor)
         if isinstance(admitted, Refusal):
             self._swarm.refused.append((peer, admitted))
-            self._swarm[self._own].carrier.told(peer, _receipt_of(message, admitted))
+            self._swarm[self._own].runner.receive(peer, _receipt_of(message, admitted))
             return
         try:
             await self._at("halfway", message)
         except BaseException:
-            there.broken_off(message, admitted)
+            there.broken_off(self._own, message, admitted)
             raise
         admitted[:] = data
-        there.received(message, Encoded(tensor, admitted))
+        there.received(self._own, message, tensor, admitted)
 
     async def tell(self, peer: PeerId, message: MicrobatchControl) -> None:
         await self._reach(peer)
         if not self._swarm.lost_messages(self._own, peer, message):
-            self._swarm[peer].carrier.told(self._own, message)
+            self._swarm[peer].runner.receive(self._own, message)
 
     async def ask(self, peer: PeerId, question: Question, timeout_s: float) -> bytes:
         raise Unreachable("nobody answers questions here")
@@ -386,17 +391,15 @@ def _receipt_of(message: MicrobatchTensor, refusal: Refusal) -> Receipt:
 
 @asynccontextmanager
 async def small_swarm(*present: PeerId, **changes: object) -> AsyncIterator[SmallSwarm]:
-    """A running swarm of the data node and these hops. A carrier that fails ends the block with its error."""
+    """A running swarm of the data node and these hops. A runner that fails ends the block with its error."""
     swarm = SmallSwarm(small_manifest(stages__blocks=[1, 1, 1], **changes), present)
     async with AsyncExitStack() as stack:
         for member in swarm.members.values():
             stack.enter_context(member.compute)
+        stack.enter_context(swarm[DATA].runner.ending_at(swarm.ends))
         tasks = await stack.enter_async_context(task_scope())
-        running = [
-            tasks.create_task(member.carrier.run(MemoryTransport(member.peer, swarm)))
-            for member in swarm.members.values()
-        ]
-        await asyncio.sleep(0)  # carriers take work only when they run
+        running = [tasks.create_task(member.runner.run()) for member in swarm.members.values()]
+        await asyncio.sleep(0)  # runners take work only when they run
         try:
             yield swarm
         finally:

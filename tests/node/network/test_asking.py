@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from node.network.asking import Told, first_good
+from node.network.asking import Answered, first_good
 from swarm.vocabulary.errors import ManifestError, Rejected
 from swarm.vocabulary.types import PeerId
 
@@ -32,7 +32,7 @@ class Asked:
 
 async def test_one_honest_peer_is_enough() -> None:
     ask = Asked()
-    assert await first_good((SILENT, LIAR, REFUSING, HONEST), ask) == Told("the manifest")
+    assert await first_good((SILENT, LIAR, REFUSING, HONEST), ask) == Answered("the manifest")
     assert ask.let_go == [SILENT]
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from node.network.addresses import KnownPeers
-from node.network.local_peer import FORMER_LIFE_MS, LocalPeer
+from node.network.local_peer import FORMER_LIFE_MS, LocalPeer, OwnRecord
 from node.network.membership_sync import MembershipSync
 from node.observability.events import Event, PeerChange
 from protocol.identity.certificates import make_credentials
@@ -122,7 +122,9 @@ class Place:
         self.own = own = LocalPeer(RUN, identity.peer, make_credentials(identity, RUN).certificate_der, self.clock)
         own.addresses = ("127.0.0.1:4001",)
         self.membership, self.book = Membership(RUN, identity.peer), KnownPeers()
-        self.membership_sync = MembershipSync(identity, own, self.membership, self.book, self.clock, self.events)
+        self.membership_sync = MembershipSync(
+            own, OwnRecord(own, identity), self.membership, self.book, self.events, self.shelf, self.links
+        )
 
     def meets(self, other: Other) -> None:
         self.membership_sync.announced(other.peer, other.record())
@@ -137,7 +139,7 @@ class Place:
 async def place() -> AsyncIterator[Place]:
     """A neighbourhood that runs, and has looked around once."""
     there = Place()
-    running = asyncio.create_task(there.membership_sync.run(there.shelf, there.links))
+    running = asyncio.create_task(there.membership_sync.run())
     await until(lambda: there.shelf.look_ups and there.shelf.published)
     try:
         yield there
@@ -294,12 +296,12 @@ async def test_a_peer_whose_last_word_is_that_it_hosts_nothing_is_forgotten_with
 
 async def test_proof_that_another_process_has_our_key_ends_the_node() -> None:
     there = Place()
-    running = asyncio.create_task(there.membership_sync.run(there.shelf, there.links))
+    running = asyncio.create_task(there.membership_sync.run())
     await until(lambda: there.shelf.published)
     told_by, twin = Other(there.clock), Other(there.clock, identity=there.identity)
     former, stranger = twin.record(), Other(there.clock).record()
     there.clock.now += FORMER_LIFE_MS / 1000 + 1
-    for record in (former, stranger, there.membership_sync.own_record(), b"nothing"):
+    for record in (former, stranger, there.membership_sync.record.fresh(), b"nothing"):
         there.membership_sync.announced(told_by.peer, record)
     await asyncio.sleep(0)
     assert not running.done(), "a record of a former life, of somebody else, or our own proves nothing"
@@ -331,7 +333,7 @@ async def test_a_node_whose_clock_is_set_hears_those_it_is_linked_with_and_is_he
         for _ in range(60):
             listening.clock.now += 2.0
             there.clock.now += 2.0
-            listening.membership_sync.announced(there.own.peer, there.membership_sync.own_record())
+            listening.membership_sync.announced(there.own.peer, there.membership_sync.record.fresh())
             assert listening.membership.expire(listening.clock.now) == []
         assert listening.membership.get(there.own.peer) is not None
 
@@ -356,13 +358,13 @@ async def test_a_clock_that_was_wrong_and_is_set_right_is_taken_by_everybody_at_
 
 async def test_what_cannot_be_said_is_a_warning_and_the_last_record_stays(caplog: pytest.LogCaptureFixture) -> None:
     async with place() as there:
-        last, published = there.membership_sync.own_record(), len(there.shelf.published)
+        last, published = there.membership_sync.record.fresh(), len(there.shelf.published)
         there.own.steps = 2**48 + 1
         for _ in range(2):
             said = len(there.links.announced)
             there.membership_sync.announce()
             await until(lambda said=said: len(there.links.announced) > said)
-            assert there.membership_sync.own_record() == last == there.links.announced[-1]
+            assert there.membership_sync.record.fresh() == last == there.links.announced[-1]
         assert len(there.shelf.published) == published
         assert [record.levelno for record in caplog.records] == [logging.WARNING], "said once"
         assert "step 281474976710657 is out of range" in caplog.text

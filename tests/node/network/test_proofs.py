@@ -73,7 +73,7 @@ async def test_who_was_given_no_work_yet_hears_all_data_nodes() -> None:
 async def test_nonsense_is_no_word_and_rounds_count_besides() -> None:
     session = Asked("d1", "d2")
     proofs = proofs_of(session)
-    proofs.in_rounds = lambda: frozenset({FELLOW})
+    proofs.shared_round(frozenset({FELLOW}))
     session.answers = {PeerId("d1"): b'{"measured": 5}', PeerId("d2"): b"[" * 10_000}
     for data_node in session.answers:
         proofs.worked_on(MicrobatchId(data_node, 1))
@@ -116,7 +116,7 @@ async def test_before_it_lets_go_a_replica_wants_an_answer_from_one_that_is_prov
         there.links.outcome.set_result(json.dumps({"module": str(MODULE), "state": "serving"}).encode())
         assert not await others_serve(given), "it has only announced itself"
         assert there.links.asked == []
-        proofs.in_rounds = lambda: frozenset({fellow.peer})
+        proofs.shared_round(frozenset({fellow.peer}))
         assert await others_serve(given)
         assert there.links.asked == [fellow.peer]
 

@@ -14,7 +14,7 @@ from node.data.packing import Microbatch
 from node.pipeline.data_worker import DataWorker
 from node.pipeline.microbatch_runner import MicrobatchRunner
 from node.routing import evaluation
-from node.routing.evaluation import WINDOW, Evaluator
+from node.routing.evaluation import WINDOW, Departures, Evaluator
 from protocol.interfaces.clock import SystemClock
 from swarm.membership.membership import Membership
 from swarm.pipeline.custody_states import Started
@@ -35,7 +35,7 @@ def unsigned(microbatch: MicrobatchId, path: Path, purpose: Purpose, lifetime_s:
 
 @dataclass
 class Road:
-    """Stands where a carrier does: what sets out, and what has been given up."""
+    """Stands where the runner of microbatches does: what sets out, and what has been given up."""
 
     texts: dict[MicrobatchId, Microbatch] = field(default_factory=dict)
     away: list[MicrobatchId] = field(default_factory=list)
@@ -58,7 +58,8 @@ def evaluator_on(road: Road, *, served: bool = True) -> Evaluator:
     if served:
         members.observe(announcement("a", 1), now=0, wall=0)
     planner = Planner(PathRules(2, 1), members, MeasuredTimes(OWN, 1000))
-    return Evaluator(OWN, planner, cast(DataWorker, road), cast(MicrobatchRunner, road), SystemClock(), unsigned, 2**47)
+    departures = Departures(cast(DataWorker, road), cast(MicrobatchRunner, road), unsigned)
+    return Evaluator(OWN, planner, departures, SystemClock(), 2**47)
 
 
 def texts(count: int) -> list[Microbatch]:

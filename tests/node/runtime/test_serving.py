@@ -10,21 +10,18 @@ from node.concurrency.task_groups import unless
 from node.runtime.serving import hand_over
 
 
-async def test_hooks_run_one_after_the_other() -> None:
+async def test_what_is_to_be_handed_over_is_waited_for() -> None:
     done: list[int] = []
 
-    async def first() -> None:
+    async def finish() -> None:
         await asyncio.sleep(0)
         done.append(1)
 
-    async def second() -> None:
-        done.append(2)
-
-    await hand_over([first, second], 60.0)
-    assert done == [1, 2]
+    await hand_over(finish, 60.0)
+    assert done == [1]
 
 
-async def test_a_hook_that_takes_too_long_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_takes_too_long_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
     cancelled = asyncio.Event()
 
     async def endless() -> None:
@@ -33,7 +30,7 @@ async def test_a_hook_that_takes_too_long_is_given_up(caplog: pytest.LogCaptureF
         finally:
             cancelled.set()
 
-    await hand_over([endless], 0.01)
+    await hand_over(endless, 0.01)
     assert cancelled.is_set()
     assert "given up" in caplog.text
 

@@ -4,6 +4,7 @@ test."""
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from datetime import UTC, datetime
 
 from cryptography import x509
@@ -102,12 +103,11 @@ def certificate(
     return builder.sign(signing_key or authority_key(RUN), digest or SHA256()).public_bytes(Encoding.DER)
 
 
-def credentials_for(der: bytes, key: ec.EllipticCurvePrivateKey, *chain: bytes, authority_pem: bytes) -> TlsCredentials:
-    """What shows this certificate, with others after it, in a handshake, and lets in whom `authority_pem` has
-    signed."""
-    return TlsCredentials(
+def credentials_for(der: bytes, key: ec.EllipticCurvePrivateKey, *chain: bytes, like: TlsCredentials) -> TlsCredentials:
+    """What shows this certificate, with others after it, in a handshake, and is `like` these otherwise."""
+    return replace(
+        like,
         certificate_der=der,
         certificate_pem=b"".join(pem_of(certificate) for certificate in (der, *chain)),
         private_key_pem=key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
-        authority_pem=authority_pem,
     )

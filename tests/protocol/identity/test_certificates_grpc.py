@@ -111,7 +111,7 @@ async def test_a_certificate_signed_by_a_peer_is_refused(with_chain: bool) -> No
     key = new_key()
     leaf = certificate(Identity.generate(), key=key, signing_key=key_in(THEIRS), issuer=CALLER.peer)
     chain = (THEIRS.certificate_der,) if with_chain else ()
-    forged = credentials_for(leaf, key, *chain, authority_pem=OURS.authority_pem)
+    forged = credentials_for(leaf, key, *chain, like=OURS)
     async with server(OURS) as address:
         await refused_by_server(address, forged, HOST.peer, OURS)
 
@@ -145,7 +145,7 @@ async def test_nobody_can_make_a_certificate_that_passes_for_the_pinned_one(sign
         signing_key=authority_key(RUN) if authority else key_in(OURS),
         issuer=None if authority else HOST.peer,
     )
-    posing = credentials_for(leaf, key, OURS.certificate_der, authority_pem=OURS.authority_pem)
+    posing = credentials_for(leaf, key, OURS.certificate_der, like=OURS)
     async with server(posing) as address:
         await refused_by_dialler(address, THEIRS, HOST.peer, OURS)
 

@@ -162,9 +162,7 @@ async def node(
     persona = persona or Persona()
     handler = handler or Recorder()
     transport = GrpcTransport(
-        persona.identity,
         persona.credentials,
-        persona.run,
         persona.book,
         handler,
         SystemClock(),

@@ -76,7 +76,7 @@ async def test_a_certificate_that_carries_anothers_name_is_turned_away_at_the_do
     signature."""
     impostor, key = Persona(), new_key()
     der = certificate(impostor.identity, key=key, extension=extension_for(Persona().identity, key))
-    impostor.credentials = credentials_for(der, key, authority_pem=impostor.credentials.authority_pem)
+    impostor.credentials = credentials_for(der, key, like=impostor.credentials)
     async with node() as server:
         async with bare_stream(impostor, server, introduced=False) as stream:
             with pytest.raises(Rejected, match="refused the connection: certificate: the common name"):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from node.averaging.anchor.anchor import Anchor, hash_all
+from node.averaging.anchor.anchor import hash_all
 from node.averaging.anchor.anchor_store import AnchorStore
 from node.averaging.anchor.lone_replica import LoneReplica, anchor_of
 from node.averaging.anchor.module_vector import LocalReplica
@@ -16,7 +16,7 @@ from node.averaging.replica_sync import AloneRule, ReplicaSync, Work
 from node.concurrency.compute_thread import ComputeThread
 from node.model.build import build_block_stack
 from node.model.optimizer import RAMP_STEPS, Accumulator, InnerOptimizer, StepFigures
-from swarm.vocabulary.types import AnchorVersion, MicrobatchId, ModuleId, PeerId
+from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId
 from tests.node.averaging.exchanging import vector
 from tests.node.network.small_swarm import ManualClock
 from tests.node.small_manifest import small_manifest
@@ -134,44 +134,42 @@ def test_a_lone_replica_does_what_torch_does(fragments: int) -> None:
     assert current.hashes == hash_all(current.layout, current.parameters, current.momentum)
 
 
-def keeper_of(
+def sync_of(
     trained: Trained, compute: ComputeThread, averaging: ComputeThread, clock: ManualClock | None = None
 ) -> ReplicaSync:
     shelf = AnchorStore(anchor_of(trained.local))
     rule = AloneRule(4, RULE, 32, clock or ManualClock(), longest_s=10.0)
-
-    def stepped_alone(anchor: Anchor, before: AnchorVersion) -> None:
-        assert anchor.version.round == before.round + 1
-
-    return ReplicaSync(trained.local, shelf, compute, averaging, rule, stepped_alone)
+    return ReplicaSync(trained.local, shelf, compute, averaging, rule)
 
 
 async def test_a_lone_replica_takes_its_outer_step_after_enough_work_or_time() -> None:
     trained, clock = Trained(), ManualClock()
     with ComputeThread() as compute, ComputeThread(name="averaging") as averaging:
-        keeper = keeper_of(trained, compute, averaging, clock)
-        keeper.alone = True
+        sync = sync_of(trained, compute, averaging, clock)
+        sync.stand_alone(True)
         left = []
         for seconds in (1, 1, 1, 1, 1, 9, 1, 10):
             clock.now += seconds
-            keeper.after_inner_step(trained.step(seconds))
-            left.append(keeper.since_anchor.steps)
+            before = sync._shelf.current.version.round
+            step = sync.after_inner_step(trained.step(seconds))
+            assert step is None or step.anchor.version.round == before + 1
+            left.append(sync.since_anchor.steps)
     assert left == [1, 2, 3, 0, 1, 0, 1, 0]
 
 
 async def test_a_snapshot_knows_its_work_and_norm() -> None:
     trained = Trained()
     with ComputeThread() as compute, ComputeThread(name="averaging") as averaging:
-        keeper = keeper_of(trained, compute, averaging)
+        sync = sync_of(trained, compute, averaging)
         base = trained.vector()
         for seed in range(3):
-            keeper.after_inner_step(trained.step(seed))
-        snapshot = await keeper.snapshot()
+            sync.after_inner_step(trained.step(seed))
+        snapshot = await sync.snapshot()
         assert snapshot.since_anchor == Work(3, 96)
         assert snapshot.norm == pytest.approx(float(np.linalg.norm(base - trained.vector())), rel=1e-5)
-        keeper.after_inner_step(trained.step(9))
-        keeper.committed(snapshot)
-        assert keeper.since_anchor == Work(1, 32)
+        sync.after_inner_step(trained.step(9))
+        sync.committed(snapshot)
+        assert sync.since_anchor == Work(1, 32)
 
 
 async def test_an_adopted_anchor_replaces_everything() -> None:
@@ -179,12 +177,12 @@ async def test_an_adopted_anchor_replaces_everything() -> None:
     other.step(77)
     anchor = anchor_of(other.local)
     with ComputeThread() as compute, ComputeThread(name="averaging") as averaging:
-        keeper = keeper_of(trained, compute, averaging)
-        keeper.after_inner_step(trained.step(1))
-        await keeper.adopt(anchor)
+        sync = sync_of(trained, compute, averaging)
+        sync.after_inner_step(trained.step(1))
+        await sync.adopt(anchor)
         np.testing.assert_array_equal(trained.vector(), anchor.parameters)
-        assert keeper.since_anchor == Work()
-        assert keeper.lost == Work(1, 32)
+        assert sync.since_anchor == Work()
+        assert sync.lost == Work(1, 32)
         assert trained.optimizer.steps == anchor.version.steps
 
 
@@ -202,14 +200,14 @@ def test_a_fresh_optimizer_rises_to_the_schedule() -> None:
 async def test_a_lone_replica_that_diverged_starts_again_from_its_anchor() -> None:
     trained = Trained()
     with ComputeThread() as compute, ComputeThread(name="averaging") as averaging:
-        keeper = keeper_of(trained, compute, averaging)
-        keeper.alone = True
+        sync = sync_of(trained, compute, averaging)
+        sync.stand_alone(True)
         base = trained.vector()
         for seed in range(3):
-            keeper.after_inner_step(trained.step(seed))
+            sync.after_inner_step(trained.step(seed))
         figures = trained.step(4)
         with torch.no_grad():
             next(trained.part.parameters()).view(-1)[0] = float("nan")
-        keeper.after_inner_step(figures)
+        sync.after_inner_step(figures)
         np.testing.assert_array_equal(trained.vector(), base)
-        assert keeper.lost == Work(4, 128)
+        assert sync.lost == Work(4, 128)

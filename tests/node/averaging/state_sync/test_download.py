@@ -3,20 +3,21 @@
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 
 from node.averaging.anchor.anchor import Anchor, hash_all, version_of
 from node.averaging.anchor.anchor_store import AnchorStore
-from node.averaging.module_rounds import StateDesk
 from node.averaging.state_sync.chunk_codec import PLANES_BELOW_BYTES_PER_S, STATE_CODECS, codec_for
 from node.averaging.state_sync.donor import CHUNKS_OF_ONE, LEASE_S, LONGEST_LEASE_S, Donor
+from node.averaging.state_sync.download import _Download
 from node.averaging.state_sync.partial_state import FreshSpace
 from node.concurrency.compute_thread import ComputeThread
 from protocol.frames.hash_list import HashList, encode_hash_list
 from protocol.interfaces.tensor_spec import DType, TensorSpec
-from protocol.interfaces.transport import Question, QuestionAbout
+from protocol.interfaces.transport import Question, QuestionAbout, Transport
 from swarm.vocabulary.averaging_messages import StateChunk, StateRefusal, StateRequest
 from swarm.vocabulary.errors import (
     NoQuorum,
@@ -27,7 +28,7 @@ from swarm.vocabulary.errors import (
     SkipstoneError,
     Stalled,
 )
-from swarm.vocabulary.types import Codec, ModuleId
+from swarm.vocabulary.types import Codec, ModuleId, PeerId
 from tests.node.averaging.state_peers import MODULE, Faults, StatePeer, state_swarm
 from tests.node.checkpoint.small_states import small_layout, state, written
 from tests.node.network.small_swarm import ManualClock, until
@@ -36,6 +37,9 @@ LAYOUT = small_layout()
 CHUNKS = 2 * LAYOUT.chunks
 ANCHOR = state(3)
 SLOW = PLANES_BELOW_BYTES_PER_S / 4
+ASKER = PeerId("asker")
+NOWHERE = cast(Transport, None)
+"""Of donors that have nothing to send."""
 
 
 def same(got: Anchor, wanted: Anchor) -> bool:
@@ -48,7 +52,7 @@ def same(got: Anchor, wanted: Anchor) -> bool:
 
 
 async def fetch(joiner: StatePeer, *donors: StatePeer, known: Anchor | None = None) -> Anchor:
-    return await joiner.catching_up.catch_up(ANCHOR.version, [donor.peer for donor in donors], known)
+    return await joiner.downloads.catch_up(ANCHOR.version, [donor.peer for donor in donors], known)
 
 
 async def test_the_state_comes_from_several_donors_at_once_bit_for_bit():
@@ -69,7 +73,7 @@ async def test_parameters_alone_come_without_the_momentum():
     async with state_swarm(LAYOUT) as swarm:
         donors = [await swarm.donor(ANCHOR) for _ in range(2)]
         joiner = await swarm.joiner()
-        got = await joiner.catching_up.parameters(ANCHOR.version, [donor.peer for donor in donors])
+        got = await joiner.downloads.parameters(ANCHOR.version, [donor.peer for donor in donors])
         assert np.array_equal(got, ANCHOR.parameters)
         assert {chunk for donor in donors for chunk in donor.faults.sent} == set(range(LAYOUT.chunks))
         assert joiner.progress[0] == (0, 4 * LAYOUT.elements)
@@ -81,7 +85,7 @@ async def test_it_is_known_how_much_came_from_whom():
         honest, liar = await swarm.donor(ANCHOR), await swarm.donor(ANCHOR, Faults(corrupt=True))
         joiner = await swarm.joiner()
         await fetch(joiner, honest, liar)
-        assert joiner.catching_up.received_bytes == {honest.peer: 8 * LAYOUT.elements}
+        assert joiner.downloads.received_bytes == {honest.peer: 8 * LAYOUT.elements}
 
 
 async def test_a_donor_of_wrong_chunks_is_found_out_and_the_others_do_its_part():
@@ -218,6 +222,8 @@ async def test_four_joiners_at_once_are_spread_over_the_donors():
 
 async def test_sizes_are_checked_against_our_own_layout_before_memory_is_spent():
     class NoSpace:
+        layout = LAYOUT
+
         def spare(self):
             raise AssertionError("memory was asked for")
 
@@ -250,7 +256,7 @@ async def test_a_chunk_of_another_size_ends_the_link_and_the_download_goes_on():
         fetching = asyncio.create_task(fetch(joiner, giant, honest))
         await until(lambda: giant.donor is not None and giant.donor._askers)
         assert giant.donor is not None
-        asked = next(c for c in range(CHUNKS) if joiner.catching_up._fetching._plan.expects(giant.peer, c))  # type: ignore[union-attr]
+        asked = next(c for c in range(CHUNKS) if download_of(joiner)._plan.expects(giant.peer, c))
         message = StateChunk(MODULE, ANCHOR.version.digest, asked)
         tensor = TensorSpec((2**26,), DType.FLOAT32)
         with pytest.raises(PeerError):
@@ -266,16 +272,16 @@ async def test_a_chunk_that_breaks_off_is_fetched_again():
         donor.faults.gate.clear()
         fetching = asyncio.create_task(fetch(joiner, donor))
         await until(lambda: donor.donor is not None and donor.donor._askers)
-        chunk = next(c for c in range(CHUNKS) if joiner.catching_up._fetching._plan.expects(donor.peer, c))  # type: ignore[union-attr]
-        message, desk = StateChunk(MODULE, ANCHOR.version.digest, chunk), joiner.handler.desk
+        chunk = next(c for c in range(CHUNKS) if download_of(joiner)._plan.expects(donor.peer, c))
+        message, download = StateChunk(MODULE, ANCHOR.version.digest, chunk), download_of(joiner)
         data = ANCHOR.chunk(chunk)
-        assert desk is not None
-        buffer = desk.admit(donor.peer, message, TensorSpec((data.nbytes // 4,), DType.FLOAT32))
+        tensor = TensorSpec((data.nbytes // 4,), DType.FLOAT32)
+        buffer = download.admit(donor.peer, message, tensor)
         assert isinstance(buffer, memoryview)
         buffer[:100] = bytes(100)
-        desk.broken_off(donor.peer, message, buffer)
-        desk.received(donor.peer, message, buffer)  # of no transfer that is under way: nothing happens
-        assert joiner.catching_up._fetching._pool.in_use == 0  # type: ignore[union-attr]
+        download.broken_off(donor.peer, message, buffer)
+        download.received(donor.peer, message, tensor, buffer)  # of no transfer that is under way: nothing happens
+        assert download_of(joiner)._pool.in_use == 0
         donor.faults.gate.set()
         assert same(await fetching, ANCHOR)
 
@@ -327,25 +333,25 @@ async def test_a_cancelled_download_gives_its_vectors_back():
 async def test_a_reader_cannot_keep_a_state_for_ever():
     clock = ManualClock()
     shelf = AnchorStore(state(0), clock.monotonic)
-    donor = Donor(MODULE, shelf, clock, STATE_CODECS["planes"], ComputeThread())
+    donor = Donor(MODULE, shelf, clock, STATE_CODECS["planes"], ComputeThread(), NOWHERE)
     question = Question(QuestionAbout.STATE, module=MODULE, digest=shelf.current.version.digest)
     kept_s = 0.0
     for number in range(1, 100):
         if shelf.get(question.digest) is None:
             break
-        await donor.answer(question)
+        await donor.answer(ASKER, question)
         shelf.put(written(state(number), *shelf.spare()))
         clock.now += 30.0
         kept_s += 30.0
     with pytest.raises(Rejected):
-        await donor.answer(question)
+        await donor.answer(ASKER, question)
     assert LONGEST_LEASE_S <= kept_s <= LONGEST_LEASE_S + LEASE_S + 60.0
 
 
 async def test_a_donor_of_another_module_gives_nothing():
-    donor = Donor(ModuleId(7), AnchorStore(ANCHOR), ManualClock(), STATE_CODECS["planes"], ComputeThread())
+    donor = Donor(ModuleId(7), AnchorStore(ANCHOR), ManualClock(), STATE_CODECS["planes"], ComputeThread(), NOWHERE)
     with pytest.raises(Rejected, match=r"module 1\.0"):
-        await donor.answer(Question(QuestionAbout.STATE, module=MODULE, digest=ANCHOR.version.digest))
+        await donor.answer(ASKER, Question(QuestionAbout.STATE, module=MODULE, digest=ANCHOR.version.digest))
 
 
 # ---- in byte planes -------------------------------------------------------------------------------------------------
@@ -359,7 +365,7 @@ async def test_over_a_slow_link_it_comes_in_planes_and_is_the_same_bit_for_bit()
         assert swarm.averaging.busy_s > 0
         assert donor.donor is not None
         assert donor.donor.sent_bytes < 0.9 * sum(len(ANCHOR.chunk(chunk)) for chunk in donor.faults.sent)
-        assert joiner.catching_up.received_bytes == {donor.peer: 8 * LAYOUT.elements}
+        assert joiner.downloads.received_bytes == {donor.peer: 8 * LAYOUT.elements}
         assert joiner.progress[-1] == (8 * LAYOUT.elements, 8 * LAYOUT.elements)
 
 
@@ -380,7 +386,7 @@ async def test_what_planes_do_not_shorten_comes_as_it_is():
     anchor = Anchor(LAYOUT, version_of(LAYOUT, hashes, 1, 1, 1, 0), parameters, momentum, hashes)
     async with state_swarm(LAYOUT) as swarm:
         donor, joiner = await swarm.donor(anchor, Faults(goodput_bytes_per_s=SLOW)), await swarm.joiner()
-        got = await joiner.catching_up.catch_up(anchor.version, [donor.peer])
+        got = await joiner.downloads.catch_up(anchor.version, [donor.peer])
         assert got.parameters.tobytes() == parameters.tobytes()
         assert got.momentum.tobytes() == momentum.tobytes()
         assert set(donor.faults.codecs) == {Codec.NONE}
@@ -393,7 +399,7 @@ async def test_planes_of_a_liar_are_found_out_and_the_others_do_its_part():
         joiner = await swarm.joiner()
         assert same(await fetch(joiner, liar, honest), ANCHOR)
         assert [peer for peer, _ in joiner.liars] == [liar.peer]
-        assert joiner.catching_up.received_bytes == {honest.peer: 8 * LAYOUT.elements}
+        assert joiner.downloads.received_bytes == {honest.peer: 8 * LAYOUT.elements}
 
 
 async def test_planes_that_are_none_are_no_more_than_a_wrong_chunk():
@@ -411,9 +417,9 @@ async def test_a_run_without_planes_sends_none_and_takes_none():
         donor, joiner = await swarm.donor(ANCHOR, Faults(goodput_bytes_per_s=SLOW)), await swarm.joiner()
         donor.faults.gate.clear()
         fetching = asyncio.create_task(fetch(joiner, donor))
-        desk, chunk, elements = await asked(joiner, donor)
+        download, chunk, elements = await asked(joiner, donor)
         with pytest.raises(ProtocolViolation, match="no form of it in this run"):
-            desk.admit(donor.peer, StateChunk(MODULE, ANCHOR.version.digest, chunk), planes_of(elements, 100))
+            download.admit(donor.peer, StateChunk(MODULE, ANCHOR.version.digest, chunk), planes_of(elements, 100))
         with pytest.raises(NoQuorum):
             await fetching
         donor.faults.gate.set()
@@ -427,22 +433,29 @@ async def test_planes_that_are_not_shorter_than_the_chunk_get_no_buffer(change: 
         donor, joiner = await swarm.donor(ANCHOR), await swarm.joiner()
         donor.faults.gate.clear()
         fetching = asyncio.create_task(fetch(joiner, donor))
-        desk, chunk, elements = await asked(joiner, donor)
+        download, chunk, elements = await asked(joiner, donor)
         message = StateChunk(MODULE, ANCHOR.version.digest, chunk)
         with pytest.raises(ProtocolViolation, match="no form of it in this run"):
-            desk.admit(donor.peer, message, planes_of(elements, 4 * elements + change))
-        assert joiner.catching_up._fetching._pool.in_use == 0  # type: ignore[union-attr]
+            download.admit(donor.peer, message, planes_of(elements, 4 * elements + change))
+        assert download_of(joiner)._pool.in_use == 0
         donor.faults.gate.set()
         with pytest.raises(NoQuorum):
             await fetching
 
 
-async def asked(joiner: StatePeer, donor: StatePeer) -> tuple[StateDesk, int, int]:
-    """The joiner's desk, a chunk that it has asked the donor for, and how many elements that has."""
+async def asked(joiner: StatePeer, donor: StatePeer) -> tuple[_Download, int, int]:
+    """The joiner's download, a chunk that it has asked the donor for, and how many elements that has."""
     await until(lambda: donor.donor is not None and donor.donor._askers)
-    chunk = next(c for c in range(CHUNKS) if joiner.catching_up._fetching._plan.expects(donor.peer, c))  # type: ignore[union-attr]
-    assert joiner.handler.desk is not None
-    return joiner.handler.desk, chunk, len(ANCHOR.chunk(chunk)) // 4
+    download = download_of(joiner)
+    chunk = next(c for c in range(CHUNKS) if download._plan.expects(donor.peer, c))
+    return download, chunk, len(ANCHOR.chunk(chunk)) // 4
+
+
+def download_of(joiner: StatePeer) -> _Download:
+    """The one under way."""
+    download = joiner.handler._tensors[StateChunk]
+    assert isinstance(download, _Download)
+    return download
 
 
 def planes_of(elements: int, size: int) -> TensorSpec:

@@ -1,0 +1,139 @@
+"""Runs a pure state machine: feeds it with events and with time, and has what it decides carried out.
+
+Custody, rounds, lanes and downloads decide without IO (`swarm`); each has a runner in `node` that says what its actions
+mean. What all runners share is here: one event after the other, ticks, tasks, and small messages that are sent with a
+limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Coroutine, Iterable
+from typing import Any, Final, Generic, Protocol, TypeVar
+
+from node.concurrency.task_groups import set_or_after
+from node.concurrency.task_tracker import TaskTracker
+from protocol.interfaces.clock import Clock
+from protocol.interfaces.transport import Transport
+from swarm.vocabulary.errors import PeerError
+from swarm.vocabulary.pipeline_messages import ControlMessage
+from swarm.vocabulary.types import PeerId
+
+log = logging.getLogger(__name__)
+
+Event = TypeVar("Event")
+Action = TypeVar("Action")
+EventOf = TypeVar("EventOf", contravariant=True)
+ActionOf = TypeVar("ActionOf", covariant=True)
+
+TICK_S: Final = 0.1
+
+
+class Machine(Protocol[EventOf, ActionOf]):
+    """A pure state machine. Times are monotonic seconds."""
+
+    def handle(self, event: EventOf, now: float) -> Iterable[ActionOf]: ...
+
+
+class MachineRunner(ABC, Generic[Event, Action]):
+    """Runs one machine, from `run` until that is cancelled or `stop` is called; what comes before or after is left out.
+
+    Args:
+        tick: the machine's event for time that has passed.
+        most_waiting: small messages on the way to one peer. A link makes whoever sends wait while its peer does not
+            read; one that asks and never reads would so fill our memory.
+    """
+
+    def __init__(
+        self, machine: Machine[Event, Action], tick: Event, transport: Transport, clock: Clock, most_waiting: int
+    ) -> None:
+        self.clock = clock
+        self.transport = transport
+        self._machine = machine
+        self._tick = tick
+        self._tasks = TaskTracker()
+        self._most_waiting = most_waiting
+        self._waiting: Counter[PeerId] = Counter()
+        """Messages on the way to each peer."""
+        self._events: deque[Event] = deque()
+        self._is_handling = False
+        self._is_stopped = False
+        self._wake = asyncio.Event()
+
+    async def run(self) -> None:
+        """Until cancelled or stopped; then no task of it is left."""
+        async with self._tasks.running():
+            while not self._is_stopped:
+                self._look_around()
+                self.handle(self._tick)
+                await set_or_after(self._wake, self._pause_s())
+            self._tasks.cancel()
+
+    def stop(self) -> None:
+        """Lets `run` return."""
+        self._is_stopped = True
+        self.wake()
+
+    def wake(self) -> None:
+        """Makes the next tick come now."""
+        self._wake.set()
+
+    def handle(self, event: Event) -> None:
+        """Gives the event to the machine and carries out what follows; events that this brings about come after it."""
+        if not self._tasks.are_running:
+            return
+        self._events.append(event)
+        if self._is_handling:
+            return
+        self._is_handling = True
+        try:
+            while self._events:
+                for action in self._machine.handle(self._events.popleft(), self.clock.monotonic()):
+                    self._carry_out(action)
+        finally:
+            self._is_handling = False
+
+    def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
+        """Does something in a task of its own that ends with `run`; None when that is over already."""
+        return self._tasks.begin(work)
+
+    def send(self, to: PeerId, message: ControlMessage) -> bool:
+        """Sends a small message in a task of its own. False when too many are on the way to the peer: then it is not
+        sent."""
+        if not self._tasks.are_running:
+            return True
+        if self._waiting[to] >= self._most_waiting:
+            log.debug("%s reads nothing: %s is not sent", to, type(message).__name__)
+            return False
+        self._waiting[to] += 1
+        self._tasks.owe(self._send(to, message))
+        return True
+
+    async def _send(self, to: PeerId, message: ControlMessage) -> None:
+        try:
+            await self.transport.tell(to, message)
+        except PeerError as error:
+            log.debug("%s could not be sent to %s: %s", type(message).__name__, to, error)
+            self._not_sent(to, error)
+        finally:
+            self._waiting[to] -= 1
+            if not self._waiting[to]:
+                del self._waiting[to]
+
+    # ---- what a runner says of its machine ---------------------------------------------------------------------------
+
+    @abstractmethod
+    def _carry_out(self, action: Action) -> None: ...
+
+    def _look_around(self) -> None:
+        """Before each tick: what the machine is to be given besides."""
+
+    def _pause_s(self) -> float:
+        """Until the next tick, unless something wakes the runner before."""
+        return TICK_S
+
+    def _not_sent(self, to: PeerId, error: PeerError) -> None:
+        """A small message could not be sent."""
