@@ -226,8 +226,7 @@ class HardestCodec(LinkCodecs):
     """As if every link were too slow for anything else. Keeps the errors that were measured."""
 
     def __init__(self, manifest: Manifest) -> None:
-        tensor, clock = hidden_tensor(manifest), ManualClock()
-        super().__init__(manifest, tensor, clock, lambda peer: 0.0, lambda peer: 0.0)
+        super().__init__(manifest, hidden_tensor(manifest), lambda peer: 0.0, lambda peer: 0.0)
         limits = manifest.codecs.activations, manifest.codecs.gradients
         self._limits = dict(zip(Traffic, map(Codec.__getitem__, map(str.upper, limits)), strict=True))
         self.errors: list[tuple[Traffic, Codec, float]] = []

@@ -69,7 +69,7 @@ def test_lost_links_are_forgotten_and_only_so_many_remembered() -> None:
     links = Links()
     links.chosen(A)
     links.codecs.lost(A)
-    assert links.codecs.describe()["links"] == {}
+    assert links.codecs.describe().links == {}
     for number in range(MAX_LINKS + 10):
         links.codecs.choose(PeerId(str(number)), Traffic.ACTIVATIONS)
     assert len(links.codecs._chosen) == MAX_LINKS
