@@ -45,6 +45,14 @@ from swarm.vocabulary.errors import CorruptSnapshot
 from swarm.vocabulary.types import AnchorVersion, Codec, PeerId, PeerState
 
 _ELEMENTS = 2**20
+LOOK_S = 0.05
+BETWEEN_SAVES_S = 30.0
+"""A checkpoint is asked for at rounds, but not more often than this: small modules may have a round every second."""
+ALONE_AFTER_S = 4.0
+"""A resumed replica that sees nobody else looks for so long: until an announcement is seen, 1.8 s were measured on a
+busy machine."""
+RESUMING_WITHIN_S = 12.0
+"""Those that resume at the same time are waited for so long."""
 
 
 def rungs_to(limit: Codec) -> tuple[Rung, ...]:
@@ -56,16 +64,6 @@ def rung_of(codecs: RoundCodecs) -> Rung:
     """These codecs with what they make of float32."""
     encoded = sum(encoded_bytes(codec, _ELEMENTS) for codec in (codecs.contribution, codecs.result))
     return Rung(codecs, encoded / (2 * 4 * _ELEMENTS))
-
-
-LOOK_S = 0.05
-BETWEEN_SAVES_S = 30.0
-"""A checkpoint is asked for at rounds, but not more often than this: small modules may have a round every second."""
-ALONE_AFTER_S = 4.0
-"""A resumed replica that sees nobody else looks for so long: until an announcement is seen, 1.8 s were measured on a
-busy machine."""
-RESUMING_WITHIN_S = 12.0
-"""Those that resume at the same time are waited for so long."""
 
 
 class ModuleRounds:

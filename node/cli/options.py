@@ -29,6 +29,11 @@ StagesPerPath: Final[Any] = typer.Option(
     min=1, help="Run only so many of the stages after stage 0, evenly spread over the depth [default: all]"
 )
 
+log = logging.getLogger(__name__)
+
+_LONGEST_BYTES: Final = 10_000
+"""Of a file that may hold a link: the longest link and some white space."""
+
 
 def with_node_options(command: Any) -> Any:
     """The command with an option for each row of the node's table; it gets the values in `**settings`."""
@@ -42,12 +47,6 @@ def with_node_options(command: Any) -> Any:
     given = [each for each in own.parameters.values() if each.kind is not each.VAR_KEYWORD]
     command.__signature__ = own.replace(parameters=[*given, *rows])
     return command
-
-
-log = logging.getLogger(__name__)
-
-_LONGEST_BYTES: Final = 10_000
-"""Of a file that may hold a link: the longest link and some white space."""
 
 
 def link_in(text: str) -> JoinLink | None:

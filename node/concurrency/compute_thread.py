@@ -17,6 +17,7 @@ from node.model.device import flush_denormals
 from swarm.vocabulary.errors import ResourceExhausted, StateError
 
 Result = TypeVar("Result")
+GIVEN_WAY = 16
 
 
 class Priority(enum.IntEnum):
@@ -30,9 +31,6 @@ class Priority(enum.IntEnum):
     EVALUATE = 2
     """After the training jobs that wait, and GIVEN_WAY of those that come later: on a busy peer it would never have its
     turn."""
-
-
-GIVEN_WAY = 16
 
 
 class ComputeThread:

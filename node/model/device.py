@@ -29,6 +29,8 @@ _NO_MEMORY: Final = re.compile(
 )
 """What torch says of it on the CPU, and oneDNN and C++ underneath it: bare RuntimeErrors."""
 
+log = logging.getLogger(__name__)
+
 
 @contextmanager
 def device_errors() -> Iterator[None]:
@@ -55,9 +57,6 @@ def bytes_of_tensor(tensor: Tensor) -> memoryview:
 def copied(tensor: Tensor) -> Tensor:
     """A float32 copy on the CPU that shares no memory with the tensor, so that another thread may read it meanwhile."""
     return tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
-
-
-log = logging.getLogger(__name__)
 
 
 def flush_denormals() -> None:

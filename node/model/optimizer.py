@@ -27,6 +27,12 @@ from swarm.vocabulary.types import MicrobatchId
 
 Tensors = Mapping[str, Tensor]
 """Float32 on the CPU, by parameter name."""
+REMEMBERED_STEPS: Final = 64
+"""Inner steps whose microbatch ids are remembered after them. A retry that comes later than this belongs to a
+microbatch whose lifetime is long over, and is not admitted in the first place."""
+RAMP_STEPS: Final = 10
+"""Inner steps over which a fresh optimizer in the middle of a run reaches the schedule's learning rate: Adam's second
+moment is a mean of few gradients then."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,14 +66,6 @@ def _ratio(schedule: ScheduleSection, step: int) -> float:
     progress = min(1.0, (step - schedule.warmup_steps) / (schedule.total_steps - schedule.warmup_steps))
     remaining = 1 - progress if schedule.kind == "linear" else (1 + math.cos(math.pi * progress)) / 2
     return schedule.final_ratio + (1 - schedule.final_ratio) * remaining
-
-
-REMEMBERED_STEPS: Final = 64
-"""Inner steps whose microbatch ids are remembered after them. A retry that comes later than this belongs to a
-microbatch whose lifetime is long over, and is not admitted in the first place."""
-RAMP_STEPS: Final = 10
-"""Inner steps over which a fresh optimizer in the middle of a run reaches the schedule's learning rate: Adam's second
-moment is a mean of few gradients then."""
 
 
 class Addition(enum.Enum):

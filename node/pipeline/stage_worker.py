@@ -31,6 +31,8 @@ from swarm.vocabulary.ewma import Ewma
 from swarm.vocabulary.pipeline_messages import Purpose
 from swarm.vocabulary.types import ModuleId
 
+PROBES = 3
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kept:
@@ -209,9 +211,6 @@ class GraphBudget:
 
     def release(self) -> None:
         self._kept -= 1
-
-
-PROBES = 3
 
 
 def host_hop(

@@ -27,6 +27,8 @@ LEASE_S: Final = 600
 ASK_ROUTER_S: Final = 15.0
 """For one way of asking; its own time limits are shorter."""
 CLOSE_S: Final = 3.0
+_HAS_GATEWAY: Final = 2
+"""RTF_GATEWAY of Linux's <linux/route.h>."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +158,6 @@ class Router:
 
 
 ROUTES: Final = Path("/proc/net/route")
-_HAS_GATEWAY: Final = 2
-"""RTF_GATEWAY of Linux's <linux/route.h>."""
 
 
 def default_gateway(routes: Path = ROUTES) -> str | None:

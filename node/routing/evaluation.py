@@ -38,6 +38,7 @@ long. Still less than a hop's slots."""
 Signing = Callable[[MicrobatchId, Path, Purpose, float], Path]
 """Signs the route of a microbatch of this data node that is to live so many seconds without news
 (`protocol.identity.route_signatures.Routes.signed`)."""
+MAX_MICROBATCHES = 256
 
 
 class Departures:
@@ -143,9 +144,6 @@ class Evaluator:
         finally:
             del self._awaited[microbatch]
             self._departures.abandon(microbatch, "evaluated")
-
-
-MAX_MICROBATCHES = 256
 
 
 class HeldOut:

@@ -43,6 +43,8 @@ OptionalRecord = Annotated[bytes, Length(1, MAX_RECORD_BYTES, or_none=True)]
 """A SignedRecord, unchecked; empty for none."""
 
 _RUN_ID: Final = re.compile(r"[0-9a-f]{64}")
+_BYTES: Final = 2
+"""The wire type of what has a length before it, as every field has."""
 
 
 class FarewellReason(enum.Enum):
@@ -266,8 +268,6 @@ def _kind(field: Any) -> _Kind:
 _KINDS: Final = {field.name: _kind(field) for field in wire.Frame.DESCRIPTOR.fields if field.name != "chunk"}
 """By the name of the field."""
 _FIELD_OF: Final = {kind.what: name for name, kind in _KINDS.items()}
-_BYTES: Final = 2
-"""The wire type of what has a length before it, as every field has."""
 _BY_TAG: Final = {
     field.number << 3 | _BYTES: field.name for field in wire.Frame.DESCRIPTOR.fields if field.name in _KINDS
 }

@@ -13,6 +13,15 @@ from typing import Final
 
 from swarm.vocabulary.types import Codec
 
+BLOCK: Final = 128
+INT4_BLOCK: Final = 64
+SPARSE_CHUNK: Final = 4096
+PLACE_LOW_BITS: Final = 4
+"""Of a place in its chunk, sent as they are. What is above them takes about two bits a place
+(`protocol.codecs.top_k`)."""
+FEWEST_CHANNELS_AN_OUTLIER: Final = 16
+"""So that what is sent twice, as a code and apart, stays little: at most every sixteenth channel is sent apart."""
+
 
 class DType(enum.Enum):
     """Element types that may travel. The value is the one in link.proto."""
@@ -26,16 +35,8 @@ class DType(enum.Enum):
         return 4 if self is DType.FLOAT32 else 2
 
 
-BLOCK: Final = 128
-INT4_BLOCK: Final = 64
-SPARSE_CHUNK: Final = 4096
 KEPT: Final = {Codec.TOP_K_4: 192, Codec.TOP_K_2: 256}
 """Of a whole chunk; of a shorter last one as large a share, rounded up. As many as go into a sixtieth of float32."""
-PLACE_LOW_BITS: Final = 4
-"""Of a place in its chunk, sent as they are. What is above them takes about two bits a place
-(`protocol.codecs.top_k`)."""
-FEWEST_CHANNELS_AN_OUTLIER: Final = 16
-"""So that what is sent twice, as a code and apart, stays little: at most every sixteenth channel is sent apart."""
 
 _BLOCKWISE: Final = frozenset({Codec.INT8, Codec.FP8, Codec.INT4})
 _WHOLE_FLOATS: Final = frozenset({DType.FLOAT32, DType.BFLOAT16})

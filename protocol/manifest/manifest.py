@@ -18,6 +18,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from swarm.vocabulary.errors import ManifestError
 from swarm.vocabulary.types import MAX_EXPERTS, MAX_FRAGMENTS, MAX_MODULES, MAX_STAGES, PROTOCOL_VERSIONS, ModuleId
 
+MAX_MANIFEST_BYTES = 64 * 1024
+MAX_DOTS_PER_LINE = 64
+"""tomllib takes quadratic time over deeply dotted keys; 64 KiB of them would keep it busy for many seconds."""
+MAX_DEPTH = 8
+"""Of nested tables and arrays; a manifest needs 3."""
+SOURCES: Final = "`python-stdlib`, `path:FILE-OR-FOLDER` and `huggingface:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]]`"
+
 
 def block_parameters(model: ModelSection) -> int:
     """Weights of the matrices of one transformer block; its two norms are left out."""
@@ -37,13 +44,6 @@ def training_flops_per_token(manifest: Manifest) -> float:
     return float(6 * (blocks * weights + model.hidden * model.vocabulary) + blocks * attention)
 
 
-MAX_MANIFEST_BYTES = 64 * 1024
-MAX_DOTS_PER_LINE = 64
-"""tomllib takes quadratic time over deeply dotted keys; 64 KiB of them would keep it busy for many seconds."""
-MAX_DEPTH = 8
-"""Of nested tables and arrays; a manifest needs 3."""
-
-SOURCES: Final = "`python-stdlib`, `path:FILE-OR-FOLDER` and `huggingface:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]]`"
 _HUB: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(:[\w.-]{0,96}){0,3}", re.ASCII)
 """OWNER/NAME, and nothing that could be a place on this machine."""
 

@@ -25,6 +25,12 @@ from swarm.vocabulary.backoff import ExponentialBackoff
 from swarm.vocabulary.errors import PeerError, Rejected, Unreachable
 from swarm.vocabulary.types import PeerId, short
 
+TUNNEL_RETRY_S: Final = 1.0
+"""Opening a tunnel costs three peers more than a dial costs two."""
+MAX_REMEMBERED_PEERS: Final = 1024
+MOST_REPLACED: Final = 3
+REPLACED_WITHIN_S: Final = 10.0
+
 
 class NoCalls:
     """`protocol.interfaces.transport.Caller` of who waits for nobody."""
@@ -45,9 +51,6 @@ class NoTunnels:
             "and nobody relays"
         )
 
-
-TUNNEL_RETRY_S: Final = 1.0
-"""Opening a tunnel costs three peers more than a dial costs two."""
 
 Attempt: TypeAlias = Callable[[], Awaitable[tuple[DialledStream, Hello]]]
 
@@ -210,11 +213,6 @@ async def _introduced(stream: DialledStream, contact: Contact, own: Hello) -> tu
         await stream.close()
         raise
     return stream, hello
-
-
-MAX_REMEMBERED_PEERS: Final = 1024
-MOST_REPLACED: Final = 3
-REPLACED_WITHIN_S: Final = 10.0
 
 
 class Backoff:

@@ -17,6 +17,33 @@ from collections import OrderedDict
 from typing import Final
 
 MAX_REMEMBERED: Final = 1024
+FRAMES_A_TENSOR: Final = 16.0
+"""Due for each tensor that has been exchanged, either way. Its header, receipts and the rest are two (measured with
+`skipstone up`)."""
+BYTES_A_FRAME: Final = 256.0
+"""To read a frame of 60 KiB takes as long as to read some 200 pings (measured with the talk about lanes, the
+dearest)."""
+STRANGERS: Final = 2.0
+"""How much more a frame weighs of who is not known to serve: newcomers and visitors say some four frames a second,
+records included."""
+FRAMES_A_SECOND: Final = 50.0
+"""Due to each link besides."""
+IN_ADVANCE: Final = 200.0
+"""Due to a new link: nobody gains much by coming again."""
+MOST_SAVED: Final = 2000.0
+"""What a link may have saved up, to say at once."""
+COMMON_A_SECOND: Final = 500.0
+"""What all links together may say beyond what is due to each."""
+COMMON_A_TENSOR: Final = 8.0
+"""Likewise for each tensor that has been exchanged with anybody. In the middle of a path are peers that exchange none
+with the data node and report to it, two frames for each microbatch; talk about paths and rounds goes with the work,
+too."""
+COMMON_SAVED: Final = 1000.0
+PAUSE_AFTER: Final = 2.0
+"""Frames that are read beyond all that before there is a pause: half as many pauses, twice as long."""
+LONGEST_PAUSE_S: Final = 5.0
+"""Less than a link may be silent before its peer is taken for stalled. What is still owed then, the next pause has to
+bring in."""
 
 
 class TokenBucket:
@@ -76,35 +103,6 @@ class Allowance:
         """How much may be done for `name` at `now`."""
         bucket = self._buckets.get(name)
         return self._burst if bucket is None else int(bucket.left(now))
-
-
-FRAMES_A_TENSOR: Final = 16.0
-"""Due for each tensor that has been exchanged, either way. Its header, receipts and the rest are two (measured with
-`skipstone up`)."""
-BYTES_A_FRAME: Final = 256.0
-"""To read a frame of 60 KiB takes as long as to read some 200 pings (measured with the talk about lanes, the
-dearest)."""
-STRANGERS: Final = 2.0
-"""How much more a frame weighs of who is not known to serve: newcomers and visitors say some four frames a second,
-records included."""
-FRAMES_A_SECOND: Final = 50.0
-"""Due to each link besides."""
-IN_ADVANCE: Final = 200.0
-"""Due to a new link: nobody gains much by coming again."""
-MOST_SAVED: Final = 2000.0
-"""What a link may have saved up, to say at once."""
-COMMON_A_SECOND: Final = 500.0
-"""What all links together may say beyond what is due to each."""
-COMMON_A_TENSOR: Final = 8.0
-"""Likewise for each tensor that has been exchanged with anybody. In the middle of a path are peers that exchange none
-with the data node and report to it, two frames for each microbatch; talk about paths and rounds goes with the work,
-too."""
-COMMON_SAVED: Final = 1000.0
-PAUSE_AFTER: Final = 2.0
-"""Frames that are read beyond all that before there is a pause: half as many pauses, twice as long."""
-LONGEST_PAUSE_S: Final = 5.0
-"""Less than a link may be silent before its peer is taken for stalled. What is still owed then, the next pause has to
-bring in."""
 
 
 class CommonPatience:

@@ -34,6 +34,14 @@ LONGER_THAN_OURS: Final = 4.0
 ALIGNED."""
 SHORTEST: Final = 0.1
 """Times our own part of the mean: less is as good as nothing."""
+AUDITED_BYTES: Final = 0.11
+"""Of a round's bytes, on average: the most that audits fetch."""
+SLACK: Final = 1.5
+"""How much longer a reducer's own part of a mean may be than its norm and the others' distribution of theirs make
+it."""
+SMALLEST: Final = 4096
+"""Elements of a piece: over so few the shares of two replicas' norms were seen to differ by 1.95, over 15,000 by 1.34.
+`SLACK` is that much wider for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +103,6 @@ def _length(piece: Beside, norm: float, scale: float) -> float:
 
 # ---- after the commit ------------------------------------------------------------------------------------------------
 
-AUDITED_BYTES: Final = 0.11
-"""Of a round's bytes, on average: the most that audits fetch."""
-SLACK: Final = 1.5
-"""How much longer a reducer's own part of a mean may be than its norm and the others' distribution of theirs make
-it."""
-SMALLEST: Final = 4096
-"""Elements of a piece: over so few the shares of two replicas' norms were seen to differ by 1.95, over 15,000 by 1.34.
-`SLACK` is that much wider for them."""
 RESULT_ERROR: Final[Mapping[Codec, float]] = {
     Codec.NONE: 1e-4,
     Codec.BF16: 0.005,

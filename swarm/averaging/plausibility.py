@@ -23,6 +23,13 @@ from swarm.averaging.schedule import lower_median
 from swarm.vocabulary.averaging_messages import MAX_MEASURED, MAX_RATE, Entry, LinkRate
 from swarm.vocabulary.types import AnchorVersion, PeerId
 
+TOO_SHORT: Final = 64.0
+"""Times shorter for each token than it should be: equal replicas differ by less than two, and one that did less work
+has more for each token."""
+FADING: Final = 0.9
+"""Of what was usual counts at the next round, so that a learning rate that falls is followed and a liar cannot lead it
+down quickly."""
+
 
 def mark_of(peer: PeerId) -> int:
     """24 bits of its name's hash: names are long, and a roster tells of many links. Who shares another's mark shares
@@ -59,14 +66,6 @@ def slowest_bytes_per_s(entries: Mapping[PeerId, Entry]) -> float:
 
 def _rate(bytes_per_s: float) -> int:
     return max(1, min(MAX_RATE, round(math.log2(min(bytes_per_s, 2.0**64)) / 2)))
-
-
-TOO_SHORT: Final = 64.0
-"""Times shorter for each token than it should be: equal replicas differ by less than two, and one that did less work
-has more for each token."""
-FADING: Final = 0.9
-"""Of what was usual counts at the next round, so that a learning rate that falls is followed and a liar cannot lead it
-down quickly."""
 
 
 class UsualLength:

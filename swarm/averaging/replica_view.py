@@ -33,6 +33,9 @@ about to."""
 OVERTAKEN_S = 5.0
 """For so long after a fellow has named a round, lower ones come from messages that were overtaken on the way. Later, it
 has started anew."""
+PATIENCE_PULSES = 2
+"""So long a difference lasts before a replica acts on it: most are a commit's messages under way."""
+REMEMBERED = 16
 
 
 @dataclass(slots=True)
@@ -124,10 +127,7 @@ def _renewed(known: _Known | None, fellow: Fellow, now: float) -> _Known:
     return known
 
 
-PATIENCE_PULSES = 2
-"""So long a difference lasts before a replica acts on it: most are a commit's messages under way."""
 RETRY_S: Final = ExponentialBackoff(5.0, 60.0)
-REMEMBERED = 16
 
 
 @dataclass(slots=True)

@@ -13,14 +13,6 @@ from typing import Final
 
 from swarm.vocabulary.types import Codec, Reasoned
 
-
-class Traffic(enum.Enum):
-    """Kinds of tensors that differ in what they stand."""
-
-    ACTIVATIONS = "activations"
-    GRADIENTS = "gradients"
-
-
 MOST_OF_A_VISIT: Final = 0.25
 """Of the time that a microbatch is computed at the slower end, a tensor may be on the link for so long. Two tensors of
 a microbatch leave each peer, and several microbatches are under way: with a quarter each, links are idle half of the
@@ -29,6 +21,14 @@ NO_CHOICE: Final = "the run allows nothing else"
 BACK_AT: Final = 0.6
 """A milder codec is taken again when it would need less than this part of what is allowed: a link that varies must not
 swing the choice."""
+
+
+class Traffic(enum.Enum):
+    """Kinds of tensors that differ in what they stand."""
+
+    ACTIVATIONS = "activations"
+    GRADIENTS = "gradients"
+
 
 MOST_ERROR: Final[Mapping[Codec, float]] = {Codec.BF16: 4e-3, Codec.INT8: 1.2e-2, Codec.FP8: 4e-2, Codec.INT4: 0.13}
 """Relative errors that are more than these codecs have on any data they are meant for. Where one does, the next milder

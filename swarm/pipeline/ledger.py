@@ -45,6 +45,8 @@ UNLINKED_SHARE = 4
 nodes has no more."""
 UNSETTLED_PER_SLOT = 2
 """A hop that has so many microbatches a slot whose data node has not said that they count takes no new ones."""
+OTHER_ROUTE = "this microbatch is held here on another route"
+STRANGER = "its sender does not announce the module before"
 
 
 class Replicas(Protocol):
@@ -220,10 +222,6 @@ class Ledger:
     def strand(self, holding: Holding, position: int, detail: str) -> list[Action]:
         """Forgets it and tells its data node, which abandons it."""
         return [self.drop(holding.key, detail), stranded(holding, position, detail)]
-
-
-OTHER_ROUTE = "this microbatch is held here on another route"
-STRANGER = "its sender does not announce the module before"
 
 
 def is_from_neighbour(replicas: Replicas, message: Forward | Backward, sender: PeerId, own: PeerId) -> bool:

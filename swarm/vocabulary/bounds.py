@@ -10,6 +10,8 @@ import sys
 from dataclasses import dataclass
 from typing import Annotated
 
+DETAIL_CHARACTERS = 256
+
 
 @dataclass(frozen=True, slots=True)
 class Range:
@@ -48,6 +50,5 @@ class Inherits:
 
 NonNegative = Annotated[float, Range(0.0, sys.float_info.max)]
 """Finite, and not negative."""
-DETAIL_CHARACTERS = 256
 Detail = Annotated[str, Length(0, DETAIL_CHARACTERS)]
 """A text for people: cut when it is sent, made printable when it is read."""

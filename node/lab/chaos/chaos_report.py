@@ -21,6 +21,8 @@ from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import PeerId, short
 
 SHOWN_OBJECTIONS = 10
+NAME = "chaos.png"
+ACROSS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +194,6 @@ def _seconds(value: float) -> str:
     return f"{value:.1f}" if math.isfinite(value) else "never"
 
 
-NAME = "chaos.png"
-ACROSS = 4
 _COLOURS = {Kind.FAULT: "tab:red", Kind.END: "tab:green"}
 
 
