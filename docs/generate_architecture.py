@@ -1,5 +1,5 @@
 """Writes the generated parts of docs/ARCHITECTURE.md from where they are kept: the first lines of the folders'
-`__init__`, their imports, and the constants that are durations. Run it with `make docs`; tests/test_docs.py finds a
+`__init__`, their imports, the steps of docs/walks.py, and the constants that are durations. Run it with `make docs`; tests/test_docs.py finds a
 stale file.
 """
 
@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from docs import walks
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 TARGET: Final = ROOT / "docs" / "ARCHITECTURE.md"
@@ -125,7 +127,32 @@ def _durations(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
         yield target.id, ast.unparse(node.value), why
 
 
-PARTS: Final = {"folders": folder_table, "timeouts": timeout_table}
+def microbatch_walk() -> str:
+    """Every step of a microbatch."""
+    return _walk(walks.MICROBATCH)
+
+
+def round_walk() -> str:
+    """Every step of a round."""
+    return _walk(walks.ROUND)
+
+
+def _walk(way: walks.Way) -> str:
+    count, files, changes, returns = walks.figures(way)
+    rows = [f"{count} steps, {files} files, {changes} changes of the file, {returns} returns to one that was left."]
+    rows += ["", "| stage | steps |", "|---|---|"]
+    for stage, lines in way.items():
+        found = " > ".join(f"`{line.strip()}`" for line in lines.splitlines() if line.strip())
+        rows.append(f"| {stage} | {found} |")
+    return "\n".join(rows)
+
+
+PARTS: Final = {
+    "folders": folder_table,
+    "microbatch": microbatch_walk,
+    "round": round_walk,
+    "timeouts": timeout_table,
+}
 
 
 def rewritten(text: str) -> str:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 
-from docs import generate_architecture, generate_protocol
+from docs import generate_architecture, generate_protocol, walks
 from node.observability.status import Status
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted((ROOT / "docs").glob("*.md"))
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 SOURCE = r"(?:swarm|protocol|node|proto|tests|benchmarks|docs)/[\w/]+\.(?:py|proto|md)"
 
 
@@ -23,6 +25,14 @@ def name_of(path: Path) -> str:
 def test_the_reference_is_generated_from_the_contract() -> None:
     text = generate_protocol.TARGET.read_text()
     assert generate_protocol.rewritten(text) == text, "stale: run `make docs`"
+
+
+@pytest.mark.parametrize("way", [walks.MICROBATCH, walks.ROUND], ids=["microbatch", "round"])
+def test_the_code_has_every_step_of_the_walks(way: walks.Way) -> None:
+    for file, name in walks.steps(way):
+        tree = ast.parse((ROOT / file).read_text())
+        defined = {node.name for node in ast.walk(tree) if isinstance(node, DEFINITIONS)}
+        assert name in defined, f"{file}: {name}"
 
 
 def test_the_generated_parts_of_the_architecture_are_those_of_the_code() -> None:

@@ -189,10 +189,9 @@ class DataNode(PathEnds):
         if flight is not None:
             hops = tuple(f"{hop.module}@{hop.peer}" for hop in path.hops)
             crash_point("before completed")
+            # A visit without its completion would be one too many; the other way round it is lost.
             self._events.emit(Completed(self.flights.own, str(microbatch), hops))
-            crash_point(
-                "after completed"
-            )  # a visit without its completion would be one too many, the other way round it is lost
+            crash_point("after completed")
             self._events.emit(Visit(self.flights.own, str(ModuleId(0)), str(microbatch)))
             for hop in path.hops:
                 self.vouched.add(hop.peer)
