@@ -42,7 +42,7 @@ from protocol.interfaces.directory import Contact
 from protocol.interfaces.transport import Question, QuestionAbout
 from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.settings import TransportSettings
-from swarm.averaging.round_events import Caught, Fellow, RoundRules
+from swarm.averaging.round_events import Caught, OtherReplica, RoundRules
 from swarm.averaging.round_machine import RoundMachine
 from swarm.compression.round_codecs import RoundCodecs
 from swarm.membership.membership import Membership
@@ -117,8 +117,8 @@ class Host:
     start: AnchorVersion
     rounds: asyncio.Queue[RoundSettled] = field(default_factory=asyncio.Queue)
 
-    def fellows(self) -> tuple[Fellow, ...]:
-        return tuple(Fellow(peer, self.start, True) for peer in self.book.contacts)
+    def others(self) -> tuple[OtherReplica, ...]:
+        return tuple(OtherReplica(peer, self.start, True) for peer in self.book.contacts)
 
     async def catch_up(self, version: AnchorVersion, donors: tuple[PeerId, ...]) -> Anchor:
         raise StateError("nobody has to catch up here")
@@ -149,8 +149,8 @@ class RoundPeer:
         own = identity.peer
         self.module = module_of(elements)
         replica = LocalReplica([self.module], 1, Schedule())
-        shelf = AnchorStore(anchor_of(replica))
-        start = shelf.current.version
+        store = AnchorStore(anchor_of(replica))
+        start = store.current.version
         rules = RoundRules(
             inner_steps=1,
             fragments=1,
@@ -162,10 +162,10 @@ class RoundPeer:
         clock, outer = SystemClock(), OuterRule(0.7, 0.9)
         signatures = PieceSignatures(RUN, identity)
         means = ExchangeMeans(rules.codecs, outer, averaging, transport, clock, signatures, SystemRandom())
-        replica_sync = ReplicaSync(replica, shelf, compute, averaging, AloneRule(1, outer, TOKENS, clock))
+        replica_sync = ReplicaSync(replica, store, compute, averaging, AloneRule(1, outer, TOKENS, clock))
         host = Host(book, start)
         self.settled = host.rounds
-        self.runner = RoundRunner(own, MODULE, machine, shelf, replica_sync, means, host)
+        self.runner = RoundRunner(own, MODULE, machine, store, replica_sync, means, host)
 
     @torch.no_grad()
     def work(self) -> None:

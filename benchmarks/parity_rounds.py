@@ -126,9 +126,9 @@ def _peer(learner: Learner, manifest: Manifest, stack: AsyncExitStack) -> Peer:
     averaging = stack.enter_context(ComputeThread(name="averaging"))
     transport = GrpcTransport(credentials, book, dispatcher, SystemClock(), TransportSettings(), own_record=lambda: b"")
     contact = Contact(identity.peer, (), credentials.certificate_der)
-    shelf = AnchorStore(_anchor_after(learner))
-    host = Host(book, shelf.current.version)
-    runner = _runner(identity, learner, manifest, shelf, (compute, averaging), transport, host)
+    store = AnchorStore(_anchor_after(learner))
+    host = Host(book, store.current.version)
+    runner = _runner(identity, learner, manifest, store, (compute, averaging), transport, host)
     return Peer(learner, runner, dispatcher, compute, transport, book, contact, host.rounds)
 
 
@@ -136,12 +136,12 @@ def _runner(
     identity: Identity,
     learner: Learner,
     manifest: Manifest,
-    shelf: AnchorStore,
+    store: AnchorStore,
     threads: tuple[ComputeThread, ComputeThread],
     transport: GrpcTransport,
     host: Host,
 ) -> RoundRunner:
-    own, training, start = identity.peer, manifest.training, shelf.current.version
+    own, training, start = identity.peer, manifest.training, store.current.version
     compute, averaging = threads
     rules = RoundRules(
         training.inner_steps,
@@ -157,8 +157,8 @@ def _runner(
     clock, outer, signatures = SystemClock(), outer_rule(manifest), PieceSignatures(RUN, identity)
     means = ExchangeMeans(rules.codecs, outer, averaging, transport, clock, signatures, SystemRandom())
     alone = AloneRule(training.inner_steps, outer, manifest.microbatch_tokens, clock)
-    replica_sync = ReplicaSync(learner.replica, shelf, compute, averaging, alone)
-    return RoundRunner(own, learner.module, machine, shelf, replica_sync, means, host)
+    replica_sync = ReplicaSync(learner.replica, store, compute, averaging, alone)
+    return RoundRunner(own, learner.module, machine, store, replica_sync, means, host)
 
 
 def _anchor_after(learner: Learner) -> Anchor:

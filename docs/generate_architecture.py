@@ -1,6 +1,6 @@
 """Writes the generated parts of docs/ARCHITECTURE.md from where they are kept: the first lines of the folders'
-`__init__`, their imports, the steps of docs/walks.py, and the constants that are durations. Run it with `make docs`; tests/test_docs.py finds a
-stale file.
+`__init__`, their imports, the steps of docs/walks.py, and the constants that are durations. Run it with `make docs`;
+tests/test_docs.py finds a stale file.
 """
 
 from __future__ import annotations

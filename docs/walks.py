@@ -223,9 +223,9 @@ ROUND: Final[Way] = {
         swarm/averaging/round_machine.py: _arrived
         swarm/averaging/replica_view.py: worked
         node/averaging/round_runner.py: _look_around
-        node/averaging/module_rounds.py: fellows
+        node/averaging/module_rounds.py: others
         swarm/membership/membership.py: with_state
-        swarm/averaging/round_machine.py: _fellows_changed
+        swarm/averaging/round_machine.py: _replicas_changed
     """,
     "due, convene": """
         swarm/averaging/round_machine.py: _follow_up, _convene_if_due

@@ -37,7 +37,7 @@ from protocol.codecs import encoded_bytes
 from protocol.identity.entry_signatures import EntrySeal
 from protocol.identity.piece_signatures import PieceSignatures
 from protocol.manifest.manifest import Manifest
-from swarm.averaging.round_events import Caught, Fellow, RoundRules
+from swarm.averaging.round_events import Caught, OtherReplica, RoundRules
 from swarm.averaging.round_machine import RoundMachine
 from swarm.compression.round_codecs import RoundCodecs, Rung, ladder
 from swarm.vocabulary.announcement import Announcement
@@ -86,13 +86,13 @@ class ModuleRounds:
         self.news = RoundNews(own.peer, module, own.clock, given.events)
         self._given = given
         self._own = own
-        self._shelf = AnchorStore(start)
+        self._store = AnchorStore(start)
         rules, outer = round_rules(manifest, start.layout), outer_rule(manifest)
         seal = EntrySeal(session.identity, session.run)
         self._machine = RoundMachine(own.peer, module, rules, start.version, seal)
         training, tokens = manifest.training, manifest.microbatch_tokens
         alone = AloneRule(training.inner_steps, outer, tokens, own.clock, training.round_seconds)
-        self._replica_sync = ReplicaSync(replica, self._shelf, given.compute, averaging, alone)
+        self._replica_sync = ReplicaSync(replica, self._store, given.compute, averaging, alone)
         means = ExchangeMeans(
             codecs=rules.codecs,
             rule=outer,
@@ -103,13 +103,13 @@ class ModuleRounds:
             random=SystemRandom(),
             watch=self.news.exchanging,
         )
-        self.runner = RoundRunner(own.peer, module, self._machine, self._shelf, self._replica_sync, means, self)
+        self.runner = RoundRunner(own.peer, module, self._machine, self._store, self._replica_sync, means, self)
         codecs, folder = STATE_CODECS[manifest.codecs.state], given.options.checkpoint_dir
-        self._donor = Donor(module, self._shelf, own.clock, codecs, averaging, session.transport)
+        self._donor = Donor(module, self._store, own.clock, codecs, averaging, session.transport)
         self._downloads = StateDownloads(
             session,
             module,
-            self._shelf,
+            self._store,
             codecs,
             None if folder is None else folder / own.peer / "download",
             self.news.progressed,
@@ -130,7 +130,7 @@ class ModuleRounds:
     def resume(self, since: Work) -> None:
         """The replica was restored with this much work since its anchor."""
         self._replica_sync.resume(since)
-        version = self._shelf.current.version
+        version = self._store.current.version
         if version.round:
             self._resumed = version
             self.news.restored(version)
@@ -142,13 +142,13 @@ class ModuleRounds:
         """
         await self._given.session.membership_sync.looked.wait()
         await self._settled_down()
-        if self._shelf.current.version == self._resumed:
+        if self._store.current.version == self._resumed:
             await self._seen_who_resumes_with_us()
         elif not self._known_here():
             # The machine waits a little before it says so; then it may be too late for the first round.
             self._replica_sync.stand_alone(True)
         self._ready = True
-        self._own.anchor = self._shelf.current.version
+        self._own.anchor = self._store.current.version
 
     async def _settled_down(self) -> None:
         while not self._machine.settled:  # noqa: ASYNC110 - the machine has no events to wait for
@@ -180,7 +180,7 @@ class ModuleRounds:
     def agreed(self) -> Agreed:
         """What a checkpoint needs; on the compute thread."""
         since = self._replica_sync.since_anchor
-        return Agreed(anchor_state(self._shelf.current), since.steps, since.tokens)
+        return Agreed(anchor_state(self._store.current), since.steps, since.tokens)
 
     async def finish_round(self) -> None:
         """Before leaving: the round under way, if there is one, is done with us; what we have worked since our anchor
@@ -190,17 +190,17 @@ class ModuleRounds:
 
     # ---- node.averaging.round_runner.RoundHost -----------------------------------------------------------------------
 
-    def fellows(self) -> tuple[Fellow, ...]:
+    def others(self) -> tuple[OtherReplica, ...]:
         """To a newcomer one that leaves is as good as one that stays: it may be the last that has the state."""
         found = (
-            Fellow(known.peer, known.anchor, known.state is PeerState.SERVING or not self._ready)
+            OtherReplica(known.peer, known.anchor, known.state is PeerState.SERVING or not self._ready)
             for known in self._given.session.membership.with_state(self._given.module)
             if known.anchor is not None
         )
-        return tuple(sorted(found, key=lambda fellow: fellow.peer))
+        return tuple(sorted(found, key=lambda replica: replica.peer))
 
     async def catch_up(self, version: AnchorVersion, donors: tuple[PeerId, ...]) -> Anchor:
-        known = self._shelf.current
+        known = self._store.current
         self.news.fetching(version)
         try:
             anchor = await self._downloads.catch_up(version, donors, known)
@@ -220,7 +220,7 @@ class ModuleRounds:
 
     def settled(self, settled: RoundSettled) -> None:
         self.news.committed(settled)
-        if settled.version == self._shelf.current.version:
+        if settled.version == self._store.current.version:
             self._given.proofs.shared_round(frozenset(settled.contributors) - {self._own.peer})
         now = self._own.clock.monotonic()
         if now - self._saved_at >= BETWEEN_SAVES_S:

@@ -90,7 +90,7 @@ class ReplicaSync:
     def __init__(
         self,
         replica: LocalReplica,
-        shelf: AnchorStore,
+        store: AnchorStore,
         compute: ComputeThread,
         averaging: ComputeThread,
         rule: AloneRule,
@@ -100,7 +100,7 @@ class ReplicaSync:
         self.lost = Work()
         """Given up by adopting another anchor, since the start."""
         self._replica = replica
-        self._shelf = shelf
+        self._store = store
         self._compute = compute
         self._averaging = averaging
         self._rule = rule
@@ -131,12 +131,12 @@ class ReplicaSync:
         work, waited_s = self.since_anchor, self._rule.clock.monotonic() - self._anchored_at
         if not self.is_alone or (work.steps < self._lone_every and waited_s < self._rule.longest_s):
             return None
-        before = self._shelf.current.version
+        before = self._store.current.version
         try:
-            anchor = step_alone(self._replica, self._shelf, self._rule.outer, work.steps, work.tokens)
+            anchor = step_alone(self._replica, self._store, self._rule.outer, work.steps, work.tokens)
         except StateError as error:
             log.warning("%s; it starts again from its anchor", error)
-            anchor = self._shelf.current
+            anchor = self._store.current
             self._replica.write(slice(0, anchor.layout.elements), anchor.parameters)
             self._start_anew(anchor)
             return None
@@ -179,7 +179,7 @@ class ReplicaSync:
 
     async def adopt(self, anchor: Anchor) -> None:
         """Puts the replica on an anchor and forgets its own work and its inner optimizer's state. The anchor is on the
-        shelf already."""
+        store already."""
         self.lost += self.since_anchor
         self._stand(self._done)
         async with self._turn:
@@ -211,7 +211,7 @@ class ReplicaSync:
 
     def _where_we_stand(self) -> tuple[Anchor, Work, Work]:
         """On the compute thread, where no outer step can come between."""
-        return self._shelf.current, self._done, self.since_anchor
+        return self._store.current, self._done, self.since_anchor
 
     def _follow_schedule(self, anchor: Anchor) -> None:
         self._replica.optimizer.steps = anchor.version.steps + self.since_anchor.steps

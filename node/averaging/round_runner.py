@@ -36,10 +36,10 @@ from swarm.averaging.round_events import (
     DropStaged,
     Event,
     Exchange,
-    Fellow,
-    FellowsChanged,
     LinkLost,
+    OtherReplica,
     Release,
+    ReplicasChanged,
     SnapshotBroken,
     SnapshotTaken,
     StandAlone,
@@ -86,7 +86,7 @@ class RoundSettled:
 class RoundHost(Protocol):
     """What the node gives to a replica's rounds, and wants to know of them."""
 
-    def fellows(self) -> tuple[Fellow, ...]:
+    def others(self) -> tuple[OtherReplica, ...]:
         """The live replicas of our module now, ourselves not included."""
         ...
 
@@ -118,20 +118,20 @@ class RoundRunner(MachineRunner[Event, Action]):
         own: PeerId,
         module: ModuleId,
         machine: Machine[Event, Action],
-        shelf: AnchorStore,
+        store: AnchorStore,
         replica_sync: ReplicaSync,
         means: ExchangeMeans,
         host: RoundHost,
     ) -> None:
         super().__init__(machine, Tick(), means.transport, means.clock, MAX_WAITING_MESSAGES)
         self.replica_sync = replica_sync
-        self.auditor = Auditor(own, shelf, means, self._send_or_lose, self.handle, self.begin)
-        self.workspace = RoundWorkspace(own, shelf, replica_sync, means, self.handle, self.begin, self.auditor)
+        self.auditor = Auditor(own, store, means, self._send_or_lose, self.handle, self.begin)
+        self.workspace = RoundWorkspace(own, store, replica_sync, means, self.handle, self.begin, self.auditor)
         self._own = own
         self._module = module
-        self._shelf = shelf
+        self._store = store
         self._host = host
-        self._fellows: tuple[Fellow, ...] | None = None
+        self._others: tuple[OtherReplica, ...] | None = None
         self._begun: tuple[int, float] = (0, 0.0)
         """Which round we took a snapshot for last, and when."""
         self._catching: asyncio.Task[None] | None = None
@@ -139,7 +139,7 @@ class RoundRunner(MachineRunner[Event, Action]):
 
     @property
     def anchor(self) -> Anchor:
-        return self._shelf.current
+        return self._store.current
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -179,10 +179,10 @@ class RoundRunner(MachineRunner[Event, Action]):
         self.handle(LinkLost(peer))
 
     def _look_around(self) -> None:
-        fellows = self._host.fellows()
-        if fellows != self._fellows:
-            self._fellows = fellows
-            self.handle(FellowsChanged(fellows))
+        others = self._host.others()
+        if others != self._others:
+            self._others = others
+            self.handle(ReplicasChanged(others))
 
     def _stepped_alone(self, step: LoneStep) -> None:
         version, own = step.anchor.version, (self._own,)
@@ -238,11 +238,11 @@ class RoundRunner(MachineRunner[Event, Action]):
             self.handle(SnapshotTaken(action.round, *figures, self._bandwidth(), rates))
         else:
             log.warning("this replica's parameters are not finite; it starts again from its anchor")
-            await self.replica_sync.adopt(self._shelf.current)
+            await self.replica_sync.adopt(self._store.current)
             self.handle(SnapshotBroken(action.round))
 
     def _commit(self, action: CommitStaged) -> None:
-        before = self._shelf.current
+        before = self._store.current
         try:
             staged = self.workspace.take_staged(action.version)
         except SkipstoneError as error:
@@ -250,7 +250,7 @@ class RoundRunner(MachineRunner[Event, Action]):
             others = tuple(peer for peer in action.roster.peers if peer != self._own)
             self._start_catching_up(CatchUp(action.version, others, "its result was not kept"))
             return
-        self._shelf.put(staged.anchor)
+        self._store.put(staged.anchor)
         crash_point("committing")
         self.replica_sync.committed(staged.snapshot)
         self._host.anchored(staged.anchor)
@@ -290,7 +290,7 @@ class RoundRunner(MachineRunner[Event, Action]):
     def gave_other_state(self, donor: PeerId, detail: str) -> None:
         """What a donor sent is not what was agreed on. Its memory may be at fault, so it is not certain that it
         lies."""
-        number = self._shelf.current.version.round
+        number = self._store.current.version.round
         self.handle(Caught(donor, number, f"it gave away other state than was agreed on: {detail}", certain=False))
 
     async def _catch_up(self, action: CatchUp) -> None:
@@ -300,7 +300,7 @@ class RoundRunner(MachineRunner[Event, Action]):
         except (PeerError, StateError, ResourceExhausted) as error:
             self.handle(CatchUpFailed(action.version, str(error)))
             return
-        self._shelf.put(anchor)
+        self._store.put(anchor)
         await self.replica_sync.adopt(anchor)
         self._host.anchored(anchor)
         self.handle(CaughtUp(anchor.version))

@@ -71,7 +71,7 @@ class RoundWorkspace:
     def __init__(
         self,
         own: PeerId,
-        shelf: AnchorStore,
+        store: AnchorStore,
         replica_sync: ReplicaSync,
         means: ExchangeMeans,
         report: Callable[[Event], None],
@@ -81,7 +81,7 @@ class RoundWorkspace:
         self.snapshot: Snapshot | None = None
         self.incoming = Incoming(means.clock)
         self._own = own
-        self._shelf = shelf
+        self._store = store
         self._replica_sync = replica_sync
         self._means = means
         self._report = report
@@ -105,7 +105,7 @@ class RoundWorkspace:
             if not self._is_next(round_id.number) or releases != self._releases:
                 return None
             snapshot = self.snapshot
-            if snapshot is None or snapshot.source.anchor is not self._shelf.current:
+            if snapshot is None or snapshot.source.anchor is not self._store.current:
                 self.snapshot = None
                 snapshot = await self._replica_sync.snapshot()
                 if not self._is_next(round_id.number) or releases != self._releases:
@@ -143,7 +143,7 @@ class RoundWorkspace:
         """A complete result that will not be committed."""
         staged = self._staged.pop(version.digest, None)
         if staged is not None:
-            self._shelf.give_back(staged.anchor.parameters, staged.anchor.momentum)
+            self._store.give_back(staged.anchor.parameters, staged.anchor.momentum)
 
     def take_staged(self, version: AnchorVersion) -> StagedRound:
         """The complete result of this version, to be committed. It is not kept here any longer.
@@ -155,7 +155,7 @@ class RoundWorkspace:
         if (
             staged is None
             or staged.snapshot is not self.snapshot
-            or staged.snapshot.source.anchor is not self._shelf.current
+            or staged.snapshot.source.anchor is not self._store.current
         ):
             raise SkipstoneError(f"round {version.round} cannot be committed here: its result was not kept")
         self.snapshot = None
@@ -197,7 +197,7 @@ class RoundWorkspace:
 
     def _is_next(self, number: int) -> bool:
         """Whether our anchor is from before this round. (Numbers may leave some out.)"""
-        return self._shelf.current.version.round < number
+        return self._store.current.version.round < number
 
     def _expect(self, round_id: RoundId) -> None:
         """Pieces of this attempt are taken in from now on, and no others."""
@@ -213,9 +213,9 @@ class RoundWorkspace:
         snapshot, arrivals = self.snapshot, self._arrivals
         if snapshot is None or arrivals is None or snapshot.source.anchor.version != roster.base:
             raise ProtocolViolation("its roster starts from another anchor, or we never entered")
-        plan = Plan(self._own, self._shelf.current.layout, roster)
+        plan = Plan(self._own, self._store.current.layout, roster)
         self._auditor.exchange_begins()
-        vectors = self._shelf.spare()
+        vectors = self._store.spare()
         exchange = Exchange(
             plan,
             snapshot.source,
@@ -238,7 +238,7 @@ class RoundWorkspace:
         await asyncio.wait((running.task,))
         if not running.exchange.is_staged:
             await self._means.thread.run(Priority.UPKEEP, lambda: None)
-            self._shelf.give_back(*running.vectors)
+            self._store.give_back(*running.vectors)
 
     def _keep(self, exchange: Exchange, staged: StagedRound) -> None:
         version = staged.anchor.version

@@ -14,10 +14,10 @@ from node.runtime.role import NodeRole
 from protocol.dht.tunnels import RelayTunnels
 
 
-def node_summary(own: LocalPeer, duty: NodeRole, compute: ComputeThread) -> NodeSummary:
+def node_summary(own: LocalPeer, role: NodeRole, compute: ComputeThread) -> NodeSummary:
     """The account of a node that stops."""
-    account = duty.account()
-    busy = BusySeconds(compute=compute.busy_s, codec=account.codec_s, wire=duty.runner.wire_s, wait=compute.idle_s)
+    account = role.account()
+    busy = BusySeconds(compute=compute.busy_s, codec=account.codec_s, wire=role.runner.wire_s, wait=compute.idle_s)
     return NodeSummary(
         peer=own.peer,
         module=str(own.module),
@@ -32,9 +32,9 @@ def node_summary(own: LocalPeer, duty: NodeRole, compute: ComputeThread) -> Node
     )
 
 
-def status_json(own: LocalPeer, duty: NodeRole, tunnels: RelayTunnels) -> bytes:
+def status_json(own: LocalPeer, role: NodeRole, tunnels: RelayTunnels) -> bytes:
     """docs/PROTOCOL.md lists the keys."""
-    account, custody, rounds = duty.account(), duty.runner.custody, duty.rounds
+    account, custody, rounds = role.account(), role.runner.custody, role.rounds
     status = Status(
         **{field.name: getattr(account, field.name) for field in dataclasses.fields(account)},
         peer=own.peer,
@@ -54,6 +54,6 @@ def status_json(own: LocalPeer, duty: NodeRole, tunnels: RelayTunnels) -> bytes:
         last_round=rounds.news.last_round(),
         accused=rounds.news.accused_lately(),
         catching_up=rounds.news.catching_up(),
-        codecs=duty.runner.codecs.describe(),
+        codecs=role.runner.codecs.describe(),
     )
     return json.dumps(to_json(status), allow_nan=False).encode()

@@ -57,8 +57,8 @@ ToConvener = Accepting | Entry | Declined | Pulse | Prepared
 class Attempts:
     """At most one is under way. What the replica tells itself comes back through `arrived`."""
 
-    def __init__(self, outlook: ReplicaView) -> None:
-        self._outlook = outlook
+    def __init__(self, view: ReplicaView) -> None:
+        self._view = view
         self._convening: Convener | None = None
         self.part: Participation | None = None
         self._staged: StagedResult | None = None
@@ -69,43 +69,43 @@ class Attempts:
 
     def open(self, why: str) -> Actions:
         """Convenes the next attempt."""
-        outlook = self._outlook
-        attempt = outlook.attempt_log.next_attempt(outlook.module, outlook.own, outlook.next_number())
-        outlook.attempt_log.follow(attempt)
-        away = outlook.attempt_log.left_out | outlook.penalties.excluded(outlook.now)
-        guests = {outlook.own, *(outlook.fellows.serving - away)}
-        self._convening = Convener(outlook, attempt, guests)
+        view = self._view
+        attempt = view.attempt_log.next_attempt(view.module, view.own, view.next_number())
+        view.attempt_log.follow(attempt)
+        away = view.attempt_log.left_out | view.penalties.excluded(view.now)
+        invitees = {view.own, *(view.others.serving - away)}
+        self._convening = Convener(view, attempt, invitees)
         self.latest = f"opened round {attempt.number} attempt {attempt.attempt}: {why}"
         return [*self._convening.open()]
 
     def _invited(self, sender: PeerId, invitation: Invitation) -> Actions:
-        outlook, attempt = self._outlook, invitation.round
-        if not can_be_meant(sender, attempt, outlook):
+        view, attempt = self._view, invitation.round
+        if not can_be_meant(sender, attempt, view):
             return []
         if self.part is not None and self.part.round == attempt:
             return self._tell_convener(self.part)
-        refusal = refusal_of(invitation, self.part, outlook)
+        refusal = refusal_of(invitation, self.part, view)
         if refusal is not None:
-            return [Tell(sender, Declined(attempt, refusal, outlook.version))]
+            return [Tell(sender, Declined(attempt, refusal, view.version))]
         return self._follow(attempt)
 
     def _follow(self, attempt: RoundId) -> Actions:
-        outlook = self._outlook
+        view = self._view
         actions: Actions = []
         if self._convening is not None and self._convening.round != attempt:
             actions += self._convening.dissolve("another convener comes first")
             self._convening = None
-        elif self.part is not None and self.part.round.convener not in (outlook.own, attempt.convener):
-            declined = Declined(self.part.round, DeclineReason.OTHER_CONVENER, outlook.version)
+        elif self.part is not None and self.part.round.convener not in (view.own, attempt.convener):
+            declined = Declined(self.part.round, DeclineReason.OTHER_CONVENER, view.version)
             actions.append(Tell(self.part.round.convener, declined))
         self._remember_delays()
-        self.part = Participation(attempt, outlook.now, outlook.rules)
-        outlook.attempt_log.follow(attempt)
-        return [*actions, *self._tell_convener(self.part), TakeSnapshot(attempt, outlook.version.fragment)]
+        self.part = Participation(attempt, view.now, view.rules)
+        view.attempt_log.follow(attempt)
+        return [*actions, *self._tell_convener(self.part), TakeSnapshot(attempt, view.version.fragment)]
 
     def _tell_convener(self, part: Participation) -> Actions:
-        part.told = self._outlook.now
-        status = part.status(self._outlook.now)
+        part.told = self._view.now
+        status = part.status(self._view.now)
         return [] if status is None else [Tell(part.round.convener, status)]
 
     # ---- leaving ----------------------------------------------------------------------------------------------------
@@ -118,24 +118,24 @@ class Attempts:
         if part is None:
             return []
         self.latest = f"round {part.round.number} attempt {part.round.attempt} ended: {why}"
-        attempt_log = self._outlook.attempt_log
+        attempt_log = self._view.attempt_log
         attempt_log.ended, attempt_log.due_since = part.round, None
         return [Release(part.round.number - 1 if attempt_log.rosters else part.round.number, why)]
 
     def _remember_delays(self) -> None:
         """The attempt that ends has come to nothing here."""
         if self.part is not None:
-            for peer in self.part.was_waiting_for(self._outlook.now):
-                self._outlook.penalties.kept_waiting(peer, self._outlook.now)
+            for peer in self.part.was_waiting_for(self._view.now):
+                self._view.penalties.kept_waiting(peer, self._view.now)
 
     def forget(self, why: str) -> Actions:
         """Ends the attempt, and gives up whatever came of this and earlier ones."""
-        number = self._outlook.attempt_log.highest[0]
+        number = self._view.attempt_log.highest[0]
         self.part = self._convening = self._staged = None
         return [Release(number, why)] if number else []
 
     def _decline(self, part: Participation, reason: DeclineReason, why: str) -> Actions:
-        declined = Declined(part.round, reason, self._outlook.version)
+        declined = Declined(part.round, reason, self._view.version)
         return [Tell(part.round.convener, declined), *self.leave(why)]
 
     # ---- messages ---------------------------------------------------------------------------------------------------
@@ -163,13 +163,13 @@ class Attempts:
         part = self.part
         if part is None or part.round != attempt or attempt.convener != sender:
             return False
-        part.hear_convener(self._outlook.now)
+        part.hear_convener(self._view.now)
         return True
 
     def _for_convener(self, sender: PeerId, message: ToConvener) -> Actions:
-        outlook, attempt = self._outlook, message.round
+        view, attempt = self._view, message.round
         if self._convening is not None and self._convening.round == attempt:
-            tells = self._convening.hear(sender, message, outlook.now)
+            tells = self._convening.hear(sender, message, view.now)
             forged = isinstance(message, Entry) and sender in self._convening.forgers
             return [*tells, *(self._accuse(sender, attempt, FORGED_ENTRY) if forged else [])]
         part = self.part
@@ -180,36 +180,36 @@ class Attempts:
         if isinstance(message, Declined):
             past = message.reason is DeclineReason.PAST
             return self.leave("it is over") if past and self._hear_convener(sender, attempt) else []
-        if attempt.convener != outlook.own or (self._convening is not None and sender in self._convening.guests):
+        if attempt.convener != view.own or (self._convening is not None and sender in self._convening.invitees):
             return []
-        commit = outlook.attempt_log.commit_of(attempt)
+        commit = view.attempt_log.commit_of(attempt)
         if commit is not None:
             return [Tell(sender, commit)]
-        if attempt.number <= outlook.version.round:
-            return [Tell(sender, Declined(attempt, DeclineReason.PAST, outlook.version))]
+        if attempt.number <= view.version.round:
+            return [Tell(sender, Declined(attempt, DeclineReason.PAST, view.version))]
         return [Tell(sender, Dissolved(attempt, "this attempt is over"))]
 
     def _roster_came(self, sender: PeerId, signed: SignedRoster) -> Actions:
-        outlook, part = self._outlook, self.part
+        view, part = self._view, self.part
         if part is None or part.entry is None or not self._hear_convener(sender, signed.round):
             return []
         if part.phase is not Phase.ENTERED:
             return []
-        if sender != outlook.own:
-            here = outlook.fellows.on(outlook.version, outlook.now)
-            strange = oddity(signed, outlook.own, outlook.fellows.all, here)
-            wrong = strange or objection(outlook.rules, signed, part.entry, outlook.seal.verify)
+        if sender != view.own:
+            here = view.others.on(view.version, view.now)
+            strange = oddity(signed, view.own, view.others.all, here)
+            wrong = strange or objection(view.rules, signed, part.entry, view.seal.verify)
             if wrong is not None:
                 return self._refuse(part, wrong, lie=strange is None)
             convener = next(entry for entry in signed.entries if entry.peer == sender)
-            if outlook.usual.too_short(convener, part.entry):
+            if view.usual.too_short(convener, part.entry):
                 return self._refuse(part, "its update is far too short for its work", lie=True)
-        roster = make_roster(outlook.rules, signed)
+        roster = make_roster(view.rules, signed)
         if roster is None:
             return self._refuse(part, "nobody in it has worked", lie=True)
-        part.begin(roster, outlook.now + PATIENCE * exchange_limit_s(outlook.rules, signed, part.bandwidth))
+        part.begin(roster, view.now + PATIENCE * exchange_limit_s(view.rules, signed, part.bandwidth))
         part.entries = signed.entries
-        outlook.attempt_log.began(roster)
+        view.attempt_log.began(roster)
         return [Exchange(roster)]
 
     def _refuse(self, part: Participation, why: str, lie: bool) -> Actions:
@@ -218,23 +218,23 @@ class Attempts:
         Args:
             lie: no honest one sends what it has sent.
         """
-        outlook, convener = self._outlook, part.round.convener
+        view, convener = self._view, part.round.convener
         accused: Actions = []
         if lie:
             accused = self._accuse(convener, part.round, f"its roster cannot be: {why}")
-            outlook.attempt_log.left_out.add(convener)
-        outlook.attempt_log.refused.add(convener)
+            view.attempt_log.left_out.add(convener)
+        view.attempt_log.refused.add(convener)
         return [*accused, *self._decline(part, DeclineReason.NOT_READY, f"{short(convener)} is not followed: {why}")]
 
     def _accuse(self, peer: PeerId, attempt: RoundId, why: str) -> Actions:
         """It has sent what no honest replica sends."""
-        self._outlook.penalties.sent_rubbish(peer, self._outlook.now)
+        self._view.penalties.sent_rubbish(peer, self._view.now)
         return [Accuse(Caught(peer, attempt.number, why))]
 
     def _dissolved(self, sender: PeerId, attempt: RoundId, detail: str) -> Actions:
-        if not self._hear_convener(sender, attempt) or sender == self._outlook.own:
+        if not self._hear_convener(sender, attempt) or sender == self._view.own:
             return []
-        self._outlook.attempt_log.pause(self._outlook.now, 2 * self._outlook.rules.answer_s)
+        self._view.attempt_log.pause(self._view.now, 2 * self._view.rules.answer_s)
         return self.leave(detail)
 
     def _commit_came(self, sender: PeerId, commit: Commit) -> Actions:
@@ -244,7 +244,7 @@ class Attempts:
         if part is None or not self._hear_convener(sender, commit.round):
             return []
         exchanging = part.phase in (Phase.EXCHANGING, Phase.FINISHING) and part.roster is not None
-        if exchanging and part.roster is not None and leads_to(self._outlook.rules, part.roster, commit.version):
+        if exchanging and part.roster is not None and leads_to(self._view.rules, part.roster, commit.version):
             part.phase, part.version = Phase.FINISHING, commit.version
             return []
         return self.leave("it settled on a result that we do not have")
@@ -253,7 +253,7 @@ class Attempts:
 
     def befell(self, event: AttemptEvent) -> Actions:
         """Something about our own part; of another attempt it is ignored."""
-        part, now = self.part, self._outlook.now
+        part, now = self.part, self._view.now
         accused = self._accuse(event.sender, event.round, event.why) if isinstance(event, PieceRejected) else []
         if part is None or event.round != part.round:
             return self._not_wanted(event.version) if isinstance(event, Staged) else accused
@@ -261,7 +261,7 @@ class Attempts:
             case SnapshotTaken():
                 return self._snapshot_taken(part, event)
             case SnapshotBroken():
-                self._outlook.steps = 0
+                self._view.steps = 0
                 return self._decline(part, DeclineReason.BROKEN, "our own update is not finite")
             case Staged(_, version):
                 return self._staged_came(part, version)
@@ -278,11 +278,11 @@ class Attempts:
         if part.phase is not Phase.PREPARING:
             return []
         staged = None if self._staged is None else self._staged.version
-        outlook = self._outlook
-        measured = measured_of(taken.received, outlook.version)
+        view = self._view
+        measured = measured_of(taken.received, view.version)
         figures = (taken.steps, taken.tokens, taken.norm)
-        entry = Entry(outlook.own, taken.round, outlook.version, *figures, measured, staged)
-        part.entry, part.phase, part.bandwidth = outlook.seal.sign(entry), Phase.ENTERED, taken.bandwidth
+        entry = Entry(view.own, taken.round, view.version, *figures, measured, staged)
+        part.entry, part.phase, part.bandwidth = view.seal.sign(entry), Phase.ENTERED, taken.bandwidth
         if self._convening is not None:
             self._convening.bandwidth = taken.bandwidth
         return self._tell_convener(part)
@@ -290,7 +290,7 @@ class Attempts:
     def _piece_rejected(self, part: Participation, sender: PeerId) -> Actions:
         part.rejected.add(sender)
         if sender == part.round.convener:
-            self._outlook.attempt_log.left_out.add(sender)
+            self._view.attempt_log.left_out.add(sender)
             return self._decline(part, DeclineReason.NOT_READY, "the convener sent what cannot be used")
         return self._tell_convener(part)
 
@@ -298,7 +298,7 @@ class Attempts:
         roster = part.roster
         if roster is None or part.phase not in (Phase.EXCHANGING, Phase.FINISHING):
             return self._not_wanted(version)
-        if not leads_to(self._outlook.rules, roster, version):
+        if not leads_to(self._view.rules, roster, version):
             declined = self._decline(part, DeclineReason.BROKEN, "our result is not what the roster leads to")
             return [*declined, *self._not_wanted(version)]
         result = StagedResult(roster, version)
@@ -307,7 +307,7 @@ class Attempts:
         if part.phase is Phase.FINISHING:
             return [*self.leave("our result differs from the committed"), *self._not_wanted(version)]
         before, self._staged = self._staged, result
-        part.has_result(version, self._outlook.now)
+        part.has_result(version, self._view.now)
         return [*([] if before is None else self._not_wanted(before.version)), *self._tell_convener(part)]
 
     def _not_wanted(self, version: AnchorVersion) -> Actions:
@@ -331,8 +331,8 @@ class Attempts:
 
     def adopt_if_others_did(self) -> Actions:
         """A replica that stands on what we have prepared shows that it was committed."""
-        staged, outlook = self._staged, self._outlook
-        if staged is None or not outlook.fellows.on(staged.version, outlook.now):
+        staged, view = self._staged, self._view
+        if staged is None or not view.others.on(staged.version, view.now):
             return []
         return self._adopt(staged)
 
@@ -341,120 +341,118 @@ class Attempts:
         return self.forget("nobody else is there") if self._staged is None else self._adopt(self._staged)
 
     def _adopt(self, result: StagedResult) -> Actions:
-        outlook = self._outlook
+        view = self._view
         others: Sequence[Action] = () if self._convening is None else self._convening.dissolve("the result is there")
         if self.part is not None and self.part.round == result.roster.round:
-            outlook.usual.committed(self.part.entries)
+            view.usual.committed(self.part.entries)
         self.part = self._convening = self._staged = None
         attempt = result.roster.round
         commit = CommitStaged(result.roster, result.version)
         self.latest = f"round {attempt.number} committed by {len(result.roster.peers)} at attempt {attempt.attempt}"
         for peer in contributors(result.roster):
-            outlook.penalties.delivered(peer)
-        outlook.fellows.presume(result.roster.peers, result.version, outlook.now)
-        return [*others, commit, *outlook.stand_on(result.version)]
+            view.penalties.delivered(peer)
+        view.others.presume(result.roster.peers, result.version, view.now)
+        return [*others, commit, *view.stand_on(result.version)]
 
     # ---- time --------------------------------------------------------------------------------------------------------
 
     def advance(self) -> Actions:
         """What the convener's part of us does by now."""
-        convening, outlook = self._convening, self._outlook
+        convening, view = self._convening, self._view
         if convening is None:
             return []
-        tells, verdict = convening.advance(outlook.now)
-        if convening.roster is None and verdict is None and not outlook.may_convene():
-            verdict = GivenUp(f"the module has gone on: {outlook.standing().reason}")
+        tells, verdict = convening.advance(view.now)
+        if convening.roster is None and verdict is None and not view.may_convene():
+            verdict = GivenUp(f"the module has gone on: {view.standing().reason}")
         match verdict:
             case Settled(version, holders):
                 return [*tells, *self._settle(convening, version, holders)]
             case TryAgain(without, why, accuser):
-                outlook.attempt_log.doubted |= set() if accuser is None else {accuser}
+                view.attempt_log.doubted |= set() if accuser is None else {accuser}
                 return [*tells, *self._try_again(convening, without, why)]
             case GivenUp(why):
-                outlook.attempt_log.failed(outlook.now)
+                view.attempt_log.failed(view.now)
                 return [*tells, *convening.dissolve(why), *self.leave(why)]
             case None:
                 return [*tells]
 
     def _settle(self, convening: Convener, version: AnchorVersion, holders: tuple[PeerId, ...]) -> Actions:
-        outlook = self._outlook
+        view = self._view
         commit = Commit(convening.round, version, holders)
-        outlook.attempt_log.announced(commit)
+        view.attempt_log.announced(commit)
         self._convening = None
-        actions: Actions = [Tell(peer, commit) for peer in sorted({*convening.guests, *outlook.fellows.serving})]
-        if convening.roster is None and outlook.own not in holders:
-            donors = tuple(peer for peer in holders if peer in outlook.fellows)
+        actions: Actions = [Tell(peer, commit) for peer in sorted({*convening.invitees, *view.others.serving})]
+        if convening.roster is None and view.own not in holders:
+            donors = tuple(peer for peer in holders if peer in view.others)
             actions += self.forget("an earlier attempt's result was found")
-            outlook.lag.started(version)
+            view.lag.started(version)
             actions.append(
                 CatchUp(version, donors, "an earlier attempt's result was found, and somebody may have committed it")
             )
         return actions
 
     def _try_again(self, convening: Convener, without: frozenset[PeerId], why: str) -> Actions:
-        outlook = self._outlook
-        outlook.attempt_log.left_out |= without | convening.mute
+        view = self._view
+        view.attempt_log.left_out |= without | convening.mute
         left: Actions = [
-            Tell(peer, Dissolved(convening.round, f"left out: {why}"))
-            for peer in sorted(without)
-            if peer != outlook.own
+            Tell(peer, Dissolved(convening.round, f"left out: {why}")) for peer in sorted(without) if peer != view.own
         ]
         if convening.round.attempt % ATTEMPTS_AT_ONCE == ATTEMPTS_AT_ONCE - 1:
-            outlook.attempt_log.failed(outlook.now)
+            view.attempt_log.failed(view.now)
             return [*left, *convening.dissolve(why), *self.leave(why)]
         return left + self.open(why)
 
     def upkeep(self) -> Actions:
         """What the member's part of us does by now."""
-        part, outlook = self.part, self._outlook
+        part, view = self.part, self._view
         if part is None:
             return []
         if part.phase is Phase.FINISHING:
-            return self.leave("the committed result does not become complete here") if part.stalled(outlook.now) else []
-        if part.silence(outlook.now) > outlook.rules.silence_s and part.round.convener != outlook.own:
+            return self.leave("the committed result does not become complete here") if part.stalled(view.now) else []
+        if part.silence(view.now) > view.rules.silence_s and part.round.convener != view.own:
             return self._succeed(part)
-        if outlook.now > part.until and part.round.convener != outlook.own:
-            outlook.penalties.kept_waiting(part.round.convener, outlook.now)
+        if view.now > part.until and part.round.convener != view.own:
+            view.penalties.kept_waiting(part.round.convener, view.now)
             return self._refuse(part, "its convener does not bring it to an end", lie=False)
-        if outlook.now - part.told >= outlook.rules.pulse_s:
+        if view.now - part.told >= view.rules.pulse_s:
             return [*self._tell_convener(part), *self._tell_members(part)]
         return []
 
     def _tell_members(self, part: Participation) -> Actions:
         """What only the convener need know, when it makes nothing of that."""
-        status, roster = part.status(self._outlook.now), part.roster
-        if roster is None or not isinstance(status, Prepared) or not part.overdue(self._outlook.now):
+        status, roster = part.status(self._view.now), part.roster
+        if roster is None or not isinstance(status, Prepared) or not part.overdue(self._view.now):
             return []
-        apart = (self._outlook.own, part.round.convener)
+        apart = (self._view.own, part.round.convener)
         return [Tell(peer, status) for peer in roster.peers if peer not in apart]
 
     def _commit_without_convener(self, part: Participation) -> Actions:
         """Most members have told each other that they have the same result: it holds, whatever the convener says. That
         it is kept for the next attempt (`Convener._found`) comes to the same, later."""
-        outlook, staged = self._outlook, self._staged
-        if staged is None or staged.version != part.version or not part.overdue(outlook.now):
+        view, staged = self._view, self._staged
+        if staged is None or staged.version != part.version or not part.overdue(view.now):
             return []
-        holders = {outlook.own, *part.holders()}
+        holders = {view.own, *part.holders()}
         if 2 * len(holders) <= len(staged.roster.members):
             return []
         commit = Commit(part.round, staged.version, tuple(sorted(holders)))
-        tells = [Tell(peer, commit) for peer in sorted(holders) if peer != outlook.own]
+        tells = [Tell(peer, commit) for peer in sorted(holders) if peer != view.own]
         adopted = self._adopt(staged)
-        outlook.penalties.kept_waiting(part.round.convener, outlook.now)
+        view.penalties.kept_waiting(part.round.convener, view.now)
         return [*tells, *adopted]
 
     def _succeed(self, part: Participation) -> Actions:
         """The convener is silent: the next in order opens another attempt without it, the one after that a little
         later."""
-        outlook = self._outlook
-        if not outlook.may_convene():
+        view = self._view
+        if not view.may_convene():
             return self.leave("its convener is silent, and the module has gone on")
         roster = part.roster
-        peers = outlook.fellows.on(outlook.version, outlook.now)
+        peers = view.others.on(view.version, view.now)
         if roster is not None:
             peers = frozenset(roster.peers)
-        outlook.attempt_log.left_out.add(part.round.convener)
-        candidates = {outlook.own, *(peers - outlook.attempt_log.left_out)}
-        rank = convener_order(outlook.module, outlook.version, part.round.number, candidates).index(outlook.own)
-        patience_s = outlook.rules.silence_s + rank * outlook.rules.answer_s
-        return self.open("the convener is silent") if part.silence(outlook.now) > patience_s else []
+        view.attempt_log.left_out.add(part.round.convener)
+        candidates = {view.own, *(peers - view.attempt_log.left_out)}
+        rank = convener_order(view.module, view.version, part.round.number, candidates).index(view.own)
+        patience_s = view.rules.silence_s + rank * view.rules.answer_s
+        return self.open("the convener is silent") if part.silence(view.now) > patience_s else []

@@ -1,7 +1,7 @@
 """One attempt at a round as its convener sees it: whom it invited, what they answered, how far each is.
 
-The convener is a guest of its own: what it sends to itself comes back to it like everybody else's messages. `advance`
-says what to send and, when the attempt has come to an end, which (`Verdict`).
+The convener is an invitee of its own: what it sends to itself comes back to it like everybody else's messages.
+`advance` says what to send and, when the attempt has come to an end, which (`Verdict`).
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ class Convener:
 
     Args:
         view: what we know now. The attempt keeps to it, whatever is learnt later.
-        guests: whom to invite, the convener included.
+        invitees: whom to invite, the convener included.
     """
 
-    def __init__(self, view: ReplicaView, number: RoundId, guests: Iterable[PeerId]) -> None:
+    def __init__(self, view: ReplicaView, number: RoundId, invitees: Iterable[PeerId]) -> None:
         self.round = number
         self.roster: Roster | None = None
         self.bandwidth = 0.0
         """Of our own best link, bytes per second, once we know it."""
         self.forgers: set[PeerId] = set()
-        """Who has sent an entry that no honest guest sends."""
+        """Who has sent an entry that no honest invitee sends."""
         self._signed: SignedRoster | None = None
         self._own = view.own
         self._base = view.version
-        self._guests = {peer: Invitee(view.now) for peer in sorted(guests)}
+        self._invitees = {peer: Invitee(view.now) for peer in sorted(invitees)}
         self._earlier = tuple(view.attempt_log.rosters)
         self._doubted = frozenset(view.attempt_log.doubted)
         """Who alone accused another member in an earlier attempt. Accusing alone again, it goes itself: else one liar
@@ -74,70 +74,70 @@ class Convener:
         self._accused_since: float | None = None
 
     @property
-    def guests(self) -> tuple[PeerId, ...]:
-        return tuple(self._guests)
+    def invitees(self) -> tuple[PeerId, ...]:
+        return tuple(self._invitees)
 
     @property
     def mute(self) -> frozenset[PeerId]:
         """Those that never answered."""
-        return frozenset(peer for peer, guest in self._guests.items() if guest.answer is Answer.NONE)
+        return frozenset(peer for peer, invitee in self._invitees.items() if invitee.answer is Answer.NONE)
 
     def open(self) -> list[Tell]:
-        return [Tell(peer, Invitation(self.round, self._base)) for peer in self._guests]
+        return [Tell(peer, Invitation(self.round, self._base)) for peer in self._invitees]
 
     def dissolve(self, why: str) -> list[Tell]:
         """To everybody else that may still count on this attempt."""
-        others = (peer for peer, guest in self._guests.items() if peer != self._own and guest.answer in WITH_US)
+        others = (peer for peer, invitee in self._invitees.items() if peer != self._own and invitee.answer in WITH_US)
         return [Tell(peer, Dissolved(self.round, why)) for peer in others]
 
     # ---- what comes in -----------------------------------------------------------------------------------------------
 
     def lost(self, peer: PeerId) -> None:
-        guest = self._guests.get(peer)
-        if guest is not None:
-            guest.lost = True
+        invitee = self._invitees.get(peer)
+        if invitee is not None:
+            invitee.lost = True
 
     def hear(self, sender: PeerId, message: RoundControl, now: float) -> list[Tell]:
-        """A guest's message about this attempt."""
-        guest = self._guests.get(sender)
-        if guest is None:
+        """An invitee's message about this attempt."""
+        invitee = self._invitees.get(sender)
+        if invitee is None:
             return [Tell(sender, Dissolved(self.round, "you are not among those invited"))]
-        guest.heard, guest.lost = now, False
+        invitee.heard, invitee.lost = now, False
         match message:
             case Accepting():
-                guest.answer = guest.answer if guest.answer is Answer.ENTERED else Answer.ACCEPTED
+                invitee.answer = invitee.answer if invitee.answer is Answer.ENTERED else Answer.ACCEPTED
             case Entry():
-                return self._entered(sender, guest, message)
+                return self._entered(sender, invitee, message)
             case Declined(_, reason, version):
                 made_up = reason is DeclineReason.PAST and not near(self._base, version.round)
-                guest.answer = Answer.REFUSED if made_up else DECLINED.get(reason, Answer.REFUSED)
-                guest.entry = None
+                invitee.answer = Answer.REFUSED if made_up else DECLINED.get(reason, Answer.REFUSED)
+                invitee.entry = None
             case Pulse(_, waiting_for, rejected):
-                guest.waiting_for = frozenset(waiting_for) & self._guests.keys()
-                guest.rejected |= frozenset(rejected) & self._guests.keys()
+                invitee.waiting_for = frozenset(waiting_for) & self._invitees.keys()
+                invitee.rejected |= frozenset(rejected) & self._invitees.keys()
             case Prepared(_, version):
                 if self.roster is not None and leads_to(self._rules, self.roster, version):
-                    guest.prepared, guest.waiting_for = version, frozenset()
+                    invitee.prepared, invitee.waiting_for = version, frozenset()
             case _:
                 pass
         return []
 
-    def _entered(self, sender: PeerId, guest: Invitee, entry: Entry) -> list[Tell]:
+    def _entered(self, sender: PeerId, invitee: Invitee, entry: Entry) -> list[Tell]:
         """Who enters after the roster is fixed has missed it, or comes too late for it. An entry that has come before
         is not checked again."""
         if self._signed is not None:
             if entry in self._signed.entries and entry.peer == sender:
                 return [Tell(sender, self._signed)]
             return [Tell(sender, Dissolved(self.round, "the roster was fixed without you"))]
-        if entry == guest.entry:
+        if entry == invitee.entry:
             return []
         signed = sender == self._own or self._seal.verify(entry)
         if entry.peer != sender or not sound_entry(entry) or not signed:
             self.forgers.add(sender)
         elif entry.base == self._base:
-            guest.answer, guest.entry = Answer.ENTERED, entry
+            invitee.answer, invitee.entry = Answer.ENTERED, entry
             return []
-        guest.answer, guest.entry = Answer.REFUSED, None
+        invitee.answer, invitee.entry = Answer.REFUSED, None
         return [
             Tell(sender, Dissolved(self.round, "your entry is not signed, or has impossible figures or another base"))
         ]
@@ -164,32 +164,32 @@ class Convener:
         invitation, pulse = Invitation(self.round, self._base), Pulse(self.round)
         unsure = ASKED_AGAIN if self.roster is None else ()
         return [
-            Tell(peer, invitation if guest.answer in unsure else pulse)
-            for peer, guest in self._guests.items()
-            if guest.answer in WITH_US or guest.answer in unsure
+            Tell(peer, invitation if invitee.answer in unsure else pulse)
+            for peer, invitee in self._invitees.items()
+            if invitee.answer in WITH_US or invitee.answer in unsure
         ]
 
     # ---- before the exchange -----------------------------------------------------------------------------------------
 
     def _collecting(self, now: float) -> bool:
-        return any(self._awaited(guest, now) for guest in self._guests.values())
+        return any(self._awaited(invitee, now) for invitee in self._invitees.values())
 
-    def _awaited(self, guest: Invitee, now: float) -> bool:
+    def _awaited(self, invitee: Invitee, now: float) -> bool:
         waited = now - self._opened
-        if guest.answer is Answer.ACCEPTED:
-            return waited < self._rules.prepare_s and not guest.silent(now, self._rules.silence_s)
-        patience_s = self._rules.answer_s / 2 if guest.lost else self._rules.answer_s
-        return guest.answer in ASKED_AGAIN and waited < patience_s
+        if invitee.answer is Answer.ACCEPTED:
+            return waited < self._rules.prepare_s and not invitee.silent(now, self._rules.silence_s)
+        patience_s = self._rules.answer_s / 2 if invitee.lost else self._rules.answer_s
+        return invitee.answer in ASKED_AGAIN and waited < patience_s
 
     def _judge_entries(self) -> Verdict | None:
-        if self._guests[self._own].answer is not Answer.ENTERED:
+        if self._invitees[self._own].answer is not Answer.ENTERED:
             return GivenUp("our own update is not ready")
-        elsewhere = sum(guest.answer is Answer.ELSEWHERE for guest in self._guests.values())
-        with_us = sum(guest.answer in WITH_US for guest in self._guests.values()) - 1
+        elsewhere = sum(invitee.answer is Answer.ELSEWHERE for invitee in self._invitees.values())
+        with_us = sum(invitee.answer in WITH_US for invitee in self._invitees.values()) - 1
         if elsewhere and elsewhere >= with_us:
             return GivenUp("the others follow another convener")
-        past = any(guest.answer is Answer.PAST for guest in self._guests.values())
-        if past and 2 * (with_us + 1) <= len(self._guests):  # else one alone says so, and may be wrong
+        past = any(invitee.answer is Answer.PAST for invitee in self._invitees.values())
+        if past and 2 * (with_us + 1) <= len(self._invitees):  # else one alone says so, and may be wrong
             return GivenUp("this round has been committed without us")
         return self._found()
 
@@ -221,7 +221,7 @@ class Convener:
         own = self._entries()[self._own]
         short = [peer for peer, entry in self._entries().items() if self._usual.too_short(entry, own)]
         for peer in short:
-            self._guests[peer].answer, self._guests[peer].entry = Answer.REFUSED, None
+            self._invitees[peer].answer, self._invitees[peer].entry = Answer.REFUSED, None
         entries = self._entries()
         codecs = codec_of(self._rules, self.round, self._base, entries, self._interval_s, self.bandwidth)
         signed = SignedRoster(self.round, self._base, tuple(entries.values()), codecs.value.contribution, codecs.reason)
@@ -230,26 +230,26 @@ class Convener:
             return []
         self._signed = signed
         self._deadline = now + exchange_limit_s(self._rules, signed, self.bandwidth)
-        for guest in self._guests.values():
-            guest.heard = max(guest.heard, now) if guest.entry is not None else guest.heard
-        late = [peer for peer, guest in self._guests.items() if guest.answer is Answer.ACCEPTED]
+        for invitee in self._invitees.values():
+            invitee.heard = max(invitee.heard, now) if invitee.entry is not None else invitee.heard
+        late = [peer for peer, invitee in self._invitees.items() if invitee.answer is Answer.ACCEPTED]
         for peer in late:
-            self._guests[peer].answer = Answer.REFUSED
+            self._invitees[peer].answer = Answer.REFUSED
         left_out = [Tell(peer, Dissolved(self.round, "the roster was fixed without you")) for peer in late]
         left_out += [Tell(peer, Dissolved(self.round, "your update is far too short for its work")) for peer in short]
         return left_out + [Tell(peer, signed) for peer in entries]
 
     def _entries(self) -> dict[PeerId, Entry]:
-        return {peer: guest.entry for peer, guest in self._guests.items() if guest.entry is not None}
+        return {peer: invitee.entry for peer, invitee in self._invitees.items() if invitee.entry is not None}
 
     # ---- the exchange ------------------------------------------------------------------------------------------------
 
     def _judge_exchange(self, roster: Roster, now: float) -> Verdict | None:
-        members = {member.peer: self._guests[member.peer] for member in roster.members}
-        prepared = Counter(guest.prepared for guest in members.values() if guest.prepared is not None)
+        members = {member.peer: self._invitees[member.peer] for member in roster.members}
+        prepared = Counter(invitee.prepared for invitee in members.values() if invitee.prepared is not None)
         for version, count in prepared.items():
             if 2 * count > len(members):
-                return Settled(version, tuple(peer for peer, guest in members.items() if guest.prepared == version))
+                return Settled(version, tuple(peer for peer, invitee in members.items() if invitee.prepared == version))
         return (
             self._gone(members, now)
             or self._rejected(members)
@@ -260,20 +260,23 @@ class Convener:
     def _gone(self, members: dict[PeerId, Invitee], now: float) -> Verdict | None:
         if members[self._own].answer is not Answer.ENTERED:
             return GivenUp("our own part has ended")
-        elsewhere = [peer for peer, guest in members.items() if guest.answer is Answer.ELSEWHERE]
+        elsewhere = [peer for peer, invitee in members.items() if invitee.answer is Answer.ELSEWHERE]
         if elsewhere and 2 * len(elsewhere) >= len(members) - 1:
             return GivenUp("the others follow another convener")
         gone = frozenset(
             peer
-            for peer, guest in members.items()
-            if guest.prepared is None
-            and (guest.answer is not Answer.ENTERED or (peer != self._own and guest.silent(now, self._rules.silence_s)))
+            for peer, invitee in members.items()
+            if invitee.prepared is None
+            and (
+                invitee.answer is not Answer.ENTERED
+                or (peer != self._own and invitee.silent(now, self._rules.silence_s))
+            )
         )
         return TryAgain(gone, "silent or gone") if gone else None
 
     def _rejected(self, members: dict[PeerId, Invitee]) -> Verdict | None:
         """Somebody sent what cannot be used."""
-        accusers = _by_accused({peer: guest.rejected & members.keys() for peer, guest in members.items()})
+        accusers = _by_accused({peer: invitee.rejected & members.keys() for peer, invitee in members.items()})
         if not accusers:
             return None
         worst = max(accusers, key=lambda peer: (len(accusers[peer]), peer))
@@ -282,7 +285,7 @@ class Convener:
     def _waited_for(self, members: dict[PeerId, Invitee], now: float) -> Verdict | None:
         """Somebody's pieces do not come through, though it lives. That may pass by itself, so it has two pulses' time,
         unless most of the others say so."""
-        accusers = credible_accusers({peer: guest.waiting_for & members.keys() for peer, guest in members.items()})
+        accusers = credible_accusers({peer: invitee.waiting_for & members.keys() for peer, invitee in members.items()})
         if not accusers:
             self._accused_since = None
             return None
@@ -311,11 +314,11 @@ class Convener:
         return not members[peer].waiting_for, len(accusers), peer != self._own, order
 
     def _overdue(self, members: dict[PeerId, Invitee], now: float) -> Verdict | None:
-        if all(guest.prepared is not None for guest in members.values()):
+        if all(invitee.prepared is not None for invitee in members.values()):
             return TryAgain(frozenset(), "the results differ")
         if now < self._deadline:
             return None
-        unprepared = {peer for peer, guest in members.items() if guest.prepared is None} - {self._own}
+        unprepared = {peer for peer, invitee in members.items() if invitee.prepared is None} - {self._own}
         return TryAgain(
             frozenset(unprepared) if len(unprepared) < len(members) - 1 else frozenset(), "it takes too long"
         )

@@ -1,4 +1,4 @@
-"""What a convener keeps of each guest, and how its attempt can end."""
+"""What a convener keeps of each invitee, and how its attempt can end."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Verdict = Settled | TryAgain | GivenUp
 
 
 class Answer(enum.Enum):
-    """How a guest has answered."""
+    """How an invitee has answered."""
 
     NONE = 1
     ACCEPTED = 2

@@ -162,44 +162,44 @@ class Participation:
                 return None
 
 
-def can_be_meant(sender: PeerId, attempt: RoundId, outlook: ReplicaView) -> bool:
+def can_be_meant(sender: PeerId, attempt: RoundId, view: ReplicaView) -> bool:
     """Whether it deserves an answer: from the convener itself, with numbers that can be, and not from a repeated
     offender."""
-    plausible = plausible_round(outlook.version, attempt.number) and 0 <= attempt.attempt < MAX_ATTEMPTS
-    return attempt.convener == sender and plausible and sender not in outlook.penalties.excluded(outlook.now)
+    plausible = plausible_round(view.version, attempt.number) and 0 <= attempt.attempt < MAX_ATTEMPTS
+    return attempt.convener == sender and plausible and sender not in view.penalties.excluded(view.now)
 
 
-def refusal_of(invitation: Invitation, part: Participation | None, outlook: ReplicaView) -> DeclineReason | None:
+def refusal_of(invitation: Invitation, part: Participation | None, view: ReplicaView) -> DeclineReason | None:
     """Why we do not follow; None when we do.
 
     Args:
         part: what we take part in now.
     """
     attempt = invitation.round
-    if attempt.number <= outlook.version.round:
+    if attempt.number <= view.version.round:
         return DeclineReason.PAST
-    if invitation.base != outlook.version:
+    if invitation.base != view.version:
         return DeclineReason.OTHER_ANCHOR
-    if outlook.lag.catching is not None or attempt == outlook.attempt_log.ended:
+    if view.lag.catching is not None or attempt == view.attempt_log.ended:
         return DeclineReason.NOT_READY
     if (
         attempt.number,
         attempt.attempt,
-    ) < outlook.attempt_log.highest or attempt.convener in outlook.attempt_log.refused:
+    ) < view.attempt_log.highest or attempt.convener in view.attempt_log.refused:
         return DeclineReason.OTHER_CONVENER
-    if part is not None and not _prefers(attempt, part, outlook):
+    if part is not None and not _prefers(attempt, part, view):
         return DeclineReason.OTHER_CONVENER
     return None
 
 
-def _prefers(other: RoundId, part: Participation, outlook: ReplicaView) -> bool:
+def _prefers(other: RoundId, part: Participation, view: ReplicaView) -> bool:
     """Whether an attempt takes precedence over the one we are in."""
     current = part.round
     if (other.number, other.attempt) == (current.number, current.attempt):
-        return part.roster is None and _precedence(other, outlook.version) < _precedence(current, outlook.version)
+        return part.roster is None and _precedence(other, view.version) < _precedence(current, view.version)
     if other.convener == current.convener:
         return True
-    return part.phase is not Phase.FINISHING and not part.loyal(outlook.now)
+    return part.phase is not Phase.FINISHING and not part.loyal(view.now)
 
 
 def _precedence(attempt: RoundId, base: AnchorVersion) -> bytes:

@@ -21,7 +21,7 @@ FOR_WAITING: Final = ExponentialBackoff(30.0, 600.0, free=1)
 
 
 class Penalties:
-    """What this replica remembers of its fellows."""
+    """What this replica remembers of the other replicas."""
 
     def __init__(self) -> None:
         self._rubbish = Exclusions(FOR_RUBBISH, FORGIVEN_AFTER_S)

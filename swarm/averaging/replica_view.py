@@ -16,23 +16,23 @@ from swarm.averaging.attempt_log import AttemptLog
 from swarm.averaging.penalties import Penalties
 from swarm.averaging.plausibility import UsualLength
 from swarm.averaging.roster import MOST_STEPS
-from swarm.averaging.round_events import Fellow, RoundRules, Seal, Tell
+from swarm.averaging.round_events import OtherReplica, RoundRules, Seal, Tell
 from swarm.averaging.schedule import convener_order, due, next_number, plausible_round, standing
 from swarm.vocabulary.averaging_messages import MAX_MEMBERS, Progress
 from swarm.vocabulary.backoff import ExponentialBackoff
 from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId, Reasoned
 
 WORD_HOLDS_S = 30.0
-"""What a fellow told us itself is worth more than an announcement for so long: announcements come late and out of
-order."""
+"""What another replica told us itself is worth more than an announcement for so long: announcements come late and out
+of order."""
 
 PRESUMED_S = 5.0
 """A member of a round that we have committed is taken to stand on its result for so long without having said so: it is
 about to."""
 
 OVERTAKEN_S = 5.0
-"""For so long after a fellow has named a round, lower ones come from messages that were overtaken on the way. Later, it
-has started anew."""
+"""For so long after a replica has named a round, lower ones come from messages that were overtaken on the way. Later,
+it has started anew."""
 PATIENCE_PULSES = 2
 """So long a difference lasts before a replica acts on it: most are a commit's messages under way."""
 REMEMBERED = 16
@@ -54,7 +54,7 @@ class _Known:
         return self.said if self.said is not None and now - self.said_at < WORD_HOLDS_S else self.announced
 
 
-class Fellows:
+class OtherReplicas:
     """The live replicas besides us, at most one less than a roster can hold."""
 
     def __init__(self) -> None:
@@ -63,15 +63,15 @@ class Fellows:
     def __contains__(self, peer: PeerId) -> bool:
         return peer in self._known
 
-    def changed(self, fellows: Iterable[Fellow], now: float) -> frozenset[PeerId]:
+    def changed(self, others: Iterable[OtherReplica], now: float) -> frozenset[PeerId]:
         """Takes over a new view; returns who is gone."""
         before = self._known
-        listed = sorted(fellows, key=lambda fellow: (not fellow.serving, fellow.peer))[: MAX_MEMBERS - 1]
-        self._known = {fellow.peer: _renewed(before.get(fellow.peer), fellow, now) for fellow in listed}
+        listed = sorted(others, key=lambda replica: (not replica.serving, replica.peer))[: MAX_MEMBERS - 1]
+        self._known = {replica.peer: _renewed(before.get(replica.peer), replica, now) for replica in listed}
         return frozenset(before) - frozenset(self._known)
 
     def said(self, peer: PeerId, version: AnchorVersion, now: float) -> None:
-        """A fellow told us where it stands. What strangers say is not kept."""
+        """Another replica told us where it stands. What strangers say is not kept."""
         known = self._known.get(peer)
         if known is None:
             return
@@ -117,12 +117,12 @@ class Fellows:
         return [self._known[peer].steps for peer in self.on(base, now) if self._known[peer].base == base]
 
 
-def _renewed(known: _Known | None, fellow: Fellow, now: float) -> _Known:
+def _renewed(known: _Known | None, replica: OtherReplica, now: float) -> _Known:
     if known is None:
-        return _Known(fellow.serving, fellow.version)
-    news = fellow.version != known.announced
-    known.serving, known.announced = fellow.serving, fellow.version
-    if news and known.said is not None and fellow.version.round >= known.said.round:
+        return _Known(replica.serving, replica.version)
+    news = replica.version != known.announced
+    known.serving, known.announced = replica.serving, replica.version
+    if news and known.said is not None and replica.version.round >= known.said.round:
         known.said = None
     return known
 
@@ -212,7 +212,7 @@ class ReplicaView:
         self.anchored_at: float | None = None
         """Since when we stand on our anchor; None before the first event."""
         self._highest = 0
-        self.fellows = Fellows()
+        self.others = OtherReplicas()
         self.attempt_log = AttemptLog(rules)
         self.penalties = Penalties()
         self.lag = Lag(rules)
@@ -220,7 +220,7 @@ class ReplicaView:
 
     def standing(self) -> Reasoned[AnchorVersion]:
         """What the module stands on, as we see it."""
-        return self.lag.standing(self.version, self.fellows.versions(self.now), self.now)
+        return self.lag.standing(self.version, self.others.versions(self.now), self.now)
 
     def may_convene(self) -> bool:
         """Whether a round from our anchor is what the module needs, and there is a number left for it."""
@@ -233,18 +233,18 @@ class ReplicaView:
         return 0.0 if self.anchored_at is None else self.now - self.anchored_at
 
     def due(self) -> Reasoned[bool]:
-        on = self.fellows.on(self.version, self.now)
-        return due(self.rules, self.steps, self.fellows.steps(self.version, self.now), len(on) + 1, self.anchored_s)
+        on = self.others.on(self.version, self.now)
+        return due(self.rules, self.steps, self.others.steps(self.version, self.now), len(on) + 1, self.anchored_s)
 
     def next_number(self) -> int:
         """Of the next round: above every version we have ever seen, also of replicas that are gone now, so that no
         number gets two results only because somebody was away."""
-        self._highest = max(self._highest, next_number(self.version, self.fellows.versions(self.now).values()))
+        self._highest = max(self._highest, next_number(self.version, self.others.versions(self.now).values()))
         return max(self._highest, self.attempt_log.highest[0])
 
     def order(self) -> tuple[PeerId, ...]:
         """Who convenes the next round: the serving replicas on our anchor, we included."""
-        others = self.fellows.on(self.version, self.now) - self.penalties.excluded(self.now)
+        others = self.others.on(self.version, self.now) - self.penalties.excluded(self.now)
         return convener_order(self.module, self.version, self.next_number(), {self.own, *others})
 
     def stand_on(self, version: AnchorVersion) -> list[Tell]:
@@ -253,4 +253,4 @@ class ReplicaView:
         self.attempt_log.new_anchor()
         self.lag.moved()
         report = Progress(self.module, version, 0, 0)
-        return [Tell(peer, report) for peer in sorted(self.fellows.all)]
+        return [Tell(peer, report) for peer in sorted(self.others.all)]

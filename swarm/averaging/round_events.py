@@ -56,7 +56,7 @@ class Seal(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Fellow:
+class OtherReplica:
     """A live replica of our module as the membership view has it."""
 
     peer: PeerId
@@ -70,10 +70,10 @@ class Fellow:
 
 
 @dataclass(frozen=True, slots=True)
-class FellowsChanged:
+class ReplicasChanged:
     """The membership view of our module, ourselves not included."""
 
-    fellows: tuple[Fellow, ...]
+    others: tuple[OtherReplica, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ class Tick:
 
 
 Event = (
-    FellowsChanged
+    ReplicasChanged
     | Worked
     | Arrived
     | SnapshotTaken

@@ -42,11 +42,11 @@ from swarm.averaging.round_events import (
     Caught,
     CaughtUp,
     Event,
-    FellowsChanged,
     LinkLost,
     Owing,
     PieceCame,
     PieceRejected,
+    ReplicasChanged,
     RoundRules,
     Seal,
     SnapshotBroken,
@@ -103,8 +103,8 @@ class RoundMachine:
     """
 
     def __init__(self, own: PeerId, module: ModuleId, rules: RoundRules, version: AnchorVersion, seal: Seal) -> None:
-        self._outlook = ReplicaView(own, module, rules, version, seal)
-        self._attempts = Attempts(self._outlook)
+        self._view = ReplicaView(own, module, rules, version, seal)
+        self._attempts = Attempts(self._view)
         self._time = WakingTime()
         self._seen = False
         """Whether there was a view of the others yet."""
@@ -118,7 +118,7 @@ class RoundMachine:
     @property
     def version(self) -> AnchorVersion:
         """The anchor we stand on."""
-        return self._outlook.version
+        return self._view.version
 
     @property
     def under_way(self) -> RoundId | None:
@@ -130,27 +130,27 @@ class RoundMachine:
     def settled(self) -> bool:
         """Whether we have seen the others and stand where the module stands. Until then a replica should not announce
         that it serves."""
-        return self._seen and self._outlook.lag.catching is None and self._outlook.standing().value == self.version
+        return self._seen and self._view.lag.catching is None and self._view.standing().value == self.version
 
     @property
     def in_company(self) -> bool:
         """Whether another replica serves the module."""
-        return bool(self._outlook.fellows.serving)
+        return bool(self._view.others.serving)
 
     def describe(self) -> str:
         """One line for people."""
-        outlook, part = self._outlook, self._attempts.part
+        view, part = self._view, self._attempts.part
         where = f"round {self.version.round}"
-        if outlook.lag.catching is not None:
-            return f"{where}, catching up to round {outlook.lag.catching.round}"
+        if view.lag.catching is not None:
+            return f"{where}, catching up to round {view.lag.catching.round}"
         if part is not None:
             attempt = part.round
-            convener = "we convene" if attempt.convener == outlook.own else f"{short(attempt.convener)} convenes"
+            convener = "we convene" if attempt.convener == view.own else f"{short(attempt.convener)} convenes"
             return f"{where}; round {attempt.number} attempt {attempt.attempt}, {convener}: {part.phase.value}"
         if self._alone:
-            return f"{where}, alone, {outlook.steps} inner steps since"
+            return f"{where}, alone, {view.steps} inner steps since"
         latest = f"; {self._attempts.latest}" if self._attempts.latest else ""
-        return f"{where}; {outlook.standing().reason}; {outlook.due().reason}{latest}"
+        return f"{where}; {view.standing().reason}; {view.due().reason}{latest}"
 
     # ---- the machine -------------------------------------------------------------------------------------------------
 
@@ -160,23 +160,23 @@ class RoundMachine:
         Args:
             now: seconds of a monotonic clock.
         """
-        outlook = self._outlook
-        outlook.now, slept = self._time.advance(now)
-        if outlook.anchored_at is None:
-            outlook.anchored_at = outlook.now
+        view = self._view
+        view.now, slept = self._time.advance(now)
+        if view.anchored_at is None:
+            view.anchored_at = view.now
         actions: Actions = []
-        if slept >= outlook.rules.silence_s:
+        if slept >= view.rules.silence_s:
             actions += self._attempts.leave(f"this process did not run for {slept:.1f} s")
-            outlook.attempt_log.pause(outlook.now, outlook.rules.answer_s)
+            view.attempt_log.pause(view.now, view.rules.answer_s)
         to_ourselves: deque[RoundControl] = deque()
         produced = self._react(event)
         while produced or to_ourselves or (produced := self._follow_up()):
             for action in produced:
-                if isinstance(action, Tell) and action.to == outlook.own:
+                if isinstance(action, Tell) and action.to == view.own:
                     to_ourselves.append(action.message)
                 else:
                     actions.append(action)
-            produced = self._attempts.arrived(outlook.own, to_ourselves.popleft()) if to_ourselves else []
+            produced = self._attempts.arrived(view.own, to_ourselves.popleft()) if to_ourselves else []
         return actions
 
     def _react(self, event: Event) -> Actions:
@@ -184,8 +184,8 @@ class RoundMachine:
         match event:
             case Arrived(sender, message):
                 return self._arrived(sender, message)
-            case FellowsChanged():
-                return self._fellows_changed(event)
+            case ReplicasChanged():
+                return self._replicas_changed(event)
             case Worked(steps, tokens):
                 return self._worked(steps, tokens)
             case SnapshotTaken() | SnapshotBroken() | PieceCame() | Owing() | PieceRejected() | Staged():
@@ -193,12 +193,12 @@ class RoundMachine:
             case LinkLost(peer):
                 return attempts.link_lost(peer)
             case SteppedAlone(version) | CaughtUp(version):
-                return [*attempts.forget("we stand on another anchor"), *self._outlook.stand_on(version)]
+                return [*attempts.forget("we stand on another anchor"), *self._view.stand_on(version)]
             case Caught(peer):
-                self._outlook.penalties.was_caught(peer, event.certain, self._outlook.now)
+                self._view.penalties.was_caught(peer, event.certain, self._view.now)
                 return [Accuse(event)]
             case CatchUpFailed(wanted):
-                self._outlook.lag.failed(wanted, self._outlook.now)
+                self._view.lag.failed(wanted, self._view.now)
             case Tick():
                 pass
         return []
@@ -219,45 +219,45 @@ class RoundMachine:
 
     def _arrived(self, sender: PeerId, message: RoundControl) -> Actions:
         """Only live replicas of our module are heard. What they say of themselves tells where they stand."""
-        outlook = self._outlook
+        view = self._view
         module = message.module if isinstance(message, Progress) else message.round.module
-        if sender not in outlook.fellows or module != outlook.module:
+        if sender not in view.others or module != view.module:
             return []
         match message:
             case Progress(_, base, steps, _):
-                outlook.fellows.said(sender, base, outlook.now)
-                outlook.fellows.worked(sender, base, steps)
+                view.others.said(sender, base, view.now)
+                view.others.worked(sender, base, steps)
             case Invitation(_, base) | SignedRoster(_, base):
-                outlook.fellows.said(sender, base, outlook.now)
+                view.others.said(sender, base, view.now)
             case Declined(_, _, version):
-                outlook.fellows.said(sender, version, outlook.now)
+                view.others.said(sender, version, view.now)
             case Commit(_, version, holders) if sender in holders:
-                outlook.fellows.said(sender, version, outlook.now)
+                view.others.said(sender, version, view.now)
             case _:
                 pass
         return [*self._attempts.adopt_if_others_did(), *self._attempts.arrived(sender, message)]
 
-    def _fellows_changed(self, event: FellowsChanged) -> Actions:
-        outlook = self._outlook
+    def _replicas_changed(self, event: ReplicasChanged) -> Actions:
+        view = self._view
         self._seen = True
-        gone = outlook.fellows.changed((fellow for fellow in event.fellows if fellow.peer != outlook.own), outlook.now)
+        gone = view.others.changed((replica for replica in event.others if replica.peer != view.own), view.now)
         return [action for peer in sorted(gone) for action in self._attempts.link_lost(peer)]
 
     def _worked(self, steps: int, tokens: int) -> Actions:
-        outlook = self._outlook
-        if steps == outlook.steps:  # as after a commit: that we stand on it has been told with the number
+        view = self._view
+        if steps == view.steps:  # as after a commit: that we stand on it has been told with the number
             return []
-        outlook.steps = steps
-        report = Progress(outlook.module, outlook.version, steps, tokens)
-        return [Tell(peer, report) for peer in outlook.order()[:INFORMED] if peer != outlook.own]
+        view.steps = steps
+        report = Progress(view.module, view.version, steps, tokens)
+        return [Tell(peer, report) for peer in view.order()[:INFORMED] if peer != view.own]
 
     def _notice_company(self) -> Actions:
         """Being alone must last a little: after a long sleep all announcements have run out, and the new ones are under
         way."""
-        outlook, alone = self._outlook, not self._outlook.fellows.serving
+        view, alone = self._view, not self._view.others.serving
         if self._alone_since is None or not alone:
-            self._alone_since = outlook.now
-        lasts = outlook.now - self._alone_since >= outlook.rules.answer_s
+            self._alone_since = view.now
+        lasts = view.now - self._alone_since >= view.rules.answer_s
         if not self._seen or alone == self._alone or (alone and not lasts):
             return []
         self._alone = alone
@@ -266,30 +266,30 @@ class RoundMachine:
     # ---- what time brings -------------------------------------------------------------------------------------------
 
     def _catch_up_if_behind(self) -> Actions:
-        outlook = self._outlook
-        best = outlook.standing()
-        certain = 2 * len(outlook.fellows.on(best.value, outlook.now)) > len(outlook.fellows.serving) + 1
+        view = self._view
+        best = view.standing()
+        certain = 2 * len(view.others.on(best.value, view.now)) > len(view.others.serving) + 1
         busy = self._attempts.part is not None
-        wanted = outlook.lag.target(outlook.version, best.value, outlook.now, certain, busy)
+        wanted = view.lag.target(view.version, best.value, view.now, certain, busy)
         if wanted is None:
             return []
-        outlook.lag.started(wanted)
-        donors = outlook.fellows.donors(wanted, outlook.now)
+        view.lag.started(wanted)
+        donors = view.others.donors(wanted, view.now)
         return [*self._attempts.forget("catching up"), CatchUp(wanted, donors, best.reason)]
 
     def _convene_if_due(self) -> Actions:
         """The first in order opens a due round at once, the next one when nothing has come from those before."""
-        outlook = self._outlook
-        attempt_log = outlook.attempt_log
-        if not outlook.fellows.serving or self._attempts.part is not None or outlook.now < attempt_log.quiet_until:
+        view = self._view
+        attempt_log = view.attempt_log
+        if not view.others.serving or self._attempts.part is not None or view.now < attempt_log.quiet_until:
             return []
-        due = outlook.due()
-        if not (due.value and outlook.may_convene()):
+        due = view.due()
+        if not (due.value and view.may_convene()):
             attempt_log.due_since = None
             return []
         if attempt_log.due_since is None:
-            attempt_log.due_since = outlook.now
-        rank = outlook.order().index(outlook.own)
-        if outlook.now - attempt_log.due_since < rank * outlook.rules.answer_s:
+            attempt_log.due_since = view.now
+        rank = view.order().index(view.own)
+        if view.now - attempt_log.due_since < rank * view.rules.answer_s:
             return []
         return self._attempts.open(due.reason)

@@ -34,7 +34,7 @@ rounds that fail for hours add to the next one."""
 STEPS_TIMES_ALONE = 2
 """A replica that has so many times `inner_steps` behind it opens a round whatever it knows of the others."""
 WORK_AT_MOST = 2
-"""Times the average share: more of one fellow's steps are not counted, so that one claim alone makes no round due."""
+"""Times the average share: more of one replica's steps are not counted, so that one claim alone makes no round due."""
 
 
 def precedence(module: ModuleId, base: AnchorVersion, number: int, peer: PeerId) -> bytes:

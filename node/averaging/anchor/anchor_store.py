@@ -109,7 +109,7 @@ class AnchorStore:
             self._returned = (parameters, momentum)
 
     def put(self, anchor: Anchor) -> None:
-        """The anchor that holds from now on; the arrays belong to the shelf."""
+        """The anchor that holds from now on; the arrays belong to the store."""
         with self._lock:
             if anchor is self._current:
                 return

@@ -34,8 +34,8 @@ def steps_between_rounds(inner_steps: int, fragments: int) -> int:
     return math.ceil(inner_steps / fragments)
 
 
-def step_alone(replica: LocalReplica, shelf: AnchorStore, rule: OuterRule, steps: int, tokens: int) -> Anchor:
-    """Takes the outer step for the fragment that is due, puts the new anchor on the shelf and the replica on it.
+def step_alone(replica: LocalReplica, store: AnchorStore, rule: OuterRule, steps: int, tokens: int) -> Anchor:
+    """Takes the outer step for the fragment that is due, puts the new anchor on the store and the replica on it.
 
     Args:
         steps, tokens: of the work since the current anchor.
@@ -44,10 +44,10 @@ def step_alone(replica: LocalReplica, shelf: AnchorStore, rule: OuterRule, steps
         StateError: the replica's update is not finite.
         ResourceExhausted: there is no memory for another anchor.
     """
-    base = shelf.current
+    base = store.current
     layout = base.layout
     first, end = layout.fragments[base.version.fragment]
-    vectors = shelf.spare()
+    vectors = store.spare()
     staging = Staging(base, rule, *vectors)
     staging.keep_others(first, end)
     for chunk in range(first, end):
@@ -56,7 +56,7 @@ def step_alone(replica: LocalReplica, shelf: AnchorStore, rule: OuterRule, steps
         replica.read(part, local)
         gradient = np.subtract(base.parameters[part], local, out=local)
         if not math.isfinite(squares(gradient)):
-            shelf.give_back(*vectors)
+            store.give_back(*vectors)
             raise StateError("training has diverged: the parameters of this replica are not finite")
         staging.apply(chunk, chunk + 1, gradient)
     anchor = staging.finish(
@@ -64,7 +64,7 @@ def step_alone(replica: LocalReplica, shelf: AnchorStore, rule: OuterRule, steps
     )
     fragment = layout.range_of(first, end)
     replica.write(fragment, anchor.parameters[fragment])
-    shelf.put(anchor)
+    store.put(anchor)
     return anchor
 
 
@@ -72,7 +72,7 @@ class LoneReplica:
     """A replica that is always alone, with nobody to announce its anchors to: a module of `solo`."""
 
     def __init__(self, local: LocalReplica, rule: OuterRule, inner_steps: int) -> None:
-        self.shelf = AnchorStore(anchor_of(local))
+        self.store = AnchorStore(anchor_of(local))
         self._local = local
         self._rule = rule
         self._every = steps_between_rounds(inner_steps, len(local.layout.fragments))
@@ -87,16 +87,16 @@ class LoneReplica:
         self._steps += 1
         self._tokens += tokens
         if self._steps >= self._every:
-            step_alone(self._local, self.shelf, self._rule, self._steps, self._tokens)
+            step_alone(self._local, self.store, self._rule, self._steps, self._tokens)
             self._steps = self._tokens = 0
 
     def agreed(self) -> Agreed:
         """What a checkpoint needs of it."""
-        return Agreed(anchor_state(self.shelf.current), self._steps, self._tokens)
+        return Agreed(anchor_state(self.store.current), self._steps, self._tokens)
 
     def restore(self, state: ReplicaState) -> None:
         """Goes on from a checkpoint, whose parameters the replica has already. Raises CorruptSnapshot."""
         if state.anchor is None:
             return
-        self.shelf = AnchorStore(restored_anchor(self._local.layout, state.anchor))
+        self.store = AnchorStore(restored_anchor(self._local.layout, state.anchor))
         self._steps, self._tokens = state.counters.steps_since_anchor, state.counters.tokens_since_anchor

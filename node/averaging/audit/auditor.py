@@ -86,7 +86,7 @@ class Auditor:
     def __init__(
         self,
         own: PeerId,
-        shelf: AnchorStore,
+        store: AnchorStore,
         means: ExchangeMeans,
         send: Callable[[PeerId, AuditControl], object],
         report: Callable[[Event], None],
@@ -97,7 +97,7 @@ class Auditor:
         self.verdicts = 0
         """Pieces that were summed again to the end, or somebody was caught."""
         self._own = own
-        self._shelf = shelf
+        self._store = store
         self._means = means
         self._send = send
         self._report = report
@@ -252,7 +252,7 @@ class Auditor:
         self, record: ExchangeRecord, piece: Piece, accuser: PeerId | None, shown: Sequence[SignedHash]
     ) -> Caught | None:
         try:
-            recount = await self._on_thread(partial(Recount, record, piece, self._shelf, self._means.rule.momentum))
+            recount = await self._on_thread(partial(Recount, record, piece, self._store, self._means.rule.momentum))
         except StateError as error:
             log.debug("no audit of round %d: %s", record.plan.roster.round.number, error)
             return None

@@ -31,14 +31,14 @@ class Recount:
         StateError: the memory that it needs has been used for something else meanwhile.
     """
 
-    def __init__(self, record: ExchangeRecord, piece: Piece, shelf: AnchorStore, momentum: float) -> None:
+    def __init__(self, record: ExchangeRecord, piece: Piece, store: AnchorStore, momentum: float) -> None:
         plan, source = record.plan, record.source
         if source is None:
             raise StateError("the next exchange has begun")
         self._record, self._piece = record, piece
         with ExitStack() as pins:
             for anchor in (source.anchor, record.anchor):
-                pins.enter_context(shelf.pinned(anchor))
+                pins.enter_context(store.pinned(anchor))
             self._rest = _result(source.anchor, record.anchor, piece, momentum)
         self._result = math.sqrt(squares(self._rest))
         member, fragment = plan.members[plan.own], plan.layout.range_of(plan.first_chunk, plan.end_chunk)

@@ -58,7 +58,7 @@ class _Asker:
 
 
 class Donor:
-    """Serves one module's anchors from its shelf. `run` carries it; all else is called on the event loop.
+    """Serves one module's anchors from its store. `run` carries it; all else is called on the event loop.
 
     Args:
         codecs: as the manifest allows, of `state_codec.STATE_CODECS`.
@@ -68,14 +68,14 @@ class Donor:
     def __init__(
         self,
         module: ModuleId,
-        shelf: AnchorStore,
+        store: AnchorStore,
         clock: Clock,
         codecs: frozenset[Codec],
         averaging: ComputeThread,
         transport: Transport,
     ) -> None:
         self._module = module
-        self._shelf = shelf
+        self._store = store
         self._clock = clock
         self._codecs = codecs
         self._averaging = averaging
@@ -107,7 +107,7 @@ class Donor:
         Raises:
             Rejected: it is not kept here.
         """
-        anchor = self._shelf.get(question.digest) if question.module == self._module else None
+        anchor = self._store.get(question.digest) if question.module == self._module else None
         if anchor is None:
             raise Rejected(f"module {question.module} in state {question.digest.hex()[:12]} is not kept here")
         self._lease(question.digest)
@@ -118,7 +118,7 @@ class Donor:
         """Queues what is asked for, or refuses it."""
         if not self._tasks.are_running:
             return
-        anchor = self._shelf.get(request.digest) if request.module == self._module else None
+        anchor = self._store.get(request.digest) if request.module == self._module else None
         if anchor is None or max(request.chunks) >= 2 * anchor.layout.chunks:
             self._refuse(sender, request, StateRefusal.GONE)
             return
@@ -141,10 +141,10 @@ class Donor:
 
     def _lease(self, digest: bytes) -> None:
         now = self._clock.monotonic()
-        self._first_asked = {d: first for d, first in self._first_asked.items() if self._shelf.get(d) is not None}
+        self._first_asked = {d: first for d, first in self._first_asked.items() if self._store.get(d) is not None}
         left = self._first_asked.setdefault(digest, now) + LONGEST_LEASE_S - now
         if left > 0:
-            self._shelf.lease(digest, min(LEASE_S, left))
+            self._store.lease(digest, min(LEASE_S, left))
 
     # ---- tasks -------------------------------------------------------------------------------------------------------
 
@@ -164,11 +164,11 @@ class Donor:
 
     async def _send_next(self, peer: PeerId, asker: _Asker) -> None:
         digest, chunk = asker.waiting.popleft()
-        anchor = self._shelf.get(digest)
+        anchor = self._store.get(digest)
         try:
             if anchor is None:
                 raise StateError("it is not kept any more")
-            with self._shelf.pinned(anchor):
+            with self._store.pinned(anchor):
                 await self._send_pinned(peer, anchor, chunk)
         except StateError:
             chunks = (chunk, *(number for other, number in asker.waiting if other == digest))

@@ -10,15 +10,15 @@ from swarm.vocabulary.types import PeerId
 
 
 class News:
-    """Told until heard, ever more seldom. Bounded: one entry for each fellow."""
+    """Told until heard, ever more seldom. Bounded: one entry for each member."""
 
     def __init__(self, talk: TalkRules) -> None:
         self._talk = talk
         self._due: dict[PeerId, tuple[float, float]] = {}
 
-    def spread(self, fellows: Iterable[PeerId], now: float) -> None:
+    def spread(self, others: Iterable[PeerId], now: float) -> None:
         """These have just been told something new."""
-        self._due = dict.fromkeys(fellows, (now + self._talk.repeat_s, self._talk.repeat_s))
+        self._due = dict.fromkeys(others, (now + self._talk.repeat_s, self._talk.repeat_s))
 
     def heard(self, peer: PeerId) -> None:
         """It has acknowledged the latest."""

@@ -38,7 +38,7 @@ class View:
         self.epoch = group.epoch
         each = talk.microbatches
         self.lanes = free_lanes(rules, group.total) if each is None else lanes_for(rules, group.total, each)
-        self.fellows = tuple(member.peer for member in group.members if member.peer != own)
+        self.others = tuple(member.peer for member in group.members if member.peer != own)
         self.versions: dict[PeerId, int] = {own: 0}
         count = len(group.members)
         sets = fair_sets(rules, count * self.lanes, group.first * self.lanes)
@@ -68,9 +68,9 @@ class View:
         return Standing(peer, self.versions[peer], lanes)
 
     def take_in(self, standing: Standing) -> bool:
-        """Enters news of a fellow; False when they are none."""
+        """Enters news of another member; False when they are none."""
         peer = standing.peer
-        if peer not in self.fellows or standing.version <= self.versions.get(peer, -1):
+        if peer not in self.others or standing.version <= self.versions.get(peer, -1):
             return False
         if len(standing.lanes) != self.lanes:
             return False
@@ -178,7 +178,7 @@ class View:
         ordered = in_order(route, stage_of)
         if ordered == route:
             return route
-        known = self._exclusive and len(self.versions) > len(self.fellows)
+        known = self._exclusive and len(self.versions) > len(self.others)
         others = (other for number, other in self.book.routes.items() if number != lane)
         if known and not closes_a_circle(route, others, stage_of, self.book.crowded):
             return route

@@ -142,7 +142,7 @@ class Negotiator:
                 actions = self._swarm_changed(members, costs, now)
             case Arrived(sender, message):
                 view = self._view
-                if view is not None and sender in view.fellows and message.epoch == view.epoch:
+                if view is not None and sender in view.others and message.epoch == view.epoch:
                     actions = self._arrived(view, sender, message, now)
         if self._view is not None and self._search is not None:
             actions += self._go_on(self._view, self._search, now)
@@ -218,9 +218,9 @@ class Negotiator:
         return Told(view.epoch, view.standing())
 
     def _told(self, view: View, now: float) -> Actions:
-        self._news.spread(view.fellows, now)
+        self._news.spread(view.others, now)
         latest = self._latest(view)
-        return [Tell(peer, latest) for peer in view.fellows]
+        return [Tell(peer, latest) for peer in view.others]
 
     def _launching(self, view: View, why: str) -> Actions:
         launches = view.launches()
@@ -328,7 +328,7 @@ class Negotiator:
             return []
         actions: Actions = [Tell(sender, Heard(view.epoch, told.sender.version))]
         news = view.take_in(told.sender)
-        if told.other is not None and told.other.peer in view.fellows:
+        if told.other is not None and told.other.peer in view.others:
             news |= view.take_in(told.other)
             actions.append(Tell(told.other.peer, Heard(view.epoch, told.other.version)))
         why = "another's lanes changed"
@@ -337,7 +337,7 @@ class Negotiator:
             view.move(bound.offer.asked_lane, bound.accept.lane.route, bound.accept.lane.stages)
             view.advance()
             self._bound, news, why = None, True, f"traded with {short(sender)}, which asked us"
-            self._news.spread((peer for peer in view.fellows if peer != sender), now)
+            self._news.spread((peer for peer in view.others if peer != sender), now)
         if news:
             search.noticed(now)
             actions += self._launching(view, why)

@@ -35,7 +35,7 @@ from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import LinkFigures, Question, Refusal, Transport
 from protocol.transport.grpc_transport import GrpcTransport
 from protocol.transport.settings import TransportSettings
-from swarm.averaging.round_events import Caught, Fellow, RoundRules, Seal
+from swarm.averaging.round_events import Caught, OtherReplica, RoundRules, Seal
 from swarm.averaging.round_machine import RoundMachine
 from swarm.compression.round_codecs import RoundCodecs, Rung
 from swarm.membership.membership import Membership
@@ -135,8 +135,8 @@ class Host:
     own: PeerId
     hall: Hall
 
-    def fellows(self) -> tuple[Fellow, ...]:
-        return tuple(Fellow(r.peer, r.anchor.version, True) for r in self.hall.living if r.peer != self.own)
+    def others(self) -> tuple[OtherReplica, ...]:
+        return tuple(OtherReplica(r.peer, r.anchor.version, True) for r in self.hall.living if r.peer != self.own)
 
     async def catch_up(self, version: AnchorVersion, donors: tuple[PeerId, ...]) -> Anchor:
         """A copy from memory: how states travel is not tested here."""
@@ -192,9 +192,9 @@ class Hall:
         part = Blocks(self._elements)
         optimizer = MadeUpOptimizer(part)
         local = LocalReplica([part], self._fragments, optimizer)
-        shelf, clock = AnchorStore(anchor_of(local)), SystemClock()
+        store, clock = AnchorStore(anchor_of(local)), SystemClock()
         rules = self._rules(local)
-        machine = RoundMachine(peer, MODULE, rules, shelf.current.version, seal or VirtualSeal())
+        machine = RoundMachine(peer, MODULE, rules, store.current.version, seal or VirtualSeal())
         compute, averaging = threads
         alone = AloneRule(rules.inner_steps, RULE, TOKENS, clock)
         means = ExchangeMeans(
@@ -206,8 +206,8 @@ class Hall:
             signatures or NamedSignatures(peer),  # type: ignore[arg-type]
             Random(len(self.replicas)),
         )
-        replica_sync = ReplicaSync(local, shelf, compute, averaging, alone)
-        runner = RoundRunner(peer, MODULE, machine, shelf, replica_sync, means, Host(peer, self))
+        replica_sync = ReplicaSync(local, store, compute, averaging, alone)
+        runner = RoundRunner(peer, MODULE, machine, store, replica_sync, means, Host(peer, self))
         self.replicas[peer] = replica = Replica(peer, runner, dispatcher, optimizer, local, compute)
         return replica
 

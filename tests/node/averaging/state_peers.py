@@ -144,7 +144,7 @@ class StatePeer:
     handler: Handler
     downloads: StateDownloads
     faults: Faults
-    shelf: AnchorStore | None
+    store: AnchorStore | None
     donor: Donor | None
     progress: list[tuple[int, int]]
     liars: list[tuple[PeerId, str]]
@@ -179,7 +179,7 @@ class StateSwarm:
         return await self._add(None, Faults(), folder, space)
 
     async def _add(
-        self, shelf: AnchorStore | None, faults: Faults, folder: Path | None, space: Space | None
+        self, store: AnchorStore | None, faults: Faults, folder: Path | None, space: Space | None
     ) -> StatePeer:
         persona, handler, clock = Persona(), Handler(faults), SystemClock()
         transport = GrpcTransport(
@@ -203,8 +203,8 @@ class StateSwarm:
             lambda peer, detail: liars.append((peer, detail)),
         )
         donor = None
-        if shelf is not None:
-            donor = Donor(MODULE, shelf, clock, self._codecs, self.averaging, FaultyTransport(transport, faults))
+        if store is not None:
+            donor = Donor(MODULE, store, clock, self._codecs, self.averaging, FaultyTransport(transport, faults))
         stack = await self._stack.enter_async_context(AsyncExitStack())
         await stack.enter_async_context(transport)
         if donor is not None:
@@ -213,7 +213,7 @@ class StateSwarm:
             stack.callback(running.cancel)
             stack.enter_context(donor.receiving(handler))
             await asyncio.sleep(0)
-        added = StatePeer(persona, transport, handler, downloads, faults, shelf, donor, progress, liars, stack)
+        added = StatePeer(persona, transport, handler, downloads, faults, store, donor, progress, liars, stack)
         for other in self.peers:
             other.persona.knows(persona, transport.port)
             persona.knows(other.persona, other.transport.port)

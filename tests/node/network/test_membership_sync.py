@@ -117,13 +117,13 @@ class Place:
     """One node's neighbourhood, with everything around it in a test's hands."""
 
     def __init__(self) -> None:
-        self.clock, self.links, self.shelf, self.events = SetClock(), Links(), Shelf(), Events()
+        self.clock, self.links, self.store, self.events = SetClock(), Links(), Shelf(), Events()
         self.identity = identity = Identity.generate()
         self.own = own = LocalPeer(RUN, identity.peer, make_credentials(identity, RUN).certificate_der, self.clock)
         own.addresses = ("127.0.0.1:4001",)
         self.membership, self.book = Membership(RUN, identity.peer), KnownPeers()
         self.membership_sync = MembershipSync(
-            own, OwnRecord(own, identity), self.membership, self.book, self.events, self.shelf, self.links
+            own, OwnRecord(own, identity), self.membership, self.book, self.events, self.store, self.links
         )
 
     def meets(self, other: Other) -> None:
@@ -140,7 +140,7 @@ async def place() -> AsyncIterator[Place]:
     """A neighbourhood that runs, and has looked around once."""
     there = Place()
     running = asyncio.create_task(there.membership_sync.run())
-    await until(lambda: there.shelf.look_ups and there.shelf.published)
+    await until(lambda: there.store.look_ups and there.store.published)
     try:
         yield there
     finally:
@@ -229,7 +229,7 @@ async def test_a_peer_that_is_not_known_yet_is_looked_up_at_once() -> None:
         there.membership_sync._look_now.clear()
         there.membership_sync.link_down(other.peer, GONE)
         assert there.membership_sync._look_now.is_set()
-        there.shelf.found = [other.state.announcement()]
+        there.store.found = [other.state.announcement()]
         await until(lambda: there.may_use(other))
         assert there.links.asked == []
         contact = there.book.contact(other.peer)
@@ -250,25 +250,25 @@ async def test_what_has_run_out_leaves_the_view_and_the_book() -> None:
 
 async def test_a_directory_that_is_out_of_reach_is_asked_again() -> None:
     async with place() as there:
-        there.shelf.error = Unreachable("the DHT is being restarted")
-        before = there.shelf.look_ups
+        there.store.error = Unreachable("the DHT is being restarted")
+        before = there.store.look_ups
         for _ in range(2):
             there.membership_sync._look_now.set()
-            await until(lambda before=before: there.shelf.look_ups > before)
-            before = there.shelf.look_ups
-        there.shelf.error = None
-        published = len(there.shelf.published)
+            await until(lambda before=before: there.store.look_ups > before)
+            before = there.store.look_ups
+        there.store.error = None
+        published = len(there.store.published)
         there.membership_sync.announce()
-        await until(lambda: len(there.shelf.published) > published)
+        await until(lambda: len(there.store.published) > published)
 
 
 async def test_news_of_this_node_goes_to_the_links_and_the_directory() -> None:
     async with place() as there:
-        links, published = len(there.links.announced), len(there.shelf.published)
+        links, published = len(there.links.announced), len(there.store.published)
         there.membership_sync.announce()
-        await until(lambda: len(there.shelf.published) > published)
+        await until(lambda: len(there.store.published) > published)
         assert len(there.links.announced) > links
-        sequences = [announcement.sequence for announcement in there.shelf.published]
+        sequences = [announcement.sequence for announcement in there.store.published]
         assert sequences == sorted(set(sequences))
 
 
@@ -297,7 +297,7 @@ async def test_a_peer_whose_last_word_is_that_it_hosts_nothing_is_forgotten_with
 async def test_proof_that_another_process_has_our_key_ends_the_node() -> None:
     there = Place()
     running = asyncio.create_task(there.membership_sync.run())
-    await until(lambda: there.shelf.published)
+    await until(lambda: there.store.published)
     told_by, twin = Other(there.clock), Other(there.clock, identity=there.identity)
     former, stranger = twin.record(), Other(there.clock).record()
     there.clock.now += FORMER_LIFE_MS / 1000 + 1
@@ -358,19 +358,19 @@ async def test_a_clock_that_was_wrong_and_is_set_right_is_taken_by_everybody_at_
 
 async def test_what_cannot_be_said_is_a_warning_and_the_last_record_stays(caplog: pytest.LogCaptureFixture) -> None:
     async with place() as there:
-        last, published = there.membership_sync.record.fresh(), len(there.shelf.published)
+        last, published = there.membership_sync.record.fresh(), len(there.store.published)
         there.own.steps = 2**48 + 1
         for _ in range(2):
             said = len(there.links.announced)
             there.membership_sync.announce()
             await until(lambda said=said: len(there.links.announced) > said)
             assert there.membership_sync.record.fresh() == last == there.links.announced[-1]
-        assert len(there.shelf.published) == published
+        assert len(there.store.published) == published
         assert [record.levelno for record in caplog.records] == [logging.WARNING], "said once"
         assert "step 281474976710657 is out of range" in caplog.text
         there.own.steps = 3
         there.membership_sync.announce()
-        await until(lambda: len(there.shelf.published) > published)
+        await until(lambda: len(there.store.published) > published)
         assert decode_announced(there.links.announced[-1], run=RUN, now=None).steps == 3
 
 

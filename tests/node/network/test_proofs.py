@@ -18,7 +18,7 @@ from tests.node.network.small_swarm import ManualClock
 from tests.node.network.test_membership_sync import MODULE, Other, place
 from tests.swarm.membership.announcements import RUN, announcement
 
-FELLOW, LIAR = PeerId("fellow"), PeerId("liar")
+OTHER, LIAR = PeerId("replica"), PeerId("liar")
 
 
 class Asked:
@@ -52,12 +52,12 @@ def says(*measured: Any) -> bytes:
 async def test_only_data_nodes_that_gave_us_work_have_a_say() -> None:
     session = Asked("d1", "d2", "sybil")
     proofs = proofs_of(session)
-    session.answers = {PeerId("d1"): says(FELLOW, 7), PeerId("sybil"): says(LIAR)}
+    session.answers = {PeerId("d1"): says(OTHER, 7), PeerId("sybil"): says(LIAR)}
     for data_node in ("d1", "d2", "stranger"):
         proofs.worked_on(MicrobatchId(PeerId(data_node), 1))
     assert proofs.proven == frozenset()
     await proofs.refresh()
-    assert proofs.proven == {FELLOW}
+    assert proofs.proven == {OTHER}
     assert set(session.asked) == {"d1", "d2"}, "neither one that never gave us work, nor one that hosts no stage 0"
 
 
@@ -65,20 +65,20 @@ async def test_who_was_given_no_work_yet_hears_all_data_nodes() -> None:
     """Else a replica that came just before its run stopped could never go where it stopped."""
     session = Asked("d1", "d2", "d3")
     proofs = proofs_of(session)
-    session.answers = {PeerId("d1"): says(FELLOW), PeerId("d2"): says(FELLOW), PeerId("d3"): says(LIAR)}
+    session.answers = {PeerId("d1"): says(OTHER), PeerId("d2"): says(OTHER), PeerId("d3"): says(LIAR)}
     await proofs.refresh()
-    assert proofs.proven == {FELLOW}
+    assert proofs.proven == {OTHER}
 
 
 async def test_nonsense_is_no_word_and_rounds_count_besides() -> None:
     session = Asked("d1", "d2")
     proofs = proofs_of(session)
-    proofs.shared_round(frozenset({FELLOW}))
+    proofs.shared_round(frozenset({OTHER}))
     session.answers = {PeerId("d1"): b'{"measured": 5}', PeerId("d2"): b"[" * 10_000}
     for data_node in session.answers:
         proofs.worked_on(MicrobatchId(data_node, 1))
     await proofs.refresh()
-    assert proofs.proven == {FELLOW}
+    assert proofs.proven == {OTHER}
 
 
 async def test_they_are_few_and_asked_seldom() -> None:
@@ -106,8 +106,8 @@ def test_a_data_node_remembers_the_last_ones() -> None:
 
 async def test_before_it_lets_go_a_replica_wants_an_answer_from_one_that_is_proven() -> None:
     async with place() as there:
-        fellow = Other(there.clock)
-        there.meets(fellow)
+        replica = Other(there.clock)
+        there.meets(replica)
         session = SimpleNamespace(
             membership=there.membership, membership_sync=there.membership_sync, own=SimpleNamespace(clock=there.clock)
         )
@@ -116,9 +116,9 @@ async def test_before_it_lets_go_a_replica_wants_an_answer_from_one_that_is_prov
         there.links.outcome.set_result(json.dumps({"module": str(MODULE), "state": "serving"}).encode())
         assert not await others_serve(given), "it has only announced itself"
         assert there.links.asked == []
-        proofs.shared_round(frozenset({fellow.peer}))
+        proofs.shared_round(frozenset({replica.peer}))
         assert await others_serve(given)
-        assert there.links.asked == [fellow.peer]
+        assert there.links.asked == [replica.peer]
 
 
 async def test_an_answer_counts_only_if_it_says_so() -> None:

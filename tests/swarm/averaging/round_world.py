@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from functools import partial
 from random import Random
 
-from swarm.averaging.round_events import Action, CatchUp, CommitStaged, Exchange, Fellow, LinkLost, RoundRules, Tell
+from swarm.averaging.round_events import (
+    Action,
+    CatchUp,
+    CommitStaged,
+    Exchange,
+    LinkLost,
+    OtherReplica,
+    RoundRules,
+    Tell,
+)
 from swarm.simulation.virtual_network import VirtualTime
 from swarm.vocabulary.averaging_messages import MAX_ATTEMPTS, Commit, Invitation, Prepared, Roster, RoundId
 from swarm.vocabulary.types import AnchorVersion, PeerId
@@ -78,8 +87,8 @@ class RoundWorld:
 
     # ---- announcements -----------------------------------------------------------------------------------------------
 
-    def _announcement(self, replica: VirtualReplica) -> Fellow:
-        return Fellow(replica.id, replica.version, replica.serving)
+    def _announcement(self, replica: VirtualReplica) -> OtherReplica:
+        return OtherReplica(replica.id, replica.version, replica.serving)
 
     def _announce(self, replica: VirtualReplica) -> None:
         if not replica.alive:
@@ -88,10 +97,10 @@ class RoundWorld:
         if replica.frozen:
             return
         replica.refresh_view()
-        fellow = self._announcement(replica)
+        announced = self._announcement(replica)
         for other in self.living:
             if other is not replica and self.links.up(replica.id, other.id):
-                self.time.after(self.random.uniform(0.01, ANNOUNCE_S), partial(other.do, partial(other.see, fellow)))
+                self.time.after(self.random.uniform(0.01, ANNOUNCE_S), partial(other.do, partial(other.see, announced)))
 
     # ---- what must hold ----------------------------------------------------------------------------------------------
 

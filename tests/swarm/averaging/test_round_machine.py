@@ -19,10 +19,10 @@ from swarm.averaging.round_events import (
     DropStaged,
     Event,
     Exchange,
-    Fellow,
-    FellowsChanged,
+    OtherReplica,
     PieceRejected,
     Release,
+    ReplicasChanged,
     RoundRules,
     SnapshotBroken,
     SnapshotTaken,
@@ -62,12 +62,12 @@ SEAL = VirtualSeal()
 
 
 class Desk:
-    """A machine with three fellows on its anchor, at a clock that only moves when told to."""
+    """A machine with three others on its anchor, at a clock that only moves when told to."""
 
     def __init__(self) -> None:
         self.now = 100.0
         self.machine = RoundMachine(US, MODULE, RULES, BASE, SEAL)
-        self.feed(FellowsChanged(tuple(Fellow(peer, BASE, True) for peer in (B, C, D))))
+        self.feed(ReplicasChanged(tuple(OtherReplica(peer, BASE, True) for peer in (B, C, D))))
 
     def feed(self, event: Event) -> list[Action]:
         return self.machine.handle(event, self.now)
@@ -244,7 +244,7 @@ def test_a_convener_takes_no_entry_that_another_has_signed_or_nobody() -> None:
 def test_of_two_the_one_that_declares_next_to_nothing_has_no_say() -> None:
     """The lower median of two norms is the smaller: ours would be clipped to it."""
     desk = Desk()
-    desk.feed(FellowsChanged((Fellow(B, BASE, True),)))
+    desk.feed(ReplicasChanged((OtherReplica(B, BASE, True),)))
     desk.enter()
     tiny = SEAL.sign(replace(entry(peer=B), norm=1e-30))
     actions = desk.hear(B, SignedRoster(ATTEMPT, BASE, (tiny, entry())))
@@ -287,7 +287,7 @@ def test_what_was_prepared_is_named_in_the_next_attempts_entry() -> None:
     assert kinds(desk.hear(C, Commit(second, RESULT, (US,))))[0] is CommitStaged
 
 
-def test_a_fellow_that_stands_on_what_we_prepared_shows_that_it_holds() -> None:
+def test_a_replica_that_stands_on_what_we_prepared_shows_that_it_holds() -> None:
     desk = Desk()
     desk.prepare()
     assert kinds(desk.hear(C, Progress(MODULE, RESULT, 1, 10)))[0] is CommitStaged
@@ -477,7 +477,7 @@ def test_it_says_where_it_stands() -> None:
 def test_who_stands_on_the_last_number_there_is_opens_no_round_and_does_not_hang() -> None:
     last = replace(BASE, round=MAX_ROUND)
     machine = RoundMachine(US, MODULE, RULES, last, SEAL)
-    machine.handle(FellowsChanged((Fellow(B, last, True),)), 0.0)
+    machine.handle(ReplicasChanged((OtherReplica(B, last, True),)), 0.0)
     actions = machine.handle(Worked(10 * RULES.inner_steps, 1000), 0.1) + machine.handle(Tick(), 0.2)
     assert not any(isinstance(action, Tell) and isinstance(action.message, Invitation) for action in actions)
 
@@ -486,7 +486,7 @@ def test_one_that_claims_weeks_of_rounds_does_not_end_those_of_others() -> None:
     """It says that each of them is over; whoever stands alone on an anchor goes on."""
     far, start = AnchorVersion(50_000, 500_000, 2**40, 0, b"far"), AnchorVersion(0, 0, 0, 0, b"start")
     desk = Desk()
-    desk.feed(FellowsChanged((Fellow(B, far, True), Fellow(C, start, True))))
+    desk.feed(ReplicasChanged((OtherReplica(B, far, True), OtherReplica(C, start, True))))
     actions = desk.feed(Worked(2 * RULES.inner_steps, 1000)) + desk.wait(1.0)
     attempt = next(action.round for action in actions if isinstance(action, TakeSnapshot))
     desk.feed(SnapshotTaken(attempt, 10, 100, 1.0, 1e6))

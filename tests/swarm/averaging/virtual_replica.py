@@ -17,13 +17,13 @@ from swarm.averaging.round_events import (
     DropStaged,
     Event,
     Exchange,
-    Fellow,
-    FellowsChanged,
     LinkLost,
+    OtherReplica,
     Owing,
     PieceCame,
     PieceRejected,
     Release,
+    ReplicasChanged,
     SnapshotTaken,
     Staged,
     StandAlone,
@@ -86,8 +86,8 @@ class VirtualReplica:
         """Pieces that came before the roster."""
         self.kept: list[Thunk] = []
         """What waits in the sockets of a frozen process."""
-        self.view: dict[PeerId, tuple[Fellow, float]] = {}
-        self._told: tuple[Fellow, ...] | None = None
+        self.view: dict[PeerId, tuple[OtherReplica, float]] = {}
+        self._told: tuple[OtherReplica, ...] | None = None
         self._busy_until = 0.0
         self._owed: frozenset[PeerId] = frozenset()
         world.time.after(world.random.uniform(0, TICK_S), self._tick)
@@ -274,14 +274,14 @@ class VirtualReplica:
 
     # ---- the others -------------------------------------------------------------------------------------------------
 
-    def see(self, fellow: Fellow) -> None:
-        self.view[fellow.peer] = (fellow, self.world.time.now + VIEW_S)
+    def see(self, replica: OtherReplica) -> None:
+        self.view[replica.peer] = (replica, self.world.time.now + VIEW_S)
         self.refresh_view()
 
     def refresh_view(self) -> None:
         now = self.world.time.now
         self.view = {peer: seen for peer, seen in self.view.items() if seen[1] > now}
-        fellows = tuple(seen[0] for _, seen in sorted(self.view.items()))
-        if fellows != self._told:
-            self._told = fellows
-            self.feed(FellowsChanged(fellows))
+        others = tuple(seen[0] for _, seen in sorted(self.view.items()))
+        if others != self._told:
+            self._told = others
+            self.feed(ReplicasChanged(others))

@@ -100,7 +100,7 @@ def test_a_plain_mean_leaves_a_lone_replica_as_it_is() -> None:
         trained.step(step)
         untouched.step(step)
         lone.after_inner_step(32)
-    assert lone.shelf.current.version.round == 4
+    assert lone.store.current.version.round == 4
     np.testing.assert_allclose(trained.vector(), untouched.vector(), rtol=0, atol=1e-6)
 
 
@@ -129,7 +129,7 @@ def test_a_lone_replica_does_what_torch_does(fragments: int) -> None:
             plain.local.write(part, parameter.detach().numpy())
             fragment = (fragment + 1) % len(plain.local.layout.fragments)
         np.testing.assert_allclose(trained.vector(), plain.vector(), rtol=0, atol=1e-5)
-    current = lone.shelf.current
+    current = lone.store.current
     assert (current.version.round, current.version.steps, current.version.tokens) == (6, 12, 12 * 32)
     assert current.hashes == hash_all(current.layout, current.parameters, current.momentum)
 
@@ -137,9 +137,9 @@ def test_a_lone_replica_does_what_torch_does(fragments: int) -> None:
 def sync_of(
     trained: Trained, compute: ComputeThread, averaging: ComputeThread, clock: ManualClock | None = None
 ) -> ReplicaSync:
-    shelf = AnchorStore(anchor_of(trained.local))
+    store = AnchorStore(anchor_of(trained.local))
     rule = AloneRule(4, RULE, 32, clock or ManualClock(), longest_s=10.0)
-    return ReplicaSync(trained.local, shelf, compute, averaging, rule)
+    return ReplicaSync(trained.local, store, compute, averaging, rule)
 
 
 async def test_a_lone_replica_takes_its_outer_step_after_enough_work_or_time() -> None:
@@ -150,7 +150,7 @@ async def test_a_lone_replica_takes_its_outer_step_after_enough_work_or_time() -
         left = []
         for seconds in (1, 1, 1, 1, 1, 9, 1, 10):
             clock.now += seconds
-            before = sync._shelf.current.version.round
+            before = sync._store.current.version.round
             step = sync.after_inner_step(trained.step(seconds))
             assert step is None or step.anchor.version.round == before + 1
             left.append(sync.since_anchor.steps)

@@ -135,8 +135,8 @@ async def test_a_donor_that_goes_on_to_later_rounds_still_serves_what_was_begun(
         fetching = asyncio.create_task(fetch(joiner, donor))
         await until(lambda: not donor.faults.gate.is_set())
         for number in range(4, 8):
-            assert donor.shelf is not None
-            donor.shelf.put(written(state(number), *donor.shelf.spare()))
+            assert donor.store is not None
+            donor.store.put(written(state(number), *donor.store.spare()))
         donor.faults.gate.set()
         assert same(await fetching, ANCHOR)
 
@@ -312,9 +312,9 @@ async def test_requests_for_what_is_not_there_are_answered_with_gone():
 
 
 async def test_a_cancelled_download_gives_its_vectors_back():
-    shelf = AnchorStore(state(1))
+    store = AnchorStore(state(1))
     async with state_swarm(LAYOUT) as swarm:
-        donor, joiner = await swarm.donor(ANCHOR, Faults(freeze_after=4)), await swarm.joiner(space=shelf)
+        donor, joiner = await swarm.donor(ANCHOR, Faults(freeze_after=4)), await swarm.joiner(space=store)
         fetching = asyncio.create_task(fetch(joiner, donor))
         await until(lambda: not donor.faults.gate.is_set())
         with pytest.raises(SkipstoneError):
@@ -322,25 +322,25 @@ async def test_a_cancelled_download_gives_its_vectors_back():
         fetching.cancel()
         with pytest.raises(asyncio.CancelledError):
             await fetching
-        lent = [shelf.spare(), shelf.spare()]
+        lent = [store.spare(), store.spare()]
         with pytest.raises(ResourceExhausted):
-            shelf.spare()
-        shelf.give_back(*lent[0])
+            store.spare()
+        store.give_back(*lent[0])
         donor.faults.gate.set()
         assert same(await fetch(joiner, donor), ANCHOR)
 
 
 async def test_a_reader_cannot_keep_a_state_for_ever():
     clock = ManualClock()
-    shelf = AnchorStore(state(0), clock.monotonic)
-    donor = Donor(MODULE, shelf, clock, STATE_CODECS["planes"], ComputeThread(), NOWHERE)
-    question = Question(QuestionAbout.STATE, module=MODULE, digest=shelf.current.version.digest)
+    store = AnchorStore(state(0), clock.monotonic)
+    donor = Donor(MODULE, store, clock, STATE_CODECS["planes"], ComputeThread(), NOWHERE)
+    question = Question(QuestionAbout.STATE, module=MODULE, digest=store.current.version.digest)
     kept_s = 0.0
     for number in range(1, 100):
-        if shelf.get(question.digest) is None:
+        if store.get(question.digest) is None:
             break
         await donor.answer(ASKER, question)
-        shelf.put(written(state(number), *shelf.spare()))
+        store.put(written(state(number), *store.spare()))
         clock.now += 30.0
         kept_s += 30.0
     with pytest.raises(Rejected):
