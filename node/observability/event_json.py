@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import typing
 from collections.abc import Callable
 from typing import Any, TextIO
@@ -14,6 +15,7 @@ from swarm.vocabulary.errors import ProtocolViolation
 MAX_LINE_BYTES = 64 * 1024
 """Longer lines are not events; a reader refuses them before it parses them."""
 
+_MS_AT_END = re.compile(rb',"ms":(\d{1,15})}\s*$')
 _KINDS: dict[str, type[Any]] = {kind.NAME: kind for kind in typing.get_args(Event)}
 
 
@@ -46,6 +48,12 @@ def event_to_json(event: Event, ms: int | None = None) -> str:
     if ms is not None:
         table["ms"] = ms
     return json.dumps(table, allow_nan=False, separators=(",", ":"))
+
+
+def ms_of(line: bytes) -> int:
+    """When a line of a log was written, in milliseconds since the log began; 0 when it does not say so."""
+    found = _MS_AT_END.search(line)
+    return int(found[1]) if found else 0
 
 
 def event_from_json(line: str | bytes) -> Event | None:

@@ -10,7 +10,7 @@ from node.lab.audit.findings import Findings, Life, Spot, Violation
 from node.lab.audit.round_audit import RoundCheck
 from node.lab.audit.token_audit import TokenCheck
 from node.lab.audit.visit_audit import VisitCheck
-from node.observability.event_json import event_from_json
+from node.observability.event_json import event_from_json, ms_of
 from node.observability.events import Ended, Event, Started
 from swarm.vocabulary.errors import ProtocolViolation
 
@@ -78,6 +78,7 @@ class LogCheck:
             elif isinstance(event, Ended):
                 life.ended_ms = event.unix_ms
             elif event is not None:
+                life.now_ms = life.began_ms + ms_of(line)
                 for check in self._checks:
                     check.take(life, spot, event)
         self._torn += cut is not None

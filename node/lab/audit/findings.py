@@ -22,6 +22,8 @@ class Life:
 
     peer: str
     began_ms: int
+    now_ms: int = 0
+    """When the line was written that was read last, by this peer's clock; so are the others."""
     ended_ms: int | None = None
     """None when the log has no clean end: the process was killed, or its disk was full."""
 

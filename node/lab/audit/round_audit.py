@@ -11,9 +11,9 @@ of a module:
   more, and need not have joined; nor need those that have moved to another module, or were started again and stopped
   before they served.
 * the same end: of the replicas of a module that stopped in good order, those that did so within END_MS of the last one
-  hold the same digest of the newest round; one that is a single round behind is let pass if it holds what the others
-  held then, because a node that is asked to stop while a round is being applied may go before it has it. One that is
-  two behind has missed a whole round unnoticed, which catching up is there to prevent.
+  hold the same digest of the newest round that there was when they stopped; one that is a single round behind is let
+  pass if it holds what the others held then, because a node that is asked to stop while a round is being applied may go
+  before it has it. One that is two behind has missed a whole round unnoticed, which catching up is there to prevent.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class _Held:
     """Taken over from others, not made in a round of its own."""
     spot: Spot
     life: Life
+    at_ms: int
 
     @property
     def anchor(self) -> tuple[int, str]:
@@ -86,7 +87,7 @@ class RoundCheck:
         if history and history[-1].life is life and history[-1].round > event.round:
             message = f"module {event.module} goes back from round {history[-1].round} to {event.round}"
             self._findings.violate("rounds go forward", spot, message)
-        history.append(_Held(event.round, event.digest, fetched, spot, life))
+        history.append(_Held(event.round, event.digest, fetched, spot, life, life.now_ms))
 
     def judge(self) -> Findings:
         """What is wrong, and how much there was."""
@@ -146,21 +147,21 @@ class RoundCheck:
                 ends[peer] = (ended_ms, history[-1])
         last_ms = max((ended_ms for ended_ms, _ in ends.values()), default=0)
         together = {peer: held for peer, (ended_ms, held) in ends.items() if last_ms - ended_ms <= END_MS}
-        newest = max((held.round for held in together.values()), default=0)
-        first = next((held for held in together.values() if held.round == newest), None)
-        before = {
-            held.anchor
-            for peer, at_end in together.items()
-            if at_end.round == newest
-            for held in histories[peer]
-            if held.round == newest - 1
-        }
         for peer, held in sorted(together.items()):
-            one_behind = held.round == newest - 1 and (not before or held.anchor in before)
-            if first is not None and held.anchor != first.anchor and not one_behind:
+            others = [[each for each in histories[other] if each.at_ms <= ends[peer][0]] for other in together]
+            newest = max((history[-1] for history in others if history), key=lambda each: each.round, default=held)
+            before = {
+                each.anchor
+                for history in others
+                if history and history[-1].round == newest.round
+                for each in history
+                if each.round == newest.round - 1
+            }
+            one_behind = held.round == newest.round - 1 and (not before or held.anchor in before)
+            if held.round <= newest.round and held.anchor != newest.anchor and not one_behind:
                 message = (
                     f"at the end {peer} holds module {module} at round {held.round} ({held.digest[:12]}),"
-                    f" others at round {newest} ({first.digest[:12]})"
+                    f" others at round {newest.round} ({newest.digest[:12]})"
                 )
                 self._findings.violate("the same end", held.spot, message)
 

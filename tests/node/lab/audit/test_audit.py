@@ -48,6 +48,8 @@ class Log:
     events: list[Event] = field(default_factory=list)
     end: int | None = 1000
     began: int = 1
+    ms_each: int = 0
+    """Between two events."""
     torn: bool = False
 
     def lines(self) -> Iterator[Line]:
@@ -55,7 +57,7 @@ class Log:
         if self.end is not None:
             events.append(Ended(self.peer, self.end))
         for number, event in enumerate(events, start=1):
-            yield Spot(self.peer, number), event_to_json(event).encode() + b"\n"
+            yield Spot(self.peer, number), event_to_json(event, self.ms_each * (number - 1)).encode() + b"\n"
         if self.torn:
             yield Spot(self.peer, len(events) + 1), b'{"event":"vis'
 
@@ -256,6 +258,9 @@ def test_at_the_end_all_hold_the_same_or_what_came_just_before() -> None:
     assert judged(Log(A, ahead), Log(A2, [commit(A2, 1)])).violations == ()
     behind = judged(Log(A, [*ahead, commit(A, 3, NEXT)]), Log(A2, [commit(A2, 1)]))
     assert rules(behind) == [("the same end", f"{A2}:2")]
+    went_on = Log(A, [*ahead, commit(A, 3, NEXT)], ms_each=400, end=2000)
+    assert judged(went_on, Log(A2, [commit(A2, 1)], end=1000)).violations == (), "round 3 came after A2 had stopped"
+    assert rules(judged(went_on, Log(A2, [commit(A2, 1)], end=1500))) == [("the same end", f"{A2}:2")]
     left_early = judged(Log(A, [*ahead, commit(A, 3, NEXT)], end=100_000), Log(A2, [commit(A2, 1)]))
     assert left_early.violations == ()
 
