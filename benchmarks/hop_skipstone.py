@@ -176,7 +176,7 @@ async def peer_of_two(
         custody = Custody(identity.peer, DEFAULT_SLOTS, replicas)
         routes = Routes(identity, RUN)
         admission = Admission(manifest, identity.peer, module, routes.fault)
-        codecs = LinkCodecs(manifest, worker.tensor, clock, lambda peer: 0.0, transport.round_trip_s)
+        codecs = LinkCodecs(manifest, worker.tensor, lambda peer: 0.0, transport.goodput_bytes_per_s)
         on_thread = WorkerThread(worker, compute, clock)
         runner = MicrobatchRunner(custody, admission, on_thread, transport, codecs, Uncounted(), clock)
         async with transport, asyncio.TaskGroup() as tasks:
@@ -184,6 +184,7 @@ async def peer_of_two(
             connection.send(own.announcement())
             other = await asyncio.to_thread(connection.recv)
             book.replace_all([other])
+            membership.observe(other, now=clock.monotonic(), wall=clock.wall())
             connection.send("ready")
             running = tasks.create_task(runner.run())
             with runner.receiving(dispatcher), runner.ending_at(ends or PathEnds()):
