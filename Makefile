@@ -20,7 +20,7 @@ FIND_PYTHON = for candidate in $(PYTHON) python3.11 python3.12 python3.13 python
 help:
 	@echo "make swarm   train with a local swarm of real processes (ARGS=... goes to skipstone up)"
 	@echo "make test    run the tests"
-	@echo "make test-long   run the few that shorter ones make nearly superfluous (3 minutes)"
+	@echo "make test-long   run the few that shorter ones make nearly superfluous (6 minutes)"
 	@echo "make containers   test the image and the compose file on a container engine (3 minutes and more)"
 	@echo "make lint    ruff, its formatter in check mode, mypy"
 	@echo "make proto   generate protocol/generated from proto/"

@@ -29,9 +29,7 @@ SCHEDULE = {"kind": "cosine", "warmup_steps": 5, "total_steps": 5000, "final_rat
     "kind",
     [
         "forged-rosters",
-        "tokens",
-        "last-number",
-        *(pytest.param(kind, marks=pytest.mark.long) for kind in ("steps", "ahead")),
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in ("tokens", "last-number", "steps", "ahead")),
     ],
 )
 async def test_a_liar_ends_neither_rounds_nor_the_model_nor_the_learning_rate(tmp_path: Path, kind: str) -> None:

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 LIAR = 3
 
 
-@pytest.mark.parametrize("kind", ["mean-reversed", "mean-elsewhere"])
+@pytest.mark.parametrize("kind", [pytest.param("mean-reversed", marks=pytest.mark.long), "mean-elsewhere"])
 async def test_a_reducer_that_lies_is_named_by_all_and_rounds_go_on_without_it(tmp_path: Path, kind: str) -> None:
     """The first lie is objected to before the commit; the other, which points away from nobody's contribution, is found
     by audits."""
