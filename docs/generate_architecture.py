@@ -141,9 +141,7 @@ def _walk(way: walks.Way) -> str:
     count, files, changes, returns = walks.figures(way)
     rows = [f"{count} steps, {files} files, {changes} changes of the file, {returns} returns to one that was left."]
     rows += ["", "| stage | steps |", "|---|---|"]
-    for stage, lines in way.items():
-        found = " > ".join(f"`{line.strip()}`" for line in lines.splitlines() if line.strip())
-        rows.append(f"| {stage} | {found} |")
+    rows += [f"| {name} | {' > '.join(f'`{visit}`' for visit in walks.visits(stage))} |" for name, stage in way.items()]
     return "\n".join(rows)
 
 

@@ -322,11 +322,16 @@ ROUND: Final[Way] = {
 }
 
 
+def visits(stage: str) -> list[str]:
+    """A stage's files in order, each with its functions."""
+    return [line.strip() for line in stage.splitlines() if line.strip()]
+
+
 def steps(way: Way) -> Iterator[tuple[str, str]]:
     """File and function of each step."""
-    for lines in way.values():
-        for line in filter(None, map(str.strip, lines.splitlines())):
-            file, _, functions = line.partition(": ")
+    for stage in way.values():
+        for visit in visits(stage):
+            file, _, functions = visit.partition(": ")
             yield from ((file, function) for function in functions.split(", "))
 
 
@@ -334,5 +339,5 @@ def figures(way: Way) -> tuple[int, int, int, int]:
     """How many steps a way has, through how many files, with how many changes of the file, and how many of these return
     to one that was left before."""
     files = [file for file, _ in steps(way)]
-    visits = [file for before, file in zip([None, *files[:-1]], files, strict=True) if file != before]
-    return len(files), len(set(files)), len(visits) - 1, len(visits) - len(set(visits))
+    entered = [file for before, file in zip([None, *files[:-1]], files, strict=True) if file != before]
+    return len(files), len(set(files)), len(entered) - 1, len(entered) - len(set(entered))

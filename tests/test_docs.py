@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,13 @@ ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted((ROOT / "docs").glob("*.md"))
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 SOURCE = r"(?:swarm|protocol|node|proto|tests|benchmarks|docs)/[\w/]+\.(?:py|proto|md)"
+
+
+@cache
+def defined_in(file: str) -> frozenset[str]:
+    """The names of all functions and classes; a walk comes to most files several times."""
+    tree = ast.parse((ROOT / file).read_text())
+    return frozenset(node.name for node in ast.walk(tree) if isinstance(node, DEFINITIONS))
 
 
 def name_of(path: Path) -> str:
@@ -30,9 +38,7 @@ def test_the_reference_is_generated_from_the_contract() -> None:
 @pytest.mark.parametrize("way", [walks.MICROBATCH, walks.ROUND], ids=["microbatch", "round"])
 def test_the_code_has_every_step_of_the_walks(way: walks.Way) -> None:
     for file, name in walks.steps(way):
-        tree = ast.parse((ROOT / file).read_text())
-        defined = {node.name for node in ast.walk(tree) if isinstance(node, DEFINITIONS)}
-        assert name in defined, f"{file}: {name}"
+        assert name in defined_in(file), f"{file}: {name}"
 
 
 def test_the_generated_parts_of_the_architecture_are_those_of_the_code() -> None:
