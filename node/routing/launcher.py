@@ -29,7 +29,7 @@ from swarm.vocabulary.types import MicrobatchId, ModuleId, Path, PeerId, short
 log = logging.getLogger(__name__)
 
 LIFETIME_IN_PATHS = 20
-"""A microbatch of which nothing has been heard for so many expected path times is given up."""
+"""A microbatch of which nothing has been heard for so many times as its path usually takes is given up."""
 LOOK_AGAIN_S = 0.5
 
 
@@ -154,8 +154,7 @@ class DataNode(PathEnds):
                 self._events.emit(Resumed(str(module)))
 
     def _lifetime(self, path: Path) -> float:
-        expected = self._planner.expected_s(path)
-        return min(LONGEST_LIFETIME_S, max(SHORTEST_LIFETIME_S, LIFETIME_IN_PATHS * expected))
+        return min(LONGEST_LIFETIME_S, max(SHORTEST_LIFETIME_S, LIFETIME_IN_PATHS * self._planner.usual_s(path)))
 
     # ---- node.pipeline.interfaces.PathEnds ---------------------------------------------------------------------------
 

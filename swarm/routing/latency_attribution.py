@@ -142,7 +142,7 @@ class PathTimes:
             for hop in journey.path.hops:
                 known = self._times.visit(hop.peer)
                 most = math.inf if known is None else known.mean * (1 + LOST_ADDS / known.gain)
-                self._times.visited(hop.peer, min(max(LOST_S, now - journey.begun), most))
+                self._times.lost(hop.peer, min(max(LOST_S, now - journey.begun), most))
 
     # ---- samples -------------------------------------------------------------------------------------------------
 

@@ -66,6 +66,8 @@ class MeasuredTimes:
     def __init__(self, own: PeerId, tokens: int) -> None:
         self._own, self._tokens = own, tokens
         self._visits: _Averages[PeerId] = _Averages(MAX_PEERS)
+        self._brought_back: _Averages[PeerId] = _Averages(MAX_PEERS)
+        """The visits without those that were lost."""
         self._forward: _Averages[PeerId] = _Averages(MAX_PEERS)
         self._backward: _Averages[PeerId] = _Averages(MAX_PEERS)
         self._links: _Averages[frozenset[PeerId]] = _Averages(MAX_LINKS)
@@ -76,7 +78,13 @@ class MeasuredTimes:
 
     def visited(self, peer: PeerId, seconds: float, queue: int = 0) -> None:
         """A microbatch spent so long at the peer, out and back, which had `queue` others of ours before it."""
-        self._visits.add(peer, max(0.0, seconds) / (1 + max(0, queue)))
+        service_s = max(0.0, seconds) / (1 + max(0, queue))
+        self._visits.add(peer, service_s)
+        self._brought_back.add(peer, service_s)
+
+    def lost(self, peer: PeerId, seconds: float) -> None:
+        """A microbatch whose path went through the peer has not come back; it counts as a visit of so long."""
+        self._visits.add(peer, seconds)
 
     def computed(self, peer: PeerId, direction: Direction, seconds: float) -> None:
         (self._forward if direction is Direction.FORWARD else self._backward).add(peer, seconds)
@@ -107,6 +115,22 @@ class MeasuredTimes:
             return Reasoned(known.mean, f"measured {known.samples} times")
         source = "announced" if announced_tokens_per_s > 0 else "unknown"
         return Reasoned(self._announced_s(announced_tokens_per_s), source)
+
+    def has_brought_back(self, peer: PeerId) -> bool:
+        """Whether a microbatch of ours has ever come back from the peer."""
+        return self._brought_back.get(peer) is not None
+
+    def usual_s(self, peer: PeerId, announced_tokens_per_s: float) -> float:
+        """Seconds of a visit that comes back, with an empty queue: what to wait for before it is taken for lost.
+
+        What was lost says nothing of it, else whoever keeps what it gets would be waited for longer each time. A peer
+        that has brought nothing back is taken to be as slow as the slowest that has, whatever it announces.
+        """
+        known = self._brought_back.get(peer)
+        if known is not None:
+            return known.mean
+        others = self._brought_back.means().values()
+        return max(others) if others else self._announced_s(announced_tokens_per_s)
 
     def longest_unmeasured(self, peers: Sequence[PeerId]) -> PeerId:
         """Of these, one that was never visited, else the one whose last visit is the oldest.

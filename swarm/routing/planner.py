@@ -123,9 +123,9 @@ class Planner:
         """No path goes through the peer for so many seconds as are returned (see `Membership.leave_out`)."""
         return self._membership.leave_out(peer, now)
 
-    def expected_s(self, path: Path) -> float:
-        """Seconds that the path's peers together should take, out and back, with empty queues."""
-        return sum(self._service(hop.peer) for hop in path.hops)
+    def usual_s(self, path: Path) -> float:
+        """Seconds that the path's peers together take when they bring it back, with empty queues."""
+        return sum(self._times.usual_s(hop.peer, self._announced_speed(hop.peer)) for hop in path.hops)
 
     def unserved(self, now: float) -> tuple[ModuleId, ...]:
         """The modules that no peer serves any more, whether or not the next path would need them."""
@@ -206,7 +206,7 @@ class Planner:
 
         Announcing any speed costs nothing: whoever did would have everything that we have under way.
         """
-        unmeasured = frozenset(peer for peer in replicas if self._times.visit(peer) is None)
+        unmeasured = frozenset(peer for peer in replicas if not self._times.has_brought_back(peer))
         if len(unmeasured) == len(replicas):
             return frozenset()
         return frozenset(peer for peer in unmeasured if in_flight.get(peer, 0))
@@ -222,10 +222,9 @@ class Planner:
         hops = tuple(Hop(module, peer) for module, peer in zip(modules, peers, strict=True) if peer is not None)
         return Reasoned(Path(self._membership.own, hops), reason)
 
-    def _service(self, peer: PeerId) -> float:
+    def _announced_speed(self, peer: PeerId) -> float:
         announcement = self._membership.get(peer)
-        speed = 0.0 if announcement is None else announcement.tokens_per_second
-        return self._times.visit_s(peer, speed).value
+        return 0.0 if announcement is None else announcement.tokens_per_second
 
     def _after_all(self, announcement: Announcement, in_flight: Mapping[PeerId, int]) -> Reasoned[float]:
         """Its expected finish after what it says that it has, or what we know that it has."""

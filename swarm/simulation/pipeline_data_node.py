@@ -73,7 +73,7 @@ class DataNode:
             flight = self.flights.start(plan, now)
             self._times.launched(flight.microbatch, plan, load, now)
             self.started(flight)
-            lifetime_s = self.world.ground.lifetime_s(self.planner.expected_s(plan))
+            lifetime_s = self.world.ground.lifetime_s(self.planner.usual_s(plan))
             self.peer.handle(Started(flight.microbatch, plan, Purpose.TRAIN, lifetime_s))
 
     def turned(self, key: Key) -> None:

@@ -144,7 +144,7 @@ class Company:
 async def company(folder: Path) -> AsyncIterator[Company]:
     """Every stage has one honest peer. At the end each microbatch has been completed or given up, once."""
     manifest = small_run(write_text(folder / "text"), blocks=(0, 1, 1))
-    async with LocalSwarm(manifest, LocalSwarmOptions(peers=3, threads=1)) as swarm:
+    async with LocalSwarm(manifest, LocalSwarmOptions(peers=3, threads=1, log_dir=folder / "logs")) as swarm:
         watch = Watch(swarm)
         await watch.step(3)
         targets = await find_targets(swarm.link, HIDDEN, manifest.modules())

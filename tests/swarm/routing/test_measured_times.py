@@ -37,6 +37,20 @@ def test_without_a_measurement_the_announcement_counts_and_without_that_a_consta
         assert times.visit_s(A, unusable).value == TOKENS / UNKNOWN_TOKENS_PER_S
 
 
+def test_what_was_lost_makes_a_peer_slow_and_nobody_waits_longer_for_it() -> None:
+    times = MeasuredTimes(DATA, TOKENS)
+    assert times.usual_s(A, 50.0) == 2.0, "nothing has come back from anybody: what it announces"
+    times.visited(B, 3.0)
+    times.visited(C, 1.0)
+    for seconds in (60.0, 1200.0):
+        times.lost(A, seconds)
+        times.lost(C, seconds)
+    assert times.visit_s(A, 50.0).value == 630.0
+    assert times.usual_s(A, 50.0) == 3.0, "as the slowest that has brought something back"
+    assert times.usual_s(C, 50.0) == 1.0
+    assert [times.has_brought_back(peer) for peer in (A, B, C)] == [False, True, True]
+
+
 def test_nonsense_measurements_do_no_harm() -> None:
     times = MeasuredTimes(DATA, TOKENS)
     times.visited(A, -1.0, queue=-5)

@@ -189,6 +189,8 @@ def test_who_has_brought_nothing_back_gets_one_at_a_time_where_others_have() -> 
     times.visited(FAST, 1.0)
     assert chosen(planner) == LIAR
     assert chosen(planner, {LIAR: 1, FAST: 9}) == FAST
+    times.lost(LIAR, 0.2)
+    assert chosen(planner, {LIAR: 1}) == FAST, "it has still brought nothing back"
     times.visited(LIAR, 0.01)
     assert chosen(planner, {LIAR: 1}) == LIAR, "it was no lie"
 
