@@ -4,17 +4,19 @@ is."""
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Generic, TypeVar
 
 from node.local_swarm.local_swarm import LocalSwarm
 from node.observability.event_json import event_from_json
-from node.observability.events import CaughtUp, Event, PeerChange, Restored, RoundCommitted, RoundProgress
+from node.observability.events import CaughtUp, Event, PeerChange, Restored, RoundCommitted, RoundProgress, Step
 
 PATIENCE_S = 240.0
 """A bound for what should take seconds: it ends a run that hangs, and says nothing about speed."""
@@ -49,12 +51,16 @@ class RoundWatch:
     swarm: LocalSwarm
     module: str
     stands: list[Stand] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    """Of all data nodes' steps."""
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def take(self, event: Event) -> None:
         match event:
             case RoundCommitted() | CaughtUp() | Restored() if event.module == self.module:
                 self.stands.append(Stand(time.monotonic(), event))
+            case Step():
+                self.losses.append(event.loss)
         self._news.set()
 
     async def until(self, find: Callable[[], Found | None], patience_s: float = PATIENCE_S) -> Found:
@@ -64,6 +70,11 @@ class RoundWatch:
                 self._news.clear()
                 await self._news.wait()
         return found
+
+    async def loss_below(self, wanted: float) -> None:
+        """Until the median of the last ten steps is. However slow the machine was: replicas that find each other late
+        have each stepped alone, and what they hold together at first is worth little."""
+        await self.until(lambda: True if median(self.losses[-10:] or [math.inf]) < wanted else None)
 
     def holding(self) -> dict[str, Stand]:
         """Where each replica stands now."""
