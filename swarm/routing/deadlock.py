@@ -11,9 +11,10 @@ orders.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from swarm.routing.cost_model import Route
+from swarm.routing.cost_model import Costs, Route
 from swarm.vocabulary.types import PeerId
 
 Arrows = dict[PeerId, set[PeerId]]
@@ -50,6 +51,15 @@ def closes_a_circle(
         _draw(arrows, known)
         _draw(arrows, in_order(known, stage_of))
     return any(_leads(arrows, earlier, later) for later, earlier in back)
+
+
+def crowded_by(plan: Mapping[PeerId, Sequence[Route]], costs: Costs) -> Callable[[PeerId], bool]:
+    """Whether the routes of a plan can bring more microbatches at once to a peer than it has slots for."""
+    most: Counter[PeerId] = Counter()
+    for data_node, routes in plan.items():
+        for peer, count in Counter(peer for route in routes for peer in route).items():
+            most[peer] += min(costs.slots[data_node], count)
+    return lambda peer: most[peer] > costs.slots[peer]
 
 
 def _draw(arrows: Arrows, way: Iterable[PeerId]) -> None:

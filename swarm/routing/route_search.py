@@ -47,14 +47,21 @@ def candidates(
 
 
 def cheapest_by_set(
-    costs: Costs, data_node: PeerId, price: Mapping[PeerId, float], *trees: OrderTree, nearest: int = NEAREST
+    costs: Costs,
+    data_node: PeerId,
+    price: Mapping[PeerId, float],
+    *trees: OrderTree,
+    nearest: int = NEAREST,
+    among: Sequence[Sequence[PeerId]] | None = None,
 ) -> dict[frozenset[int], Priced]:
     """The cheapest route for every set of stages in the trees; sets that no live replica serves are missing.
 
     Args:
         price: seconds for a visit to each peer, waiting and what it costs others included; links come on top, twice.
+        among: the replicas of each stage that may be on it; the `nearest` ones where not given.
     """
-    walk = _Walk(costs, price, candidates(costs, data_node, price, nearest), data_node)
+    peers = candidates(costs, data_node, price, nearest) if among is None else tuple(among)
+    walk = _Walk(costs, price, peers, data_node)
     for tree in trees:
         walk.down(tree, frozenset(), [(0.0, data_node, ())])
     return walk.best

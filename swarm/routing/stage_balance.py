@@ -26,8 +26,9 @@ from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.routing_messages import MAX_LANES, MAX_VISITS
 from swarm.vocabulary.types import Hop
 
-FREE_LANES = 24
-"""Of all data nodes together, at least, when they launch as fast as they can."""
+FREE_ROUTES = 24
+"""Of all data nodes together, at least, when they launch as fast as they can: the routes through a stage are shared out
+over its replicas, and a fast one may deserve several times what a slow one does."""
 
 
 def ring_stages(stages: int, per_path: int, turn: int) -> tuple[int, ...]:
@@ -56,17 +57,22 @@ def lanes_for(rules: PathRules, data_nodes: int, microbatches: int) -> int:
     return most
 
 
-def free_lanes(rules: PathRules, data_nodes: int) -> int:
-    """Lanes of each data node when each launches as fast as it can.
+def free_lanes(rules: PathRules) -> int:
+    """The fewest lanes of each data node when each launches as fast as it can: enough that it visits all stages equally
+    often by itself, whatever the others do."""
+    return min(max(1, rules.skippable) // gcd(max(1, rules.skippable), rules.per_path), _most_lanes(rules))
 
-    Enough that it visits all stages equally often by itself, whatever the others do, and that all data nodes together
-    have FREE_LANES: the lanes on a stage are shared out over its replicas, and a fast one may deserve several times
-    what a slow one does.
+
+def routes_each(rules: PathRules, data_nodes: int, lanes: int, microbatches: int | None) -> int:
+    """How many routes of single microbatches each data node may tell, a multiple of its lanes.
+
+    Those of an iteration, or as many as divide it into equal rounds; where each launches as fast as it can as many as
+    make FREE_ROUTES of all data nodes together.
     """
-    period = max(1, rules.skippable) // gcd(max(1, rules.skippable), rules.per_path)
-    most = max(1, _most_lanes(rules) // period) * period
-    wanted = -(-FREE_LANES // max(1, data_nodes))
-    return min(-(-wanted // period) * period, most, _most_lanes(rules))
+    most = max(1, _most_lanes(rules) // lanes)
+    if microbatches is None:
+        return lanes * min(most, -(-FREE_ROUTES // (lanes * max(1, data_nodes))))
+    return lanes * max((n for n in range(1, most + 1) if microbatches % (n * lanes) == 0), default=1)
 
 
 def _most_lanes(rules: PathRules) -> int:

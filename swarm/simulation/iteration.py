@@ -52,6 +52,9 @@ class Iteration:
     plan: Plan
     played: Forecast
     planning_cpu_s: float
+    """Of all data nodes together."""
+    planning_cpu_each_s: float
+    """Of the one with the most."""
     bound_s: float
     talk: TalkSoFar
     visits: Mapping[int, int]
@@ -88,7 +91,8 @@ def run_iterations(
             peer: launched(talking.lanes_at(peer, begins), instance.microbatches) for peer in instance.costs.data_nodes
         }
         so_far = SILENCE if conduct.cold else talking.so_far()
-        done.append(played(instance, plan, world, talking.cpu_s, bound_s, so_far))
+        cpu_s = talking.cpu_s, max(talking.cpu_each_s.values())
+        done.append(played(instance, plan, world, cpu_s, bound_s, so_far))
         if math.isinf(done[-1].played.makespan_s):
             break
         begins += done[-1].played.makespan_s
@@ -99,12 +103,16 @@ def played(
     instance: Instance,
     plan: Plan,
     world: Costs | None,
-    cpu_s: float,
+    cpu_s: tuple[float, float],
     bound_s: float,
     talk: TalkSoFar = SILENCE,
 ) -> Iteration:
-    """The iteration that comes of a plan in the world as it is."""
+    """The iteration that comes of a plan in the world as it is.
+
+    Args:
+        cpu_s: that planning took, all data nodes together and the one with the most.
+    """
     forecasted = forecast(instance.costs if world is None else world, plan)
     stage_of = instance.costs.stage_of()
     counted = visits((stage_of[peer] for peer in route) for routes in plan.values() for route in routes)
-    return Iteration(plan, forecasted, cpu_s, bound_s, talk, counted)
+    return Iteration(plan, forecasted, *cpu_s, bound_s, talk, counted)

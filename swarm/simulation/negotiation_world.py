@@ -95,7 +95,8 @@ class Talking:
         self._trades: set[tuple[PeerId, int]] = set()
         self._times: dict[PeerId, list[float]] = {peer: [] for peer in beliefs}
         self._launches: dict[PeerId, list[tuple[Route, ...]]] = {peer: [] for peer in beliefs}
-        self.cpu_s = 0.0
+        self.cpu_each_s: dict[PeerId, float] = dict.fromkeys(beliefs, 0.0)
+        """Of each data node, dead ones included."""
         self.machines = {peer: Negotiator(peer, rules, talk) for peer in beliefs}
         members = frozenset(map(Member, beliefs))
         for peer, costs in beliefs.items():
@@ -139,6 +140,11 @@ class Talking:
         place = bisect_right(self._times[peer], now)
         return self._launches[peer][place - 1] if place else ()
 
+    @property
+    def cpu_s(self) -> float:
+        """Of all data nodes together."""
+        return math.fsum(self.cpu_each_s.values())
+
     def so_far(self) -> TalkSoFar:
         """How much was said."""
         changes = [time for times in self._times.values() for time in times[1:]]
@@ -155,7 +161,7 @@ class Talking:
         machine = self.machines[peer]
         began = self._cpu_clock()
         actions, wakes = machine.handle(event, self._now), machine.wakes_at
-        self.cpu_s += self._cpu_clock() - began
+        self.cpu_each_s[peer] += self._cpu_clock() - began
         for action in actions:
             if isinstance(action, Tell):
                 self._send(peer, action)

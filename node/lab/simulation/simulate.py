@@ -53,6 +53,7 @@ class Simulated:
         return {
             "makespan_seconds": last.played.makespan_s,
             "planning_cpu_seconds": last.planning_cpu_s,
+            "planning_cpu_seconds_per_data_node": last.planning_cpu_each_s,
             "lower_bound_seconds": last.bound_s,
             "paths": [
                 {"data_node": index_of(data_node), "peers": [index_of(peer) for peer in route]}

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from swarm.routing.cost_model import Costs, Route
-from swarm.routing.deadlock import closes_a_circle, in_order
+from swarm.routing.deadlock import closes_a_circle, crowded_by, in_order
 from swarm.routing.lane_book import LaneBook, LaneId
 from swarm.routing.negotiation.groups import Group, share_of
 from swarm.routing.negotiation.negotiation_events import TalkRules
 from swarm.routing.path_rules import PathRules, order_tree
-from swarm.routing.stage_balance import fair_sets, free_lanes, lanes_for
+from swarm.routing.stage_balance import fair_sets, free_lanes, lanes_for, routes_each, visits
 from swarm.vocabulary.routing_messages import Lane, Standing
 from swarm.vocabulary.types import PeerId
 
@@ -37,13 +38,20 @@ class View:
         self._group = group
         self.epoch = group.epoch
         each = talk.microbatches
-        self.lanes = free_lanes(rules, group.total) if each is None else lanes_for(rules, group.total, each)
+        self.lanes = free_lanes(rules) if each is None else lanes_for(rules, group.total, each)
+        self.singles = routes_each(rules, group.total, self.lanes, each)
+        """Routes of single microbatches of a data node that has refined its lanes."""
         self.others = tuple(member.peer for member in group.members if member.peer != own)
         self.versions: dict[PeerId, int] = {own: 0}
         count = len(group.members)
         sets = fair_sets(rules, count * self.lanes, group.first * self.lanes)
         self.stages: dict[LaneId, frozenset[int]] = {}
         """What the lanes have to visit. One for which some stage has nobody has an empty route."""
+        self._refined_stages: tuple[frozenset[int], ...] = ()
+        self.refined: dict[PeerId, tuple[Route, ...]] = {}
+        """The routes of those that have refined their lanes. In the book they stand with the first ones."""
+        self._visits: dict[PeerId, Counter[int]] = {}
+        """What the refined routes of each other data node have to visit, all together."""
         self.costs, self._exclusive = share_of(costs, group)
         self.book = LaneBook(self.costs, rules, self.lanes)
         self._ahead = replace(rules, max_back_stops=0)
@@ -63,6 +71,10 @@ class View:
 
     def standing_of(self, peer: PeerId) -> Standing:
         """How a data node stands, as far as we know."""
+        if peer in self.refined:
+            alone_s = self.book.alone_s((peer, 0))
+            singles = tuple(Lane(route, self.book.stages(route), alone_s) for route in self.refined[peer])
+            return Standing(peer, self.versions[peer], singles)
         held = [(peer, k) for k in range(self.lanes)]
         lanes = tuple(Lane(self.book.routes[lane], self.stages[lane], self.book.alone_s(lane)) for lane in held)
         return Standing(peer, self.versions[peer], lanes)
@@ -72,15 +84,63 @@ class View:
         peer = standing.peer
         if peer not in self.others or standing.version <= self.versions.get(peer, -1):
             return False
-        if len(standing.lanes) != self.lanes:
+        if not self._is_possible(standing):
             return False
         self.versions[peer] = standing.version
-        for k, lane in enumerate(standing.lanes):
+        self._visits[peer] = self._visits_of(standing)
+        self.refined.pop(peer, None)
+        if len(standing.lanes) > self.lanes:
+            self.refined[peer] = tuple(lane.route for lane in standing.lanes)
+        for k, lane in enumerate(standing.lanes[: self.lanes]):
             if (peer, k) in self.book.routes:
                 self.book.leave((peer, k))
             self.stages[peer, k] = lane.stages
             self.book.enter((peer, k), lane.route, lane.alone_s)
         return True
+
+    def _is_possible(self, standing: Standing) -> bool:
+        """Whether there are as many lanes as there should be; and if they are refined, that they visit what the lanes
+        did: nobody else has agreed to anything else."""
+        if len(standing.lanes) == self.lanes:
+            return True
+        known = self._visits.get(standing.peer)
+        return len(standing.lanes) == self.singles and known in (None, self._visits_of(standing))
+
+    def _visits_of(self, standing: Standing) -> Counter[int]:
+        """By all its microbatches together."""
+        each = self.singles // len(standing.lanes)
+        return Counter({stage: each * count for stage, count in visits(lane.stages for lane in standing.lanes).items()})
+
+    # ---- single routes -------------------------------------------------------------------------------------------
+
+    def plan(self) -> dict[PeerId, tuple[Route, ...]] | None:
+        """The routes of all data nodes' microbatches in launch order; None while somebody is not known, or a route has
+        lost a peer."""
+        if len(self.versions) <= len(self.others):
+            return None
+        plan = {peer: self._singles_of(peer) for peer in (self.own, *self.others)}
+        return plan if all(self._may_be_walked(route) for routes in plan.values() for route in routes) else None
+
+    def _singles_of(self, peer: PeerId) -> tuple[Route, ...]:
+        if peer in self.refined:
+            return self.refined[peer]
+        lanes = [(peer, k) for k in range(self.lanes)]
+        if not all(self._may_be_walked(self.book.routes[lane]) for lane in lanes):
+            return ((),)
+        walked = [self._walked(lane) for lane in lanes]
+        return tuple(walked[k % self.lanes] for k in range(self.singles))
+
+    def _may_be_walked(self, route: Route) -> bool:
+        return bool(route) and self.book.whole(route)
+
+    def refine(self, routes: Sequence[Route]) -> None:
+        """Our microbatches take these routes from now on. Whoever calls this counts the version."""
+        if self.singles == self.lanes:
+            for k, route in enumerate(routes):
+                self.move(k, route, self.book.stages(route))
+        else:
+            self.refined[self.own] = tuple(routes)
+            self._refined_stages = tuple(self.book.stages(route) for route in routes)
 
     def move(self, lane: int, route: Route, stages: frozenset[int]) -> None:
         """A lane of ours changes. Whoever calls this counts the version."""
@@ -93,8 +153,8 @@ class View:
         self.versions[self.own] += 1
 
     def tradable(self, lane: LaneId) -> bool:
-        """Whether all peers of a lane are alive, and serve the stages that its data node says."""
-        return self.book.serves(self.book.routes[lane], self.stages[lane])
+        """Whether all peers of a lane are alive, and serve the stages that its data node says; and it is a lane yet."""
+        return lane[0] not in self.refined and self.book.serves(self.book.routes[lane], self.stages[lane])
 
     # ---- costs ---------------------------------------------------------------------------------------------------
 
@@ -110,11 +170,27 @@ class View:
         self.book = LaneBook(self.costs, self.rules, self.lanes)
         for lane, route in before.routes.items():
             self.book.enter(lane, route, before.alone_s(lane))
+        if self.own in self.refined:
+            return self._replace_lost()
         own = [(self.own, k) for k in range(self.lanes)]
         changed = [self._reckoned(lane) or self._reroute(lane) for lane in own]
         if any(changed):
             self.advance()
         return any(changed)
+
+    def _replace_lost(self) -> bool:
+        """Refined routes of ours with a peer that is gone get the cheapest one for the same stages, as far as there is
+        one."""
+        singles = list(self.refined[self.own])
+        lost = [place for place, route in enumerate(singles) if not self._may_be_walked(route)]
+        for place in lost:
+            stages = self._refined_stages[place]
+            singles[place] = self.book.cheapest(self.own, order_tree(self._ahead, stages)).get(stages, singles[place])
+        changed = tuple(singles) != self.refined[self.own]
+        if changed:
+            self.refined[self.own] = tuple(singles)
+            self.advance()
+        return changed
 
     def _reckoned(self, lane: LaneId) -> bool:
         """Whether a lane of ours takes so much more or less time than we have told that we should tell it."""
@@ -166,7 +242,18 @@ class View:
         or while somebody uses the peers of whose lanes we have not heard, is walked in the order of its stages; by
         other peers if that would be slower than any lane is now.
         """
+        if self.own in self.refined:
+            return tuple(self._walked_single(route) for route in self.refined[self.own] if self._may_be_walked(route))
         return tuple(self._walked(lane) for lane in self._whole())
+
+    def _walked_single(self, route: Route) -> Route:
+        """A refined route; in the order of its stages where a step back might block, as the others' routes are now."""
+        ordered = in_order(route, self.book.stage_of)
+        plan = None if ordered == route else self.plan()
+        if plan is None:
+            return ordered
+        others = {other for routes in plan.values() for other in routes if other != route}
+        return ordered if closes_a_circle(route, others, self.book.stage_of, crowded_by(plan, self.costs)) else route
 
     def _whole(self) -> list[LaneId]:
         """Our lanes that can be walked."""
@@ -182,10 +269,10 @@ class View:
         others = (other for number, other in self.book.routes.items() if number != lane)
         if known and not closes_a_circle(route, others, stage_of, self.book.crowded):
             return route
-        if self.costs.round_trip_s(self.own, ordered) <= max(map(self.book.round_trip_s, self.book.routes)):
+        if self.costs.round_trip_s(lane[0], ordered) <= max(map(self.book.round_trip_s, self.book.routes)):
             return ordered
         stages = self.book.stages(route)
-        return self.book.cheapest(self.own, order_tree(self._ahead, stages)).get(stages, ordered)
+        return self.book.cheapest(lane[0], order_tree(self._ahead, stages)).get(stages, ordered)
 
     # ---- need ----------------------------------------------------------------------------------------------------
 

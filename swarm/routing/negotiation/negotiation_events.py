@@ -30,9 +30,13 @@ class TalkRules:
     repeat_s: float = 1.5
     """News that was not acknowledged are told again after so long, then after twice that, up to `longest_repeat_s`."""
     longest_repeat_s: float = 12.0
-    trades_each: int = 8
-    """Trades that a data node asks for between two changes of the swarm, and two for each of its lanes: nobody talks
-    for ever."""
+    trades_each: int = 2
+    """Trades that a data node asks for between two changes of the swarm: nobody talks for ever."""
+    tasks_each: int = 48_000
+    """Tasks that a data node plays between two changes of the swarm in forecasts for the refinement of its routes: a
+    bound of its CPU time, some 40 ms."""
+    turns_each: int = 2
+    """Turns in which it spends them: all others are told of each that has found something."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ from swarm.routing.negotiation.negotiation_events import (
     Tell,
 )
 from swarm.routing.negotiation.proposals import Search, Wish
+from swarm.routing.negotiation.refining import Refining
 from swarm.routing.negotiation.trades import Asking, Bound, answer_to, decision, helps, offer_for
 from swarm.routing.path_rules import PathRules
 from swarm.vocabulary.routing_messages import Abandon, Accept, Decline, Heard, LaneControl, Offer, Told
@@ -58,6 +59,7 @@ class _Epoch:
 
     view: View
     search: Search
+    refining: Refining
     asking: Asking | None
     bound: Bound | None
 
@@ -74,6 +76,7 @@ class Negotiator:
         self._view: View | None = None
         self._news = News(talk)
         self._search: Search | None = None
+        self._refining: Refining | None = None
         self._asking: Asking | None = None
         self._bound: Bound | None = None
         self._left: dict[bytes, _Epoch] = {}
@@ -104,9 +107,22 @@ class Negotiator:
             times.append(self._asking.until)
         if self._bound is not None:
             times.append(self._bound.repeat_at)
-        if self._search is not None and self._asking is None and self._bound is None:
+        if self._search is not None and self._refining is not None and self._is_free:
             times.append(self._search.wakes_at)
+            if self._may_refine:
+                times.append(self._refining.wakes_at)
         return min(times)
+
+    @property
+    def _may_refine(self) -> bool:
+        """Whether no bargain is under way, and everybody has heard how we stand: what others do not know of us makes
+        their turn worth less, and ours."""
+        return self._is_free and math.isinf(self._news.wakes_at)
+
+    @property
+    def _is_free(self) -> bool:
+        """Whether no bargain is under way."""
+        return self._asking is None and self._bound is None
 
     @property
     def settled(self) -> bool:
@@ -159,19 +175,29 @@ class Negotiator:
         back = self._left.pop(group.epoch, None)
         if back is None:
             view = View(self._own, group, costs, self._rules, self._talk)
-            back, self._costs = _Epoch(view, Search(view, self._talk), None, None), None
+            back = _Epoch(view, Search(view, self._talk), Refining(view, self._talk), None, None)
+            self._costs = None
         else:
             self._costs = costs
-        self._view, self._search, self._asking, self._bound = back.view, back.search, back.asking, back.bound
-        self._search.noticed(now)
+        self._view, self._search, self._refining = back.view, back.search, back.refining
+        self._asking, self._bound = back.asking, back.bound
+        self._noticed(now)
         return [*self._told(self._view, now), *self._launching(self._view, "other data nodes are alive")]
 
     def _leave(self) -> None:
         """Keeps what was agreed in this epoch, for the others may never leave it."""
-        if self._view is not None and self._search is not None:
-            self._left[self._view.epoch] = _Epoch(self._view, self._search, self._asking, self._bound)
+        if self._view is not None and self._search is not None and self._refining is not None:
+            left = _Epoch(self._view, self._search, self._refining, self._asking, self._bound)
+            self._left[self._view.epoch] = left
         while len(self._left) > MOST_LEFT:
             del self._left[next(iter(self._left))]
+
+    def _noticed(self, now: float) -> None:
+        """The view has changed, or the way is free again: whose turn it is, is reckoned anew."""
+        assert self._search is not None
+        assert self._refining is not None
+        self._search.noticed(now)
+        self._refining.noticed(now)
 
     def _go_on(self, view: View, search: Search, now: float) -> Actions:
         """What time brings."""
@@ -185,11 +211,22 @@ class Negotiator:
             bound.wait_s = min(2 * bound.wait_s, self._talk.longest_repeat_s)
             bound.repeat_at = now + bound.wait_s
             actions.append(Tell(bound.asking, bound.accept))
-        if self._asking is None and self._bound is None:
+        if self._is_free:
             actions += self._reckon(view, search, now)
             if now >= search.wakes_at:
                 actions += self._take_turn(view, search, now)
+        if self._may_refine and self._refining is not None and now >= self._refining.wakes_at:
+            actions += self._refine(view, self._refining, now)
         return actions
+
+    def _refine(self, view: View, refining: Refining, now: float) -> Actions:
+        routes = refining.turn(now)
+        if routes is None:
+            return []
+        view.refine(routes)
+        view.advance()
+        self._noticed(now)
+        return [*self._told(view, now), *self._launching(view, "routes were refined")]
 
     def _take_turn(self, view: View, search: Search, now: float) -> Actions:
         wish = search.wish(now)
@@ -197,7 +234,7 @@ class Negotiator:
             return self._ask(view, search, wish, now)
         if math.isfinite(search.wakes_at) or not view.straighten():
             return []
-        search.noticed(now)
+        self._noticed(now)
         return [*self._told(view, now), *self._launching(view, "straightened, for too many share a peer")]
 
     def _reckon(self, view: View, search: Search, now: float) -> Actions:
@@ -206,7 +243,7 @@ class Negotiator:
             return []
         changed = view.reckon_with(costs)
         search.renew()
-        search.noticed(now)
+        self._noticed(now)
         told = self._told(view, now) if changed else []
         return [*told, *self._launching(view, "peers or costs changed")]
 
@@ -239,7 +276,7 @@ class Negotiator:
                 view.move(lane[1], route, visited)
             view.advance()
             search.agreed()
-            search.noticed(now)
+            self._noticed(now)
             return [*self._told(view, now), *self._launching(view, "two lanes of ours changed stages")]
         self._number += 1
         offer = offer_for(view, wish, self._number)
@@ -267,7 +304,7 @@ class Negotiator:
         self._asking = None
         asked = (sender, asking.offer.asked_lane)
         if decline.sender.peer == sender and view.take_in(decline.sender):
-            search.noticed(now)
+            self._noticed(now)
         elif decline.busy:
             search.put_off(asked, decline.number, now)
         else:
@@ -277,7 +314,7 @@ class Negotiator:
 
     def _offered(self, view: View, search: Search, sender: PeerId, offer: Offer, now: float) -> Actions:
         if offer.sender.peer == sender and view.take_in(offer.sender):
-            search.noticed(now)
+            self._noticed(now)
         if self._bound is not None and self._bound.asking == sender and self._bound.offer.number == offer.number:
             return [Tell(sender, self._bound.accept)]
         if self._bound is not None and (self._bound.asking != sender or offer.number < self._bound.offer.number):
@@ -320,7 +357,7 @@ class Negotiator:
             case Abandon(number=number):
                 if self._bound is not None and (self._bound.asking, self._bound.offer.number) == (sender, number):
                     self._bound = None
-                    self._search.noticed(now)
+                    self._noticed(now)
         return []
 
     def _heard_news(self, view: View, search: Search, sender: PeerId, told: Told, now: float) -> Actions:
@@ -339,7 +376,7 @@ class Negotiator:
             self._bound, news, why = None, True, f"traded with {short(sender)}, which asked us"
             self._news.spread((peer for peer in view.others if peer != sender), now)
         if news:
-            search.noticed(now)
+            self._noticed(now)
             actions += self._launching(view, why)
         return actions
 
@@ -350,4 +387,4 @@ class Negotiator:
         asking = self._asking
         if asking is not None and asking.decided is not None and asking.asked == sender:
             self._asking = None
-            search.noticed(now)
+            self._noticed(now)

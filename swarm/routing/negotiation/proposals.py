@@ -41,7 +41,7 @@ class Search:
 
     def renew(self) -> None:
         """The swarm has changed: as many trades again."""
-        self._left = self._talk.trades_each + 2 * self._view.lanes
+        self._left = self._talk.trades_each
         self._offers_left = (BUSY_TRIES + 1) * self._left
         self._refused.clear()
 

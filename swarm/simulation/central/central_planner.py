@@ -27,7 +27,8 @@ def central_iteration(instance: Instance, cpu_clock: Callable[[], float], world:
     """An iteration by the central plan, with the CPU time that it took (see `run_iterations`)."""
     began = cpu_clock()
     plan = central_plan(instance)
-    return played(instance, plan, world, cpu_clock() - began, lower_bound_s(instance))
+    cpu_s = cpu_clock() - began
+    return played(instance, plan, world, (cpu_s, cpu_s), lower_bound_s(instance))
 
 
 def central_plan(instance: Instance) -> Plan:

@@ -134,5 +134,9 @@ class Party:
         stage_of = self.costs.stage_of()
         for machine in self.machines.values():
             driven = [frozenset(stage_of[peer] for peer in route) for route in machine.launches]
-            assert driven == list(machine.stages)
+            if len(driven) == len(machine.stages):
+                assert driven == list(machine.stages)
+            else:  # refined: routes of single microbatches, that visit together what the lanes do
+                each = len(driven) // len(machine.stages)
+                assert visits(driven) == Counter({s: each * n for s, n in visits(machine.stages).items()})
             assert all(self.rules.fault([stage_of[peer] for peer in route]) is None for route in machine.launches)

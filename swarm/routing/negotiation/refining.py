@@ -1,0 +1,93 @@
+"""Whether it is our turn to refine our routes, and what comes of it: who is done last goes first, the next one when
+nothing has happened for a while.
+
+The turns begin when nobody wishes for a trade any more: a data node that has refined its lanes trades none. Each spends
+a part of what forecasts it may make until the swarm changes, and whoever finds nothing is silent until there is news.
+"""
+
+from __future__ import annotations
+
+import math
+
+from swarm.routing.cost_model import Costs, Route
+from swarm.routing.negotiation.lane_view import View
+from swarm.routing.negotiation.negotiation_events import TalkRules
+from swarm.routing.negotiation.proposals import WORST
+from swarm.routing.refinement import Refinement
+from swarm.vocabulary.types import PeerId
+
+FREE_ROUNDS = 2
+"""How often all data nodes go through their routes in a forecast, where each launches as fast as it can."""
+TURN_S = 0.4
+"""The next one waits so much longer: about the time of a turn and the news of it."""
+LEAST_FORECASTS = 12
+"""In a turn, however many tasks one has to play."""
+WORTH_REFINING = 0.05
+"""By so much the expected end must have changed with the costs before routes are refined anew."""
+
+
+class Refining:
+    """Our turns of one epoch."""
+
+    def __init__(self, view: View, talk: TalkRules) -> None:
+        self._view, self._talk = view, talk
+        self._rounds = FREE_ROUNDS if talk.microbatches is None else talk.microbatches // view.singles
+        self._costs: Costs | None = None
+        self._refinement: Refinement | None = None
+        self._left = talk.turns_each
+        self._quiet_since, self._at = 0.0, math.inf
+        self._settled_s = math.nan
+        """The end that was expected after the last turn."""
+
+    @property
+    def wakes_at(self) -> float:
+        return self._at
+
+    def noticed(self, now: float) -> None:
+        """The view has changed. Who is done when is asked later: news come in heaps."""
+        talk = self._talk
+        trading_s = 0.0 if self._view.refined else WORST * talk.patience_s + talk.answer_s
+        self._quiet_since = now + trading_s
+        self._at = self._quiet_since + self._talk.quiet_s
+
+    def turn(self, now: float) -> tuple[Route, ...] | None:
+        """Better routes for our microbatches; None when it is not our turn, or none were found."""
+        if now < self._at:
+            return None
+        self._at = math.inf
+        plan = self._view.plan()
+        if plan is None:
+            return None
+        refinement = self._by_costs()
+        finish = refinement.finish_s(plan)
+        last = max(finish.values())
+        if math.isinf(last):
+            return None
+        if abs(last - self._settled_s) > WORTH_REFINING * self._settled_s:
+            self._left = self._talk.turns_each
+        if self._left <= 0:
+            return None
+        own = self._view.own
+        before = sum((end, peer) > (finish[own], own) for peer, end in finish.items())
+        at = self._quiet_since + self._talk.quiet_s + before * TURN_S
+        if now < at:
+            self._at = at
+            return None
+        return self._improved(plan, refinement)
+
+    # ---- steps -----------------------------------------------------------------------------------------------------
+
+    def _by_costs(self) -> Refinement:
+        view = self._view
+        if self._costs is not view.costs or self._refinement is None:
+            self._costs = view.costs
+            self._refinement = Refinement(view.own, view.costs, view.rules, self._rounds)
+        return self._refinement
+
+    def _improved(self, plan: dict[PeerId, tuple[Route, ...]], refinement: Refinement) -> tuple[Route, ...] | None:
+        tasks = sum(2 * len(route) + 3 for routes in plan.values() for route in routes) * self._rounds
+        allowance = max(LEAST_FORECASTS, self._talk.tasks_each // (self._talk.turns_each * max(1, tasks)))
+        self._left -= 1
+        found = refinement.improve(plan, allowance)
+        self._settled_s = found.expected.worth[0]
+        return found.routes if found.routes != plan[self._view.own] else None
