@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def encode(values: Tensor, out: Tensor) -> None:
-    """`values` [n]; `out` as many bytes, on the same device."""
+    """Copies `values` [n] into `out`, as many bytes on the same device."""
     out.copy_(values.view(torch.uint8))
 
 
 def decode(data: Tensor, out: Tensor) -> None:
-    """`data` bytes; `out` [n] of as many, on the same device."""
+    """Copies `data` into `out` [n], as many bytes on the same device."""
     out.view(torch.uint8).copy_(data)

@@ -1,5 +1,6 @@
-"""What a member of a round signs of its entry, and how it is checked. The bytes are written out in link.proto, at
-Entry."""
+"""Signatures of round entries: what a member signs, and how it is checked. The bytes are written out in link.proto, at
+Entry.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ _DOMAIN: Final = b"skipstone-entry:2\0"
 
 
 class EntrySeal:
-    """`swarm.averaging.round_events.Seal` of one peer in one run. An entry of another run, round, attempt or anchor has
-    other bytes, so it cannot be used again."""
+    """Signs and checks entries: `swarm.averaging.round_events.Seal` of one peer in one run. An entry of another run,
+    round, attempt or anchor has other bytes, so it cannot be used again.
+    """
 
     def __init__(self, identity: Identity, run: RunId) -> None:
         self._identity = identity
@@ -27,12 +29,14 @@ class EntrySeal:
         return replace(entry, signature=self._identity.sign(statement(self._run, entry)))
 
     def verify(self, entry: Entry) -> bool:
-        """Some 0.1 ms. Raises ProtocolViolation when `entry.peer` is no peer id, which decoding has excluded."""
+        """Whether the entry's peer has signed it. Some 0.1 ms. Raises ProtocolViolation when `entry.peer` is no peer
+        id, which decoding has excluded.
+        """
         return verify(public_key_of(entry.peer), entry.signature, statement(self._run, entry))
 
 
 def statement(run: RunId, entry: Entry) -> bytes:
-    """What is signed: all of the entry but who signs, which its key says."""
+    """The bytes that are signed: all of the entry but its peer, which the key names."""
     attempt = entry.round
     return b"".join(
         (

@@ -1,5 +1,4 @@
-"""What a member signs of each piece that it contributes to a round, so that its reducer can show later what it was
-given.
+"""Signatures of the pieces that a member contributes to a round, by which their reducer can prove what it was given.
 
 The tensor's BLAKE3 hash stands for the tensor. A signature holds for one attempt at one round of one module of one run,
 and for one piece; the members of a roster share everything else that the piece means. A peer's id is its key, so nobody
@@ -23,18 +22,18 @@ _NUMBERS: Final = struct.Struct("<6Q")
 
 
 class PieceSignatures:
-    """Made and checked in the name of one member of one run."""
+    """Signs and checks pieces as one member of one run."""
 
     def __init__(self, run: RunId, identity: Identity) -> None:
         self._run = bytes.fromhex(run)
         self._identity = identity
 
     def sign(self, piece: Contribution, data_hash: bytes) -> bytes:
-        """64 bytes. The piece's own signature does not matter."""
+        """The signature of a piece, 64 bytes. The piece's own signature does not matter."""
         return self._identity.sign(self._statement(piece, data_hash))
 
     def holds(self, peer: PeerId, piece: Contribution, data_hash: bytes, signature: bytes) -> bool:
-        """Whether this peer has signed that it contributes what has this hash."""
+        """Whether this peer has signed a contribution with this hash."""
         try:
             key = public_key_of(peer)
         except ProtocolViolation:

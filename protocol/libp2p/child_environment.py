@@ -1,5 +1,4 @@
-"""What a child process is told of this one's environment: what it needs, by a list, and no token or password that
-happens to be there.
+"""The environment of a child process: an allowlist of this one's variables, so that no token or password gets there.
 
 A node speaks with strangers in two of its children (the DHT's process and p2pd below it), and neither has any use for
 the keys that a person's shell, a CI job or a notebook carries about.

@@ -142,7 +142,7 @@ class GrpcTransport:
         return await (await self._link_to(peer)).ask(question, timeout_s)
 
     async def connect(self, peer: PeerId) -> None:
-        """Opens a link unless there is one. Same errors as `send`."""
+        """Opens a link to the peer unless there is one. Same errors as `send`."""
         await self._link_to(peer)
 
     def is_linked(self, peer: PeerId) -> bool:
@@ -156,12 +156,12 @@ class GrpcTransport:
         return {peer: link.figures() for peer, link in self._links.items()}
 
     def goodput_bytes_per_s(self, peer: PeerId) -> float:
-        """As measured; 0 without a link or before the first answer."""
+        """The measured goodput of the link; 0 without a link or before the first answer."""
         link = self._links.get(peer)
         return 0.0 if link is None else link.figures().goodput_bytes_per_s
 
     def far_end(self, peer: PeerId) -> FarEnd | None:
-        """Where the link to the peer leads; None without one."""
+        """The far end of the link to the peer; None without one."""
         link = self._links.get(peer)
         return None if link is None else link.far_end
 
