@@ -1,5 +1,6 @@
-"""Which module a newcomer takes: the one where it helps the swarm most, empty ones first. Moving later is
-`swarm.membership.rebalancing`."""
+"""Placement of a newcomer: the module where it helps the swarm most, empty ones first. Moving later is
+`swarm.membership.rebalancing`.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Exponential backoff: how long to wait after so many failures, and for how long a peer is left out after so many
-offences."""
+"""Exponential backoff: pauses after failures, and exclusion of peers after offences."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ class ExponentialBackoff:
     """Failures that cost nothing."""
 
     def seconds(self, failures: int) -> float:
-        """How long to pause after so many."""
+        """The pause after so many failures."""
         if failures <= self.free:
             return 0.0
         return min(self.longest_s, self.first_s * 2.0 ** min(failures - self.free - 1, MOST_DOUBLINGS))
@@ -38,7 +37,7 @@ class _Record:
 
 
 class Exclusions:
-    """Leaves peers out for offences of one kind, longer with every further one. Times are monotonic seconds.
+    """Exclusions of peers for offences of one kind, longer with every further one. Times are monotonic seconds.
 
     Args:
         forgiven_after_s: after the end of a pause the count begins anew.
@@ -49,7 +48,7 @@ class Exclusions:
         self._records: OrderedDict[PeerId, _Record] = OrderedDict()
 
     def add(self, peer: PeerId, now: float) -> float:
-        """Another offence; returns for how many seconds the peer is left out from now on."""
+        """Notes an offence; returns for how many seconds the peer is left out from now on."""
         before = self._records.pop(peer, None)
         stale = before is None or now - before.latest > self._forgiven_after_s + self._backoff.seconds(before.count)
         count = 1 if before is None or stale else before.count + 1
@@ -59,10 +58,10 @@ class Exclusions:
         return self._backoff.seconds(count)
 
     def forgive(self, peer: PeerId) -> None:
-        """What it did has passed."""
+        """Forgets a peer's offences."""
         self._records.pop(peer, None)
 
     def excluded(self, now: float) -> frozenset[PeerId]:
-        """Who is left out now."""
+        """The peers left out now."""
         records = self._records.items()
         return frozenset(p for p, record in records if now - record.latest < self._backoff.seconds(record.count))

@@ -33,17 +33,17 @@ class Length:
 
 @dataclass(frozen=True, slots=True)
 class Distinct:
-    """No element comes twice."""
+    """The bound that no element comes twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rising:
-    """Each element is larger than the one before it."""
+    """The bound that each element is larger than the one before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inherits:
-    """These fields of each element are those of the message that it is in, which says them once for all."""
+    """The fields of each element that are those of the message that it is in, which says them once for all."""
 
     fields: tuple[str, ...]
 
