@@ -57,8 +57,8 @@ class Piece:
 
 
 def pieces(elements: int, width: int, at_once: int) -> Iterator[Piece]:
-    """Cuts a vector into runs of blocks. Whole blocks of `width` elements, as many at a time as `at_once` elements
-    hold; then the shorter last one by itself.
+    """Cuts a vector into runs of whole blocks of `width` elements, as many at a time as `at_once` elements hold; then
+    the shorter last one by itself.
     """
     whole, rest = divmod(elements, width)
     step = max(1, at_once // width)

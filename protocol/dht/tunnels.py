@@ -1,5 +1,5 @@
 """The node's interface to tunnels: ways to peers that nobody can dial, and attachment to relays. The bytes flow
-elsewhere (`protocol.nat`). The bytes flow elsewhere (`protocol.nat`).
+elsewhere (`protocol.nat`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class RelayAttachment:
 
 
 class RelayTunnels:
-    """Opens and takes tunnels through relays. `shuffle` puts relays into an order."""
+    """Opens and takes tunnels through relays. `relay_of` says at which multiaddr a peer serves tunnels; empty when it
+    does not. `shuffle` puts relays into an order.
+    """
 
     def __init__(
         self,

@@ -45,7 +45,8 @@ def packed(measured: LinkRate) -> int:
 
 @lru_cache(maxsize=4096)
 def checked_peer(text: str) -> PeerId:
-    """A peer id of the right form. The same peers are named all the time, so the latest are remembered.
+    """A peer id of the right form: a name proves nothing, the certificate does. The same peers are named all the time,
+    so the latest are remembered.
 
     Raises:
         ProtocolViolation: not the form of an Ed25519 key's libp2p id.

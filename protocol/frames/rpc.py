@@ -1,6 +1,4 @@
-"""Frames of questions and answers; the subject decides which message of link.proto they consist of. What they are about
-decides which message of link.proto they consist of.
-"""
+"""Frames of questions and answers. What they are about decides which message of link.proto they consist of."""
 
 from __future__ import annotations
 

@@ -154,9 +154,7 @@ def public_key_of(peer: PeerId) -> bytes:
 
 
 def verify(public_key: bytes, signature: bytes, data: bytes) -> bool:
-    """Whether `signature` over `data` was made with the key. False for malformed keys and signatures. Malformed keys
-    and signatures are just not valid.
-    """
+    """Whether `signature` over `data` was made with the key. False for malformed keys and signatures."""
     if len(public_key) != KEY_BYTES or len(signature) != SIGNATURE_BYTES:
         return False
     try:

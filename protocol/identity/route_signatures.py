@@ -49,8 +49,8 @@ class Routes:
         return replace(path, route=SignedRoute(modules, lifetime_s, signature))
 
     def fault(self, message: MicrobatchTensor) -> str | None:
-        """Checks a message against its signed route. Why the message does not go where its data node has signed that it
-        may; None when it does. Takes 0.2 ms the first time, and 10 us then.
+        """The reason why the message does not go where its data node has signed that it may; None when it does. Takes
+        0.2 ms the first time, and 10 us then.
         """
         route, microbatch = message.path.route, message.microbatch
         if route is None:

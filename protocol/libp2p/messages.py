@@ -23,7 +23,7 @@ _LENGTH_BYTES: Final = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RelayStream:
-    """A byte stream to a peer whose identity libp2p has proved. Who the peer is, libp2p has proved."""
+    """A byte stream to a peer whose identity libp2p has proved."""
 
     peer: PeerId
     reader: asyncio.StreamReader

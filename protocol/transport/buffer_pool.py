@@ -37,8 +37,6 @@ class BufferPool:
         return buffer
 
     def give_back(self, buffer: memoryview) -> None:
-        """Returns a buffer, or a part of it, to the pool; nothing may read or write it afterwards. A part of it will
-        do.
-        """
+        """Returns a buffer, or a part of it, to the pool; nothing may read or write it afterwards."""
         self.in_use -= 1
         self._free.append(memoryview(buffer.obj))

@@ -244,7 +244,7 @@ class Backoff:
 
 
 class Turnover:
-    """Counts the recent replacements of links, by peer. Honest peers do that when they start again."""
+    """Counts the recent replacements of links, by peer. Honest peers replace one when they start again."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

@@ -1,5 +1,5 @@
 """Measurements of a link: round trip, goodput, bytes each way, and when its peer was last heard. Times are the clock's
-monotonic seconds. Times are the clock's monotonic seconds.
+monotonic seconds.
 
 How fast a tensor can be handed to a stream says little: buffers of the system, of gRPC and of home routers take
 megabytes at once. That the receiver has all of it is known when it answers a Ping that came behind it. The bytes

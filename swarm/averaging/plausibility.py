@@ -5,7 +5,7 @@ A replica's own word counts nothing, because who claims more reduces more. Entri
 median of what is said of a member is believed of it, so that one accomplice lifts nobody above what an honest receiver
 saw.
 
-How long an update for so much work usually is, as one replica has seen it.
+A pseudo-gradient is compared with the usual length for so much work.
 
 Updates are clipped to a multiple of the median of the declared norms. Where half of the replicas lie, one of two, that
 median is theirs, and a declared norm of next to nothing divides the others' work by any number. No arithmetic on the

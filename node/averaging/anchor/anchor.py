@@ -46,7 +46,7 @@ class Anchor:
 
 
 def initial_anchor(layout: Layout, parameters: Vector) -> Anchor:
-    """The state before the first round: momentum 0. Keeps `parameters`."""
+    """The anchor before the first round: `parameters`, which it keeps, and momentum 0."""
     momentum = np.zeros_like(parameters)
     hashes = hash_all(layout, parameters, momentum)
     return Anchor(layout, version_of(layout, hashes, 0, 0, 0, 0), parameters, momentum, hashes)
@@ -55,7 +55,7 @@ def initial_anchor(layout: Layout, parameters: Vector) -> Anchor:
 def version_of(
     layout: Layout, hashes: Sequence[bytes], round_number: int, steps: int, tokens: int, fragment: int
 ) -> AnchorVersion:
-    """The version with its digest."""
+    """The anchor's version with its digest."""
     header = _HEADER.pack(round_number, steps, tokens, fragment, layout.elements, layout.chunk_elements)
     digest = blake3(_DOMAIN + header + b"".join(hashes)).digest()
     return AnchorVersion(round_number, steps, tokens, fragment, digest)
@@ -67,7 +67,7 @@ def hash_all(layout: Layout, parameters: Vector, momentum: Vector) -> tuple[byte
 
 
 def hash_of(data: memoryview) -> bytes:
-    """BLAKE3, 32 bytes."""
+    """The BLAKE3 hash of bytes, 32 bytes."""
     return blake3(data).digest()
 
 

@@ -1,4 +1,4 @@
-"""Anchors in checkpoints: by parameter name in the file, a vector here."""
+"""Conversion of anchors to and from checkpoints: by parameter name in the file, a vector here."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from swarm.vocabulary.errors import CorruptSnapshot
 
 
 def anchor_state(anchor: Anchor) -> AnchorState:
-    """What is saved of an anchor. Shares the anchor's memory, which holds until the round after the next."""
+    """The saved form of an anchor. Shares the anchor's memory, which holds until the round after the next."""
     return AnchorState(
         anchor.version, tensors_of(anchor.layout, anchor.parameters), tensors_of(anchor.layout, anchor.momentum)
     )
 
 
 def restored_anchor(layout: Layout, saved: AnchorState) -> Anchor:
-    """The anchor that was saved.
+    """The anchor of a saved state.
 
     Raises:
         CorruptSnapshot: it is of another model, or not the state that its digest names.
