@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointSource:
-    """Implements `ModuleSource`: of each module the newest state that the folder has.
+    """A source of the newest state of each module that the folder has; implements `ModuleSource`.
 
     Raises:
         ConfigError, ManifestError, CorruptSnapshot, StateError: as `gather_modules`.

@@ -140,7 +140,7 @@ class DialledStream:
 
 
 class AcceptedStream:
-    """A stream that the other side opened."""
+    """A stream that the other side opened. gRPC ends it when its handler returns."""
 
     def __init__(self, context: ServicerContext) -> None:
         self._context = context

@@ -1,4 +1,4 @@
-"""Several chaos scenarios, one after the other. In their folder, besides one for each by its name
+"""A suite: several chaos scenarios, one after the other. In their folder, besides one for each by its name
 (`node.lab.experiment.experiment` says what is in those):
 
 report.md, .json     written anew after each scenario, so that a suite that breaks off leaves them too
@@ -22,10 +22,10 @@ from swarm.vocabulary.errors import SkipstoneError
 
 
 class Suite(Experiment):
-    """Runs once."""
+    """A suite of scenarios; runs once."""
 
     async def run(self, scenarios: Sequence[tuple[ChaosScenario, str]]) -> list[Judged]:
-        """Each scenario comes with its text. Raises ConfigError when the folder is not empty."""
+        """Runs the scenarios, each given with its text. Raises ConfigError when the folder is not empty."""
         make_folder(self.folder)
         done: list[Judged] = []
         for scenario, text in scenarios:

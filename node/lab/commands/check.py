@@ -1,4 +1,4 @@
-"""`skipstone check`: do the event logs of a run add up?"""
+"""`skipstone check`: the audit of a run's event logs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`skipstone wan`: a local swarm behind emulated links, and what happens to it by a script."""
+"""`skipstone wan`: a local swarm behind emulated links, disturbed by a script."""
 
 from __future__ import annotations
 
