@@ -139,7 +139,9 @@ class RoundNews:
     def caught_up(
         self, anchor: Anchor, known: Anchor, donors: Sequence[PeerId], received: Mapping[PeerId, int]
     ) -> None:
-        """Reports an anchor that was fetched."""
+        """Reports an anchor that was fetched: `known` is where we stood before, `received` what came from each
+        donor.
+        """
         chunks = (len(anchor.chunk(n)) for n, new in enumerate(anchor.hashes) if new != known.hashes[n])
         self._events.emit(
             CaughtUp(

@@ -11,7 +11,7 @@ from node.observability.failpoints import crash_point
 
 
 class Storage(Protocol):
-    """The file operations of checkpoints."""
+    """The file operations of checkpoints. Every method raises OSError when the disk does not do its part."""
 
     def make_folder(self, path: Path) -> None:
         """Makes the folder, and those above it, where they are missing."""

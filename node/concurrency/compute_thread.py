@@ -21,7 +21,7 @@ GIVEN_WAY = 16
 
 
 class Priority(enum.IntEnum):
-    """The urgency of a job."""
+    """The urgency of a job: smaller goes first; equal ones in order of arrival."""
 
     UPKEEP = 0
     """An inner step that is due, or freeing what is not needed any more."""

@@ -39,7 +39,7 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Microbatch:
-    """A packed microbatch: tokens with their labels."""
+    """A packed microbatch, the unit of work."""
 
     tokens: Tensor
     """int64 [rows, sequence]."""

@@ -57,7 +57,8 @@ class RMSNorm(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Cosines and sines [sequence, head_size] of every position's angles; constants, so no part of any state.
+    """Rotary position embedding: cosines and sines [sequence, head_size] of every position's angles; constants, so no
+    part of any state.
 
     The angles are taken in float64 and rounded once, so that late positions of a long sequence stay exact.
     """
@@ -74,7 +75,7 @@ class Rotary(nn.Module):
         self.register_buffer("sines", torch.from_numpy(np.sin(angles).astype(np.float32)), persistent=False)
 
     def forward(self, vectors: Tensor, first: int = 0) -> Tensor:
-        """Turns queries or keys [rows, heads, tokens, head_size] by the angles of their positions, which start at
+        """Rotates queries or keys [rows, heads, tokens, head_size] by the angles of their positions, which start at
         `first`.
 
         Component i is paired with component i + head_size / 2 ("rotate half"), the convention of Hugging Face's
@@ -103,7 +104,9 @@ class Attention(nn.Module):
         self.o_proj = Linear(section.hidden, section.hidden)
 
     def forward(self, hidden: Tensor, rotary: Rotary, past: Past | None = None) -> Tensor:
-        """[rows, tokens, hidden] to the same. With a past, the tokens follow those in it and are added to it."""
+        """Maps [rows, tokens, hidden] to the same shape. With a past, the tokens follow those in it and are added to
+        it.
+        """
         first = 0 if past is None else past.length
         queries = rotary(self._by_head(self.q_proj(hidden)), first)
         keys = rotary(self._by_head(self.k_proj(hidden)), first)

@@ -1,4 +1,6 @@
-"""From the manifest to the parts of a model, with their initial weights, on the CPU. Move them with `.to(device)`."""
+"""Construction of a model's parts from the manifest, with their initial weights, on the CPU. Move them with
+`.to(device)`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from swarm.vocabulary.types import ModuleId
 
 
 def build_block_stack(manifest: Manifest, module: ModuleId) -> BlockStack:
-    """The module of any stage but stage 0.
+    """Builds the module of any stage but stage 0.
 
     Raises:
         ValueError: the manifest has no such module, or it is stage 0's, which has an embedding and a head instead.
@@ -23,14 +25,14 @@ def build_block_stack(manifest: Manifest, module: ModuleId) -> BlockStack:
 
 
 def build_embedding(manifest: Manifest) -> EmbeddingPart:
-    """Stage 0's first part."""
+    """Builds stage 0's first part."""
     part = EmbeddingPart(manifest.model, manifest.stages.blocks[0])
     initialise([part], seed=manifest.seed, expert=0, total_blocks=sum(manifest.stages.blocks))
     return part
 
 
 def build_head(manifest: Manifest) -> HeadPart:
-    """Stage 0's second part."""
+    """Builds stage 0's second part."""
     part = HeadPart(manifest.model)
     initialise([part], seed=manifest.seed, expert=0, total_blocks=sum(manifest.stages.blocks))
     return part

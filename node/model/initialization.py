@@ -45,8 +45,10 @@ def initialise(parts: Iterable[nn.Module], *, seed: int, expert: int, total_bloc
 
 
 def standard_deviation(name: str, fan_in: int, total_blocks: int) -> float:
-    """1/sqrt(fan_in) keeps the size of what passes through; what is added to the residual stream is made smaller, by
-    1/sqrt(2 x blocks), so that the stream does not grow with depth (GPT-2, Radford et al. 2019)."""
+    """The standard deviation of a parameter: 1/sqrt(fan_in) keeps the size of what passes through; what is added to the
+    residual stream is made smaller, by 1/sqrt(2 x blocks), so that the stream does not grow with depth (GPT-2, Radford
+    et al. 2019). 2019).
+    """
     if name.startswith(("model.embed_tokens.", "lm_head.")):
         return _SMALL
     deviation = 1 / math.sqrt(fan_in)

@@ -1,4 +1,6 @@
-"""Keys and values of the tokens read so far, so that the next token costs one position and not the whole row again."""
+"""The key-value cache: keys and values of the tokens read so far, so that the next token costs one position and not the
+whole row again.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from torch import Tensor
 
 
 class Past:
-    """One block's past, for one row. Room for `capacity` tokens is taken with the first."""
+    """The key-value cache of one block, for one row. Room for `capacity` tokens is taken with the first."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

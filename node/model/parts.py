@@ -26,7 +26,9 @@ HIDDEN_TYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class BlockStack(nn.Module):
-    """Consecutive blocks of the model, `first` counted from the model's start: [rows, tokens, hidden] to the same."""
+    """A stack of consecutive blocks of the model, `first` counted from the model's start: [rows, tokens, hidden] to the
+    same.
+    """
 
     def __init__(self, section: ModelSection, first: int, count: int) -> None:
         super().__init__()
@@ -38,7 +40,7 @@ class BlockStack(nn.Module):
 
 
 class EmbeddingPart(nn.Module):
-    """Stage 0 before the first hop: the embedding and stage 0's own blocks, if it has any."""
+    """The part of stage 0 before the first hop: the embedding and stage 0's own blocks, if it has any."""
 
     def __init__(self, section: ModelSection, blocks: int) -> None:
         super().__init__()
@@ -48,13 +50,13 @@ class EmbeddingPart(nn.Module):
         self.hidden_type = HIDDEN_TYPES[section.dtype]
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens [rows, tokens] int64 to hidden states [rows, tokens, hidden]."""
+        """Maps tokens [rows, tokens] int64 to hidden states [rows, tokens, hidden]."""
         hidden = self.model["embed_tokens"](tokens).to(self.hidden_type)
         return _through(self.model["layers"], hidden, self.rotary)
 
 
 class HeadPart(nn.Module):
-    """Stage 0 after the last hop: final norm, vocabulary, loss."""
+    """The part of stage 0 after the last hop: final norm, vocabulary, loss."""
 
     def __init__(self, section: ModelSection, logits_at_once: int = LOGITS_AT_ONCE) -> None:
         super().__init__()
@@ -63,12 +65,12 @@ class HeadPart(nn.Module):
         self.positions_at_once = max(1, logits_at_once // section.vocabulary)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., hidden] to float32 [..., vocabulary]."""
+        """Maps [..., hidden] to float32 [..., vocabulary]."""
         logits: Tensor = self.lm_head(self.model["norm"](hidden))
         return logits.float()
 
     def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Mean cross entropy in nats per token, a float32 scalar.
+        """The mean cross entropy in nats per token, a float32 scalar.
 
         `hidden` is [rows, tokens, hidden], `labels` [rows, tokens] int64. When the logits are larger than what is held
         at once, they are computed piece by piece, and again in the backward pass.

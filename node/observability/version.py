@@ -6,7 +6,7 @@ from importlib import metadata
 
 
 def installed_version() -> str:
-    """As the package says; `(not installed)` when it runs from its sources alone."""
+    """The version of the installed package; `(not installed)` when it runs from its sources alone."""
     try:
         return metadata.version("skipstone")
     except metadata.PackageNotFoundError:

@@ -28,7 +28,7 @@ from swarm.vocabulary.types import MicrobatchId, ModuleId
 
 
 def host_stage_zero(manifest: Manifest, device: torch.device, slots: int = DEFAULT_SLOTS) -> DataWorker:
-    """A data node's replica of stage 0, with the run's initial weights. Raises as `host_hop`."""
+    """Makes a data node's replica of stage 0, with the run's initial weights. Raises as `host_hop`."""
     require_room(manifest, (ModuleId(0),), device, slots)
     with device_errors():
         embedding, head = build_embedding(manifest).to(device), build_head(manifest).to(device)
@@ -76,7 +76,7 @@ class DataWorker:
         return self._tensor
 
     def compute(self, job: Job) -> Output:
-        """See `node.pipeline.interfaces.Worker`.
+        """Does a job; see `node.pipeline.interfaces.Worker`.
 
         Raises:
             ProtocolViolation: what came back is not finite.
@@ -100,11 +100,15 @@ class DataWorker:
                 raise StateError("nobody stands in for a data node")
 
     def retract(self, job: Job) -> bool:
-        """A data node's own gradients count when the microbatch completes, and it knows of no other copy."""
+        """Raises StateError: a data node's own gradients count when the microbatch completes, and it knows of no other
+        copy.
+        """
         raise StateError("a data node takes no gradient back")
 
     def parameters_changed(self) -> None:
-        """To be called by whoever changes the parameters otherwise than by an inner step."""
+        """Notes that the parameters have changed otherwise than by an inner step; to be called by whoever
+        changes them.
+        """
         self.parameter_version += 1
 
     def forget(self, ticket: int) -> None:

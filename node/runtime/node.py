@@ -48,7 +48,7 @@ WITHDRAW_S = 2.0
 
 
 class Consent(Protocol):
-    """Tells the person at this machine what the run is, and asks whether to join it."""
+    """Describes the run to the person at this machine, and asks whether to join it."""
 
     async def __call__(self, signed: SignedManifest, text: Reasoned[Places | None], own: bool) -> bool:
         """`own`: whether this machine's identity is the manifest's author."""
@@ -149,7 +149,7 @@ def _manifest_given(session: NetworkSession, signed: SignedManifest) -> Abstract
 
 
 def readiness_to_move(given: ModuleContext) -> NextModule:
-    """When the node of this assignment moves: by what it sees of the swarm, or never."""
+    """The mover of this assignment's node: by what it sees of the swarm, or never."""
     if given.module.stage == 0 or not given.options.may_move:
         return stay_for_ever
     manifest, slots = given.manifest, given.options.slots_held

@@ -33,7 +33,9 @@ def chunk_count_of(byte_length: int, chunk_bytes: int) -> int:
 
 
 class OutgoingTransfer:
-    """The sender's side: the frames of one tensor, made one at a time."""
+    """The frames of one tensor to be sent, made one at a time: besides the one that the stream has, at most one is
+    copied ahead.
+    """
 
     __slots__ = ("_ahead", "_chunk_bytes", "_chunk_count", "_data", "_header", "_next", "number")
 

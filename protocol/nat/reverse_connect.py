@@ -36,7 +36,9 @@ class Calls:
         return self._can_be_dialled()
 
     async def call(self, contact: Contact, ask: Ask, patience_s: float) -> None:
-        """Calls the peer. Raises Unreachable with what the last one said."""
+        """Calls the peer, through one after the other; each but the last gets half of the time that is left. Raises
+        Unreachable with what the last one said.
+        """
         question = Question(QuestionAbout.CALL, peer=contact.peer, record=self._own_record())
         deadline = self._clock.monotonic() + patience_s
         through = self._who_can_pass_it_on(contact)

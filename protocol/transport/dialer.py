@@ -219,7 +219,10 @@ async def _introduced(stream: DialledStream, contact: Contact, own: Hello) -> tu
 
 
 class Backoff:
-    """Exponential backoff of dialling, one a peer."""
+    """Exponential backoff of dialling: the wait doubles with every failure up to a limit, and a random part is taken
+    off so that peers do not dial in step ("full jitter" halved:
+    https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/).
+    """
 
     def __init__(self, clock: Clock, first_s: float, longest_s: float, jitter: Callable[[], float]) -> None:
         self._clock = clock

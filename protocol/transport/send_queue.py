@@ -115,7 +115,7 @@ class Lane(enum.Enum):
 
 
 class Turns(Generic[Item]):
-    """Queues of senders, one a lane, served in turn."""
+    """Queues of what has something to send, one for each lane, served in turn."""
 
     def __init__(self) -> None:
         self._queues: deque[tuple[Lane, deque[Item]]] = deque((lane, deque()) for lane in Lane)

@@ -38,7 +38,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A module's layout."""
+    """A module's layout, counted in elements (float32) or chunks."""
 
     places: tuple[Place, ...]
     chunk_elements: int

@@ -1,4 +1,5 @@
-"""The pseudo-gradient as it is sent, with error feedback: what an encoding left out stays in the replica.
+"""The pseudo-gradient as it is sent. What an encoding left out stays in the replica: the other way to lose nothing,
+without a residual to keep.
 
 A round that commits moves the replica from its snapshot to the new anchor. If the others have got less than the
 pseudo-gradient, it is moved from what they have got instead, `anchor - decoded`, and stands on the new anchor less what

@@ -78,7 +78,7 @@ def look_at_files() -> Sequence[Finding]:
 
 
 def files_finding(limit: int) -> Finding:
-    """The finding on the limit of open files."""
+    """The finding on the limit of open files; `limit` is negative where there is none."""
     if limit < 0 or limit >= FEW_FILES:
         return Finding("files", Level.OK, "no limit on open files" if limit < 0 else f"{limit} files may be open")
     level = Level.FAIL if limit < TOO_FEW_FILES else Level.WARN

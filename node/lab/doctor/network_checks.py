@@ -134,7 +134,9 @@ async def _climb(session: NetworkSession, doorway: Doorway) -> Sequence[Finding]
 
 
 def reach_finding(standing: Standing) -> Finding:
-    """The finding on reachability."""
+    """The finding on reachability. A mapping is as good as an open port while the router lives; a node that has to be
+    called is of use to those that can be dialled.
+    """
     levels = {
         ReachStep.DIRECT: Level.OK,
         ReachStep.MAPPED: Level.OK,

@@ -1,4 +1,4 @@
-"""What connects one peer to the network: delay, rates, and what is wrong with it."""
+"""The emulated link between one peer and the network: delay, rates, and faults."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEAST_BYTES_PER_S = 128.0
 
 
 class Fault(enum.Enum):
-    """What is wrong with a link."""
+    """A fault of a link."""
 
     NONE = "none"
     RESET = "reset"
@@ -62,13 +62,13 @@ class LinkShape:
 
     @property
     def carries_down(self) -> bool:
-        """Whether anything gets to the peer."""
+        """Whether anything is delivered to the peer."""
         return self.fault is Fault.NONE
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where a peer stands: its own link, and the region of the world it is in, if that matters."""
+    """The place of a peer: its own link, and the region of the world it is in, if that matters."""
 
     shape: LinkShape = LinkShape()
     region: str | None = None

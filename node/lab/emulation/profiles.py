@@ -1,5 +1,4 @@
-"""Links that have a name. Delays are one way, between the peer and the middle of the network; two peers are twice as
-far apart."""
+"""Named links. Delays are one way, between the peer and the middle of the network; two peers are twice as far apart."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ PROFILES: Final[Mapping[str, Profile]] = {
 
 
 def profile_of(name: str) -> Profile:
-    """Raises ConfigError for a name that is none."""
+    """The profile of a name. Raises ConfigError for a name that is none."""
     if name not in PROFILES:
         raise ConfigError(f"{name!r} is no profile", hint=f"Profiles are {', '.join(PROFILES)}.")
     return PROFILES[name]
