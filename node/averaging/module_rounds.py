@@ -13,8 +13,7 @@ from random import SystemRandom
 
 import torch
 
-from node.averaging.anchor.anchor import Anchor
-from node.averaging.anchor.anchor_checkpoint import anchor_state, restored_anchor
+from node.averaging.anchor.anchor import Anchor, anchor_state, restored_anchor
 from node.averaging.anchor.anchor_store import AnchorStore
 from node.averaging.anchor.layout import Layout
 from node.averaging.anchor.lone_replica import anchor_of
@@ -33,8 +32,7 @@ from node.concurrency.task_groups import task_scope
 from node.context.module_context import ModuleContext
 from node.observability.events import Note
 from protocol.codecs import encoded_bytes
-from protocol.identity.entry_signatures import EntrySeal
-from protocol.identity.piece_signatures import PieceSignatures
+from protocol.identity.round_signatures import EntrySeal, PieceSignatures
 from protocol.manifest.manifest import Manifest
 from swarm.averaging.round_events import Caught, OtherReplica, RoundRules
 from swarm.averaging.round_machine import RoundMachine

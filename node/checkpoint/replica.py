@@ -1,4 +1,8 @@
-"""Capture of a replica between two inner steps, and its restoration."""
+"""Capture of a replica between two inner steps, and its restoration.
+
+It stands alone because the node and the single process share it, and the saved state itself knows no module at
+work.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Blocking work in a daemon thread beside the event loop."""
+"""Blocking work in a daemon thread beside the event loop.
+
+It stands alone because only work that may never end is done so; all other has the compute thread or a task.
+"""
 
 from __future__ import annotations
 

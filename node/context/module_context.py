@@ -1,4 +1,7 @@
-"""The context of a node's work in one module."""
+"""The context of a node's work in one module.
+
+It stands alone because every part of a module's service gets it, whichever folder it is in.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The position from which a data node goes on reading when it is started again from a checkpoint."""
+"""The position from which a data node goes on reading when it is started again from a checkpoint.
+
+It stands alone because it speaks of microbatches under way, of which nothing else that reads text knows.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A checkpoint's folder as a source of modules."""
+"""A checkpoint's folder as a source of modules.
+
+It stands alone because each kind of source is a module of its own.
+"""
 
 from __future__ import annotations
 

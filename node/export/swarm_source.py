@@ -13,8 +13,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Final
 
-from node.averaging.anchor.anchor import Vector
-from node.averaging.anchor.anchor_checkpoint import tensors_of
+from node.averaging.anchor.anchor import Vector, tensors_of
 from node.averaging.anchor.layout import layout_of
 from node.averaging.state_sync.chunk_codec import STATE_CODECS
 from node.averaging.state_sync.download import StateDownloads

@@ -1,4 +1,7 @@
-"""The default run of a first-time user: small enough for two CPU cores, large enough to see it learn."""
+"""The default run of a first-time user: small enough for two CPU cores, large enough to see it learn.
+
+It stands alone because commands and scenarios start from it, also where there is no local swarm.
+"""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from node.data.packing import Microbatch
-from node.model.blocks import Block
-from node.model.kv_cache import Past
+from node.model.blocks import Block, Past
 from node.model.parts import EmbeddingPart, HeadPart
 from protocol.manifest.manifest import Manifest
 
@@ -71,7 +70,7 @@ class Decoder:
         and are added to it.
 
         Raises:
-            ValueError: they do not fit, or are several after others (`node.model.kv_cache`).
+            ValueError: they do not fit, or are several after others (`node.model.blocks.Past`).
         """
         hidden = self._hidden(torch.tensor([list(tokens)], dtype=torch.int64), past)
         return self._head.logits(hidden[0, -1]).cpu()

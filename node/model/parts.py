@@ -3,6 +3,8 @@
 Stage 0 consists of two parts, the embedding before the first hop and the head after the last, because its data node
 computes at both ends of a path. Every other stage is one `BlockStack`. Parameter names are those of the whole model
 (`model.layers.5.mlp.up_proj.weight`), so they are unique in the run and an export needs no renaming.
+
+Parts are built on the CPU, with their initial weights; move them with `.to(device)`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from node.model.blocks import Block, Embedding, Linear, RMSNorm, Rotary
-from protocol.manifest.manifest import ModelSection
+from node.model.initialization import initialise
+from protocol.manifest.manifest import Manifest, ModelSection
+from swarm.vocabulary.types import ModuleId
 
 LOGITS_AT_ONCE: Final = 2**24
 """Elements of the logits held at a time (64 MiB in float32): a large vocabulary must not need more than the blocks
@@ -97,3 +101,31 @@ def _through(layers: nn.Module, hidden: Tensor, rotary: Rotary) -> Tensor:
     for block in layers.children():  # a ModuleDict keeps the order of insertion, which is the order of depth
         hidden = block(hidden, rotary)
     return hidden
+
+
+def build_block_stack(manifest: Manifest, module: ModuleId) -> BlockStack:
+    """Builds the module of any stage but stage 0.
+
+    Raises:
+        ValueError: the manifest has no such module, or it is stage 0's, which has an embedding and a head instead.
+    """
+    if module.stage == 0 or not manifest.has(module):
+        raise ValueError(f"module {module} is not a stack of blocks of this run")
+    blocks = manifest.stages.blocks
+    stack = BlockStack(manifest.model, sum(blocks[: module.stage]), blocks[module.stage])
+    initialise([stack], seed=manifest.seed, expert=module.expert, total_blocks=sum(blocks))
+    return stack
+
+
+def build_embedding(manifest: Manifest) -> EmbeddingPart:
+    """Builds stage 0's first part."""
+    part = EmbeddingPart(manifest.model, manifest.stages.blocks[0])
+    initialise([part], seed=manifest.seed, expert=0, total_blocks=sum(manifest.stages.blocks))
+    return part
+
+
+def build_head(manifest: Manifest) -> HeadPart:
+    """Builds stage 0's second part."""
+    part = HeadPart(manifest.model)
+    initialise([part], seed=manifest.seed, expert=0, total_blocks=sum(manifest.stages.blocks))
+    return part

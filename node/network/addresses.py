@@ -1,6 +1,8 @@
 """The address book of the transport: the contacts of everybody whose verified announcement we hold.
 
 Which address of this machine leads to another.
+
+It stands alone because the session, the membership view and the reachability test share it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The rate over a sliding window: tokens per second as a person would count them."""
+"""The rate over a sliding window: tokens per second as a person would count them.
+
+It stands alone because data nodes and stage peers measure by it, and know nothing of each other.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The version of Skipstone that runs here."""
+"""The version of Skipstone that runs here.
+
+It stands alone because the command line prints it before anything heavy is loaded.
+"""
 
 from __future__ import annotations
 

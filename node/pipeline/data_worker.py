@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from node.data.packing import Microbatch
-from node.model.build import build_embedding, build_head
 from node.model.device import device_errors
 from node.model.memory_need import require_room
 from node.model.optimizer import Accumulator, Addition, InnerOptimizer, StepFigures
-from node.model.parts import EmbeddingPart, HeadPart
+from node.model.parts import EmbeddingPart, HeadPart, build_embedding, build_head
 from node.model.passes import Visit, backward, forward
 from node.pipeline.admission import hidden_tensor
 from node.pipeline.interfaces import Job, Output

@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from node.model.build import build_block_stack
 from node.model.device import device_errors
 from node.model.memory_need import require_room
 from node.model.optimizer import Accumulator, Addition, InnerOptimizer, StepFigures
-from node.model.parts import HIDDEN_TYPES
+from node.model.parts import HIDDEN_TYPES, build_block_stack
 from node.model.passes import Visit, backward, forward
 from node.observability.failpoints import crash_point
 from node.pipeline.admission import hidden_tensor

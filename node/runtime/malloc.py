@@ -3,6 +3,8 @@
 Each chunk is a fresh byte string of half a megabyte, here and inside gRPC. glibc returns so large a block to the system
 as soon as it is free, and the next chunk then faults all its pages in again: measured, about a third of a sender's
 processor time (mallopt(3), M_TRIM_THRESHOLD and M_MMAP_THRESHOLD).
+
+It stands alone because it is about the C library, which nothing else here knows of.
 """
 
 from __future__ import annotations

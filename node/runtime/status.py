@@ -1,4 +1,7 @@
-"""A node's reports of itself: its last event, and the JSON that `status` asks for."""
+"""A node's reports of itself: its last event, and the JSON that `status` asks for.
+
+It stands alone because what a node says of itself follows docs/PROTOCOL.md, and how it serves does not.
+"""
 
 from __future__ import annotations
 

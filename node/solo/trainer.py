@@ -27,12 +27,11 @@ from node.data.documents import Documents
 from node.data.feed import TrainingFeed, open_documents
 from node.data.packing import Microbatch
 from node.model import passes as visit
-from node.model.build import build_block_stack, build_embedding, build_head
 from node.model.device import device_errors, flushed_denormals
 from node.model.initialization import parameters_of
 from node.model.memory_need import require_room
 from node.model.optimizer import Accumulator, Addition, InnerOptimizer
-from node.model.parts import BlockStack, EmbeddingPart, HeadPart
+from node.model.parts import BlockStack, EmbeddingPart, HeadPart, build_block_stack, build_embedding, build_head
 from node.observability.events import Event, MicrobatchCounts, Note, Step, Summary
 from node.pipeline.admission import path_rules
 from node.solo.solo_checkpoint import CheckpointPlan, Hosted, load_solo, save_solo

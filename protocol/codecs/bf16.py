@@ -2,6 +2,8 @@
 
 NaN and infinity pass, and what is beyond the largest bfloat16 becomes infinity: this is what the other codecs fall back
 to.
+
+It stands alone because each codec is a module of its own.
 """
 
 from __future__ import annotations

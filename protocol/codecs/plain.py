@@ -1,4 +1,7 @@
-"""The codec NONE: the elements as they are, row-major, little-endian."""
+"""The codec NONE: the elements as they are, row-major, little-endian.
+
+It stands alone because each codec is a module of its own.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""numpy's, torch's and the interpreter's views of the same memory."""
+"""numpy's, torch's and the interpreter's views of the same memory.
+
+It stands alone because codecs and those who use them look at memory in the same way.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The clocks: the interface, and the machine's own. Tests and the simulator hand in others."""
+"""The clocks: the interface, and the machine's own. Tests and the simulator hand in others.
+
+It stands alone because everything that waits or measures gets a clock, whatever else it needs.
+"""
 
 from __future__ import annotations
 

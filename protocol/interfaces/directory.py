@@ -1,4 +1,7 @@
-"""The directory's interface, and the contacts of the peers found in it."""
+"""The directory's interface, and the contacts of the peers found in it.
+
+It stands alone because the transport needs contacts only, and the directory no transport.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 A node speaks with strangers in two of its children (the DHT's process and p2pd below it), and neither has any use for
 the keys that a person's shell, a CI job or a notebook carries about.
+
+It stands alone because children of several kinds are started with it.
 """
 
 from __future__ import annotations

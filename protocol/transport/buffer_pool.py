@@ -1,5 +1,7 @@
 """A pool of receive buffers. Hidden states of a run all have one size at most, and fresh pages cost more than the copy
 into them.
+
+It stands alone because receivers of microbatches and of states reuse buffers, and no link knows of it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Penalties of replicas that cost rounds, by sending what cannot be used or by keeping the others waiting. Only what
 this replica has seen itself counts; what others accuse somebody of is not kept.
+
+It stands alone because what is held against a replica outlives attempts and anchors.
 """
 
 from __future__ import annotations

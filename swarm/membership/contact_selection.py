@@ -1,4 +1,7 @@
-"""The choice of peers to which one that cannot be dialled keeps links, so that it can be called through them."""
+"""The choice of peers to which one that cannot be dialled keeps links, so that it can be called through them.
+
+It stands alone because it is the only decision about links; the others are about modules.
+"""
 
 from __future__ import annotations
 

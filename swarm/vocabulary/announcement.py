@@ -1,4 +1,7 @@
-"""A peer's announcement of itself, as plain data. `protocol.identity.signed_records` turns it into signed bytes."""
+"""A peer's announcement of itself, as plain data. `protocol.identity.signed_records` turns it into signed bytes.
+
+It stands alone because directory, links and every decision speak of announcements, and messages do not.
+"""
 
 from __future__ import annotations
 

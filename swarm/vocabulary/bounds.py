@@ -2,6 +2,8 @@
 
 What a peer sends is held against them where it is read (`protocol.frames.codec`), and nowhere else: they are no types.
 What several fields have to agree on is said by a method `fault` of the message.
+
+It stands alone because the messages of all features are declared with it.
 """
 
 from __future__ import annotations

@@ -11,8 +11,7 @@ import math
 
 import numpy as np
 
-from node.averaging.anchor.anchor import Anchor, Vector, initial_anchor
-from node.averaging.anchor.anchor_checkpoint import anchor_state, restored_anchor
+from node.averaging.anchor.anchor import Anchor, Vector, anchor_state, initial_anchor, restored_anchor
 from node.averaging.anchor.anchor_store import AnchorStore
 from node.averaging.anchor.module_vector import LocalReplica
 from node.averaging.anchor.outer_step import OuterRule, Staging

@@ -3,6 +3,8 @@
 numpy does one operation at a time. On a vector of 200 MB each of them would read it from memory and write it back; on a
 stretch of 128 KiB only the first and the last do. It also lets go of the interpreter inside each operation, and so does
 BLAS.
+
+It stands alone because snapshots, reducers, outer step and audits share it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The progress bar of a download on a terminal."""
+"""The progress bar of a download on a terminal.
+
+It stands alone because it needs a terminal's library, which commands load only when they show something.
+"""
 
 from __future__ import annotations
 

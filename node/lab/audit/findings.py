@@ -1,4 +1,7 @@
-"""The findings of the checks: where a line stands, whose life a log tells of, and what was found."""
+"""The findings of the checks: where a line stands, whose life a log tells of, and what was found.
+
+It stands alone because every check makes findings, and none knows another.
+"""
 
 from __future__ import annotations
 

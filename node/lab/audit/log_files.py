@@ -1,4 +1,7 @@
-"""The event logs in a folder, as `node.lab.audit.audit` reads them: process after process, line after line."""
+"""The event logs in a folder, as `node.lab.audit.audit` reads them: process after process, line after line.
+
+It stands alone because the audit itself does no IO.
+"""
 
 from __future__ import annotations
 

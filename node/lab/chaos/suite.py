@@ -4,7 +4,7 @@
 report.md, .json     written anew after each scenario, so that a suite that breaks off leaves them too
 chaos.png            where matplotlib is installed
 
-Short, because what it has in common with other experiments is there; alone, because it is what the command runs.
+It stands alone because it is what the command runs; what it has in common with other experiments is there.
 """
 
 from __future__ import annotations

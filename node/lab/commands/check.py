@@ -1,4 +1,7 @@
-"""`skipstone check`: the audit of a run's event logs."""
+"""`skipstone check`: the audit of a run's event logs.
+
+It stands alone because each command is a module of its own.
+"""
 
 from __future__ import annotations
 

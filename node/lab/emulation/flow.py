@@ -1,5 +1,7 @@
 """The times at which bytes leave and arrive: a shaper and a delay line, as arithmetic on given times. Nothing waits
 here.
+
+It stands alone because it knows no sockets and no clock, so that tests need not wait.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The test whether this kernel can delay packets itself (`tc` with netem), which the emulation does not need."""
+"""The test whether this kernel can delay packets itself (`tc` with netem), which the emulation does not need.
+
+It stands alone because the emulation does without it; the command only tells the person.
+"""
 
 from __future__ import annotations
 

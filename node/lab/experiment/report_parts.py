@@ -1,4 +1,7 @@
-"""The parts of all reports and pictures. Short, and alone because nothing of it is about one kind of experiment."""
+"""The parts of all reports and pictures.
+
+It stands alone because nothing of it is about one kind of experiment.
+"""
 
 from __future__ import annotations
 

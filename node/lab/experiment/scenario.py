@@ -14,8 +14,7 @@ from typing import Annotated, Any, ClassVar, Final, TypeVar
 
 from pydantic import Field, InstanceOf
 
-from node.lab.emulation.link_shape import Site
-from node.lab.emulation.profiles import profile_of
+from node.lab.emulation.link_shape import Site, profile_of
 from node.lab.experiment.scenario_events import EVENTS, MAX_REPLACEMENTS, Churn, ScenarioEvent, Start
 from node.lab.experiment.scenario_table import LONGEST_S, LinkTable, ProfileName, ScenarioTable, Text, read_table
 from protocol.manifest.manifest import Manifest, manifest_from_table

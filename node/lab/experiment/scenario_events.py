@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final
 
 from pydantic import Field
 
-from node.lab.emulation.profiles import profile_of
+from node.lab.emulation.link_shape import profile_of
 from node.lab.experiment.scenario_table import LinkTable, Moment, Peers, ProfileName, ScenarioTable, Sides, Span, Stage
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo
 
-from node.lab.emulation.link_shape import MBIT, Fault, Site
-from node.lab.emulation.profiles import profile_of
+from node.lab.emulation.link_shape import MBIT, Fault, Site, profile_of
 from swarm.vocabulary.errors import ConfigError
 
 LONGEST_S = 7 * 24 * 3600.0

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from node.checkpoint.folder import load_newest, save_state
 from node.checkpoint.replica import capture_module, restore_module
 from node.checkpoint.state import Agreed
-from node.model.build import build_block_stack
 from node.model.initialization import digest_of, parameters_of
 from node.model.optimizer import Accumulator, InnerOptimizer
+from node.model.parts import build_block_stack
 from node.observability.events import Note
 from node.pipeline.stage_worker import host_hop
 from node.runtime.resume import NUMBERS, RESERVED_NUMBERS, capture_hop, counts_of, find_own, first_number, restore_hop

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import node.model.initialization as initial
-from node.model.build import build_block_stack, build_embedding, build_head
 from node.model.initialization import digest_of, digest_of_tensors, near_normal, standard_deviation
+from node.model.parts import build_block_stack, build_embedding, build_head
 from swarm.vocabulary.types import ModuleId
 from tests.node.small_manifest import small_manifest
 
