@@ -43,8 +43,6 @@ _SIMPLE: Final[dict[Codec, _Simple]] = {
     Codec.TOP_K_4: TOP_K_4,
     Codec.TOP_K_2: TOP_K_2,
 }
-VECTOR_CODECS: Final = tuple(_SIMPLE)
-"""That `encode_into` and `decode_into` know."""
 
 _BLOCKWISE: Final = frozenset({Codec.INT8, Codec.FP8, Codec.INT4})
 

@@ -67,7 +67,7 @@ def converter(kind: Any, message: MessageType, inherited: tuple[str, ...] = ()) 
     fields = {ours.name: _wire_field(message, ours.name) for ours in dataclasses.fields(kind)}
     parts = {name: field_converter(hints[name], field, f"{kind.__name__}.{name}") for name, field in fields.items()}
     maybe = {name for name in fields if fields[name].message_type and (name in inherited or inner_type(hints[name]))}
-    whole = _field_by_field(kind, fields, {**parts, **{name: _inherited(name) for name in inherited}}, maybe)
+    whole = _field_by_field(kind, fields, parts, maybe, inherited)
     bounds = [bound for hint in hints.values() for bound in getattr(hint, "__metadata__", ())]
     once = {name: parts[name].read for bound in bounds if isinstance(bound, Inherits) for name in bound.fields}
     if once:
@@ -76,11 +76,15 @@ def converter(kind: Any, message: MessageType, inherited: tuple[str, ...] = ()) 
 
 
 def _field_by_field(
-    kind: Any, fields: dict[str, FieldDescriptor], parts: dict[str, Converter], maybe: set[str]
+    kind: Any,
+    fields: dict[str, FieldDescriptor],
+    parts: dict[str, Converter],
+    maybe: set[str],
+    inherited: tuple[str, ...],
 ) -> Converter:
     """Headers of microbatches are read and written by this, so what is the same for each of them is done beforehand."""
-    reads = [part.read for part in parts.values()]
-    kept = [(name, part.write) for name, part in parts.items() if part.write is not _left_out]
+    reads = [_inherited(name) if name in inherited else part.read for name, part in parts.items()]
+    kept = [(name, part.write) for name, part in parts.items() if name not in inherited]
     writes = [(fields[name].name, None if write is _as_is else write) for name, write in kept]
     of_ours = _getter([name for name, _ in kept], set())
     of_theirs = _getter([fields[name].name for name in parts], {fields[name].name for name in maybe})
@@ -151,17 +155,15 @@ def _as_is(value: Any, _: Around) -> Any:
     return value
 
 
-def _left_out(value: Any, around: Around) -> Any:
-    raise NotImplementedError
+def _inherited(name: str) -> Convert:
+    """The reader of a field that the message around says for all; nothing writes it."""
 
-
-def _inherited(name: str) -> Converter:
     def read(own: Any, around: Around) -> Any:
         if own is not None:
             raise ProtocolViolation(f"a {name} of its own where the message around says it for all")
         return around[name]
 
-    return Converter(_left_out, read)
+    return read
 
 
 def _saying_once(fields: Converter, once: dict[str, Convert]) -> Converter:

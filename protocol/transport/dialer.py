@@ -21,7 +21,6 @@ from protocol.interfaces.transport import Ask, Caller, FarEnd, Tunnels
 from protocol.transport.grpc_streams import DialledStream, far_end_at, far_end_of_tunnel, open_channel
 from protocol.transport.handshake import Duplicate, expect_hello, objection_error, objection_to
 from protocol.transport.settings import TransportSettings
-from swarm.vocabulary.backoff import ExponentialBackoff
 from swarm.vocabulary.errors import PeerError, Rejected, Unreachable
 from swarm.vocabulary.types import PeerId, short
 
@@ -216,34 +215,6 @@ async def _introduced(stream: DialledStream, contact: Contact, own: Hello) -> tu
         await stream.close()
         raise
     return stream, hello
-
-
-class Backoff:
-    """Exponential backoff of dialling: the wait doubles with every failure up to a limit, and a random part is taken
-    off so that peers do not dial in step ("full jitter" halved:
-    https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/).
-    """
-
-    def __init__(self, clock: Clock, first_s: float, longest_s: float, jitter: Callable[[], float]) -> None:
-        self._clock = clock
-        self._waits = ExponentialBackoff(first_s, longest_s)
-        self._jitter = jitter
-        self._failures: OrderedDict[PeerId, tuple[int, float]] = OrderedDict()
-
-    def wait_s(self, peer: PeerId) -> float:
-        """Seconds until the peer may be dialled; 0 for one that has not failed."""
-        _, next_at = self._failures.get(peer, (0, 0.0))
-        return max(0.0, next_at - self._clock.monotonic()) if next_at else 0.0
-
-    def failed(self, peer: PeerId) -> None:
-        count = self._failures.pop(peer, (0, 0.0))[0]
-        wait_s = self._waits.seconds(count + 1) * (1 - self._jitter() / 2)
-        self._failures[peer] = (count + 1, self._clock.monotonic() + wait_s)
-        if len(self._failures) > MAX_REMEMBERED_PEERS:
-            self._failures.popitem(last=False)
-
-    def succeeded(self, peer: PeerId) -> None:
-        self._failures.pop(peer, None)
 
 
 class Turnover:

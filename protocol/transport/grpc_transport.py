@@ -29,12 +29,13 @@ from protocol.interfaces.clock import Clock
 from protocol.interfaces.directory import AddressBook, Contact
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import FarEnd, LinkFigures, LinkHandler, Question
-from protocol.transport.dialer import Backoff, Dialler, Turnover, Ways
+from protocol.transport.dialer import MAX_REMEMBERED_PEERS, Dialler, Turnover, Ways
 from protocol.transport.grpc_streams import AcceptedStream, DialledStream, ServicerContext, make_server
 from protocol.transport.handshake import Door, SameKey, expect_hello, objection_to
 from protocol.transport.link import Link, LinkSurroundings
 from protocol.transport.rate_limits import CommonPatience
 from protocol.transport.settings import TransportSettings
+from swarm.vocabulary.backoff import Exclusions, ExponentialBackoff
 from swarm.vocabulary.errors import ConfigError, PeerError, ProtocolViolation, Unreachable
 from swarm.vocabulary.pipeline_messages import ControlMessage, TensorMessage
 from swarm.vocabulary.types import PROTOCOL_VERSIONS, PeerId, short
@@ -88,7 +89,8 @@ class GrpcTransport:
         """Tells this process from others with its key."""
         self._began = clock.monotonic()
         self._turnover = Turnover(clock)
-        self._backoff = Backoff(clock, settings.first_retry_s, settings.longest_retry_s, random.random)
+        waits = ExponentialBackoff(settings.first_retry_s, settings.longest_retry_s)
+        self._undialled = Exclusions(waits, jitter=random.random, remembered=MAX_REMEMBERED_PEERS)
         self._dialler = Dialler(credentials, self._own_hello, self.ask, clock, settings, ways)
         self._links: dict[PeerId, Link] = {}
         self._dials: dict[PeerId, _Dial] = {}
@@ -184,9 +186,9 @@ class GrpcTransport:
             self._turnover.replaced(link.peer)
         self._links[link.peer] = link
         if self._turnover.is_high(link.peer):
-            self._backoff.failed(link.peer)
+            self._undialled.add(link.peer, self._clock.monotonic())
         else:
-            self._backoff.succeeded(link.peer)
+            self._undialled.forgive(link.peer)
         self._handler.link_up(link.peer)
         if hello.record:
             self._handler.announced(link.peer, hello.record)
@@ -240,7 +242,7 @@ class GrpcTransport:
         try:
             stream, hello = await self._connect(peer)
         except PeerError as error:
-            self._backoff.failed(peer)
+            self._undialled.add(peer, self._clock.monotonic())
             self._give_up(peer, error)
             self._hear_of_twin(peer, error)
             return
@@ -259,7 +261,7 @@ class GrpcTransport:
             attempt.outcome.set_exception(error)
 
     async def _connect(self, peer: PeerId) -> tuple[DialledStream, Hello]:
-        await asyncio.sleep(self._backoff.wait_s(peer))
+        await asyncio.sleep(self._undialled.left_s(peer, self._clock.monotonic()))
         return await self._dialler.stream_to(self._dialable(peer))
 
     def _dialable(self, peer: PeerId) -> Contact:
