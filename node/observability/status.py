@@ -194,7 +194,7 @@ class PeerStatus:
 
     @property
     def said(self) -> Status:
-        """Its answer; an empty one when it gave none."""
+        """The peer's answer; an empty one when it gave none."""
         return self.answered or Status()
 
     def hosts(self, stage: int) -> bool:

@@ -69,7 +69,7 @@ class TensorStore:
         return load
 
     def take_gradient(self, key: Key) -> Load:
-        """As `take_input`, for the gradient of its output."""
+        """The holding's load, with the gradient of its output that has just arrived, if one has."""
         load = self.of(key)
         load.gradient = self._arrived.pop((key, Backward), load.gradient)
         return load

@@ -94,7 +94,7 @@ class Links(Protocol):
     """The part of `protocol.transport.grpc_transport.GrpcTransport` that asking needs."""
 
     async def ask(self, peer: PeerId, question: Question, timeout_s: float) -> bytes:
-        """Raises PeerError."""
+        """Asks a peer and waits for its answer. Raises PeerError."""
         ...
 
     def far_end(self, peer: PeerId) -> FarEnd | None: ...

@@ -45,7 +45,7 @@ class Attaching(Protocol):
     """The part of `protocol.dht.tunnels.RelayTunnels` that relaying needs."""
 
     async def attach(self, relays: Sequence[str], local: str) -> None:
-        """Raises Unreachable while the DHT is being restarted; it is done then."""
+        """Attaches to these relays. Raises Unreachable while the DHT is being restarted; it is done then."""
         ...
 
 

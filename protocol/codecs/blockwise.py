@@ -178,14 +178,15 @@ def inverse_of(scale: Tensor) -> Tensor:
 
 
 def check_encoded(scales: Tensor, largest: float, codec: str) -> None:
-    """Raises StateError when a value was not finite, or larger than the codec can express. The scales have none that
-    vanish."""
+    """Checks encoded scales. Raises StateError when a value was not finite, or larger than the codec can express. The
+    scales have none that vanish.
+    """
     if not bool((scales.abs() <= largest).all()):
         raise StateError(f"{codec} can express finite values only, and none near the largest float32; this has others")
 
 
 def check_received(scales: Tensor, largest: float, codec: str) -> None:
-    """Raises ProtocolViolation unless each scale is 0, or from SMALLEST_SCALE to `largest`."""
+    """Checks received scales. Raises ProtocolViolation unless each is 0, or from SMALLEST_SCALE to `largest`."""
     sizes = scales.masked_fill(scales == 0, SMALLEST_SCALE)
     if not torch.equal(sizes, sizes.clamp(SMALLEST_SCALE, largest)):  # NaN is equal to nothing
         raise ProtocolViolation(f"an {codec} encoding has a scale that is no number, negative, too large or too small")

@@ -125,7 +125,7 @@ class RecordRules(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no
         return True
 
     def check(self, record: DHTRecord) -> None:
-        """Raises ProtocolViolation with the reason when the record is not to be stored or believed."""
+        """Checks a record. Raises ProtocolViolation with the reason when it is not to be stored or believed."""
         value, expires_at = record.value, record.expiration_time
         if not isinstance(value, bytes) or len(value) > MAX_RECORD_BYTES + 3:
             raise ProtocolViolation("dht: the value is not bytes, or too long")

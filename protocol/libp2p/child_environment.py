@@ -44,7 +44,8 @@ def child_environment(inherited: Mapping[str, str], **more: str) -> dict[str, st
 
 
 def with_packages(inherited: Mapping[str, str], packages: str, **more: str) -> dict[str, str]:
-    """As `child_environment`, for a child that is to import from the folder `packages` before any other of
-    PYTHONPATH."""
+    """The environment, as `child_environment`, for a child that is to import from the folder `packages` before any
+    other of PYTHONPATH.
+    """
     kept = child_environment(inherited, **more)
     return kept | {"PYTHONPATH": os.pathsep.join(filter(None, (packages, kept.get("PYTHONPATH"))))}

@@ -48,12 +48,12 @@ class Outbox:
 
     @property
     def committed_bytes(self) -> int:
-        """Of the tensors under way."""
+        """The bytes of the tensors under way; all that is held of what is sent, with `waiting_bytes`."""
         return sum(budget.used_bytes for budget in self._budgets.values())
 
     @property
     def waiting_bytes(self) -> int:
-        """Of small frames not yet handed to the stream."""
+        """The bytes of small frames not yet handed to the stream."""
         return self._small_bytes
 
     def post(self, frame: bytes) -> None:

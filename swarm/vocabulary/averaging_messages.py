@@ -166,8 +166,9 @@ class SignedRoster:
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """Who takes part and who reduces what, as `swarm.averaging.roster.make_roster` works it out from the signed
-    entries."""
+    """The members and what each reduces, as `swarm.averaging.roster.make_roster` works it out from the signed
+    entries.
+    """
 
     round: RoundId
     base: AnchorVersion
@@ -292,7 +293,7 @@ class Evidence(_AboutPiece):
 
 @dataclass(frozen=True, slots=True)
 class AuditRefused(_AboutPiece):
-    """It is not kept here (any more), or too much was asked."""
+    """A member's refusal of an audit request: it is not kept here (any more), or too much was asked."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ class Socket:
 
 
 def require_proc() -> None:
-    """Raises ConfigError where the kernel does not say whose a socket is."""
+    """Checks that the kernel says whose a socket is. Raises ConfigError where it does not."""
     if sys.platform != "linux" or not Path(_TABLES[0]).is_file():
         raise ConfigError(
             "the WAN emulation needs Linux: it tells nodes apart by /proc",
