@@ -34,9 +34,8 @@ from node.model.optimizer import StepFigures
 from node.network.dispatcher import Dispatcher
 from node.network.local_peer import LocalPeer
 from protocol.identity.certificates import make_credentials
-from protocol.identity.entry_signatures import EntrySeal
 from protocol.identity.keys import Identity
-from protocol.identity.piece_signatures import PieceSignatures
+from protocol.identity.round_signatures import EntrySeal, PieceSignatures
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.directory import Contact
 from protocol.interfaces.transport import Question, QuestionAbout

@@ -31,9 +31,8 @@ from node.concurrency.task_groups import task_scope
 from node.data.packing import Microbatch
 from node.network.dispatcher import Dispatcher
 from protocol.identity.certificates import make_credentials
-from protocol.identity.entry_signatures import EntrySeal
 from protocol.identity.keys import Identity
-from protocol.identity.piece_signatures import PieceSignatures
+from protocol.identity.round_signatures import EntrySeal, PieceSignatures
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.directory import Contact
 from protocol.interfaces.transport import Question, QuestionAbout

@@ -1,5 +1,8 @@
-"""`python -m node` is `skipstone`. It puts the commands of `node.cli` and those of the laboratory together, so that
-neither imports the other."""
+"""The entry point `python -m node`, which is `skipstone`. It puts the commands of `node.cli` and those of the
+laboratory together, so that neither imports the other.
+
+It stands alone because Python asks for a module of this name.
+"""
 
 from node.cli.app import app, main
 from node.lab.commands.chaos import chaos

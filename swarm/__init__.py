@@ -1,2 +1,3 @@
-"""Decisions, with no IO: vocabulary, membership, paths, placement. Imports neither torch, grpc, hivemind nor
-asyncio."""
+"""Decisions, with no IO: vocabulary, membership, paths, placement, rounds. Imports neither torch, grpc, hivemind nor
+asyncio.
+"""

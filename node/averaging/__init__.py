@@ -1,2 +1,3 @@
-"""Rounds carried out: the anchor and its digest, the exchange of pseudo-gradients, catching up. Decisions are in
-`swarm.averaging`."""
+"""The rounds' runtime: the anchor and its digest, the exchange of pseudo-gradients, catching up. Decisions are in
+`swarm.averaging`.
+"""

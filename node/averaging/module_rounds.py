@@ -1,5 +1,4 @@
-"""One replica's rounds as a part of a node: builds the runner of rounds, the donor and the downloads, and joins them to
-the rest.
+"""The rounds of one replica as a part of a node: runner, donor and downloads, joined to the rest.
 
 What the manifest allows in rounds, with the sizes that the codecs have.
 """
@@ -14,8 +13,7 @@ from random import SystemRandom
 
 import torch
 
-from node.averaging.anchor.anchor import Anchor
-from node.averaging.anchor.anchor_checkpoint import anchor_state, restored_anchor
+from node.averaging.anchor.anchor import Anchor, anchor_state, restored_anchor
 from node.averaging.anchor.anchor_store import AnchorStore
 from node.averaging.anchor.layout import Layout
 from node.averaging.anchor.lone_replica import anchor_of
@@ -34,8 +32,7 @@ from node.concurrency.task_groups import task_scope
 from node.context.module_context import ModuleContext
 from node.observability.events import Note
 from protocol.codecs import encoded_bytes
-from protocol.identity.entry_signatures import EntrySeal
-from protocol.identity.piece_signatures import PieceSignatures
+from protocol.identity.round_signatures import EntrySeal, PieceSignatures
 from protocol.manifest.manifest import Manifest
 from swarm.averaging.round_events import Caught, OtherReplica, RoundRules
 from swarm.averaging.round_machine import RoundMachine
@@ -56,18 +53,18 @@ RESUMING_WITHIN_S = 12.0
 
 
 def rungs_to(limit: Codec) -> tuple[Rung, ...]:
-    """The rungs that a run with this limit has, mildest first."""
+    """The rungs up to a run's limit, mildest first."""
     return tuple(rung_of(codecs) for codecs in ladder(limit))
 
 
 def rung_of(codecs: RoundCodecs) -> Rung:
-    """These codecs with what they make of float32."""
+    """The rung of these codecs, with their ratios to float32."""
     encoded = sum(encoded_bytes(codec, _ELEMENTS) for codec in (codecs.contribution, codecs.result))
     return Rung(codecs, encoded / (2 * 4 * _ELEMENTS))
 
 
 class ModuleRounds:
-    """A module's rounds at this node, as the rest of the node sees them; and the rest of the node as they see it
+    """The rounds of a module at this node, as the rest of the node sees them; and the rest of the node as they see it
     (`node.averaging.round_runner.RoundHost`). Made by `module_rounds`.
 
     Args:
@@ -120,7 +117,7 @@ class ModuleRounds:
         self._saved_at = -BETWEEN_SAVES_S
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs the rounds, until cancelled."""
         dispatcher = self._given.session.dispatcher
         with self._donor.receiving(dispatcher), self.runner.receiving(dispatcher):
             async with task_scope() as tasks:
@@ -128,7 +125,7 @@ class ModuleRounds:
                 tasks.create_task(self.runner.run())
 
     def resume(self, since: Work) -> None:
-        """The replica was restored with this much work since its anchor."""
+        """Takes over the work since its anchor of a replica that was restored."""
         self._replica_sync.resume(since)
         version = self._store.current.version
         if version.round:
@@ -136,7 +133,7 @@ class ModuleRounds:
             self.news.restored(version)
 
     async def prepare(self) -> None:
-        """Returns when the replica stands where its module stands; before that it has nothing to say in its module.
+        """Waits until the replica stands where its module stands; before that it has nothing to say in its module.
 
         With nobody else there it stands on its own state: the initial weights, or what it was resumed with.
         """
@@ -172,26 +169,27 @@ class ModuleRounds:
         return [known for known in self._given.session.membership.peers() if known.module == self._given.module]
 
     def describe(self) -> str:
-        """One line for people."""
+        """The state of the rounds in one line for people."""
         return self._machine.describe()
 
     # ---- the replica's side ------------------------------------------------------------------------------------------
 
     def agreed(self) -> Agreed:
-        """What a checkpoint needs; on the compute thread."""
+        """The anchor and the work since, for a checkpoint; on the compute thread."""
         since = self._replica_sync.since_anchor
         return Agreed(anchor_state(self._store.current), since.steps, since.tokens)
 
     async def finish_round(self) -> None:
-        """Before leaving: the round under way, if there is one, is done with us; what we have worked since our anchor
-        is in it."""
+        """Finishes the round under way before leaving: what we have worked since our anchor is in it."""
         while self._machine.under_way is not None:  # noqa: ASYNC110 - the machine has no events to wait for
             await asyncio.sleep(LOOK_S)
 
     # ---- node.averaging.round_runner.RoundHost -----------------------------------------------------------------------
 
     def others(self) -> tuple[OtherReplica, ...]:
-        """To a newcomer one that leaves is as good as one that stays: it may be the last that has the state."""
+        """The other replicas, leaving ones included: to a newcomer one that leaves is as good as one that stays, since
+        it may be the last that has the state.
+        """
         found = (
             OtherReplica(known.peer, known.anchor, known.state is PeerState.SERVING or not self._ready)
             for known in self._given.session.membership.with_state(self._given.module)
@@ -230,7 +228,7 @@ class ModuleRounds:
 
 @asynccontextmanager
 async def module_rounds(given: ModuleContext, replica: LocalReplica) -> AsyncIterator[ModuleRounds]:
-    """The rounds of the module that the node hosts, at work as long as the block lasts."""
+    """Runs the rounds of the module that the node hosts within the block."""
     start = await given.compute.run(Priority.UPKEEP, lambda: anchor_of(replica))
     saved, since = given.resumed.state, Work()
     with ComputeThread(set_up=lambda: torch.set_num_threads(1), name="averaging") as averaging:
@@ -249,7 +247,7 @@ async def module_rounds(given: ModuleContext, replica: LocalReplica) -> AsyncIte
 
 
 def round_rules(manifest: Manifest, layout: Layout) -> RoundRules:
-    """What the manifest says about rounds."""
+    """The manifest's rules of rounds."""
     training = manifest.training
     return RoundRules(
         inner_steps=training.inner_steps,

@@ -1,4 +1,5 @@
-"""Keeps a replica and its anchors in step: snapshots, carrying over, starting anew, and the work done since the anchor.
+"""The state of a replica between its anchors: snapshots, carrying over, starting anew, and the work done since the
+anchor.
 
 The replica belongs to the compute thread, so what is done to it is done there, in slices: between two of them
 microbatches are computed. One such thing is under way at a time, in the order in which they were asked for.
@@ -34,7 +35,7 @@ SLICE: Final = 2**22
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Inner steps and the tokens in them."""
+    """An amount of work: inner steps and the tokens in them."""
 
     steps: int = 0
     tokens: int = 0
@@ -48,7 +49,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """A pseudo-gradient that is fixed."""
+    """A fixed pseudo-gradient."""
 
     source: Source
     part: slice
@@ -62,7 +63,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class AloneRule:
-    """When a lone replica takes its outer step, and which."""
+    """The rule by which a lone replica takes its outer step."""
 
     inner_steps: int
     outer: OuterRule
@@ -81,7 +82,7 @@ class LoneStep:
 
 
 class ReplicaSync:
-    """One replica on the compute thread, as the event loop sees it.
+    """The access of the event loop to one replica on the compute thread.
 
     Args:
         averaging: the thread for arithmetic on anchors.
@@ -117,16 +118,17 @@ class ReplicaSync:
         return self._done - self._at_anchor
 
     def resume(self, since: Work) -> None:
-        """The replica was restored with this much work since its anchor. To be called before it takes a step."""
+        """Takes over the work since its anchor of a replica that was restored. To be called before it takes a step."""
         self._done, self._at_anchor = since, Work()
 
     def stand_alone(self, alone: bool) -> None:
-        """Whether the replica takes its outer steps by itself from now on."""
+        """Sets whether the replica takes its outer steps by itself from now on."""
         self.is_alone = alone
 
     def after_inner_step(self, figures: StepFigures) -> LoneStep | None:
-        """To be called on the compute thread, in the same job as the step. Returns the outer step that a lone replica
-        has taken, if it was due."""
+        """Counts an inner step, and takes a lone replica's outer step when it is due; returns that. To be called on the
+        compute thread, in the same job as the step.
+        """
         self._done += Work(1, max(figures.visits) * self._rule.microbatch_tokens)
         work, waited_s = self.since_anchor, self._rule.clock.monotonic() - self._anchored_at
         if not self.is_alone or (work.steps < self._lone_every and waited_s < self._rule.longest_s):
@@ -160,8 +162,9 @@ class ReplicaSync:
             return Snapshot(source, part, math.sqrt(squares), done, since)
 
     def committed(self, snapshot: Snapshot) -> None:
-        """The anchor that was made with this snapshot holds now: what came after the snapshot is our work since the
-        anchor."""
+        """Notes that the anchor made with this snapshot holds now: what came after the snapshot is our work since the
+        anchor.
+        """
         self._stand(snapshot.done)
 
     async def carry(self, snapshot: Snapshot, anchor: Anchor, sent: SentParts | None) -> None:

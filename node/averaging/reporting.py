@@ -1,4 +1,4 @@
-"""What a replica's rounds and downloads come to, told to whoever watches or asks."""
+"""Reports of a replica's rounds and downloads, for events and status."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PROGRESS_S: Final = 1.0
 
 
 class RoundNews:
-    """One replica's. Times are the clock's monotonic seconds."""
+    """The reports of one replica's rounds. Times are the clock's monotonic seconds."""
 
     def __init__(self, peer: PeerId, module: ModuleId, clock: Clock, events: EventSink) -> None:
         self._peer = peer
@@ -50,17 +50,17 @@ class RoundNews:
 
     @property
     def settled(self) -> RoundSettled | None:
-        """The last round in which we had a part."""
+        """Reports a committed round, the last in which we had a part."""
         return None if self._last is None else self._last[0]
 
     # ---- what happens ------------------------------------------------------------------------------------------------
 
     def restored(self, version: AnchorVersion) -> None:
-        """From a checkpoint."""
+        """Reports an anchor that was restored from a checkpoint."""
         self._events.emit(Restored(self._peer, self._module, version.round, version.digest.hex()))
 
     def exchanging(self, how_far: HowFar) -> None:
-        """Another tenth of an exchange is done."""
+        """Reports that another tenth of an exchange is done."""
         attempt = how_far.round
         self._events.emit(
             RoundProgress(
@@ -108,21 +108,22 @@ class RoundNews:
             self._events.emit(Note("warning", text))
 
     def accused(self, caught: Caught) -> None:
-        """A replica is left out of our rounds for what it did. Once a round and peer: the first reason is the one to
-        read."""
+        """Reports that a replica is left out of our rounds for what it did. Once a round and peer: the first reason is
+        the one to read.
+        """
         if self._accused and (self._accused[-1].peer, self._accused[-1].round) == (caught.peer, caught.round):
             return
         self._accused = [*self._accused, caught][-ACCUSED_KEPT:]
         self._events.emit(ReplicaAccused(self._peer, self._module, caught.peer, caught.round, caught.why, caught.proof))
 
     def fetching(self, wanted: AnchorVersion) -> None:
-        """A download begins; `progressed` says how far it is, and `ended` that it is over."""
+        """Reports that a download begins; `progressed` says how far it is, and `ended` that it is over."""
         self._began = self._clock.monotonic()
         self._told = self._began - PROGRESS_S
         self._download = CatchingUp(self._peer, self._module, wanted.round, 0, 0)
 
     def progressed(self, done: int, total: int) -> None:
-        """Bytes here and bytes in all."""
+        """Reports a download's progress: bytes here and bytes in all."""
         if self._download is None:
             return
         self._download = CatchingUp(self._peer, self._module, self._download.round, done, total)
@@ -132,13 +133,15 @@ class RoundNews:
             self._events.emit(self._download)
 
     def ended(self) -> None:
-        """Whether it came to something or not."""
+        """Reports that a download is over, whether it came to something or not."""
         self._download = None
 
     def caught_up(
         self, anchor: Anchor, known: Anchor, donors: Sequence[PeerId], received: Mapping[PeerId, int]
     ) -> None:
-        """`known` is where we stood before, `received` what came from each donor."""
+        """Reports an anchor that was fetched: `known` is where we stood before, `received` what came from each
+        donor.
+        """
         chunks = (len(anchor.chunk(n)) for n, new in enumerate(anchor.hashes) if new != known.hashes[n])
         self._events.emit(
             CaughtUp(
@@ -164,7 +167,7 @@ class RoundNews:
         return RoundStatus(len(settled.members), since, settled.codec.name.lower(), settled.codec_reason)
 
     def accused_lately(self) -> tuple[Accusation, ...]:
-        """Who was left out of rounds here for what it did, the latest last."""
+        """The replicas left out of rounds here for what they did, the latest last."""
         return tuple(Accusation(caught.peer, caught.round, caught.why) for caught in self._accused)
 
     def catching_up(self) -> DownloadStatus | None:

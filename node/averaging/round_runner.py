@@ -1,4 +1,4 @@
-"""Carries out what the round machine decides: one replica's part in the rounds of its module.
+"""The runner of the round machine: one replica's part in the rounds of its module.
 
 Decisions are all in `swarm.averaging`; here are the messages, the workspace with the snapshot and the exchange, the
 anchors, and the tasks that go with them.
@@ -84,14 +84,14 @@ class RoundSettled:
 
 
 class RoundHost(Protocol):
-    """What the node gives to a replica's rounds, and wants to know of them."""
+    """The interface of a replica's rounds to the rest of the node."""
 
     def others(self) -> tuple[OtherReplica, ...]:
         """The live replicas of our module now, ourselves not included."""
         ...
 
     async def catch_up(self, version: AnchorVersion, donors: tuple[PeerId, ...]) -> Anchor:
-        """Gets an anchor from donors.
+        """Fetches an anchor from donors.
 
         Raises:
             PeerError, StateError, ResourceExhausted: it cannot be had.
@@ -99,14 +99,15 @@ class RoundHost(Protocol):
         ...
 
     def anchored(self, anchor: Anchor) -> None:
-        """We have another anchor: to announce it, to write a checkpoint. Its arrays hold until the round after the
-        next."""
+        """Takes note of another anchor: to announce it, to write a checkpoint. Its arrays hold until the round after
+        the next.
+        """
         ...
 
     def settled(self, settled: RoundSettled) -> None: ...
 
     def accused(self, caught: Caught) -> None:
-        """Another replica did what no honest one does."""
+        """Takes note that another replica did what no honest one does."""
         ...
 
 
@@ -142,12 +143,12 @@ class RoundRunner(MachineRunner[Event, Action]):
         return self._store.current
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs the machine, until cancelled."""
         self._loop = asyncio.get_running_loop()
         await super().run()
 
     def receiving(self, dispatcher: Dispatcher) -> AbstractContextManager[None]:
-        """Within it, what arrives for rounds by the links comes here."""
+        """Registers for what arrives for rounds by the links, within the block."""
         return dispatcher.registered(
             tensors={RoundPiece: self.workspace}, messages={RoundControl: self.receive}, link_down=self.link_down
         )
@@ -155,14 +156,13 @@ class RoundRunner(MachineRunner[Event, Action]):
     # ---- what happens ------------------------------------------------------------------------------------------------
 
     def after_inner_step(self, figures: StepFigures) -> None:
-        """To be called on the compute thread after each inner step, in the same job: a lone replica takes its outer
-        step here."""
+        """Counts an inner step on the compute thread, in the same job: a lone replica takes its outer step here."""
         step = self.replica_sync.after_inner_step(figures)
         if step is not None and self._loop is not None:
             self._loop.call_soon_threadsafe(self._stepped_alone, step)
 
     def stepped(self) -> None:
-        """An inner step has been taken."""
+        """Tells the machine that an inner step has been taken."""
         work = self.replica_sync.since_anchor
         self.handle(Worked(work.steps, work.tokens))
 
@@ -288,8 +288,9 @@ class RoundRunner(MachineRunner[Event, Action]):
         self._catching = self.begin(self._catch_up(action))
 
     def gave_other_state(self, donor: PeerId, detail: str) -> None:
-        """What a donor sent is not what was agreed on. Its memory may be at fault, so it is not certain that it
-        lies."""
+        """Notes that a donor sent what is not the state that was agreed on. Its memory may be at fault, so it is not
+        certain that it lies.
+        """
         number = self._store.current.version.round
         self.handle(Caught(donor, number, f"it gave away other state than was agreed on: {detail}", certain=False))
 
@@ -311,5 +312,5 @@ class RoundRunner(MachineRunner[Event, Action]):
 
 
 def module_of(message: RoundControl) -> ModuleId:
-    """Which module's round it is about."""
+    """The module whose round a message is about."""
     return message.module if isinstance(message, Progress) else message.round.module

@@ -1,4 +1,4 @@
-"""What a replica has on hand for the round under way: the snapshot, the exchange, and results that are complete but not
+"""The working state of the round under way: the snapshot, the exchange, and results that are complete but not
 committed.
 
 Used on the event loop. What is asked of it in vain (a round that is over, an anchor that has changed) is passed over:
@@ -43,7 +43,7 @@ class _Running:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedRound:
-    """A complete result, and what it was made with."""
+    """A complete result with its snapshot and record."""
 
     anchor: Anchor
     snapshot: Snapshot
@@ -52,7 +52,7 @@ class StagedRound:
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes of pieces of one round, over all attempts at it."""
+    """The bytes of pieces of one round, over all attempts at it."""
 
     number: int
     sent: int = 0
@@ -60,7 +60,7 @@ class Traffic:
 
 
 class RoundWorkspace:
-    """One replica's.
+    """The working state of one replica's rounds.
 
     Args:
         report: gets what the exchange has to say to the round machine.
@@ -98,7 +98,7 @@ class RoundWorkspace:
     # ---- the round -------------------------------------------------------------------------------------------------
 
     async def take_snapshot(self, round_id: RoundId) -> Snapshot | None:
-        """The pseudo-gradient for this round: the one there is, or a new one. None when the round is over meanwhile."""
+        """Takes the snapshot for this round, or returns the one there is. None when the round is over meanwhile."""
         self._expect(round_id)
         releases = self._releases
         async with self._turn:
@@ -126,7 +126,7 @@ class RoundWorkspace:
                     log.warning("no part in round %d: %s", roster.round.number, error)
 
     async def release(self, number: int) -> None:
-        """Rounds up to this one are over: nothing is kept for them."""
+        """Frees everything kept for rounds up to this one, which are over."""
         self._releases += 1
         if self._wanted is not None and self._wanted.round.number <= number:
             self._wanted = None
@@ -140,13 +140,13 @@ class RoundWorkspace:
                 self.snapshot = None
 
     def drop_staged(self, version: AnchorVersion) -> None:
-        """A complete result that will not be committed."""
+        """Drops a complete result that will not be committed."""
         staged = self._staged.pop(version.digest, None)
         if staged is not None:
             self._store.give_back(staged.anchor.parameters, staged.anchor.momentum)
 
     def take_staged(self, version: AnchorVersion) -> StagedRound:
-        """The complete result of this version, to be committed. It is not kept here any longer.
+        """Removes and returns the complete result of this version, to be committed.
 
         Raises:
             SkipstoneError: it is not here, or was made from another anchor than the current one.
@@ -163,7 +163,7 @@ class RoundWorkspace:
         return staged
 
     def traffic(self, number: int) -> Traffic:
-        """Of this round, if it is the last one that was begun."""
+        """The traffic of this round, if it is the last one that was begun."""
         self._count_traffic()
         return self._traffic if self._traffic.number == number else Traffic(number)
 

@@ -1,4 +1,4 @@
-"""A run's checkpoint folder: writing a replica's snapshot into it, and finding the newest one that is whole."""
+"""A run's checkpoint folder: writing a replica's snapshot into it, and finding the newest intact one."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFolder:
-    """Where one run's checkpoint is, and the run's identity that is written with it."""
+    """The place of one run's checkpoint, and the run's identity that is written with it."""
 
     path: Path
     run: RunId
@@ -63,7 +63,7 @@ class CheckpointFolder:
     storage: Storage = field(default_factory=DiskStorage)
 
     def of(self, peer: PeerId) -> Path:
-        """Where a peer's snapshots are."""
+        """The folder of a peer's snapshots."""
         return self.path / peer
 
 
@@ -80,7 +80,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The newest whole snapshot, if there is one, and what was wrong with newer ones."""
+    """The newest intact snapshot, if there is one, and what was wrong with newer ones."""
 
     header: Header
     state: ReplicaState
@@ -100,7 +100,7 @@ def save_state(folder: CheckpointFolder, peer: PeerId, module: ModuleId, state: 
 
 
 def write_snapshot(folder: CheckpointFolder, peer: PeerId, module: ModuleId, state: ReplicaState) -> Header:
-    """As `save_state`, without removing anything."""
+    """Writes a replica's snapshot, as `save_state`, without removing anything."""
     place = folder.of(peer)
     try:
         _write_manifest(folder, peer)
@@ -118,8 +118,8 @@ def write_snapshot(folder: CheckpointFolder, peer: PeerId, module: ModuleId, sta
 
 
 def remove_older(folder: CheckpointFolder, peer: PeerId) -> None:
-    """Keeps the newest `KEPT` whole snapshots. For after a write: nothing is removed while there is not one that is
-    whole.
+    """Removes all but the newest `KEPT` intact snapshots. For after a write: nothing is removed while there is not one
+    that is whole.
 
     A file that cannot be removed stays, with a line in the log: the snapshots are good all the same.
     """
@@ -187,7 +187,7 @@ def read_manifest(path: Path) -> SignedManifest:
 
 
 def check_run(folder: CheckpointFolder) -> None:
-    """Returns when the folder is this run's, or nobody's yet.
+    """Checks that the folder is this run's, or nobody's yet.
 
     Raises:
         StateError: it holds another run's checkpoint, or its manifest is damaged.

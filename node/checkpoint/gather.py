@@ -1,4 +1,4 @@
-"""Every module of a checkpoint, out of the snapshots of all the peers that wrote into it."""
+"""Collection of every module of a checkpoint, out of the snapshots of all the peers that wrote into it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Gathered:
 
 
 def gather_modules(path: Path) -> Gathered:
-    """For each module the parameters of its newest anchor version.
+    """Loads, for each module, the parameters of its newest anchor version.
 
     Where several replicas share that version, the mean of their parameters, weighted by the tokens each has trained on
     since it; of one replica exactly its own. A replica without an anchor stands on the initial weights, which all have

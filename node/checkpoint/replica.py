@@ -1,4 +1,8 @@
-"""Copies a replica out of its module between two inner steps, and back into it."""
+"""Capture of a replica between two inner steps, and its restoration.
+
+It stands alone because the node and the single process share it, and the saved state itself knows no module at
+work.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,7 @@ def capture_module(
 
 @torch.no_grad()
 def restore_module(parts: tuple[nn.Module, ...], optimizer: InnerOptimizer, state: ReplicaState) -> None:
-    """Parameters and optimizer as they were saved, in place.
+    """Restores parameters and optimizer in place.
 
     Raises:
         StateError: the state is of another model; nothing has been changed.

@@ -1,4 +1,4 @@
-"""When a node saves its replica, and how that stays out of the way of training."""
+"""The saving of a node's replica, out of the way of training."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ log = logging.getLogger(__name__)
 
 
 class SaveRequests:
-    """Where any part of a node asks for a save. Several requests before a save are one."""
+    """Requests for a save, from any part of a node. Several requests before a save are one."""
 
     def __init__(self) -> None:
         self.wanted = asyncio.Event()
         self.reason = ""
 
     def request_save(self, reason: str) -> None:
-        """A snapshot is to be written soon; returns at once. Call it on the event loop; does nothing where no
-        checkpoints are kept."""
+        """Asks for a snapshot soon; returns at once. Call it on the event loop; does nothing where no checkpoints are
+        kept.
+        """
         self.reason = reason
         self.wanted.set()
 
@@ -84,7 +85,7 @@ class Saver:
                 self._events.emit(Note("warning", f"{error}. {error.hint}"))
 
     async def save_at_the_end(self) -> None:
-        """The last snapshot of a node that stops; after the one being written, if there is one.
+        """Writes the last snapshot of a node that stops; after the one being written, if there is one.
 
         Raises:
             StateError, ResourceExhausted: it could not be written.

@@ -38,7 +38,7 @@ _HASH_CHARACTERS: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whose replica a snapshot is."""
+    """The replica that a snapshot is of."""
 
     run: RunId
     peer: PeerId
@@ -47,7 +47,7 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """A file that belongs to a snapshot, and what it must hold."""
+    """The record of a file that belongs to a snapshot: its length and hash."""
 
     name: str
     size: int
@@ -57,7 +57,7 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a snapshot's json says: everything but the tensors."""
+    """The content of a snapshot's json: everything but the tensors."""
 
     owner: Owner
     number: int
@@ -157,13 +157,13 @@ def read_state(folder: Path, header: Header) -> ReplicaState:
 
 
 def header_bytes(header: Header) -> bytes:
-    """The json, with a BLAKE3 over all the rest of it."""
+    """Serialises the json, with a BLAKE3 over all the rest of it."""
     table = _table(header)
     return _canonical(table | {"blake3": blake3(_canonical(table)).hexdigest()})
 
 
 def parse_header(text: bytes) -> Header:
-    """Reads what `header_bytes` wrote.
+    """Parses what `header_bytes` wrote.
 
     Raises:
         CorruptSnapshot: it is anything else, down to a byte.

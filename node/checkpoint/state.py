@@ -1,4 +1,6 @@
-"""What a replica needs to go on where it stopped, as plain data. `node.checkpoint.snapshot` turns it into files."""
+"""The saved state of a replica, as plain data: all it needs to go on where it stopped. `node.checkpoint.snapshot` turns
+it into files.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from swarm.vocabulary.types import AnchorVersion, ModuleId
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Agreed:
-    """The module's anchor, and how far this replica has come from it."""
+    """The module's anchor, and this replica's work since."""
 
     anchor: AnchorState
     steps_since: int
@@ -20,7 +22,7 @@ class Agreed:
 
 @dataclass(slots=True, eq=False)
 class Resumed:
-    """What a starting node goes on from: nothing, or its own snapshot."""
+    """The state from which a starting node goes on: nothing, or its own snapshot."""
 
     module: ModuleId | None = None
     state: ReplicaState | None = None
@@ -39,7 +41,7 @@ class AnchorState:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What a replica has done, counting only what has gone into its parameters."""
+    """The counts of a replica's work, counting only what has gone into its parameters."""
 
     tokens: int
     """Tokens trained on since the initial weights."""
@@ -51,7 +53,7 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class DataState:
-    """Of a data node besides its replica of stage 0."""
+    """The additional state of a data node, besides its replica of stage 0."""
 
     cursor: Cursor
     """Where to go on reading: at the first text whose gradient is not in the parameters."""
@@ -66,7 +68,7 @@ class DataState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplicaState:
-    """One replica of a module at one moment."""
+    """The state of one replica of a module at one moment."""
 
     local: Tensors
     """The module's parameters."""

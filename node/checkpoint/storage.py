@@ -1,4 +1,4 @@
-"""The few things a checkpoint does to a disk, as a seam: tests put one in between that fails or dies at any of them."""
+"""The file operations of checkpoints, as a seam: tests put one in between that fails or dies at any of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from node.observability.failpoints import crash_point
 
 
 class Storage(Protocol):
-    """Every method raises OSError when the disk does not do its part."""
+    """The file operations of checkpoints. Every method raises OSError when the disk does not do its part."""
 
     def make_folder(self, path: Path) -> None:
         """Makes the folder, and those above it, where they are missing."""
@@ -22,7 +22,7 @@ class Storage(Protocol):
         ...
 
     def sync(self, path: Path) -> None:
-        """Returns when a file's contents, or a folder's names, will survive a power failure."""
+        """Makes a file's contents, or a folder's names, survive a power failure."""
         ...
 
     def rename(self, source: Path, target: Path) -> None:
@@ -34,12 +34,12 @@ class Storage(Protocol):
         ...
 
     def names(self, folder: Path) -> tuple[str, ...]:
-        """What is in the folder; nothing when there is no such folder."""
+        """The names in the folder; nothing when there is no such folder."""
         ...
 
 
 class DiskStorage:
-    """The real one."""
+    """The file operations on the real disk."""
 
     def make_folder(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
@@ -72,8 +72,9 @@ class DiskStorage:
 
 
 def write_durably(storage: Storage, target: Path, beside: Path, pieces: Iterable[memoryview]) -> None:
-    """Writes beside the target and renames, each made durable: whatever happens, the target is the old file or the new
-    one."""
+    """Writes a file atomically, beside the target and renamed, each made durable: whatever happens, the target is the
+    old file or the new one.
+    """
     crash_point("before write")
     storage.write(beside, pieces)
     crash_point("before sync")

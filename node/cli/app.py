@@ -1,4 +1,4 @@
-"""The `skipstone` command: what it is called with, and how it ends.
+"""The `skipstone` command: its group of commands, its errors and exit codes.
 
 Errors of our own become two lines on standard error and their exit code; `--debug` shows where they come from. Wrong
 usage exits with 2. Everything heavy is imported by the commands themselves, once they have said what they are about to

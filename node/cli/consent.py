@@ -1,5 +1,6 @@
-"""What a run is and what joining it means for this machine, said before it begins, and asked where somebody is there to
-answer."""
+"""The description of a run and of what joining it means for this machine, and the question whether to join where
+somebody is there to answer.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ _LONGEST_ANSWER: Final = 4096
 
 
 class Consent:
-    """`node.runtime.node.Consent` at a terminal.
+    """The question at a terminal; implements `node.runtime.node.Consent`.
 
     It asks when standard input and what it writes to are a terminal, unless --yes was given or the run is this
     machine's own. Without one there is nobody to ask, and it goes on: services, containers and scripts have been told

@@ -1,4 +1,7 @@
-"""`skipstone export`: a run's model as a Hugging Face folder."""
+"""`skipstone export`: a run's model as a Hugging Face folder.
+
+It stands alone because each command is a module of its own.
+"""
 
 from __future__ import annotations
 

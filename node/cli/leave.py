@@ -1,4 +1,7 @@
-"""`skipstone leave`: asks the node that runs on this machine to leave its swarm in good order."""
+"""`skipstone leave`: the request to this machine's node to leave its swarm in good order.
+
+It stands alone because each command is a module of its own.
+"""
 
 from __future__ import annotations
 

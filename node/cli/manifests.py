@@ -1,4 +1,4 @@
-"""Which manifest a command works with: a file's or the default one, with what the command line changes."""
+"""The manifest of a command: a file's or the default one, with what the command line changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`skipstone new`: writes and signs the manifest of a run."""
+"""`skipstone new`: writes and signs the manifest of a run.
+
+It stands alone because each command is a module of its own.
+"""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def with_node_options(command: Any) -> Any:
 
 
 def link_in(text: str) -> JoinLink | None:
-    """The join link that `text` is, or that is in the file it names; None when it is neither.
+    """Parses the join link that `text` is, or that is in the file it names; None when it is neither.
 
     Raises:
         ConfigError: it is meant to be a link, and malformed.
@@ -68,7 +68,7 @@ def link_in(text: str) -> JoinLink | None:
 
 
 class LinkFile:
-    """`EventSink` in front of another: keeps the node's newest join link in a file.
+    """Keeps the node's newest join link in a file: `EventSink` in front of another.
 
     The file appears whole, or is replaced whole, so that whoever waits for it never reads half a link. One that cannot
     be written is warned of, and the node goes on: those that have joined need the file no more.

@@ -21,7 +21,7 @@ GIVEN_WAY = 16
 
 
 class Priority(enum.IntEnum):
-    """Smaller goes first; equal ones in order of arrival."""
+    """The urgency of a job: smaller goes first; equal ones in order of arrival."""
 
     UPKEEP = 0
     """An inner step that is due, or freeing what is not needed any more."""
@@ -72,7 +72,7 @@ class ComputeThread:
         self._jobs.clear()
 
     async def run(self, priority: Priority, job: Callable[[], Result]) -> Result:
-        """Waits for the job's turn and its result; whatever it raises is raised here.
+        """Queues a job and waits for its result; whatever it raises is raised here.
 
         A caller that is cancelled does not stop a job that has begun.
 

@@ -1,4 +1,7 @@
-"""Blocking work beside the event loop, in a thread that nobody has to wait for."""
+"""Blocking work in a daemon thread beside the event loop.
+
+It stands alone because only work that may never end is done so; all other has the compute thread or a task.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ Result = TypeVar("Result")
 
 
 async def aside(work: Callable[[], Result], limit_s: float) -> Result:
-    """What `work` returns or raises. The thread is a daemon: unlike an executor's, it holds up neither the loop's end
-    nor the process's.
+    """Runs `work` in a daemon thread and returns or raises what it does. The thread is a daemon: unlike an executor's,
+    it holds up neither the loop's end nor the process's.
 
     Raises:
         TimeoutError: it took more than `limit_s` seconds; it goes on in its thread, and what comes of it is dropped.

@@ -1,4 +1,4 @@
-"""Runs a pure state machine: feeds it with events and with time, and has what it decides carried out.
+"""The runner of a pure state machine: feeds it with events and with time, and has what it decides carried out.
 
 Custody, rounds, lanes and downloads decide without IO (`swarm`); each has a runner in `node` that says what its actions
 mean. What all runners share is here: one event after the other, ticks, tasks, and small messages that are sent with a
@@ -64,7 +64,7 @@ class MachineRunner(ABC, Generic[Event, Action]):
         self._wake = asyncio.Event()
 
     async def run(self) -> None:
-        """Until cancelled or stopped; then no task of it is left."""
+        """Ticks the machine until cancelled or stopped; then no task of it is left."""
         async with self._tasks.running():
             while not self._is_stopped:
                 self._look_around()
@@ -73,7 +73,7 @@ class MachineRunner(ABC, Generic[Event, Action]):
             self._tasks.cancel()
 
     def stop(self) -> None:
-        """Lets `run` return."""
+        """Ends `run` in good order."""
         self._is_stopped = True
         self.wake()
 
@@ -97,7 +97,7 @@ class MachineRunner(ABC, Generic[Event, Action]):
             self._is_handling = False
 
     def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
-        """Does something in a task of its own that ends with `run`; None when that is over already."""
+        """Starts a task that ends with `run`; None when that is over already."""
         return self._tasks.begin(work)
 
     def send(self, to: PeerId, message: ControlMessage) -> bool:

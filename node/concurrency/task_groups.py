@@ -1,4 +1,4 @@
-"""What the node's tasks have in common: groups whose errors keep their own face, and waiting for news with a limit."""
+"""Task groups that raise their first error itself, and waiting with a limit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def task_scope() -> AsyncIterator[asyncio.TaskGroup]:
 
 
 async def set_or_after(event: asyncio.Event, seconds: float) -> None:
-    """Until the event is set, which is taken back, or the time is over."""
+    """Waits until the event is set, which is taken back, or the time is over."""
     try:
         async with asyncio.timeout(seconds):
             await event.wait()
@@ -37,7 +37,7 @@ async def set_or_after(event: asyncio.Event, seconds: float) -> None:
 
 
 async def unless(stop: asyncio.Event, wanted: Awaitable[Wanted]) -> Wanted | None:
-    """What is wanted, or None when `stop` is set first; then the work on it is cancelled."""
+    """The result of `wanted`, or None when `stop` is set first; then the work on it is cancelled."""
 
     async def getting() -> Wanted:
         return await wanted

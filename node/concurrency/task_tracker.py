@@ -1,5 +1,4 @@
-"""What is done in tasks of their own while something runs; some of it is owed to others, and done before it may end in
-good order."""
+"""Tasks beside a running part; some are owed to others, and done before it may end in good order."""
 
 from __future__ import annotations
 
@@ -23,18 +22,19 @@ class TaskTracker:
 
     @property
     def are_running(self) -> bool:
-        """Whether anything runs."""
+        """Whether a `running` block is open."""
         return self._tasks is not None
 
     @property
     def owed(self) -> int:
-        """How much of what is owed is not done."""
+        """The number of owed tasks that are not done."""
         return self._owed
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """For the block. A task that fails ends it with its error; an error or a cancellation of the block cancels the
-        tasks."""
+        """Runs the tasks within the block. A task that fails ends it with its error; an error or a cancellation of the
+        block cancels the tasks.
+        """
         async with task_scope() as tasks:
             self._tasks = tasks
             try:
@@ -43,7 +43,7 @@ class TaskTracker:
                 self._tasks = None
 
     def begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
-        """Does it from now on, or never (None) when nothing runs."""
+        """Starts a task, or returns None when nothing runs."""
         if self._tasks is None:
             work.close()
             return None
@@ -53,13 +53,13 @@ class TaskTracker:
         return task
 
     def cancel(self) -> None:
-        """Gives up what has been begun, and begins nothing more."""
+        """Cancels all tasks, and begins nothing more."""
         self._tasks = None
         for task in self._begun:
             task.cancel()
 
     def owe(self, work: Coroutine[Any, Any, None]) -> None:
-        """Begins what others wait for. Counted from now on: the task may begin later."""
+        """Starts a task that others wait for. Counted from now on: the task may begin later."""
         task = self.begin(work)
         if task is not None:
             self._owed += 1
@@ -70,7 +70,7 @@ class TaskTracker:
         self._paid.set()
 
     async def nothing_owed(self, patience_s: float) -> None:
-        """Returns when all that is owed has been done, or after so many seconds."""
+        """Waits until all that is owed has been done, or so many seconds have passed."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
                 while self._owed:

@@ -1,1 +1,1 @@
-"""What every part is given: options, and the module that it is about."""
+"""The context of every part: options, and the module that it is about."""

@@ -1,4 +1,7 @@
-"""What a node's work in one module is made from."""
+"""The context of a node's work in one module.
+
+It stands alone because every part of a module's service gets it, whichever folder it is in.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from swarm.vocabulary.types import ModuleId, Reasoned
 
 @dataclass(frozen=True, slots=True)
 class ModuleContext:
-    """Who and where we are, which module it is to be, and what it runs on."""
+    """The identity, run, module, device and seams that the parts of a node's module are made from."""
 
     options: NodeOptions
     session: NetworkSession

@@ -34,7 +34,7 @@ _MEGABYTE = 10**6
 
 
 class LogLevel(enum.Enum):
-    """How much of the log is shown on standard error."""
+    """The detail of the log on standard error."""
 
     DEBUG = "debug"
     INFO = "info"
@@ -149,27 +149,27 @@ class NodeOptions:
 
     @property
     def slots_held(self) -> int:
-        """Microbatches that it holds at a time."""
+        """The number of microbatches that it holds at a time."""
         return self.slots or DEFAULT_SLOTS
 
     @property
     def may_move(self) -> bool:
-        """A node that was told its stage keeps it, if not told otherwise."""
+        """Whether the node may take another module: not if it was told its stage and nothing else was said."""
         return self.stage is None if self.moving is None else self.moving
 
     @property
     def told(self) -> ToldPlaces:
-        """What the person says about the run's text; it decides too whether the node may choose stage 0."""
+        """The places that the person names for the run's text; it decides too whether the node may choose stage 0."""
         return ToldPlaces(text=self.text, tokenizer=self.tokenizer, hub=self.allow_hub)
 
     @property
     def relay_bytes_per_hour(self) -> int:
-        """What it carries in any hour for peers that cannot dial each other; 0: it does not."""
+        """The bytes that it carries in any hour for peers that cannot dial each other; 0: it does not."""
         return self.relay_megabytes_per_hour * _MEGABYTE
 
     @property
     def graph_bytes(self) -> int | None:
-        """What kept autograd graphs may take; None for the node's default."""
+        """The bytes that kept autograd graphs may take; None for the node's default."""
         return None if self.memory is None else parse_size(self.memory)
 
     def __post_init__(self) -> None:
@@ -182,7 +182,7 @@ class NodeOptions:
                     raise ConfigError(f"{name} {check.complaint.format(value)}")
 
     def arguments(self) -> list[str]:
-        """What follows `skipstone join` on the command line of a node with these settings."""
+        """The command-line arguments after `skipstone join` of a node with these settings."""
         words = [str(self.link or self.manifest_path)]
         for row in dataclasses.fields(self):
             value = getattr(self, row.name)
@@ -207,7 +207,7 @@ VARIABLES: Final = frozenset([variable("link"), *(option.envvar for option, *_ i
 
 
 def parse_size(text: str) -> int:
-    """Bytes from `1024`, `512MiB` or `2GB`; case does not matter.
+    """The bytes in a text such as `1024`, `512MiB` or `2GB`; case does not matter.
 
     Raises:
         ConfigError: not a whole or decimal number with one of the known units.
@@ -219,7 +219,7 @@ def parse_size(text: str) -> int:
 
 
 def own_peer() -> PeerId | None:
-    """Who this machine is by its default key; None when it has none, or none that can be used."""
+    """The peer id of this machine's default key; None when it has none, or none that can be used."""
     try:
         return Identity.load(default_identity_path()).peer
     except IdentityError:
@@ -227,6 +227,5 @@ def own_peer() -> PeerId | None:
 
 
 def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment for nodes that are told everything on their command lines: what this process was told is not for
-    them."""
+    """The environment without this process's settings, for nodes that are told everything on their command lines."""
     return {name: value for name, value in environment.items() if name not in VARIABLES}

@@ -1,5 +1,6 @@
-"""From tokens that come one by one to text that can be shown at once: a character is held back until all its tokens are
-there."""
+"""Streaming detokenisation: text from tokens that come one by one; a character is held back until all its tokens are
+there.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +14,21 @@ MOST_HELD_BACK: Final = 8
 
 
 class TextStream(Protocol):
-    """The pieces, one after the other, are the text of all tokens."""
+    """A stream of text pieces which, one after the other, are the text of all tokens."""
 
     def push(self, token: int) -> str:
-        """What can be shown now that this token is known; often empty."""
+        """The text that can be shown now that this token is known; often empty."""
         ...
 
     def finish(self) -> str:
-        """What was held back, once no token will follow."""
+        """The text that was held back, once no token will follow."""
         ...
 
 
 class ByteTextStream:
-    """Tokens up to 255 are bytes of UTF-8, others have no text; bytes that are no UTF-8 become U+FFFD."""
+    """The text stream of the byte tokenizer: tokens up to 255 are bytes of UTF-8, others have no text; bytes that are
+    no UTF-8 become U+FFFD.
+    """
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -38,8 +41,8 @@ class ByteTextStream:
 
 
 class WindowTextStream:
-    """For tokenizers whose decoding of a token depends on its neighbours (spaces between words, bytes of one
-    character).
+    """The text stream of tokenizers whose decoding of a token depends on its neighbours (spaces between words, bytes of
+    one character).
 
     Each time the last tokens are decoded together with those shown before them, and the difference is new.
 

@@ -1,4 +1,5 @@
-"""Which documents are read, in which order, and by whom. All of it follows from the seed and the documents' names.
+"""The order and split of documents: which are read, in which order, and by whom. All of it follows from the seed and
+the documents' names.
 
 Every data node walks the same order and leaves out what is not its own, so data nodes need not talk about data. Where
 two machines have slightly different text (another patch release of Python), what is named alike is still treated alike.
@@ -27,7 +28,7 @@ Selection = Callable[[str], bool]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Place:
-    """A token in the endless stream of documents. Later ones are greater."""
+    """The place of a token in the endless stream of documents. Later ones are greater."""
 
     epoch: int = 0
     position: int = 0
@@ -61,7 +62,7 @@ def epoch_order(seed: int, epoch: int, count: int) -> npt.NDArray[np.int64]:
 
 
 def permutation(key: str, count: int) -> npt.NDArray[np.int64]:
-    """Of the numbers below `count`, the same for the same key on every machine.
+    """A permutation of the numbers below `count`, the same for the same key on every machine.
 
     Sorts raw integers of a Philox counter generator, whose stream NumPy promises never to change; of its shuffles it
     promises nothing.
@@ -80,8 +81,9 @@ class Documents:
         self._seed = seed
 
     def epoch(self, start: Place, wanted: Selection) -> Iterator[Fragment]:
-        """Wanted documents from `start` to the end of its epoch. A document that was begun is finished, wanted or
-        not."""
+        """The wanted documents from `start` to the end of its epoch. A document that was begun is finished, wanted or
+        not.
+        """
         order = epoch_order(self._seed, start.epoch, len(self._source.names))
         for position in range(start.position, len(order)):
             name = self._source.names[int(order[position])]
@@ -92,7 +94,7 @@ class Documents:
                     yield Fragment(Place(start.epoch, position, offset), tokens)
 
     def endless(self, start: Place, wanted: Selection) -> Iterator[Fragment]:
-        """Epoch after epoch.
+        """The wanted documents, epoch after epoch.
 
         Raises:
             ConfigError: a whole epoch has no wanted document with text in it.

@@ -1,4 +1,4 @@
-"""What a data node trains and is measured on. Reads files: call it from a thread, not from the event loop."""
+"""A data node's training and evaluation microbatches. Reads files: call it from a thread, not from the event loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ START: Final = Cursor()
 
 
 def open_documents(manifest: Manifest, where: Places | None = None) -> Documents:
-    """The manifest's source and tokenizer on this machine.
+    """Opens the manifest's source and tokenizer on this machine.
 
     Args:
         where: what may be opened; None for what is written in a manifest of one's own.
@@ -41,7 +41,9 @@ class TrainingFeed:
 
     @property
     def cursor(self) -> Cursor:
-        """Where the next microbatch begins; a feed started there, with the same data nodes, gives the same ones."""
+        """The place where the next microbatch begins; a feed started there, with the same data nodes, gives the same
+        ones.
+        """
         return self._packer.cursor
 
     def next(self, data_nodes: tuple[PeerId, ...] = ()) -> Microbatch:

@@ -1,4 +1,4 @@
-"""Which files a place on this machine has, and opening one of them: regular files only, bounded, none that a link leads
+"""The files at a place on this machine, and opening one of them: regular files only, bounded, none that a link leads
 to.
 
 A folder may be one that somebody else can write into, and a FIFO, a device or a link in it must not make a node wait
@@ -53,7 +53,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def resolved(path: Path) -> Path:
-    """Where the path that a person has named leads to, through links and all.
+    """The real path behind the one that a person has named, through links and all.
 
     Raises:
         OSError: there is nothing.
@@ -81,19 +81,19 @@ class Listing:
         self.sizes = array("q", (size for _, size in entries))
 
     def size_of(self, name: str) -> int | None:
-        """In bytes; None when there is no such file."""
+        """The file's size in bytes; None when there is no such file."""
         at = bisect_left(self.names, name)
         return self.sizes[at] if at < len(self.names) and self.names[at] == name else None
 
     def open(self, name: str) -> BinaryIO:
-        """Raises OSError when it is no regular file of this folder any more."""
+        """Opens a file of the listing. Raises OSError when it is no regular file of this folder any more."""
         path = self.root / name
         if os.path.realpath(path) != str(path):
             raise OSError(errno.ELOOP, "a link leads to it", str(path))
         return open_regular(path)
 
     def section(self) -> FilesSection:
-        """What a manifest says about these files; there must be some with text in them.
+        """The manifest's section about these files; there must be some with text in them.
 
         Names and sizes only: that takes some seconds for 100,000 files, however large they are. With their contents
         every start of a data node would read the whole text first. It is to notice the wrong folder, and files that
@@ -106,7 +106,7 @@ class Listing:
         return FilesSection(count=len(self.names), bytes=sum(self.sizes), sha256=digest.hexdigest())
 
     def require(self, expected: FilesSection) -> None:
-        """Raises ConfigError, which says what differs, when these are not the manifest's files."""
+        """Checks these files against the manifest's. Raises ConfigError, which says what differs."""
         found = self.section()
         if found == expected:
             return
@@ -132,7 +132,8 @@ def _any(name: str) -> bool:
 
 
 def files_below(root: Path, folder: Wanted = _any, file: Wanted = _any) -> Listing:
-    """Regular files, no links: a link may lead out of the folder, or round in a circle. Empty ones hold no text.
+    """The listing of the regular files below a folder, no links: a link may lead out of the folder, or round in a
+    circle. Empty ones hold no text.
 
     Args:
         folder: which folders are looked into.
@@ -147,12 +148,12 @@ def files_below(root: Path, folder: Wanted = _any, file: Wanted = _any) -> Listi
 
 
 def visible_below(root: Path) -> Listing:
-    """As `files_below`, without files and folders whose names begin with a dot."""
+    """The listing as of `files_below`, without files and folders whose names begin with a dot."""
     return files_below(root, _is_visible, _is_visible)
 
 
 def single_file(path: Path) -> Listing:
-    """The one file. Raises OSError when it is not there or no regular file."""
+    """The listing of one file. Raises OSError when it is not there or no regular file."""
     path = resolved(path)
     found = os.lstat(path)
     _check_regular(found, path)

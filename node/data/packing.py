@@ -1,4 +1,4 @@
-"""Documents into microbatches, with no token lost or repeated.
+"""Packing of documents into microbatches, with no token lost or repeated.
 
 The documents are one long stream, each followed by an end-of-document token. A row is the next `sequence` tokens of it,
 and its labels are the same tokens one further on; what is left of a document goes on in the next row. So every token is
@@ -29,7 +29,7 @@ BLOCK_TOKENS: Final = 2**20
 
 @dataclass(frozen=True, slots=True, order=True)
 class Cursor:
-    """Where a packer stands, in a few numbers that a checkpoint can hold. Later ones are greater."""
+    """A packer's position, in a few numbers that a checkpoint can hold. Later ones are greater."""
 
     block: Place = field(default_factory=Place)
     """Where the current block of rows begins."""
@@ -39,7 +39,7 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Microbatch:
-    """The unit of work."""
+    """A packed microbatch, the unit of work."""
 
     tokens: Tensor
     """int64 [rows, sequence]."""
@@ -56,7 +56,7 @@ class Microbatch:
 
     @property
     def size(self) -> int:
-        """Tokens in it."""
+        """The number of tokens."""
         return self.tokens.numel()
 
 

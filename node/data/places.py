@@ -1,4 +1,4 @@
-"""What of this machine may be opened for a run's text, and on whose word.
+"""The places on this machine that may be opened for a run's text, and on whose word.
 
 A manifest says what a run trains on. Where that lies here is for the person here to say: otherwise the author of a link
 could have any file of whoever joins it read, embedded and sent to himself.
@@ -17,7 +17,7 @@ from swarm.vocabulary.types import Reasoned
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToldPlaces:
-    """What the person says on the command line."""
+    """The places that the person names on the command line."""
 
     text: Path | None = None
     """--text"""
@@ -32,14 +32,14 @@ NOTHING_TOLD: Final = ToldPlaces()
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where what the manifest names is opened; None where it names no file."""
+    """The places where what the manifest names is opened; None where it names no file."""
 
     text: Path | None = None
     tokenizer: Path | None = None
 
 
 def may_open(named: str, option: str, told: Path | None, *, own: bool) -> Reasoned[Path | None]:
-    """The rule: where to open what a manifest names as a path, or None when nothing may be opened.
+    """The rule for paths in a manifest: where to open one, or None when nothing may be opened.
 
     It is where the person says. The manifest's own word counts when the key of this machine has signed it: then this
     person has written it. A file on one's own disk may have been downloaded, so it counts no more than a link. Nor is a
@@ -71,12 +71,12 @@ def may_open(named: str, option: str, told: Path | None, *, own: bool) -> Reason
 
 
 def tokenizer_place(data: DataSection, told: Path | None, *, own: bool) -> Reasoned[Path | None]:
-    """Where the tokenizer's file is, of a manifest that names one; see `may_open`."""
+    """The place of the tokenizer's file, of a manifest that names one; see `may_open`."""
     return may_open(data.tokenizer.removeprefix("file:"), "--tokenizer", told, own=own)
 
 
 def places(data: DataSection, told: ToldPlaces, *, own: bool) -> Reasoned[Places | None]:
-    """All that reading the run's text opens, or None when something of it may not be; see `may_open`."""
+    """The places of all that reading the run's text opens, or None when something of it may not be; see `may_open`."""
     kind, _, rest = data.source.partition(":")
     text: Reasoned[Path | None] = Reasoned(None, "the source code of this machine's Python")
     if kind == "path":
@@ -98,7 +98,7 @@ def places(data: DataSection, told: ToldPlaces, *, own: bool) -> Reasoned[Places
 
 
 def as_written(data: DataSection) -> Places:
-    """Of a manifest whose author runs it here, hidden places included: `solo`, `up`, benchmarks."""
+    """The places as written in a manifest whose author runs it here, hidden ones included: `solo`, `up`, benchmarks."""
     kind, _, rest = data.source.partition(":")
     text = _from_home(rest) if kind == "path" else None
     return Places(text, None if data.tokenizer == "bytes" else _from_home(data.tokenizer.removeprefix("file:")))

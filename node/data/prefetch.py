@@ -1,5 +1,6 @@
-"""Packs the next microbatches on a thread of its own, so that neither the event loop nor the compute device waits for
-files."""
+"""Prefetching of microbatches on a thread of its own, so that neither the event loop nor the compute device waits for
+files.
+"""
 
 from __future__ import annotations
 

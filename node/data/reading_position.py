@@ -1,4 +1,7 @@
-"""Where a data node has to go on reading if it is started again from a checkpoint."""
+"""The position from which a data node goes on reading when it is started again from a checkpoint.
+
+It stands alone because it speaks of microbatches under way, of which nothing else that reads text knows.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from swarm.vocabulary.types import MicrobatchId
 
 
 class ReadingPosition:
-    """Remembers which texts are under way, and which have come back but may not be in the parameters yet.
+    """The texts under way, and those that have come back but may not be in the parameters yet.
 
     The event loop tells it; the compute thread asks it while it copies the parameters.
 
@@ -27,26 +30,27 @@ class ReadingPosition:
         self._lock = threading.Lock()
 
     def sent(self, text: Microbatch, microbatch: MicrobatchId) -> None:
-        """The text has set out under this name, for the first time or again."""
+        """Notes that the text has set out under this name, for the first time or again."""
         with self._lock:
             self._under_way[text.start] = microbatch
             self._next = max(self._next, text.end)
 
     def came_back(self, text: Microbatch) -> None:
-        """Its gradient has reached every stage of its path."""
+        """Notes that its gradient has reached every stage of its path."""
         with self._lock:
             microbatch = self._under_way.pop(text.start, None)
             if microbatch is not None:
                 self._back.append((text.start, microbatch))
 
     def dropped(self, text: Microbatch) -> None:
-        """It will not set out again."""
+        """Notes that it will not set out again."""
         with self._lock:
             self._under_way.pop(text.start, None)
 
     def resume_at(self, is_applied: Callable[[MicrobatchId], bool]) -> Cursor:
-        """The beginning of the first text whose gradient is not in the parameters. A few after it may be: they are read
-        twice."""
+        """The cursor of the first text whose gradient is not in the parameters. A few after it may be: they are read
+        twice.
+        """
         with self._lock:
             known = [*self._under_way.items(), *self._back]
             return min((start for start, microbatch in known if not is_applied(microbatch)), default=self._next)

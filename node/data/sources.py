@@ -1,4 +1,4 @@
-"""Where documents come from: a fixed, sorted list of names, and bytes by name.
+"""Sources of documents: a fixed, sorted list of names, and bytes by name.
 
 Names are relative, so that the same text has the same names on every machine: the held-out choice, the order and the
 split between data nodes follow from them.
@@ -38,7 +38,7 @@ class Source(Protocol):
 
     @property
     def names(self) -> Sequence[str]:
-        """Distinct, in an order that is the same on every machine with the same text."""
+        """The documents' names: distinct, in an order that is the same on every machine with the same text."""
         ...
 
     def read(self, name: str) -> bytes:
@@ -51,7 +51,8 @@ class Source(Protocol):
 
 
 def open_source(section: DataSection, place: Path | None) -> Source:
-    """The source that the manifest names; `place` is where its files lie here, if it has some (`node.data.places`).
+    """Opens the source that the manifest names; `place` is where its files lie here, if it has some
+    (`node.data.places`).
 
     Raises:
         ConfigError: it is not on this machine, holds no text, is not the manifest's, or needs an extra that is not
@@ -74,7 +75,9 @@ def open_source(section: DataSection, place: Path | None) -> Source:
 
 
 class FileSource:
-    """Files of a listing. A file longer than `document_bytes` is several documents, named `NAME@OFFSET`."""
+    """A source of the files of a listing. A file longer than `document_bytes` is several documents, named
+    `NAME@OFFSET`.
+    """
 
     def __init__(self, listing: Listing, document_bytes: int) -> None:
         self.listing = listing
@@ -122,12 +125,13 @@ class _DocumentNames(Sequence[str]):
 
 
 def python_standard_library() -> FileSource:
-    """The `.py` files of the running Python's standard library, without its tests."""
+    """The source of the `.py` files of the running Python's standard library, without its tests."""
     return FileSource(files_below(Path(sysconfig.get_path("stdlib")), _is_of_the_library, _is_source), DOCUMENT_BYTES)
 
 
 def files_at(path: Path) -> FileSource:
-    """One file, cut into small documents, or all files below a folder whose names do not begin with a dot.
+    """The source of one file, cut into small documents, or of all files below a folder whose names do not begin with a
+    dot.
 
     Raises:
         ConfigError: there is no such file or folder, it cannot be read, is too large, or has no text.
@@ -143,8 +147,9 @@ def files_at(path: Path) -> FileSource:
 
 
 class HuggingFaceSource:
-    """A text column of a data set of the Hugging Face hub; a row is a document. Rows stay on disk until they are
-    read."""
+    """A source of a text column of a data set of the Hugging Face hub; a row is a document. Rows stay on disk until
+    they are read.
+    """
 
     def __init__(self, place: str) -> None:
         """`place` is `NAME[:CONFIG[:SPLIT[:COLUMN]]]`; empty parts mean no config, `train` and `text`."""

@@ -1,4 +1,4 @@
-"""Text into tokens: bytes as they are, or a file of the `tokenizers` library."""
+"""Tokenizers: bytes as they are, or a file of the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ END_OF_DOCUMENT_NAMES: Final = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eo
 
 
 class Tokenizer(Protocol):
+    """The interface from text to tokens and back."""
+
     size: int
     """Token ids are from 0 to `size` - 1."""
     end_of_document: int
@@ -33,12 +35,12 @@ class Tokenizer(Protocol):
         ...
 
     def text_stream(self) -> TextStream:
-        """Turns tokens that come one by one into text."""
+        """A new stream that turns tokens that come one by one into text."""
         ...
 
 
 class ByteTokenizer:
-    """A token is a byte; 256 ends a document. Needs no file, and takes text in any encoding."""
+    """The byte tokenizer: a token is a byte; 256 ends a document. Needs no file, and takes text in any encoding."""
 
     size = 257
     end_of_document = 256
@@ -68,7 +70,9 @@ class FileTokenizer:
         self.end_of_document: int = end[1]
 
     def encode(self, text: bytes) -> Tokens:
-        """Bytes that are not UTF-8 become U+FFFD. Raises ConfigError when the tokenizer cannot cut the text."""
+        """The document's tokens; bytes that are not UTF-8 become U+FFFD. Raises ConfigError when the tokenizer cannot
+        cut the text.
+        """
         with _panics_told():
             encoding = self._tokenizer.encode(text.decode(errors="replace"), add_special_tokens=False)
         return np.asarray(encoding.ids, dtype=np.int64)
@@ -83,7 +87,7 @@ class FileTokenizer:
 
 
 def open_tokenizer(manifest: Manifest, file: Path | None) -> Tokenizer:
-    """The manifest's tokenizer. `file` is where its file lies here, if it has one (`node.data.places`).
+    """Opens the manifest's tokenizer. `file` is where its file lies here, if it has one (`node.data.places`).
 
     Raises:
         ConfigError: its file is not on this machine or is another one, or the library is not installed.

@@ -1,1 +1,3 @@
-"""Whole models out of a run: where their modules come from, and the Hugging Face folder they are written to."""
+"""Reading and export of whole models: where a run's modules come from, and the Hugging Face folder they are
+written to.
+"""

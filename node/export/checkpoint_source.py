@@ -1,4 +1,7 @@
-"""A checkpoint's folder as a source of modules."""
+"""A checkpoint's folder as a source of modules.
+
+It stands alone because each kind of source is a module of its own.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointSource:
-    """Implements `ModuleSource`: of each module the newest state that the folder has.
+    """A source of the newest state of each module that the folder has; implements `ModuleSource`.
 
     Raises:
         ConfigError, ManifestError, CorruptSnapshot, StateError: as `gather_modules`.

@@ -29,7 +29,7 @@ _LEFT_TO_THE_TOKENIZER: Final = {"bos_token_id", "eos_token_id"}
 
 
 class ExportedSource:
-    """Implements `ModuleSource`.
+    """A source of the modules in an exported folder; implements `ModuleSource`.
 
     Raises:
         ConfigError: the folder is no export.

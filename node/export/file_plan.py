@@ -1,4 +1,4 @@
-"""What an exported folder holds: names of files, which parameter is in which, and what `skipstone.json` says.
+"""The plan of an exported folder: names of files, which parameter is in which, and what `skipstone.json` says.
 
 config.json, generation_config.json          LlamaConfig and defaults of `generate`
 model.safetensors                            all parameters, float32; or
@@ -44,8 +44,9 @@ class Shard:
 
 
 def plan_shards(manifest: Manifest, limit_bytes: int = SHARD_BYTES) -> tuple[Shard, ...]:
-    """Parameters in the order of modules, cut so that a module is read once and a shard never waits for a later
-    module's end."""
+    """The shards of the parameters in the order of modules, cut so that a module is read once and a shard never waits
+    for a later module's end.
+    """
     pieces: list[dict[str, Shape]] = [{}]
     size = 0
     for module in manifest.modules():
@@ -60,14 +61,14 @@ def plan_shards(manifest: Manifest, limit_bytes: int = SHARD_BYTES) -> tuple[Sha
 
 
 def index_json(shards: tuple[Shard, ...]) -> dict[str, Any]:
-    """`model.safetensors.index.json`."""
+    """The content of `model.safetensors.index.json`."""
     size = sum(parameter_bytes(shard.shapes) for shard in shards)
     files = {name: shard.file for shard in shards for name in shard.shapes}
     return {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}
 
 
 def origin_json(signed: SignedManifest, digests: Mapping[ModuleId, bytes], shards: tuple[Shard, ...]) -> dict[str, Any]:
-    """`skipstone.json`. `digests` are those of `node.model.initialization.digest_of_tensors`."""
+    """The content of `skipstone.json`. `digests` are those of `node.model.initialization.digest_of_tensors`."""
     stages = signed.manifest.stages
     return {
         "format": FORMAT,
@@ -88,7 +89,7 @@ def origin_json(signed: SignedManifest, digests: Mapping[ModuleId, bytes], shard
 
 
 def shard_files(count: int) -> list[str]:
-    """The files of an export in `count` pieces."""
+    """The names of the shards of an export in `count` pieces."""
     return [_file_name(number, count) for number in range(1, count + 1)]
 
 

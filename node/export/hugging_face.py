@@ -1,4 +1,4 @@
-"""What `transformers` and `tokenizers` read beside the weights: their JSON files, made from the manifest.
+"""The JSON files that `transformers` and `tokenizers` read beside the weights, made from the manifest.
 
 Our blocks are computed as LlamaForCausalLM computes them (rotary halves included), so the weights need no permutation.
 
@@ -19,7 +19,9 @@ BYTES_END_OF_DOCUMENT: Final = "<|endoftext|>"
 
 
 def llama_config(manifest: Manifest, end_of_document: int) -> Json:
-    """`config.json`. The weights' type is float32, in which a swarm keeps its parameters, whatever it multiplies in."""
+    """The content of `config.json`. The weights' type is float32, in which a swarm keeps its parameters, whatever it
+    multiplies in.
+    """
     model = manifest.model
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -49,14 +51,16 @@ def llama_config(manifest: Manifest, end_of_document: int) -> Json:
 
 
 def generation_config(end_of_document: int) -> Json:
-    """`generation_config.json`: an empty prompt begins where a document has ended, and a text ends with its
-    document."""
+    """The content of `generation_config.json`: an empty prompt begins where a document has ended, and a text ends with
+    its document.
+    """
     return {"bos_token_id": end_of_document, "eos_token_id": end_of_document}
 
 
 def tokenizer_config(manifest: Manifest, end_of_document: str) -> Json:
-    """`tokenizer_config.json`. A text that spells out the end of a document is text like any other in the byte
-    tokenizer."""
+    """The content of `tokenizer_config.json`. A text that spells out the end of a document is text like any other in
+    the byte tokenizer.
+    """
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": end_of_document,
@@ -68,8 +72,9 @@ def tokenizer_config(manifest: Manifest, end_of_document: str) -> Json:
 
 
 def byte_tokenizer() -> Json:
-    """`tokenizer.json` in which a byte's token is its value and 256 ends a document: byte-level BPE without any
-    merge."""
+    """The content of `tokenizer.json` in which a byte's token is its value and 256 ends a document: byte-level BPE
+    without any merge.
+    """
     special = {
         "id": 256,
         "content": BYTES_END_OF_DOCUMENT,

@@ -1,4 +1,7 @@
-"""The held-out loss of a model that lies in files."""
+"""The held-out loss of a model that lies in files.
+
+It stands alone because an export needs none of it, and neither does the evaluation of a running swarm.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what a person names to where modules come from. A new kind of source is one more case of `open_model`."""
+"""The choice of a module source by what a person names. A new kind of source is one more case of `open_model`."""
 
 from __future__ import annotations
 
@@ -38,32 +38,33 @@ class OpenedModel:
         return self.source.signed.author == own_peer()
 
     def tokenizer_file(self) -> Path | None:
-        """Where the run's tokenizer file is, if it has one. Raises ConfigError when nobody who may has said it."""
+        """The place of the run's tokenizer file, if it has one. Raises ConfigError when nobody who may has said it."""
         data = self.source.signed.manifest.data
         if data.tokenizer == "bytes":
             return None
         return _granted(tokenizer_place(data, self.told.tokenizer, own=self._own))
 
     def tokenizer(self) -> Tokenizer:
-        """As `node.data.tokenizers.open_tokenizer`, with the same errors."""
+        """Opens the run's tokenizer, as `node.data.tokenizers.open_tokenizer`, with the same errors."""
         return open_tokenizer(self.source.signed.manifest, self.tokenizer_file())
 
     def documents(self) -> Documents:
-        """The run's text on this machine. Errors as `node.data.feed.open_documents`; ConfigError when it may not be
-        opened."""
+        """Opens the run's text on this machine. Errors as `node.data.feed.open_documents`; ConfigError when it may not
+        be opened.
+        """
         manifest = self.source.signed.manifest
         return open_documents(manifest, _granted(places(manifest.data, self.told, own=self._own)))
 
 
 def unwatched(module: ModuleId, done: int, total: int) -> None:
-    """For whoever does not want to know how far a download is."""
+    """Ignores a download's progress."""
 
 
 @contextlib.asynccontextmanager
 async def open_model(
     target: str, on_progress: Callable[[ModuleId, int, int], None] = unwatched, told: ToldPlaces = NOTHING_TOLD
 ) -> AsyncIterator[OpenedModel]:
-    """The model that `target` names; what is behind it is closed again at the end.
+    """Opens the model that `target` names; what is behind it is closed again at the end.
 
     Args:
         target: a folder, or the link of a running swarm.

@@ -1,4 +1,4 @@
-"""Where the modules of a run come from: the seam between reading a model and whatever it is read from."""
+"""The source of a run's modules: the seam between reading a model and whatever it is read from."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ModuleSource(Protocol):
 
 
 async def checked_module(source: ModuleSource, module: ModuleId) -> Parameters:
-    """The module's parameters, which are those that the manifest asks for and no others.
+    """Reads the module's parameters, which are those that the manifest asks for and no others.
 
     Raises:
         StateError: a parameter is missing, unknown, of another shape or type, or not finite; also as
@@ -51,7 +51,7 @@ async def checked_module(source: ModuleSource, module: ModuleId) -> Parameters:
 
 
 async def read_decoder(source: ModuleSource, device: torch.device) -> Decoder:
-    """The whole model on the device.
+    """Reads the whole model onto the device.
 
     Raises:
         ConfigError: the run has several experts a stage.
@@ -68,7 +68,7 @@ async def read_decoder(source: ModuleSource, device: torch.device) -> Decoder:
 
 
 def require_one_path(manifest: Manifest) -> None:
-    """A run with several experts a stage is many models, one for each choice of experts.
+    """Refuses a run with several experts a stage, which is many models, one for each choice of experts.
 
     Raises:
         ConfigError: it is such a run.
@@ -114,7 +114,7 @@ def _require_memory(manifest: Manifest) -> None:
 
 
 def memory_bytes() -> int | None:
-    """Physical memory of this machine, or None where the system does not say."""
+    """The physical memory of this machine, or None where the system does not say."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):

@@ -13,8 +13,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Final
 
-from node.averaging.anchor.anchor import Vector
-from node.averaging.anchor.anchor_checkpoint import tensors_of
+from node.averaging.anchor.anchor import Vector, tensors_of
 from node.averaging.anchor.layout import layout_of
 from node.averaging.state_sync.chunk_codec import STATE_CODECS
 from node.averaging.state_sync.download import StateDownloads
@@ -44,7 +43,7 @@ NEWS_S: Final = 2.5
 
 
 class SwarmSource:
-    """Implements `ModuleSource`. Made by `open_swarm`."""
+    """A source of the modules on which the replicas agree; implements `ModuleSource`. Made by `open_swarm`."""
 
     def __init__(self, session: NetworkSession, signed: SignedManifest, on_progress: Progress) -> None:
         manifest = signed.manifest
@@ -58,7 +57,9 @@ class SwarmSource:
         self._downloads = {module: self._download(manifest, module) for module in manifest.modules()}
 
     async def module(self, module: ModuleId) -> Parameters:
-        """Raises as `agreed`, and NoQuorum or Stalled when the donors are gone or give nothing."""
+        """Fetches the module's parameters. Raises as `agreed`, and NoQuorum or Stalled when the donors are gone or give
+        nothing.
+        """
         for attempt in range(1, ATTEMPTS + 1):
             version, donors = await self.agreed(module)
             try:
@@ -77,7 +78,9 @@ class SwarmSource:
     async def agreed(
         self, module: ModuleId, patience_s: float = PATIENCE_S
     ) -> tuple[AnchorVersion, tuple[PeerId, ...]]:
-        """As `state_to_take`, with the same errors, after up to `patience_s` seconds of waiting for one."""
+        """The state to take, as `state_to_take`, with the same errors, after up to `patience_s` seconds of waiting for
+        one.
+        """
         clock, membership = self._session.own.clock, self._session.membership
         deadline = clock.monotonic() + patience_s
         while True:
@@ -107,7 +110,7 @@ class SwarmSource:
 async def open_swarm(
     link: JoinLink, on_progress: Progress, patience_s: float = PATIENCE_S
 ) -> AsyncIterator[SwarmSource]:
-    """Visits the swarm. That every module can be had is known before the first is fetched.
+    """Visits the swarm as a source of its modules. That every module can be had is known before the first is fetched.
 
     Raises:
         Unreachable: no peer has given the manifest; also as `SwarmSource.agreed`.
@@ -139,7 +142,7 @@ async def _look_around(session: NetworkSession, modules: Sequence[ModuleId], pat
 def state_to_take(
     module: ModuleId, announced: Mapping[PeerId, AnchorVersion], inner_steps: int
 ) -> tuple[AnchorVersion, tuple[PeerId, ...]]:
-    """The state of a module that is taken for its model, and who stands on it.
+    """The state of a module that is taken for its model, and the replicas that stand on it.
 
     Args:
         announced: what each live replica announces.

@@ -1,4 +1,4 @@
-"""Safetensors files, whose headers are compared with what is expected before any parameter is read."""
+"""Reading of safetensors files, whose headers are compared with what is expected before any parameter is read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from swarm.vocabulary.errors import CorruptSnapshot, StateError
 
 
 def names_in(file: Path) -> list[str]:
-    """The names of a file's tensors.
+    """The names of the tensors in a file.
 
     Raises:
         CorruptSnapshot, StateError: the file is damaged, or not there.
@@ -24,7 +24,7 @@ def names_in(file: Path) -> list[str]:
 
 
 def check_header(file: Path, wanted: Mapping[str, Shape]) -> None:
-    """Compares the file's header with what is wanted of it; other tensors may be in it too.
+    """Compares the file's header with the shapes that are wanted; other tensors may be in it too.
 
     Raises:
         CorruptSnapshot: the file is damaged.
@@ -44,7 +44,7 @@ def check_header(file: Path, wanted: Mapping[str, Shape]) -> None:
 
 
 def read_tensors(file: Path, names: Iterable[str]) -> dict[str, Tensor]:
-    """The named tensors, in memory of their own.
+    """Reads the named tensors into memory of their own.
 
     Raises:
         CorruptSnapshot, StateError: the file is damaged, or not there.

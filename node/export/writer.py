@@ -1,5 +1,6 @@
-"""Writes a run's model as the folder that `node.export.file_plan` describes: beside its place, and renamed when all of
-it is there."""
+"""The export of a run's model as the folder that `node.export.file_plan` describes: written beside its place, and
+renamed when all of it is there.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ _WRITE_HINT: Final = "Check the folder's free space and permissions."
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """What was written."""
+    """The account of an export."""
 
     path: Path
     run: str
@@ -88,7 +89,7 @@ async def export(
 
 
 def require_free(target: Path, *, replace: bool) -> None:
-    """Nothing but an older export is ever replaced, and that only when asked for.
+    """Checks that the target is free, or an older export that may be replaced.
 
     Raises:
         ConfigError: the target is in use.

@@ -28,7 +28,7 @@ _LAST_OUTPUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ChildEnd:
-    """How a child ended."""
+    """The end of a child."""
 
     exit_code: int
     """As a shell counts: 128 + n when signal n ended it."""
@@ -60,7 +60,7 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Also the id of its process group."""
+        """The process id, and that of its process group."""
         return self._process.pid
 
     def ask_to_stop(self) -> None:

@@ -1,4 +1,7 @@
-"""The run that a first-time user gets: small enough for two CPU cores, large enough to see it learn."""
+"""The default run of a first-time user: small enough for two CPU cores, large enough to see it learn.
+
+It stands alone because commands and scenarios start from it, also where there is no local swarm.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from protocol.manifest.manifest import Manifest, manifest_from_table
 
 
 def default_manifest(seed: int, name: str = "stdlib-demo") -> Manifest:
-    """A byte-level model of Python's standard library in five stages, one a peer.
+    """The manifest of the default run: a byte-level model of Python's standard library in five stages, one a peer.
 
     The sizes were found by trying them with `solo`: the loss falls from 5.6 nats per byte to under 3 in 20 steps, 2.5
     in 100 and 2.0 in 300. A step is 2048 tokens, and one CPU core trains on about 10,000 a second. Staleness is 0, so a

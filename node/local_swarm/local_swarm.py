@@ -32,7 +32,7 @@ MAX_SHOWN_STDERR_LINES = 5
 
 
 class LocalSwarm:
-    """Runs the nodes while entered (`async with`).
+    """A local swarm, whose nodes run while it is entered (`async with`).
 
     `progress` is always up to date. `events()` is for one reader who wants each event; unread ones are dropped, oldest
     first. Leaving the block stops the nodes in good order; leaving it with an exception kills them.
@@ -94,16 +94,16 @@ class LocalSwarm:
 
     @property
     def link(self) -> JoinLink:
-        """What a further node joins with."""
+        """The join link for a further node."""
         return self._setup.link
 
     @property
     def peers(self) -> tuple[PlannedPeer, ...]:
-        """Every node that was started, in order of index."""
+        """The nodes that were started, in order of index."""
         return tuple(self._setup.peers)
 
     def processes(self) -> dict[int, int]:
-        """The process id of every node that runs, by index."""
+        """The process ids of the nodes that run, by index."""
         return {index: child.pid for index, child in self._children.items()}
 
     async def events(self) -> AsyncIterator[Event]:

@@ -1,5 +1,6 @@
-"""What a local swarm needs before its first process starts: keys, ports, a signed manifest, and each node's command
-line."""
+"""The setup of a local swarm before its first process starts: keys, ports, a signed manifest, and each node's command
+line.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ IDENTITIES = "identities"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where and as what a node runs. Tests put some into networks and programs of their own."""
+    """The place where a node runs, and as what. Tests put some into networks and programs of their own."""
 
     host: str = HOST
     """It listens there."""
@@ -48,7 +49,7 @@ class Place:
 
     @property
     def told_host(self) -> str:
-        """Where the others reach it."""
+        """The host where the others reach it."""
         return self.advertise or self.host
 
 
@@ -57,13 +58,13 @@ Places = Callable[[int], Place]
 
 
 def everywhere_here(index: int) -> Place:
-    """All on the loopback of this machine."""
+    """The place of nodes that are all on the loopback of this machine."""
     return Place()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalSwarmOptions:
-    """How many nodes, and what each is told."""
+    """The options of a local swarm: how many nodes, and what each is told."""
 
     peers: int
     steps: int | None = None
@@ -157,16 +158,16 @@ class LocalSetup:
 
     @property
     def link(self) -> JoinLink:
-        """What a further node joins with: the first peers that have not ended."""
+        """The join link of a further node: the first peers that have not ended."""
         living = [peer for peer in self.peers if peer.index not in self._ended] or self.peers
         return JoinLink(self.run, tuple(peer.address for peer in living[:LINK_PEERS]))
 
     def ended(self, index: int) -> None:
-        """The peer is gone: nobody can join through it any more."""
+        """Notes that the peer is gone: nobody can join through it any more."""
         self._ended.add(index)
 
     def returns(self, index: int) -> None:
-        """The peer is started again, and joins what is there."""
+        """Notes that the peer is started again, and joins what is there."""
         self._ended.discard(index)
         self._returned.add(index)
 
@@ -178,7 +179,9 @@ class LocalSetup:
         return peer
 
     def arguments(self, peer: PlannedPeer) -> list[str]:
-        """What follows `skipstone` on its command line. The first peer brings the manifest, the others ask for it."""
+        """The arguments after `skipstone` on a peer's command line. The first peer brings the manifest, the others ask
+        for it.
+        """
         begins = peer.index == 0 and peer.index not in self._returned
         is_data_node = peer.stage == 0
         options = NodeOptions(
@@ -215,8 +218,9 @@ class LocalSetup:
         )
 
     def environment(self) -> dict[str, str]:
-        """What a child is told of this process's, but for settings meant for a node, which would reach all of them;
-        with the packages findable wherever it stands and no more threads than each node's share."""
+        """The environment of a child: this process's, but for settings meant for a node, which would reach all of them;
+        with the packages findable wherever it stands and no more threads than each node's share.
+        """
         packages = str(Path(__file__).resolve().parent.parent.parent)
         threads = str(self._options.threads_per_node)
         return with_packages(without_settings(os.environ), packages, OMP_NUM_THREADS=threads)
@@ -233,7 +237,9 @@ class LocalSetup:
 
 
 def node_command() -> tuple[str, ...]:
-    """How this process starts another `skipstone`. `-P`: a folder called `node` where the user stands is not ours."""
+    """The command by which this process starts another `skipstone`. `-P`: a folder called `node` where the user stands
+    is not ours.
+    """
     return (sys.executable, "-P", "-m", "node")
 
 

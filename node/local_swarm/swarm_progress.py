@@ -1,4 +1,4 @@
-"""How far a swarm has come, folded from the events of its nodes. Pure: state and event in, new state and events out.
+"""The progress of a swarm, folded from the events of its nodes. Pure: state and event in, new state and events out.
 
 A data node counts its own steps. The swarm's step n is done when every data node that keeps up has reported its n-th;
 its loss is the mean of theirs, weighted by tokens. A data node keeps up unless it is gone, came when later steps were
@@ -45,7 +45,7 @@ SEVERAL = "swarm"
 
 @dataclass(frozen=True, slots=True)
 class PeerProgress:
-    """One node of the swarm, as its own events and its process tell."""
+    """The progress of one node, as its own events and its process tell."""
 
     stage: int
     """The stage it hosts, or was started for."""
@@ -80,7 +80,7 @@ class PeerProgress:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One data node's part of a step."""
+    """One data node's share of a step."""
 
     peer: str
     loss: float
@@ -90,7 +90,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """The loss over the whole run, in at most `MAX_CURVE` points."""
+    """The loss curve over the whole run, in at most `MAX_CURVE` points."""
 
     points: tuple[float, ...] = ()
     stride: int = 1
@@ -106,7 +106,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """When (monotonic seconds) a step was done, and how many tokens the swarm had trained by then."""
+    """The time (monotonic seconds) at which a step was done, and how many tokens the swarm had trained by then."""
 
     at: float
     tokens: int
@@ -114,7 +114,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class SwarmProgress:
-    """Everything that is shown of a swarm. Peers are known by the index they were started with."""
+    """The progress of a swarm, as far as it is shown. Peers are known by the index they were started with."""
 
     stages: int
     target: int | None = None
@@ -153,7 +153,7 @@ class Progressed:
 
 
 def peer_started(state: SwarmProgress, index: int, stage: int, peer: str) -> SwarmProgress:
-    """A process has been started that is to host `stage`. One that is started again goes on counting."""
+    """Folds the start of a process that is to host `stage`. One that is started again goes on counting."""
     starting, before = PeerProgress(stage, peer), state.peers.get(index)
     if before is not None:
         steps, tokens = before.reported_steps, before.reported_tokens
@@ -162,13 +162,13 @@ def peer_started(state: SwarmProgress, index: int, stage: int, peer: str) -> Swa
 
 
 def peer_exited(state: SwarmProgress, index: int, exit_code: int) -> Progressed:
-    """The process has ended. Steps that only waited for its report are done now."""
+    """Folds the end of a process. Steps that only waited for its report are done now."""
     ended = replace(state.peers[index], exit_code=exit_code, state="failed" if exit_code else "finished")
     return _settle(_with_peer(state, index, ended), state.recent[-1].at if state.recent else 0.0)
 
 
 def apply(state: SwarmProgress, index: int, event: Event, now: float) -> Progressed:
-    """Takes what peer `index` reported at `now` (monotonic seconds)."""
+    """Folds what peer `index` reported at `now` (monotonic seconds)."""
     peer = state.peers[index]
     match event:
         case Step():
@@ -224,12 +224,12 @@ def _stage_of(module: str | None, otherwise: int) -> int:
 
 
 def noted(state: SwarmProgress, note: Note) -> Progressed:
-    """Something a person should read, from a node or from whoever runs the swarm."""
+    """Folds something a person should read, from a node or from whoever runs the swarm."""
     return Progressed(replace(state, notes=(*state.notes, note)[-MAX_NOTES:]), (note,))
 
 
 def summarize(state: SwarmProgress) -> Summary:
-    """The run in figures. A node that was killed left no summary of its own, and is counted by what it reported."""
+    """The figures of a run. A node that was killed left no summary of its own, and is counted by what it reported."""
     last = state.recent[-1] if state.recent else None
     rate = state.tokens_per_s
     if last is not None and state.first is not None and last.at > state.first.at:

@@ -1,1 +1,1 @@
-"""The decoder, cut into the parts that stages hold. Build parts with `node.model.build`."""
+"""The decoder model, cut into the parts that stages hold. Build parts with `node.model.parts`."""

@@ -1,4 +1,4 @@
-"""The inner optimizer's arithmetic: AdamW over tensors, with its state in plain sight.
+"""The arithmetic of the inner optimizer: AdamW over tensors, with its state in plain sight.
 
 PyTorch's own kernel without `torch.optim.Optimizer`, whose first use imports the compiler: up to a second of CPU time
 for every node that starts.
@@ -18,7 +18,7 @@ from protocol.manifest.manifest import AdamWSection
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """What AdamW remembers of one parameter."""
+    """AdamW's state of one parameter."""
 
     mean: Tensor
     """Of the gradients; float32, shaped as the parameter."""

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
 from torch import Tensor, nn
 
-from node.model.kv_cache import Past
 from protocol.manifest.manifest import ModelSection
 
 
@@ -57,7 +56,8 @@ class RMSNorm(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Cosines and sines [sequence, head_size] of every position's angles; constants, so no part of any state.
+    """Rotary position embedding: cosines and sines [sequence, head_size] of every position's angles; constants, so no
+    part of any state.
 
     The angles are taken in float64 and rounded once, so that late positions of a long sequence stay exact.
     """
@@ -74,7 +74,7 @@ class Rotary(nn.Module):
         self.register_buffer("sines", torch.from_numpy(np.sin(angles).astype(np.float32)), persistent=False)
 
     def forward(self, vectors: Tensor, first: int = 0) -> Tensor:
-        """Turns queries or keys [rows, heads, tokens, head_size] by the angles of their positions, which start at
+        """Rotates queries or keys [rows, heads, tokens, head_size] by the angles of their positions, which start at
         `first`.
 
         Component i is paired with component i + head_size / 2 ("rotate half"), the convention of Hugging Face's
@@ -84,6 +84,45 @@ class Rotary(nn.Module):
         front, back = vectors.chunk(2, dim=-1)
         turned = torch.cat((-back, front), dim=-1)
         return vectors * self.cosines[here].to(vectors.dtype) + turned * self.sines[here].to(vectors.dtype)
+
+
+class Past:
+    """The key-value cache of one block, for one row: keys and values of the tokens read so far, so that the next token
+    costs one position and not the whole row again. Room for `capacity` tokens is taken with the first.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.length = 0
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds [rows, kv_heads, tokens, head_size] and returns all there is, the oldest first.
+
+        Raises:
+            ValueError: there is no room, or several tokens follow others: attention without a mask would let the first
+                of them see the last.
+        """
+        added = keys.shape[-2]
+        end = self.length + added
+        if end > self.capacity:
+            raise ValueError(f"{end} tokens do not fit into a past of {self.capacity}")
+        if self.length and added != 1:
+            raise ValueError(
+                f"{added} tokens were added to a past of {self.length}; after the first read only one at a time"
+            )
+        self._keys = self._written(self._keys, keys, end)
+        self._values = self._written(self._values, values, end)
+        self.length = end
+        return self._keys[..., :end, :], self._values[..., :end, :]
+
+    def _written(self, room: Tensor | None, new: Tensor, end: int) -> Tensor:
+        if room is None:
+            rows, heads, _, size = new.shape
+            room = torch.empty(rows, heads, self.capacity, size, dtype=new.dtype, device=new.device)
+        room[..., self.length : end, :] = new
+        return room
 
 
 class Attention(nn.Module):
@@ -103,7 +142,9 @@ class Attention(nn.Module):
         self.o_proj = Linear(section.hidden, section.hidden)
 
     def forward(self, hidden: Tensor, rotary: Rotary, past: Past | None = None) -> Tensor:
-        """[rows, tokens, hidden] to the same. With a past, the tokens follow those in it and are added to it."""
+        """Maps [rows, tokens, hidden] to the same shape. With a past, the tokens follow those in it and are added to
+        it.
+        """
         first = 0 if past is None else past.length
         queries = rotary(self._by_head(self.q_proj(hidden)), first)
         keys = rotary(self._by_head(self.k_proj(hidden)), first)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from node.data.packing import Microbatch
-from node.model.blocks import Block
-from node.model.kv_cache import Past
+from node.model.blocks import Block, Past
 from node.model.parts import EmbeddingPart, HeadPart
 from protocol.manifest.manifest import Manifest
 
@@ -43,7 +42,7 @@ class Decoder:
         """On its path, stage 0 not counted."""
 
     def through(self, stages: Sequence[int]) -> Decoder:
-        """The same weights with only these of the stages after stage 0 on the path."""
+        """The decoder over the same weights with only these of the stages after stage 0 on the path."""
         other = copy.copy(self)
         of_stages = [range(self._ends[stage - 1], self._ends[stage]) for stage in stages]
         kept = chain(range(self._ends[0]), *of_stages)
@@ -53,25 +52,25 @@ class Decoder:
 
     @torch.inference_mode()
     def loss(self, microbatch: Microbatch) -> float:
-        """Mean nats per token."""
+        """The mean loss, nats per token."""
         return float(self._head(self._hidden(microbatch.tokens), microbatch.labels.to(self.device)).item())
 
     @torch.inference_mode()
     def logits(self, tokens: Tensor) -> Tensor:
-        """Of every position: tokens [rows, tokens] int64 to float32 [rows, tokens, vocabulary]."""
+        """The logits of every position: tokens [rows, tokens] int64 to float32 [rows, tokens, vocabulary]."""
         return self._head.logits(self._hidden(tokens))
 
     def no_past(self, capacity: int) -> list[Past]:
-        """A past for each block, with room for `capacity` tokens."""
+        """An empty past for each block, with room for `capacity` tokens."""
         return [Past(capacity) for _ in self._blocks]
 
     @torch.inference_mode()
     def next_logits(self, tokens: Sequence[int], past: Sequence[Past]) -> Tensor:
-        """Of the token that follows, float32 [vocabulary] on the CPU. The tokens follow those of the past and are added
-        to it.
+        """The logits of the token that follows, float32 [vocabulary] on the CPU. The tokens follow those of the past
+        and are added to it.
 
         Raises:
-            ValueError: they do not fit, or are several after others (`node.model.kv_cache`).
+            ValueError: they do not fit, or are several after others (`node.model.blocks.Past`).
         """
         hidden = self._hidden(torch.tensor([list(tokens)], dtype=torch.int64), past)
         return self._head.logits(hidden[0, -1]).cpu()
@@ -86,7 +85,8 @@ class Decoder:
 
 
 def decoder_bytes(manifest: Manifest) -> int:
-    """Least memory that a decoder of this run needs besides its parameters: the rotary tables while they are computed.
+    """The least memory that a decoder of this run needs besides its parameters: the rotary tables while they are
+    computed.
 
     Angles, cosines and sines in float64, and the latter two once more in float32.
     """

@@ -1,4 +1,4 @@
-"""Which compute device a node uses, and why; and how its processor treats numbers that are next to nothing.
+"""The choice of a node's compute device, and how its processor treats denormal numbers.
 
 Numbers below 1.2e-38 (denormal ones) take most processors tens of times as long, and pass every check: inputs and
 gradients of 1e-40 make one visit fifty times as dear. Training needs none of them, so the threads that compute for
@@ -48,8 +48,9 @@ def device_errors() -> Iterator[None]:
 
 
 def bytes_of_tensor(tensor: Tensor) -> memoryview:
-    """The elements in row-major order; on the CPU the memory of the tensor itself, which must not be written any
-    more."""
+    """The bytes of the elements in row-major order; on the CPU the memory of the tensor itself, which must not be
+    written any more.
+    """
     plain = tensor.detach().to("cpu").contiguous()
     return plain.view(torch.uint8).numpy().reshape(-1).data
 
@@ -60,8 +61,7 @@ def copied(tensor: Tensor) -> Tensor:
 
 
 def flush_denormals() -> None:
-    """From now on this thread, and every one that it starts, takes denormal numbers for zero (numpy's arithmetic
-    too)."""
+    """Makes this thread, and every one that it starts, take denormal numbers for zero (numpy's arithmetic too)."""
     if not torch.set_flush_denormal(True):
         log.info(
             "this processor cannot flush denormal numbers; if they are slow here, peers can make microbatches slow"
@@ -70,7 +70,7 @@ def flush_denormals() -> None:
 
 @contextmanager
 def flushed_denormals() -> Iterator[None]:
-    """`flush_denormals` for a block on a thread that has other things to do afterwards."""
+    """Flushes denormals, as `flush_denormals`, within a block on a thread that has other things to do afterwards."""
     before = _are_flushed()
     flush_denormals()
     try:
@@ -81,8 +81,9 @@ def flushed_denormals() -> Iterator[None]:
 
 @contextmanager
 def gradual_underflow() -> Iterator[None]:
-    """Inside the block this thread rounds as IEEE 754 says, as every machine can. Slow where there are denormal
-    numbers."""
+    """Makes this thread round within the block as IEEE 754 says, as every machine can. Slow where there are denormal
+    numbers.
+    """
     before = _are_flushed()
     torch.set_flush_denormal(False)
     try:
@@ -96,7 +97,7 @@ def _are_flushed() -> bool:
 
 
 def choose_device(wish: str) -> Reasoned[torch.device]:
-    """The device for `wish`: `auto`, or a name that torch knows (`cpu`, `cuda`, `cuda:1`, `mps`).
+    """Chooses the device for `wish`: `auto`, or a name that torch knows (`cpu`, `cuda`, `cuda:1`, `mps`).
 
     Raises:
         ConfigError: it is no device's name, or this machine or this build of torch has none such.

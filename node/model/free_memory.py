@@ -1,4 +1,4 @@
-"""How much memory this process can still take: of the machine, of the container that limits it, of its own limits."""
+"""The memory that this process can still take: of the machine, of the container that limits it, of its own limits."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ _OWN_GROUPS: Final = Path("/proc/self/cgroup")
 def available_memory(
     meminfo: Path = _MEMINFO, control_groups: Path = _CONTROL_GROUPS, own_groups: Path = _OWN_GROUPS
 ) -> Reasoned[int | None]:
-    """Bytes that this process can still take: of the machine, or of a container or limit that leaves it less. None
-    where the system says nothing."""
+    """The bytes that this process can still take: of the machine, or of a container or limit that leaves it less. None
+    where the system says nothing.
+    """
     found = [_of_machine(meminfo), *_of_control_groups(control_groups, own_groups), _of_address_space()]
     known = [(value, reason) for value, reason in found if value is not None]
     if not known:

@@ -1,4 +1,4 @@
-"""Text that goes on where a prompt ends: one token after the other, each chosen among those the model finds likely.
+"""Text generation: one token after the other, each chosen among those the model finds likely.
 
 The model sees at most `model.sequence` tokens. Of a longer prompt it reads the last ones. When a token no longer fits,
 the older half of what it sees is forgotten, and the rest is read again from position 0: once in `sequence` / 2 tokens,
@@ -24,7 +24,8 @@ from swarm.vocabulary.errors import ConfigError, StateError
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a token is chosen. The filters apply one after the other: temperature, then `top_k`, then `top_p`.
+    """The rule by which a token is chosen. The filters apply one after the other: temperature, then `top_k`, then
+    `top_p`.
 
     Raises:
         ConfigError: a value is outside of what is allowed.
@@ -52,7 +53,7 @@ class Sampling:
 def generate(
     decoder: Decoder, tokenizer: Tokenizer, prompt: Sequence[int], limit: int, sampling: Sampling
 ) -> Iterator[int]:
-    """At most `limit` tokens that follow the prompt; the last is the end of a document if the model came to one.
+    """Yields at most `limit` tokens that follow the prompt; the last is the end of a document if the model came to one.
 
     An empty prompt is the beginning of a document. The same arguments give the same tokens on the same machine.
 
@@ -71,7 +72,7 @@ def generate(
 
 
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """One token for float32 logits [tokens] on the CPU, as `generator` has it.
+    """Samples one token for float32 logits [tokens] on the CPU, as `generator` has it.
 
     Raises:
         StateError: a logit is not finite.

@@ -45,8 +45,10 @@ def initialise(parts: Iterable[nn.Module], *, seed: int, expert: int, total_bloc
 
 
 def standard_deviation(name: str, fan_in: int, total_blocks: int) -> float:
-    """1/sqrt(fan_in) keeps the size of what passes through; what is added to the residual stream is made smaller, by
-    1/sqrt(2 x blocks), so that the stream does not grow with depth (GPT-2, Radford et al. 2019)."""
+    """The standard deviation of a parameter: 1/sqrt(fan_in) keeps the size of what passes through; what is added to the
+    residual stream is made smaller, by 1/sqrt(2 x blocks), so that the stream does not grow with depth (GPT-2, Radford
+    et al. 2019). 2019).
+    """
     if name.startswith(("model.embed_tokens.", "lm_head.")):
         return _SMALL
     deviation = 1 / math.sqrt(fan_in)
@@ -70,22 +72,15 @@ def near_normal(seed: int, expert: int, name: str, shape: Iterable[int], deviati
     return torch.from_numpy(values.reshape(shape))
 
 
-def digest_of(*parts: nn.Module) -> bytes:
-    """SHA-256 (32 bytes) over the parameters of one module, in the order of their names: names, shapes, little-endian
-    float32.
-
-    Stage 0's module is two parts; pass both.
-    """
-    return digest_of_tensors(parameters_of(*parts))
-
-
 def parameters_of(*parts: nn.Module) -> dict[str, Tensor]:
-    """The parameters of one module by name, detached but sharing memory."""
+    """The parameters of one module by name, detached but sharing memory. Stage 0's module is two parts; pass both."""
     return {name: parameter.detach() for part in parts for name, parameter in part.named_parameters()}
 
 
 def digest_of_tensors(tensors: dict[str, Tensor]) -> bytes:
-    """As `digest_of`, over tensors by name."""
+    """SHA-256 (32 bytes) over the parameters of one module by name, in the order of their names: names, shapes,
+    little-endian float32.
+    """
     hasher = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         values = tensor.detach().to("cpu", torch.float32).contiguous().numpy().astype("<f4", copy=False)

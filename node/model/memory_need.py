@@ -1,5 +1,5 @@
-"""Whether a module fits into this machine, known from the manifest alone: compared before anything of the module is
-allocated.
+"""The check that a module fits into this machine, known from the manifest alone: compared before anything of the module
+is allocated.
 
 A manifest is a stranger's, and a kernel that runs out of memory kills whomever it likes. What is counted is what a
 serving replica surely takes.
@@ -46,7 +46,7 @@ product with its two factors."""
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes, with their reasons."""
+    """The memory that is needed in bytes, with the reasons."""
 
     device: int
     memory: int
@@ -59,20 +59,21 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Bytes that are free, with what says so; None where nobody can tell. `device` is None where the machine's memory
-    is the compute device's."""
+    """The free memory in bytes, with what says so; None where nobody can tell. `device` is None where the machine's
+    memory is the compute device's.
+    """
 
     memory: Reasoned[int | None]
     device: Reasoned[int | None] | None
 
     def lacks(self, need: Need) -> str | None:
-        """What there is too little of, as a sentence's end; None when the need can be met."""
+        """The memory that there is too little of, as a sentence's end; None when the need can be met."""
         if self.device is None:
             return _lack(need.all, self.memory)
         return _lack(need.device, self.device) or _lack(need.memory, self.memory)
 
     def and_back(self, need: Need) -> Room:
-        """When what is held for this need has been let go of."""
+        """The room when what is held for this need has been let go of."""
         device = self.device
         if device is None:
             return Room(_more(self.memory, need.all), None)
@@ -80,7 +81,7 @@ class Room:
 
 
 def need_of(manifest: Manifest, modules: Iterable[ModuleId], microbatches: int) -> Need:
-    """What a replica of each of the modules takes, with so many microbatches held at a time."""
+    """The memory that a replica of each of the modules takes, with so many microbatches held at a time."""
     model, blocks = manifest.model, manifest.stages.blocks
     stages = [module.stage for module in modules]
     elements = (
@@ -100,7 +101,7 @@ def need_of(manifest: Manifest, modules: Iterable[ModuleId], microbatches: int) 
 
 
 def require_room(manifest: Manifest, modules: Sequence[ModuleId], device: torch.device, microbatches: int) -> None:
-    """To be called before a replica of these modules is made.
+    """Checks that there is room before a replica of these modules is made.
 
     Raises:
         ResourceExhausted: says what it takes, what there is, and what can be done.
@@ -115,7 +116,7 @@ def require_room(manifest: Manifest, modules: Sequence[ModuleId], device: torch.
 def modules_that_fit(
     manifest: Manifest, modules: Sequence[ModuleId], room: Room, microbatches: int
 ) -> Iterator[ModuleId]:
-    """Those of the modules that there is room for. All of a stage are alike."""
+    """The modules that there is room for. All of a stage are alike."""
     fits: dict[int, bool] = {}
     for module in modules:
         if module.stage not in fits:
@@ -125,7 +126,7 @@ def modules_that_fit(
 
 
 def none_fits(manifest: Manifest, modules: Sequence[ModuleId], room: Room, microbatches: int) -> ResourceExhausted:
-    """The error when none does: tells of the smallest."""
+    """The error for when no module fits: tells of the smallest."""
     firsts = {module.stage: module for module in reversed(modules)}.values()
     need, module = min(((need_of(manifest, (m,), microbatches), m) for m in firsts), key=lambda pair: pair[0].all)
     lack = room.lacks(need)
@@ -134,7 +135,7 @@ def none_fits(manifest: Manifest, modules: Sequence[ModuleId], room: Room, micro
 
 
 def room_on(device: torch.device) -> Room:
-    """What is free now."""
+    """The free memory for a device now."""
     memory = available_memory()
     if device.type == "cuda":
         return Room(memory, Reasoned(torch.cuda.mem_get_info(device)[0], "on the GPU"))

@@ -37,7 +37,7 @@ moment is a mean of few gradients then."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InnerState:
-    """Of the inner optimizer (AdamW). A parameter that no step has moved yet has no moments."""
+    """The state of the inner optimizer (AdamW). A parameter that no step has moved yet has no moments."""
 
     steps: int
     """Inner steps taken; the learning rate follows from it."""
@@ -48,7 +48,7 @@ class InnerState:
 
 
 def learning_rate(training: TrainingSection, step: int) -> float:
-    """Of inner step `step`, counted from 1.
+    """The learning rate of inner step `step`, counted from 1.
 
     Rises linearly and reaches its peak at step `warmup_steps`; then stays (constant) or falls to `final_ratio` of the
     peak at step `total_steps` and stays there.
@@ -151,7 +151,7 @@ class Accumulator:
             parameter.grad = total.div_(self.visits).to(parameter.dtype) if self.visits > 0 else None
 
     def start_over(self) -> None:
-        """Forgets the sum, remembers its microbatches."""
+        """Starts a new sum, and remembers the microbatches of the old one."""
         for parameter, total in zip(self.parameters, self._sums, strict=True):
             parameter.grad = None
             total.zero_()
@@ -162,7 +162,7 @@ class Accumulator:
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """One inner step, for logs and metrics."""
+    """The figures of one inner step, for logs and metrics."""
 
     step: int
     """Counted from 1."""
@@ -225,7 +225,7 @@ class InnerOptimizer:
         return InnerState(self.steps, moments, variances, steps)
 
     def import_state(self, names: Mapping[str, Tensor], saved: InnerState) -> None:
-        """Goes on where the optimizer that exported the state was; forgets what this one has done so far.
+        """Restores an exported state; forgets what this one has done so far.
 
         Raises:
             StateError: it is the state of other parameters; nothing has been changed.
@@ -252,8 +252,9 @@ class InnerOptimizer:
         return {name: own[tensor.data_ptr()] for name, tensor in names.items()}
 
     def start_anew(self, steps: int) -> None:
-        """The parameters have become others, with so many steps behind them: forgets the moments, and rises to the
-        schedule's rate over RAMP_STEPS."""
+        """Forgets the moments, because the parameters have become others with so many steps behind them, and rises to
+        the schedule's rate over RAMP_STEPS.
+        """
         self.steps = steps
         self._ramp = 0
         self._adamw.moments.clear()

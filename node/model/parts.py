@@ -3,6 +3,8 @@
 Stage 0 consists of two parts, the embedding before the first hop and the head after the last, because its data node
 computes at both ends of a path. Every other stage is one `BlockStack`. Parameter names are those of the whole model
 (`model.layers.5.mlp.up_proj.weight`), so they are unique in the run and an export needs no renaming.
+
+Parts are built on the CPU, with their initial weights; move them with `.to(device)`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from node.model.blocks import Block, Embedding, Linear, RMSNorm, Rotary
-from protocol.manifest.manifest import ModelSection
+from node.model.initialization import initialise
+from protocol.manifest.manifest import Manifest, ModelSection
+from swarm.vocabulary.types import ModuleId
 
 LOGITS_AT_ONCE: Final = 2**24
 """Elements of the logits held at a time (64 MiB in float32): a large vocabulary must not need more than the blocks
@@ -26,7 +30,9 @@ HIDDEN_TYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class BlockStack(nn.Module):
-    """Consecutive blocks of the model, `first` counted from the model's start: [rows, tokens, hidden] to the same."""
+    """A stack of consecutive blocks of the model, `first` counted from the model's start: [rows, tokens, hidden] to the
+    same.
+    """
 
     def __init__(self, section: ModelSection, first: int, count: int) -> None:
         super().__init__()
@@ -38,7 +44,7 @@ class BlockStack(nn.Module):
 
 
 class EmbeddingPart(nn.Module):
-    """Stage 0 before the first hop: the embedding and stage 0's own blocks, if it has any."""
+    """The part of stage 0 before the first hop: the embedding and stage 0's own blocks, if it has any."""
 
     def __init__(self, section: ModelSection, blocks: int) -> None:
         super().__init__()
@@ -48,13 +54,13 @@ class EmbeddingPart(nn.Module):
         self.hidden_type = HIDDEN_TYPES[section.dtype]
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens [rows, tokens] int64 to hidden states [rows, tokens, hidden]."""
+        """Maps tokens [rows, tokens] int64 to hidden states [rows, tokens, hidden]."""
         hidden = self.model["embed_tokens"](tokens).to(self.hidden_type)
         return _through(self.model["layers"], hidden, self.rotary)
 
 
 class HeadPart(nn.Module):
-    """Stage 0 after the last hop: final norm, vocabulary, loss."""
+    """The part of stage 0 after the last hop: final norm, vocabulary, loss."""
 
     def __init__(self, section: ModelSection, logits_at_once: int = LOGITS_AT_ONCE) -> None:
         super().__init__()
@@ -63,12 +69,12 @@ class HeadPart(nn.Module):
         self.positions_at_once = max(1, logits_at_once // section.vocabulary)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., hidden] to float32 [..., vocabulary]."""
+        """Maps [..., hidden] to float32 [..., vocabulary]."""
         logits: Tensor = self.lm_head(self.model["norm"](hidden))
         return logits.float()
 
     def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Mean cross entropy in nats per token, a float32 scalar.
+        """The mean cross entropy in nats per token, a float32 scalar.
 
         `hidden` is [rows, tokens, hidden], `labels` [rows, tokens] int64. When the logits are larger than what is held
         at once, they are computed piece by piece, and again in the backward pass.
@@ -95,3 +101,31 @@ def _through(layers: nn.Module, hidden: Tensor, rotary: Rotary) -> Tensor:
     for block in layers.children():  # a ModuleDict keeps the order of insertion, which is the order of depth
         hidden = block(hidden, rotary)
     return hidden
+
+
+def build_block_stack(manifest: Manifest, module: ModuleId) -> BlockStack:
+    """Builds the module of any stage but stage 0.
+
+    Raises:
+        ValueError: the manifest has no such module, or it is stage 0's, which has an embedding and a head instead.
+    """
+    if module.stage == 0 or not manifest.has(module):
+        raise ValueError(f"module {module} is not a stack of blocks of this run")
+    blocks = manifest.stages.blocks
+    stack = BlockStack(manifest.model, sum(blocks[: module.stage]), blocks[module.stage])
+    initialise([stack], seed=manifest.seed, expert=module.expert, total_blocks=sum(blocks))
+    return stack
+
+
+def build_embedding(manifest: Manifest) -> EmbeddingPart:
+    """Builds stage 0's first part."""
+    part = EmbeddingPart(manifest.model, manifest.stages.blocks[0])
+    initialise([part], seed=manifest.seed, expert=0, total_blocks=sum(manifest.stages.blocks))
+    return part
+
+
+def build_head(manifest: Manifest) -> HeadPart:
+    """Builds stage 0's second part."""
+    part = HeadPart(manifest.model)
+    initialise([part], seed=manifest.seed, expert=0, total_blocks=sum(manifest.stages.blocks))
+    return part

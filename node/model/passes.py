@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Visit:
-    """What backward needs: the input, cut off from whatever made it, and the output with its graph."""
+    """The state between forward and backward: the input, cut off from whatever made it, and the output with its
+    graph.
+    """
 
     source: Tensor
     result: Tensor
@@ -23,7 +25,7 @@ class Visit:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gradients:
-    """What backward gives. `source` is None for the embedding, whose input is tokens."""
+    """The results of backward. `source` is None for the embedding, whose input is tokens."""
 
     source: Tensor | None
     parameters: tuple[Tensor, ...]
@@ -41,7 +43,7 @@ def forward(part: nn.Module, source: Tensor, *constants: Tensor) -> Visit:
 
 
 def backward(part: nn.Module, visit: Visit, gradient: Tensor | None = None) -> Gradients:
-    """The gradients of the visit's input and of the part's parameters; frees the graph, touches no `.grad`.
+    """Computes the gradients of the visit's input and of the part's parameters; frees the graph, touches no `.grad`.
 
     `gradient` is the loss's gradient for the visit's result; None when the result is the loss itself.
     """

@@ -1,5 +1,6 @@
-"""Names and shapes of a module's parameters, from the manifest alone: what a file claims is compared before memory is
-spent on it."""
+"""The names and shapes of a module's parameters, from the manifest alone: what a file claims is compared before memory
+is spent on it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ BYTES_PER_PARAMETER: Final = 4
 
 
 def parameter_shapes(manifest: Manifest, module: ModuleId) -> dict[str, Shape]:
-    """Every parameter of the module by its name in the whole model.
+    """The shape of every parameter of the module, by its name in the whole model.
 
     Raises:
         ValueError: the manifest has no such module.
@@ -43,7 +44,7 @@ def parameter_shapes(manifest: Manifest, module: ModuleId) -> dict[str, Shape]:
 
 
 def parameter_bytes(shapes: Mapping[str, Shape]) -> int:
-    """What parameters of these shapes take in memory and in a file."""
+    """The bytes that parameters of these shapes take in memory and in a file."""
     return BYTES_PER_PARAMETER * sum(math.prod(shape) for shape in shapes.values())
 
 

@@ -1,1 +1,1 @@
-"""This peer in a run: session, membership, dispatcher, client."""
+"""This peer's presence in a run: session, membership, dispatcher, client."""

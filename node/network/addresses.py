@@ -1,6 +1,8 @@
-"""Whom the transport can dial: the contacts of everybody whose verified announcement we hold.
+"""The address book of the transport: the contacts of everybody whose verified announcement we hold.
 
 Which address of this machine leads to another.
+
+It stands alone because the session, the membership view and the reachability test share it.
 """
 
 from __future__ import annotations
@@ -15,13 +17,13 @@ from swarm.vocabulary.types import PeerId
 
 
 class KnownPeers:
-    """A `protocol.interfaces.directory.AddressBook` over the membership view."""
+    """The contacts from the membership view: a `protocol.interfaces.directory.AddressBook`."""
 
     def __init__(self) -> None:
         self._contacts: dict[PeerId, Contact] = {}
 
     def replace_all(self, announcements: Iterable[Announcement]) -> None:
-        """From now on exactly these can be dialled."""
+        """Replaces the contacts: from now on exactly these can be dialled."""
         self._contacts = {a.peer: Contact(a.peer, a.addresses, a.certificate, a.via, a.relay) for a in announcements}
 
     def contact(self, peer: PeerId) -> Contact | None:

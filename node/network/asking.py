@@ -1,5 +1,6 @@
-"""Asking strangers: several at once, because one that never answers must not keep the others from doing so; and their
-answers are only data."""
+"""Questions to strangers: several at once, because one that never answers must not keep the others from doing so; and
+their answers are only data.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True, slots=True)
 class Answered(Generic[Answer]):
-    """A good answer."""
+    """A good answer, and who gave it."""
 
     answer: Answer
 
@@ -54,7 +55,9 @@ async def first_good(peers: Sequence[PeerId], ask: Callable[[PeerId], Awaitable[
 
 
 def parse_answer(text: bytes) -> dict[str, Any]:
-    """A peer's answer to a question whose answer is JSON. Raises ProtocolViolation when it is not a JSON object."""
+    """Parses a peer's answer to a question whose answer is JSON. Raises ProtocolViolation when it is not a JSON
+    object.
+    """
     try:
         table = json.loads(text)
     except (ValueError, RecursionError):
@@ -65,6 +68,7 @@ def parse_answer(text: bytes) -> dict[str, Any]:
 
 
 def parse_status(text: bytes) -> Status:
-    """A peer's answer to a question for its status: what is malformed in it has its default, and what this version does
-    not know is left out. Raises ProtocolViolation when it is not a JSON object."""
+    """Parses a peer's answer to a question for its status: what is malformed in it has its default, and what this
+    version does not know is left out. Raises ProtocolViolation when it is not a JSON object.
+    """
     return from_json(Status, parse_answer(text), "status", lenient=True)

@@ -1,4 +1,4 @@
-"""What one wants to know of a running swarm without taking part in it: `status` and `eval`."""
+"""Queries of a running swarm without taking part in it: `status` and `eval`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EVALUATION_TIMEOUT_S = 600.0
 
 
 async def query_status(link: JoinLink, patience_s: float = 30.0) -> SwarmStatus:
-    """The swarm as its peers tell it: stages, replicas, speeds, and each data node's loss and counts.
+    """Queries the swarm's status as its peers tell it: stages, replicas, speeds, and each data node's loss and counts.
 
     Raises:
         Unreachable: no peer of the run answered within `patience_s` seconds.
@@ -36,7 +36,7 @@ async def query_status(link: JoinLink, patience_s: float = 30.0) -> SwarmStatus:
 async def query_evaluation(
     link: JoinLink, microbatches: int, paths: AskedPaths = WHOLE_MODEL, patience_s: float = 30.0
 ) -> dict[str, Any]:
-    """Held-out loss through the running swarm, as one of its data nodes measures it: see
+    """Queries the held-out loss through the running swarm, as one of its data nodes measures it: see
     `node.network.loss_report.loss_report`.
 
     Raises:

@@ -1,4 +1,6 @@
-"""Gives what the links bring to the part of the node that has registered for it, by the type of the message."""
+"""The dispatch of what the links bring to the part of the node that has registered for it, by the type of the
+message.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,10 @@ TYPES: Final = {
 
 
 class TensorReceiver(Protocol):
-    """Takes in the tensors of some types of messages. As `protocol.interfaces.transport.LinkHandler`."""
+    """The receiver of tensors of some types of messages. As `protocol.interfaces.transport.LinkHandler`."""
 
     def admit(self, sender: PeerId, message: Any, tensor: TensorSpec) -> memoryview | Refusal:
-        """Raises ProtocolViolation."""
+        """Admits or refuses a tensor by its header. Raises ProtocolViolation."""
         ...
 
     def received(self, sender: PeerId, message: Any, tensor: TensorSpec, buffer: memoryview) -> None: ...
@@ -46,7 +48,8 @@ class TensorReceiver(Protocol):
 
 
 class Dispatcher:
-    """`protocol.interfaces.transport.LinkHandler`. What nobody has registered for is refused, or left out.
+    """The dispatcher of a node's links: `protocol.interfaces.transport.LinkHandler`. What nobody has registered for is
+    refused, or left out.
 
     Only data nodes' word about lanes means anything, and about rounds only that of the other replicas of the own
     module.
@@ -73,7 +76,9 @@ class Dispatcher:
         link_up: Callable[[PeerId], None] | None = None,
         link_down: Callable[[PeerId, PeerError], None] | None = None,
     ) -> Iterator[None]:
-        """Within the block, a part of the node gets what it names here. Each type has one receiver at a time."""
+        """Registers a part of the node, within the block, for what it names here. Each type has one receiver at
+        a time.
+        """
         tables: list[tuple[dict[Any, Any], dict[Any, Any]]] = [
             (self._tensors, _by_type(tensors)),
             (self._messages, _by_type(messages)),

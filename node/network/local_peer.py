@@ -1,4 +1,4 @@
-"""What this node is now, from which its announcements are made."""
+"""This node's current state, from which its announcements are made."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ in between."""
 
 @dataclass(slots=True)
 class LocalPeer:
-    """Changed by the node as it goes; read whenever an announcement is due."""
+    """The mutable state of this node; read whenever an announcement is due."""
 
     run: RunId
     peer: PeerId
@@ -53,7 +53,7 @@ class LocalPeer:
         self._began = self.clock.monotonic()
 
     def take(self, module: ModuleId) -> None:
-        """A module is chosen; what is known of its replica here is still to come."""
+        """Takes a module; what is known of its replica here is still to come."""
         self.state, self.module = PeerState.JOINING, module
         self.slots, self.used_slots = 0, lambda: 0
         self.tokens_per_second, self.steps, self.anchor = 0.0, 0, None
@@ -74,7 +74,7 @@ class LocalPeer:
         )
 
     def announcement(self) -> Announcement:
-        """A new record of how things are now, with a higher sequence than any before.
+        """A new announcement of the current state, with a higher sequence than any before.
 
         The sequence goes on from the beginning of this life with the time that has passed since, so that it rises
         whatever is done to the wall clock. That one dates the expiry alone: once a wrong clock has been set right, the
@@ -104,7 +104,7 @@ class LocalPeer:
 
 
 class OwnRecord:
-    """This node's signed record, always of how things are now."""
+    """This node's signed record, always of the current state."""
 
     def __init__(self, own: LocalPeer, identity: Identity) -> None:
         self._own = own
@@ -115,11 +115,13 @@ class OwnRecord:
         """Whether how things are could be said the last time."""
 
     def fresh(self) -> bytes:
-        """A new one; the last one while how things are cannot be said in a record (a figure out of bounds, say)."""
+        """A new signed record; the last one while the state cannot be said in a record (a figure out of bounds,
+        say).
+        """
         return self.of(self._own.announcement())
 
     def of(self, announcement: Announcement) -> bytes:
-        """As `fresh`, of this announcement of ours."""
+        """The signed record of this announcement of ours, as `fresh`."""
         try:
             self._last = encode_record(announcement, self._identity)
         except ProtocolViolation as error:

@@ -1,4 +1,4 @@
-"""On which paths a model's held-out loss is asked for, and what is reported of it."""
+"""The report of a model's held-out loss, and the paths on which it is asked for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from swarm.vocabulary.errors import ProtocolViolation
 
 @dataclass(frozen=True, slots=True)
 class AskedPaths:
-    """Which stages of a model are to be run."""
+    """The paths of an evaluation: which stages of a model are to be run."""
 
     stages_per_path: int | None = None
     """Of those after stage 0; None for all of them."""
@@ -22,7 +22,7 @@ class AskedPaths:
     """The whole ring of evenly spread choices, and not only the first."""
 
     def of(self, manifest: Manifest) -> tuple[tuple[int, ...], ...]:
-        """The stages after stage 0 of each path.
+        """The paths through the stages after stage 0 of each.
 
         Raises:
             ConfigError: the run has not so many stages.
@@ -44,9 +44,10 @@ class HeldOutLoss:
 
 
 def loss_report(measured: Sequence[tuple[tuple[int, ...], HeldOutLoss]]) -> dict[str, Any]:
-    """What `eval --json` prints: loss (nats per token, the mean over the paths), tokens and microbatches of the text,
-    and of each path in `subsets` its stages after stage 0 and its loss. All paths have been measured on the same
-    text."""
+    """The report that `eval --json` prints: loss (nats per token, the mean over the paths), tokens and microbatches of
+    the text, and of each path in `subsets` its stages after stage 0 and its loss. All paths have been measured on the
+    same text.
+    """
     _, first = measured[0]
     return {
         "loss": math.fsum(each.loss for _, each in measured) / len(measured),
@@ -57,7 +58,7 @@ def loss_report(measured: Sequence[tuple[tuple[int, ...], HeldOutLoss]]) -> dict
 
 
 def loss_in(answer: Mapping[str, Any]) -> HeldOutLoss:
-    """A data node's answer.
+    """Parses the loss in a data node's answer.
 
     Raises:
         ProtocolViolation: it is none.

@@ -1,5 +1,6 @@
-"""Keeps the membership view true: reads the directory, listens to what linked peers say, and tells both about this
-node."""
+"""The synchronisation of the membership view: reads the directory, listens to what linked peers say, and tells both
+about this node.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ MAX_ASKED = 64
 
 
 class MembershipSync:
-    """This node's part in the swarm's knowledge of itself."""
+    """Keeps this node's membership view, and the others' view of this node, up to date."""
 
     def __init__(
         self,
@@ -72,21 +73,21 @@ class MembershipSync:
         self._tasks = TaskTracker()
 
     def watch(self, modules: Sequence[ModuleId]) -> None:
-        """Which modules' replicas to look up. Until this is called: those that every run is likely to have."""
+        """Sets which modules' replicas to look up. Until this is called: those that every run is likely to have."""
         self._modules = tuple(modules)
         self.looked.clear()
         self._look_now.set()
 
     def announce(self) -> None:
-        """Something about this node has changed that others should know soon."""
+        """Tells others soon that something about this node has changed."""
         self._publish_now.set()
 
     def receiving(self, dispatcher: Dispatcher) -> AbstractContextManager[None]:
-        """Within it, what links say of peers comes here."""
+        """Registers for what links say of peers, within the block."""
         return dispatcher.registered(announced=self.announced, link_up=self.link_up, link_down=self.link_down)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Looks up and publishes periodically, until cancelled."""
         async with self._tasks.running(), task_scope() as loops:
             loops.create_task(self._look_up_for_ever())
             loops.create_task(self._publish_for_ever())
@@ -95,7 +96,7 @@ class MembershipSync:
     # ---- what the links bring ------------------------------------------------------------------------------------
 
     def announced(self, sender: PeerId, record: bytes) -> None:
-        """A linked peer speaks for itself; what is not its own valid record is left out.
+        """Takes a linked peer's record; what is not its own valid record is left out.
 
         It holds for RECORD_LIFETIME_S from now: on a link from its owner a record is fresh, so a clock that jumps, here
         or there, costs nobody the peers that it is linked with.
@@ -120,7 +121,9 @@ class MembershipSync:
         self.changed.set()
 
     def link_down(self, peer: PeerId, error: PeerError) -> None:
-        """A link ended, or one could not be made. A peer that hosts nothing (any more) has gone with its link."""
+        """Notes that a link ended, or one could not be made. A peer that hosts nothing (any more) has gone with its
+        link.
+        """
         known = self.membership.get(peer)
         if known is not None and known.state is PeerState.VISITING:
             self.membership.forget(peer)
@@ -160,7 +163,7 @@ class MembershipSync:
         return (said.module, said.state) == (str(module), PeerState.SERVING.name.lower())
 
     async def alive(self, modules: Sequence[ModuleId]) -> list[Announcement]:
-        """Everybody's announcements, without the peers that do not answer any more.
+        """The announcements of everybody, without the peers that do not answer any more.
 
         A record outlives a peer that died by up to a minute. Only modules with few peers are asked, where one peer more
         or less decides whether a newcomer is needed there.

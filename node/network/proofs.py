@@ -1,5 +1,6 @@
-"""Which replicas have really worked, as far as this node can know: by the rounds it shared with them, and by what the
-data nodes it works for say."""
+"""Proofs of work: which replicas have really worked, by the rounds this node shared with them, and by what the data
+nodes it works for say.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ ASK_AGAIN_S: Final = 5.0
 
 
 class Vouched:
-    """Of a data node, which vouches for them: whose visits have come home, the last ones."""
+    """The replicas for which a data node vouches: whose visits have come home, the last ones."""
 
     def __init__(self) -> None:
         self._peers: OrderedDict[PeerId, None] = OrderedDict()
@@ -44,7 +45,7 @@ class Vouched:
 
 
 class Proofs:
-    """Of a node in one module."""
+    """The proofs that a node has in one module."""
 
     def __init__(self, session: NetworkSession) -> None:
         self._in_round = frozenset[PeerId]()
@@ -55,15 +56,15 @@ class Proofs:
 
     @property
     def proven(self) -> frozenset[PeerId]:
-        """As of the last `refresh`, and of the last round."""
+        """The replicas that are proven to work, as of the last `refresh`, and of the last round."""
         return self._measured | self._in_round
 
     def shared_round(self, contributors: frozenset[PeerId]) -> None:
-        """The others who contributed to the round that made our anchor; nobody where it was made otherwise."""
+        """Notes the others who contributed to the round that made our anchor; nobody where it was made otherwise."""
         self._in_round = contributors
 
     def worked_on(self, microbatch: MicrobatchId) -> None:
-        """Its gradient counts here."""
+        """Notes that our gradient of a data node's microbatch counts."""
         self._work.append(microbatch.data_node)
 
     async def refresh(self) -> None:

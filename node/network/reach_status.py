@@ -1,4 +1,4 @@
-"""The ladder's steps: the ways by which others can reach a node, best first.
+"""The steps of the reachability ladder: the ways by which others can reach a node, best first.
 
     direct       others connect to the node's own port
     mapped       the router forwards a port to it, because it was asked to (UPnP or NAT-PMP)
@@ -19,6 +19,8 @@ from swarm.vocabulary.types import PeerId, short
 
 
 class ReachStep(enum.Enum):
+    """A step of the ladder, by which others reach a node."""
+
     DIRECT = "direct"
     MAPPED = "mapped"
     REVERSE = "reverse"
@@ -27,7 +29,7 @@ class ReachStep(enum.Enum):
 
 
 class ReachMode(enum.Enum):
-    """What a node does so that others can reach it. It finds out how they do in any case."""
+    """The measures that a node takes so that others can reach it. It finds out how they do in any case."""
 
     AUTO = "auto"
     """Asks the router for a port when its own cannot be reached."""
@@ -37,7 +39,7 @@ class ReachMode(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Where a node stands on the ladder."""
+    """A node's standing on the ladder."""
 
     step: ReachStep
     reason: str
@@ -52,8 +54,9 @@ class Standing:
 
 
 def held_by(standing: Standing, via: Sequence[PeerId]) -> Standing:
-    """What becomes of `unreachable` when the node holds on to peers through which it can be called; the same without
-    any."""
+    """The standing `unreachable` of a node that holds on to peers through which it can be called; the same
+    without any.
+    """
     if not via:
         return standing
     called = f"called through {', '.join(map(short, via))}, and then opens the link itself"

@@ -1,5 +1,5 @@
-"""This machine in the network of one run: its directory, its links, its view of the others. Nodes, `status` and `eval`
-alike have one.
+"""A machine's presence in the network of one run: its directory, its links, its view of the others. Nodes, `status` and
+`eval` alike have one.
 
 A short stay in a run's network, to ask or to fetch something without taking part.
 """
@@ -57,7 +57,7 @@ ANY_HOST = ("0.0.0.0", "::", "[::]")  # noqa: S104 - names of "all interfaces", 
 
 @dataclass(frozen=True, slots=True)
 class Whereabouts:
-    """Where this machine listens and what it tells others about that. A port of 0 is any free one."""
+    """The addresses where this machine listens and what it tells others about that. A port of 0 is any free one."""
 
     listen: str
     advertise: str | None = None
@@ -65,7 +65,7 @@ class Whereabouts:
     dht_port: int = 0
 
     def local(self, port: int) -> str:
-        """`host:port` of a port of ours, for this machine itself."""
+        """The `host:port` of a port of ours, for this machine itself."""
         return f"{'127.0.0.1' if self.listen in ANY_HOST else self.listen}:{port}"
 
     def told_host(self, initial_peers: tuple[str, ...]) -> str:
@@ -78,7 +78,7 @@ class Whereabouts:
 
 @dataclass(frozen=True, slots=True)
 class NetworkSession:
-    """Everything of one run that is not a module. Made by `present`."""
+    """The session in one run: everything that is not a module. Made by `present`."""
 
     run: RunId
     identity: Identity
@@ -101,11 +101,11 @@ class NetworkSession:
 
     @property
     def link(self) -> JoinLink:
-        """What others need to join through this node."""
+        """The join link through this node."""
         return JoinLink(self.run, tuple(self.directory.multiaddrs()[:MAX_LINK_PEERS]))
 
     def others(self) -> list[Announcement]:
-        """The peers of the run that are seen, but for those that only look around as well."""
+        """The visible peers of the run, but for those that only look around as well."""
         return [seen for seen in self.membership.peers() if seen.state is not PeerState.VISITING]
 
     async def look_around(self, manifest: Manifest) -> list[Announcement]:
@@ -115,8 +115,9 @@ class NetworkSession:
         return self.others()
 
     async def withdraw(self, limit_s: float) -> None:
-        """The last word of a node that leaves: it hosts nothing. Linked peers hear it at once, the directory if it
-        can."""
+        """Announces that this node, which leaves, hosts nothing. Linked peers hear it at once, the directory if
+        it can.
+        """
         self.own.state, self.own.module = PeerState.VISITING, None
         self.transport.announce(self.membership_sync.record.fresh())
         try:
@@ -244,8 +245,8 @@ class _Silent:
 
 @asynccontextmanager
 async def visit(link: JoinLink, listen: str | None = None, port: int = 0) -> AsyncIterator[NetworkSession]:
-    """A visitor's presence on this machine: any port unless one is given, a key of its own, and nothing kept for others
-    in the DHT.
+    """Enters a run as a visitor: any port unless one is given, a key of its own, and nothing kept for others in the
+    DHT.
 
     Its DHT listens nowhere. For links it listens where the first peer of `link` is reached from, and on no other
     interface: a peer that nobody can dial has to be called, and dials whoever calls it.

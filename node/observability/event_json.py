@@ -1,4 +1,4 @@
-"""Events as lines of JSON: written, and read from whoever wrote them (see `node.observability.events`)."""
+"""Events as lines of JSON, written and read (see `node.observability.events`)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ class JsonLinesSink:
 
 
 def event_to_json(event: Event, ms: int | None = None) -> str:
-    """One line without its end, `event` first; last, if given, when it was, in milliseconds since the log began."""
+    """Serialises an event as one line without its end, `event` first; last, if given, when it was, in milliseconds
+    since the log began.
+    """
     table = {"event": event.NAME, **to_json(event)}
     if ms is not None:
         table["ms"] = ms
@@ -51,13 +53,13 @@ def event_to_json(event: Event, ms: int | None = None) -> str:
 
 
 def ms_of(line: bytes) -> int:
-    """When a line of a log was written, in milliseconds since the log began; 0 when it does not say so."""
+    """The time of a line of a log, in milliseconds since the log began; 0 when it does not say so."""
     found = _MS_AT_END.search(line)
     return int(found[1]) if found else 0
 
 
 def event_from_json(line: str | bytes) -> Event | None:
-    """Reads one line; None for a kind of event that this version does not know.
+    """Parses one line; None for a kind of event that this version does not know.
 
     Raises:
         ProtocolViolation: the line is too long, not JSON, or a known event lacks a field or has one of a wrong type.

@@ -123,19 +123,19 @@ def open_event_log(folder: Path, peer: str, wall: Callable[[], float] = time.tim
 
 
 class Watched:
-    """`EventSink` for what is meant for a stream: everything but what only the log keeps."""
+    """A filter in front of a stream: an `EventSink` that passes everything but what only the log keeps."""
 
     def __init__(self, stream: EventSink) -> None:
         self._stream = stream
 
     def emit(self, event: Event) -> None:
-        """Hands it on, or not."""
+        """Hands the event on, unless only the log keeps it."""
         if not isinstance(event, ONLY_LOGGED):
             self._stream.emit(event)
 
 
 class Both:
-    """`EventSink` that hands every event to two others."""
+    """A tee: an `EventSink` that hands every event to two others."""
 
     def __init__(self, first: EventSink, second: EventSink) -> None:
         self._sinks = first, second

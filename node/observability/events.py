@@ -1,5 +1,5 @@
-"""What a node reports while it runs: typed events, which `node.observability.event_json` writes and reads as lines of
-JSON.
+"""The typed events that a node reports while it runs, which `node.observability.event_json` writes and reads as lines
+of JSON.
 
 One event is one JSON object on one line; its `event` key names the kind and the other keys are the fields below.
 Keys are never renamed or removed; new kinds and new keys may come, so readers ignore what they do not know.
@@ -22,7 +22,7 @@ from typing import ClassVar, Literal, Protocol
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchCounts:
-    """What became of the microbatches of one data node, or of all of them together."""
+    """The counts of what became of the microbatches of one data node, or of all of them together."""
 
     started: int = 0
     completed: int = 0
@@ -41,7 +41,7 @@ class MicrobatchCounts:
 
 @dataclass(frozen=True, slots=True)
 class BusySeconds:
-    """Where a node's time went. The parts overlap, because sending and computing do."""
+    """The account of a node's time. The parts overlap, because sending and computing do."""
 
     compute: float = 0.0
     codec: float = 0.0
@@ -427,7 +427,7 @@ Event = (
 
 
 class EventSink(Protocol):
-    """Where events go. `emit` is called on the event loop: it returns at once and never raises."""
+    """The receiver of events. `emit` is called on the event loop: it returns at once and never raises."""
 
     def emit(self, event: Event) -> None:
         """Takes one event."""

@@ -1,5 +1,5 @@
-"""Named places at which a node can be made to die as if by SIGKILL, so that every moment of a fault can be tried and
-not only those that chance finds.
+"""Failpoints: named places at which a node can be made to die as if by SIGKILL, so that every moment of a fault can be
+tried and not only those that chance finds.
 
 Nothing happens unless the process was started with SKIPSTONE_CRASH_AT=NAME:N in its environment; then it kills itself
 when it comes to the point NAME for the N-th time.
@@ -53,7 +53,7 @@ class _Fuse:
 
 
 def crash_point(name: str) -> None:
-    """The process ends here if it was started to do so."""
+    """Ends the process here if it was started to do so."""
     if _fuse is not None and name == _fuse.point:
         _fuse.left -= 1
         if _fuse.left == 0:
@@ -61,7 +61,7 @@ def crash_point(name: str) -> None:
 
 
 def crash_at(point: str, nth: int) -> str:
-    """The variable's value. Raises ConfigError for a point that is none."""
+    """The environment variable's value for a failpoint. Raises ConfigError for a point that is none."""
     if point not in POINTS:
         raise ConfigError(f"{point!r} is no crash point", hint=f"There are {', '.join(POINTS)}.")
     return f"{point}:{nth}"

@@ -1,4 +1,4 @@
-"""What a node answers when it is asked for its status, and what is known of a swarm whose peers were asked.
+"""The status that a node answers with, and that of a swarm whose peers were asked.
 
 The node writes `Status`; clients, views and the laboratory read it. docs/PROTOCOL.md has the meaning of each key of its
 JSON. Keys are never renamed or removed; new ones may come with a default, so that versions mix.
@@ -16,7 +16,7 @@ from node.observability.typed_json import LEFT_OUT
 
 @dataclass(frozen=True, slots=True)
 class ReachStatus:
-    """How others reach the node."""
+    """The way in which others reach the node."""
 
     step: str = "unknown"
     """One of docs/REACHABILITY.md, or a word of a later version."""
@@ -25,7 +25,7 @@ class ReachStatus:
 
 @dataclass(frozen=True, slots=True)
 class RelayStatus:
-    """What the node carries for peers that cannot dial each other."""
+    """The traffic that the node carries for peers that cannot dial each other."""
 
     at: str = ""
     carried_bytes: int = 0
@@ -39,7 +39,7 @@ class RelayStatus:
 
 @dataclass(frozen=True, slots=True)
 class AttachmentStatus:
-    """How it stands with one relay that the node wants to be attached to."""
+    """The attachment to one relay that the node wants to be attached to."""
 
     relay: str
     standing: bool = False
@@ -85,7 +85,7 @@ class CodecChoice:
 
 @dataclass(frozen=True, slots=True)
 class LinkStatus:
-    """What microbatches are encoded with on the link to one peer; None: nothing was sent yet."""
+    """The codec of microbatches on the link to one peer; None: nothing was sent yet."""
 
     bytes_per_s: float = 0.0
     activations: CodecChoice | None = field(default=None, metadata=LEFT_OUT)
@@ -94,7 +94,7 @@ class LinkStatus:
 
 @dataclass(frozen=True, slots=True)
 class CodecStatus:
-    """How a replica encodes microbatches."""
+    """The codecs with which a replica encodes microbatches."""
 
     allowed: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """By kind of traffic."""
@@ -127,7 +127,7 @@ class PathStatus:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What a role has done, for summaries and status."""
+    """The work account of a role, for summaries and status."""
 
     steps: int = 0
     accumulated: int = 0
@@ -151,7 +151,7 @@ class Account:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status(Account):
-    """What a node says of itself."""
+    """A node's answer about itself."""
 
     peer: str = ""
     module: str = ""
@@ -194,7 +194,7 @@ class PeerStatus:
 
     @property
     def said(self) -> Status:
-        """Its answer; an empty one when it gave none."""
+        """The peer's answer; an empty one when it gave none."""
         return self.answered or Status()
 
     def hosts(self, stage: int) -> bool:
@@ -203,7 +203,7 @@ class PeerStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwarmStatus:
-    """A run as its peers tell it. Figures are those of all data nodes together."""
+    """The status of a run, as its peers tell it. Figures are those of all data nodes together."""
 
     run: str
     name: str
@@ -219,7 +219,7 @@ class SwarmStatus:
 
     @classmethod
     def of(cls, run: str, name: str, stages: int, peers: tuple[PeerStatus, ...]) -> SwarmStatus:
-        """Sums up what the peers say."""
+        """Sums up the peers' answers."""
         data = [peer.answered for peer in peers if peer.answered is not None and peer.hosts(0)]
         losses = [each.loss_last for each in data if each.loss_last is not None]
         return cls(

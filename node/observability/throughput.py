@@ -1,4 +1,7 @@
-"""A rate over the last while: tokens per second as a person would count them."""
+"""The rate over a sliding window: tokens per second as a person would count them.
+
+It stands alone because data nodes and stage peers measure by it, and know nothing of each other.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ MAX_SAMPLES = 4096
 
 
 class Rate:
-    """What has been added in the last `WINDOW_S` seconds, divided by the time it took."""
+    """The sum added in the last `WINDOW_S` seconds, divided by the time it took."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -27,11 +30,11 @@ class Rate:
         self._last = now
 
     def mean(self) -> float:
-        """Over everything, from the start to the last addition."""
+        """The mean rate over everything, from the start to the last addition."""
         return self._total / max(1e-6, self._last - self._begun)
 
     def per_second(self) -> float:
-        """0 while nothing has been added."""
+        """The current rate; 0 while nothing has been added."""
         now = self._clock.monotonic()
         while self._samples and self._samples[0][0] < now - WINDOW_S:
             self._samples.popleft()

@@ -1,4 +1,4 @@
-"""Dataclasses as JSON and back: of numbers, words, lists, maps and other dataclasses.
+"""Conversion of dataclasses to JSON and back: of numbers, words, lists, maps and other dataclasses.
 
 Numbers that are not finite travel as null, because JSON has no word for them.
 """
@@ -24,7 +24,7 @@ Key = TypeVar("Key")
 
 
 def to_json(value: Any) -> Any:
-    """The same value in the types that `json.dumps` writes."""
+    """Converts a value to the types that `json.dumps` writes."""
     if dataclasses.is_dataclass(value):
         fields = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
         return {f.name: to_json(item) for f, item in fields if item is not None or "left_out" not in f.metadata}

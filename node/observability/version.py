@@ -1,4 +1,7 @@
-"""The version of Skipstone that runs here."""
+"""The version of Skipstone that runs here.
+
+It stands alone because the command line prints it before anything heavy is loaded.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from importlib import metadata
 
 
 def installed_version() -> str:
-    """As the package says; `(not installed)` when it runs from its sources alone."""
+    """The version of the installed package; `(not installed)` when it runs from its sources alone."""
     try:
         return metadata.version("skipstone")
     except metadata.PackageNotFoundError:

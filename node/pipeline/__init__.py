@@ -1,1 +1,1 @@
-"""Runs custody: admission, tensors, workers, the codec of each link."""
+"""The runtime of custody: admission, tensors, workers, the codec of each link."""

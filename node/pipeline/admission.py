@@ -1,4 +1,4 @@
-"""Checks a tensor's header against the manifest before any memory is spent on it.
+"""The check of a tensor's header against the manifest before any memory is spent on it.
 
 What the planner needs of the manifest.
 """
@@ -32,13 +32,13 @@ RouteFault = Callable[[MicrobatchTensor], str | None]
 
 
 def hidden_tensor(manifest: Manifest) -> TensorSpec:
-    """What travels between the stages of this run, in either direction."""
+    """The specification of the tensors that travel between the stages of this run, in either direction."""
     dtype = DType.BFLOAT16 if manifest.model.dtype == "bfloat16" else DType.FLOAT32
     return TensorSpec(manifest.hidden_shape, dtype, Codec.NONE)
 
 
 def allowed_codecs(manifest: Manifest) -> dict[Traffic, tuple[Codec, ...]]:
-    """Of microbatches, mildest first: what a sender chooses from and a receiver takes."""
+    """The allowed codecs of microbatches, mildest first: what a sender chooses from and a receiver takes."""
     half = hidden_tensor(manifest).dtype is DType.BFLOAT16
     limits = {
         Traffic.ACTIVATIONS: manifest.codecs.activations,
@@ -48,7 +48,7 @@ def allowed_codecs(manifest: Manifest) -> dict[Traffic, tuple[Codec, ...]]:
 
 
 class Admission:
-    """The rules of one run, for one peer.
+    """The admission rules of one run, for one peer.
 
     Args:
         own: this peer.
@@ -67,7 +67,7 @@ class Admission:
         self._rules = path_rules(manifest)
 
     def check(self, sender: PeerId, message: MicrobatchTensor, tensor: TensorSpec) -> None:
-        """Raises ProtocolViolation when an honest peer could not have sent this."""
+        """Checks a header. Raises ProtocolViolation when an honest peer could not have sent this."""
         if (tensor.shape, tensor.dtype) != (self._tensor.shape, self._tensor.dtype):
             raise ProtocolViolation(
                 f"a tensor {tensor.shape} {tensor.dtype.name} was announced; this run's are {self._tensor.shape}"

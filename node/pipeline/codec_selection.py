@@ -1,5 +1,4 @@
-"""The codecs of this node's microbatches: what is chosen for each link by what it carries
-(`swarm.compression.microbatch_codecs`)."""
+"""The codec of each of this node's links, by what it carries (`swarm.compression.microbatch_codecs`)."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ Choices = dict[Traffic, Reasoned[Codec]]
 
 
 class LinkCodecs:
-    """Used on the event loop.
+    """The codecs in use on this node's links.
 
     Args:
         tensor: of the hidden states, as they are.
@@ -45,7 +44,7 @@ class LinkCodecs:
         self._too_coarse: set[tuple[Traffic, Codec]] = set()
 
     def choose(self, to: PeerId, traffic: Traffic) -> Codec:
-        """For the next tensor of this kind that goes to the peer."""
+        """Chooses the codec of the next tensor of this kind that goes to the peer."""
         rungs = self._rungs[traffic]
         while len(rungs) > 1 and (traffic, rungs[-1]) in self._too_coarse:
             rungs = rungs[:-1]
@@ -55,17 +54,18 @@ class LinkCodecs:
         return choices[traffic].value
 
     def measured(self, traffic: Traffic, codec: Codec, error: float) -> None:
-        """The relative error of an encoding. One that is too large rules the codec out for this kind of traffic, as
-        long as the node runs."""
+        """Takes the relative error of an encoding. One that is too large rules the codec out for this kind of traffic,
+        as long as the node runs.
+        """
         if error > MOST_ERROR.get(codec, float("inf")):
             self._too_coarse.add((traffic, codec))
 
     def lost(self, peer: PeerId) -> None:
-        """The link ended; nothing that was chosen holds for the next one."""
+        """Forgets the choices for a link that ended."""
         self._chosen.pop(peer, None)
 
     def describe(self) -> CodecStatus:
-        """For `status`: which codecs are allowed, and what is used on each link, why."""
+        """The codec status: which codecs are allowed, and what is used on each link, why."""
         links = list(self._chosen.items())[:DESCRIBED]
         return CodecStatus(
             {traffic.value: tuple(codec.name.lower() for codec in rungs) for traffic, rungs in self._rungs.items()},

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from node.data.packing import Microbatch
-from node.model.build import build_embedding, build_head
 from node.model.device import device_errors
 from node.model.memory_need import require_room
 from node.model.optimizer import Accumulator, Addition, InnerOptimizer, StepFigures
-from node.model.parts import EmbeddingPart, HeadPart
+from node.model.parts import EmbeddingPart, HeadPart, build_embedding, build_head
 from node.model.passes import Visit, backward, forward
 from node.pipeline.admission import hidden_tensor
 from node.pipeline.interfaces import Job, Output
@@ -28,7 +27,7 @@ from swarm.vocabulary.types import MicrobatchId, ModuleId
 
 
 def host_stage_zero(manifest: Manifest, device: torch.device, slots: int = DEFAULT_SLOTS) -> DataWorker:
-    """A data node's replica of stage 0, with the run's initial weights. Raises as `host_hop`."""
+    """Makes a data node's replica of stage 0, with the run's initial weights. Raises as `host_hop`."""
     require_room(manifest, (ModuleId(0),), device, slots)
     with device_errors():
         embedding, head = build_embedding(manifest).to(device), build_head(manifest).to(device)
@@ -76,7 +75,7 @@ class DataWorker:
         return self._tensor
 
     def compute(self, job: Job) -> Output:
-        """See `node.pipeline.interfaces.Worker`.
+        """Does a job; see `node.pipeline.interfaces.Worker`.
 
         Raises:
             ProtocolViolation: what came back is not finite.
@@ -100,11 +99,15 @@ class DataWorker:
                 raise StateError("nobody stands in for a data node")
 
     def retract(self, job: Job) -> bool:
-        """A data node's own gradients count when the microbatch completes, and it knows of no other copy."""
+        """Raises StateError: a data node's own gradients count when the microbatch completes, and it knows of no other
+        copy.
+        """
         raise StateError("a data node takes no gradient back")
 
     def parameters_changed(self) -> None:
-        """To be called by whoever changes the parameters otherwise than by an inner step."""
+        """Notes that the parameters have changed otherwise than by an inner step; to be called by whoever
+        changes them.
+        """
         self.parameter_version += 1
 
     def forget(self, ticket: int) -> None:

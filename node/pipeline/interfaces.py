@@ -1,4 +1,4 @@
-"""What the runner of microbatches needs of the rest of the node: who computes, and who wants the results."""
+"""The interfaces of the runner of microbatches to the rest of the node: who computes, and who wants the results."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from swarm.vocabulary.types import Codec, MicrobatchId, Path, PeerId
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a computation gave. `tensor` is sent on; `loss` is in nats per token; `step_due` asks for an inner step
-    before anything else."""
+    """The result of a computation. `tensor` is sent on; `loss` is in nats per token; `step_due` asks for an inner step
+    before anything else.
+    """
 
     tensor: Encoded | None = None
     loss: float | None = None
@@ -28,7 +29,9 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One computation. `ticket` names the holding it is for: the same microbatch come by a second way has another."""
+    """The description of one computation. `ticket` names the holding it is for: the same microbatch come by a second
+    way has another.
+    """
 
     ticket: int
     key: Key
@@ -45,11 +48,11 @@ class Job:
 
 
 class Worker(Protocol):
-    """The numbers. Every method but `tensor` runs on the compute thread."""
+    """The computations of one replica. Every method but `tensor` runs on the compute thread."""
 
     @property
     def tensor(self) -> TensorSpec:
-        """Of the hidden states and their gradients."""
+        """The specification of the hidden states and their gradients."""
         ...
 
     def compute(self, job: Job) -> Output:
@@ -90,13 +93,13 @@ class PathEnds:
         return False
 
     def loss_known(self, microbatch: MicrobatchId, path: Path, purpose: Purpose, loss: float) -> None:
-        """In nats per token."""
+        """Takes a microbatch's loss, in nats per token."""
 
     def finished(self, microbatch: MicrobatchId, path: Path) -> None:
-        """It has come home along `path`, whose gradients are the ones that count."""
+        """Takes note that a microbatch has come home along `path`, whose gradients are the ones that count."""
 
     def lost(self, microbatch: MicrobatchId, detail: str) -> None:
-        """It cannot go on."""
+        """Takes note that a microbatch cannot go on."""
 
     def may_hold(self, peer: PeerId, microbatch: MicrobatchId) -> bool:
         """Whether the peer hosts a module on the microbatch's path. Which replica has it may have changed on the
@@ -104,28 +107,30 @@ class PathEnds:
         return False
 
     def may_have_held(self, peer: PeerId, microbatch: MicrobatchId) -> bool:
-        """Likewise, also of a microbatch that has come home, as long as receipts for it are expected."""
+        """Whether the peer may have held the microbatch, as `may_hold`, also of one that has come home, as long as
+        receipts for it are expected.
+        """
         return False
 
     def passed(self, sender: PeerId, receipt: Receipt) -> None:
-        """A peer says that it has passed one of our microbatches on, which may be home already."""
+        """Takes note that a peer says that it has passed one of our microbatches on, which may be home already."""
 
 
 class Host(Protocol):
-    """What the node wants to know of the microbatches at its replica."""
+    """The node's interest in the microbatches at its replica."""
 
     def visited(self, microbatch: MicrobatchId) -> None:
-        """The gradient that was added counts."""
+        """Takes note that a gradient that was added counts."""
         ...
 
     def retracted(self, microbatch: MicrobatchId) -> None:
-        """The gradient that was added did not count, and has been taken back."""
+        """Takes note that a gradient that was added did not count, and has been taken back."""
         ...
 
     def stepped(self, figures: StepFigures) -> None:
-        """An inner step has been taken."""
+        """Takes note that an inner step has been taken."""
         ...
 
     def not_reached(self, peer: PeerId, error: PeerError) -> None:
-        """Something could not be sent."""
+        """Takes note that something could not be sent."""
         ...

@@ -1,4 +1,4 @@
-"""Carries out what custody decides: admits and receives tensors, has them computed, sends them on.
+"""The runner of custody: admits and receives tensors, has them computed, sends them on.
 
 Decisions are all in `swarm.pipeline.custody`; here are the buffers, the compute thread and the tasks that go with
 them.
@@ -112,7 +112,7 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
     # ---- running -------------------------------------------------------------------------------------------------
 
     def receiving(self, dispatcher: Dispatcher) -> AbstractContextManager[None]:
-        """Within it, microbatches that arrive by the links come here."""
+        """Registers for microbatches that arrive by the links, within the block."""
         return dispatcher.registered(
             tensors={MicrobatchTensor: self},
             messages={MicrobatchControl: self.receive},
@@ -122,7 +122,7 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
 
     @contextmanager
     def ending_at(self, ends: PathEnds) -> Iterator[None]:
-        """Within the block, paths start and end here: `ends` is the data node."""
+        """Lets paths start and end here within the block: `ends` is the data node."""
         self._ends = ends
         try:
             yield
@@ -130,18 +130,20 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
             self._ends = PathEnds()
 
     def take_new_work(self, yes: bool) -> None:
-        """No while the node leaves the module to its other replicas: what is new is theirs, and they stand in for lost
-        hops."""
+        """Sets whether new microbatches are taken: not while the node leaves the module to its other replicas, to which
+        new ones go and which stand in for lost hops.
+        """
         self._takes_new_work = yes
 
     def abandon(self, microbatch: MicrobatchId, detail: str) -> None:
-        """A data node gives up one of its own."""
+        """Abandons one of this data node's microbatches."""
         for action in self.custody.abandon(microbatch, detail):
             self._carry_out(action)
 
     async def nothing_owed(self, patience_s: float) -> None:
-        """Returns when every message to others has been handed to the links and every inner step that is due has been
-        taken, or after `patience_s` seconds."""
+        """Waits until every message to others has been handed to the links and every inner step that is due has been
+        taken, or `patience_s` seconds have passed.
+        """
         await self._tasks.nothing_owed(patience_s)
 
     @property

@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from node.model.build import build_block_stack
 from node.model.device import device_errors
 from node.model.memory_need import require_room
 from node.model.optimizer import Accumulator, Addition, InnerOptimizer, StepFigures
-from node.model.parts import HIDDEN_TYPES
+from node.model.parts import HIDDEN_TYPES, build_block_stack
 from node.model.passes import Visit, backward, forward
 from node.observability.failpoints import crash_point
 from node.pipeline.admission import hidden_tensor
@@ -85,12 +84,12 @@ class HopWorker:
 
     @property
     def tokens_per_s(self) -> float:
-        """Smoothed speed of forward and backward together; 0 until the first microbatch has been through."""
+        """The smoothed speed of forward and backward together; 0 until the first microbatch has been through."""
         return self._speed.mean
 
     @property
     def unapplied(self) -> int:
-        """How many of the accumulated microbatches have not gone into an inner step yet."""
+        """The number of accumulated microbatches that have not gone into an inner step yet."""
         return self._accumulator.visits
 
     @property
@@ -98,7 +97,9 @@ class HopWorker:
         return self._tensor
 
     def compute(self, job: Job) -> Output:
-        """See `node.pipeline.interfaces.Worker`. Raises ProtocolViolation for tensors that are not finite."""
+        """Does a job; see `node.pipeline.interfaces.Worker`. Raises ProtocolViolation for tensors that are not
+        finite.
+        """
         with device_errors():
             return self._compute(job)
 
@@ -114,8 +115,9 @@ class HopWorker:
         return self._forward(job, source)
 
     def retract(self, job: Job) -> bool:
-        """See `node.pipeline.interfaces.Worker`. What is taken back is computed with the parameters of now: exactly
-        what was added if they have not changed since."""
+        """Takes a gradient back; see `node.pipeline.interfaces.Worker`. What is taken back is computed with the
+        parameters of now: exactly what was added if they have not changed since.
+        """
         with device_errors():
             visit = forward(self.part, self.wire.received(job.input))
             gradients = backward(self.part, visit, self.wire.received(job.gradient)).parameters
@@ -124,7 +126,9 @@ class HopWorker:
         return taken_back
 
     def parameters_changed(self) -> None:
-        """To be called by whoever changes the parameters otherwise than by an inner step."""
+        """Notes that the parameters have changed otherwise than by an inner step; to be called by whoever
+        changes them.
+        """
         self.parameter_version += 1
 
     def forget(self, ticket: int) -> None:
@@ -176,8 +180,7 @@ class HopWorker:
 
 
 class GraphBudget:
-    """How many autograd graphs fit into the memory set aside for them. The size of one is measured at the first
-    visit."""
+    """The memory budget of kept autograd graphs. The size of one is measured at the first visit."""
 
     def __init__(self, budget_bytes: int) -> None:
         self._budget = budget_bytes
@@ -204,7 +207,7 @@ class GraphBudget:
         return visit
 
     def take(self) -> bool:
-        """Whether one more graph fits; if so it is counted until `release`."""
+        """Takes room for one more graph if it fits; then it is counted until `release`."""
         fits = (self._kept + 1) * (self._size or 0) <= self._budget
         self._kept += fits
         return fits
@@ -216,7 +219,7 @@ class GraphBudget:
 def host_hop(
     manifest: Manifest, module: ModuleId, device: torch.device, graph_budget_bytes: int, slots: int = DEFAULT_SLOTS
 ) -> HopWorker:
-    """A replica of a module of stage 1 or above, with the run's initial weights, for a peer with so many slots.
+    """Makes a replica of a module of stage 1 or above, with the run's initial weights, for a peer with so many slots.
 
     Raises:
         ResourceExhausted: this machine has no room for it.
@@ -231,7 +234,9 @@ def host_hop(
 
 
 def measure_speed(part: nn.Module, manifest: Manifest, device: torch.device) -> float:
-    """Tokens per second of forward and backward on this device: the best of a few, the first of which warms up."""
+    """Measures tokens per second of forward and backward on this device: the best of a few, the first of which warms
+    up.
+    """
     source = torch.zeros(manifest.hidden_shape, dtype=HIDDEN_TYPES[manifest.model.dtype], device=device)
     fastest = float("inf")
     with device_errors():

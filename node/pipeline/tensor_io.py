@@ -1,4 +1,4 @@
-"""Between the bytes of the wire and tensors on the compute device.
+"""Conversion between the bytes of the wire and tensors on the compute device.
 
 A worker's side of the wire: received tensors decoded onto its device, results encoded as the link wants them.
 """
@@ -18,7 +18,8 @@ from swarm.vocabulary.types import Codec
 
 
 def tensor_of(encoded: Encoded, device: torch.device) -> Tensor:
-    """The tensor that came. On the CPU, with NONE, it shares the memory that it came in; else it is a new one.
+    """The tensor that a message brought. On the CPU, with NONE, it shares the memory that it came in; else it is a new
+    one.
 
     Raises:
         ProtocolViolation: it is no encoding, or an element is not finite. (A sum is not finite when an element is not;
@@ -36,14 +37,16 @@ def tensor_of(encoded: Encoded, device: torch.device) -> Tensor:
 
 
 def relative_error(tensor: Tensor, encoded: Encoded) -> float:
-    """Length of what the encoding changes, over that of the tensor; 0 for a tensor of zeros."""
+    """The relative error of an encoding: length of what it changes, over that of the tensor; 0 for a tensor of
+    zeros.
+    """
     decoded = tensor_of(encoded, tensor.device).float()
     length = torch.linalg.vector_norm(tensor.float()).item()
     return torch.linalg.vector_norm(decoded - tensor.float()).item() / length if length else 0.0
 
 
 class Wire:
-    """A worker's tensors as they come and go, on its device. Runs on the compute thread."""
+    """The conversion of a worker's tensors as they come and go, on its device. Runs on the compute thread."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -51,7 +54,7 @@ class Wire:
         """Seconds spent on encoding and decoding. (What a GPU does meanwhile by itself is in them.)"""
 
     def received(self, tensor: Encoded | None) -> Tensor:
-        """As `tensor_of`."""
+        """The tensor that a message brought, as `tensor_of`."""
         assert tensor is not None, "custody asks for nothing before its tensors are there"
         begun = time.perf_counter()
         received = tensor_of(tensor, self.device)
@@ -59,8 +62,9 @@ class Wire:
         return received
 
     def output(self, tensor: Tensor, job: Job, loss: float | None = None) -> Output:
-        """What a job sends on, encoded as it wishes. With NONE, on the CPU, it is the memory of the tensor itself,
-        which must not be written any more."""
+        """The output of a job, encoded as it wishes. With NONE, on the CPU, it is the memory of the tensor itself,
+        which must not be written any more.
+        """
         begun = time.perf_counter()
         tensor = tensor.detach().contiguous()
         encoded = encode(tensor, job.codec)

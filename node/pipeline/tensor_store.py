@@ -1,4 +1,4 @@
-"""The tensors that go with custody's holdings, and when their buffers may be used again."""
+"""The store of the tensors that go with custody's holdings, and of when their buffers may be used again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Load:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody will look at it again."""
+        """Whether it is forgotten and no task uses it any more."""
         return self.forgotten and not self.users
 
     @contextmanager
@@ -38,7 +38,7 @@ class Load:
 
 
 class TensorStore:
-    """One load for each holding that has tensors, by key; and what has arrived, until custody has decided about it."""
+    """The loads of the holdings that have tensors, by key; and what has arrived, until custody has decided about it."""
 
     def __init__(self) -> None:
         self._loads: dict[Key, Load] = {}
@@ -69,17 +69,19 @@ class TensorStore:
         return load
 
     def take_gradient(self, key: Key) -> Load:
-        """As `take_input`, for the gradient of its output."""
+        """The holding's load, with the gradient of its output that has just arrived, if one has."""
         load = self.of(key)
         load.gradient = self._arrived.pop((key, Backward), load.gradient)
         return load
 
     def reject(self, message: MicrobatchTensor) -> Encoded | None:
-        """The tensor of the message, if no load has taken it: a second copy, or of a holding that is gone."""
+        """Gives back the tensor of the message, if no load has taken it: a second copy, or of a holding that is
+        gone.
+        """
         return self._arrived.pop(_place(message), None)
 
     def forget(self, key: Key) -> Load | None:
-        """Takes it out; None when the holding had no tensors."""
+        """Removes and returns a holding's load; None when the holding had no tensors."""
         load = self._loads.pop(key, None)
         if load is not None:
             load.forgotten = True

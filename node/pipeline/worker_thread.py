@@ -1,5 +1,6 @@
-"""A replica's worker on the compute thread, as the event loop sees it. It stands between the two so that neither the
-runner of microbatches knows of threads nor a worker of asyncio."""
+"""The event loop's access to a replica's worker on the compute thread. It stands between the two so that neither the
+runner of microbatches knows of threads nor a worker of asyncio.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from swarm.vocabulary.pipeline_messages import Purpose
 
 
 class WorkerThread:
-    """Errors are those of the worker and of `ComputeThread.run`.
+    """Runs a worker's calls on the compute thread. Errors are those of the worker and of `ComputeThread.run`.
 
     Args:
         after_step: called on the thread after each inner step, in the same job.
@@ -34,11 +35,11 @@ class WorkerThread:
 
     @property
     def tensor(self) -> TensorSpec:
-        """Of the hidden states and their gradients."""
+        """The specification of the hidden states and their gradients."""
         return self._worker.tensor
 
     async def compute(self, job: Job) -> tuple[Output, float]:
-        """The output, and the seconds that it took on the thread."""
+        """Computes a job; returns the output, and the seconds that it took on the thread."""
 
         def timed() -> tuple[Output, float]:
             begun = self._clock.monotonic()

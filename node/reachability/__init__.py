@@ -1,1 +1,3 @@
-"""How others reach this node: found out with their help, and made better where the router lets itself be asked."""
+"""Reachability of this node: found out with other peers' help, and made better where the router lets itself be
+asked.
+"""

@@ -1,5 +1,6 @@
-"""Holding on: links to a few peers that can be dialled, through which this node is called while it can not be dialled
-itself."""
+"""Held links: links to a few peers that can be dialled, through which this node is called while it can not be dialled
+itself.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ has expired."""
 
 
 class Links(Protocol):
-    """What holding on needs of `protocol.transport.grpc_transport.GrpcTransport`."""
+    """The part of `protocol.transport.grpc_transport.GrpcTransport` that held links need."""
 
     async def connect(self, peer: PeerId) -> None:
         """Opens a link unless there is one. Raises PeerError."""
@@ -33,7 +34,7 @@ class Links(Protocol):
 
 
 class Attachments:
-    """The links are the transport's, like all others, and stay as long as both sides live."""
+    """The held links of this node. They are the transport's, like all others, and stay as long as both sides live."""
 
     def __init__(self, own: LocalPeer, membership: Membership, links: Links, connect_s: float = CONNECT_S) -> None:
         self._own = own
@@ -45,8 +46,7 @@ class Attachments:
         """Until when."""
 
     async def hold(self) -> tuple[PeerId, ...]:
-        """Sees to it that links to the best peers stand, as far as they can be had. Returns those that do, at most
-        three."""
+        """Opens links to the best peers, as far as they can be had. Returns those that do, at most three."""
         known = [a for a in self._membership.peers() if not self._membership.is_given_up(a.peer)]
         best = by_worth(self._own.peer, self._own.module, known, self._held)
         best = relays_first(best, {a.peer for a in known if a.relay})

@@ -1,4 +1,4 @@
-"""The ladder's decisions: what the peers' attempts to connect come to, and which step is tried next.
+"""The decisions of the reachability ladder: what the peers' attempts to connect come to, and which step is tried next.
 
 What peers say decides, and no peer is trusted alone: of those asked, half must have connected.
 """
@@ -17,7 +17,7 @@ from protocol.nat.dial_back import DialBackOutcome
 
 
 def judge(attempts: Sequence[Attempt], port: int, told_host: str | None) -> Standing:
-    """What the peers' attempts at `port` come to.
+    """The verdict of the peers' attempts at `port`.
 
     A witness in our own network proves little to others; those that see a public address of ours count, when there are
     any.
@@ -46,7 +46,8 @@ def judge(attempts: Sequence[Attempt], port: int, told_host: str | None) -> Stan
 
 
 async def climb(port: int, told_host: str | None, ask: Ask, router: Router | None) -> Standing:
-    """Tries the steps from the top. Leaves the router with a mapping only where that has made the node reachable.
+    """Climbs the ladder: tries the steps from the top. Leaves the router with a mapping only where that has made the
+    node reachable.
 
     Args:
         port: that this node listens on.
@@ -71,7 +72,7 @@ async def climb(port: int, told_host: str | None, ask: Ask, router: Router | Non
 
 
 def joined(host: str, port: int) -> str:
-    """`host:port`, with the brackets that an IPv6 address needs."""
+    """Joins `host:port`, with the brackets that an IPv6 address needs."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

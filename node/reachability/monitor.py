@@ -1,5 +1,6 @@
-"""A running node's reachability: found out when it starts and now and then, announced when it changes, given back when
-it leaves."""
+"""The monitor of a running node's reachability: found out when it starts and now and then, announced when it changes,
+given back when it leaves.
+"""
 
 from __future__ import annotations
 
@@ -51,13 +52,13 @@ Sleep = Callable[[float], Awaitable[None]]
 
 
 def ways_to_map() -> tuple[PortMapper, ...]:
-    """NAT-PMP first: it asks the gateway alone, and needs nothing installed."""
+    """The ways to ask for a port mapping, NAT-PMP first: it asks the gateway alone, and needs nothing installed."""
     return (NatPmp(), Upnp())
 
 
 @dataclass(slots=True)
 class Adoption:
-    """What a standing changes about this node. `announce` tells the others."""
+    """The changes that a standing makes to this node. `announce` tells the others."""
 
     own: LocalPeer
     events: EventSink
@@ -68,8 +69,9 @@ class Adoption:
     """What the ladder said last."""
 
     def adopt(self, standing: Standing, via: tuple[PeerId, ...] = ()) -> None:
-        """Takes over what the ladder says. `via`: whom an unreachable node holds on to; then it announces them in place
-        of addresses."""
+        """Adopts a standing of the ladder. `via`: whom an unreachable node holds on to; then it announces them in place
+        of addresses.
+        """
         self.climbed = standing
         known, known_via = self.own.reach, self.own.via
         self.own.reach, self.own.via = held_by(standing, via), via
@@ -93,8 +95,9 @@ class Adoption:
 async def reachable(
     mode: ReachMode, told_host: str | None, session: NetworkSession, events: EventSink
 ) -> AsyncIterator[None]:
-    """Within the block the node climbs the ladder, follows what it finds, and does its part in what others find and in
-    their calls."""
+    """Keeps the node's reachability up to date within the block: it climbs the ladder, follows what it finds, and does
+    its part in what others find and in their calls.
+    """
     transport, own, membership_sync = session.transport, session.own, session.membership_sync
     router = Router(ways_to_map()) if mode is ReachMode.AUTO else None
     ask = witnesses_of(session.membership, transport)

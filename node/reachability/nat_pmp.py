@@ -1,5 +1,6 @@
-"""NAT-PMP (RFC 6886): two datagrams to the gateway. A client of our own, because the kept libraries have none and it is
-this short."""
+"""A client of NAT-PMP (RFC 6886): two datagrams to the gateway. A client of our own, because the kept libraries have
+none and it is this short.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ _RESULTS: Final = {
 
 
 class NatPmp:
-    """`node.reachability.port_mapping.PortMapper`. `gateway` finds the router, `port` is for tests."""
+    """A `node.reachability.port_mapping.PortMapper` by NAT-PMP. `gateway` finds the router, `port` is for tests."""
 
     how = "NAT-PMP"
 

@@ -1,4 +1,4 @@
-"""Asking the router for a port: the seam behind which UPnP and NAT-PMP stand, and one mapping kept alive.
+"""Port mappings of the router: the seam behind which UPnP and NAT-PMP stand, and one mapping kept alive.
 
 Everything that goes wrong here is to be expected (most routers cannot or will not), so it is a value with a reason and
 not an error.
@@ -47,14 +47,15 @@ class Mapping:
 
 @dataclass(frozen=True, slots=True)
 class NotMapped:
-    """There is no mapping; `reason` says why, for a person."""
+    """The failure to get a mapping; `reason` says why, for a person."""
 
     reason: str
 
 
 class PortMapper(Protocol):
-    """One way of asking. The methods block, for seconds at most, and raise nothing: they are called in a thread of
-    their own."""
+    """A protocol for port mappings. The methods block, for seconds at most, and raise nothing: they are called in a
+    thread of their own.
+    """
 
     @property
     def how(self) -> str: ...
@@ -70,8 +71,8 @@ class PortMapper(Protocol):
 
 
 class Router:
-    """One port's mapping, asked for in the given ways one after the other. Used by one task at a time; `close` at the
-    end.
+    """The mapping of one port, asked for in the given ways one after the other. Used by one task at a time; `close` at
+    the end.
 
     `sleep` waits for so many seconds, `now` is in monotonic ones.
     """
@@ -92,7 +93,7 @@ class Router:
         self.mapping: Mapping | None = None
 
     async def open(self, port: int) -> Mapping | NotMapped:
-        """A mapping of this machine's port, by the first way that works."""
+        """Gets a mapping of this machine's port, by the first way that works."""
         await self.close()
         reasons = []
         for mapper in self._mappers:
@@ -161,8 +162,9 @@ ROUTES: Final = Path("/proc/net/route")
 
 
 def default_gateway(routes: Path = ROUTES) -> str | None:
-    """Its IPv4 address by Linux's table of routes, the one with the lowest metric; None elsewhere, and where there is
-    none."""
+    """The gateway's IPv4 address by Linux's table of routes, the one with the lowest metric; None elsewhere, and where
+    there is none.
+    """
     try:
         lines = routes.read_text().splitlines()[1:]
     except OSError:

@@ -1,4 +1,4 @@
-"""Both sides of dialling back: a witness dials, and a node asks a few peers to be its witnesses."""
+"""The reachability test by dialling back: a witness dials, and a node asks a few peers to be its witnesses."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ class Witness:
         self._under_way: set[PeerId] = set()
 
     async def answer(self, asker: PeerId, question: Question) -> bytes:
-        """Raises Busy when the asker, its address, or all askers together have had enough for now."""
+        """Dials the asker back. Raises Busy when the asker, its address, or all askers together have had enough for
+        now.
+        """
         end = self._far_end(asker)
         if end is None:
             return encode_dial_back(DialBackResult("", DialBackOutcome.NOT_TRIED, "your link has just ended"))
@@ -75,7 +77,7 @@ class Witness:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What one peer found out about a port of ours."""
+    """The result of one peer's attempt to dial a port of ours."""
 
     witness: PeerId
     result: DialBackResult
@@ -89,10 +91,10 @@ Ask = Callable[[int], Awaitable[Sequence[Attempt]]]
 
 
 class Links(Protocol):
-    """What asking needs of `protocol.transport.grpc_transport.GrpcTransport`."""
+    """The part of `protocol.transport.grpc_transport.GrpcTransport` that asking needs."""
 
     async def ask(self, peer: PeerId, question: Question, timeout_s: float) -> bytes:
-        """Raises PeerError."""
+        """Asks a peer and waits for its answer. Raises PeerError."""
         ...
 
     def far_end(self, peer: PeerId) -> FarEnd | None: ...
@@ -101,8 +103,9 @@ class Links(Protocol):
 def witnesses_of(
     membership: Membership, links: Links, choose: Callable[[list[Announcement]], None] = random.shuffle
 ) -> Ask:
-    """Asks up to three peers of the run, in different networks where there are such. `choose` puts the candidates into
-    an order."""
+    """The function that asks up to three peers of the run to be witnesses, in different networks where there are such.
+    `choose` puts the candidates into an order.
+    """
 
     async def ask(port: int) -> list[Attempt]:
         candidates = [a for a in membership.peers() if a.is_reachable and a.state is not PeerState.VISITING]
@@ -120,9 +123,10 @@ def witnesses_of(
 
 
 def scattered(candidates: Sequence[Announcement]) -> list[Announcement]:
-    """The same in an order in which networks that have had no turn come first, and peers last that have to be called
+    """The peers in an order in which networks that have had no turn come first, and peers last that have to be called
     before they can be asked: nobody knows their networks, and while this node does not know its own address, calling is
-    in vain."""
+    in vain.
+    """
     first: list[Announcement] = []
     later: list[Announcement] = []
     seen: set[str] = set()
@@ -135,8 +139,7 @@ def scattered(candidates: Sequence[Announcement]) -> list[Announcement]:
 
 
 def network_of(address: str) -> str:
-    """What stands for the network of a `host:port`: the /24 of an IPv4 address, the /48 of an IPv6 one, a name
-    itself."""
+    """The network of a `host:port`: the /24 of an IPv4 address, the /48 of an IPv6 one, a name itself."""
     host = address.rpartition(":")[0].strip("[]")
     try:
         found = ipaddress.ip_address(host)

@@ -1,5 +1,6 @@
-"""The node's part in tunnels, kept in step with how others reach it: to whom it is attached, what it offers, how it
-takes part in the DHT."""
+"""The node's part in tunnels, in step with how others reach it: to whom it is attached, what it offers, how it takes
+part in the DHT.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ FarEnds = Callable[[PeerId], FarEnd | None]
 
 
 class Dht(Protocol):
-    """What this needs of `protocol.dht.directory.DhtDirectory`."""
+    """The part of `protocol.dht.directory.DhtDirectory` that relaying needs."""
 
     @property
     def port(self) -> int: ...
@@ -41,16 +42,18 @@ class Dht(Protocol):
 
 
 class Attaching(Protocol):
-    """What this needs of `protocol.dht.tunnels.RelayTunnels`."""
+    """The part of `protocol.dht.tunnels.RelayTunnels` that relaying needs."""
 
     async def attach(self, relays: Sequence[str], local: str) -> None:
-        """Raises Unreachable while the DHT is being restarted; it is done then."""
+        """Attaches to these relays. Raises Unreachable while the DHT is being restarted; it is done then."""
         ...
 
 
 @dataclass(slots=True)
 class RelayPart:
-    """`relay_of` says at which multiaddr a peer serves tunnels; `announce` tells the others when our own is another."""
+    """The node's part in tunnels. `relay_of` says at which multiaddr a peer serves tunnels; `announce` tells the others
+    when our own is another.
+    """
 
     own: LocalPeer
     dht: Dht
@@ -62,7 +65,7 @@ class RelayPart:
     _attached: list[str] = field(default_factory=list)
 
     async def follow(self) -> None:
-        """Brings everything in step with where the node stands now."""
+        """Updates the part in tunnels to where the node stands now."""
         hidden = self.own.reach.step in _HIDDEN
         # A node that cannot be dialled is no place to keep records at: others would wait for it at every look-up.
         self.dht.take_part(client=hidden)
@@ -109,8 +112,9 @@ async def keep_in_step(session: NetworkSession, sleep: Callable[[float], Awaitab
 
 
 def without_tunnels(own: LocalPeer, far_end: FarEnds) -> FarEnds:
-    """The same, but no host is known while the node cannot be dialled: a caller may then have come through a tunnel,
-    whose local end is on this machine, and must not have us look into our own ports."""
+    """The far end, but with no host while the node cannot be dialled: a caller may then have come through a tunnel,
+    whose local end is on this machine, and must not have us look into our own ports.
+    """
 
     def found(peer: PeerId) -> FarEnd | None:
         end = far_end(peer)

@@ -1,4 +1,4 @@
-"""Both ends of a call that are not the caller's: who passes it on, and who is called and opens the link."""
+"""The roles in a call that are not the caller's: who passes it on, and who is called and opens the link."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ Learn = Callable[[PeerId, bytes], None]
 
 
 class Lines(Protocol):
-    """What calls need of `protocol.transport.grpc_transport.GrpcTransport`."""
+    """The part of `protocol.transport.grpc_transport.GrpcTransport` that calls need."""
 
     async def connect(self, peer: PeerId) -> None:
         """Opens a link unless there is one. Raises PeerError."""
         ...
 
     async def ask(self, peer: PeerId, question: Question, timeout_s: float) -> bytes:
-        """Raises PeerError."""
+        """Asks a peer and waits for its answer. Raises PeerError."""
         ...
 
     def is_linked(self, peer: PeerId) -> bool: ...

@@ -1,4 +1,4 @@
-"""UPnP's Internet Gateway Device by miniupnpc (the extra `nat`).
+"""Port mappings by UPnP's Internet Gateway Device, with miniupnpc (the extra `nat`).
 
 The search is our own, because miniupnpc's visits every device that answers: here only the default gateway is listened
 to, and its description has to lie on the gateway itself. miniupnpc then reads that description and speaks SOAP.
@@ -35,7 +35,7 @@ Connect = Callable[[str], tuple[Any, str]]
 
 
 class Upnp:
-    """`node.reachability.port_mapping.PortMapper`.
+    """A `node.reachability.port_mapping.PortMapper` by UPnP.
 
     `gateway` finds the router, `search` its description's URL; `connect` reads that and gives miniupnpc's device and
     its control URL.
@@ -105,20 +105,21 @@ class Upnp:
 
 
 def leads_to(gateway: str, url: str) -> bool:
-    """Whether it is an HTTP address on the gateway itself."""
+    """Whether a URL is an HTTP address on the gateway itself."""
     match = _URL.fullmatch(url)
     return match is not None and match[1] == gateway
 
 
 def location_in(answer: bytes, gateway: str) -> str | None:
-    """Where the device's description lies, by its answer to a search; None unless that is on the gateway."""
+    """The address of the device's description, by its answer to a search; None unless that is on the gateway."""
     match = _LOCATION.search(answer)
     location = "" if match is None else match[1].decode("ascii", "replace")
     return location if leads_to(gateway, location) else None
 
 
 def description_of(gateway: str, targets: Sequence[tuple[str, int]] | None = None) -> str | None:
-    """Searches (UPnP Device Architecture 1.1, section 1.3) and takes the gateway's own answer.
+    """Searches for the gateway's description (UPnP Device Architecture 1.1, section 1.3) and takes the gateway's own
+    answer.
 
     The question goes to the gateway and to the group that it has to listen to, because many answer only the latter; or
     to `targets`.

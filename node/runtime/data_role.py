@@ -1,4 +1,4 @@
-"""The role of a data node: puts its parts together and takes them apart."""
+"""The role of a data node: its parts, put together and taken apart."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class DataRole:
         self._held_out = held_out
 
     async def prepare(self) -> None:
-        """The state on which its module stands. A data node announces no speed: nobody chooses among them."""
+        """Gets the state on which its module stands. A data node announces no speed: nobody chooses among them."""
         await self.rounds.prepare()
 
     async def run(self) -> None:
@@ -132,7 +132,7 @@ class DataRole:
 
 @asynccontextmanager
 async def data_role(given: ModuleContext) -> AsyncIterator[DataRole]:
-    """The role of a data node, its text open and the first microbatches being packed."""
+    """Builds the role of a data node, its text open and the first microbatches being packed."""
     manifest, own, clock = given.manifest, given.session.own, SystemClock()
     slots = given.options.slots_held
     worker = await given.compute.run(Priority.UPKEEP, lambda: host_stage_zero(manifest, given.device, slots))

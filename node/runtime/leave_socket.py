@@ -1,4 +1,5 @@
-"""The node that runs on this machine with an identity: there is one, and `skipstone leave` reaches it.
+"""The local socket of the node that runs on this machine with an identity: there is one, and `skipstone leave` reaches
+it.
 
 It holds a lock on the key file, which the kernel takes back when it ends, however it ends.
 
@@ -49,7 +50,7 @@ class _Door:
 
 
 def door_path(identity_path: Path) -> Path:
-    """The file beside the identity that tells how its node is reached."""
+    """The path of the file beside the identity that tells how its node is reached."""
     return identity_path.with_name(identity_path.name + ".running")
 
 
@@ -66,8 +67,8 @@ class _Talks:
 
 @asynccontextmanager
 async def sole_use(identity_path: Path) -> AsyncIterator[None]:
-    """Within the block, no other node of this machine runs with the identity. (Commands that only ask have keys of
-    their own.)
+    """Locks the identity within the block: no other node of this machine runs with it. (Commands that only ask have
+    keys of their own.)
 
     Where the file system knows no locks, nobody is kept out.
 
@@ -87,7 +88,7 @@ async def sole_use(identity_path: Path) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def leave_requests(identity_path: Path, ask: Callable[[], None]) -> AsyncIterator[None]:
-    """Within the block, `ask` is called when `skipstone leave` asks for it.
+    """Listens for `skipstone leave` within the block; each request calls `ask`.
 
     Raises:
         ResourceExhausted: no loopback port or no file beside the identity could be had.

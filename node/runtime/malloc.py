@@ -1,8 +1,10 @@
-"""Keeps the C library from handing memory back to the system between two chunks.
+"""A setting of the C library's allocator: it keeps memory that is freed between two chunks.
 
 Each chunk is a fresh byte string of half a megabyte, here and inside gRPC. glibc returns so large a block to the system
 as soon as it is free, and the next chunk then faults all its pages in again: measured, about a third of a sender's
 processor time (mallopt(3), M_TRIM_THRESHOLD and M_MMAP_THRESHOLD).
+
+It stands alone because it is about the C library, which nothing else here knows of.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ that for hidden states: with 4 MiB, arithmetic on tensors of 8 MiB takes ten tim
 
 
 def keep_freed_memory() -> bool:
-    """For the whole process, to be called once at its start. False where the C library has no such setting."""
+    """Makes the C library keep freed memory, for the whole process; to be called once at its start. False where it has
+    no such setting.
+    """
     if sys.platform != "linux":
         return False
     try:

@@ -1,4 +1,4 @@
-"""A serving node's readiness to move: looks at the swarm now and then, and says when it should take another module."""
+"""The mover of a serving node: looks at the swarm now and then, and says when it should take another module."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ NextModule = Callable[[], Awaitable[Reasoned[ModuleId]]]
 
 @dataclass(frozen=True, slots=True)
 class MovePeriods:
-    """How often a node looks at the swarm, in seconds; each pause is longer or shorter by up to a fifth, at random."""
+    """The periods at which a node looks at the swarm, in seconds; each pause is longer or shorter by up to a fifth, at
+    random.
+    """
 
     ordinary_s: float = 30.0
     empty_s: float = 2.0
@@ -34,13 +36,15 @@ class MovePeriods:
 
 
 def workload_of(manifest: Manifest) -> Workload:
-    """What the run asks of its modules, with blocks as the unit. Stage 0's embedding and head count as one at least."""
+    """The work that the run asks of its modules, with blocks as the unit. Stage 0's embedding and head count as one at
+    least.
+    """
     cost = tuple(float(max(1, blocks)) for blocks in manifest.stages.blocks)
     return Workload(manifest.modules(), cost, manifest.stages.visited_per_path)
 
 
 async def stay_for_ever() -> Reasoned[ModuleId]:
-    """The `NextModule` of a node that was told which stage to host, or of a data node."""
+    """Never moves: the `NextModule` of a node that was told which stage to host, or of a data node."""
     await asyncio.Event().wait()
     raise AssertionError("nobody sets this event")
 
@@ -74,7 +78,7 @@ class Mover:
         self._since = self._clock.monotonic()
 
     async def next_module(self) -> Reasoned[ModuleId]:
-        """See `NextModule`."""
+        """Waits until the node should move; returns the module. See `NextModule`."""
         looked = self._clock.monotonic()
         while True:
             await asyncio.sleep(self._periods.empty_s * (0.8 + 0.4 * self._jitter()))

@@ -48,7 +48,7 @@ WITHDRAW_S = 2.0
 
 
 class Consent(Protocol):
-    """Tells the person at this machine what the run is, and asks whether to join it."""
+    """Describes the run to the person at this machine, and asks whether to join it."""
 
     async def __call__(self, signed: SignedManifest, text: Reasoned[Places | None], own: bool) -> bool:
         """`own`: whether this machine's identity is the manifest's author."""
@@ -94,15 +94,7 @@ async def run_node(
                 signed = await unless(stop, session.fetch_manifest(options.patience_s))
                 if signed is None:
                     return
-            if signed.manifest.stages.count < 2:
-                raise ConfigError(
-                    "this run has one stage, which leaves nothing for other peers to do",
-                    hint="Train it with `skipstone solo`, or cut the model into at least two stages.",
-                )
-            own = signed.author == identity.peer
-            text = places(signed.manifest.data, options.told, own=own)
-            if consent is not None and not await unless(stop, consent(signed, text, own)):
-                raise Rejected("the run was not joined", hint="Say yes when asked, or beforehand with --yes.")
+            text = await _joined(options, signed, identity.peer, consent, stop)
             async with reachable(options.reach, options.advertise, session, logged):
                 with _manifest_given(session, signed), ComputeThread() as compute:
                     session.membership_sync.watch(signed.manifest.modules())
@@ -124,6 +116,27 @@ async def run_node(
                         text=text,
                     )
                     await _serve(given, signed, moving or readiness_to_move, stop)
+
+
+async def _joined(
+    options: NodeOptions, signed: SignedManifest, peer: PeerId, consent: Consent | None, stop: asyncio.Event
+) -> Reasoned[Places | None]:
+    """Decides to take part in the run; returns the places of its text on this machine.
+
+    Raises:
+        ConfigError: no peers are needed for the run.
+        Rejected: there is no consent.
+    """
+    if signed.manifest.stages.count < 2:
+        raise ConfigError(
+            "this run has one stage, which leaves nothing for other peers to do",
+            hint="Train it with `skipstone solo`, or cut the model into at least two stages.",
+        )
+    own = signed.author == peer
+    text = places(signed.manifest.data, options.told, own=own)
+    if consent is not None and not await unless(stop, consent(signed, text, own)):
+        raise Rejected("the run was not joined", hint="Say yes when asked, or beforehand with --yes.")
+    return text
 
 
 async def _serve(given: ModuleContext, signed: SignedManifest, moving: Moving, stop: asyncio.Event) -> None:
@@ -149,7 +162,7 @@ def _manifest_given(session: NetworkSession, signed: SignedManifest) -> Abstract
 
 
 def readiness_to_move(given: ModuleContext) -> NextModule:
-    """When the node of this assignment moves: by what it sees of the swarm, or never."""
+    """The mover of this assignment's node: by what it sees of the swarm, or never."""
     if given.module.stage == 0 or not given.options.may_move:
         return stay_for_ever
     manifest, slots = given.manifest, given.options.slots_held

@@ -1,5 +1,6 @@
-"""Between a replica at work and its saved state: what is copied out of it, what is put back, and what a starting node
-finds."""
+"""Conversion between a replica at work and its saved state: what is copied out of it, what is put back, and what a
+starting node finds.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +25,13 @@ NUMBERS = 2**47
 
 
 def capture_hop(worker: HopWorker, tokens: int, agreed: Agreed | None) -> ReplicaState:
-    """A stage peer's replica; `tokens` are those of a microbatch."""
+    """Captures a stage peer's replica; `tokens` are those of a microbatch."""
     visits = worker.accumulated - worker.unapplied
     return capture_module((worker.part,), worker.optimizer, visits=visits, tokens=tokens, agreed=agreed)
 
 
 def capture_stage_zero(worker: DataWorker, training: Training, agreed: Agreed | None) -> ReplicaState:
-    """A data node's replica, and the place in its text that goes with exactly these parameters."""
+    """Captures a data node's replica, and the place in its text that goes with exactly these parameters."""
     stage, flights, progress = worker.stage, training.flights, training.progress
     counts = flights.counts
     visits = worker.accumulated - stage.embedding_sum.visits
@@ -49,32 +50,33 @@ def capture_stage_zero(worker: DataWorker, training: Training, agreed: Agreed | 
 
 
 def restore_hop(worker: HopWorker, state: ReplicaState) -> None:
-    """A stage peer's replica. Errors as `restore_module`."""
+    """Restores a stage peer's replica. Errors as `restore_module`."""
     restore_module((worker.part,), worker.optimizer, state)
     worker.accumulated = state.counters.visits
 
 
 def restore_stage_zero(worker: DataWorker, state: ReplicaState) -> None:
-    """A data node's replica of stage 0. Errors as `restore_module`."""
+    """Restores a data node's replica of stage 0. Errors as `restore_module`."""
     restore_module((worker.stage.embedding, worker.stage.head), worker.stage.optimizer, state)
     worker.accumulated = state.counters.visits
 
 
 def counts_of(data: DataState | None) -> Counts:
-    """What a data node goes on counting from. What was under way when the state was saved was never completed, and is
-    read again."""
+    """The counts from which a data node goes on. What was under way when the state was saved was never completed, and
+    is read again.
+    """
     if data is None:
         return Counts()
     return Counts(data.completed + data.abandoned, data.completed, data.abandoned, data.duplicated)
 
 
 def position_of(resumed: Resumed) -> DataState | None:
-    """Where a data node stood."""
+    """The reading position from which a data node goes on."""
     return None if resumed.state is None else resumed.state.data
 
 
 def progress_of(resumed: Resumed) -> Progress:
-    """The training as a data node goes on seeing it."""
+    """The training progress from which a data node goes on."""
     state = resumed.state
     if state is None or state.data is None:
         return Progress()
@@ -82,8 +84,8 @@ def progress_of(resumed: Resumed) -> Progress:
 
 
 def first_number(data: DataState | None, drawn: int) -> int:
-    """Of the microbatches of this start: `drawn`, a number below NUMBERS / 2 that nobody else can know, unless the life
-    before has come too near it.
+    """The first number of the microbatches of this start: `drawn`, a number below NUMBERS / 2 that nobody else can
+    know, unless the life before has come too near it.
 
     Those of earlier lives it meets by chance only: of a hundred lives of a million microbatches each, once in 10,000
     runs.
@@ -97,7 +99,7 @@ def first_number(data: DataState | None, drawn: int) -> int:
 
 
 def find_own(folder: CheckpointFolder, peer: PeerId, module: ModuleId | None) -> tuple[Resumed, tuple[Note, ...]]:
-    """The peer's newest state, of `module` or (None) of any, and what to tell the person. Reads the disk.
+    """Finds the peer's newest state, of `module` or (None) of any, and what to tell the person. Reads the disk.
 
     Every damaged file is named. When all are damaged, the node goes on without them.
 

@@ -1,5 +1,6 @@
-"""What the two roles that a node can have in its module have in common: that of a stage peer
-(`node.runtime.stage_role`), of a data node (`node.runtime.data_role`)."""
+"""The common part of the two roles that a node can have in its module: that of a stage peer
+(`node.runtime.stage_role`), of a data node (`node.runtime.data_role`).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId, Reasoned
 
 
 class NodeRole(Protocol):
-    """What the process needs of a role, whichever it is."""
+    """The interface of a role to the process."""
 
     runner: MicrobatchRunner
     rounds: ModuleRounds
@@ -53,7 +54,9 @@ class NodeRole(Protocol):
 
 
 class ReplicaHost:
-    """`node.pipeline.interfaces.Host`: tells the rounds, the events and who asks for proofs."""
+    """The node's interest in its replica's microbatches: tells the rounds, the events and who asks for proofs;
+    implements `node.pipeline.interfaces.Host`.
+    """
 
     def __init__(self, given: ModuleContext, rounds: ModuleRounds) -> None:
         self._given = given
@@ -78,7 +81,9 @@ class ReplicaHost:
 
 
 class PlannedReplicas:
-    """`swarm.pipeline.ledger.Replicas` by what the planner and the membership view know now."""
+    """The replicas that could take a microbatch over, by what the planner and the membership view know now; implements
+    `swarm.pipeline.ledger.Replicas`.
+    """
 
     def __init__(
         self, planner: Planner, membership: Membership, clock: Clock, is_linked: Callable[[PeerId], bool]
@@ -111,7 +116,7 @@ class PlannedReplicas:
 def microbatch_runner_for(
     given: ModuleContext, worker: Worker, planner: Planner, codecs: LinkCodecs, rounds: ModuleRounds
 ) -> MicrobatchRunner:
-    """Runs the microbatches of the replica that the node hosts; repair asks the planner who stands in."""
+    """Makes the microbatch runner of the replica that the node hosts; repair asks the planner who stands in."""
     session, clock = given.session, SystemClock()
     own = session.own
     replicas = PlannedReplicas(planner, session.membership, clock, session.transport.is_linked)
@@ -124,8 +129,9 @@ def microbatch_runner_for(
 
 
 def link_codecs(given: ModuleContext, worker: Worker) -> LinkCodecs:
-    """A visit takes as long as the slower end of a link needs, as far as it announces its speed (data nodes do not:
-    nobody waits for theirs)."""
+    """Makes the codecs of the node's links. A visit takes as long as the slower end of a link needs, as far as it
+    announces its speed (data nodes do not: nobody waits for theirs).
+    """
     own, membership, transport = given.session.own, given.session.membership, given.session.transport
     tokens = given.manifest.microbatch_tokens
 

@@ -1,4 +1,4 @@
-"""One node's time in one module: prepares it, serves, and lets go in good order, to stop or to take another module."""
+"""A node's service in one module: prepares it, serves, and lets go in good order, to stop or to take another module."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Moving = Callable[[ModuleContext], NextModule]
 async def serve_module(
     given: ModuleContext, moving: Moving, folder: CheckpointFolder | None, stop: asyncio.Event
 ) -> ModuleId | None:
-    """From JOINING to drained.
+    """Serves a module, from JOINING to drained.
 
     Args:
         moving: called when the node serves; what it gives says when the node should move.

@@ -1,4 +1,4 @@
-"""The role of a stage peer: puts its parts together and takes them apart."""
+"""The role of a stage peer: its parts, put together and taken apart."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LARGEST_DEFAULT_GRAPHS = 2 * 2**30
 
 
 class StageRole:
-    """A peer of stage 1 or above."""
+    """The role of a peer of stage 1 or above."""
 
     def __init__(self, given: ModuleContext, worker: HopWorker, runner: MicrobatchRunner, rounds: ModuleRounds) -> None:
         self.runner = runner
@@ -48,7 +48,7 @@ class StageRole:
         self._seen = worker.accumulated
 
     async def prepare(self) -> None:
-        """Its speed, to be announced, and the state on which its module stands."""
+        """Measures its speed, to be announced, and gets the state on which its module stands."""
         own, part, given = self._session.own, self._worker.part, self._given
         own.tokens_per_second = await given.compute.run(
             Priority.UPKEEP, lambda: measure_speed(part, given.manifest, given.device)
@@ -94,7 +94,7 @@ class StageRole:
 
 @asynccontextmanager
 async def stage_role(given: ModuleContext) -> AsyncIterator[StageRole]:
-    """The role of a stage peer, built but not prepared."""
+    """Builds the role of a stage peer, not prepared yet."""
     manifest, device = given.manifest, given.device
     budget = default_graph_budget(device).value if given.options.graph_bytes is None else given.options.graph_bytes
     slots = given.options.slots_held
@@ -111,8 +111,7 @@ async def stage_role(given: ModuleContext) -> AsyncIterator[StageRole]:
 
 
 def default_graph_budget(device: torch.device) -> Reasoned[int]:
-    """Bytes that kept graphs may take when nobody says: two fifths of a GPU's free memory, an eighth of the
-    machine's."""
+    """The default bytes that kept graphs may take: two fifths of a GPU's free memory, an eighth of the machine's."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return Reasoned(free * 2 // 5, "two fifths of the GPU's free memory")

@@ -1,4 +1,7 @@
-"""What a node says of itself: its last event, and the JSON that `status` asks for."""
+"""A node's reports of itself: its last event, and the JSON that `status` asks for.
+
+It stands alone because what a node says of itself follows docs/PROTOCOL.md, and how it serves does not.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ def node_summary(own: LocalPeer, role: NodeRole, compute: ComputeThread) -> Node
 
 
 def status_json(own: LocalPeer, role: NodeRole, tunnels: RelayTunnels) -> bytes:
-    """docs/PROTOCOL.md lists the keys."""
+    """The node's status as JSON."""
     account, custody, rounds = role.account(), role.runner.custody, role.rounds
     status = Status(
         **{field.name: getattr(account, field.name) for field in dataclasses.fields(account)},

@@ -1,4 +1,4 @@
-"""A solo run's checkpoint: every module in the folder of a peer of its own, so that it reads like a swarm's.
+"""The checkpoint of a solo run: every module in the folder of a peer of its own, so that it reads like a swarm's.
 
 The modules are saved one after the other. A machine that dies in between leaves some of them a save ahead, so each says
 how far the run was, and it goes on from the latest point that all of them have. (Where stages are skipped, their own
@@ -33,7 +33,7 @@ from swarm.vocabulary.types import ModuleId, PeerId
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPlan:
-    """Where a solo run is saved, and how often."""
+    """The plan of a solo run's checkpoints: where, and how often."""
 
     folder: CheckpointFolder
     every_s: float = math.inf
@@ -51,7 +51,7 @@ class Hosted:
 
 
 def solo_peer(module: ModuleId) -> PeerId:
-    """Whose folder a solo run's module is in."""
+    """The peer in whose folder a solo run's module is."""
     return PeerId(f"solo-{module}")
 
 
@@ -80,7 +80,7 @@ def save_solo(
 
 
 def load_solo(folder: CheckpointFolder, hosted: Sequence[Hosted]) -> tuple[DataState | None, tuple[Problem, ...]]:
-    """Puts the model back as it was when it was last saved whole; None when nothing was saved.
+    """Restores the model as it was when it was last saved whole; None when nothing was saved.
 
     Also returns what is wrong with snapshots that had to be passed over.
 

@@ -1,4 +1,4 @@
-"""A run in one process without any network: the baseline, and what a swarm of one replica a stage must reproduce.
+"""Training in one process without any network: the baseline, and what a swarm of one replica a stage must reproduce.
 
 It has the swarm's own parts: modules cut by stage, a visit for each, an accumulator for each part, an optimizer for
 each module, the data in the order in which a single data node reads it, and the stages that the planner gives a data
@@ -27,12 +27,11 @@ from node.data.documents import Documents
 from node.data.feed import TrainingFeed, open_documents
 from node.data.packing import Microbatch
 from node.model import passes as visit
-from node.model.build import build_block_stack, build_embedding, build_head
 from node.model.device import device_errors, flushed_denormals
 from node.model.initialization import parameters_of
 from node.model.memory_need import require_room
 from node.model.optimizer import Accumulator, Addition, InnerOptimizer
-from node.model.parts import BlockStack, EmbeddingPart, HeadPart
+from node.model.parts import BlockStack, EmbeddingPart, HeadPart, build_block_stack, build_embedding, build_head
 from node.observability.events import Event, MicrobatchCounts, Note, Step, Summary
 from node.pipeline.admission import path_rules
 from node.solo.solo_checkpoint import CheckpointPlan, Hosted, load_solo, save_solo
@@ -90,12 +89,12 @@ class Measurable(Protocol):
     """A model whose loss can be measured."""
 
     def loss(self, microbatch: Microbatch) -> float:
-        """Mean nats per token."""
+        """The mean loss, nats per token."""
         ...
 
 
 def evaluate(model: Measurable, microbatches: Iterable[Microbatch]) -> dict[str, Any]:
-    """Mean loss over the microbatches, which are all of one size: `{"loss": nats per token, "tokens": n,
+    """The mean loss over the microbatches, which are all of one size: `{"loss": nats per token, "tokens": n,
     "microbatches": n}`.
 
     Raises:
@@ -133,12 +132,12 @@ class WholeModel:
 
     @property
     def all_stages(self) -> range:
-        """Those after stage 0, in order: a full path."""
+        """The stages after stage 0, in order: a full path."""
         return range(1, len(self.stacks) + 1)
 
     @torch.no_grad()
     def loss(self, microbatch: Microbatch, stages: Sequence[int] | None = None) -> float:
-        """Mean nats per token, without a graph, of a path through these stages (None for all)."""
+        """The mean loss in nats per token, without a graph, of a path through these stages (None for all)."""
         hidden = self.embedding(microbatch.tokens.to(self.device))
         for stage in self.all_stages if stages is None else stages:
             hidden = self.stacks[stage - 1](hidden)
@@ -147,8 +146,9 @@ class WholeModel:
     def gradients(
         self, microbatch: Microbatch, stages: Sequence[int] | None = None
     ) -> tuple[float, dict[nn.Module, tuple[torch.Tensor, ...]]]:
-        """The loss of a path through these stages (None for all), and the gradients of each part on it. Each stage's
-        graph is freed as soon as it has been used."""
+        """Computes the loss of a path through these stages (None for all), and the gradients of each part on it. Each
+        stage's graph is freed as soon as it has been used.
+        """
         stacks = [self.stacks[stage - 1] for stage in (self.all_stages if stages is None else stages)]
         visits = [visit.forward(self.embedding, microbatch.tokens.to(self.device))]
         for stack in stacks:
@@ -181,7 +181,7 @@ ChooseStages = Callable[[int], Sequence[int]]
 
 
 def planned_stages(manifest: Manifest) -> ChooseStages:
-    """As the planner of a data node chooses them."""
+    """The stages of a path, as the planner of a data node chooses them."""
     rules = path_rules(manifest)
     return lambda number: visited_stages(rules, number)
 
@@ -211,7 +211,7 @@ class SoloTrainer:
 
     @property
     def tokens(self) -> int:
-        """Trained on."""
+        """The number of tokens trained on."""
         return self.microbatches * self._manifest.microbatch_tokens
 
     def save(self, folder: CheckpointFolder) -> None:
@@ -234,7 +234,7 @@ class SoloTrainer:
         return problems
 
     def step(self, should_stop: Callable[[], bool]) -> float | None:
-        """Goes on until stage 0 has taken an inner step; returns the mean loss of its microbatches, or None when asked
+        """Trains until stage 0 has taken an inner step; returns the mean loss of its microbatches, or None when asked
         to stop before.
 
         Raises:

@@ -1,4 +1,4 @@
-"""How tensors become bytes and back, whichever codec does it.
+"""Encoding of tensors to bytes and back, with any of the codecs.
 
 `encode` and `decode` are for tensors of any shape on any device, as hidden states are: encoded where they are, and only
 the small encoding is copied. What a codec cannot express (NaN, infinity, what does not shrink) goes as a wider one, and
@@ -43,15 +43,13 @@ _SIMPLE: Final[dict[Codec, _Simple]] = {
     Codec.TOP_K_4: TOP_K_4,
     Codec.TOP_K_2: TOP_K_2,
 }
-VECTOR_CODECS: Final = tuple(_SIMPLE)
-"""That `encode_into` and `decode_into` know."""
 
 _BLOCKWISE: Final = frozenset({Codec.INT8, Codec.FP8, Codec.INT4})
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A tensor as it travels."""
+    """A tensor's encoding: the bytes that travel."""
 
     spec: TensorSpec
     data: memoryview
@@ -129,7 +127,7 @@ def _decode_planes(octets: Tensor, out: Tensor) -> None:
 
 
 def encoded_bytes(codec: Codec, elements: int) -> int:
-    """Length of the encoding of so many float32 elements."""
+    """The length in bytes of the encoding of so many float32 elements."""
     return TensorSpec((elements,), DType.FLOAT32, codec).byte_length
 
 

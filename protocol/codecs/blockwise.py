@@ -1,4 +1,4 @@
-"""What the blockwise codecs (INT8, FP8, INT4) have in common: how a vector is cut up, and which scales there may be.
+"""What the blockwise codecs (INT8, FP8, INT4) share: cutting a vector into blocks, and the bounds of scales.
 
 Everything goes in slices that fit a core's cache: the arithmetic is cheap, the way to memory is not. Slices are large
 enough that the calls themselves (about 1 microsecond each) cost little, and just too small for torch to share one among
@@ -52,13 +52,14 @@ class Piece:
 
     @property
     def width(self) -> int:
-        """Of its blocks."""
+        """The width of its blocks, in elements."""
         return (self.stop - self.start) // (self.end - self.first)
 
 
 def pieces(elements: int, width: int, at_once: int) -> Iterator[Piece]:
-    """Whole blocks of `width` elements, as many at a time as `at_once` elements hold; then the shorter last one by
-    itself."""
+    """Cuts a vector into runs of whole blocks of `width` elements, as many at a time as `at_once` elements hold; then
+    the shorter last one by itself.
+    """
     whole, rest = divmod(elements, width)
     step = max(1, at_once // width)
     for first in range(0, whole, step):
@@ -69,19 +70,19 @@ def pieces(elements: int, width: int, at_once: int) -> Iterator[Piece]:
 
 
 def slice_elements(device: torch.device) -> int:
-    """How many elements to take at once."""
+    """The number of elements that are computed on at once, so that a core's cache holds them."""
     if device.type != "cpu":
         return 2**62
     return SLICE_ELEMENTS * (1 if torch.get_num_threads() > 1 else SLICES_OF_ONE_THREAD)
 
 
 def span_elements(device: torch.device) -> int:
-    """How many elements to compute the scales of at once."""
+    """The number of elements whose scales are computed at once."""
     return SPAN_ELEMENTS if device.type == "cpu" else 2**62
 
 
 def in_slices(*matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Rows of matrices that have as many of them, so many at a time as fit a core's cache in the first.
+    """Cuts matrices with equally many rows into slices of rows, as many at a time as fit a core's cache in the first.
 
     They are cut up by one call each: one for every slice takes as long as arithmetic on 10 KiB.
     """
@@ -99,7 +100,7 @@ class Room:
         self._last = self._flat
 
     def like(self, x: Tensor) -> Tensor:
-        """Of the same shape."""
+        """The scratch memory, in the shape of `x`."""
         if self._last.shape != x.shape:
             self._last = self._flat[: x.numel()].view(x.shape)
         return self._last
@@ -123,7 +124,7 @@ class Rounding:
 
 
 def in_float32(x: Tensor, room: Room) -> Tensor:
-    """`x`, or what it is in float32, in `room`."""
+    """`x` itself when it is float32, else its copy as float32 in `room`."""
     if x.dtype is torch.float32:
         return x
     result = room.like(x)
@@ -141,7 +142,9 @@ def extremes(x: Tensor, highest: Tensor, lowest: Tensor) -> None:
 
 
 def largest_magnitudes(x: Tensor, result: Tensor) -> Tensor:
-    """Of each row of `x` [blocks, width], into `result` [blocks, 1]; NaN where there is one."""
+    """Writes the largest magnitude of each row of `x` [blocks, width] into `result` [blocks, 1]; NaN where there is
+    one.
+    """
     lowest = torch.empty_like(result)
     extremes(x, result, lowest)
     return torch.maximum(result, lowest.neg_(), out=result)
@@ -175,14 +178,15 @@ def inverse_of(scale: Tensor) -> Tensor:
 
 
 def check_encoded(scales: Tensor, largest: float, codec: str) -> None:
-    """Raises StateError when a value was not finite, or larger than the codec can express. The scales have none that
-    vanish."""
+    """Checks encoded scales. Raises StateError when a value was not finite, or larger than the codec can express. The
+    scales have none that vanish.
+    """
     if not bool((scales.abs() <= largest).all()):
         raise StateError(f"{codec} can express finite values only, and none near the largest float32; this has others")
 
 
 def check_received(scales: Tensor, largest: float, codec: str) -> None:
-    """Raises ProtocolViolation unless each scale is 0, or from SMALLEST_SCALE to `largest`."""
+    """Checks received scales. Raises ProtocolViolation unless each is 0, or from SMALLEST_SCALE to `largest`."""
     sizes = scales.masked_fill(scales == 0, SMALLEST_SCALE)
     if not torch.equal(sizes, sizes.clamp(SMALLEST_SCALE, largest)):  # NaN is equal to nothing
         raise ProtocolViolation(f"an {codec} encoding has a scale that is no number, negative, too large or too small")

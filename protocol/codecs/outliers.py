@@ -1,4 +1,4 @@
-"""Channels that are far larger than the rest, sent apart in bfloat16, so that the rest can be blocked with small
+"""Outlier channels: those far larger than the rest, sent apart in bfloat16 so that the rest can be blocked with small
 scales.
 
 In trained models a few places of the hidden states have magnitudes tens to thousands of times those of the others, the
@@ -28,7 +28,7 @@ LARGEST_CHANNEL: Final = 2**16
 
 
 def find(values: Tensor) -> Tensor:
-    """Numbers of the outlier channels of `values` [..., channels], rising; none where nothing can be sent apart."""
+    """The indices of the outlier channels of `values` [..., channels], rising; none where nothing can be sent apart."""
     channels = values.shape[-1]
     most = most_outliers(tuple(values.shape)) if values.ndim > 1 and channels <= LARGEST_CHANNEL else 0
     if not most:
@@ -54,7 +54,7 @@ def split(values: Tensor, channels: Tensor, out: Tensor) -> Tensor:
 
 
 def checked_channels(data: Tensor, count: int, channels: int) -> Tensor:
-    """The numbers that stand at the beginning of `data`.
+    """Reads the channel indices at the beginning of `data`.
 
     Raises:
         ProtocolViolation: they do not rise, or there is no such channel.

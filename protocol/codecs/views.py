@@ -1,4 +1,7 @@
-"""numpy's, torch's and the interpreter's views of the same memory."""
+"""numpy's, torch's and the interpreter's views of the same memory.
+
+It stands alone because codecs and those who use them look at memory in the same way.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,9 @@ DTYPES: Final = {kind: dtype for dtype, kind in ELEMENT_TYPES.items()}
 
 
 def tensor_of(array: npt.NDArray[Any]) -> Tensor:
-    """A tensor over the array's memory. torch knows no memory that may only be read: that is copied. (What links bring
-    is writable.)"""
+    """A tensor over the array's memory. Read-only memory is copied, which torch does not know; what links bring is
+    writable.
+    """
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 

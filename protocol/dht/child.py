@@ -1,4 +1,4 @@
-"""One life of the DHT's child process, seen from the node: start it, ask it, see it end, leave nothing of it behind."""
+"""The lifetime of one DHT child process, as the node manages it: start, requests, end, clean-up."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SOURCES = Path(__file__).resolve().parent.parent.parent
 
 
 class DhtChild:
-    """A running child. Made by `running_child`."""
+    """A running DHT child process. Made by `running_child`."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -81,7 +81,7 @@ class DhtChild:
             raise Unreachable("the DHT process has closed its pipe") from error
 
     async def hand_out_replies(self) -> None:
-        """Runs until the child ends; then whoever still waits gets Unreachable."""
+        """Delivers replies to those that wait for them until the child ends; the rest then get Unreachable."""
         assert self._process.stdout is not None
         try:
             while (reply := await receive(self._process.stdout, dht_process_pb2.DhtReply)) is not None:
@@ -97,7 +97,9 @@ class DhtChild:
                     waiting.set_exception(Unreachable("the DHT process has ended"))
 
     async def pass_on_its_log(self) -> None:
-        """hivemind and p2pd are talkative and blame the network in many words: their lines are for debugging."""
+        """Forwards the child's log lines. hivemind and p2pd are talkative and blame the network in many words: their
+        lines are for debugging.
+        """
         assert self._process.stderr is not None
         rest = b""
         while chunk := await self._process.stderr.read(4096):

@@ -1,4 +1,4 @@
-"""One node of the swarm's DHT: joins it, stays in it, stores and finds records.
+"""One node of the swarm's DHT: joins it, stays joined, stores and finds records.
 
 This module imports hivemind, so it belongs into the DHT's process.
 """
@@ -47,7 +47,9 @@ MAX_BLACKLIST = 4096
 
 
 class DhtService:
-    """Made by `start`; ended by `stop`. `stay_joined` and `daemon_ended` are to run all the while."""
+    """This process's node of the DHT. Made by `start`; ended by `stop`. `stay_joined` and `daemon_ended` are to run all
+    the while.
+    """
 
     def __init__(self, node: DHTNode, initial_peers: dict[PeerID, list[Multiaddr]], *, client: bool) -> None:
         self._node = node
@@ -57,7 +59,9 @@ class DhtService:
 
     @classmethod
     async def start(cls, start: dht_process_pb2.DhtStart) -> DhtService:
-        """Errors as `start_daemon`. ValueError when an initial peer is no multiaddr with a peer id."""
+        """Starts p2pd and the DHT node on it. Errors as `start_daemon`. ValueError when an initial peer is no multiaddr
+        with a peer id.
+        """
         initial_peers = _by_peer(start.initial_peers, own=start.peer)
         guard_serializer()
         daemon = await start_daemon(start)
@@ -70,7 +74,7 @@ class DhtService:
 
     @property
     def daemon(self) -> P2P:
-        """For streams of other kinds."""
+        """The p2pd that carries it, for streams of other kinds."""
         return self._node.p2p
 
     async def stop(self) -> None:
@@ -102,7 +106,9 @@ class DhtService:
                 pause_s = min(longest_s, pause_s * 2)
 
     async def first_join(self) -> None:
-        """Waits a moment for the first other node, so that a start in a swarm that is up ends with being in it."""
+        """Waits up to FIRST_JOIN_PATIENCE_S for the first other node, so that a node that starts in a running swarm has
+        joined it.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FIRST_JOIN_PATIENCE_S):
                 await self._tried.wait()
@@ -122,13 +128,15 @@ class DhtService:
             raise Unreachable("no other node of the DHT can be reached; the record is only kept here")
 
     async def find(self, keys: list[str]) -> list[bytes]:
-        """The union of what all the nodes near each key hold, so that no single one can hide a record."""
+        """Looks records up. The union of what all the nodes near each key hold, so that no single one can hide a
+        record.
+        """
         answers = await self._node.get_many(keys, sufficient_expiration_time=float("inf"))
         dictionaries = [answer.value for answer in answers.values() if answer is not None]
         return [item.value for dictionary in dictionaries for item in dictionary.values()]
 
     async def situation(self) -> dht_process_pb2.DhtSituation:
-        """Asks p2pd, so that an answer also says that p2pd is well."""
+        """The state of the DHT node. It asks p2pd, so that an answer also says that p2pd is well."""
         _, addresses = await self._node.p2p._client.identify()
         own = Multiaddr(f"/p2p/{self.daemon.peer_id}")
         return dht_process_pb2.DhtSituation(

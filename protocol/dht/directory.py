@@ -81,6 +81,8 @@ class DirectorySettings:
 
 @dataclass(frozen=True, slots=True)
 class DirectoryStatistics:
+    """Figures of the DHT process, for `status` and diagnosis."""
+
     running: bool
     restarts: int
     peers: int
@@ -115,7 +117,7 @@ class LatestSequences:
 
 
 class DhtDirectory:
-    """Use as `async with`: entering starts the DHT, leaving stops it.
+    """The directory in a supervised child process. Use as `async with`: entering starts the DHT, leaving stops it.
 
     While the DHT is being restarted, `publish` and `look_up` raise Unreachable at once; the last published record is
     stored again as soon as it is back.
@@ -196,7 +198,7 @@ class DhtDirectory:
         return list(newest.values())
 
     async def ask(self, request: dht_process_pb2.DhtRequest, timeout_s: float) -> dht_process_pb2.DhtReply:
-        """Has the DHT's process do something else (`proto/dht_process.proto`).
+        """Sends the DHT process another request (`proto/dht_process.proto`) and waits for the reply.
 
         Raises:
             Unreachable: it could not, or there is none just now.
@@ -204,18 +206,19 @@ class DhtDirectory:
         return await self._running().ask(request, timeout_s)
 
     async def keep(self, name: str, request: dht_process_pb2.DhtRequest) -> None:
-        """The same, now and whenever the DHT was restarted, until another request takes the name."""
+        """Sends a request, as `ask`, now and after every restart of the DHT, until another one takes its name."""
         self._kept[name] = request
         await self.ask(request, self._settings.publish_timeout_s)
 
     def take_part(self, *, client: bool) -> None:
-        """From now on takes part as a client, or not (`DirectorySettings.client`). When that is a change, the DHT is
-        started again within seconds: it is away for a moment, and tunnels end."""
+        """Switches between client and full DHT node (`DirectorySettings.client`). When that is a change, the DHT is
+        started again within seconds: it is away for a moment, and tunnels end.
+        """
         self._settings = dataclasses.replace(self._settings, client=client)
 
     @property
     def serves_tunnels(self) -> bool:
-        """Whether it carries tunnels for others."""
+        """Whether this node carries tunnels for others."""
         return self._settings.relay_bytes_per_hour > 0
 
     @property
@@ -225,11 +228,11 @@ class DhtDirectory:
 
     @property
     def situation(self) -> dht_process_pb2.DhtSituation:
-        """As of the last heartbeat."""
+        """The DHT's state as of the last heartbeat."""
         return self._situation
 
     def multiaddrs(self) -> list[str]:
-        """Where others can join the DHT through us, with our peer id: what goes into a join link."""
+        """The multiaddrs, with our peer id, at which others can join the DHT through us: what goes into a join link."""
         return list(self._situation.multiaddrs)
 
     @property
@@ -243,7 +246,7 @@ class DhtDirectory:
 
     @property
     def process_id(self) -> int | None:
-        """Of the DHT process, for diagnosis; None while there is none."""
+        """The process id of the DHT process, for diagnosis; None while there is none."""
         return None if self._child is None else self._child.process_id
 
     def _running(self) -> DhtChild:

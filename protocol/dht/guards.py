@@ -1,4 +1,4 @@
-"""What stands between hivemind's DHT and the bytes that strangers send it.
+"""Guards between hivemind's DHT and the bytes that strangers send it: bounds on size, work and plausibility.
 
 hivemind 1.1.12 trusts its peers where it must not; each guard here answers one such place:
 
@@ -125,7 +125,7 @@ class RecordRules(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no
         return True
 
     def check(self, record: DHTRecord) -> None:
-        """Raises ProtocolViolation with the reason when the record is not to be stored or believed."""
+        """Checks a record. Raises ProtocolViolation with the reason when it is not to be stored or believed."""
         value, expires_at = record.value, record.expiration_time
         if not isinstance(value, bytes) or len(value) > MAX_RECORD_BYTES + 3:
             raise ProtocolViolation("dht: the value is not bytes, or too long")
@@ -155,7 +155,7 @@ class RecordRules(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no
 
 
 class GuardedStorage:
-    """`RecordStore` as hivemind's DHT wants it: keys of dictionaries of packed records.
+    """A `RecordStore` behind hivemind's storage interface: keys of dictionaries of packed records.
 
     Every answer is a new dictionary, because hivemind merges what other nodes say into the one it was given.
     """
@@ -198,27 +198,27 @@ def dictionary_of(records: Mapping[str, tuple[bytes, float]]) -> ValueWithExpira
 
 
 def recomputed(answer: ValueWithExpiration | None) -> ValueWithExpiration | None:
-    """A node's answer with the expiry that follows from its records, instead of the one it claims."""
+    """A node's answer with the expiry recomputed from its records, instead of the one it claims."""
     if answer is None or not isinstance(answer.value, DictionaryDHTValue):
         return None
     return dictionary_of({owner: (kept.value, kept.expiration_time) for owner, kept in answer.value.data.items()})
 
 
 def plausible(nearest: Mapping[Any, PeerID], most: int) -> dict[Any, PeerID]:
-    """Neighbours that sit where their peer ids put them, no more than asked for."""
+    """The neighbours in an answer whose DHT position follows from their peer ids, at most as many as asked for."""
     honest = [(node, peer) for node, peer in nearest.items() if node == node_id_of(peer)]
     return dict(honest[:most])
 
 
 class SourceBudgets:
-    """How much work each peer may still cause, in bytes."""
+    """Work budgets, one a peer, in bytes."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._allowance = Allowance(BUDGET_BURST_BYTES, 1 / BUDGET_BYTES_PER_S)
 
     def spend(self, peer: str, cost_bytes: int) -> None:
-        """Raises ResourceExhausted when the peer has used up its share; later there will be some again."""
+        """Charges a peer. Raises ResourceExhausted when it has used up its share; later there will be some again."""
         if not self._allowance.take(peer, self._now(), cost_bytes):
             raise ResourceExhausted("too much at once; try again later")
 

@@ -1,4 +1,7 @@
-"""Length-prefixed messages between a node and its DHT child (`proto/dht_process.proto`)."""
+"""Length-prefixed messages between a node and its DHT child (`proto/dht_process.proto`).
+
+It stands alone because node and child speak by it, and neither imports the other.
+"""
 
 from __future__ import annotations
 

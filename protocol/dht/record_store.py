@@ -1,4 +1,4 @@
-"""What one DHT node keeps for the swarm, in bounded memory.
+"""The bounded record store of one DHT node.
 
 hivemind's own storage is not used: it has no size limit, a stored value that is *refused* as older still moves the
 newer one's removal forward (so a replay deletes an honest record early), and its bookkeeping grows with every attempt.
@@ -29,13 +29,13 @@ MAX_KEYS_OF_OWNER = 8
 
 
 def owners_per_key(keys: int) -> int:
-    """How many owners one of `keys` keys has room for, so that together they stay near MAX_RECORDS."""
+    """The number of owners one of `keys` keys has room for, so that together they stay near MAX_RECORDS."""
     return max(MIN_OWNERS_OF_KEY, min(MAX_OWNERS_OF_KEY, MAX_RECORDS // keys))
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """`value` is opaque here; it was validated before."""
+    """A stored record. `value` is opaque here; it was validated before."""
 
     value: bytes
     expires_at: float
@@ -59,7 +59,7 @@ class RecordStore:
         return self._count
 
     def put(self, key: Any, owner: str, kept: Kept) -> bool:
-        """Whether it was taken: it is newer than what the owner has here, or there is room for it."""
+        """Stores a record; whether it was taken: it is newer than what the owner has here, or there is room for it."""
         if not self._holds(kept):
             return False
         present = self._rooms.get(key, {}).get(owner)
@@ -81,7 +81,7 @@ class RecordStore:
         return True
 
     def of_key(self, key: Any) -> dict[str, Kept]:
-        """The records under a key that have not expired."""
+        """The unexpired records under a key."""
         return {owner: kept for owner, kept in self._rooms.get(key, {}).items() if self._holds(kept)}
 
     def keys(self) -> Iterator[Any]:

@@ -1,5 +1,6 @@
-"""Tunnels as the node sees them: a way to a peer that nobody can dial, and being such a peer. The bytes flow elsewhere
-(`protocol.nat`)."""
+"""The node's interface to tunnels: ways to peers that nobody can dial, and attachment to relays. The bytes flow
+elsewhere (`protocol.nat`).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ OPEN_S: Final = 16.0
 
 @dataclass(frozen=True, slots=True)
 class RelayAttachment:
-    """How it stands with one relay that this node wants to be attached to."""
+    """The state of the attachment to one relay."""
 
     relay: str
     standing: bool
@@ -35,8 +36,9 @@ class RelayAttachment:
 
 
 class RelayTunnels:
-    """`relay_of` says at which multiaddr a peer serves tunnels; empty when it does not. `shuffle` puts relays into an
-    order."""
+    """Opens and takes tunnels through relays. `relay_of` says at which multiaddr a peer serves tunnels; empty when it
+    does not. `shuffle` puts relays into an order.
+    """
 
     def __init__(
         self,
@@ -72,8 +74,8 @@ class RelayTunnels:
         raise Unreachable(f"no tunnel to {short(contact.peer)}: {'; '.join(reasons)}")
 
     async def attach(self, relays: Sequence[str], local: str) -> None:
-        """From now on tunnels may come through the relays at these multiaddrs, of which the first two count, and lead
-        to `local` (`host:port`). No relays: none may come any more.
+        """Attaches to the relays at these multiaddrs, of which the first two count; tunnels through them lead to
+        `local` (`host:port`). No relays: none may come any more.
 
         It goes on in the background while a relay does not answer, and anew whenever the DHT was restarted.
 
@@ -84,10 +86,10 @@ class RelayTunnels:
         await self._directory.keep("attachments", dht_process_pb2.DhtRequest(attach=attach))
 
     def attachments(self) -> list[RelayAttachment]:
-        """How it stands with the relays of `attach`, as of the DHT's last heartbeat (2 s)."""
+        """The states of the attachments that `attach` asked for, as of the DHT's last heartbeat (2 s)."""
         standing = self._directory.situation.attachments
         return [RelayAttachment(each.relay, each.standing, each.reason) for each in standing]
 
     def carried(self) -> RelayFigures:
-        """What was carried for others since the node has started, as of the last heartbeat."""
+        """The traffic carried for others since the node started, as of the last heartbeat."""
         return read_figures(self._directory.situation.relay)

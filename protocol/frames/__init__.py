@@ -1,1 +1,1 @@
-"""Messages to bytes and back, by what the vocabulary and link.proto declare."""
+"""Serialisation of messages, from what the vocabulary and link.proto declare."""

@@ -42,12 +42,12 @@ class Chunk:
 
 
 def checksum_of(data: memoryview) -> int:
-    """XXH3-64: finds bugs and broken memory, not attackers, who are TLS's business."""
+    """The checksum of a chunk's data. XXH3-64: finds bugs and broken memory, not attackers, who are TLS's business."""
     return xxhash.xxh3_64_intdigest(data)
 
 
 def encode_chunk(transfer: int, index: int, data: memoryview) -> bytes:
-    """The whole frame; the one copy of `data` on the sending side."""
+    """Encodes a chunk as a whole frame; the one copy of `data` on the sending side."""
     fields = bytearray()
     if transfer:
         fields.append(_TRANSFER_TAG)
@@ -66,7 +66,7 @@ def encode_chunk(transfer: int, index: int, data: memoryview) -> bytes:
 
 
 def decode_chunk(frame: bytes) -> Chunk:
-    """Takes a frame that begins with CHUNK_TAG apart; the checksum is not compared yet.
+    """Parses a frame that begins with CHUNK_TAG; the checksum is not compared yet.
 
     Raises:
         ProtocolViolation: not exactly one chunk with 1 byte to 1 MiB of data and its fields in ascending order.

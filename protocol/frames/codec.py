@@ -1,4 +1,4 @@
-"""From a dataclass of the vocabulary to the message of link.proto that says the same, and back.
+"""Converters between dataclasses of the vocabulary and the messages of link.proto, derived from their type annotations.
 
 Nothing is written down twice: a field travels in the field of its name, in the way that its annotated type and
 link.proto's have in common, and is held against the bounds it is declared with when it is read. Then the message is
@@ -50,7 +50,7 @@ _PARTS_OF_A_SECOND: Final = {"ms": 1000, "us": 1_000_000}
 
 
 class Converter(NamedTuple):
-    """How a value travels."""
+    """The conversion of one type's values, both ways."""
 
     write: Convert
     """To what the generated classes take: a number, a text, bytes, a list, or a dict for a message."""
@@ -60,12 +60,14 @@ class Converter(NamedTuple):
 
 @cache
 def converter(kind: Any, message: MessageType, inherited: tuple[str, ...] = ()) -> Converter:
-    """Of a dataclass each field of which `message` has a field for; what else that has is the caller's business."""
+    """The converter of a dataclass, over those of its fields that `message` has; the message's other fields are the
+    caller's.
+    """
     hints = get_type_hints(kind, include_extras=True)
     fields = {ours.name: _wire_field(message, ours.name) for ours in dataclasses.fields(kind)}
     parts = {name: field_converter(hints[name], field, f"{kind.__name__}.{name}") for name, field in fields.items()}
     maybe = {name for name in fields if fields[name].message_type and (name in inherited or inner_type(hints[name]))}
-    whole = _field_by_field(kind, fields, {**parts, **{name: _inherited(name) for name in inherited}}, maybe)
+    whole = _field_by_field(kind, fields, parts, maybe, inherited)
     bounds = [bound for hint in hints.values() for bound in getattr(hint, "__metadata__", ())]
     once = {name: parts[name].read for bound in bounds if isinstance(bound, Inherits) for name in bound.fields}
     if once:
@@ -74,11 +76,15 @@ def converter(kind: Any, message: MessageType, inherited: tuple[str, ...] = ()) 
 
 
 def _field_by_field(
-    kind: Any, fields: dict[str, FieldDescriptor], parts: dict[str, Converter], maybe: set[str]
+    kind: Any,
+    fields: dict[str, FieldDescriptor],
+    parts: dict[str, Converter],
+    maybe: set[str],
+    inherited: tuple[str, ...],
 ) -> Converter:
     """Headers of microbatches are read and written by this, so what is the same for each of them is done beforehand."""
-    reads = [part.read for part in parts.values()]
-    kept = [(name, part.write) for name, part in parts.items() if part.write is not _left_out]
+    reads = [_inherited(name) if name in inherited else part.read for name, part in parts.items()]
+    kept = [(name, part.write) for name, part in parts.items() if name not in inherited]
     writes = [(fields[name].name, None if write is _as_is else write) for name, write in kept]
     of_ours = _getter([name for name, _ in kept], set())
     of_theirs = _getter([fields[name].name for name in parts], {fields[name].name for name in maybe})
@@ -121,7 +127,9 @@ def _reader(kind: Any, reads: list[Convert], values: Callable[[Any], Sequence[An
 
 
 def faultless(made: Made) -> Made:
-    """Raises ProtocolViolation when the message itself says that its fields do not go together."""
+    """The decoded message itself. Raises ProtocolViolation when its own `fault` says that its fields do not go
+    together.
+    """
     fault = made.fault()  # type: ignore[attr-defined]
     if fault is not None:
         raise ProtocolViolation(f"{type(made).__name__}: {fault}")
@@ -129,7 +137,7 @@ def faultless(made: Made) -> Made:
 
 
 def checked_version(version: AnchorVersion) -> AnchorVersion:
-    """Raises ProtocolViolation when a field is out of bounds."""
+    """The version, its fields checked. Raises ProtocolViolation when one is out of bounds."""
     checked: AnchorVersion = converter(AnchorVersion, wire.AnchorVersion.DESCRIPTOR).read(version, None)
     return checked
 
@@ -147,17 +155,15 @@ def _as_is(value: Any, _: Around) -> Any:
     return value
 
 
-def _left_out(value: Any, around: Around) -> Any:
-    raise NotImplementedError
+def _inherited(name: str) -> Convert:
+    """The reader of a field that the message around says for all; nothing writes it."""
 
-
-def _inherited(name: str) -> Converter:
     def read(own: Any, around: Around) -> Any:
         if own is not None:
             raise ProtocolViolation(f"a {name} of its own where the message around says it for all")
         return around[name]
 
-    return Converter(_left_out, read)
+    return read
 
 
 def _saying_once(fields: Converter, once: dict[str, Convert]) -> Converter:
@@ -181,7 +187,7 @@ def _with_peers(fields: Converter, field: Any) -> Converter:
 
 
 def field_converter(hint: Any, field: Any, where: str) -> Converter:
-    """Of what is annotated so, in this field of link.proto. `where` is its name for people."""
+    """The converter of an annotated type in this field of link.proto. `where` is its name for people."""
     if inner := inner_type(hint):
         return _optional(field_converter(inner, field, where))
     kind, *bounds = get_args(hint) if get_origin(hint) is Annotated else (hint,)
@@ -200,7 +206,7 @@ def field_converter(hint: Any, field: Any, where: str) -> Converter:
 
 
 def inner_type(hint: Any) -> Any | None:
-    """The type that something is which may be None as well; None for any other."""
+    """The type `T` of `T | None`; None for any other."""
     if get_origin(hint) not in (Union, UnionType):
         return None
     [inner] = (kind for kind in get_args(hint) if kind is not NoneType)

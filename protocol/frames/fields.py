@@ -1,4 +1,4 @@
-"""What single fields say: peers, texts, times, and the header of a tensor.
+"""Encoding and checks of single fields: peers, texts, times, and the header of a tensor.
 
 Every `read_...` and `checked_...` raises ProtocolViolation for what may not come, and nothing else.
 """
@@ -29,24 +29,24 @@ EnumT = TypeVar("EnumT", bound=enum.Enum)
 
 
 def parts_of_a_second(seconds: float, parts: int) -> int:
-    """As times are written, in so many parts of a second: whole, from 0 to 2^32 - 1."""
+    """Seconds as a whole number of such parts of a second, clamped to 0..2^32 - 1."""
     return min(max(round(seconds * parts), 0), _LARGEST)
 
 
 def milliseconds(seconds: float) -> int:
-    """As times are written in what is signed."""
+    """Seconds as whole milliseconds, as in what is signed."""
     return parts_of_a_second(seconds, 1000)
 
 
 def packed(measured: LinkRate) -> int:
-    """32 bits."""
+    """A measured rate with its mark as 32 bits: 24 of the mark, 8 of the rate."""
     return measured.mark << 8 | measured.rate
 
 
 @lru_cache(maxsize=4096)
 def checked_peer(text: str) -> PeerId:
-    """Only the form is checked: a name proves nothing, the certificate does. The same peers are named all the time, so
-    the latest are remembered.
+    """A peer id of the right form: a name proves nothing, the certificate does. The same peers are named all the time,
+    so the latest are remembered.
 
     Raises:
         ProtocolViolation: not the form of an Ed25519 key's libp2p id.
@@ -57,7 +57,9 @@ def checked_peer(text: str) -> PeerId:
 
 
 def read_enum(kind: type[EnumT], number: int, what: str) -> EnumT:
-    """Raises ProtocolViolation for a number that stands for nothing; 0 does only where the enum has it."""
+    """The enum member of a number. Raises ProtocolViolation for a number that stands for nothing; 0 does only where the
+    enum has it.
+    """
     try:
         return kind(number)
     except ValueError:
@@ -65,7 +67,7 @@ def read_enum(kind: type[EnumT], number: int, what: str) -> EnumT:
 
 
 def printable(text: str) -> str:
-    """The same without what could drive the reader's terminal."""
+    """The text without characters that could drive the reader's terminal."""
     return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
 
 
@@ -97,7 +99,7 @@ def wire_header(frame: TensorFrame) -> dict[str, Any]:
 
 
 def read_header(message: TensorMessage, header: wire.TensorHeader) -> TensorFrame:
-    """The message with its tensor's header, checked for what can be checked without knowing the run."""
+    """Reads a message with its tensor's header, checked for what can be checked without knowing the run."""
     dtype = read_enum(DType, header.dtype, "element type")
     codec = read_enum(Codec, header.codec, "codec")
     if not 1 <= len(header.shape) <= MAX_DIMENSIONS or 0 in header.shape:

@@ -1,4 +1,4 @@
-"""Frames of a link: what link.proto says as bytes, here as plain data, and the way between the two.
+"""Frames of a link: their plain data, and their encoding as link.proto defines it.
 
 `decode` trusts nothing: every length, number, name and enum is checked where it is read, and whatever is wrong with the
 bytes, the only error is ProtocolViolation. What needs the manifest or the state of the link to be checked is checked by
@@ -48,6 +48,8 @@ _BYTES: Final = 2
 
 
 class FarewellReason(enum.Enum):
+    """Why a side ends a link. The value is link.proto's."""
+
     UNSPECIFIED = 0
     LEAVING = 1
     DUPLICATE = 2
@@ -60,6 +62,8 @@ class FarewellReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Hello:
+    """The first frame of each side: who it is, in which run, and what it speaks."""
+
     peer: PeerId
     run: RunId
     versions: VersionRange
@@ -73,21 +77,29 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Ping:
+    """Asks for a Pong with the same token, by which the round trip is measured."""
+
     token: int
 
 
 @dataclass(frozen=True, slots=True)
 class Pong:
+    """The answer to a Ping."""
+
     token: int
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
+    """Withdraws or refuses the rest of a transfer."""
+
     transfer: int
 
 
 @dataclass(frozen=True, slots=True)
 class Farewell:
+    """The last frame of a side that ends the link, with its reason."""
+
     reason: FarewellReason
     detail: Detail = ""
     record: OptionalRecord = b""
@@ -96,6 +108,8 @@ class Farewell:
 
 @dataclass(frozen=True, slots=True)
 class AnnouncementFrame:
+    """The sender's signed record."""
+
     record: Record
 
 
@@ -115,7 +129,7 @@ Frame = SmallFrame | Chunk
 
 
 def encode(frame: SmallFrame) -> bytes:
-    """The frame's bytes. What is ours to bound (details for people) is cut to its bound here."""
+    """Encodes a frame. What is ours to bound (details for people) is cut to its bound here."""
     said = frame.message if isinstance(frame, TensorFrame) else frame
     name = _FIELD_OF[type(said)]
     fields = _KINDS[name].converter.write(said, None)
@@ -131,8 +145,7 @@ def is_chunk(data: bytes) -> bool:
 
 
 def topic_of(data: bytes) -> Topic | None:
-    """What a small frame is about, as its first bytes say; None when that concerns everybody, or when it announces a
-    tensor.
+    """The topic of a small frame, by its first bytes; None when that concerns everybody, or when it announces a tensor.
 
     Raises:
         ProtocolViolation: it is too long, or not exactly one field of a known kind.
@@ -141,7 +154,7 @@ def topic_of(data: bytes) -> Topic | None:
 
 
 def decode(data: bytes) -> Frame:
-    """What a peer sent.
+    """Decodes and checks a frame from a peer.
 
     Raises:
         ProtocolViolation: says what is wrong with it.

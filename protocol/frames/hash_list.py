@@ -1,5 +1,6 @@
-"""The hash list of a module's state, as it answers a STATE question: what a digest stands for, and what each chunk is
-checked against."""
+"""The hash list of a module's state, the answer to a STATE question: what a digest stands for, and each chunk's
+hash.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ HASH_BYTES: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class HashList:
-    """Everything that a digest covers but the chunks themselves."""
+    """The content that a digest covers, but for the chunks themselves."""
 
     version: AnchorVersion
     elements: int
@@ -30,8 +31,9 @@ class HashList:
 
 
 def encode_hash_list(hash_list: HashList) -> bytes:
-    """At most 64 KiB for a layout whose chunks are as large as `node.averaging.anchor.layout` makes them, up to 10^9
-    elements."""
+    """Serialises a hash list. At most 64 KiB for a layout whose chunks are as large as `node.averaging.anchor.layout`
+    makes them, up to 10^9 elements.
+    """
     version = hash_list.version
     data: bytes = wire.HashList(
         round=version.round,
@@ -46,7 +48,7 @@ def encode_hash_list(hash_list: HashList) -> bytes:
 
 
 def decode_hash_list(data: bytes, *, digest: bytes, elements: int, chunk_elements: int) -> HashList:
-    """A peer's answer to the question for `digest`, which the version takes over.
+    """Parses a peer's answer to the question for `digest`, which the version takes over.
 
     Whether the list leads to that digest is not checked here: the caller hashes it
     (`node.averaging.anchor.anchor.version_of`).

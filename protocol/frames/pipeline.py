@@ -1,5 +1,5 @@
-"""The messages about a microbatch that link.proto words otherwise than the vocabulary does: those that go along a path,
-which it calls a Route, and Settled.
+"""Converters of the microbatch messages that link.proto words otherwise than the vocabulary: those along a path, which
+it calls a Route, and Settled.
 
 Whether the data node has signed the route is asked where the run is known.
 """

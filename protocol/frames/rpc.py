@@ -1,4 +1,4 @@
-"""Questions and answers as they travel. What they are about decides which message of link.proto they consist of."""
+"""Frames of questions and answers. What they are about decides which message of link.proto they consist of."""
 
 from __future__ import annotations
 
@@ -21,13 +21,17 @@ _ANSWER_KINDS: Final = {field: about for about, field in _ANSWER_FIELDS.items()}
 
 @dataclass(frozen=True, slots=True)
 class QuestionFrame:
+    """A question as a frame: the number that its answer repeats, and what is asked."""
+
     id: int
     question: Question
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerFrame:
-    """`about` is None exactly when the question was refused; then `content` is the refusal's text in UTF-8."""
+    """An answer as a frame. `about` is None exactly when the question was refused; then `content` is the refusal's text
+    in UTF-8.
+    """
 
     id: int
     about: QuestionAbout | None

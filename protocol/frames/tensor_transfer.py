@@ -1,4 +1,4 @@
-"""One tensor on its way: cut into chunk frames on one side, put together and checked on the other.
+"""The transfer of one tensor: cut into chunk frames by the sender, reassembled and checked by the receiver.
 
 Nothing here allocates for a tensor: the sender reads from the caller's buffer, the receiver writes into the one that
 the handler gave.
@@ -19,8 +19,9 @@ LEAST_CHUNK_BYTES: Final = 64 * 1024
 
 
 def chunk_bytes_for(goodput_bytes_per_s: float, most: int) -> int:
-    """How large the chunks of the next transfer are to be: what the link carries in CHUNK_S, as a power of two, within
-    the limits; `most` as long as nothing was measured."""
+    """The chunk size of the next transfer: what the link carries in CHUNK_S, as a power of two, within the limits;
+    `most` as long as nothing was measured.
+    """
     if goodput_bytes_per_s <= 0:
         return most
     carried = int(min(goodput_bytes_per_s * CHUNK_S, most))
@@ -32,8 +33,9 @@ def chunk_count_of(byte_length: int, chunk_bytes: int) -> int:
 
 
 class OutgoingTransfer:
-    """The frames of one tensor, made one at a time: besides the one that the stream has, at most one is copied
-    ahead."""
+    """The frames of one tensor to be sent, made one at a time: besides the one that the stream has, at most one is
+    copied ahead.
+    """
 
     __slots__ = ("_ahead", "_chunk_bytes", "_chunk_count", "_data", "_header", "_next", "number")
 
@@ -48,7 +50,7 @@ class OutgoingTransfer:
 
     @property
     def begun(self) -> bool:
-        """Whether the receiver may know of it."""
+        """Whether the header has been taken, so that the receiver may know of the transfer."""
         return self._next >= 0
 
     @property
@@ -56,7 +58,7 @@ class OutgoingTransfer:
         return self._next == self._chunk_count
 
     def next_frame(self) -> bytes:
-        """The header first, then chunk after chunk."""
+        """The next frame: first the header, then chunk after chunk."""
         frame = self._frame() if self._ahead is None else self._ahead
         self._ahead = None
         self._next += 1
@@ -76,7 +78,8 @@ class OutgoingTransfer:
 
 
 class Arrival:
-    """Counts the chunks of one incoming transfer and checks their order and sizes; keeps none of their data.
+    """The receiver's side of one transfer: counts its chunks and checks their order and sizes; keeps none of their
+    data.
 
     The first chunk says how large chunks are, and the header's count has to agree with it. As it stands it swallows a
     refused transfer; `Assembly` also takes the data.
@@ -94,7 +97,7 @@ class Arrival:
         return self._received == self.frame.chunk_count
 
     def swallowing_the_rest(self) -> Arrival:
-        """What goes on counting when the data is not wanted any more."""
+        """The arrival without its buffer, from now on: it goes on counting when the data is not wanted any more."""
         return Arrival(self.frame, self._received, self._chunk_bytes)
 
     def add(self, chunk: Chunk) -> None:
@@ -126,7 +129,7 @@ class Arrival:
 
 
 class Assembly(Arrival):
-    """Puts an admitted tensor together in the buffer it was given."""
+    """An admitted arrival, reassembled in the buffer it was given."""
 
     __slots__ = ("_target", "buffer", "deadline", "progressed_at")
 
@@ -138,7 +141,7 @@ class Assembly(Arrival):
         self.deadline = deadline
 
     def add(self, chunk: Chunk) -> None:
-        """As `Arrival.add`; also ProtocolViolation when the checksum does not agree."""
+        """Takes the next chunk, as `Arrival.add`; also ProtocolViolation when the checksum does not agree."""
         super().add(chunk)
         if checksum_of(chunk.data) != chunk.checksum:
             raise ProtocolViolation(f"transfer {chunk.transfer}: the checksum of chunk {chunk.index} does not agree")

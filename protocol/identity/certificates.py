@@ -158,12 +158,12 @@ def peer_of_certificate(der: bytes, run: RunId) -> PeerId:
 
 
 def pem_of(der: bytes) -> bytes:
-    """The same certificate in PEM, which is what gRPC takes."""
+    """The certificate converted from DER to PEM, which is what gRPC takes."""
     return ssl.DER_cert_to_PEM_cert(der).encode()
 
 
 def fingerprint(der: bytes) -> bytes:
-    """SHA-256 of the DER, 32 bytes."""
+    """SHA-256 of the certificate's DER, 32 bytes."""
     return hashlib.sha256(der).digest()
 
 

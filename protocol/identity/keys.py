@@ -1,4 +1,4 @@
-"""Who a node is: one Ed25519 key in one file, and the libp2p peer id that follows from it.
+"""A node's identity: one Ed25519 key in one file, and the libp2p peer id that follows from it.
 
 The peer id is the libp2p one (https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md): base58btc of the
 identity multihash of the protobuf-encoded public key. An Ed25519 key is short enough that the id *is* the key, so
@@ -51,7 +51,7 @@ class Identity:
 
     @classmethod
     def generate(cls) -> Self:
-        """A new identity that is kept nowhere."""
+        """A new identity, not saved anywhere."""
         return cls(Ed25519PrivateKey.generate())
 
     @classmethod
@@ -154,7 +154,7 @@ def public_key_of(peer: PeerId) -> bytes:
 
 
 def verify(public_key: bytes, signature: bytes, data: bytes) -> bool:
-    """Whether `signature` over `data` was made with the key. Malformed keys and signatures are just not valid."""
+    """Whether `signature` over `data` was made with the key. False for malformed keys and signatures."""
     if len(public_key) != KEY_BYTES or len(signature) != SIGNATURE_BYTES:
         return False
     try:

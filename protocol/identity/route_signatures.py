@@ -1,5 +1,4 @@
-"""A microbatch's route, signed by its data node: that there is such a microbatch, and which modules it visits in which
-order.
+"""Signed routes: a data node's proof that a microbatch exists, and which modules it visits in which order.
 
 Ed25519 (RFC 8032) by the data node's identity key, whose public half is in its peer id, over
 
@@ -42,7 +41,7 @@ class Routes:
         self._good: OrderedDict[bytes, None] = OrderedDict()
 
     def signed(self, microbatch: MicrobatchId, path: Path, purpose: Purpose, lifetime_s: float) -> Path:
-        """The path of one of our own microbatches, its route signed."""
+        """Signs the route of one of our own microbatches; returns its path."""
         modules = tuple(hop.module for hop in path.hops)
         data = signed_bytes(self._run, microbatch, purpose, lifetime_s, modules)
         signature = self._identity.sign(data)
@@ -50,8 +49,9 @@ class Routes:
         return replace(path, route=SignedRoute(modules, lifetime_s, signature))
 
     def fault(self, message: MicrobatchTensor) -> str | None:
-        """Why the message does not go where its data node has signed that it may; None when it does. Takes 0.2 ms the
-        first time, and 10 us then."""
+        """The reason why the message does not go where its data node has signed that it may; None when it does. Takes
+        0.2 ms the first time, and 10 us then.
+        """
         route, microbatch = message.path.route, message.microbatch
         if route is None:
             return "its data node has not signed the route"
@@ -78,7 +78,7 @@ class Routes:
 def signed_bytes(
     run: RunId, microbatch: MicrobatchId, purpose: Purpose, lifetime_s: float, modules: tuple[ModuleId, ...]
 ) -> bytes:
-    """What is signed. The data node is not in it: its key is."""
+    """The bytes that are signed. The data node is not in it: its key is."""
     parts = [DOMAIN, bytes.fromhex(run), microbatch.number.to_bytes(8), purpose.value.to_bytes(1)]
     parts.append(milliseconds(lifetime_s).to_bytes(4))
     parts += [module.stage.to_bytes(2) + module.expert.to_bytes(2) for module in modules]

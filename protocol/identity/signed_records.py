@@ -1,4 +1,4 @@
-"""Announcements as signed bytes: what peers keep in the DHT and hand each other on a link (`proto/records.proto`).
+"""Signed announcement records, as peers keep them in the DHT and hand each other on a link (`proto/records.proto`).
 
 A record is believed because its owner signed it, not because of who brought it. So everything that could be changed,
 replayed or misread is inside the signature or checked here: the key it belongs under, its expiry, its sequence, its
@@ -60,7 +60,7 @@ def directory_key(run: RunId, module: ModuleId | None) -> str:
 
 
 def encode_record(announcement: Announcement, identity: Identity) -> bytes:
-    """Signs our own announcement.
+    """Encodes and signs our own announcement.
 
     Raises:
         ProtocolViolation: no peer would accept it: it is not `identity`'s, or a field is outside the bounds of the
@@ -88,8 +88,8 @@ remembered, so junk cannot fill it."""
 
 
 def decode_announced(data: bytes, *, run: RunId, now: float | None) -> Announcement:
-    """Checks a record of a peer of the run. What costs little comes first: whatever is too long, of another run or out
-    of date is refused before a signature is checked.
+    """Decodes and checks a record of a peer of the run. What costs little comes first: whatever is too long, of another
+    run or out of date is refused before a signature is checked.
 
     `now` is Unix time in seconds, or None when its owner says it on a link of its own: then it is fresh, whatever the
     two clocks say.

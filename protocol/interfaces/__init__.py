@@ -1,1 +1,1 @@
-"""What the node needs of transport, directory and clock, and what they need of it."""
+"""The seams between node, transport, directory and clock."""

@@ -1,4 +1,7 @@
-"""The clocks: what the node needs of them, and the machine's own. Tests and the simulator hand in others."""
+"""The clocks: the interface, and the machine's own. Tests and the simulator hand in others.
+
+It stands alone because everything that waits or measures gets a clock, whatever else it needs.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from typing import Protocol
 
 
 class Clock(Protocol):
+    """A source of time: steady for durations, wall time for what other machines see."""
+
     def monotonic(self) -> float:
         """Seconds since an arbitrary moment; never goes back. For durations and deadlines."""
         ...
@@ -17,6 +22,8 @@ class Clock(Protocol):
 
 
 class SystemClock:
+    """The machine's clocks."""
+
     def monotonic(self) -> float:
         return time.monotonic()
 

@@ -1,4 +1,7 @@
-"""What the node needs of the directory, and how a peer that was found there is reached."""
+"""The directory's interface, and the contacts of the peers found in it.
+
+It stands alone because the transport needs contacts only, and the directory no transport.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from swarm.vocabulary.types import ModuleId, PeerId
 
 @dataclass(frozen=True, slots=True)
 class Contact:
-    """How to reach a peer and how to know that it is the one: enough to dial."""
+    """What it takes to dial a peer and to recognise it."""
 
     peer: PeerId
     addresses: tuple[str, ...]
@@ -25,15 +28,15 @@ class Contact:
 
 
 class AddressBook(Protocol):
-    """Whom the transport can dial."""
+    """The contacts that the transport can dial."""
 
     def contact(self, peer: PeerId) -> Contact | None:
-        """How to dial the peer, or None when it is not known."""
+        """The peer's contact, or None when it is not known."""
         ...
 
 
 class Directory(Protocol):
-    """The DHT as the node sees it."""
+    """The DHT's interface to the node."""
 
     async def publish(self, announcement: Announcement) -> None:
         """Signs and stores our record under its module's key (visitors under the visitors' key).

@@ -1,4 +1,4 @@
-"""What is known of a tensor before its bytes come: shape, element type, encoding, and from these its length.
+"""A tensor's specification, known before its bytes come: shape, element type, encoding, and from these its length.
 
 The bound on what a receiver spends is here: every length follows from the header's few numbers (for PLANES: is at most
 that of the elements), and those are checked by `fault` and against the manifest before any memory is taken.
@@ -61,17 +61,17 @@ class TensorSpec:
 
     @property
     def raw_bytes(self) -> int:
-        """Of the elements as they are."""
+        """The length in bytes of the unencoded elements."""
         return self.elements * self.dtype.size_bytes
 
     @property
     def rows(self) -> int:
-        """Of the matrix with the last dimension as its width."""
+        """The number of rows as a matrix whose width is the last dimension."""
         return math.prod(self.shape[:-1])
 
     @property
     def byte_length(self) -> int:
-        """Of the encoding."""
+        """The length in bytes of the encoding."""
         elements = self.elements
         match self.codec:
             case Codec.NONE:
@@ -93,7 +93,7 @@ class TensorSpec:
         return 2 * self.outliers * (1 + self.rows)
 
     def fault(self) -> str | None:
-        """Why there is no such tensor, whatever the run; None when there is."""
+        """The reason why no run has such a tensor; None when one may."""
         if self.dtype not in _WHOLE_FLOATS and self.codec is not Codec.NONE:
             return f"{self.codec.name} encodes float32 and bfloat16, not {self.dtype.name}"
         apart = len(self.shape) > 1 and self.codec in _BLOCKWISE
@@ -106,19 +106,20 @@ class TensorSpec:
 
 
 def blocks_of(elements: int, size: int) -> int:
-    """How many blocks of at most `size` so many elements make."""
+    """The number of blocks of at most `size` that so many elements make."""
     return -(-elements // size)
 
 
 def most_outliers(shape: tuple[int, ...]) -> int:
-    """How many channels of such a tensor may be sent apart."""
+    """The largest number of channels of such a tensor that may be sent apart."""
     return shape[-1] // FEWEST_CHANNELS_AN_OUTLIER
 
 
 @dataclass(frozen=True, slots=True)
 class SparseChunk:
-    """What a chunk of the sparse codecs consists of: two levels, the lower bits of the places, the upper ones, the
-    codes; each in whole bytes."""
+    """The layout of a chunk of the sparse codecs: two levels, the lower bits of the places, the upper ones, the codes;
+    each in whole bytes.
+    """
 
     elements: int
     """1 to SPARSE_CHUNK."""
@@ -126,7 +127,7 @@ class SparseChunk:
 
     @property
     def kept(self) -> int:
-        """How many elements are sent."""
+        """The number of elements that are sent."""
         return -(-self.elements * KEPT[self.codec] // SPARSE_CHUNK)
 
     @property
@@ -139,7 +140,7 @@ class SparseChunk:
 
     @property
     def high_bytes(self) -> int:
-        """A bit for each place, and one for each run of 2^PLACE_LOW_BITS elements."""
+        """The length of the upper bits: one for each place, and one for each run of 2^PLACE_LOW_BITS elements."""
         return -(-(self.kept + blocks_of(self.elements, 2**PLACE_LOW_BITS)) // 8)
 
     @property

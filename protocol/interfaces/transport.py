@@ -1,4 +1,4 @@
-"""What the node needs of a transport, and what the transport needs of it.
+"""The transport's interface, and the interface of what handles its arrivals.
 
 The real one is `protocol.transport.grpc_transport`; tests and the simulator hand in others.
 """
@@ -26,7 +26,7 @@ Record = Annotated[bytes, Length(1, MAX_RECORD_BYTES)]
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The answer to a tensor that is not wanted. `busy` means: a free slot may come; try again or elsewhere."""
+    """The refusal of a tensor. `busy` means: a free slot may come; try again or elsewhere."""
 
     busy: bool
     detail: str
@@ -53,6 +53,8 @@ class Question:
 
 
 class QuestionAbout(enum.Enum):
+    """The subject of a question."""
+
     MANIFEST = "manifest"
     STATUS = "status"
     EVALUATE = "evaluate"
@@ -71,14 +73,16 @@ Ask = Callable[[PeerId, Question, float], Awaitable[bytes]]
 
 
 class Caller(Protocol):
-    """Has a peer that cannot be dialled open a link to us. The real one is `protocol.nat.reverse_connect.Calls`."""
+    """Gets a peer that cannot be dialled to open a link to us ("call"). The real one is
+    `protocol.nat.reverse_connect.Calls`.
+    """
 
     def can_be_dialled(self) -> bool:
         """Whether a peer that is called could connect to this one."""
         ...
 
     async def call(self, contact: Contact, ask: Ask, patience_s: float) -> None:
-        """Returns when the peer says that it has opened one; it may arrive before or after that.
+        """Calls the peer; returns when it says that it has opened a link, which may arrive before or after that.
 
         Raises:
             Unreachable: nobody could pass the call on within `patience_s` seconds, or the peer could not follow it.
@@ -87,10 +91,10 @@ class Caller(Protocol):
 
 
 class Tunnels(Protocol):
-    """Ways between two peers of which neither can dial the other: somebody else has to carry what they say."""
+    """Tunnels: ways between two peers of which neither can dial the other, carried by a third."""
 
     async def way_to(self, contact: Contact) -> str:
-        """Opens a way. Returns the local `host:port` at which the peer then answers as if it had been dialled.
+        """Opens a tunnel. Returns the local `host:port` at which the peer then answers as if it had been dialled.
 
         Raises:
             Unreachable: there is none.
@@ -109,7 +113,7 @@ class FarEnd:
 
 
 class Topic(enum.Enum):
-    """What a small frame is about that not every node minds."""
+    """The subject of a small frame that only some nodes need."""
 
     MICROBATCHES = "microbatches"
     ROUNDS = "rounds"
@@ -118,10 +122,10 @@ class Topic(enum.Enum):
 
 
 class LinkHandler(Protocol):
-    """What the node does with what arrives. All methods but `answer` run on the event loop and must not block it."""
+    """The receiver of what arrives on links. All methods but `answer` run on the event loop and must not block it."""
 
     def admit(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec) -> memoryview | Refusal:
-        """Called with the header, before any memory is spent on the tensor.
+        """Admits a tensor by its header, before any memory is spent on it.
 
         Returns a writable, contiguous buffer of exactly `tensor.byte_length` bytes, or a refusal, which the transport
         answers with Cancel and, when it belongs to a microbatch, a Receipt (BUSY or REFUSED).
@@ -132,28 +136,29 @@ class LinkHandler(Protocol):
         ...
 
     def received(self, sender: PeerId, message: TensorMessage, tensor: TensorSpec, buffer: memoryview) -> None:
-        """The tensor admitted before is complete and every checksum agreed."""
+        """Takes an admitted tensor that is complete and whose checksums agreed."""
         ...
 
     def broken_off(self, sender: PeerId, message: TensorMessage, buffer: memoryview, error: PeerError) -> None:
-        """The tensor admitted before will not be completed; the buffer is the handler's again."""
+        """Takes back the buffer of an admitted tensor that will not be completed."""
         ...
 
     def serves(self, sender: PeerId) -> bool:
-        """Whether the peer is known to host a module of the run: those that do are listened to more."""
+        """Whether the peer is known to host a module of the run; more small frames are read from those that do."""
         ...
 
     def minds(self, sender: PeerId, topic: Topic) -> bool:
         """Whether this peer's word about the topic means anything here. Asked before a frame is decoded, which is left
-        out if not."""
+        out if not.
+        """
         ...
 
     def told(self, sender: PeerId, message: ControlMessage) -> None:
-        """A small message arrived."""
+        """Takes a small message."""
         ...
 
     def announced(self, sender: PeerId, record: bytes) -> None:
-        """The peer sent its signed record (unchecked)."""
+        """Takes the peer's signed record (unchecked)."""
         ...
 
     async def answer(self, sender: PeerId, question: Question) -> bytes:
@@ -167,13 +172,15 @@ class LinkHandler(Protocol):
     def link_up(self, peer: PeerId) -> None: ...
 
     def link_down(self, peer: PeerId, error: PeerError) -> None:
-        """The last stream to the peer ended. Everything not yet acknowledged on it is to be taken as lost."""
+        """Notes that the last stream to the peer has ended. Everything not yet acknowledged on it is to be taken as
+        lost.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LinkFigures:
-    """What the transport has measured about one link."""
+    """Measurements of one link."""
 
     round_trip_s: float
     """Smoothed; 0 before the first pong."""
@@ -184,6 +191,8 @@ class LinkFigures:
 
 
 class Transport(Protocol):
+    """Links to the run's peers: sends tensors and small messages, asks questions."""
+
     async def send(self, peer: PeerId, message: TensorMessage, tensor: TensorSpec, data: memoryview) -> None:
         """Sends a tensor, dialling first when there is no link. Waits while the link's send budget for such tensors is
         used up; microbatches do not wait for rounds and state, nor those for them.
@@ -205,10 +214,9 @@ class Transport(Protocol):
         ...
 
     def announce(self, record: bytes) -> None:
-        """Hands our own new signed record to every peer we have a link to; b"" when there is none yet, which nobody is
-        told."""
+        """Sends our new signed record to every linked peer; b"" when there is none yet, which nobody is told."""
         ...
 
     def figures(self) -> dict[PeerId, LinkFigures]:
-        """Of every open link."""
+        """The measurements of every open link."""
         ...

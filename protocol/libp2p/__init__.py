@@ -1,1 +1,1 @@
-"""The libp2p daemon and its streams. It imports hivemind and lives in the child process."""
+"""The libp2p daemon and its streams, in the DHT's child process, where alone hivemind is imported."""

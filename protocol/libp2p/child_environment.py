@@ -1,8 +1,9 @@
-"""What a child process is told of this one's environment: what it needs, by a list, and no token or password that
-happens to be there.
+"""The environment of a child process: an allowlist of this one's variables, so that no token or password gets there.
 
 A node speaks with strangers in two of its children (the DHT's process and p2pd below it), and neither has any use for
 the keys that a person's shell, a CI job or a notebook carries about.
+
+It stands alone because children of several kinds are started with it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def child_environment(inherited: Mapping[str, str], **more: str) -> dict[str, st
 
 
 def with_packages(inherited: Mapping[str, str], packages: str, **more: str) -> dict[str, str]:
-    """As `child_environment`, for a child that is to import from the folder `packages` before any other of
-    PYTHONPATH."""
+    """The environment, as `child_environment`, for a child that is to import from the folder `packages` before any
+    other of PYTHONPATH.
+    """
     kept = child_environment(inherited, **more)
     return kept | {"PYTHONPATH": os.pathsep.join(filter(None, (packages, kept.get("PYTHONPATH"))))}

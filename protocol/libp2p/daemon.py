@@ -1,4 +1,4 @@
-"""Starts hivemind's libp2p daemon (`p2pd`, a Go program) the way a node wants it.
+"""The start of hivemind's libp2p daemon (`p2pd`, a Go program) with a node's settings.
 
 This module imports hivemind, so it belongs into the DHT's process.
 """
@@ -85,7 +85,8 @@ async def start_daemon(start: dht_process_pb2.DhtStart) -> P2P:
 
 async def any_answers(addresses: list[Multiaddr]) -> bool:
     """Whether somebody listens at one of the addresses. p2pd is only asked to dial then: after a dial that failed it
-    refuses to try again for 5 s and more, too long for a swarm whose nodes all start at once."""
+    refuses to try again for 5 s and more, too long for a swarm whose nodes all start at once.
+    """
     answers = await asyncio.gather(*(_answers(address) for address in addresses))
     return any(answers)
 

@@ -4,6 +4,8 @@ Between fork and exec of another program there is no room for code of ours, so t
 the kernel is asked to kill the command when its parent dies, however that happens (`prctl(2)`, PR_SET_PDEATHSIG; it
 survives execve). Elsewhere nothing is asked, and the node kills the process group instead. It uses the standard library
 alone, because it runs isolated from everything installed.
+
+It stands alone because it is run as a program, not imported.
 """
 
 from __future__ import annotations

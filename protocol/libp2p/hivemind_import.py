@@ -5,6 +5,8 @@ keeps a DHT, measured against 0.11 s and 38 MB this way. The packages below are 
 running their `__init__`, which does nothing but gather names; the submodules are hivemind's own and run as they are.
 Only for a process of its own: whoever wants the whole of hivemind in the same process must not call this. The version
 is pinned, and a test runs the DHT in this form against one imported in the ordinary way.
+
+It stands alone because it has to run before anything of hivemind is imported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Messages of `proto/relay.proto` on a stream between two peers, and the stream itself."""
+"""The messages of `proto/relay.proto` on a stream between two peers, and that stream."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LENGTH_BYTES: Final = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RelayStream:
-    """A stream of bytes to a peer. Who the peer is, libp2p has proved."""
+    """A byte stream to a peer whose identity libp2p has proved."""
 
     peer: PeerId
     reader: asyncio.StreamReader
@@ -87,7 +87,7 @@ Dial = Callable[[str], Awaitable[RelayStream]]
 
 
 async def ask(stream: RelayStream, message: relay_pb2.RelayMessage, timeout_s: float) -> None:
-    """Sends the first message of a stream, and returns when it was answered well.
+    """Sends the first message of a stream, and returns when it was answered with success.
 
     Raises:
         Rejected: the relay refused.
@@ -111,7 +111,7 @@ def answer(refused: str = "") -> relay_pb2.RelayMessage:
 
 
 def readable(reason: str) -> str:
-    """A peer's words as they may be shown and logged."""
+    """A peer's text made harmless for terminals and logs."""
     return "".join(c if c.isprintable() else "?" for c in reason[:MAX_REASON])
 
 

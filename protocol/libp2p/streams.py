@@ -35,7 +35,7 @@ class Libp2pStreams:
         self._daemon = daemon
 
     async def dial(self, relay: str) -> RelayStream:
-        """`protocol.libp2p.messages.Dial`."""
+        """Opens a stream; see `protocol.libp2p.messages.Dial`."""
         match = _RELAY.fullmatch(relay)
         if match is None:
             raise Unreachable(f"{relay[:128]!r} is not like /ip4/ADDRESS/tcp/PORT/p2p/PEER")
@@ -53,7 +53,7 @@ class Libp2pStreams:
         return RelayStream(PeerId(match["peer"]), reader, writer)
 
     async def take(self, serve: Callable[[RelayStream], Awaitable[None]]) -> None:
-        """From now on incoming streams are served. Raises P2PDaemonError."""
+        """Serves incoming streams from now on. Raises P2PDaemonError."""
 
         async def handle(info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await serve(RelayStream(PeerId(info.peer_id.to_base58()), reader, writer))

@@ -1,1 +1,1 @@
-"""What defines a run, its signature, and the join link."""
+"""The definition of a run, its signature, and the join link."""

@@ -1,4 +1,4 @@
-"""The link that is given to a newcomer: which run, and whom to ask first.
+"""The join link for a newcomer: the run, and the peers to ask first.
 
     skipstone:<run>@<peer>[,<peer>...]
 
@@ -60,7 +60,7 @@ class JoinLink:
 
 
 def is_link(text: str) -> bool:
-    """Whether a person means a join link by it; it may still be malformed."""
+    """Whether the text is meant as a join link; it may still be malformed."""
     return text.strip().startswith(_SCHEME)
 
 
@@ -84,7 +84,7 @@ def parse_link(text: str) -> JoinLink:
 
 
 def multiaddr_of(host: str, port: int) -> str:
-    """The multiaddr of a TCP port of a host that is given by name or address, without the peer."""
+    """The multiaddr of a TCP port of a host given by name or address, without the peer."""
     try:
         kind = f"ip{ipaddress.ip_address(host).version}"
     except ValueError:

@@ -27,7 +27,7 @@ SOURCES: Final = "`python-stdlib`, `path:FILE-OR-FOLDER` and `huggingface:OWNER/
 
 
 def block_parameters(model: ModelSection) -> int:
-    """Weights of the matrices of one transformer block; its two norms are left out."""
+    """The number of weights in the matrices of one transformer block; its two norms are left out."""
     kv_size = model.kv_heads * model.head_size
     return model.hidden * (2 * model.hidden + 2 * kv_size + 3 * model.feed_forward)
 
@@ -94,7 +94,7 @@ class ModelSection(_Section):
 
 
 class StagesSection(_Section):
-    """How the model is cut, and which paths are allowed."""
+    """The cut of the model into stages, and the paths that are allowed."""
 
     blocks: Annotated[tuple[Annotated[int, Field(ge=0, le=1024)], ...], Field(min_length=1, max_length=MAX_STAGES)]
     """Transformer blocks of each stage. Stage 0 also has the embedding, the final norm, the head and the loss; it may
@@ -142,7 +142,7 @@ class FilesSection(_Section):
 
 
 class DataSection(_Section):
-    """Where text comes from. Every data node reads the same source and takes its share of the documents."""
+    """The source of text. Every data node reads the same source and takes its share of the documents."""
 
     source: Annotated[str, Field(min_length=1, max_length=512)] = "python-stdlib"
     """`python-stdlib`, `path:FILE-OR-FOLDER`, or `huggingface:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]]`. A path says where
@@ -186,6 +186,8 @@ class DataSection(_Section):
 
 
 class AdamWSection(_Section):
+    """The inner optimizer's hyperparameters (AdamW)."""
+
     name: Literal["adamw"] = "adamw"
     learning_rate: Rate = 1e-3
     beta1: Share = 0.9
@@ -213,7 +215,7 @@ class ScheduleSection(_Section):
 
 
 class OuterSection(_Section):
-    """What a round does with the averaged pseudo-gradient."""
+    """The outer optimizer: what a round does with the averaged pseudo-gradient."""
 
     name: Literal["nesterov"] = "nesterov"
     learning_rate: Rate = 0.7
@@ -221,6 +223,8 @@ class OuterSection(_Section):
 
 
 class TrainingSection(_Section):
+    """How the run trains: size of microbatches, inner steps, rounds, optimizers."""
+
     rows: Annotated[int, Field(ge=1, le=65_536)] = 4
     """Rows (sequences) of one microbatch."""
     inner_tokens: Positive
@@ -242,8 +246,9 @@ class TrainingSection(_Section):
 
 
 class CodecSection(_Section):
-    """How hard each kind of traffic may be compressed. Peers compress hidden states and their gradients only as far as
-    a link needs it."""
+    """The strongest compression allowed for each kind of traffic. Peers compress hidden states and their gradients only
+    as far as a link needs it.
+    """
 
     activations: Literal["none", "bf16", "int8", "fp8", "int4"] = "none"
     """Hidden states between stages."""
@@ -259,7 +264,7 @@ class CodecSection(_Section):
 
 
 class Manifest(_Section):
-    """A run. Read one with `protocol.manifest.signing`; compare two by their RunId."""
+    """The definition of a run. Read one with `protocol.manifest.signing`; compare two by their RunId."""
 
     protocol: Annotated[int, Field(ge=PROTOCOL_VERSIONS.lowest, le=PROTOCOL_VERSIONS.highest)]
     """Lowest protocol version that can carry this run."""
@@ -282,7 +287,7 @@ class Manifest(_Section):
 
     @property
     def hidden_shape(self) -> tuple[int, int, int]:
-        """Of what travels between stages: rows, tokens, hidden."""
+        """The shape of the hidden states between stages: rows, tokens, hidden."""
         return (self.training.rows, self.model.sequence, self.model.hidden)
 
     def modules(self) -> tuple[ModuleId, ...]:
@@ -290,7 +295,7 @@ class Manifest(_Section):
         return self._modules
 
     def has(self, module: ModuleId) -> bool:
-        """Whether it is one of the run's."""
+        """Whether the module is one of the run's."""
         experts = self.stages.experts if module.stage else 1
         return module.stage < self.stages.count and module.expert < experts
 
@@ -350,7 +355,7 @@ def _check_protocol(version: object) -> None:
 
 
 def parse_toml(text: bytes) -> dict[str, Any]:
-    """The bytes may come from a peer: whatever they are, this ends soon and in a table or a ManifestError.
+    """Parses TOML bytes that may come from a peer: whatever they are, this ends soon and in a table or a ManifestError.
 
     Raises:
         ManifestError: it is too long, not UTF-8, not TOML, or nested too deeply.

@@ -32,7 +32,9 @@ _SIGNATURE_COMMENT: Final = (
 
 @dataclass(frozen=True, slots=True)
 class SignedManifest:
-    """A manifest whose author is known. Only `sign_manifest` and `read_signed_manifest` make one, after checking it."""
+    """A manifest with a checked signature of its author. Only `sign_manifest` and `read_signed_manifest` make one,
+    after checking it.
+    """
 
     manifest: Manifest
     author: PeerId
@@ -47,7 +49,7 @@ class SignedManifest:
 
 
 def canonical(manifest: Manifest) -> bytes:
-    """The bytes that stand for the manifest's values; equal exactly when all values are equal."""
+    """The canonical bytes of the manifest's values; equal exactly when all values are equal."""
     return json.dumps(_plain(manifest), sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
@@ -57,7 +59,7 @@ def run_id_of(manifest: Manifest) -> RunId:
 
 
 def sign_manifest(manifest: Manifest, identity: Identity) -> SignedManifest:
-    """The manifest with the identity as its author. The result has been read back from its own text.
+    """Signs the manifest with the identity as its author. The result has been read back from its own text.
 
     Raises:
         ManifestError: a value cannot be written to a file and read back, which is a bug of the schema.
@@ -67,8 +69,9 @@ def sign_manifest(manifest: Manifest, identity: Identity) -> SignedManifest:
 
 
 def render(manifest: Manifest, author: PeerId, signature: bytes) -> bytes:
-    """The file: every key with its value and what it means, then the signature. Depends on nothing but the
-    arguments."""
+    """The manifest file's text: every key with its value and what it means, then the signature. Depends on nothing but
+    the arguments.
+    """
     table = [
         toml_comment(_SIGNATURE_COMMENT),
         "[signature]",

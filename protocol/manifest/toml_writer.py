@@ -1,4 +1,4 @@
-"""A manifest as a person reads it: TOML with a comment over every key that has something to say.
+"""The manifest as readable TOML, with a comment over every key that has something to say.
 
 The comments are the docstrings of the schema (`protocol.manifest.manifest`), so that there is one place to correct
 them.
@@ -21,7 +21,7 @@ TomlValue = Scalar | tuple["TomlValue", ...]
 
 
 def toml_of(manifest: Manifest) -> str:
-    """Every key of the manifest with its value, defaults included; reading it back gives the same manifest."""
+    """The TOML of every key of the manifest, defaults included; reading it back gives the same manifest."""
     head = toml_comment(
         "A Skipstone run. Everything that must be equal on all peers is here: another value makes another run."
     )
@@ -34,7 +34,7 @@ def toml_comment(text: str) -> str:
 
 
 def toml_value(value: TomlValue) -> str:
-    """A value as TOML writes it. Floats keep all their bits (`repr`), but there is one zero only."""
+    """A value in TOML syntax. Floats keep all their bits (`repr`), but there is one zero only."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int):

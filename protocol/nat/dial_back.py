@@ -1,4 +1,4 @@
-"""Dialling back: does a peer answer at a port of its own? The question and its answer are in link.proto.
+"""Dialling back: the test whether a peer answers at a port of its own. The question and its answer are in link.proto.
 
 It is the smallest connection that proves something: TCP, and a TLS 1.3 handshake in which the server shows its
 certificate and that it has the key. Nothing of ours is sent beyond that; the server then turns us away, because we show
@@ -29,7 +29,7 @@ MAX_HOST_CHARACTERS: Final = 64
 
 
 class DialBackOutcome(enum.Enum):
-    """link.proto's numbers."""
+    """The outcome of a dial-back. The value is link.proto's."""
 
     REACHED = 1
     CLOSED = 2
@@ -40,7 +40,7 @@ class DialBackOutcome(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class DialBackResult:
-    """What one peer found out."""
+    """The result that one peer reports."""
 
     host: Annotated[str, Length(0, MAX_HOST_CHARACTERS)]
     """The IP address that it has for the asker; empty when it knows none."""
@@ -52,7 +52,7 @@ _RESULT: Final = converter(DialBackResult, wire.DialBackResult.DESCRIPTOR)
 
 
 async def dial_back(host: str, port: int, certificate: bytes, timeout_s: float = DIAL_BACK_S) -> DialBackResult:
-    """Connects to an IP address and a port, and sees whether the owner of `certificate` (DER) answers. Raises nothing
+    """Connects to an IP address and a port, and checks whether the owner of `certificate` (DER) answers. Raises nothing
     of the network's.
 
     A host's name is not looked up: its owner could let it stand for somebody else's address.
@@ -79,13 +79,13 @@ async def dial_back(host: str, port: int, certificate: bytes, timeout_s: float =
 
 
 def encode_dial_back(result: DialBackResult) -> bytes:
-    """The content of an Answer."""
+    """Encodes a result as the content of an Answer."""
     data: bytes = wire.DialBackResult(**_RESULT.write(result, None)).SerializeToString()
     return data
 
 
 def decode_dial_back(data: bytes) -> DialBackResult:
-    """A peer's answer.
+    """Decodes a peer's answer.
 
     Raises:
         ProtocolViolation: it is none, or its host is no IP address.

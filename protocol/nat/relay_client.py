@@ -1,5 +1,4 @@
-"""Waiting for tunnels: a peer that nobody can dial stays attached to relaying peers, and takes what comes through
-them."""
+"""Attachment to relaying peers: how a peer that nobody can dial takes tunnels."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ do."""
 
 @dataclass(slots=True)
 class Incoming:
-    """Tunnels that lead to this peer now, through whatever relay."""
+    """The tunnels that lead to this peer now, through whatever relay."""
 
     local: tuple[str, int]
     """Host and port that they lead to."""
@@ -47,7 +46,7 @@ class Incoming:
     allowance: Allowance = field(default_factory=lambda: Allowance(TAKEN_BURST, TAKEN_REFILL_S))
 
     def objection(self, relay: str, now: float) -> str:
-        """Why not another one, through this relay; empty when it may come."""
+        """The reason against another tunnel through this relay; empty when it may come."""
         if self.tunnels >= MAX_INCOMING:
             return f"{MAX_INCOMING} tunnels lead there already"
         if not self.allowance.take(relay, now):
@@ -56,7 +55,7 @@ class Incoming:
 
 
 class Attachment:
-    """Being attached to one relaying peer. `keep` runs as long as it is wanted."""
+    """The attachment to one relaying peer. `keep` runs as long as it is wanted."""
 
     def __init__(
         self,
@@ -79,8 +78,7 @@ class Attachment:
         self._ping_s = ping_s
 
     async def keep(self) -> None:
-        """Attaches, and attaches again with growing pauses when that ends; until cancelled, with the tunnels that came
-        of it."""
+        """Attaches, and attaches again with growing pauses when that ends; until cancelled, with its tunnels."""
         pause_s, longest_s = RETRY_S
         async with asyncio.TaskGroup() as tunnels:
             while True:

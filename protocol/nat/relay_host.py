@@ -1,4 +1,4 @@
-"""Everything about tunnels that the DHT's process does for its node: relaying, being attached, opening.
+"""The tunnels' part of the DHT's child process: relaying, being attached, opening.
 
 Bytes are carried here, beside p2pd, and not in the node: its event loop has better things to do. Tunnels end with this
 process; the node has attachments made again by the next one.
@@ -22,7 +22,9 @@ MAX_RELAYS: Final = 4
 
 
 class ChildTunnels:
-    """Made by `start`. What it does runs in the task group that it is given, and ends with it."""
+    """Relay, attachments and opened tunnels of one process. Made by `start`. What it does runs in the task group that
+    it is given, and ends with it.
+    """
 
     def __init__(self, streams: Libp2pStreams, run: RunId, tasks: asyncio.TaskGroup) -> None:
         self._streams = streams
@@ -37,7 +39,7 @@ class ChildTunnels:
     async def start(
         cls, streams: Libp2pStreams, start: dht_process_pb2.DhtStart, tasks: asyncio.TaskGroup
     ) -> ChildTunnels:
-        """Serves as a relay from the start, if it is to be one."""
+        """Starts the tunnels' part, as a relay if it is to be one."""
         tunnels = cls(streams, RunId(start.run), tasks)
         if start.relay_bytes_per_hour:
             before = read_figures(start.relay_before) if start.HasField("relay_before") else None
@@ -46,11 +48,11 @@ class ChildTunnels:
         return tunnels
 
     async def open(self, wish: dht_process_pb2.DhtOpenTunnel) -> int:
-        """Errors as `OpenTunnels.open`."""
+        """Opens a tunnel; errors as `OpenTunnels.open`."""
         return await self._opened.open(wish.relay, PeerId(wish.target))
 
     def attach(self, wish: dht_process_pb2.DhtAttach) -> None:
-        """From now on is attached to these relays and no others; tunnels through the others end.
+        """Attaches to these relays and no others; tunnels through the others end.
 
         Raises:
             ProtocolViolation: too many relays, or `local` is not host:port.
@@ -68,7 +70,7 @@ class ChildTunnels:
                 self._attachments[relay] = (attachment, self._tasks.create_task(attachment.keep()))
 
     def describe(self, situation: dht_process_pb2.DhtSituation) -> None:
-        """Adds what there is to say to a situation."""
+        """Adds the tunnels' figures to the DHT's state."""
         if self._service is not None:
             situation.relay.CopyFrom(write_figures(self._service.figures()))
         for each, _ in self._attachments.values():

@@ -1,4 +1,4 @@
-"""How much a relaying peer gives away, and what it has given.
+"""The limits of what a relaying peer gives to others, and the account of what it has given.
 
 What a relaying peer has carried, for its owner to see.
 """
@@ -22,8 +22,9 @@ MIN_OPEN_BYTES: Final = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class RelayLimits:
-    """What a relaying peer gives at most. The bytes are the volunteer's figure; the rest bounds memory, files and
-    time."""
+    """The most that a relaying peer gives. The bytes are the volunteer's figure; the rest bounds memory, files and
+    time.
+    """
 
     bytes_per_hour: int
     """Carried for all tunnels and both ways together. Each byte comes in once and goes out once."""
@@ -46,8 +47,9 @@ class RelayLimits:
 
 
 class RelayBudget:
-    """The bytes of the hour. In no hour are more than `bytes_per_hour` carried: half may go at once, the other half
-    comes back in its course."""
+    """The byte budget of the hour. In no hour are more than `bytes_per_hour` carried: half may go at once, the other
+    half comes back in its course.
+    """
 
     def __init__(self, limits: RelayLimits, now: Callable[[], float] = time.monotonic, left: int | None = None) -> None:
         """`left`: of the burst, when somebody before us has used up some of it."""
@@ -64,7 +66,7 @@ class RelayBudget:
         return self._pairs.left(_pair(one, other), self._now())
 
     def spend(self, one: PeerId, other: PeerId, amount: int) -> str:
-        """Takes so many bytes for these two; why not, if they are not to be had."""
+        """Takes so many bytes for these two peers; returns the reason if they are not to be had."""
         now = self._now()
         if not self._pairs.take(_pair(one, other), now, amount):
             return "these two peers have had their share of the relay's bytes for now"
@@ -84,7 +86,9 @@ def _pair(one: PeerId, other: PeerId) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RelayFigures:
-    """What was given, and what is left. The names are those of `DhtRelayFigures` (proto/dht_process.proto)."""
+    """The relay's account: what was given, and what is left. The names are those of `DhtRelayFigures`
+    (proto/dht_process.proto).
+    """
 
     carried_bytes: int = 0
     left_bytes: int = 0

@@ -1,4 +1,4 @@
-"""The relaying peer: others attach to it, and it carries tunnels to them, within its limits.
+"""The relay: other peers attach to it, and it carries tunnels to them, within its limits.
 
 It needs no trust. What passes is the TLS of the tunnel's two ends, so it can drop and count, and sees who talks to
 whom, and can neither read nor change anything. It believes nobody: who speaks is whom libp2p has proved, everything has
@@ -37,7 +37,7 @@ class _Waiting:
 
 
 class RelayService:
-    """Serves streams: `serve` is called once for each and returns when it has ended."""
+    """Serves streams to the relay: `serve` is called once for each and returns when it has ended."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class RelayService:
         )
 
     async def serve(self, stream: RelayStream) -> None:
-        """From the first message of a stream to its end; never raises but CancelledError."""
+        """Serves a stream from its first message to its end; never raises but CancelledError."""
         try:
             first = await self._greeted(stream)
             match first.WhichOneof("kind"):

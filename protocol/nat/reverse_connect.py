@@ -1,4 +1,4 @@
-"""Calling a peer that cannot be dialled: one that it keeps a link to is asked to tell it, and then it dials us.
+"""Calls to peers that cannot be dialled: a peer linked to one passes the call on, and it dials the caller.
 
 The questions are `call` and `called` of link.proto. This is the side of the caller; who passes calls on and who follows
 them is in `node.reachability.reverse_calls`.
@@ -17,7 +17,7 @@ from swarm.vocabulary.types import PeerId, short
 
 
 class Calls:
-    """`protocol.interfaces.transport.Caller`: asks the peers that the contact names, one after the other.
+    """Calls through the peers that the contact names, one after the other: `protocol.interfaces.transport.Caller`.
 
     Args:
         own_record: our current SignedRecord, which tells the called peer where to dial.
@@ -36,7 +36,9 @@ class Calls:
         return self._can_be_dialled()
 
     async def call(self, contact: Contact, ask: Ask, patience_s: float) -> None:
-        """Each but the last gets half of the time that is left. Raises Unreachable with what the last one said."""
+        """Calls the peer, through one after the other; each but the last gets half of the time that is left. Raises
+        Unreachable with what the last one said.
+        """
         question = Question(QuestionAbout.CALL, peer=contact.peer, record=self._own_record())
         deadline = self._clock.monotonic() + patience_s
         through = self._who_can_pass_it_on(contact)

@@ -1,4 +1,4 @@
-"""Carrying bytes both ways between two streams, as fast as the slower one takes them."""
+"""Splicing of two streams: bytes carried both ways, as fast as the slower one takes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opening a tunnel: a port on this machine that leads, through a relaying peer, to a peer that nobody can dial."""
+"""Opening of tunnels: a local port that leads, through a relaying peer, to a peer that nobody can dial."""
 
 from __future__ import annotations
 

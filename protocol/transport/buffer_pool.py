@@ -1,5 +1,8 @@
-"""Reused receive buffers. Hidden states of a run all have one size at most, and fresh pages cost more than the copy
-into them."""
+"""A pool of receive buffers. Hidden states of a run all have one size at most, and fresh pages cost more than the copy
+into them.
+
+It stands alone because receivers of microbatches and of states reuse buffers, and no link knows of it.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +39,6 @@ class BufferPool:
         return buffer
 
     def give_back(self, buffer: memoryview) -> None:
-        """Nothing may read or write `buffer` afterwards. A part of it will do."""
+        """Returns a buffer, or a part of it, to the pool; nothing may read or write it afterwards."""
         self.in_use -= 1
         self._free.append(memoryview(buffer.obj))

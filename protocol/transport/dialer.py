@@ -1,4 +1,4 @@
-"""Getting a stream to a peer: dialling it, having it dial us, or through a tunnel.
+"""Opening of a stream to a peer: by dialling it, by calling it, or through a tunnel.
 
 Dialling is address after address, TLS pinned to the peer's certificate, then both Hellos.
 
@@ -21,7 +21,6 @@ from protocol.interfaces.transport import Ask, Caller, FarEnd, Tunnels
 from protocol.transport.grpc_streams import DialledStream, far_end_at, far_end_of_tunnel, open_channel
 from protocol.transport.handshake import Duplicate, expect_hello, objection_error, objection_to
 from protocol.transport.settings import TransportSettings
-from swarm.vocabulary.backoff import ExponentialBackoff
 from swarm.vocabulary.errors import PeerError, Rejected, Unreachable
 from swarm.vocabulary.types import PeerId, short
 
@@ -33,7 +32,7 @@ REPLACED_WITHIN_S: Final = 10.0
 
 
 class NoCalls:
-    """`protocol.interfaces.transport.Caller` of who waits for nobody."""
+    """A `protocol.interfaces.transport.Caller` that can call nobody."""
 
     def can_be_dialled(self) -> bool:
         return True
@@ -43,7 +42,7 @@ class NoCalls:
 
 
 class NoTunnels:
-    """`protocol.interfaces.transport.Tunnels` where nobody carries anything for others."""
+    """`protocol.interfaces.transport.Tunnels` that carry nothing."""
 
     async def way_to(self, contact: Contact) -> str:
         raise Unreachable(
@@ -57,14 +56,16 @@ Attempt: TypeAlias = Callable[[], Awaitable[tuple[DialledStream, Hello]]]
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """To peers that announce no address. Without any, they can only be waited for."""
+    """The ways to peers that announce no address. Without any, they can only be waited for."""
 
     caller: Caller = field(default_factory=NoCalls)
     tunnels: Tunnels = field(default_factory=NoTunnels)
 
 
 class Dialler:
-    """Takes the way that is open. `own` makes our Hello, `ask` puts a question to a peer that can be dialled."""
+    """Opens streams by whichever way is open. `own` makes our Hello, `ask` puts a question to a peer that can be
+    dialled.
+    """
 
     def __init__(
         self,
@@ -88,7 +89,8 @@ class Dialler:
         return peer in self._called
 
     async def stream_to(self, contact: Contact) -> tuple[DialledStream, Hello]:
-        """As `dial`. A peer that has to be called opens the stream itself: whoever gets it cancels this.
+        """Opens a stream, as `dial`. A peer that has to be called opens the stream itself: whoever gets it cancels
+        this.
 
         Raises:
             PeerError: as `dial`; Unreachable also when no way is open.
@@ -148,8 +150,8 @@ async def dial(
     timeout_s: float,
     far_end: Callable[[str, bytes], FarEnd] = far_end_at,
 ) -> tuple[DialledStream, Hello]:
-    """A stream on which both sides have said Hello, and the peer's. `far_end` says what an address and a certificate
-    make of its other end.
+    """Dials a contact and exchanges Hellos; returns the stream and the peer's Hello. `far_end` says what an address and
+    a certificate make of its other end.
 
     Raises:
         Unreachable: no address answered in time; Duplicate when the peer has a stream to us.
@@ -215,42 +217,15 @@ async def _introduced(stream: DialledStream, contact: Contact, own: Hello) -> tu
     return stream, hello
 
 
-class Backoff:
-    """Doubles the wait with every failure up to a limit, and takes a random part off so that peers do not dial in step
-    ("full jitter" halved: https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/)."""
-
-    def __init__(self, clock: Clock, first_s: float, longest_s: float, jitter: Callable[[], float]) -> None:
-        self._clock = clock
-        self._waits = ExponentialBackoff(first_s, longest_s)
-        self._jitter = jitter
-        self._failures: OrderedDict[PeerId, tuple[int, float]] = OrderedDict()
-
-    def wait_s(self, peer: PeerId) -> float:
-        """Seconds until the peer may be dialled; 0 for one that has not failed."""
-        _, next_at = self._failures.get(peer, (0, 0.0))
-        return max(0.0, next_at - self._clock.monotonic()) if next_at else 0.0
-
-    def failed(self, peer: PeerId) -> None:
-        count = self._failures.pop(peer, (0, 0.0))[0]
-        wait_s = self._waits.seconds(count + 1) * (1 - self._jitter() / 2)
-        self._failures[peer] = (count + 1, self._clock.monotonic() + wait_s)
-        if len(self._failures) > MAX_REMEMBERED_PEERS:
-            self._failures.popitem(last=False)
-
-    def succeeded(self, peer: PeerId) -> None:
-        self._failures.pop(peer, None)
-
-
 class Turnover:
-    """Counts how often a link to a peer has been replaced by another of late. Honest peers do that when they start
-    again."""
+    """Counts the recent replacements of links, by peer. Honest peers replace one when they start again."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._replaced: OrderedDict[PeerId, deque[float]] = OrderedDict()
 
     def replaced(self, peer: PeerId) -> None:
-        """A link was."""
+        """Counts a replacement."""
         self._replaced.setdefault(peer, deque(maxlen=MOST_REPLACED)).append(self._clock.monotonic())
         self._replaced.move_to_end(peer)
         if len(self._replaced) > MAX_REMEMBERED_PEERS:

@@ -1,4 +1,4 @@
-"""gRPC's side of a link: channels, credentials, and a stream of byte strings with errors of ours.
+"""The gRPC layer of a link: channels, credentials, and streams of byte strings whose errors are ours.
 
 One method, `Connect`, streaming both ways, without generated stubs: messages are frames as bytes. Everything that
 grpc.aio can raise is mapped here, so that nobody else has to know it.
@@ -74,7 +74,7 @@ Serve = Callable[[object, ServicerContext], Awaitable[None]]
 
 
 class Stream(Protocol):
-    """Frames as bytes, in order, both ways. One reader and one writer at a time."""
+    """A bidirectional stream of frames as bytes, in order. One reader and one writer at a time."""
 
     async def read(self) -> bytes | None:
         """The next frame; None when the other side ended the stream.
@@ -85,20 +85,20 @@ class Stream(Protocol):
         ...
 
     async def write(self, frame: bytes) -> None:
-        """Returns when gRPC has taken the frame; waits while the other side does not read. Raises PeerError."""
+        """Hands a frame to gRPC; waits while the other side does not read. Raises PeerError."""
         ...
 
     async def half_close(self) -> None:
-        """Says that nothing more will be written. Raises PeerError."""
+        """Ends this side's writing. Raises PeerError."""
         ...
 
     async def close(self) -> None:
-        """Cuts what is left of the stream and frees it."""
+        """Cancels what is left of the stream and frees it."""
         ...
 
 
 class DialledStream:
-    """The stream that this side opened, and the channel that serves it alone."""
+    """A stream that this side opened, with the channel that serves it alone."""
 
     def __init__(self, channel: grpc.aio.Channel, far_end: FarEnd | None = None) -> None:
         self._channel = channel
@@ -106,7 +106,7 @@ class DialledStream:
         self._call = channel.stream_stream(f"/{SERVICE}/{METHOD}")()
 
     def far_end(self) -> FarEnd | None:
-        """Whom the channel was opened to, if whoever opened it has said so."""
+        """The far end that the channel was opened to, if whoever opened it has said so."""
         return self._far_end
 
     async def read(self) -> bytes | None:
@@ -140,7 +140,7 @@ class DialledStream:
 
 
 class AcceptedStream:
-    """The stream that the other side opened. gRPC ends it when its handler returns."""
+    """A stream that the other side opened. gRPC ends it when its handler returns."""
 
     def __init__(self, context: ServicerContext) -> None:
         self._context = context
@@ -174,10 +174,10 @@ class AcceptedStream:
             raise stream_error(error) from None
 
     async def half_close(self) -> None:
-        """A gRPC server says so with the status that it sends when the handler returns."""
+        """Does nothing: a gRPC server ends its writing with the status that it sends when the handler returns."""
 
     async def close(self) -> None:
-        """Likewise."""
+        """Does nothing: gRPC frees the stream when the handler returns."""
 
 
 def far_end_at(address: str, certificate: bytes) -> FarEnd:
@@ -186,8 +186,9 @@ def far_end_at(address: str, certificate: bytes) -> FarEnd:
 
 
 def far_end_of_tunnel(_local: str, certificate: bytes) -> FarEnd:
-    """The far end of a stream through a tunnel: nobody knows where it is. The local address must not pass for the
-    peer's, which would make this node look into its own ports for it."""
+    """The far end of a stream through a tunnel, its address unknown. The local address must not pass for the peer's,
+    which would make this node look into its own ports for it.
+    """
     return FarEnd("", certificate)
 
 
@@ -209,7 +210,7 @@ def _host_of_caller(name: str) -> str:
 
 
 def raise_if_cancelled() -> None:
-    """grpc.aio reports a call that was cancelled like a task that was; only the latter may be passed on as such."""
+    """Raises CancelledError when this task was cancelled, and not only the call: grpc.aio reports both alike."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError
@@ -242,8 +243,8 @@ def open_channel(
 
 
 def target_of(address: str) -> str:
-    """gRPC's name for an address. Peers announce addresses, and gRPC knows schemes (unix:, xds:) that are not theirs to
-    use.
+    """The gRPC target of an address. Peers announce addresses, and gRPC knows schemes (unix:, xds:) that are not theirs
+    to use.
 
     Raises:
         Unreachable: not an address of the form host:port.
@@ -262,7 +263,7 @@ def make_server(
     *,
     max_frame_bytes: int = MAX_CHUNK_FRAME_BYTES,
 ) -> tuple[grpc.aio.Server, int]:
-    """A server that lets in whoever shows a certificate of its run, and the port it has.
+    """A server that lets in peers with a certificate of its run, and the port it has.
 
     It serves `Connect` and nothing else; gRPC answers UNIMPLEMENTED to the rest.
 
@@ -294,7 +295,7 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 def stream_error(error: BaseException) -> PeerError:
-    """What an error of grpc.aio means to us."""
+    """The error of ours for an error of grpc.aio."""
     if not isinstance(error, grpc.aio.AioRpcError):
         return Unreachable("the stream broke")
     details = _printable((error.details() or "no details")[:300])

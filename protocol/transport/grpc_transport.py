@@ -29,12 +29,13 @@ from protocol.interfaces.clock import Clock
 from protocol.interfaces.directory import AddressBook, Contact
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import FarEnd, LinkFigures, LinkHandler, Question
-from protocol.transport.dialer import Backoff, Dialler, Turnover, Ways
+from protocol.transport.dialer import MAX_REMEMBERED_PEERS, Dialler, Turnover, Ways
 from protocol.transport.grpc_streams import AcceptedStream, DialledStream, ServicerContext, make_server
 from protocol.transport.handshake import Door, SameKey, expect_hello, objection_to
 from protocol.transport.link import Link, LinkSurroundings
 from protocol.transport.rate_limits import CommonPatience
 from protocol.transport.settings import TransportSettings
+from swarm.vocabulary.backoff import Exclusions, ExponentialBackoff
 from swarm.vocabulary.errors import ConfigError, PeerError, ProtocolViolation, Unreachable
 from swarm.vocabulary.pipeline_messages import ControlMessage, TensorMessage
 from swarm.vocabulary.types import PROTOCOL_VERSIONS, PeerId, short
@@ -88,7 +89,8 @@ class GrpcTransport:
         """Tells this process from others with its key."""
         self._began = clock.monotonic()
         self._turnover = Turnover(clock)
-        self._backoff = Backoff(clock, settings.first_retry_s, settings.longest_retry_s, random.random)
+        waits = ExponentialBackoff(settings.first_retry_s, settings.longest_retry_s)
+        self._undialled = Exclusions(waits, jitter=random.random, remembered=MAX_REMEMBERED_PEERS)
         self._dialler = Dialler(credentials, self._own_hello, self.ask, clock, settings, ways)
         self._links: dict[PeerId, Link] = {}
         self._dials: dict[PeerId, _Dial] = {}
@@ -142,7 +144,7 @@ class GrpcTransport:
         return await (await self._link_to(peer)).ask(question, timeout_s)
 
     async def connect(self, peer: PeerId) -> None:
-        """Opens a link unless there is one. Same errors as `send`."""
+        """Opens a link to the peer unless there is one. Same errors as `send`."""
         await self._link_to(peer)
 
     def is_linked(self, peer: PeerId) -> bool:
@@ -156,12 +158,12 @@ class GrpcTransport:
         return {peer: link.figures() for peer, link in self._links.items()}
 
     def goodput_bytes_per_s(self, peer: PeerId) -> float:
-        """As measured; 0 without a link or before the first answer."""
+        """The measured goodput of the link; 0 without a link or before the first answer."""
         link = self._links.get(peer)
         return 0.0 if link is None else link.figures().goodput_bytes_per_s
 
     def far_end(self, peer: PeerId) -> FarEnd | None:
-        """Where the link to the peer leads; None without one."""
+        """The far end of the link to the peer; None without one."""
         link = self._links.get(peer)
         return None if link is None else link.far_end
 
@@ -184,9 +186,9 @@ class GrpcTransport:
             self._turnover.replaced(link.peer)
         self._links[link.peer] = link
         if self._turnover.is_high(link.peer):
-            self._backoff.failed(link.peer)
+            self._undialled.add(link.peer, self._clock.monotonic())
         else:
-            self._backoff.succeeded(link.peer)
+            self._undialled.forgive(link.peer)
         self._handler.link_up(link.peer)
         if hello.record:
             self._handler.announced(link.peer, hello.record)
@@ -240,7 +242,7 @@ class GrpcTransport:
         try:
             stream, hello = await self._connect(peer)
         except PeerError as error:
-            self._backoff.failed(peer)
+            self._undialled.add(peer, self._clock.monotonic())
             self._give_up(peer, error)
             self._hear_of_twin(peer, error)
             return
@@ -259,7 +261,7 @@ class GrpcTransport:
             attempt.outcome.set_exception(error)
 
     async def _connect(self, peer: PeerId) -> tuple[DialledStream, Hello]:
-        await asyncio.sleep(self._backoff.wait_s(peer))
+        await asyncio.sleep(self._undialled.left_s(peer, self._clock.monotonic()))
         return await self._dialler.stream_to(self._dialable(peer))
 
     def _dialable(self, peer: PeerId) -> Contact:

@@ -1,4 +1,4 @@
-"""Who may begin to speak: the checks before a stream's first frame.
+"""The handshake: the checks before a stream's first frame.
 
 A stream whose caller does not read cannot be ended by us: gRPC's status waits behind what was written, for as long as
 the connection lives. So each peer gets few streams, and who is turned away here is told by the status alone, which
@@ -25,15 +25,16 @@ MAX_STREAMS_PER_PEER: Final = 3
 
 
 class Door:
-    """Lets in the peers of a run, and counts the streams of each from their first moment until gRPC has forgotten
-    them."""
+    """Admission of streams: lets in the peers of a run, and counts the streams of each from their first moment until
+    gRPC has forgotten them.
+    """
 
     def __init__(self, run: RunId) -> None:
         self._run = run
         self._streams: Counter[PeerId] = Counter()
 
     async def enter(self, context: ServicerContext) -> PeerId:
-        """The peer that calls, when it may.
+        """Admits a caller and returns its peer.
 
         Raises:
             grpc.aio.AbortError: it may not, and has been told; gRPC wants this error back from its handler.
@@ -55,7 +56,7 @@ class Door:
 
 
 def proven_peer(certificate: bytes, run: RunId) -> PeerId:
-    """The peer whose certificate for the run the caller showed, and whose key it thereby has.
+    """The peer that the caller's certificate for the run proves.
 
     TLS alone says little: with the authority's key, which is no secret, anybody signs what he likes.
 
@@ -69,7 +70,7 @@ def proven_peer(certificate: bytes, run: RunId) -> PeerId:
 
 
 def objection_to(hello: Hello, own_run: RunId, expected: PeerId) -> Farewell | None:
-    """Why a Hello is not acceptable, or None when it is. `expected` is the peer that the certificate proves."""
+    """The reason why a Hello is not acceptable; None when it is. `expected` is the peer that the certificate proves."""
     if hello.peer != expected:
         return Farewell(FarewellReason.NOT_YOU, f"the certificate is that of {expected}")
     if hello.run != own_run:
@@ -81,7 +82,7 @@ def objection_to(hello: Hello, own_run: RunId, expected: PeerId) -> Farewell | N
 
 
 def expect_hello(frame: Frame, peer: PeerId) -> Hello:
-    """The Hello that a stream has to begin with.
+    """Reads the Hello that a stream has to begin with.
 
     Raises:
         PeerError: it is a Farewell, and then the error is its meaning; or something else, a ProtocolViolation.
@@ -94,7 +95,7 @@ def expect_hello(frame: Frame, peer: PeerId) -> Hello:
 
 
 def meaning_of(farewell: Farewell, peer: PeerId) -> PeerError:
-    """A peer's Farewell as the error that ends what was under way."""
+    """The error that a peer's Farewell means for what was under way."""
     said = f": {farewell.detail}" if farewell.detail else ""
     match farewell.reason:
         case FarewellReason.WRONG_RUN:
@@ -116,13 +117,13 @@ def meaning_of(farewell: Farewell, peer: PeerId) -> PeerError:
 
 
 def objection_error(objection: Farewell, peer: PeerId) -> PeerError:
-    """Our own objection to a peer's Hello as an error for the one who dialled."""
+    """The error that our objection to a peer's Hello means for the dialler."""
     kind = StaleVersion if objection.reason is FarewellReason.WRONG_VERSION else Rejected
     return kind(f"{short(peer)} was refused ({objection.reason.name.lower()}): {objection.detail}")
 
 
 class SameKey(Rejected):
-    """The peer says that another process uses our identity; `record` is to prove it."""
+    """Raised when the peer says that another process uses our identity; `record` is to prove it."""
 
     def __init__(self, message: str, record: bytes) -> None:
         super().__init__(message)
@@ -130,4 +131,4 @@ class SameKey(Rejected):
 
 
 class Duplicate(Unreachable):
-    """The peer has opened a stream to us at the same time, and that one is to be used."""
+    """Raised when the peer has opened a stream to us at the same time, and that one is to be used."""

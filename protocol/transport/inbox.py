@@ -1,4 +1,4 @@
-"""The tensors that arrive on one link: admitted by their header, put together, handed over, or broken off.
+"""The incoming tensors of one link: admitted by their header, reassembled, handed over, or broken off.
 
 A sender can hold at most MAX_OPEN_TRANSFERS buffers here, each for a limited time: a transfer that stands still, or is
 slower than the settings allow, is broken off. Refused ones are swallowed until the sender has noticed.
@@ -47,11 +47,11 @@ class Inbox:
         self._arrivals: dict[int, Arrival] = {}
 
     def owns(self, transfer: int) -> bool:
-        """Whether a transfer of this number is the peer's: the dialling peer's numbers are odd, the other's even."""
+        """Whether the peer may use this transfer number: the dialling peer's are odd, the other's even."""
         return (transfer % 2 == 1) == self._odd_numbers
 
     def open(self, frame: TensorFrame) -> None:
-        """Takes a header.
+        """Takes the header of a transfer, and admits or refuses it.
 
         Raises:
             ProtocolViolation: a number in use or not the peer's, too many at once, or the handler says so.
@@ -96,7 +96,7 @@ class Inbox:
         return arrival.frame
 
     def withdrawn(self, transfer: int) -> None:
-        """The sender will not send the rest."""
+        """Breaks off a transfer whose rest the sender will not send."""
         arrival = self._arrivals.pop(transfer, None)
         if isinstance(arrival, Assembly):
             self._break_off(arrival, Unreachable(f"{short(self._peer)} broke transfer {transfer} off"))
@@ -115,14 +115,14 @@ class Inbox:
                 )
 
     def forgive(self, seconds: float) -> None:
-        """This process itself did not run for a while: nobody else is to blame for that time."""
+        """Extends all deadlines by a time in which this process did not run: nobody else is to blame for it."""
         for arrival in self._arrivals.values():
             if isinstance(arrival, Assembly):
                 arrival.progressed_at += seconds
                 arrival.deadline += seconds
 
     def close(self, error: PeerError) -> None:
-        """The link ended: nothing that was under way will be completed."""
+        """Breaks off every transfer at the link's end."""
         arrivals, self._arrivals = self._arrivals, {}
         for arrival in arrivals.values():
             if isinstance(arrival, Assembly):

@@ -1,4 +1,4 @@
-"""One stream between two peers, after both have said Hello: everything they say to each other, until it ends.
+"""A link: one stream between two peers after the handshake, until it ends.
 
 Three tasks: one reads and dispatches, one writes what the outbox holds, one pings. None of them waits for another, so
 the two directions cannot block each other. `end` closes a link at once and for good; `run` then lets the last words
@@ -53,7 +53,7 @@ class _Over(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LinkSurroundings:
-    """What all links of a transport have in common."""
+    """What the links of a transport share."""
 
     handler: LinkHandler
     clock: Clock
@@ -62,7 +62,7 @@ class LinkSurroundings:
 
 
 class Link:
-    """A link to `peer` on a stream where it has said this Hello. `dialled` says whether this side opened it."""
+    """A link to `peer` on a stream on which it has said this Hello. `dialled` says whether this side opened it."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class Link:
         self._ponged = asyncio.Event()
 
     async def run(self) -> None:
-        """Carries the stream until the link ends; call it once."""
+        """Serves the stream until the link ends; to be called once."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 reader = tasks.create_task(self._until_error(self._read(tasks)))
@@ -146,7 +146,7 @@ class Link:
         self._on_end(self, error)
 
     async def send(self, message: TensorMessage, tensor: TensorSpec, data: memoryview) -> None:
-        """As `Transport.send`, on this link."""
+        """Sends a tensor, as `Transport.send`."""
         octets = data.cast("B")
         if octets.nbytes != tensor.byte_length:
             raise ValueError(f"{octets.nbytes} bytes of data for a tensor of {tensor.byte_length} bytes")
@@ -190,7 +190,7 @@ class Link:
         return self._error is not None
 
     async def answers(self, within_s: float) -> bool:
-        """Whether the process at the other end is there: it answers a ping in time, and the link still stands then."""
+        """Whether the process at the other end answers a ping in time, and the link still stands then."""
         self._ponged.clear()
         self.say(Ping(self._meter.ping()))
         waiting = [asyncio.ensure_future(event.wait()) for event in (self._ponged, self._over)]

@@ -1,5 +1,5 @@
-"""What a link measures of itself: round trip, goodput, bytes each way, and when its peer was last heard. Times are the
-clock's monotonic seconds.
+"""Measurements of a link: round trip, goodput, bytes each way, and when its peer was last heard. Times are the clock's
+monotonic seconds.
 
 How fast a tensor can be handed to a stream says little: buffers of the system, of gRPC and of home routers take
 megabytes at once. That the receiver has all of it is known when it answers a Ping that came behind it. The bytes
@@ -43,11 +43,11 @@ class Goodput:
 
     @property
     def bytes_per_s(self) -> float:
-        """0 before the first answer that took any time."""
+        """The goodput; 0 before the first answer that took any time."""
         return self._bytes / self._seconds if self._seconds > 0 else 0.0
 
     def sent(self, transfer: int, size_bytes: int, now: float) -> None:
-        """It begins to be sent."""
+        """Notes that a tensor begins to be sent."""
         while len(self._on_the_way) >= MOST_ON_THE_WAY:
             self.gave_up(next(iter(self._on_the_way)))
         if not self._on_the_way:
@@ -55,7 +55,7 @@ class Goodput:
         self._on_the_way[transfer] = size_bytes, now
 
     def accepted(self, transfer: int, round_trip_s: float, now: float) -> None:
-        """The receiver has all of it. Answers to what was not sent, and second ones, do not count.
+        """Notes that the receiver has all of a tensor. Answers to what was not sent, and second ones, do not count.
 
         Args:
             round_trip_s: as measured of late; 0 when not known.
@@ -76,7 +76,7 @@ class Goodput:
         self._busy_since = max(self._busy_since, now - trip_s, given)
 
     def gave_up(self, transfer: int) -> None:
-        """There will be no answer, or it says nothing."""
+        """Forgets a tensor whose answer will not come or says nothing."""
         self._on_the_way.pop(transfer, None)
 
 
@@ -107,17 +107,19 @@ class Meter:
         return self._clock.monotonic() - self._heard_at
 
     def forgive(self, seconds: float) -> None:
-        """This process itself did not run for a while, so it could not hear anything."""
+        """Shifts the time of the last sign of life by a time in which this process did not run and could not hear
+        anything.
+        """
         self._heard_at = min(self._heard_at + seconds, self._clock.monotonic())
 
     def ping(self) -> int:
-        """A token for a new ping; a pong to an earlier one does not count any more."""
+        """The token of a new ping; a pong to an earlier one does not count any more."""
         self._open_token = self._token()
         self._pinged_at = self._clock.monotonic()
         return self._open_token
 
     def pong(self, token: int) -> bool:
-        """Whether it answers the last ping."""
+        """Takes a pong; whether it answers the last ping."""
         transfer = self._behind.pop(token, None)
         if transfer is not None:
             self._goodput.accepted(transfer, self._round_trip.mean, self._clock.monotonic())
@@ -132,11 +134,11 @@ class Meter:
         return self._open_token is not None
 
     def sending(self, transfer: int, size_bytes: int) -> None:
-        """A tensor begins to be sent."""
+        """Notes that a tensor begins to be sent."""
         self._goodput.sent(transfer, size_bytes, self._clock.monotonic())
 
     def ping_after(self, transfer: int) -> int:
-        """A token for the ping that follows the tensor's last byte: its pong says that the peer has all of it."""
+        """The token of the ping that follows the tensor's last byte: its pong says that the peer has all of it."""
         while len(self._behind) >= MOST_ON_THE_WAY:
             del self._behind[next(iter(self._behind))]
         token = self._token()
@@ -144,7 +146,7 @@ class Meter:
         return token
 
     def gave_up(self, transfer: int) -> None:
-        """The rest of the tensor is not sent."""
+        """Forgets a tensor whose rest is not sent."""
         self._goodput.gave_up(transfer)
 
     def figures(self) -> LinkFigures:

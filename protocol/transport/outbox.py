@@ -1,4 +1,4 @@
-"""What one link is about to send, and in which order.
+"""The send queue of one link, with its order and its bounds.
 
 Small frames go first, so that a receipt never waits behind a tensor; between them, the transfers under way take turns
 chunk by chunk (`protocol.transport.send_queue`). Nothing piles up: a tensor's bytes stay in the caller's buffer until
@@ -32,7 +32,7 @@ class _Sending:
 
 
 class Outbox:
-    """Filled by the link's users, emptied by the one task that runs `pump`. `budgets` has one for every lane."""
+    """Queues frames and tensors for one link, which the task in `pump` sends. `budgets` has one for every lane."""
 
     def __init__(self, budgets: Mapping[Lane, ByteBudget]) -> None:
         self._budgets = dict(budgets)
@@ -48,12 +48,12 @@ class Outbox:
 
     @property
     def committed_bytes(self) -> int:
-        """Of the tensors under way."""
+        """The bytes of the tensors under way; all that is held of what is sent, with `waiting_bytes`."""
         return sum(budget.used_bytes for budget in self._budgets.values())
 
     @property
     def waiting_bytes(self) -> int:
-        """Of small frames not yet handed to the stream."""
+        """The bytes of small frames not yet handed to the stream."""
         return self._small_bytes
 
     def post(self, frame: bytes) -> None:
@@ -101,7 +101,7 @@ class Outbox:
                 self._open.pop(sending.transfer.number, None)
 
     def stop(self, number: int) -> None:
-        """The receiver does not want the rest of a transfer: its `send` returns. Unknown ones have ended already."""
+        """Stops a transfer whose rest the receiver does not want: its `send` returns. Unknown ones have ended."""
         sending = self._open.get(number)
         if sending is not None:
             self._withdraw(sending)
@@ -109,8 +109,9 @@ class Outbox:
                 sending.done.set_result(False)
 
     def finish(self, last_frame: bytes | None, error: PeerError) -> None:
-        """Closes it: the small frames that wait and `last_frame` still go, `pump` ends, everything else raises
-        `error`."""
+        """Closes the outbox: the small frames that wait and `last_frame` still go, `pump` ends, everything else raises
+        `error`.
+        """
         if self._closed is not None:
             return
         if last_frame is not None:

@@ -1,4 +1,4 @@
-"""How much may be done in a time: a token bucket, and one for each of many askers.
+"""Rate limits: a token bucket, one for each of many askers, and what small frames may cost.
 
 How much of a peer is listened to: small frames are in proportion to the tensors that are exchanged with it.
 
@@ -47,8 +47,9 @@ bring in."""
 
 
 class TokenBucket:
-    """Holds `most` at most, full unless `left` says otherwise, and gets one more in `refill_s` seconds. Times are
-    monotonic seconds."""
+    """A token bucket: holds `most` at most, full unless `left` says otherwise, and gets one more in `refill_s` seconds.
+    Times are monotonic seconds.
+    """
 
     def __init__(self, most: float, refill_s: float, now: float, left: float | None = None) -> None:
         self._most = most
@@ -57,15 +58,15 @@ class TokenBucket:
         self._at = now
 
     def earn(self, amount: float) -> None:
-        """That much more, besides what time brings."""
+        """Adds so much, besides what time brings."""
         self._left = min(self._most, self._left + amount)
 
     def left(self, now: float) -> float:
-        """How much there is; less than nothing after `borrow`."""
+        """The content; less than nothing after `borrow`."""
         return min(self._most, self._left + max(0.0, now - self._at) / self._refill_s)
 
     def take(self, now: float, amount: float = 1) -> bool:
-        """Whether so much is there; then it is gone."""
+        """Takes so much if it is there; says whether."""
         self._refill(now)
         if self._left < amount:
             return False
@@ -73,7 +74,7 @@ class TokenBucket:
         return True
 
     def borrow(self, now: float, amount: float = 1) -> float:
-        """Takes it whether it is there or not; returns what is left."""
+        """Takes so much whether it is there or not; returns what is left."""
         self._refill(now)
         self._left -= amount
         return self._left
@@ -83,8 +84,7 @@ class TokenBucket:
 
 
 class Allowance:
-    """A token bucket for each name: `burst` at once, then one more in `refill_s` seconds. Forgets the longest unseen
-    name."""
+    """Token buckets by name: `burst` at once, then one more in `refill_s` seconds. Forgets the longest unseen name."""
 
     def __init__(self, burst: int, refill_s: float) -> None:
         self._burst = burst
@@ -92,7 +92,7 @@ class Allowance:
         self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
 
     def take(self, name: str, now: float, amount: int = 1) -> bool:
-        """Whether so much may be done for `name` at `now` (monotonic seconds); then it counts as done."""
+        """Takes so much for `name` at `now` (monotonic seconds) if it is there; says whether."""
         bucket = self._buckets.setdefault(name, TokenBucket(self._burst, self._refill_s, now))
         self._buckets.move_to_end(name)
         if len(self._buckets) > MAX_REMEMBERED:
@@ -100,41 +100,42 @@ class Allowance:
         return bucket.take(now, amount)
 
     def left(self, name: str, now: float) -> int:
-        """How much may be done for `name` at `now`."""
+        """The content of the bucket of `name` at `now`."""
         bucket = self._buckets.get(name)
         return self._burst if bucket is None else int(bucket.left(now))
 
 
 class CommonPatience:
-    """What all links of a transport draw on when they have used up their own."""
+    """The transport-wide budget for small frames, drawn on by links that have used up their own."""
 
     def __init__(self, now: float) -> None:
         self._bucket = TokenBucket(COMMON_SAVED, 1 / COMMON_A_SECOND, now)
 
     def exchanged(self, hops: int) -> None:
-        """A whole tensor has arrived or has been sent, whose path has so many hops."""
+        """Adds what a whole tensor, sent or received on a path of so many hops, allows."""
         self._bucket.earn(COMMON_A_TENSOR + hops)
 
     def take(self, now: float, weight: float = 1.0) -> bool:
-        """Whether there is so much left; then it is taken."""
+        """Takes so much if it is there; says whether."""
         return self._bucket.take(now, weight)
 
 
 class Patience:
-    """One link's. Times are monotonic seconds."""
+    """The budget of one link for small frames. Times are monotonic seconds."""
 
     def __init__(self, common: CommonPatience, now: float) -> None:
         self._common = common
         self._own = TokenBucket(MOST_SAVED, 1 / FRAMES_A_SECOND, now, left=IN_ADVANCE)
 
     def exchanged(self, hops: int = 0) -> None:
-        """A whole tensor has arrived or has been sent. A path makes each frame that names it longer by a third of a
-        frame a hop."""
+        """Adds what a whole tensor, sent or received, allows. A path makes each frame that names it longer by a third
+        of a frame a hop.
+        """
         self._own.earn(FRAMES_A_TENSOR + hops)
         self._common.exchanged(hops)
 
     def heard(self, now: float, octets: int = 0, *, serves: bool = True) -> float:
-        """Weighs one small frame of so many bytes; returns how many seconds to wait before the next one is read.
+        """Charges one small frame of so many bytes; returns how many seconds to wait before the next one is read.
 
         `serves` says whether its sender is known to serve a module of the run.
         """

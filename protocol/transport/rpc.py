@@ -1,4 +1,4 @@
-"""Questions and answers of one link: numbered, few at once, each with an end."""
+"""Questions and answers of one link: numbered, few at once, each with a time limit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from swarm.vocabulary.types import PeerId, short
 
 
 class Asking:
-    """Our open questions to a peer."""
+    """The open questions to a peer."""
 
     def __init__(self, peer: PeerId) -> None:
         self._peer = peer
@@ -24,7 +24,9 @@ class Asking:
         self._closed: PeerError | None = None
 
     async def ask(self, question: Question, timeout_s: float, say: Callable[[SmallFrame], None]) -> bytes:
-        """Errors as `Transport.ask`; the time limit includes waiting for one of the places."""
+        """Asks and waits for the answer. Errors as `Transport.ask`; the time limit includes waiting for one of the
+        places.
+        """
         try:
             async with asyncio.timeout(timeout_s), self._places:
                 return await self._ask(question, say)
@@ -34,7 +36,7 @@ class Asking:
             ) from None
 
     def answered(self, answer: AnswerFrame) -> None:
-        """An answer came; one that came too late is dropped.
+        """Takes an answer; one that came too late is dropped.
 
         Raises:
             ProtocolViolation: it answers another kind of question.
@@ -69,7 +71,7 @@ class Asking:
 
 
 class Answering:
-    """A peer's open questions to us, each answered in a task of the link's group."""
+    """The open questions of a peer, each answered in a task of the link's group."""
 
     def __init__(
         self, peer: PeerId, handler: LinkHandler, tasks: asyncio.TaskGroup, say: Callable[[SmallFrame], None]

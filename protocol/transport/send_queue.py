@@ -1,4 +1,4 @@
-"""A number of bytes and places that many share, given out first come, first served.
+"""Shared send capacity: a byte budget given out first come, first served, and the turns of the lanes.
 
 Whose chunk goes next on a link: the lanes take turns, and in each lane its transfers.
 """
@@ -16,7 +16,7 @@ from swarm.vocabulary.errors import PeerError
 
 
 class ByteBudget:
-    """Holds senders back until what is under way leaves room for theirs.
+    """A budget of bytes under way; senders wait until there is room for theirs.
 
     Something larger than the whole budget goes when it is alone: it could never go otherwise.
     """
@@ -35,7 +35,7 @@ class ByteBudget:
 
     @asynccontextmanager
     async def share(self, size_bytes: int) -> AsyncIterator[None]:
-        """Waits for room, and holds it for as long as the block runs.
+        """Waits for room, and holds it within the block.
 
         Raises:
             PeerError: the one given to `close`.
@@ -47,7 +47,7 @@ class ByteBudget:
             self._release(size_bytes)
 
     def close(self, error: PeerError) -> None:
-        """Fails everyone who waits, and everyone who comes later."""
+        """Fails everyone who waits or comes later."""
         self._error = error
         while self._waiting:
             _, turn = self._waiting.popleft()
@@ -104,9 +104,10 @@ Item = TypeVar("Item")
 
 
 class Lane(enum.Enum):
-    """What shares a link. Each lane waits for itself only, so that a round of hundreds of megabytes does not stand
-    before a microbatch that others wait for; and when both have something to send, each gets half of the chunks, so
-    that a busy pipeline does not stop a round either."""
+    """A class of tensors on a link, with a budget and turns of its own. Each lane waits for itself only, so that a
+    round of hundreds of megabytes does not stand before a microbatch that others wait for; and when both have something
+    to send, each gets half of the chunks, so that a busy pipeline does not stop a round either.
+    """
 
     MICROBATCHES = 0
     BULK = 1
@@ -114,7 +115,7 @@ class Lane(enum.Enum):
 
 
 class Turns(Generic[Item]):
-    """Queues of what has something to send, one for each lane."""
+    """Queues of what has something to send, one for each lane, served in turn."""
 
     def __init__(self) -> None:
         self._queues: deque[tuple[Lane, deque[Item]]] = deque((lane, deque()) for lane in Lane)
@@ -123,15 +124,15 @@ class Turns(Generic[Item]):
         return any(queue for _, queue in self._queues)
 
     def add(self, lane: Lane, item: Item) -> None:
-        """At the end of its lane."""
+        """Appends at the end of its lane."""
         self._queue(lane).append(item)
 
     def first(self) -> Item | None:
-        """What `take` would give."""
+        """The one that `take` would return."""
         return next((queue[0] for _, queue in self._queues if queue), None)
 
     def take(self) -> Item:
-        """Whose turn it is; its lane's next turn comes after the others'.
+        """Removes and returns the next in turn; its lane's next turn comes after the others'.
 
         Raises:
             IndexError: nobody's.
@@ -144,7 +145,7 @@ class Turns(Generic[Item]):
         raise IndexError("nothing has a turn")
 
     def remove(self, lane: Lane, item: Item) -> bool:
-        """Whether it was there."""
+        """Removes it; whether it was there."""
         queue = self._queue(lane)
         if item not in queue:
             return False

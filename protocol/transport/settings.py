@@ -1,4 +1,4 @@
-"""What can be set about the transport. The defaults serve links from a home's 10 Mbit/s to a data centre's."""
+"""The transport's settings. The defaults serve links from a home's 10 Mbit/s to a data centre's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_OPEN_QUESTIONS: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class TransportSettings:
-    """Immutable; impossible values are refused when it is made.
+    """Settings of a transport; impossible values are refused when it is made.
 
     Raises:
         ConfigError: names the setting and what is allowed.

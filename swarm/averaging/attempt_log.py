@@ -1,5 +1,6 @@
-"""The attempts from one anchor: which was the highest, who is left out of the next, which rosters they had, how they
-ended."""
+"""The record of the attempts from one anchor: the highest, who is left out of the next, their rosters, how they
+ended.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ assert ATTEMPTS <= MAX_ATTEMPTS
 
 
 class AttemptLog:
-    """Kept from one anchor to the next; the commits we announced are kept longer, for those who ask late."""
+    """The attempts at the next round. Kept from one anchor to the next; the commits we announced are kept longer, for
+    those who ask late.
+    """
 
     def __init__(self, rules: RoundRules) -> None:
         self._backoff = ExponentialBackoff(rules.answer_s, LONGEST_PAUSE_S)
@@ -62,7 +65,7 @@ class AttemptLog:
         self.rosters = [*self.rosters, roster][-_ROSTERS:]
 
     def failed(self, now: float) -> None:
-        """A convener that gives up makes a longer and longer pause."""
+        """Notes a failed attempt; a convener that gives up makes a longer and longer pause."""
         self._failures += 1
         self.pause(now, self._backoff.seconds(self._failures))
 

@@ -1,4 +1,4 @@
-"""The attempt under way: following a convener or being it, the exchange, the result, its commit."""
+"""The attempt under way: as convener or member, its exchange, its result, its commit."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ ToConvener = Accepting | Entry | Declined | Pulse | Prepared
 
 
 class Attempts:
-    """At most one is under way. What the replica tells itself comes back through `arrived`."""
+    """One replica's attempts, of which at most one is under way. What the replica tells itself comes back through
+    `arrived`.
+    """
 
     def __init__(self, view: ReplicaView) -> None:
         self._view = view
@@ -111,8 +113,9 @@ class Attempts:
     # ---- leaving ----------------------------------------------------------------------------------------------------
 
     def leave(self, why: str) -> Actions:
-        """Ends the attempt here. Once an exchange has begun from this anchor, later attempts use the same
-        pseudo-gradient, and a complete result is kept; else the next attempt takes a new one."""
+        """Leaves the attempt. Once an exchange has begun from this anchor, later attempts use the same pseudo-gradient,
+        and a complete result is kept; else the next attempt takes a new one.
+        """
         self._remember_delays()
         part, self.part, self._convening = self.part, None, None
         if part is None:
@@ -129,7 +132,7 @@ class Attempts:
                 self._view.penalties.kept_waiting(peer, self._view.now)
 
     def forget(self, why: str) -> Actions:
-        """Ends the attempt, and gives up whatever came of this and earlier ones."""
+        """Leaves the attempt, and gives up whatever came of this and earlier ones."""
         number = self._view.attempt_log.highest[0]
         self.part = self._convening = self._staged = None
         return [Release(number, why)] if number else []
@@ -141,7 +144,7 @@ class Attempts:
     # ---- messages ---------------------------------------------------------------------------------------------------
 
     def arrived(self, sender: PeerId, message: RoundControl) -> Actions:
-        """A message about an attempt, from a live replica or from ourselves."""
+        """Handles a message about an attempt, from a live replica or from ourselves."""
         if isinstance(message, Pulse) and message.round.convener == sender:
             self._hear_convener(sender, message.round)
         match message:
@@ -252,7 +255,7 @@ class Attempts:
     # ---- events of the attempt --------------------------------------------------------------------------------------
 
     def befell(self, event: AttemptEvent) -> Actions:
-        """Something about our own part; of another attempt it is ignored."""
+        """Handles an event of our own part; of another attempt it is ignored."""
         part, now = self.part, self._view.now
         accused = self._accuse(event.sender, event.round, event.why) if isinstance(event, PieceRejected) else []
         if part is None or event.round != part.round:
@@ -315,7 +318,7 @@ class Attempts:
         return [] if self._staged is not None and self._staged.version == version else [DropStaged(version)]
 
     def link_lost(self, peer: PeerId) -> Actions:
-        """Less patience with that peer; who waits for its pieces says so at once."""
+        """Loses patience with that peer sooner; who waits for its pieces says so at once."""
         if self._convening is not None:
             self._convening.lost(peer)
         part = self.part
@@ -330,14 +333,14 @@ class Attempts:
     # ---- the result -------------------------------------------------------------------------------------------------
 
     def adopt_if_others_did(self) -> Actions:
-        """A replica that stands on what we have prepared shows that it was committed."""
+        """Commits what we have prepared when a replica stands on it, which shows that it was committed."""
         staged, view = self._staged, self._view
         if staged is None or not view.others.on(staged.version, view.now):
             return []
         return self._adopt(staged)
 
     def finish_alone(self) -> Actions:
-        """Nobody is left: a complete result holds, because somebody who is gone may have committed it."""
+        """Commits a complete result when nobody is left: somebody who is gone may have committed it."""
         return self.forget("nobody else is there") if self._staged is None else self._adopt(self._staged)
 
     def _adopt(self, result: StagedResult) -> Actions:
@@ -357,7 +360,7 @@ class Attempts:
     # ---- time --------------------------------------------------------------------------------------------------------
 
     def advance(self) -> Actions:
-        """What the convener's part of us does by now."""
+        """Carries the convener's side forward: what it sends by now, and its end."""
         convening, view = self._convening, self._view
         if convening is None:
             return []
@@ -403,7 +406,7 @@ class Attempts:
         return left + self.open(why)
 
     def upkeep(self) -> Actions:
-        """What the member's part of us does by now."""
+        """Carries the member's side forward: pulses, patience, commit."""
         part, view = self.part, self._view
         if part is None:
             return []

@@ -1,5 +1,4 @@
-"""Whether a reducer's results can be the mean that they are said to be: compared with our own contribution as they
-come, and audited after the commit.
+"""The plausibility of reducers' results: compared with our own contribution as they come, and audited after the commit.
 
 Compared, at no traffic: the mean contains our own pseudo-gradient, so it points away from it only where the others'
 together outweigh it the other way. Measured on rounds of 2 to 9 replicas of a small model, with every codec, from the
@@ -46,7 +45,7 @@ SMALLEST: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """A piece's result beside our own pseudo-gradient there, in float64."""
+    """A piece's result compared with our own pseudo-gradient there, in float64."""
 
     reducer: PeerId
     share: float
@@ -60,7 +59,7 @@ class Beside:
 def oddities(
     own: PeerId, pieces: Sequence[Beside], coefficient: float, norm: float, largest_norm: float
 ) -> dict[PeerId, str]:
-    """Which reducers' results cannot be the mean, and why.
+    """The reducers whose results cannot be the mean, with the reasons.
 
     What we reduce ourselves tells whether it is we who are odd: if our own means look like that to us, we have nothing
     to say about those of others.
@@ -114,7 +113,7 @@ RESULT_ERROR: Final[Mapping[Codec, float]] = {
 
 @dataclass(frozen=True, slots=True)
 class Reckoning:
-    """A piece that was summed again, without what its reducer adds itself."""
+    """A piece that was summed again, without its reducer's own contribution."""
 
     elements: int
     rest: float
@@ -126,7 +125,8 @@ class Reckoning:
 
 
 def chance_of_audit(round_bytes: int, members: int, audit_bytes: int) -> float:
-    """How often a member audits a piece, so that together they fetch at most AUDITED_BYTES of what the round sent.
+    """The probability with which a member audits a piece, so that together they fetch at most AUDITED_BYTES of what the
+    round sent.
 
     Args:
         round_bytes: that all members together have sent.
@@ -136,7 +136,7 @@ def chance_of_audit(round_bytes: int, members: int, audit_bytes: int) -> float:
 
 
 def unexplained(reckoning: Reckoning, coefficient: float, norm: float, codec: Codec) -> str | None:
-    """Why what is left of a result cannot be the reducer's own contribution; None when it can.
+    """The reason why what is left of a result cannot be the reducer's own contribution; None when it can.
 
     That it is within the norm which the reducer declared, spread as the others' norms are, is all that can be known:
     its own part is nowhere encoded. A reducer that stays within that has no more power over the mean than by

@@ -1,4 +1,4 @@
-"""Who is asked for which chunks of a state: the plan of one download from several donors at once.
+"""The plan of one download of a state from several donors at once: who is asked for which chunks.
 
 Each donor is given a batch, and the next when it is about done with it, so each serves in proportion to its speed;
 chunks are handed out from a random place on, to donors in random order, so that joiners who come together do not crowd
@@ -52,7 +52,7 @@ COPIES: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class ChunkCame:
-    """A chunk of a donor is here and has been checked against its hash."""
+    """A chunk of a donor has come and has been checked against its hash."""
 
     donor: PeerId
     chunk: int
@@ -69,6 +69,8 @@ class ChunkLost:
 
 @dataclass(frozen=True, slots=True)
 class ChunksRefused:
+    """A donor has refused chunks that it was asked for."""
+
     donor: PeerId
     chunks: tuple[int, ...]
     reason: StateRefusal
@@ -94,7 +96,7 @@ Event = ChunkCame | ChunkLost | ChunksRefused | DonorLost | Tick
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Send the donor a StateRequest for these chunks."""
+    """Ask the donor for these chunks (StateRequest)."""
 
     donor: PeerId
     chunks: tuple[int, ...]
@@ -102,7 +104,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The donor sent what is not the state that was agreed on."""
+    """Report a donor that sent what is not the state that was agreed on."""
 
     donor: PeerId
     detail: str
@@ -110,10 +112,12 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Complete:
-    """All chunks are here."""
+    """The download is complete: all chunks are here."""
 
 
 class FailureKind(enum.Enum):
+    """Why a download has failed."""
+
     NO_DONOR = 1
     """None is left that has the state."""
     STALLED = 2
@@ -122,6 +126,8 @@ class FailureKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Failed:
+    """The download is over without the state."""
+
     kind: FailureKind
     detail: str
     """What happened with each donor, for a person."""
@@ -146,7 +152,7 @@ class _Donor:
 
 
 class Download:
-    """The plan. Chunks are numbered from 0; `chunk_bytes` is the size of most.
+    """The state machine of one download. Chunks are numbered from 0; `chunk_bytes` is the size of most.
 
     Args:
         here: chunks that need not be fetched.
@@ -175,17 +181,18 @@ class Download:
 
     @property
     def missing(self) -> int:
-        """How many chunks are not here yet."""
+        """The number of chunks that are not here yet."""
         return len(self._missing)
 
     def expects(self, donor: PeerId, chunk: int) -> bool:
-        """Whether this chunk is wanted, and of this donor."""
+        """Whether this chunk is wanted of this donor."""
         asked = self._donors.get(donor)
         return not self._over and chunk in self._missing and asked is not None and chunk in asked.owes
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """What follows from `event`. News of donors or chunks that have nothing to do with this download are
-        ignored."""
+        """The actions that follow from `event`. News of donors or chunks that have nothing to do with this download are
+        ignored.
+        """
         if self._over:
             return []
         if self._progressed_at is None:

@@ -1,4 +1,4 @@
-"""One attempt at a round as its convener sees it: whom it invited, what they answered, how far each is.
+"""The convener's side of one attempt at a round: whom it invited, what they answered, how far each is.
 
 The convener is an invitee of its own: what it sends to itself comes back to it like everybody else's messages.
 `advance` says what to send and, when the attempt has come to an end, which (`Verdict`).
@@ -42,7 +42,7 @@ from swarm.vocabulary.types import AnchorVersion, PeerId
 
 
 class Convener:
-    """See the module.
+    """The convener's state machine in one attempt.
 
     Args:
         view: what we know now. The attempt keeps to it, whatever is learnt later.
@@ -79,14 +79,14 @@ class Convener:
 
     @property
     def mute(self) -> frozenset[PeerId]:
-        """Those that never answered."""
+        """The invitees that never answered."""
         return frozenset(peer for peer, invitee in self._invitees.items() if invitee.answer is Answer.NONE)
 
     def open(self) -> list[Tell]:
         return [Tell(peer, Invitation(self.round, self._base)) for peer in self._invitees]
 
     def dissolve(self, why: str) -> list[Tell]:
-        """To everybody else that may still count on this attempt."""
+        """Tells everybody else that may still count on this attempt that it is given up."""
         others = (peer for peer, invitee in self._invitees.items() if peer != self._own and invitee.answer in WITH_US)
         return [Tell(peer, Dissolved(self.round, why)) for peer in others]
 
@@ -98,7 +98,7 @@ class Convener:
             invitee.lost = True
 
     def hear(self, sender: PeerId, message: RoundControl, now: float) -> list[Tell]:
-        """An invitee's message about this attempt."""
+        """Handles an invitee's message about this attempt."""
         invitee = self._invitees.get(sender)
         if invitee is None:
             return [Tell(sender, Dissolved(self.round, "you are not among those invited"))]
@@ -145,7 +145,7 @@ class Convener:
     # ---- time --------------------------------------------------------------------------------------------------------
 
     def advance(self, now: float) -> tuple[list[Tell], Verdict | None]:
-        """What is to be sent by now, and the end of this attempt if it has come."""
+        """The messages due by now, and the end of this attempt if it has come."""
         tells = self._pulses(now)
         if self.roster is not None:
             return tells, self._judge_exchange(self.roster, now)
@@ -325,8 +325,9 @@ class Convener:
 
 
 def credible_accusers(accusations: dict[PeerId, frozenset[PeerId]]) -> dict[PeerId, set[PeerId]]:
-    """Who is accused by whom, without those who accuse all the others and are accused themselves: one that hears
-    nobody, or makes that up, is more likely at fault than everybody else."""
+    """The accusers of each accused, without those who accuse all the others and are accused themselves: one that hears
+    nobody, or makes that up, is more likely at fault than everybody else.
+    """
     accused = frozenset[PeerId]().union(*accusations.values())
     sweeping = {peer for peer, named in accusations.items() if peer in accused and len(named) == len(accusations) - 1}
     credible = {peer: named for peer, named in accusations.items() if peer not in sweeping}

@@ -1,4 +1,4 @@
-"""What a convener keeps of each invitee, and how its attempt can end."""
+"""The convener's record of each invitee, and the ways in which its attempt can end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from swarm.vocabulary.types import AnchorVersion, PeerId
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """This version holds from now on."""
+    """The attempt has led to a commit: this version holds from now on."""
 
     version: AnchorVersion
     holders: tuple[PeerId, ...]
@@ -19,7 +19,7 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class TryAgain:
-    """The next attempt has to do without these."""
+    """The attempt has failed, and the next one has to do without these."""
 
     without: frozenset[PeerId]
     why: str
@@ -29,6 +29,8 @@ class TryAgain:
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
+    """The attempt has failed, and the convener pauses."""
+
     why: str
 
 
@@ -36,7 +38,7 @@ Verdict = Settled | TryAgain | GivenUp
 
 
 class Answer(enum.Enum):
-    """How an invitee has answered."""
+    """An invitee's answer."""
 
     NONE = 1
     ACCEPTED = 2
@@ -63,7 +65,7 @@ DECLINED = {
 
 @dataclass(slots=True)
 class Invitee:
-    """What the convener knows of one that it invited."""
+    """What the convener knows of one replica that it invited."""
 
     heard: float
     answer: Answer = Answer.NONE

@@ -1,4 +1,4 @@
-"""One attempt at a round as a member sees it, the convener as a member included.
+"""The member's side of one attempt at a round, the convener's own included.
 
 Whether an invitation is followed: the rule that makes competing conveners come down to one.
 """
@@ -31,7 +31,7 @@ PIECE_SLACK = 4.0
 
 
 class Phase(enum.Enum):
-    """How far a member is. Until FINISHING it keeps telling the convener, so that no lost message stops a round."""
+    """A member's progress. Until FINISHING it keeps telling the convener, so that no lost message stops a round."""
 
     PREPARING = "prepares"
     ENTERED = "waits for the roster"
@@ -50,7 +50,7 @@ class StagedResult:
 
 @dataclass(slots=True)
 class Participation:
-    """Of one replica in one attempt."""
+    """One replica's part in one attempt."""
 
     round: RoundId
     heard: float
@@ -87,12 +87,13 @@ class Participation:
         self.heard, self.link_lost = now, False
 
     def silence(self, now: float) -> float:
-        """How long the convener has been silent; a broken link counts for half of the patience."""
+        """The seconds for which the convener has been silent; a broken link counts for half of the patience."""
         return now - self.heard + (self.rules.silence_s / 2 if self.link_lost else 0.0)
 
     def loyal(self, now: float) -> bool:
-        """Whether it stays with its convener when another one calls: the exchange has begun and the convener was heard
-        lately."""
+        """Whether the member stays with its convener when another one calls: the exchange has begun and the convener
+        was heard lately.
+        """
         return self.roster is not None and self.silence(now) < self.rules.silence_s / 2
 
     def begin(self, roster: Roster, until: float) -> None:
@@ -110,7 +111,7 @@ class Participation:
         return self.phase is Phase.PREPARED and now - self.prepared_at > self.rules.silence_s
 
     def holders(self) -> frozenset[PeerId]:
-        """Who has said that it has our result, besides us."""
+        """The members that have said that they have our result, besides us."""
         return frozenset(peer for peer, version in self.prepared.items() if version == self.version)
 
     def piece_came(self, sender: PeerId, now: float) -> None:
@@ -119,12 +120,13 @@ class Participation:
             self.owing[sender] = now
 
     def waiting_for(self, now: float) -> tuple[PeerId, ...]:
-        """Those that owe us pieces, and none has come for longer than one should take."""
+        """The members that owe us pieces when none has come for longer than one should take."""
         return tuple(sorted(self._late(now, self._patience_s())))
 
     def was_waiting_for(self, now: float) -> frozenset[PeerId]:
-        """Those that had a part in it when the attempt ends in vain: others may have lost patience a little before
-        us."""
+        """As `waiting_for` with half the patience, for an attempt that ends in vain: others may have lost patience a
+        little before us.
+        """
         return self._late(now, self._patience_s() / 2)
 
     def _late(self, now: float, patience_s: float) -> frozenset[PeerId]:
@@ -147,7 +149,7 @@ class Participation:
         return self.rules.chunk_bytes / (self.bandwidth or ASSUMED_BANDWIDTH)
 
     def status(self, now: float) -> RoundControl | None:
-        """What the convener should know, as a message; said again and again."""
+        """The member's repeated report to the convener."""
         match self.phase:
             case Phase.PREPARING:
                 return Accepting(self.round)
@@ -163,14 +165,15 @@ class Participation:
 
 
 def can_be_meant(sender: PeerId, attempt: RoundId, view: ReplicaView) -> bool:
-    """Whether it deserves an answer: from the convener itself, with numbers that can be, and not from a repeated
-    offender."""
+    """Whether an invitation deserves an answer: from the convener itself, with numbers that can be, and not from a
+    repeated offender.
+    """
     plausible = plausible_round(view.version, attempt.number) and 0 <= attempt.attempt < MAX_ATTEMPTS
     return attempt.convener == sender and plausible and sender not in view.penalties.excluded(view.now)
 
 
 def refusal_of(invitation: Invitation, part: Participation | None, view: ReplicaView) -> DeclineReason | None:
-    """Why we do not follow; None when we do.
+    """The reason not to follow an invitation; None when we do.
 
     Args:
         part: what we take part in now.

@@ -1,5 +1,8 @@
-"""Who costs rounds: by sending what cannot be used, or by keeping the others waiting. Only what this replica has seen
-itself counts; what others accuse somebody of is not kept."""
+"""Penalties of replicas that cost rounds, by sending what cannot be used or by keeping the others waiting. Only what
+this replica has seen itself counts; what others accuse somebody of is not kept.
+
+It stands alone because what is held against a replica outlives attempts and anchors.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ FOR_WAITING: Final = ExponentialBackoff(30.0, 600.0, free=1)
 
 
 class Penalties:
-    """What this replica remembers of the other replicas."""
+    """This replica's record of the others' offences."""
 
     def __init__(self) -> None:
         self._rubbish = Exclusions(FOR_RUBBISH, FORGIVEN_AFTER_S)
@@ -30,22 +33,22 @@ class Penalties:
         self._silence = Exclusions(FOR_SILENCE, FORGIVEN_AFTER_S)
 
     def sent_rubbish(self, peer: PeerId, now: float) -> None:
-        """Something that cannot be used."""
+        """Notes that a replica sent what cannot be used."""
         self._rubbish.add(peer, now)
 
     def was_caught(self, peer: PeerId, certain: bool, now: float) -> None:
-        """By an audit; what is not certain costs less."""
+        """Notes that an audit caught a replica; what is not certain costs less."""
         (self._fraud if certain else self._silence).add(peer, now)
 
     def kept_waiting(self, peer: PeerId, now: float) -> None:
-        """An exchange ended while pieces of it that were overdue had not come."""
+        """Notes that an exchange ended while overdue pieces of a replica had not come."""
         self._waiting.add(peer, now)
 
     def delivered(self, peer: PeerId) -> None:
-        """An exchange with it has succeeded: what kept us waiting before has passed."""
+        """Notes that an exchange with a replica has succeeded: what kept us waiting before has passed."""
         self._waiting.forgive(peer)
 
     def excluded(self, now: float) -> frozenset[PeerId]:
-        """Who gets no invitation, and whose invitations are not answered."""
+        """The replicas that get no invitation, and whose invitations are not answered."""
         kinds = (self._rubbish, self._waiting, self._fraud, self._silence)
         return frozenset[PeerId]().union(*(kind.excluded(now) for kind in kinds))

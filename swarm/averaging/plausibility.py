@@ -1,10 +1,11 @@
-"""How fast each replica can send, as those say that received from it.
+"""The plausibility of what entries say: the senders' rates as their receivers measured them, and the usual length of
+pseudo-gradients.
 
 A replica's own word counts nothing, because who claims more reduces more. Entries tell of others' links; the lower
 median of what is said of a member is believed of it, so that one accomplice lifts nobody above what an honest receiver
 saw.
 
-How long an update for so much work usually is, as one replica has seen it.
+A pseudo-gradient is compared with the usual length for so much work.
 
 Updates are clipped to a multiple of the median of the declared norms. Where half of the replicas lie, one of two, that
 median is theirs, and a declared norm of next to nothing divides the others' work by any number. No arithmetic on the
@@ -32,14 +33,16 @@ down quickly."""
 
 
 def mark_of(peer: PeerId) -> int:
-    """24 bits of its name's hash: names are long, and a roster tells of many links. Who shares another's mark shares
-    what is measured of it."""
+    """A peer's 24-bit mark, of its name's hash: names are long, and a roster tells of many links. Who shares another's
+    mark shares what is measured of it.
+    """
     return int.from_bytes(hashlib.sha256(peer.encode()).digest()[:3], "big")
 
 
 def measured_of(bytes_per_s: Mapping[PeerId, float], base: AnchorVersion) -> tuple[LinkRate, ...]:
-    """What an entry says of the others' links. Of more than MAX_MEASURED links the anchor draws some, other ones each
-    round."""
+    """The measured rates of others' links for an entry. Of more than MAX_MEASURED links the anchor draws some, other
+    ones each round.
+    """
 
     def drawn(peer: PeerId) -> bytes:
         return hashlib.sha256(base.digest + peer.encode()).digest()
@@ -49,7 +52,7 @@ def measured_of(bytes_per_s: Mapping[PeerId, float], base: AnchorVersion) -> tup
 
 
 def rates(entries: Mapping[PeerId, Entry]) -> dict[PeerId, int]:
-    """The rate of each member of which another one says something."""
+    """The rate of each member that another one has measured."""
     said: dict[int, list[tuple[PeerId, int]]] = {}
     for by, entry in entries.items():
         for measured in entry.measured:
@@ -59,7 +62,7 @@ def rates(entries: Mapping[PeerId, Entry]) -> dict[PeerId, int]:
 
 
 def slowest_bytes_per_s(entries: Mapping[PeerId, Entry]) -> float:
-    """Of the members' links; 0 when nobody has measured any."""
+    """The slowest rate of the members' links; 0 when nobody has measured any."""
     known = rates(entries)
     return 4.0 ** min(known.values()) if known else 0.0
 
@@ -69,22 +72,24 @@ def _rate(bytes_per_s: float) -> int:
 
 
 class UsualLength:
-    """One replica's."""
+    """The usual length of a module's pseudo-gradients, as norm a token, as one replica has seen it."""
 
     def __init__(self) -> None:
         self._usual = 0.0
         """Norm for each token; 0 before the first round."""
 
     def too_short(self, entry: Entry, own: Entry) -> bool:
-        """Whether somebody's entry can only be meant to make the others' count nothing. The shorter of our own and of
-        what was usual is compared: should our own have become too long, it is not the others' fault."""
+        """Whether an entry's pseudo-gradient is so short that it can only be meant to make the others' count nothing.
+        The shorter of our own and of what was usual is compared: should our own have become too long, it is not the
+        others' fault.
+        """
         if not (entry.tokens and own.tokens):
             return False
         expected = min(_length(own), self._usual or math.inf)
         return TOO_SHORT * _length(entry) < expected
 
     def committed(self, entries: Iterable[Entry]) -> None:
-        """A round has been held with these."""
+        """Notes the lengths in a committed round."""
         lengths = [_length(entry) for entry in entries if entry.tokens]
         if lengths:
             self._usual = max(lower_median(lengths), FADING * self._usual)

@@ -1,5 +1,4 @@
-"""What we know of the other replicas of our module: who is there, on which version each stands, how far each has
-worked.
+"""The view of the other replicas of our module: who is there, on which version each stands, how far each has worked.
 
 Whether this replica is behind its module, and whom it follows when it is.
 
@@ -64,14 +63,14 @@ class OtherReplicas:
         return peer in self._known
 
     def changed(self, others: Iterable[OtherReplica], now: float) -> frozenset[PeerId]:
-        """Takes over a new view; returns who is gone."""
+        """Takes over a new membership view; returns who is gone."""
         before = self._known
         listed = sorted(others, key=lambda replica: (not replica.serving, replica.peer))[: MAX_MEMBERS - 1]
         self._known = {replica.peer: _renewed(before.get(replica.peer), replica, now) for replica in listed}
         return frozenset(before) - frozenset(self._known)
 
     def said(self, peer: PeerId, version: AnchorVersion, now: float) -> None:
-        """Another replica told us where it stands. What strangers say is not kept."""
+        """Notes the version on which another replica says it stands. What strangers say is not kept."""
         known = self._known.get(peer)
         if known is None:
             return
@@ -80,8 +79,9 @@ class OtherReplicas:
             known.said, known.said_at, known.presumed = version, now, False
 
     def presume(self, members: Iterable[PeerId], version: AnchorVersion, now: float) -> None:
-        """We have committed this version with these members. Whoever commits first would otherwise be alone on it for a
-        moment, and could find the next round due for itself."""
+        """Presumes the members of a round that we have committed on its version. Whoever commits first would otherwise
+        be alone on it for a moment, and could find the next round due for itself.
+        """
         for peer in members:
             known = self._known.get(peer)
             if known is not None and known.version(now).round < version.round:
@@ -101,19 +101,19 @@ class OtherReplicas:
         return frozenset(self._known)
 
     def versions(self, now: float) -> dict[PeerId, AnchorVersion]:
-        """Of the serving ones."""
+        """The versions on which the serving replicas stand."""
         return {peer: known.version(now) for peer, known in self._known.items() if known.serving}
 
     def on(self, version: AnchorVersion, now: float) -> frozenset[PeerId]:
-        """The serving ones that stand on it."""
+        """The serving replicas that stand on the version."""
         return frozenset(peer for peer, stands in self.versions(now).items() if stands == version)
 
     def donors(self, version: AnchorVersion, now: float) -> tuple[PeerId, ...]:
-        """All that have it, whether they serve or not."""
+        """All replicas that have the version, whether they serve or not."""
         return tuple(sorted(peer for peer, known in self._known.items() if known.version(now) == version))
 
     def steps(self, base: AnchorVersion, now: float) -> list[int]:
-        """The work that those on `base` have reported."""
+        """The work that those on `base` have reported, in inner steps."""
         return [self._known[peer].steps for peer in self.on(base, now) if self._known[peer].base == base]
 
 
@@ -137,7 +137,7 @@ class _Failure:
 
 
 class Lag:
-    """Compares our anchor with the others', with patience: most differences are gone in a moment.
+    """How far our anchor is behind the others', with patience: most differences are gone in a moment.
 
     Versions never go back: a module that stands on a lower or equal round, but on another anchor, is not followed
     before its next round, which gets a number above all that are seen.
@@ -153,12 +153,14 @@ class Lag:
     def standing(
         self, own: AnchorVersion, others: Mapping[PeerId, AnchorVersion], now: float
     ) -> Reasoned[AnchorVersion]:
-        """What the module stands on, but for what could not be had lately."""
+        """The version that the module stands on, but for what could not be had lately."""
         vain = {version for version, failure in self._failures.items() if now < failure.until}
         return standing(self._rules, own, {peer: version for peer, version in others.items() if version not in vain})
 
     def may_convene(self, own: AnchorVersion, best: AnchorVersion, now: float) -> bool:
-        """Not for an anchor that the module has left. If nothing comes of waiting, it goes on after `longest_s`."""
+        """Whether a round may start from our anchor: not when the module has left it. If nothing comes of waiting, it
+        goes on after `longest_s`.
+        """
         if self.catching is not None:
             return False
         return best == own or (self._since is not None and now - self._since > self._rules.longest_s)
@@ -166,7 +168,7 @@ class Lag:
     def target(
         self, own: AnchorVersion, best: AnchorVersion, now: float, certain: bool, busy: bool
     ) -> AnchorVersion | None:
-        """What to get now; None when there is no need, no way, or when it may settle by itself.
+        """The version to catch up to now; None when there is no need, no way, or when it may settle by itself.
 
         Args:
             certain: more than half of all replicas stand there.
@@ -184,7 +186,9 @@ class Lag:
         self.catching, self._since = version, None
 
     def failed(self, version: AnchorVersion, now: float) -> None:
-        """Tried again later and later; of the versions that failed the latest few are remembered."""
+        """Notes that a version could not be had. It is tried again later and later; of the versions that failed the
+        latest few are remembered.
+        """
         self.catching = None
         before = self._failures.pop(version, None)
         count = 1 if before is None else before.count + 1
@@ -193,12 +197,12 @@ class Lag:
             del self._failures[next(iter(self._failures))]
 
     def moved(self) -> None:
-        """We stand on another anchor."""
+        """Notes that we stand on another anchor."""
         self.catching = self._since = None
 
 
 class ReplicaView:
-    """Shared by the parts of one `RoundMachine`, which keeps `now` up to date."""
+    """This replica's view of its module. Shared by the parts of one `RoundMachine`, which keeps `now` up to date."""
 
     def __init__(self, own: PeerId, module: ModuleId, rules: RoundRules, version: AnchorVersion, seal: Seal) -> None:
         self.own = own
@@ -219,7 +223,7 @@ class ReplicaView:
         self.usual = UsualLength()
 
     def standing(self) -> Reasoned[AnchorVersion]:
-        """What the module stands on, as we see it."""
+        """The version that the module stands on, as we see it."""
         return self.lag.standing(self.version, self.others.versions(self.now), self.now)
 
     def may_convene(self) -> bool:
@@ -229,7 +233,7 @@ class ReplicaView:
 
     @property
     def anchored_s(self) -> float:
-        """How long we have stood on our anchor."""
+        """The seconds for which we have stood on our anchor."""
         return 0.0 if self.anchored_at is None else self.now - self.anchored_at
 
     def due(self) -> Reasoned[bool]:
@@ -237,18 +241,19 @@ class ReplicaView:
         return due(self.rules, self.steps, self.others.steps(self.version, self.now), len(on) + 1, self.anchored_s)
 
     def next_number(self) -> int:
-        """Of the next round: above every version we have ever seen, also of replicas that are gone now, so that no
-        number gets two results only because somebody was away."""
+        """The number of the next round: above every version we have ever seen, also of replicas that are gone now, so
+        that no number gets two results only because somebody was away.
+        """
         self._highest = max(self._highest, next_number(self.version, self.others.versions(self.now).values()))
         return max(self._highest, self.attempt_log.highest[0])
 
     def order(self) -> tuple[PeerId, ...]:
-        """Who convenes the next round: the serving replicas on our anchor, we included."""
+        """The order of conveners of the next round: the serving replicas on our anchor, we included."""
         others = self.others.on(self.version, self.now) - self.penalties.excluded(self.now)
         return convener_order(self.module, self.version, self.next_number(), {self.own, *others})
 
     def stand_on(self, version: AnchorVersion) -> list[Tell]:
-        """We stand on another anchor from now on, and all others learn it from ourselves."""
+        """Takes our new anchor; all others learn it from ourselves."""
         self.version, self.steps, self.anchored_at = version, 0, self.now
         self.attempt_log.new_anchor()
         self.lag.moved()

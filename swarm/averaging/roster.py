@@ -1,5 +1,4 @@
-"""Rosters: what each member's update counts, who reduces which chunks, and what is wrong with a roster that somebody
-sent.
+"""Rosters: each member's weight, the shards that members reduce, and the objections to a roster that somebody sent.
 
 All of it follows from the entries that the members have signed, by integers and by operations that IEEE 754 rounds
 alike everywhere, so that every member works out the same, bit for bit.
@@ -46,7 +45,7 @@ round."""
 
 
 def sound_entry(entry: Entry) -> bool:
-    """Whether the figures can be true at all."""
+    """Whether an entry's figures can be true at all."""
     return (
         0 <= entry.steps <= MOST_STEPS
         and 0 <= entry.tokens <= MOST_TOKENS
@@ -58,7 +57,7 @@ def sound_entry(entry: Entry) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """Of one member's pseudo-gradient."""
+    """The weight of one member's pseudo-gradient."""
 
     share: float = 0.0
     """Of the tokens."""
@@ -67,12 +66,12 @@ class Weight:
 
     @property
     def coefficient(self) -> float:
-        """What it is multiplied with."""
+        """The factor of the pseudo-gradient in the sum."""
         return self.share * self.clipping
 
 
 def weigh(entries: Mapping[PeerId, Entry]) -> dict[PeerId, Weight]:
-    """What each pseudo-gradient counts. All shares are 0 when nobody worked."""
+    """The weight of each pseudo-gradient. All shares are 0 when nobody worked."""
     working = [entry for entry in entries.values() if entry.tokens > 0]
     if not working:
         return dict.fromkeys(entries, Weight())
@@ -110,8 +109,9 @@ def shards(chunks: range, rates: Mapping[PeerId, int], peers: Collection[PeerId]
 
 
 def make_roster(rules: RoundRules, signed: SignedRoster) -> Roster | None:
-    """What follows from the entries; None when none of those who entered has worked. The convener must be among
-    them."""
+    """Works the roster out from the entries; None when none of those who entered has worked. The convener must be among
+    them.
+    """
     entries = {entry.peer: entry for entry in signed.entries}
     number, base = signed.round, signed.base
     weights = weigh(entries)
@@ -139,7 +139,7 @@ def codec_of(
     interval_s: float,
     own: float,
 ) -> Reasoned[RoundCodecs]:
-    """Which codec the convener chooses.
+    """The codec that the convener chooses.
 
     Args:
         interval_s: the time that the work since `base` has taken.
@@ -151,15 +151,16 @@ def codec_of(
 
 
 def exchanged_bytes(rules: RoundRules, base: AnchorVersion, members: int, attempt: int) -> float:
-    """What the busiest member sends and receives of float32 in one exchange: everybody the fragment about twice; a
-    convener that reduces alone, once each way for every other member."""
+    """The bytes of float32 that the busiest member sends and receives in one exchange: everybody the fragment about
+    twice; a convener that reduces alone, once each way for every other member.
+    """
     first, end = fragment_chunks(rules, base.fragment)
     times = 2 * (members - 1) if attempt >= CONVENER_REDUCES_FROM else 2 * (members - 1) / members
     return times * (end - first) * rules.chunk_bytes
 
 
 def exchange_limit_s(rules: RoundRules, signed: SignedRoster, own: float) -> float:
-    """How long the exchange may take, with float32.
+    """The time limit of the exchange in seconds, as for float32.
 
     Args:
         own: bytes per second of our own best link; 0 when not known.
@@ -170,7 +171,7 @@ def exchange_limit_s(rules: RoundRules, signed: SignedRoster, own: float) -> flo
 
 
 def objection(rules: RoundRules, signed: SignedRoster, own: Entry, verify: Callable[[Entry], bool]) -> str | None:
-    """What is wrong with a roster that a convener sent us; None when nothing is.
+    """The reason why a convener's roster is wrong; None when it is not.
 
     Args:
         own: our entry.
@@ -194,8 +195,8 @@ def objection(rules: RoundRules, signed: SignedRoster, own: Entry, verify: Calla
 
 
 def oddity(signed: SignedRoster, own: PeerId, known: Collection[PeerId], here: Collection[PeerId]) -> str | None:
-    """Why we would rather not follow a roster though its convener may be honest, which may see other replicas than we
-    do; None when nothing is odd.
+    """The reason not to follow a roster though its convener may be honest, which may see other replicas than we do;
+    None when nothing is odd.
 
     At the first attempt nobody has been left out for a reason yet, so one that lacks most of us would throw their work
     away.
@@ -213,7 +214,7 @@ def oddity(signed: SignedRoster, own: PeerId, known: Collection[PeerId], here: C
 
 
 def contributors(roster: Roster) -> tuple[PeerId, ...]:
-    """Whose pseudo-gradients are in its result: a member that has done no work is there with weight 0."""
+    """The members whose pseudo-gradients are in the result: one that has done no work is there with weight 0."""
     return tuple(member.peer for member in roster.members if member.coefficient > 0)
 
 

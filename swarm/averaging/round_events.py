@@ -1,5 +1,6 @@
-"""What the round machine speaks of: events that befall it and actions that follow. Plain data;
-`swarm.averaging.round_machine` is the machine."""
+"""The events and actions of the round machine, and its rules. Plain data; `swarm.averaging.round_machine` is the
+machine.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from swarm.vocabulary.types import AnchorVersion, PeerId
 
 @dataclass(frozen=True, slots=True)
 class RoundRules:
-    """What the manifest says about rounds, and the limits of patience. Seconds."""
+    """The manifest's rules of rounds, and the limits of patience in seconds."""
 
     inner_steps: int
     """A round of each fragment is due after so many inner steps of work by every replica on average."""
@@ -39,7 +40,7 @@ class RoundRules:
 
     @property
     def codecs(self) -> tuple[RoundCodecs, ...]:
-        """That the run's rosters may name."""
+        """The codecs that the run's rosters may name."""
         return tuple(rung.codecs for rung in self.rungs)
 
 
@@ -47,11 +48,11 @@ class Seal(Protocol):
     """Signs our entries and checks the others'; there is no cryptography here."""
 
     def sign(self, entry: Entry) -> Entry:
-        """The same entry with our signature."""
+        """The entry with our signature."""
         ...
 
     def verify(self, entry: Entry) -> bool:
-        """Whether who enters has signed it."""
+        """Whether the entry's peer has signed it."""
         ...
 
 
@@ -71,14 +72,14 @@ class OtherReplica:
 
 @dataclass(frozen=True, slots=True)
 class ReplicasChanged:
-    """The membership view of our module, ourselves not included."""
+    """The membership view of our module has changed; ourselves not included."""
 
     others: tuple[OtherReplica, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Worked:
-    """Our own work since our anchor, in sum; after every inner step."""
+    """Our replica has worked: its work since our anchor, in sum; after every inner step."""
 
     steps: int
     tokens: int
@@ -86,13 +87,15 @@ class Worked:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
+    """A message about a round has come from another replica."""
+
     sender: PeerId
     message: RoundControl
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotTaken:
-    """The answer to TakeSnapshot: the pseudo-gradient is fixed."""
+    """The snapshot that was asked for is taken: the pseudo-gradient is fixed."""
 
     round: RoundId
     steps: int
@@ -107,7 +110,7 @@ class SnapshotTaken:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotBroken:
-    """Our own update is not finite. The replica has gone back to its anchor."""
+    """The snapshot could not be taken: our own update is not finite. The replica has gone back to its anchor."""
 
     round: RoundId
 
@@ -165,6 +168,8 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class LinkLost:
+    """The link to a replica broke, or a message to it could not be delivered."""
+
     peer: PeerId
 
 
@@ -184,7 +189,7 @@ class CaughtUp:
 
 @dataclass(frozen=True, slots=True)
 class CatchUpFailed:
-    """It could not be had; we stand where we stood."""
+    """The anchor could not be had; we stand where we stood."""
 
     wanted: AnchorVersion
     detail: str
@@ -245,8 +250,9 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class DropStaged:
-    """A complete result will not be committed by us: it is of an attempt that is over, or a later one has replaced it.
-    At most one is kept, so that there is always room to make the next."""
+    """Drop a complete result that will not be committed by us: it is of an attempt that is over, or a later one has
+    replaced it. At most one is kept, so that there is always room to make the next.
+    """
 
     version: AnchorVersion
 
@@ -282,14 +288,16 @@ class CatchUp:
 
 @dataclass(frozen=True, slots=True)
 class StandAlone:
-    """Whether there is nobody to average with: then the replica takes the outer step by itself when it is due."""
+    """Say whether there is nobody to average with: then the replica takes the outer step by itself when it is due."""
 
     alone: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Accuse:
-    """A replica has sent what no honest one sends, and less is asked of it from now on: tell whoever watches."""
+    """Tell whoever watches that a replica has sent what no honest one sends, and that less is asked of it from
+    now on.
+    """
 
     caught: Caught
 

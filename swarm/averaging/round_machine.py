@@ -1,4 +1,5 @@
-"""A module's rounds as one replica lives them: what befalls it (`words.Event`) and what it does then (`words.Action`).
+"""The round machine: the state machine of one replica's rounds, from events to actions
+(`swarm.averaging.round_events`).
 
 The story. A replica works from its anchor and tells the three who would convene the next round how far it is. When the
 work of all is enough, the first in hash order invites everybody (Convening); who accepts fixes its pseudo-gradient and
@@ -75,14 +76,14 @@ GAP_S = 0.5
 
 
 class WakingTime:
-    """Turns a monotonic clock into seconds awake."""
+    """A clock of seconds awake, over a monotonic clock that goes on in sleep."""
 
     def __init__(self) -> None:
         self._last: float | None = None
         self._slept = 0.0
 
     def advance(self, now: float) -> tuple[float, float]:
-        """Seconds awake, and how long it slept since the last call (0 when it did not)."""
+        """The seconds awake, and how long it slept since the last call (0 when it did not)."""
         gap = 0.0 if self._last is None else now - self._last
         self._last = now
         slept = gap if gap > GAP_S else min(gap, 0.0)
@@ -94,7 +95,7 @@ Actions = list[Action]
 
 
 class RoundMachine:
-    """See the module.
+    """One replica's part in the rounds of its module.
 
     Args:
         own: this peer.
@@ -117,12 +118,12 @@ class RoundMachine:
 
     @property
     def version(self) -> AnchorVersion:
-        """The anchor we stand on."""
+        """The version of our anchor."""
         return self._view.version
 
     @property
     def under_way(self) -> RoundId | None:
-        """The attempt we take part in."""
+        """The attempt in which we take part."""
         part = self._attempts.part
         return None if part is None else part.round
 
@@ -138,7 +139,7 @@ class RoundMachine:
         return bool(self._view.others.serving)
 
     def describe(self) -> str:
-        """One line for people."""
+        """The machine's state in one line for people."""
         view, part = self._view, self._attempts.part
         where = f"round {self.version.round}"
         if view.lag.catching is not None:
@@ -155,7 +156,8 @@ class RoundMachine:
     # ---- the machine -------------------------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> Actions:
-        """What is to be done, in order. Events of attempts that are over are ignored, never an error.
+        """The actions that follow from an event, in order. Events of attempts that are over are ignored, never an
+        error.
 
         Args:
             now: seconds of a monotonic clock.

@@ -1,5 +1,4 @@
-"""The arithmetic of rounds: who convenes, when a round is due, which number it gets, and which version the module
-stands on.
+"""The arithmetic of rounds: convener order, due rounds, round numbers, and the version the module stands on.
 
 Which state a newcomer takes: it has none of its own to compare, only what the module's replicas say.
 """
@@ -38,7 +37,7 @@ WORK_AT_MOST = 2
 
 
 def precedence(module: ModuleId, base: AnchorVersion, number: int, peer: PeerId) -> bytes:
-    """Of all who could convene this round from this anchor, the one with the smallest value does.
+    """A replica's precedence as convener of this round from this anchor: the smallest value convenes.
 
     Rendezvous hashing (Thaler and Ravishankar 1998): everybody computes the same order, each round has another one, and
     a peer that comes or goes changes nobody else's place. The anchor's digest is in it, so that nobody knows the order
@@ -49,12 +48,12 @@ def precedence(module: ModuleId, base: AnchorVersion, number: int, peer: PeerId)
 
 
 def convener_order(module: ModuleId, base: AnchorVersion, number: int, peers: Iterable[PeerId]) -> tuple[PeerId, ...]:
-    """Who convenes, and who steps in when those before are silent."""
+    """The order of conveners: the first convenes, the next steps in when those before are silent."""
     return tuple(sorted(set(peers), key=lambda peer: precedence(module, base, number, peer)))
 
 
 def lower_median(values: Sequence[Number]) -> Number:
-    """Of an even number of values the smaller middle one: of two, one cannot lift the other's limit.
+    """The lower median: of two values, the smaller, so that one cannot lift the other's limit.
 
     Raises:
         IndexError: there is no value.
@@ -63,19 +62,20 @@ def lower_median(values: Sequence[Number]) -> Number:
 
 
 def fragments_of(rules: RoundRules) -> int:
-    """There are no more fragments than chunks."""
+    """The number of fragments of a module, at most that of its chunks."""
     return max(1, min(rules.fragments, rules.chunks))
 
 
 def fragment_chunks(rules: RoundRules, fragment: int) -> tuple[int, int]:
-    """First and end chunk of a fragment; the same borders as the module's layout has."""
+    """The first and end chunk of a fragment; the same borders as the module's layout has."""
     count = fragments_of(rules)
     return round(fragment * rules.chunks / count), round((fragment + 1) * rules.chunks / count)
 
 
 def steps_between_rounds(rules: RoundRules) -> int:
-    """Inner steps of the average replica from one round to the next: each fragment has its turn once in
-    `inner_steps`."""
+    """The inner steps of the average replica from one round to the next: each fragment has its turn once in
+    `inner_steps`.
+    """
     return -(-rules.inner_steps // fragments_of(rules))
 
 
@@ -112,12 +112,14 @@ def possible(rules: RoundRules, version: AnchorVersion) -> bool:
 
 
 def near(own: AnchorVersion, number: int) -> bool:
-    """Whether one replica alone is believed that it has come so far."""
+    """Whether a round's number is so close to ours that one replica alone is believed to have come so far."""
     return number <= own.round + min(LARGEST_LEAD, max(FIRST_LEAD, LEAD_TIMES * own.round))
 
 
 def next_number(own: AnchorVersion, seen: Iterable[AnchorVersion]) -> int:
-    """One more than any live replica has, so that whoever takes over the result moves forward."""
+    """The number of the next round: one more than any live replica has, so that whoever takes over the result moves
+    forward.
+    """
     return 1 + max([own.round, *(version.round for version in seen if near(own, version.round))])
 
 

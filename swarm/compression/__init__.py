@@ -1,1 +1,1 @@
-"""Which codec for which link."""
+"""The choice of codecs for links and rounds."""

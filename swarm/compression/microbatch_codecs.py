@@ -1,4 +1,4 @@
-"""Which codec a tensor gets on a link: the mildest with which the link is not what everybody waits for.
+"""The choice of codec for a tensor on a link: the mildest with which the link is not what everybody waits for.
 
 Hybrid compression (arXiv 2409.02423): what stands it is compressed hard, what does not mildly, state not at all. The
 run's manifest says for each kind of traffic how far one may go (the limit); a link that carries more than is asked of
@@ -24,7 +24,7 @@ swing the choice."""
 
 
 class Traffic(enum.Enum):
-    """Kinds of tensors that differ in what they stand."""
+    """Kinds of tensors, by what compression they stand."""
 
     ACTIVATIONS = "activations"
     GRADIENTS = "gradients"
@@ -53,7 +53,7 @@ def ladder(limit: Codec, *, half_precision: bool) -> tuple[Codec, ...]:
 def choose(
     rungs: Sequence[Codec], sizes: Mapping[Codec, int], current: Codec | None, bytes_per_s: float, visit_s: float
 ) -> Reasoned[Codec]:
-    """One of `rungs` (mildest first, at least one).
+    """Chooses one of `rungs` (mildest first, at least one) for a link.
 
     Args:
         sizes: encoded bytes of the tensor with each.

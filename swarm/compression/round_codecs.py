@@ -1,4 +1,4 @@
-"""Which codecs a round uses: the mildest with which the slowest member's link does not hold the round up.
+"""The choice of codecs for a round: the mildest with which the slowest member's link does not hold the round up.
 
 Pseudo-gradients stand much (DiLoCo, arXiv 2501.18512; DESIGN section 6): INT8 makes no difference that can be measured
 (`benchmarks/codec_training.py`), so where the run allows it nothing milder is taken. The convener chooses, from the
@@ -33,13 +33,13 @@ _LEAVE_LITTLE: Final = frozenset({Codec.NONE, Codec.BF16, Codec.INT8})
 
 @dataclass(frozen=True, slots=True)
 class RoundCodecs:
-    """Of what members contribute, and of the means that reducers send back."""
+    """The codecs of a round: of what members contribute, and of the means that reducers send back."""
 
     contribution: Codec
 
     @property
     def result(self) -> Codec:
-        """Nobody makes good for what this one leaves out, so it is never sparse."""
+        """The codec of the means. Nobody makes good for what this one leaves out, so it is never sparse."""
         return _RESULTS[self.contribution]
 
     @property
@@ -49,13 +49,13 @@ class RoundCodecs:
         return self.contribution not in _LEAVE_LITTLE
 
     def of(self, message: RoundPiece) -> Codec:
-        """That the message's tensor has."""
+        """The codec of a message's tensor."""
         return self.contribution if isinstance(message, Contribution) else self.result
 
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """One choice.
+    """One rung of the ladder: a choice of codecs.
 
     Args:
         share: bytes on the wire over those of float32, mean of both directions.
@@ -69,8 +69,9 @@ FLOAT32: Final = Rung(RoundCodecs(Codec.NONE), 1.0)
 
 
 def ladder(limit: Codec) -> tuple[RoundCodecs, ...]:
-    """What a run allows, from the mildest to `limit`. NONE and BF16 stand alone: whoever asks for them wants no
-    less."""
+    """The codecs that a run allows, from the mildest to `limit`. NONE and BF16 stand alone: whoever asks for them wants
+    no less.
+    """
     rungs = _LADDER[: _LADDER.index(limit) + 1] if limit in _LADDER else (limit,)
     return tuple(RoundCodecs(codec) for codec in rungs)
 
@@ -78,7 +79,7 @@ def ladder(limit: Codec) -> tuple[RoundCodecs, ...]:
 def choose(
     rungs: Sequence[Rung], both_ways_bytes: float, slowest_bytes_per_s: float, interval_s: float
 ) -> Reasoned[RoundCodecs]:
-    """One of `rungs` (mildest first, at least one).
+    """Chooses one of `rungs` (mildest first, at least one) for a round.
 
     Args:
         both_ways_bytes: what the slowest member sends and receives with float32.

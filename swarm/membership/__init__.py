@@ -1,1 +1,1 @@
-"""Who is in the swarm, who may be given work, which module to host, whom to stay connected to."""
+"""Membership and placement: the live peers, which module to host, whom to stay connected to."""

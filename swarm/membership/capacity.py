@@ -1,4 +1,4 @@
-"""What a swarm can carry: how much each module's replicas can do for its share of the visits.
+"""The capacity of a swarm: how much each module's replicas can do for its share of the visits.
 
 A path is as fast as the slowest module it goes through, so the swarm's throughput is the least of what its modules
 allow: the power of a module's replicas together, divided by the work that a token of training asks of that module on
@@ -27,7 +27,7 @@ ABOUT_EQUAL = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What a run asks of its modules.
+    """The work that a run asks of its modules.
 
     Args:
         modules: all of the run.
@@ -52,7 +52,7 @@ class Workload:
         return module in self._work
 
     def work(self, module: ModuleId) -> float:
-        """What one token of training asks of the module on average, in units of cost."""
+        """The work that one token of training asks of the module on average, in units of cost."""
         return self._work[module]
 
     def _demand(self, stage: int, experts: int) -> float:
@@ -73,8 +73,7 @@ class Host:
 def hosts_of(
     announcements: Iterable[Announcement], workload: Workload, proven: frozenset[PeerId] = frozenset()
 ) -> tuple[Host, ...]:
-    """Everybody who hosts a module of the run. Who announces no speed is taken to be as powerful as the middle of the
-    others.
+    """The hosts of the run's modules. Who announces no speed is taken to be as powerful as the middle of the others.
 
     Args:
         proven: peers that are believed whatever they announce; others up to MOST_BELIEVED.
@@ -93,7 +92,7 @@ def hosts_of(
 
 
 def usual_power(powers: Iterable[float]) -> float:
-    """The median of those that are known (greater than 0); 1 when none is, which makes everybody equal."""
+    """The median power of those known (greater than 0); 1 when none is, which makes everybody equal."""
     known = [power for power in powers if power > 0]
     return median(known) if known else 1.0
 
@@ -108,7 +107,8 @@ def allowed_throughput(hosts: Iterable[Host], workload: Workload) -> dict[Module
 
 
 def draw(peer: PeerId, module: ModuleId) -> float:
-    """A number from 0 to 1 that everybody computes alike: settles ties, and spreads out what should not happen at
-    once."""
+    """A pseudo-random number from 0 to 1 that everybody computes alike: settles ties, and spreads out what should not
+    happen at once.
+    """
     digest = hashlib.sha256(f"{peer}/{module}".encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64

@@ -1,4 +1,7 @@
-"""Whom a peer that cannot be dialled keeps links to, so that it can be called through them."""
+"""The choice of peers to which one that cannot be dialled keeps links, so that it can be called through them.
+
+It stands alone because it is the only decision about links; the others are about modules.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ _STAY: tuple[PeerState, ...] = (PeerState.JOINING, PeerState.SERVING)
 def by_worth(
     own: PeerId, module: ModuleId | None, announcements: Iterable[Announcement], kept: Collection[PeerId]
 ) -> list[PeerId]:
-    """Those that can be dialled and mean to stay, the best to hold on to first.
+    """The peers that can be dialled and mean to stay, the best to hold on to first.
 
     Peers that links are needed to anyway come first: of the stages before and after ours (the last is before the first:
     a path ends where it began), and replicas of our own module. Among equals those that we hold on to already, so that
@@ -38,8 +41,9 @@ def by_worth(
 
 
 def relays_first(order: Sequence[PeerId], relaying: Collection[PeerId], wanted: int = 2) -> list[PeerId]:
-    """The same with the first `wanted` of those that serve tunnels before all others: without one of them, peers that
-    cannot be dialled either have no way to us."""
+    """The peers reordered: the first `wanted` of those that serve tunnels before all others, because without one of
+    them, peers that cannot be dialled either have no way to us.
+    """
     chosen = [peer for peer in order if peer in relaying][:wanted]
     return chosen + [peer for peer in order if peer not in chosen]
 

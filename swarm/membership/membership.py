@@ -1,5 +1,4 @@
-"""Who is in the swarm, as one peer sees it: the newest valid announcement of every other peer, and which of them fail
-us.
+"""The membership view of one peer: the newest valid announcement of every other peer, and which of them fail us.
 
 All times are monotonic seconds of this machine; an announcement's wall-clock expiry is turned into a remaining time
 when it is seen, so that a clock that jumps does not empty the view.
@@ -54,7 +53,7 @@ class _Member:
 
 
 class Membership:
-    """The view. Announcements put in have been verified by whoever read them.
+    """The membership view. Announcements put in have been verified by whoever read them.
 
     Args:
         run: announcements of other runs are ignored.
@@ -96,12 +95,12 @@ class Membership:
         return gone
 
     def forget(self, peer: PeerId) -> None:
-        """The peer hosts nothing and has gone."""
+        """Removes a peer that hosts nothing and has gone."""
         self._members.pop(peer, None)
 
     def fail(self, peer: PeerId, now: float) -> None:
-        """The peer could not be reached or fell silent: no new work for it for FIRST_PAUSE_S, in case only a link
-        broke.
+        """Suspects a peer that could not be reached or fell silent: no new work for it for FIRST_PAUSE_S, in case only
+        a link broke.
 
         What fails while it is suspected already belongs to the same outage and does not count again; what fails after
         it is one time too many (`give_up`).
@@ -113,18 +112,19 @@ class Membership:
         member.suspect(now, now + FIRST_PAUSE_S if member.failures == 1 else math.inf)
 
     def give_up(self, peer: PeerId, now: float) -> None:
-        """No work for the peer until it has announced something since: a dead peer announces nothing."""
+        """Gives a peer up: no work for it until it has announced something since: a dead peer announces nothing."""
         member = self._members.get(peer)
         if member is not None:
             member.suspect(now, math.inf)
 
     def leave_out(self, peer: PeerId, now: float) -> float:
-        """The peer is there and does harm: no work for it for so many seconds as are returned, unless nobody else
-        serves its module."""
+        """Leaves out a peer that does harm: no work for it for so many seconds as are returned, unless nobody else
+        serves its module.
+        """
         return self._harmful.add(peer, now)
 
     def recover(self, peer: PeerId) -> None:
-        """The peer has been heard again: a link to it stands."""
+        """Ends the suspicion of a peer that has been heard again: a link to it stands."""
         member = self._members.get(peer)
         if member is not None:
             member.failures, member.suspect_until = 0, 0.0
@@ -134,7 +134,7 @@ class Membership:
         return None if member is None else member.announcement
 
     def slots_of(self, peer: PeerId) -> int:
-        """As it announces; 0 of one that is not known."""
+        """The slots that the peer announces; 0 for one that is not known."""
         known = self.get(peer)
         return 0 if known is None else known.slots
 
@@ -179,12 +179,12 @@ class Membership:
         return not all(member.is_given_up for member in self._serving(module, now))
 
     def served(self, now: float) -> set[ModuleId | None]:
-        """All modules that are."""
+        """The modules that are served, as `is_served` says."""
         serving = (member for member in self._members.values() if _serves(member, now) and not member.is_given_up)
         return {member.announcement.module for member in serving}
 
     def with_replicas(self, now: float) -> set[ModuleId | None]:
-        """The modules that have `replicas`."""
+        """The modules that have `replicas` to give work to."""
         serving = (member for member in self._members.values() if _serves(member, now))
         return {member.announcement.module for member in serving if member.suspect_until <= now}
 

@@ -1,5 +1,8 @@
-"""Which module a newcomer takes: the one where it helps the swarm most, empty ones first. Moving later is
-`swarm.membership.rebalancing`."""
+"""Placement of a newcomer: the module where it helps the swarm most, empty ones first. Moving later is
+`swarm.membership.rebalancing`.
+
+It stands alone because a newcomer asks once, before it has a module; whoever has one asks otherwise.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""When a peer leaves its module for another: to fill an empty one at once, else when the gain is worth the download.
+"""Moves between modules: when a peer leaves its own, to fill an empty one at once, else when the gain is worth the
+download.
 
 The swarm is as fast as its weakest module, so only the weakest is moved to, and what counts is the weaker of the two
 modules concerned, before and after. That grows by at least `min_gain` with every move, so moves come to an end: no peer
@@ -27,7 +28,7 @@ LEAST_VOUCHED = 0.1
 
 @dataclass(frozen=True, slots=True)
 class MoveRules:
-    """How eager peers are to move. The defaults are for links over the internet; times in seconds."""
+    """The eagerness of peers to move. The defaults are for links over the internet; times in seconds."""
 
     min_gain: float = 0.1
     """The weaker of both modules must gain at least this share."""
@@ -65,7 +66,7 @@ class Standing:
     proven: frozenset[PeerId] = frozenset()
 
     def hosts(self, workload: Workload) -> tuple[Host, ...]:
-        """Everybody, this peer included."""
+        """All hosts of the run, this peer included."""
         return hosts_of((self.own, *self.others), workload, self.proven | {self.own.peer})
 
 
@@ -83,8 +84,9 @@ class Wish:
 
 
 class MoveWatch:
-    """One peer's readiness to move: looks at the swarm again and again, and remembers since when a module has wanted a
-    peer."""
+    """One peer's readiness to move: checks the swarm periodically, and remembers since when a module has wanted
+    a peer.
+    """
 
     def __init__(self, workload: Workload, rules: MoveRules) -> None:
         self._workload = workload
@@ -95,7 +97,7 @@ class MoveWatch:
         self._busy_since = 0.0
 
     def consider(self, standing: Standing, now: float) -> Reasoned[ModuleId | None]:
-        """Where to move now, if anywhere. `now` is monotonic."""
+        """The module to move to now, if any. `now` is monotonic."""
         wish = strongest_wish(standing, self._workload, self._rules)
         wanted = None if wish is None else (wish.target, wish.is_empty)
         if wanted != self._wanted:
@@ -112,7 +114,7 @@ class MoveWatch:
 
 
 def strongest_wish(standing: Standing, workload: Workload, rules: MoveRules) -> Wish | None:
-    """Which of the modules in `move_s` gains most by a move, and by whose; None when no move is worth considering.
+    """The module of `move_s` that gains most by a move, and by whose; None when no move is worth considering.
 
     Data nodes never move: their text and their account are theirs.
     """
@@ -137,7 +139,7 @@ def strongest_wish(standing: Standing, workload: Workload, rules: MoveRules) -> 
 def consider_move(
     standing: Standing, wish: Wish, wanted_s: float, workload: Workload, rules: MoveRules
 ) -> Reasoned[ModuleId | None]:
-    """Whether it is on us to fulfil the wish, which has stood for `wanted_s` seconds."""
+    """Whether this peer has to fulfil the wish, which has stood for `wanted_s` seconds."""
     own, target = standing.own.peer, wish.target
     if own not in wish.movers or target not in standing.move_s:
         return Reasoned(None, f"module {target} wants a peer, but not this one")

@@ -1,1 +1,1 @@
-"""One microbatch at one peer: custody, forward, backward, failover, which gradients count."""
+"""The life of a microbatch at one peer: custody, forward, backward, failover, settlement of gradients."""

@@ -1,4 +1,4 @@
-"""What comes in to a peer on a microbatch's path: hidden states from the hop before, the gradient from the hop after.
+"""Arrivals on a microbatch's path: hidden states from the hop before, the gradient from the hop after.
 
 A hop takes one gradient, the first that comes from a replica of the module after it, and lets every later one go: what
 it answers, PASSED_ON, is true, the microbatch is past it. When what has come in is computed it is handed over
@@ -33,7 +33,7 @@ _PASSED = (ReceiptStatus.ACCEPTED, ReceiptStatus.PASSED_ON)
 
 
 class Arrivals:
-    """What follows from tensors that have come in, and from their computations."""
+    """Handles tensors that have come in, and their computations."""
 
     def __init__(self, ledger: Ledger, handover: Handover, settling: Settling, replicas: Replicas) -> None:
         self._ledger = ledger
@@ -42,14 +42,16 @@ class Arrivals:
         self._replicas = replicas
 
     def start(self, event: Started, now: float) -> list[Action]:
-        """At the data node: a microbatch sets out."""
+        """Starts a microbatch at its data node."""
         key = Key(event.microbatch, -1)
         deadline = now + event.lifetime_s
         self._ledger.put(Holding(key, event.path, event.purpose, Phase.FORWARD, event.lifetime_s, deadline, came=now))
         return [Compute(key, Work.FORWARD, event.purpose)]
 
     def computed(self, holding: Holding, now: float) -> list[Action]:
-        """Hands it over. What is only evaluated ends with its loss, all else with the gradient at its start."""
+        """Hands a computation's output over. What is only evaluated ends with its loss, all else with the gradient at
+        its start.
+        """
         if holding.is_start and holding.phase is Phase.BACKWARD:
             return self._completed(holding)
         if not holding.is_end:
@@ -67,7 +69,7 @@ class Arrivals:
     # ---- hidden states -------------------------------------------------------------------------------------------
 
     def forward(self, known: Holding, message: Forward, now: float) -> list[Action]:
-        """A whole tensor for which there is a place."""
+        """Takes hidden states that are complete and have a place."""
         sender = message.path.peer_at(message.position - 1)
         if known.is_end and known.phase is Phase.RECEIVING and self._has_turned(known):
             # By a path of another length: one of the two has skipped a hop that was only out of reach.
@@ -119,7 +121,7 @@ class Arrivals:
     # ---- gradients -----------------------------------------------------------------------------------------------
 
     def expects(self, holding: Holding, message: Backward) -> Reasoned[Place]:
-        """Whether this gradient is wanted by one that is held."""
+        """Whether this gradient is wanted by a holding."""
         sender = message.path.peer_at(message.position + 1)
         if holding.purpose is Purpose.EVALUATE:
             return Reasoned(Place.REFUSED, "this microbatch is only evaluated")
@@ -134,7 +136,7 @@ class Arrivals:
         return Reasoned(Place.BUSY, "this microbatch is not that far yet") if later else Reasoned(Place.FREE, "awaited")
 
     def backward(self, holding: Holding, message: Backward, now: float) -> list[Action]:
-        """The first one is computed, any other let go."""
+        """Takes a gradient: the first one is computed, any other let go."""
         sender = message.path.peer_at(message.position + 1)
         expected = self.expects(holding, message)
         if expected.value is not Place.FREE:
@@ -155,6 +157,6 @@ class Arrivals:
 
 
 def received(message: Forward, sender: PeerId, now: float) -> Holding:
-    """A holding for what is about to come. How long it is kept is the ledger's affair."""
+    """A new holding for a tensor about to come. How long it is kept is the ledger's affair."""
     key = Key(message.microbatch, message.position)
     return Holding(key, message.path, message.purpose, Phase.RECEIVING, message.lifetime_s, now, sender)

@@ -1,4 +1,4 @@
-"""Repair of the way back: a replica that never saw the microbatch takes a lost hop's place.
+"""Failover on the way back: a replica that never saw the microbatch takes a lost hop's place.
 
 Of the lost hop at p, the hop after it has the gradient, the hop before it the input. The stand-in gets the gradient
 first (RECEIVING_GRADIENT), then recalls the input (RECALLING) and computes both passes in one. The hop before it
@@ -38,7 +38,7 @@ _NOT_YET = (Phase.RECEIVING, Phase.FORWARD, Phase.RECEIVING_GRADIENT, Phase.RECA
 
 
 class StandingIn:
-    """Both sides of it: the stand-in, and the hop before it."""
+    """Both roles of the failover: the stand-in, and the hop before it."""
 
     def __init__(self, ledger: Ledger, settling: Settling, handover: Handover, replicas: Replicas) -> None:
         self._ledger = ledger
@@ -64,7 +64,7 @@ class StandingIn:
         return Reasoned(Place.FREE, "stands in")
 
     def gradient_arrived(self, holding: Holding, message: Backward, now: float) -> list[Action]:
-        """It is whole: asks for the input that belongs to it."""
+        """Asks for the input that belongs to a gradient that is complete."""
         before = message.path.peer_at(message.position - 1)
         recalling = replace(holding, path=message.path, phase=Phase.RECALLING, target=before)
         self._ledger.put_touched(replace(recalling, failing_since=now, retry_at=now + RECALL_AGAIN_S), now)
@@ -73,15 +73,15 @@ class StandingIn:
         return [KeepGradient(holding.key), accepted, _recall(recalling, before)]
 
     def input_announced(self, holding: Holding) -> None:
-        """It is on its way; no more asking."""
+        """Stops asking for the input, which is on its way."""
         self._ledger.put(replace(holding, retry_at=None))
 
     def input_lost(self, holding: Holding, now: float) -> None:
-        """It broke off: asks again."""
+        """Asks again for an input that broke off."""
         self._ledger.put(replace(holding, retry_at=now))
 
     def input_arrived(self, holding: Holding, message: Forward, now: float) -> list[Action]:
-        """Both are here: computes, and is from now on a hop like any other."""
+        """Starts the computation of input and gradient: from now on a hop like any other."""
         path = joined(message.path, holding.path, message.position + 1)
         ready = replace(holding, path=path, phase=Phase.BACKWARD, lifetime_s=message.lifetime_s, came=now)
         self._ledger.put_touched(replace(ready, target=None, retry_at=None, failing_since=None), now)
@@ -91,7 +91,7 @@ class StandingIn:
         return [*told, Compute(holding.key, Work.REPLAY, Purpose.TRAIN)]
 
     def answered(self, holding: Holding, receipt: Receipt) -> list[Action]:
-        """What the hop before says instead of sending the input."""
+        """Handles the receipt with which the hop before answers instead of sending the input."""
         match receipt.status:
             case ReceiptStatus.PASSED_ON:
                 return self._give_back(holding, ReceiptStatus.PASSED_ON, "the gradient is there already")
@@ -101,7 +101,7 @@ class StandingIn:
                 return []
 
     def tick(self, holding: Holding, now: float) -> list[Action]:
-        """Asks again, or gives up."""
+        """Asks again for what is late, or gives up."""
         if holding.retry_at is None or holding.retry_at > now or holding.target is None:
             return []
         if holding.failing_since is not None and now - holding.failing_since >= RECALL_PATIENCE_S:
@@ -117,8 +117,9 @@ class StandingIn:
     # ---- the hop before ------------------------------------------------------------------------------------------
 
     def recalled(self, sender: PeerId, message: Recall, now: float) -> list[Action]:
-        """Sends its output to the stand-in, or says why not. Its own view of the path up to here counts, not the
-        other's."""
+        """Sends the hop's output to the stand-in, or refuses with the reason. Its own view of the path up to here
+        counts, not the other's.
+        """
         holding = self._ledger.get(Key(message.microbatch, message.position))
         if holding is None and self._settling.has_completed(message.microbatch):
             return [Tell(sender, receipt_for(message, ReceiptStatus.PASSED_ON, "complete"))]

@@ -1,4 +1,4 @@
-"""Who is responsible for a microbatch: the state machine that every peer on a path runs, data node included.
+"""Custody of microbatches: the state machine that every peer on a path runs, data node included.
 
 Whoever sends a microbatch on keeps it in custody until the receiver says PASSED_ON, so that at any moment exactly one
 living peer knows that it has to act when somebody dies. One `Holding` stands for one microbatch at one position:
@@ -65,7 +65,7 @@ from swarm.vocabulary.types import MicrobatchId, PeerId, Reasoned
 
 
 class Custody:
-    """All holdings of one peer.
+    """The state machine of all holdings of one peer.
 
     Args:
         own: this peer.
@@ -100,8 +100,9 @@ class Custody:
     # ---- admission -------------------------------------------------------------------------------------------
 
     def admit_forward(self, message: Forward, now: float) -> Reasoned[Place]:
-        """Whether there is a place for this Forward; reserves it. The caller has checked it against the manifest, and
-        its route's signature."""
+        """Admits a Forward if there is a place for it, and reserves that. The caller has checked it against the
+        manifest, and its route's signature.
+        """
         known = self._ledger.get(Key(message.microbatch, message.position))
         sender = message.path.peer_at(message.position - 1)
         if known is not None and known.path.route != message.path.route:
@@ -118,8 +119,9 @@ class Custody:
         return Reasoned(Place.FREE if place.value else Place.BUSY, place.reason)
 
     def admit_backward(self, message: Backward, now: float) -> Reasoned[Place]:
-        """Whether this gradient is wanted. Where it is not awaited the peer may stand in for a lost hop; that takes a
-        slot."""
+        """Admits a gradient if it is wanted. Where it is not awaited the peer may stand in for a lost hop; that takes a
+        slot.
+        """
         holding = self._ledger.get(Key(message.microbatch, message.position))
         if holding is None:
             return self._standing_in.admit(message, now)
@@ -130,8 +132,9 @@ class Custody:
     # ---- the machine -----------------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """What follows from `event`. Events about microbatches that are not held are answered or ignored, never an
-        error."""
+        """The actions that follow from `event`. Events about microbatches that are not held are answered or ignored,
+        never an error.
+        """
         match event:
             case Started():
                 return self._arrivals.start(event, now)
@@ -154,14 +157,14 @@ class Custody:
                 return [action for holding in self._ledger.all() for action in self._tick(holding, now)]
 
     def abandon(self, microbatch: MicrobatchId, detail: str) -> list[Action]:
-        """At its data node: forget both ends and tell every hop."""
+        """Abandons a microbatch at its data node: forgets both ends and tells every hop."""
         held = [h for h in self._ledger.all() if h.key.microbatch == microbatch]
         peers = dict.fromkeys(hop.peer for h in held for hop in h.path.hops if hop.peer != self.own)
         gone: list[Action] = [self._ledger.drop(h.key, detail) for h in held]
         return [*gone, *(Tell(peer, Close(microbatch, detail)) for peer in peers)]
 
     def touch(self, key: Key, now: float) -> None:
-        """Somewhere on its path the microbatch has moved: put its deadline off."""
+        """Puts off the deadline of a microbatch that has moved somewhere on its path."""
         holding = self._ledger.get(key)
         if holding is not None:
             self._ledger.put_touched(holding, now)

@@ -1,5 +1,4 @@
-"""What custody speaks of: holdings, the events that befall them and the actions that follow. Plain data;
-`swarm.pipeline.custody` is the machine."""
+"""The holdings, events and actions of custody. Plain data; `swarm.pipeline.custody` is the machine."""
 
 from __future__ import annotations
 
@@ -22,6 +21,8 @@ from swarm.vocabulary.types import MicrobatchId, ModuleId, Path, PeerId
 
 
 class Phase(enum.Enum):
+    """A holding's progress."""
+
     RECEIVING = enum.auto()
     FORWARD = enum.auto()
     HANDING_ON = enum.auto()
@@ -47,7 +48,7 @@ ADDED = ON_THE_WAY_BACK | {Phase.SETTLING}
 
 
 class Place(enum.Enum):
-    """The answer to a tensor that is announced."""
+    """The answer to an announced tensor: whether it is admitted."""
 
     FREE = enum.auto()
     BUSY = enum.auto()
@@ -110,22 +111,22 @@ class Holding:
 
     @property
     def direction(self) -> Direction:
-        """Which way it is going."""
+        """The direction in which it is going."""
         return Direction.FORWARD if self.phase in BEFORE_BACKWARD else Direction.BACKWARD
 
     @property
     def next_position(self) -> int:
-        """Of the peer that gets it from here."""
+        """The position of the peer that gets it from here."""
         return self.key.position + (1 if self.direction is Direction.FORWARD else -1)
 
     @property
     def previous_position(self) -> int:
-        """Of the peer that it came from."""
+        """The position of the peer that it came from."""
         return self.key.position - (1 if self.direction is Direction.FORWARD else -1)
 
     @property
     def next_module(self) -> ModuleId | None:
-        """Whose replicas it can be handed to; None: the next is its data node."""
+        """The module whose replicas it can be handed to; None: the next is its data node."""
         position, hops = self.next_position, self.path.hops
         return hops[position].module if 0 <= position < len(hops) else None
 
@@ -135,7 +136,9 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The data node sets out: its embedding is to be computed. Made by the data node itself, not by a message."""
+    """A microbatch starts at its data node: its embedding is to be computed. Made by the data node itself, not by a
+    message.
+    """
 
     microbatch: MicrobatchId
     path: Path
@@ -167,7 +170,7 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class ComputeFailed:
-    """It could not be done (non-finite gradient, out of memory); nothing was accumulated."""
+    """The computation could not be done (non-finite gradient, out of memory); nothing was accumulated."""
 
     key: Key
     detail: str
@@ -175,6 +178,8 @@ class ComputeFailed:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
+    """A small message about a microbatch has come."""
+
     sender: PeerId
     message: Receipt | Close | Recall | Settled | Unsettled
 
@@ -205,6 +210,8 @@ Event = Started | TensorArrived | BrokenOff | Computed | ComputeFailed | Arrived
 
 
 class Work(enum.Enum):
+    """The kind of a computation."""
+
     FORWARD = enum.auto()
     """Input to output; the data node's start: tokens to hidden states."""
     LOSS = enum.auto()
@@ -217,6 +224,8 @@ class Work(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Compute:
+    """Compute on the tensors of this holding."""
+
     key: Key
     work: Work
     purpose: Purpose
@@ -233,6 +242,8 @@ class SendOutput:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
+    """Send a small message."""
+
     to: PeerId
     message: MicrobatchControl
 
@@ -246,21 +257,21 @@ class KeepGradient:
 
 @dataclass(frozen=True, slots=True)
 class Confirmed:
-    """The gradient that was added counts."""
+    """Tell the node that the gradient that was added counts."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class Retract:
-    """The gradient that was added does not count: take it back, from the input and the gradient that are kept."""
+    """Take back the gradient that was added and does not count, from the input and the gradient that are kept."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """The holding is gone: its slot, buffers and graph are free."""
+    """Free the slot, the buffers and the graph of a holding that is gone."""
 
     key: Key
     reason: str
@@ -268,7 +279,7 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Only at the data node's start: the microbatch has completed. `path` is the one whose gradients count."""
+    """Report at the data node that the microbatch has completed. `path` is the one whose gradients count."""
 
     microbatch: MicrobatchId
     path: Path

@@ -1,4 +1,4 @@
-"""Handing a microbatch over: who holds its output offers it to the next peer, and keeps it until that one has passed it
+"""Handover of a microbatch: the holder offers its output to the next peer, and keeps it until that one has passed it
 on.
 
     FORWARD -> HANDING_ON -> GUARDING -> AWAITING            to the hop after, on the way out
@@ -33,7 +33,9 @@ _GUARDING = {Direction.FORWARD: Phase.GUARDING, Direction.BACKWARD: Phase.GUARDI
 
 
 class Handover:
-    """Either way. At any time a microbatch is offered to one peer only, its target."""
+    """Offers of holdings to their targets, in either direction. At any time a microbatch is offered to one peer only,
+    its target.
+    """
 
     def __init__(self, ledger: Ledger, settling: Settling, replicas: Replicas) -> None:
         self._ledger = ledger
@@ -41,7 +43,7 @@ class Handover:
         self._replicas = replicas
 
     def hand(self, holding: Holding, now: float) -> list[Action]:
-        """Offers it to the next peer on its path."""
+        """Offers a holding to the next peer on its path."""
         handing, target = _HANDING[holding.direction], holding.path.peer_at(holding.next_position)
         handed = replace(offered(holding, now), phase=handing, target=target, retry_at=None, failing_since=None)
         if holding.phase is handing:  # that one was busy and another is asked is no news
@@ -51,11 +53,11 @@ class Handover:
         return [_sending(handed, target)]
 
     def hand_to(self, replica: PeerId, holding: Holding, now: float) -> list[Action]:
-        """Offers it to another replica of the next hop's module."""
+        """Offers a holding to another replica of the next hop's module."""
         return self.hand(replace(holding, path=holding.path.with_peer(holding.next_position, replica)), now)
 
     def receipt(self, holding: Holding, receipt: Receipt, now: float) -> list[Action]:
-        """The target's answer."""
+        """Handles the target's answer."""
         match receipt.status:
             case ReceiptStatus.ACCEPTED:
                 return self._accepted(holding, now)
@@ -71,7 +73,9 @@ class Handover:
                 return self._elsewhere(holding, now) or self._give_up(holding, f"refused: {receipt.detail}", now)
 
     def target_failed(self, holding: Holding, detail: str, now: float) -> list[Action]:
-        """Elsewhere, or nowhere; else the same peer again for a while: links break and come back."""
+        """Offers a holding whose target failed elsewhere, or nowhere; else the same peer again for a while: links break
+        and come back.
+        """
         since = now if holding.failing_since is None else holding.failing_since
         if instead := self._instead_of_waiting(holding, since, detail, now):
             return instead
@@ -82,7 +86,7 @@ class Handover:
         return []
 
     def retry(self, holding: Holding, target: PeerId, now: float) -> list[Action]:
-        """Offers it again to the same peer, or to a replica that has come up meanwhile."""
+        """Offers a holding again to the same peer, or to a replica that has come up meanwhile."""
         since = holding.failing_since
         if since is not None and (instead := self._instead_of_waiting(holding, since, UNSERVED, now)):
             return instead

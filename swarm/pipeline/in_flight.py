@@ -1,4 +1,4 @@
-"""A data node's microbatches: when the next may start, how many are where, and when a step is complete.
+"""A data node's microbatches in flight: when the next may start, their counts, and when a step is complete.
 
 A *step* is `per_step` completed microbatches. With staleness z a microbatch of step s + 1 + z waits until step s is
 complete, so that with z = 0 nothing of a step is computed with parameters from before the last one.
@@ -13,8 +13,9 @@ from swarm.vocabulary.types import MicrobatchId, Path, PeerId, Reasoned
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Of microbatches, since the start of the run as far as the node remembers it. `started` = `completed` +
-    `abandoned` + those in flight, always."""
+    """Counts of microbatches, since the start of the run as far as the node remembers it. `started` = `completed` +
+    `abandoned` + those in flight, always.
+    """
 
     started: int = 0
     completed: int = 0
@@ -45,7 +46,7 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class FlightRules:
-    """How many microbatches may be under way.
+    """The limits of microbatches under way.
 
     Args:
         per_step: microbatches of one step.
@@ -61,7 +62,7 @@ class FlightRules:
 
     @property
     def most_in_flight(self) -> int:
-        """Microbatches that can be under way at once."""
+        """The largest number of microbatches under way at once."""
         return min(self.window, self.per_step * (1 + self.staleness))
 
 
@@ -106,7 +107,7 @@ class Flights:
         return self._flying.get(microbatch)
 
     def may_start(self) -> Reasoned[bool]:
-        """Whether another microbatch may set out now."""
+        """Whether another microbatch may start now."""
         flying, rules = len(self._flying), self.rules
         if flying >= rules.window:
             return Reasoned(False, f"the window of {rules.window} is full")
@@ -127,13 +128,13 @@ class Flights:
         return flight
 
     def returned(self, microbatch: MicrobatchId, path: Path, loss: float) -> None:
-        """Its loss is known; `path` is the one it really took."""
+        """Notes the loss of a microbatch; `path` is the one it really took."""
         flight = self._flying.get(microbatch)
         if flight is not None:
             self._flying[microbatch] = replace(flight, path=path, loss=loss)
 
     def complete(self, microbatch: MicrobatchId) -> StepDone | None:
-        """It has come back to where it started. Tells when that ends a step."""
+        """Completes a microbatch that has come back to where it started. Tells when that ends a step."""
         flight = self._flying.pop(microbatch, None)
         if flight is None:
             self.counts = replace(self.counts, duplicated=self.counts.duplicated + 1)
@@ -149,7 +150,7 @@ class Flights:
         return StepDone(self.steps_done, sum(losses) / len(losses), len(losses))
 
     def abandon(self, microbatch: MicrobatchId) -> Flight | None:
-        """Gives it up. Returns its flight, or None when it is not under way (any more).
+        """Gives a microbatch up. Returns its flight, or None when it is not under way (any more).
 
         If no loss had been computed, no stage has used it, and its data may set out again under a new number.
         """

@@ -1,4 +1,4 @@
-"""What one peer holds, how many of it there may be, and the small steps that its uses have in common."""
+"""The ledger of one peer's holdings and their bounds, and the steps that their transitions share."""
 
 from __future__ import annotations
 
@@ -50,11 +50,13 @@ STRANGER = "its sender does not announce the module before"
 
 
 class Replicas(Protocol):
-    """Whom a holder could hand a microbatch to, as far as this peer knows."""
+    """The interface to who could take a microbatch over, as far as this peer knows."""
 
     @property
     def fewest_hops(self) -> int:
-        """A hop that nobody stands in for is skipped where at least so many are left; with MAX_HOPS none is."""
+        """The fewest hops of a path: one that nobody stands in for is skipped where at least so many are left; with
+        MAX_HOPS none is.
+        """
 
     def choose(self, module: ModuleId, without: frozenset[PeerId]) -> Reasoned[PeerId | None]:
         """The best replica of a module outside the given set, or None."""
@@ -64,7 +66,7 @@ class Replicas(Protocol):
         only."""
 
     def is_given_up(self, peer: PeerId) -> bool:
-        """Whether it does not answer any more, so that more than a link has broken."""
+        """Whether the peer does not answer any more, so that more than a link has broken."""
 
     def is_linked(self, peer: PeerId) -> bool:
         """Whether there is a link to a peer just now."""
@@ -75,8 +77,8 @@ class Replicas(Protocol):
 
 
 class Stays:
-    """How long the microbatches of each data node stay, and by that how long one of them may lie without news, whatever
-    its data node asks for.
+    """The time that the microbatches of each data node stay here, and by that how long one of them may lie without
+    news, whatever its data node asks for.
 
     A data node of which nothing is known yet is taken to be as slow as the slowest of the others, or as one may be.
     What one of them does changes nothing for those that are known.
@@ -86,14 +88,14 @@ class Stays:
         self._mean_s: dict[PeerId, float] = {}
 
     def note(self, data_node: PeerId, seconds: float) -> None:
-        """One of its microbatches has gone back the way it came after so long."""
+        """Notes the stay of a microbatch that has gone back the way it came."""
         known = self._mean_s.pop(data_node, seconds)
         self._mean_s[data_node] = known + (seconds - known) / 8
         if len(self._mean_s) > MAX_TIMED:
             del self._mean_s[next(iter(self._mean_s))]
 
     def longest_s(self, data_node: PeerId) -> float:
-        """For how long news of one of its microbatches is waited for."""
+        """The seconds for which news of one of its microbatches is waited for."""
         if not self._mean_s:
             return LONGEST_LIFETIME_S
         usual_s = self._mean_s.get(data_node) or max(self._mean_s.values())
@@ -129,8 +131,9 @@ class Ledger:
         self._holdings[holding.key] = holding
 
     def put_touched(self, holding: Holding, now: float) -> None:
-        """Puts it, its deadline off by its lifetime as far as that is usual here, or by the grace while nobody is there
-        who could want it."""
+        """Puts a holding with a new deadline: its lifetime as far as that is usual here, or the grace while nobody is
+        there who could want it.
+        """
         self.put(replace(holding, deadline=now + self._allowed_s(holding)))
 
     def _allowed_s(self, holding: Holding) -> float:
@@ -146,8 +149,9 @@ class Ledger:
         return min(holding.lifetime_s, most_s)
 
     def reserve(self, holding: Holding, now: float) -> None:
-        """A place for what is about to come. Of a data node to which there is no link nobody knows whether it exists:
-        its grace begins."""
+        """Reserves a place for what is about to come. Of a data node to which there is no link nobody knows whether it
+        exists: its grace begins.
+        """
         self.put(holding)
         data_node = holding.path.data_node
         if self._is_unlinked(data_node):
@@ -166,17 +170,17 @@ class Ledger:
         return data_node in self._lost
 
     def note_stay(self, holding: Holding, now: float) -> None:
-        """Its part here is done."""
+        """Notes the stay of a holding whose part here is done."""
         self._stays.note(holding.path.data_node, now - holding.since)
 
     def lose_data_node(self, peer: PeerId, now: float) -> None:
-        """Its microbatches are kept for the grace, unless they move or it comes back."""
+        """Limits the microbatches of a data node without a link to the grace, unless they move or it comes back."""
         self._note_lost(peer)
         for holding in self._of(peer):
             self.put(replace(holding, deadline=min(holding.deadline, now + DATA_NODE_GRACE_S)))
 
     def regain_data_node(self, peer: PeerId, now: float) -> None:
-        """Its microbatches are kept as others are."""
+        """Ends the grace of a data node's microbatches: they are kept as others are."""
         if peer in self._lost:
             self._lost.remove(peer)
             for holding in self._of(peer):
@@ -220,7 +224,7 @@ class Ledger:
         return Reasoned(True, "a slot is free")
 
     def strand(self, holding: Holding, position: int, detail: str) -> list[Action]:
-        """Forgets it and tells its data node, which abandons it."""
+        """Forgets a holding and tells its data node, which abandons it."""
         return [self.drop(holding.key, detail), stranded(holding, position, detail)]
 
 
@@ -233,22 +237,25 @@ def is_from_neighbour(replicas: Replicas, message: Forward | Backward, sender: P
 
 
 def stranded(holding: Holding, position: int, detail: str) -> Tell:
-    """To the data node: there is nobody at this position to take it."""
+    """The message to the data node that nobody at this position can take the microbatch."""
     signature = b"" if holding.path.route is None else holding.path.route.signature
     message = Stranded(holding.key.microbatch, holding.direction, position, detail[:256], signature)
     return Tell(holding.path.data_node, message)
 
 
 def offered(holding: Holding, now: float) -> Holding:
-    """Its output is offered to its target now; what an earlier offer took that came to nothing was waiting."""
+    """The holding with its output offered to its target now; what an earlier offer took that came to nothing was
+    waiting.
+    """
     in_vain_s = now - holding.handed if holding.phase in HANDED_OVER else 0.0
     return replace(holding, handed=now, waited_s=holding.waited_s + in_vain_s)
 
 
 def put_off(holding: Holding, asked_s: float, now: float) -> Holding:
-    """Everybody who could take it is busy: when to ask again. The first time as asked; then twice as long each time, up
-    to a bound, and a share more that differs from microbatch to microbatch, so that those who were refused together do
-    not all come back together."""
+    """The holding with the time of its next offer, when everybody who could take it is busy. The first time as asked;
+    then twice as long each time, up to a bound, and a share more that differs from microbatch to microbatch, so that
+    those who were refused together do not all come back together.
+    """
     doublings = min(holding.refusals, MOST_DOUBLINGS)
     chance = zlib.crc32(f"{holding.key} {holding.refusals}".encode()) / 2**32 if doublings else 0.0
     pause_s = asked_s * 2.0**doublings * (1 + BUSY_JITTER * chance)
@@ -256,7 +263,7 @@ def put_off(holding: Holding, asked_s: float, now: float) -> Holding:
 
 
 def passed_on(holding: Holding, now: float) -> list[Action]:
-    """PASSED_ON, to the peer that had custody and to the data node, which times its peers by it."""
+    """The receipts PASSED_ON, to the peer that had custody and to the data node, which times its peers by it."""
     receipt = Receipt(
         holding.key.microbatch,
         holding.direction,
@@ -275,7 +282,7 @@ def passed_on(holding: Holding, now: float) -> list[Action]:
 def receipt_for(
     message: Forward | Backward | Recall, status: ReceiptStatus, detail: str = "", retry_after_s: float = 0.0
 ) -> Receipt:
-    """The answer of whoever the message was for. A Recall is answered as what it leads to, a gradient's way back."""
+    """The receipt for a message. A Recall is answered as what it leads to, a gradient's way back."""
     direction = Direction.FORWARD if isinstance(message, Forward) else Direction.BACKWARD
     return Receipt(message.microbatch, direction, message.position, status, retry_after_s, detail[:256])
 
@@ -294,7 +301,7 @@ def same_modules(one: Path, other: Path, position: int) -> bool:
 
 
 def joined(before: Path, after: Path, position: int) -> Path:
-    """The hops before `position` from one path, from `position` on from the other.
+    """The path with the hops before `position` from one path, from `position` on from the other.
 
     Each side of a hop knows the repairs of its own side: what came in knows the way here, what comes back the way
     after.

@@ -1,4 +1,4 @@
-"""Which of the gradients that were added count: the last word on a microbatch, which only its data node has.
+"""Settlement: which of the gradients that were added count, as the microbatch's data node decides.
 
 When peers die or freeze in mid-way, two replicas of a module may both have added the gradient of one microbatch. Each
 peer on the way back takes one gradient from the hop after it and lets every other one go, so one chain reaches the data
@@ -26,7 +26,7 @@ REMEMBERED = 16_384
 
 
 class Settling:
-    """Both sides of it: the hop that waits for the word, and the data node that gives it."""
+    """Both roles of settlement: the hop that waits for the decision, and the data node that gives it."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -35,13 +35,13 @@ class Settling:
     # ---- a hop ---------------------------------------------------------------------------------------------------
 
     def enter(self, holding: Holding, now: float) -> None:
-        """Its part is done; only the word is missing."""
+        """Begins the wait of a hop whose part is done but for the decision."""
         self._ledger.note_stay(holding, now)
         waiting = replace(holding, phase=Phase.SETTLING, target=None, failing_since=None, asked=0)
         self._ledger.put(replace(waiting, retry_at=now + ASK_S, deadline=math.inf))
 
     def tick(self, holding: Holding, now: float) -> list[Action]:
-        """Asks when it is time to."""
+        """Asks the data node for decisions that are due."""
         if holding.retry_at is None or holding.retry_at > now:
             return []
         if holding.asked >= MAX_ASKS:
@@ -50,8 +50,9 @@ class Settling:
         return [Tell(holding.path.data_node, Unsettled(holding.key.microbatch))]
 
     def settled(self, sender: PeerId, message: Settled) -> list[Action]:
-        """The word has come. A gradient that is being computed just now is not there yet: it will be asked about
-        later."""
+        """Applies the data node's decision at a hop. A gradient that is being computed just now is not there yet: it
+        will be asked about later.
+        """
         actions: list[Action] = []
         for holding in self._ledger.all():
             if holding.key.microbatch != message.microbatch or holding.path.data_node != sender:
@@ -66,7 +67,7 @@ class Settling:
     # ---- the data node -------------------------------------------------------------------------------------------
 
     def completed(self, microbatch: MicrobatchId, path: Path) -> list[Action]:
-        """Gives the word to every hop it names, and remembers it for those that ask."""
+        """Tells every hop of the path that its gradient counts, and remembers it for those that ask."""
         self._settled[microbatch] = path
         if len(self._settled) > REMEMBERED:
             del self._settled[next(iter(self._settled))]
@@ -78,7 +79,9 @@ class Settling:
         return microbatch in self._settled
 
     def asked(self, sender: PeerId, microbatch: MicrobatchId) -> list[Action]:
-        """Nothing while it is under way. One that is neither under way nor complete was abandoned."""
+        """Answers a hop that asks; not while the microbatch is under way. One that is neither under way nor complete
+        was abandoned.
+        """
         if microbatch.data_node != self._ledger.own:
             return []
         path = self._settled.get(microbatch)

@@ -1,2 +1,3 @@
-"""The words as types: ids, paths, versions, errors, announcements, the messages of each vertical. All that `protocol`
-may import of `swarm`."""
+"""The vocabulary as types: ids, paths, versions, errors, announcements, the messages of each vertical. All that
+`protocol` may import of `swarm`.
+"""

@@ -1,5 +1,7 @@
-"""What a peer tells the swarm about itself, as plain data. `protocol.identity.signed_records` turns it into signed
-bytes."""
+"""A peer's announcement of itself, as plain data. `protocol.identity.signed_records` turns it into signed bytes.
+
+It stands alone because directory, links and every decision speak of announcements, and messages do not.
+"""
 
 from __future__ import annotations
 
@@ -51,5 +53,5 @@ class Announcement:
 
     @property
     def is_reachable(self) -> bool:
-        """Whether it says how: it can be dialled, or called."""
+        """Whether it says how the peer is reached: dialled, or called."""
         return bool(self.addresses or self.via)

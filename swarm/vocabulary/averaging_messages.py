@@ -1,5 +1,4 @@
-"""What the replicas of one module say to each other about a round and about their state, as plain data (DESIGN section
-5).
+"""The messages among the replicas of one module about a round and about their state, as plain data (DESIGN section 5).
 
 `protocol.frames.frames` turns it into bytes. A message that carries a tensor is sent together with it; the tensor never
 appears here. The story they tell is in `swarm.averaging.round_machine`.
@@ -71,7 +70,7 @@ class Accepting:
 
 @dataclass(frozen=True, slots=True)
 class LinkRate:
-    """How fast the tensors of another replica came in."""
+    """The measured rate at which the tensors of another replica came in."""
 
     mark: Annotated[int, Range(0, 2**24 - 1)]
     """24 bits that stand for its name (`swarm.averaging.plausibility.mark_of`)."""
@@ -99,7 +98,7 @@ class Entry:
     """The complete result of an earlier attempt at this round that it still has, if any. Such a result is never thrown
     away: the convener settles on it, because somebody may have committed it."""
     signature: Signature = b""
-    """Ed25519, over all of the above and the run (`protocol.identity.entry_signatures`)."""
+    """Ed25519, over all of the above and the run (`protocol.identity.round_signatures`)."""
 
 
 class DeclineReason(enum.Enum):
@@ -119,6 +118,8 @@ class DeclineReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Declined:
+    """A replica to the convener: it does not take part."""
+
     round: RoundId
     reason: DeclineReason
     version: AnchorVersion
@@ -127,7 +128,7 @@ class Declined:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One of a roster. It reduces the chunks from `first_chunk` up to, not including, `end_chunk` (maybe none)."""
+    """A member of a roster. It reduces the chunks from `first_chunk` up to, not including, `end_chunk` (maybe none)."""
 
     peer: PeerId
     first_chunk: int
@@ -156,16 +157,18 @@ class SignedRoster:
     """Why, for people."""
 
     def fault(self) -> str | None:
-        """Why no convener may say this; None when one may. The signatures are `swarm.averaging.roster.objection`'s,
-        after everything that costs less."""
+        """The reason why no convener may say this; None when one may. The signatures are
+        `swarm.averaging.roster.objection`'s, after everything that costs less.
+        """
         once = len({entry.peer for entry in self.entries}) == len(self.entries)
         return None if once else "a member is named twice"
 
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """Who takes part and who reduces what, as `swarm.averaging.roster.make_roster` works it out from the signed
-    entries."""
+    """The members and what each reduces, as `swarm.averaging.roster.make_roster` works it out from the signed
+    entries.
+    """
 
     round: RoundId
     base: AnchorVersion
@@ -179,7 +182,7 @@ class Roster:
 
     @property
     def peers(self) -> tuple[PeerId, ...]:
-        """Who takes part."""
+        """The members' peers."""
         return tuple(member.peer for member in self.members)
 
 
@@ -207,7 +210,7 @@ class Contribution(_AboutPiece):
     After the round also to whoever audits them and has asked for it."""
 
     signature: Signature = field(default=b"", compare=False)
-    """The sender's, over all this and the tensor's hash (`protocol.identity.piece_signatures`). It does not make it
+    """The sender's, over all this and the tensor's hash (`protocol.identity.round_signatures`). It does not make it
     another piece."""
 
 
@@ -269,7 +272,7 @@ class AuditRequest(_AboutPiece):
 
 @dataclass(frozen=True, slots=True)
 class SignedHash:
-    """That this member has contributed the tensor with this hash to a piece."""
+    """A member's signature that it has contributed the tensor with this hash to a piece."""
 
     peer: PeerId
     hash: Digest
@@ -290,12 +293,12 @@ class Evidence(_AboutPiece):
 
 @dataclass(frozen=True, slots=True)
 class AuditRefused(_AboutPiece):
-    """It is not kept here (any more), or too much was asked."""
+    """A member's refusal of an audit request: it is not kept here (any more), or too much was asked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Accusation(_AboutPiece):
-    """To all other members: "audit this piece; this is what I have seen signed." Whoever hears it judges by itself."""
+    """To all other members: audit this piece; this is what I have seen signed. Whoever hears it judges by itself."""
 
     signed: SignedHashes
 
@@ -324,6 +327,8 @@ class StateChunk:
 
 
 class StateRefusal(enum.Enum):
+    """Why a donor refuses a chunk."""
+
     BUSY = 1
     """Too many are being served; ask again later or elsewhere."""
     GONE = 2
@@ -332,6 +337,8 @@ class StateRefusal(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class StateRefused:
+    """A donor's refusal of a chunk that was asked for."""
+
     module: ModuleId
     digest: Digest
     chunks: ChunkNumbers

@@ -1,10 +1,10 @@
-"""Exponential backoff: how long to wait after so many failures, and for how long a peer is left out after so many
-offences."""
+"""Exponential backoff: pauses after failures, and exclusion of peers after offences."""
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,7 +12,7 @@ from swarm.vocabulary.types import PeerId
 
 MOST_DOUBLINGS: Final = 16
 REMEMBERED: Final = 256
-"""Peers of which one list knows."""
+"""Peers of which one list knows, if not said otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class ExponentialBackoff:
     """Failures that cost nothing."""
 
     def seconds(self, failures: int) -> float:
-        """How long to pause after so many."""
+        """The pause after so many failures."""
         if failures <= self.free:
             return 0.0
         return min(self.longest_s, self.first_s * 2.0 ** min(failures - self.free - 1, MOST_DOUBLINGS))
@@ -35,34 +35,51 @@ class ExponentialBackoff:
 class _Record:
     count: int
     latest: float
+    pause_s: float
 
 
 class Exclusions:
-    """Leaves peers out for offences of one kind, longer with every further one. Times are monotonic seconds.
+    """Exclusions of peers for offences of one kind, longer with every further one. Times are monotonic seconds.
 
     Args:
         forgiven_after_s: after the end of a pause the count begins anew.
+        jitter: from 0 to 1; half of this share is taken off a pause, so that not all try again in step ("full jitter"
+            halved: https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/).
+        remembered: peers of which it knows at most.
     """
 
-    def __init__(self, backoff: ExponentialBackoff, forgiven_after_s: float = math.inf) -> None:
+    def __init__(
+        self,
+        backoff: ExponentialBackoff,
+        forgiven_after_s: float = math.inf,
+        *,
+        jitter: Callable[[], float] = lambda: 0.0,
+        remembered: int = REMEMBERED,
+    ) -> None:
         self._backoff, self._forgiven_after_s = backoff, forgiven_after_s
+        self._jitter, self._remembered = jitter, remembered
         self._records: OrderedDict[PeerId, _Record] = OrderedDict()
 
     def add(self, peer: PeerId, now: float) -> float:
-        """Another offence; returns for how many seconds the peer is left out from now on."""
+        """Notes an offence; returns for how many seconds the peer is left out from now on."""
         before = self._records.pop(peer, None)
-        stale = before is None or now - before.latest > self._forgiven_after_s + self._backoff.seconds(before.count)
+        stale = before is None or now - before.latest > self._forgiven_after_s + before.pause_s
         count = 1 if before is None or stale else before.count + 1
-        self._records[peer] = _Record(count, now)
-        while len(self._records) > REMEMBERED:
+        pause_s = self._backoff.seconds(count) * (1 - self._jitter() / 2)
+        self._records[peer] = _Record(count, now, pause_s)
+        while len(self._records) > self._remembered:
             self._records.popitem(last=False)
-        return self._backoff.seconds(count)
+        return pause_s
 
     def forgive(self, peer: PeerId) -> None:
-        """What it did has passed."""
+        """Forgets a peer's offences."""
         self._records.pop(peer, None)
 
     def excluded(self, now: float) -> frozenset[PeerId]:
-        """Who is left out now."""
-        records = self._records.items()
-        return frozenset(p for p, record in records if now - record.latest < self._backoff.seconds(record.count))
+        """The peers left out now."""
+        return frozenset(peer for peer, record in self._records.items() if now - record.latest < record.pause_s)
+
+    def left_s(self, peer: PeerId, now: float) -> float:
+        """The seconds for which the peer is still left out; 0 when it is not."""
+        record = self._records.get(peer)
+        return 0.0 if record is None else max(0.0, record.latest + record.pause_s - now)

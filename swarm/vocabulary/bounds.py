@@ -2,6 +2,8 @@
 
 What a peer sends is held against them where it is read (`protocol.frames.codec`), and nowhere else: they are no types.
 What several fields have to agree on is said by a method `fault` of the message.
+
+It stands alone because the messages of all features are declared with it.
 """
 
 from __future__ import annotations
@@ -33,17 +35,17 @@ class Length:
 
 @dataclass(frozen=True, slots=True)
 class Distinct:
-    """No element comes twice."""
+    """The bound that no element comes twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rising:
-    """Each element is larger than the one before it."""
+    """The bound that each element is larger than the one before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inherits:
-    """These fields of each element are those of the message that it is in, which says them once for all."""
+    """The fields of each element that are those of the message that it is in, which says them once for all."""
 
     fields: tuple[str, ...]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Ewma:
-    """Smooths samples; the first ones count alike, so that it is soon an average."""
+    """A running average, exponentially weighted; the first samples count alike, so that it is soon an average."""
 
     weight: float = 0.1
     """Of a new sample, once there are many; as in SWARM (Ryabinin et al. 2023, section 3.2) where nothing else is

@@ -1,4 +1,4 @@
-"""What peers say to each other about a microbatch, as plain data, and the union of all that travels.
+"""The messages among peers about a microbatch, as plain data, and the union of all that travels.
 `protocol.frames.frames` turns it into bytes.
 
 A message that carries a tensor is sent together with it; the tensor itself never appears here.
@@ -27,16 +27,22 @@ def _off_path(path: Path, position: int, least: int, most: int) -> str | None:
 
 
 class Purpose(enum.Enum):
+    """What a microbatch is for: training or evaluation."""
+
     TRAIN = 1
     EVALUATE = 2
 
 
 class Direction(enum.Enum):
+    """The direction in which a microbatch travels."""
+
     FORWARD = 1
     BACKWARD = 2
 
 
 class ReceiptStatus(enum.Enum):
+    """What became of a tensor or a request."""
+
     ACCEPTED = 1
     PASSED_ON = 2
     BUSY = 3
@@ -55,7 +61,7 @@ class Forward:
     lifetime_s: float
 
     def fault(self) -> str | None:
-        """Why nobody may send this; None when somebody may."""
+        """The reason why nobody may send this; None when somebody may."""
         return _off_path(self.path, self.position, 0, len(self.path.hops))
 
 
@@ -68,7 +74,7 @@ class Backward:
     position: Position
 
     def fault(self) -> str | None:
-        """Why nobody may send this; None when somebody may."""
+        """The reason why nobody may send this; None when somebody may."""
         return _off_path(self.path, self.position, -1, len(self.path.hops) - 1)
 
 
@@ -116,15 +122,16 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """From a stand-in that holds the gradient of `path.hops[position + 1]` to the peer at `position`: send me its
-    input."""
+    """From a stand-in that holds the gradient of `path.hops[position + 1]` to the peer at `position`: asks for its
+    input.
+    """
 
     microbatch: MicrobatchId
     path: Path
     position: Position
 
     def fault(self) -> str | None:
-        """Why nobody may say this; None when somebody may."""
+        """The reason why nobody may say this; None when somebody may."""
         return _off_path(self.path, self.position, -1, len(self.path.hops) - 2)
 
 
@@ -138,7 +145,7 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class Unsettled:
-    """To the data node: I have added this microbatch's gradient and have not heard whether it counts."""
+    """To the data node: the sender has added this microbatch's gradient and has not heard whether it counts."""
 
     microbatch: MicrobatchId
 

@@ -1,4 +1,4 @@
-"""What the data nodes say to each other about their lanes, as plain data (docs/PATHS.md).
+"""The messages among data nodes about their lanes, as plain data (docs/PATHS.md).
 
 `protocol.frames.frames` turns it into bytes. The story they tell is in `swarm.routing.negotiation.negotiator`.
 """
@@ -53,7 +53,7 @@ class Standing:
     lanes: Annotated[tuple[Lane, ...], Length(0, MAX_LANES)]
 
     def fault(self) -> str | None:
-        """Why no data node may stand so; None when one may."""
+        """The reason why no data node may stand so; None when one may."""
         for visits in (sum(len(lane.route) for lane in self.lanes), sum(len(lane.stages) for lane in self.lanes)):
             if visits > MAX_VISITS:
                 return f"{visits} visits of one data node are more than {MAX_VISITS}"
@@ -62,8 +62,7 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """News: how the sender stands; after a trade that the sender has decided also how the other side stands from now
-    on.
+    """News of the sender's lanes; after a trade that the sender has decided also how the other side stands from now on.
 
     To that other side it is the decision. Answered with Heard.
     """
@@ -75,7 +74,7 @@ class Told:
     """Of the offer that was decided; None exactly when `other` is."""
 
     def fault(self) -> str | None:
-        """Why nobody may say this; None when one may."""
+        """The reason why nobody may say this; None when one may."""
         if (self.other is None) == (self.number is None):
             return None
         return "a decision without its offer's number, or a number without a decision"
@@ -83,7 +82,7 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """The receiver's version up to which the sender knows."""
+    """The acknowledgement of the receiver's version up to which the sender knows."""
 
     epoch: Epoch
     version: Version
@@ -91,7 +90,7 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """One lane for one lane: the sender would take `route`, and leave `stages` to the other's lane.
+    """The offer of one lane for one lane: the sender would take `route`, and leave `stages` to the other's lane.
 
     Holds only if the receiver still stands at `asked_version`.
     """
@@ -111,7 +110,9 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Accept:
-    """The sender would take this route for its lane, and is bound until it hears the decision."""
+    """The acceptance of an offer: the sender would take this route for its lane, and is bound until it hears the
+    decision.
+    """
 
     epoch: Epoch
     number: OfferNumber
@@ -120,8 +121,9 @@ class Accept:
 
 @dataclass(frozen=True, slots=True)
 class Decline:
-    """No. `busy`: another trade is under way; ask again later. Otherwise the sender sees nothing in it, or stands
-    elsewhere by now."""
+    """The refusal of an offer. `busy`: another trade is under way; ask again later. Otherwise the sender sees nothing
+    in it, or stands elsewhere by now.
+    """
 
     epoch: Epoch
     number: OfferNumber
@@ -131,7 +133,7 @@ class Decline:
 
 @dataclass(frozen=True, slots=True)
 class Abandon:
-    """The offer does not hold; whoever is bound by it is free."""
+    """The withdrawal of an offer; whoever is bound by it is free."""
 
     epoch: Epoch
     number: OfferNumber

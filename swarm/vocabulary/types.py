@@ -1,4 +1,4 @@
-"""The words of Skipstone as types: what a run, a module, a microbatch and a path are.
+"""The vocabulary of Skipstone as types: what a run, a module, a microbatch and a path are.
 
 Everything here is immutable, hashable and free of IO, so that the same values serve the node, the simulator
 and the tests. `docs/PROTOCOL.md` has the table of words; use exactly these in code, logs and output.
@@ -45,7 +45,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class Reasoned(Generic[Value]):
-    """What was decided, and one sentence for the person who asks why."""
+    """A decision, and one sentence for the person who asks why."""
 
     value: Value
     reason: str
@@ -93,8 +93,9 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class SignedRoute:
-    """What a data node fixes of a microbatch when it sets out, and signs together with its run, number and purpose
-    (`protocol.identity.route_signatures`). Peers are not in it: repair may replace them."""
+    """The part of a path that a data node fixes at a microbatch's start, and signs together with its run, number and
+    purpose (`protocol.identity.route_signatures`). Peers are not in it: repair may replace them.
+    """
 
     modules: tuple[ModuleId, ...]
     lifetime_s: float
@@ -153,7 +154,9 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class AnchorVersion:
-    """Which agreed state of a module: what its replicas compare, and what decides which of two states goes on."""
+    """The version of a module's agreed state: what its replicas compare, and what decides which of two states
+    goes on.
+    """
 
     round: Annotated[int, Range(0, MAX_ROUND)]
     """Number of the round that made it; 0 for the initial weights. Never goes back on any peer."""
@@ -199,12 +202,12 @@ PROTOCOL_VERSIONS = VersionRange(2, 2)
 
 
 def short(peer: PeerId) -> str:
-    """The last six characters: enough to tell peers apart in a table or a log line."""
+    """The last six characters of a peer id: enough to tell peers apart in a table or a log line."""
     return peer[-6:]
 
 
 class Codec(enum.Enum):
-    """How elements become bytes. The value is the one in link.proto; `protocol.codecs` does it."""
+    """The encoding of elements as bytes. The value is the one in link.proto; `protocol.codecs` does it."""
 
     NONE = 1
     """As they are, row-major, little-endian."""

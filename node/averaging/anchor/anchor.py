@@ -2,21 +2,25 @@
 
 Both vectors are float32 in this machine's memory, never on the compute device: they are touched once a round. The
 digest is BLAKE3 over the version's numbers and the list of chunk hashes, so whoever has the digest can check the list,
-and with the list each chunk.
+and with the list each chunk. In a checkpoint the vectors lie by parameter name.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from blake3 import blake3
+from torch import Tensor
 
 from node.averaging.anchor.layout import Layout
+from node.checkpoint.state import AnchorState
+from swarm.vocabulary.errors import CorruptSnapshot
 from swarm.vocabulary.types import AnchorVersion
 
 Vector = npt.NDArray[np.float32]
@@ -46,7 +50,7 @@ class Anchor:
 
 
 def initial_anchor(layout: Layout, parameters: Vector) -> Anchor:
-    """The state before the first round: momentum 0. Keeps `parameters`."""
+    """The anchor before the first round: `parameters`, which it keeps, and momentum 0."""
     momentum = np.zeros_like(parameters)
     hashes = hash_all(layout, parameters, momentum)
     return Anchor(layout, version_of(layout, hashes, 0, 0, 0, 0), parameters, momentum, hashes)
@@ -55,7 +59,7 @@ def initial_anchor(layout: Layout, parameters: Vector) -> Anchor:
 def version_of(
     layout: Layout, hashes: Sequence[bytes], round_number: int, steps: int, tokens: int, fragment: int
 ) -> AnchorVersion:
-    """The version with its digest."""
+    """The anchor's version with its digest."""
     header = _HEADER.pack(round_number, steps, tokens, fragment, layout.elements, layout.chunk_elements)
     digest = blake3(_DOMAIN + header + b"".join(hashes)).digest()
     return AnchorVersion(round_number, steps, tokens, fragment, digest)
@@ -67,7 +71,7 @@ def hash_all(layout: Layout, parameters: Vector, momentum: Vector) -> tuple[byte
 
 
 def hash_of(data: memoryview) -> bytes:
-    """BLAKE3, 32 bytes."""
+    """The BLAKE3 hash of bytes, 32 bytes."""
     return blake3(data).digest()
 
 
@@ -81,3 +85,42 @@ def chunk_bytes(layout: Layout, parameters: Vector, momentum: Vector, number: in
         raise IndexError(f"chunk {number} of {2 * layout.chunks}")
     vector, index = (parameters, number) if number < layout.chunks else (momentum, number - layout.chunks)
     return vector[layout.range_of(index, index + 1)].view(np.uint8).data
+
+
+# ---- in checkpoints: by parameter name ------------------------------------------------------------
+
+
+def anchor_state(anchor: Anchor) -> AnchorState:
+    """The saved form of an anchor. Shares the anchor's memory, which holds until the round after the next."""
+    return AnchorState(
+        anchor.version, tensors_of(anchor.layout, anchor.parameters), tensors_of(anchor.layout, anchor.momentum)
+    )
+
+
+def restored_anchor(layout: Layout, saved: AnchorState) -> Anchor:
+    """The anchor of a saved state.
+
+    Raises:
+        CorruptSnapshot: it is of another model, or not the state that its digest names.
+    """
+    try:
+        parameters = _vector(layout, saved.parameters)
+        momentum = np.zeros_like(parameters) if saved.momentum is None else _vector(layout, saved.momentum)
+    except (KeyError, RuntimeError) as error:
+        raise CorruptSnapshot(f"the saved anchor is of another model: {error}") from error
+    hashes, version = hash_all(layout, parameters, momentum), saved.version
+    if version_of(layout, hashes, version.round, version.steps, version.tokens, version.fragment) != version:
+        raise CorruptSnapshot(f"the saved anchor of round {version.round} is not the state that its digest names")
+    return Anchor(layout, version, parameters, momentum, hashes)
+
+
+def tensors_of(layout: Layout, vector: Vector) -> dict[str, Tensor]:
+    """The parameters in a vector, by name. They share its memory."""
+    return {place.name: torch.from_numpy(vector[place.start : place.stop]).view(place.shape) for place in layout.places}
+
+
+def _vector(layout: Layout, tensors: Mapping[str, Tensor]) -> Vector:
+    vector: Vector = np.empty(layout.elements, np.float32)
+    for name, room in tensors_of(layout, vector).items():
+        room.copy_(tensors[name])
+    return vector

@@ -1,4 +1,4 @@
-"""Where a replica's anchors lie: the one that holds, and older ones for whoever is half through downloading them.
+"""The store of a replica's anchors: the current one, and older ones for whoever is half through downloading them.
 
 An anchor's arrays are as large as the module, so they are written again and again instead of allocated. At most
 `STATES` pairs of them are here at once: the current anchor, up to two lent out to be written (a staged result that must
@@ -29,7 +29,9 @@ LENT_AT_MOST: Final = 2
 
 
 class AnchorStore:
-    """Used from the event loop and one other thread; no method blocks for longer than allocating arrays takes."""
+    """Anchors with the memory of their arrays. Used from the event loop and one other thread; no method blocks for
+    longer than allocating arrays takes.
+    """
 
     def __init__(self, current: Anchor, now: Callable[[], float] = time.monotonic) -> None:
         """`now` is a monotonic clock in seconds; leases end by it."""
@@ -57,8 +59,8 @@ class AnchorStore:
 
     @contextmanager
     def pinned(self, anchor: Anchor) -> Iterator[Anchor]:
-        """The arrays of the anchor are not written inside the block. For as long as one chunk takes to send, not for a
-        download.
+        """Keeps the arrays of the anchor from being written within the block. For as long as one chunk takes to send,
+        not for a download.
 
         Raises:
             StateError: the anchor is not here any more.
@@ -103,13 +105,13 @@ class AnchorStore:
             return pair
 
     def give_back(self, parameters: Vector, momentum: Vector) -> None:
-        """Vectors from `spare` that will not become an anchor."""
+        """Takes back vectors from `spare` that will not become an anchor."""
         with self._lock:
             self._forget_lent(parameters)
             self._returned = (parameters, momentum)
 
     def put(self, anchor: Anchor) -> None:
-        """The anchor that holds from now on; the arrays belong to the store."""
+        """Makes an anchor the current one; the arrays belong to the store."""
         with self._lock:
             if anchor is self._current:
                 return

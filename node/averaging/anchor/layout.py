@@ -1,5 +1,4 @@
-"""A module's parameters as one vector: where each lies, how the vector is cut into chunks, and which of them make a
-fragment.
+"""The layout of a module's parameters as one vector: where each lies, its chunks, and which of them make a fragment.
 
 Chunks are what is hashed, downloaded and given to a reducer; all replicas of a module cut alike because everything
 follows from the names and shapes. A fragment is a run of chunks. So that each fragment has blocks from all depths
@@ -26,7 +25,7 @@ _BLOCK: Final = re.compile(r"model\.layers\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One parameter in the vector."""
+    """The place of one parameter in the vector."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,7 +38,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Everything counts elements (float32) or chunks."""
+    """A module's layout, counted in elements (float32) or chunks."""
 
     places: tuple[Place, ...]
     chunk_elements: int
@@ -55,7 +54,7 @@ class Layout:
         return -(-self.elements // self.chunk_elements)
 
     def range_of(self, first_chunk: int, end_chunk: int) -> slice:
-        """The elements of these chunks; the last chunk of the vector may be shorter than the others."""
+        """The slice of the elements of these chunks; the last chunk of the vector may be shorter than the others."""
         return slice(first_chunk * self.chunk_elements, min(end_chunk * self.chunk_elements, self.elements))
 
 
@@ -80,8 +79,9 @@ def layout_of(shapes: Mapping[str, tuple[int, ...]], fragments: int) -> Layout:
 
 
 def chunk_elements(elements: int) -> int:
-    """A power of two that gives at least CHUNKS_AT_LEAST chunks, within the limits: hash lists stay below 64 KiB up to
-    10^9 elements."""
+    """The elements of a chunk: a power of two that gives at least CHUNKS_AT_LEAST chunks, within the limits: hash lists
+    stay below 64 KiB up to 10^9 elements.
+    """
     wished = max(1, elements // CHUNKS_AT_LEAST)
     return max(SMALLEST_CHUNK, min(LARGEST_CHUNK, 1 << (wished.bit_length() - 1)))
 

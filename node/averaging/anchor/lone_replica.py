@@ -11,8 +11,7 @@ import math
 
 import numpy as np
 
-from node.averaging.anchor.anchor import Anchor, Vector, initial_anchor
-from node.averaging.anchor.anchor_checkpoint import anchor_state, restored_anchor
+from node.averaging.anchor.anchor import Anchor, Vector, anchor_state, initial_anchor, restored_anchor
 from node.averaging.anchor.anchor_store import AnchorStore
 from node.averaging.anchor.module_vector import LocalReplica
 from node.averaging.anchor.outer_step import OuterRule, Staging
@@ -23,14 +22,14 @@ from swarm.vocabulary.types import MAX_COUNT
 
 
 def anchor_of(replica: LocalReplica) -> Anchor:
-    """The state before the first round: what the replica is now."""
+    """The anchor before the first round, of the replica's parameters as they are now."""
     parameters: Vector = np.empty(replica.layout.elements, np.float32)
     replica.read(slice(0, replica.layout.elements), parameters)
     return initial_anchor(replica.layout, parameters)
 
 
 def steps_between_rounds(inner_steps: int, fragments: int) -> int:
-    """Each fragment's turn comes once in `inner_steps` steps."""
+    """Inner steps between two outer steps: each fragment's turn comes once in `inner_steps` steps."""
     return math.ceil(inner_steps / fragments)
 
 
@@ -91,7 +90,7 @@ class LoneReplica:
             self._steps = self._tokens = 0
 
     def agreed(self) -> Agreed:
-        """What a checkpoint needs of it."""
+        """The anchor and the work since, for a checkpoint."""
         return Agreed(anchor_state(self.store.current), self._steps, self._tokens)
 
     def restore(self, state: ReplicaState) -> None:

@@ -1,4 +1,4 @@
-"""The link between an anchor's vector and the parameters that are trained. Everything here runs on the compute thread.
+"""The trained parameters as a vector laid out like the anchor's. Everything here runs on the compute thread.
 
 Training goes on while a round is under way, so what the replica has done since the snapshot is carried over to the new
 anchor instead of being lost (as in Streaming DiLoCo with a merging factor of 1; Douillard et al. 2025,
@@ -20,13 +20,13 @@ from node.model.initialization import parameters_of
 
 
 class Schedule(Protocol):
-    """What an inner optimizer (`node.model.optimizer.InnerOptimizer`) is to rounds."""
+    """The part of an inner optimizer (`node.model.optimizer.InnerOptimizer`) that rounds need."""
 
     steps: int
     """Where it stands in the learning rate's schedule."""
 
     def start_anew(self, steps: int) -> None:
-        """The parameters have become others."""
+        """Forgets the optimizer's state, because the parameters have become others."""
         ...
 
 
@@ -60,14 +60,14 @@ class LocalReplica:
             target[there].copy_(here)
 
     def write(self, part: slice, values: Vector) -> None:
-        """The parameters of this part become `values`, which is as long."""
+        """Writes `values`, which is as long, to the parameters of this part of the vector."""
         source = torch.from_numpy(values)
         for here, there in self._overlaps(part):
             here.copy_(source[there])
         self._changed()
 
     def carry(self, part: slice, snapshot: Vector, new: Vector) -> None:
-        """The parameters of this part become `new` + (what they are - `snapshot`); both are as long as the part.
+        """Sets the parameters of this part to `new` + (what they are - `snapshot`); both are as long as the part.
 
         In this order, so that whatever has not changed since the snapshot is exactly the new anchor.
         """

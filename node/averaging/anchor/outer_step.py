@@ -1,4 +1,4 @@
-"""The next anchor in the making: results of the exchange are applied and hashed as they come. Runs on the averaging
+"""The outer step: results of the exchange are applied to the base anchor and hashed as they come. Runs on the averaging
 thread.
 
 The outer optimizer: SGD with Nesterov momentum on the averaged pseudo-gradient (Douillard et al. 2023,
@@ -34,7 +34,7 @@ COARSE: Final = np.float32(2.0**-80)
 
 @dataclass(frozen=True, slots=True)
 class OuterRule:
-    """The manifest's `training.outer`."""
+    """The outer optimizer, as in the manifest's `training.outer`."""
 
     learning_rate: float
     momentum: float
@@ -66,13 +66,13 @@ def _round(values: Vector, out: Vector) -> None:
 
 
 def outer_rule(manifest: Manifest) -> OuterRule:
-    """The run's."""
+    """The outer optimizer of the run."""
     outer = manifest.training.outer
     return OuterRule(outer.learning_rate, outer.momentum)
 
 
 class Staging:
-    """Takes the outer step from `base` for one fragment, a run of chunks at a time.
+    """The next anchor in the making: takes the outer step from `base` for one fragment, a run of chunks at a time.
 
     Args:
         parameters, momentum: to be written; what they hold before does not matter.
@@ -89,14 +89,14 @@ class Staging:
         self._at_a_time = max(1, STRETCH // base.layout.chunk_elements)
 
     def keep_others(self, first_chunk: int, end_chunk: int) -> None:
-        """Takes everything but these chunks over from the base."""
+        """Copies everything but these chunks from the base."""
         layout = self._layout
         for rest in (layout.range_of(0, first_chunk), layout.range_of(end_chunk, layout.chunks)):
             self._parameters[rest] = self._base.parameters[rest]
             self._momentum[rest] = self._base.momentum[rest]
 
     def apply(self, first_chunk: int, end_chunk: int, gradient: Vector) -> None:
-        """The outer step for these chunks with the averaged pseudo-gradient there, and their hashes.
+        """Takes the outer step for these chunks with the averaged pseudo-gradient there, and hashes them.
 
         A few chunks at a time, so that they are hashed while they are still in the cache.
         """

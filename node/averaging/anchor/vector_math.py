@@ -1,8 +1,10 @@
-"""Arithmetic on long float32 vectors that is done in stretches short enough to stay in a core's cache.
+"""Arithmetic on long float32 vectors, in stretches short enough to stay in a core's cache.
 
 numpy does one operation at a time. On a vector of 200 MB each of them would read it from memory and write it back; on a
 stretch of 128 KiB only the first and the last do. It also lets go of the interpreter inside each operation, and so does
 BLAS.
+
+It stands alone because snapshots, reducers, outer step and audits share it.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ def squares(values: Vector) -> float:
 
 
 def squares_of_difference(left: Vector, right: Vector) -> float:
-    """`squares` of `left` - `right`."""
+    """The sum of squares of `left` - `right`, as `squares`."""
     room = np.empty(min(STRETCH, len(left)), np.float32)
     total = 0.0
     with np.errstate(all="ignore"):
@@ -42,7 +44,7 @@ def squares_of_difference(left: Vector, right: Vector) -> float:
 
 
 def add_scaled(values: Vector, factor: float, total: Vector) -> None:
-    """`total` += `factor` * `values`, rounded after each of the two."""
+    """Adds `factor` * `values` to `total`, rounded after each of the two."""
     scale = np.float32(factor)
     room = np.empty(min(STRETCH, len(total)), np.float32)
     for part in stretches(len(total)):

@@ -1,1 +1,1 @@
-"""What members of a round check of each other after it was committed."""
+"""Audits of committed rounds among their members."""

@@ -75,7 +75,7 @@ class _Wanted:
 
 
 class Auditor:
-    """One replica's.
+    """The audits of one replica, its own and those that it answers.
 
     Args:
         send: sends a small message, or does not.
@@ -125,7 +125,7 @@ class Auditor:
     # ---- the rounds' side --------------------------------------------------------------------------------------------
 
     def completed(self, record: ExchangeRecord) -> None:
-        """An exchange is complete here: others that commit it before us may ask about it."""
+        """Notes a complete exchange: others that commit it before us may ask about it."""
         self.exchange_begins()
         self._records = [*self._records, record][-2:]
         self._served.clear()
@@ -133,12 +133,13 @@ class Auditor:
         self._caught.clear()
 
     def exchange_begins(self) -> None:
-        """The memory that pieces of the last one could be encoded from is used for something else from now on. Hashes
-        stay."""
+        """Drops the memory that pieces of the last exchange could be encoded from, which is used for something else
+        from now on; hashes stay.
+        """
         self._records = [replace(record, source=None, sent=None) for record in self._records]
 
     def committed(self, version: AnchorVersion) -> None:
-        """The latest exchange holds. Audits one of its pieces, or none."""
+        """Notes that the latest exchange holds, and audits one of its pieces, or none."""
         record = self._records[-1] if self._records else None
         if record is None or record.anchor.version != version:
             return
@@ -147,7 +148,7 @@ class Auditor:
             self._begin(self.audit(record, self._random.choice(pieces)))
 
     def take_traffic(self) -> tuple[int, int]:
-        """Bytes of pieces sent and received for audits since the last call."""
+        """The bytes of pieces sent and received for audits since the last call."""
         traffic = self.sent_bytes, self.received_bytes
         self.sent_bytes = self.received_bytes = 0
         return traffic
@@ -170,11 +171,11 @@ class Auditor:
                 self._accused(sender, record, message)
 
     def wants(self, sender: PeerId, message: object) -> bool:
-        """Whether this is a piece that we have asked for."""
+        """Whether the message is a piece that we have asked for."""
         return isinstance(message, Contribution) and (sender, message) in self._wanted
 
     def admit(self, sender: PeerId, message: Contribution, tensor: TensorSpec) -> memoryview | Refusal:
-        """To be called for what it `wants`."""
+        """Admits a piece that it `wants`."""
         wanted = self._wanted[sender, message]
         if wanted.buffer is not None or tensor != wanted.spec:
             return Refusal(False, "this is not what was asked for")
@@ -182,7 +183,7 @@ class Auditor:
         return wanted.buffer
 
     def received(self, sender: PeerId, message: Contribution, buffer: memoryview, whole: bool) -> bool:
-        """Whether it was admitted here. If not `whole`, it was broken off."""
+        """Takes an admitted piece; whether it was admitted here. If not `whole`, it was broken off."""
         wanted = self._wanted.get((sender, message))
         if wanted is None or wanted.buffer is not buffer:
             return False

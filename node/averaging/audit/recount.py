@@ -1,4 +1,4 @@
-"""One piece of a committed round, summed again: what an audit computes and concludes. Runs on the averaging thread."""
+"""The recount of one piece of a committed round: what an audit computes and concludes. Runs on the averaging thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from node.averaging.exchange.all_reduce import ExchangeRecord
 from node.averaging.exchange.partition import Piece
 from node.averaging.exchange.reducer import read_encoding
 from protocol.codecs import encoded_bytes
-from protocol.identity.piece_signatures import PieceSignatures, hash_of_piece
+from protocol.identity.round_signatures import PieceSignatures, hash_of_piece
 from swarm.averaging.audits import Reckoning, chance_of_audit, unexplained
 from swarm.averaging.round_events import Caught
 from swarm.vocabulary.averaging_messages import Evidence, SignedHash
@@ -25,7 +25,7 @@ from swarm.vocabulary.types import PeerId, short
 
 
 class Recount:
-    """Of one piece of another's shard: the result, less what each contributor but the reducer has in it.
+    """The recount of one piece of another's shard: the result, less what each contributor but the reducer has in it.
 
     Raises:
         StateError: the memory that it needs has been used for something else meanwhile.
@@ -58,7 +58,7 @@ class Recount:
         accuser: PeerId | None,
         shown: Sequence[SignedHash],
     ) -> Mapping[PeerId, SignedHash] | Caught:
-        """Which hash each contributor but the reducer has signed, or who is caught by that already.
+        """The hash that each contributor but the reducer has signed, or who is caught by that already.
 
         Args:
             evidence: what the reducer shows; None when it did not answer.
@@ -83,7 +83,7 @@ class Recount:
         return signed if due <= signed.keys() else self.caught(accuser or reducer, "accuses without proof")
 
     def take_away(self, signed: SignedHash, data: memoryview) -> Caught | None:
-        """What a contributor says that it signed is taken away from the rest."""
+        """Subtracts what a contributor says that it signed from the rest."""
         if hash_of_piece(data) != signed.hash:
             return self.caught(signed.peer, "sent an auditor something else than what it had signed")
         plan = self._record.plan
@@ -106,7 +106,7 @@ class Recount:
         return None if why is None else self.caught(reducer.peer, why, tuple(signed.values()))
 
     def caught(self, peer: PeerId, why: str, signed: Sequence[SignedHash] = (), certain: bool = True) -> Caught:
-        """The finding. `signed` proves it to others."""
+        """The finding against a replica. `signed` proves it to others."""
         hashes = b"".join(sorted(one.peer.encode() + one.hash + one.signature for one in signed))
         proof = blake3(hashes).hexdigest() if signed else ""
         return Caught(peer, self._record.plan.roster.round.number, why, proof, certain)
@@ -121,7 +121,7 @@ def _result(before: Anchor, after: Anchor, piece: Piece, momentum: float) -> Vec
 
 
 def chance(record: ExchangeRecord, pieces: Sequence[Piece]) -> float:
-    """How often a member audits one of these pieces, which are those of others' shards."""
+    """The probability with which a member audits one of these pieces, which are those of others' shards."""
     plan, codecs = record.plan, record.plan.codecs
     contributors, members = frozenset(plan.contributors), len(plan.members)
 

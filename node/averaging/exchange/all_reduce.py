@@ -1,4 +1,4 @@
-"""One exchange of pseudo-gradients as one of its members carries it out (DESIGN section 5).
+"""The all-reduce of pseudo-gradients, as one member carries it out (DESIGN section 5).
 
 Everything overlaps, piece by piece: each member encodes its pseudo-gradient for a piece when the piece's reducer can
 take it; the reducer adds it to its sum when it arrives, and when all are in encodes the sum once and sends the same
@@ -35,7 +35,7 @@ from node.concurrency.task_groups import task_scope
 from node.model.device import gradual_underflow
 from node.observability.failpoints import crash_point
 from protocol.codecs import encoded_bytes
-from protocol.identity.piece_signatures import PieceSignatures, hash_of_piece
+from protocol.identity.round_signatures import PieceSignatures, hash_of_piece
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import Transport
 from swarm.averaging.round_events import Event, LinkLost, Owing, PieceCame, PieceRejected
@@ -57,7 +57,7 @@ are."""
 
 @dataclass(frozen=True, slots=True)
 class ExchangeMeans:
-    """What every exchange of a replica works with."""
+    """The parts that every exchange of a replica works with."""
 
     codecs: tuple[RoundCodecs, ...]
     """That the rosters of this run may name."""
@@ -74,7 +74,7 @@ class ExchangeMeans:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExchangeRecord:
-    """What is kept of a complete exchange, for audits of it (`node.averaging.audit.auditor`)."""
+    """The record of a complete exchange, for audits of it (`node.averaging.audit.auditor`)."""
 
     plan: Plan
     anchor: Anchor
@@ -88,8 +88,8 @@ class ExchangeRecord:
     sent: SentParts | None
 
     def encoded(self, piece: Piece) -> memoryview | None:
-        """What we contributed to a piece of another's shard, encoded again; None when that cannot be done any more, or
-        we contributed nothing.
+        """Our contribution to a piece of another's shard, encoded again; None when that cannot be done any more, or we
+        contributed nothing.
 
         On the averaging thread. Whether the memory is still what it was then is seen by the hash.
         """
@@ -108,7 +108,7 @@ class ExchangeRecord:
 
 
 class Exchange:
-    """Run it once; cancelling `run` leaves no trace.
+    """One exchange of one member. Run it once; cancelling `run` leaves no trace.
 
     Args:
         source: our pseudo-gradient; its anchor is the base.
@@ -167,11 +167,11 @@ class Exchange:
         return self._complete.is_set()
 
     def record(self, anchor: Anchor) -> ExchangeRecord:
-        """Of this exchange, which has made this anchor."""
+        """The record of this exchange, which has made this anchor."""
         return ExchangeRecord(self.plan, anchor, self._signed, self._own_signed, self._source, self.sent)
 
     async def run(self) -> None:
-        """Until the result is staged and everything that others need has been sent."""
+        """Exchanges until the result is staged and everything that others need has been sent."""
         async with task_scope() as tasks:
             self._tasks = tasks
             try:

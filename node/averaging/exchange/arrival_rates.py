@@ -1,5 +1,6 @@
-"""How fast other members' pieces come in. What is said of a member's link is what its receivers measured
-(`swarm.averaging.plausibility`)."""
+"""Measured rates of other members' pieces. What is said of a member's link is what its receivers measured
+(`swarm.averaging.plausibility`).
+"""
 
 from __future__ import annotations
 
@@ -27,8 +28,9 @@ class _Sender:
 
 
 class Incoming:
-    """Of one replica. A sender's pieces overlap, so bytes are counted over the time in which any of them is under
-    way."""
+    """The arrival rates of the senders to one replica. A sender's pieces overlap, so bytes are counted over the time in
+    which any of them is under way.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -44,7 +46,7 @@ class Incoming:
         known.under_way += 1
 
     def ended(self, sender: PeerId, size_bytes: int) -> None:
-        """A piece that began is complete; or has broken off, with 0 bytes."""
+        """Notes that a piece is complete; or has broken off, with 0 bytes."""
         known = self._senders.get(sender)
         if known is None or not known.under_way:
             return
@@ -56,5 +58,5 @@ class Incoming:
             known.seconds = KEPT * known.seconds + seconds
 
     def bytes_per_s(self) -> Mapping[PeerId, float]:
-        """Of all senders that were measured."""
+        """The rates of all senders that were measured."""
         return {peer: known.size_bytes / known.seconds for peer, known in self._senders.items() if known.seconds}

@@ -1,5 +1,5 @@
-"""Results of an exchange beside our own pseudo-gradient, in figures. Runs on the averaging thread; what follows from
-them is decided in `swarm.averaging.audits`.
+"""Figures that compare the results of an exchange with our own pseudo-gradient. Runs on the averaging thread; what
+follows from them is decided in `swarm.averaging.audits`.
 
 Only some patches of each result are looked at, and nobody knows which before: the figures are those of whole pieces,
 nearly, for an eighth of the memory traffic.
@@ -27,7 +27,7 @@ AT_LEAST: Final = 8
 
 
 class Comparison:
-    """Of one exchange.
+    """The comparison of one exchange's results.
 
     Args:
         random: where it looks must not be known before.
@@ -61,6 +61,6 @@ class Comparison:
         self._pieces.append(Beside(piece.reducer, len(there) / self._elements, own, squares, product))
 
     def oddities(self) -> dict[PeerId, str]:
-        """Which reducers' results cannot be the mean, and why, when all results have been added."""
+        """The reducers whose results cannot be the mean, with the reasons, when all results have been added."""
         own = self._plan.members[self._plan.own]
         return oddities(self._plan.own, self._pieces, own.coefficient, own.norm, self._plan.largest_norm)

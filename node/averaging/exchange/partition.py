@@ -1,5 +1,5 @@
-"""What one exchange consists of, for one of its members: which pieces there are, who reduces them, who sends what to
-whom.
+"""The partition of one exchange, as one of its members sees it: which pieces there are, who reduces them, who sends
+what to whom.
 
 Everything follows from the module's layout and the roster, so all members see the same pieces, and whatever else comes
 is refused before it costs any memory.
@@ -80,11 +80,11 @@ class Plan:
 
     @property
     def largest_norm(self) -> float:
-        """Of the weighted mean, by the triangle inequality."""
+        """The largest possible norm of the weighted mean, by the triangle inequality."""
         return math.fsum(member.coefficient * member.norm for member in self.members.values())
 
     def piece_at(self, first_chunk: int, end_chunk: int) -> Piece | None:
-        """The piece that these chunks are."""
+        """The piece that consists of these chunks."""
         return self._by_chunks.get((first_chunk, end_chunk))
 
     def piece_of(self, sender: PeerId, message: RoundPiece) -> Piece | None:

@@ -1,4 +1,4 @@
-"""Pieces of one attempt at a round as they come in: what is admitted, into which memory, and to whom it goes.
+"""The receiver of one attempt's pieces: what is admitted, into which memory, and to whom it goes.
 
 A member may begin to send before the roster has reached us by another link. What an honest one can send that early fits
 into EARLY_PIECES; it is kept until the roster says whether it was wanted. Used on the event loop only.
@@ -29,18 +29,19 @@ Deliver = Callable[[PeerId, RoundPiece, Piece, memoryview], None]
 
 
 def piece_spec(codec: Codec, elements: int) -> TensorSpec:
-    """How so many elements travel."""
+    """The tensor specification of a piece of so many elements."""
     return TensorSpec((elements,), DType.FLOAT32, codec)
 
 
 def early_pieces(others: int) -> int:
-    """How many pieces a member may send to another before it has seen a result of it, so that those of all others
-    together are kept."""
+    """The number of pieces that a member may send to another before it has seen a result of it, so that those of all
+    others together are kept.
+    """
     return max(FEWEST_EARLY, EARLY_PIECES // max(1, others))
 
 
 class Arrivals:
-    """Of the attempt `round`.
+    """The pieces that arrive for the attempt `round`.
 
     Args:
         codecs: what the roster may name; before it is here, any of them may come.
@@ -63,14 +64,16 @@ class Arrivals:
         self._free: dict[int, list[memoryview]] = {}
 
     def open(self, plan: Plan, deliver: Deliver) -> None:
-        """The roster is here: early pieces are delivered now, if they are due, and the others as they come."""
+        """Opens the exchange with its roster: early pieces are delivered now, if they are due, and the others as they
+        come.
+        """
         self._plan, self._deliver = plan, deliver
         early, self._early = self._early, []
         for sender, message, buffer in early:
             self._hand_over(sender, message, buffer)
 
     def admit(self, sender: PeerId, message: RoundPiece, tensor: TensorSpec) -> memoryview | Refusal:
-        """See `protocol.interfaces.transport.LinkHandler`. Nothing is admitted twice."""
+        """Admits a piece; see `protocol.interfaces.transport.LinkHandler`. Nothing is admitted twice."""
         key = (sender, message)
         if message.round != self.round or key in self._come:
             return Refusal(False, "this piece is of another round, or has come before")
@@ -92,7 +95,7 @@ class Arrivals:
         self.give_back(buffer)
 
     def give_back(self, buffer: memoryview) -> None:
-        """Nothing reads it any more."""
+        """Takes back the buffer of a piece that nothing reads any more."""
         self._free.setdefault(buffer.nbytes, []).append(buffer)
 
     def _objection(self, sender: PeerId, message: RoundPiece, tensor: TensorSpec) -> str | None:

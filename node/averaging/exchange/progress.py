@@ -1,4 +1,4 @@
-"""How far an exchange has come, and who keeps it waiting."""
+"""The progress of an exchange, and who keeps it waiting."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOLD_PERCENT: Final = 10
 
 @dataclass(frozen=True, slots=True)
 class HowFar:
-    """Of one member in one exchange."""
+    """The progress of one member in one exchange."""
 
     round: RoundId
     reduced_chunks: int
@@ -29,7 +29,7 @@ Watch = Callable[[HowFar], None]
 
 
 class ExchangeProgress:
-    """Counts pieces; knows nothing of their contents."""
+    """The counts of an exchange's pieces; knows nothing of their contents."""
 
     def __init__(self, plan: Plan, watch: Watch = lambda how_far: None) -> None:
         self._plan = plan
@@ -46,18 +46,18 @@ class ExchangeProgress:
         self._tell()
 
     def contributed(self, reducer: PeerId) -> None:
-        """We have sent a piece to its reducer."""
+        """Notes that we have sent a piece to its reducer."""
         self._contributed[reducer] += 1
 
     def added(self, sender: PeerId, piece: Piece) -> None:
-        """A contribution to a piece of our shard is in its sum."""
+        """Notes that a contribution to a piece of our shard is in its sum."""
         self._awaited[piece].discard(sender)
         if not self._awaited[piece]:
             del self._awaited[piece]
         self._take_in()
 
     def applied(self, piece: Piece) -> bool:
-        """A result has been applied. Whether it was the last."""
+        """Notes that a result has been applied; whether it was the last."""
         self._unapplied.discard(piece)
         if piece.reducer != self._plan.own:
             self._results_due[piece.reducer] -= 1
@@ -65,7 +65,7 @@ class ExchangeProgress:
         return not self._unapplied
 
     def owing(self) -> frozenset[PeerId]:
-        """Who could send us something now and has not.
+        """The members that could send us something now and have not.
 
         As long as contributions to our shard are due, nobody is blamed for results: whoever keeps us waiting may keep
         the other reducers waiting, too. And only those are blamed who have not contributed to the first piece that

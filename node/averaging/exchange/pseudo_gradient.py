@@ -1,5 +1,5 @@
-"""What an encoding left out of a pseudo-gradient stays in the replica: the other way to lose nothing, without a
-residual to keep.
+"""The pseudo-gradient as it is sent. What an encoding left out stays in the replica: the other way to lose nothing,
+without a residual to keep.
 
 A round that commits moves the replica from its snapshot to the new anchor. If the others have got less than the
 pseudo-gradient, it is moved from what they have got instead, `anchor - decoded`, and stands on the new anchor less what
@@ -29,7 +29,7 @@ from swarm.vocabulary.types import Codec
 
 
 class SentParts:
-    """What has gone out of one replica's pseudo-gradient in one attempt, as it was encoded."""
+    """The encoded parts of one replica's pseudo-gradient that were sent in one attempt."""
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
@@ -37,16 +37,17 @@ class SentParts:
         self._rewritten = False
 
     def note(self, part: slice, encoding: memoryview) -> None:
-        """This part goes out so. A part that is never noted has gone as it is: into our own shard's sum, or with
-        NONE."""
+        """Notes the encoding in which this part goes out. A part that is never noted has gone as it is: into our own
+        shard's sum, or with NONE.
+        """
         self._sent[part.start, part.stop] = encoding.tobytes()
 
     def encoding(self, part: slice) -> bytes | None:
-        """What has gone out of this part."""
+        """The encoding of this part as sent."""
         return self._sent.get((part.start, part.stop))
 
     def rewrite(self, base: Vector, snapshot: Vector) -> None:
-        """The attempt has committed: the snapshot becomes what the others have got of it, to be carried over from
+        """Sets the snapshot, when the attempt has committed, to what the others have got of it, to be carried over from
         there. The encodings are kept, for audits.
 
         Done once, before the replica is carried over.
@@ -65,7 +66,9 @@ class SentParts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """Read where it is needed, a piece at a time: the difference itself is never kept. Used on the averaging thread."""
+    """The pseudo-gradient, read where it is needed, a piece at a time: the difference itself is never kept. Used on the
+    averaging thread.
+    """
 
     anchor: Anchor
     snapshot: Vector
@@ -76,7 +79,7 @@ class Source:
         return squares_of_difference(self.anchor.parameters[part], self.snapshot[part])
 
     def write(self, part: slice, out: Vector, factor: float) -> None:
-        """`out` = `factor` * pseudo-gradient there, rounded after each operation."""
+        """Writes `factor` * pseudo-gradient to `out`, rounded after each operation."""
         scale = np.float32(factor)
         left, right = self.anchor.parameters[part], self.snapshot[part]
         for stretch in stretches(len(out)):

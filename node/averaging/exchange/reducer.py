@@ -1,4 +1,4 @@
-"""Our shard's weighted mean, piece by piece: the numbers of a reducer. Runs on the averaging thread."""
+"""The reducer's arithmetic: our shard's weighted mean, piece by piece. Runs on the averaging thread."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ COARSE_ROUNDING: Final = 1.05
 
 
 class NormLimit:
-    """Adds up squares and says when there are more than a declared norm allows, or when something was not finite."""
+    """The check of a contribution against its declared norm: adds up squares and finds what is not finite."""
 
     def __init__(self, norm: float, codec: Codec) -> None:
         rounding = COARSE_ROUNDING if codec is Codec.INT4 else ROUNDING
         self._left = (norm * rounding) ** 2 + float(np.finfo(np.float32).tiny)
 
     def objection(self, values: Vector) -> str | None:
-        """Why the values cannot be used; None when they can, and then they count."""
+        """The reason why the values cannot be used; None when they can, and then they count."""
         length = squares(values)
         if not math.isfinite(length):
             return "elements that are not finite, or beyond all bounds"
@@ -64,7 +64,7 @@ class Added:
 
 
 class Reduction:
-    """The sums of our shard.
+    """The weighted sums of our shard's pieces.
 
     Args:
         source: our own pseudo-gradient, which goes into each sum first.

@@ -1,1 +1,1 @@
-"""Downloads and serves anchors."""
+"""Download and serving of anchors."""

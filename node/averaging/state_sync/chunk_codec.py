@@ -1,4 +1,4 @@
-"""How chunks of a state travel: as they are, or in byte planes where it is the link that holds the download up."""
+"""The encoding of a state's chunks: as they are, or in byte planes where it is the link that holds the download up."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ a core is kept busy; at less than half of it, more than half of what the ratio p
 
 
 def codec_for(allowed: frozenset[Codec], goodput_bytes_per_s: float) -> Codec:
-    """What to send over a link of this goodput; 0 is unknown, and what is sent as it is then becomes the
-    measurement."""
+    """The codec of chunks over a link of this goodput; 0 is unknown, and what is sent as it is then becomes the
+    measurement.
+    """
     slow = 0 < goodput_bytes_per_s < PLANES_BELOW_BYTES_PER_S
     return Codec.PLANES if slow and Codec.PLANES in allowed else Codec.NONE
 
@@ -43,7 +44,7 @@ def in_planes(data: memoryview) -> Encoded:
 
 
 def may_come_as(tensor: TensorSpec, elements: int, allowed: frozenset[Codec]) -> bool:
-    """Whether this may be a chunk of so many elements: encoded only when that makes it shorter."""
+    """Whether a chunk of so many elements may come in this encoding: encoded only when that makes it shorter."""
     return (
         (tensor.shape, tensor.dtype) == ((elements,), DType.FLOAT32)
         and tensor.codec in allowed
@@ -52,7 +53,7 @@ def may_come_as(tensor: TensorSpec, elements: int, allowed: frozenset[Codec]) ->
 
 
 class ChunkDecoder:
-    """Gives the bytes of chunks back, in room for one. Used on one thread."""
+    """Decodes chunks, with room for one. Used on one thread."""
 
     def __init__(self, chunk_elements: int) -> None:
         self._chunk_elements = chunk_elements

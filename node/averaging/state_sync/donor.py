@@ -1,5 +1,5 @@
-"""Gives the anchor to those who catch up, chunk by chunk, out of the arrays themselves, without getting in training's
-way.
+"""The donor of anchors: serves chunks to those who catch up, out of the arrays themselves, without getting in
+training's way.
 
 One chunk at a time goes to each asker, so on a link it takes turns with microbatches frame by frame; at most
 `LINKS_AT_ONCE` chunks are under way in all, and askers take turns. Nothing here touches the compute thread, and an
@@ -89,7 +89,7 @@ class Donor:
         """Handed to links since the start."""
 
     def receiving(self, dispatcher: Dispatcher) -> AbstractContextManager[None]:
-        """Within it, requests that arrive by the links come here."""
+        """Registers for requests that arrive by the links, within the block."""
         return dispatcher.registered(
             messages={StateRequest: self.receive},
             answers={QuestionAbout.STATE: self.answer},
@@ -97,12 +97,12 @@ class Donor:
         )
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Serves requests, until cancelled."""
         async with self._tasks.running():
             await asyncio.get_running_loop().create_future()
 
     async def answer(self, asker: PeerId, question: Question) -> bytes:
-        """The hash list of a state.
+        """Answers a question for the hash list of a state.
 
         Raises:
             Rejected: it is not kept here.
@@ -115,7 +115,7 @@ class Donor:
         return encode_hash_list(HashList(anchor.version, layout.elements, layout.chunk_elements, anchor.hashes))
 
     def receive(self, sender: PeerId, request: StateRequest) -> None:
-        """Queues what is asked for, or refuses it."""
+        """Queues a request, or refuses it."""
         if not self._tasks.are_running:
             return
         anchor = self._store.get(request.digest) if request.module == self._module else None
@@ -134,7 +134,7 @@ class Donor:
         asker.waiting.extend((request.digest, chunk) for chunk in request.chunks)
 
     def link_down(self, peer: PeerId, error: PeerError) -> None:
-        """What it waits for is forgotten; it asks again when it comes back."""
+        """Forgets what the peer waits for; it asks again when it comes back."""
         asker = self._askers.get(peer)
         if asker is not None:
             asker.waiting.clear()

@@ -1,5 +1,5 @@
-"""Gets an agreed state from its donors: first the hash list, which the digest proves, then the chunks, which the list
-proves.
+"""The download of an agreed state from its donors: first the hash list, which the digest proves, then the chunks, which
+the list proves.
 
 Chunks arrive in a few buffers of this download's own, and go to their places in the new vectors only when they match: a
 donor that is slow or lies writes nowhere else. Decoding, hashing, copying and the disk are on one thread of their own,
@@ -91,7 +91,7 @@ class StateDownloads:
         self._is_busy = False
 
     async def catch_up(self, wanted: AnchorVersion, donors: Sequence[PeerId], known: Anchor | None = None) -> Anchor:
-        """The anchor of `wanted`'s digest, every byte of it checked.
+        """Downloads the anchor of `wanted`'s digest, every byte of it checked.
 
         Args:
             donors: peers that are said to stand on it.
@@ -106,7 +106,8 @@ class StateDownloads:
         return Anchor(self.layout, proven.version, *vectors, proven.hashes)
 
     async def parameters(self, wanted: AnchorVersion, donors: Sequence[PeerId]) -> Vector:
-        """The parameters of that anchor, [elements], for whoever does not train it on: the momentum is not fetched.
+        """Downloads the parameters of that anchor, [elements], for whoever does not train it on: the momentum is not
+        fetched.
 
         Raises:
             As `catch_up`.

@@ -1,4 +1,6 @@
-"""Asks donors for the hash list of a state: all at once, and the first one that the digest proves will do."""
+"""Requests for the hash list of a state: to several donors at once, and the first one that the digest proves
+will do.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +23,8 @@ MOST_ASKED: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class ProvenList:
+    """A hash list that the digest has proved, and the donors asked for it."""
+
     hash_list: HashList
     donors: tuple[PeerId, ...]
     """Those asked, without the ones known not to have the state."""
@@ -34,7 +38,7 @@ async def first_hash_list(
     donors: Sequence[PeerId],
     on_liar: Callable[[PeerId, str], None],
 ) -> ProvenList:
-    """The list of `wanted`'s digest. At most the first `MOST_ASKED` of `donors` are asked.
+    """Fetches the hash list of `wanted`'s digest. At most the first `MOST_ASKED` of `donors` are asked.
 
     Raises:
         NoQuorum: none of the donors has the state.

@@ -1,5 +1,4 @@
-"""A state that is being put together: chunks are checked and put in their places, and, when there is a folder, kept for
-a restart.
+"""A state in assembly: chunks are checked and put in their places, and, when there is a folder, kept for a restart.
 
 The file has the state's size, parameters then momentum, each chunk at its place, and holes where none is yet. There is
 no list of what is in it: every chunk is hashed when the file is read again, and only what matches is taken. A folder
@@ -32,7 +31,9 @@ SUFFIX: Final = ".partial-state"
 
 
 class PartialState:
-    """Used on one thread. What cannot be kept on disk costs a warning, never the download."""
+    """The vectors of a state in assembly. Used on one thread. What cannot be kept on disk costs a warning, never the
+    download.
+    """
 
     def __init__(
         self, layout: Layout, hashes: tuple[bytes, ...], vectors: tuple[Vector, Vector], file: KeptChunks | None
@@ -45,7 +46,9 @@ class PartialState:
         self._placed: set[int] = set()
 
     def take_over(self, known: Anchor | None) -> frozenset[int]:
-        """Chunks that need not be fetched: those that `known` has in common with this state, and those on disk."""
+        """Takes over the chunks that need not be fetched: those that `known` has in common with this state, and those
+        on disk.
+        """
         for number in range(2 * self._layout.chunks):
             if known is not None and known.hashes[number] == self._hashes[number]:
                 self._slot(number)[:] = known.chunk(number)
@@ -98,16 +101,19 @@ class ChunkWriter:
         self._thread = ThreadPoolExecutor(1, "catching-up")
 
     async def begin(self, known: Anchor | None) -> frozenset[int]:
-        """The chunks that need not be fetched, as `PartialState.take_over`."""
+        """Takes over the chunks that need not be fetched, as `PartialState.take_over`."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._begin, known)
 
     async def place(self, chunk: int, tensor: TensorSpec, data: memoryview) -> bool:
-        """Whether the chunk matches its hash; then it is in its place. What is no encoding matches no hash either."""
+        """Puts a chunk in its place if it matches its hash, and says whether it does. What is no encoding matches no
+        hash either.
+        """
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._place, chunk, tensor, data)
 
     async def close(self, *, complete: bool) -> None:
-        """Comes after whatever the thread still has to do, so that nothing writes into vectors that have been given
-        back."""
+        """Ends the use of the file after whatever the thread still has to do, so that nothing writes into vectors that
+        have been given back.
+        """
         finished = self._thread.submit(self._finish, complete)
         self._thread.shutdown(wait=False)
         await asyncio.shield(asyncio.wrap_future(finished))
@@ -134,7 +140,7 @@ class ChunkWriter:
 
 
 class KeptChunks:
-    """The file. Any error of the disk ends its use."""
+    """The file of kept chunks. Any error of the disk ends its use."""
 
     def __init__(self, folder: Path, digest: bytes, layout: Layout) -> None:
         """Opens or makes the file for this state, and removes those of other states."""
@@ -155,7 +161,7 @@ class KeptChunks:
             self._give_up(error)
 
     def read(self, number: int, target: memoryview) -> bool:
-        """Whether the bytes at a chunk's place could be read; they may be anything."""
+        """Reads the bytes at a chunk's place, which may be anything; whether that worked."""
         if self._file is None or self._is_new:
             return False
         try:
@@ -202,7 +208,7 @@ class KeptChunks:
 
 
 class Space(Protocol):
-    """`node.averaging.anchor.anchor_store.AnchorStore` is one."""
+    """A supplier of vectors to be written; `node.averaging.anchor.anchor_store.AnchorStore` is one."""
 
     @property
     def layout(self) -> Layout: ...
@@ -215,7 +221,9 @@ class Space(Protocol):
 
 
 class FreshSpace:
-    """For a node that has no store of anchors yet, because this download brings its first anchor."""
+    """Newly allocated vectors, for a node that has no store of anchors yet, because this download brings its first
+    anchor.
+    """
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -225,7 +233,7 @@ class FreshSpace:
         return self._layout
 
     def spare(self) -> tuple[Vector, Vector]:
-        """Raises ResourceExhausted."""
+        """Allocates parameters and momentum, [elements] each. Raises ResourceExhausted."""
         try:
             return np.empty(self._layout.elements, np.float32), np.empty(self._layout.elements, np.float32)
         except MemoryError:

@@ -1,4 +1,7 @@
-"""How far a download is, for whoever sits at the terminal."""
+"""The progress bar of a download on a terminal.
+
+It stands alone because it needs a terminal's library, which commands load only when they show something.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from swarm.vocabulary.types import ModuleId
 
 @contextmanager
 def download_bar(*, silent: bool) -> Iterator[Callable[[ModuleId, int, int], None]]:
-    """Gives what takes the progress: the module that is being fetched, bytes here, bytes in all.
+    """Shows a progress bar; yields what takes the progress: the module that is being fetched, bytes here, bytes in all.
 
     The bar is on standard error, and only when that is a terminal; it comes with the first progress.
     """

@@ -29,8 +29,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:
-    """While entered, the first signal calls `ask` and says `line`, the second calls `at_once`; to be used in the main
-    thread.
+    """Turns signals into requests to stop: while entered, the first calls `ask` and says `line`, the second calls
+    `at_once`; to be used in the main thread.
 
     Python's own handlers, not the event loop's: these still run when the loop is stuck.
     """
@@ -69,7 +69,7 @@ class Interrupts:
 
 
 def leave_at_once(number: int) -> None:
-    """Ends this process without any cleaning up, and the processes it has started, if it leads its process group."""
+    """Ends this process without any clean-up, and the processes it has started, if it leads its process group."""
     if os.getpgrp() == os.getpid():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.killpg(0, signal.SIGTERM)
@@ -77,7 +77,7 @@ def leave_at_once(number: int) -> None:
 
 
 def end_by(seconds: float) -> None:
-    """Ends this process without any cleaning up when it is still there after so long, its event loop stuck or not."""
+    """Ends this process without any clean-up when it is still there after so long, its event loop stuck or not."""
 
     def end() -> None:
         time.sleep(seconds)
@@ -105,7 +105,8 @@ def stop_on_end_of_input(ask: Callable[[], None]) -> None:
 
 
 async def until_stopped(work: Awaitable[Result], stop: asyncio.Event, kill: Callable[[], None]) -> tuple[Result, int]:
-    """The result of work that ends in good order when `stop` is set, and 128 + the signal's number when one ended it.
+    """Waits for work that ends in good order when `stop` is set: its result, or 128 + the signal's number when one
+    ended it.
 
     Args:
         kill: ends at once whatever the work has started; called from a signal handler.

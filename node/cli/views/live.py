@@ -34,8 +34,9 @@ _NOTE_STYLES = {"info": "dim", "warning": "yellow", "error": "red"}
 
 
 def render(state: SwarmProgress, title: str, elapsed_s: float, now: float) -> RenderableType:
-    """The whole view at `now` (monotonic seconds). Everything that came from a peer is made harmless and never read as
-    markup."""
+    """Renders the whole view at `now` (monotonic seconds). Everything that came from a peer is made harmless and never
+    read as markup.
+    """
     parts: list[RenderableType] = [_headline(state, title, elapsed_s)]
     if state.target is not None:
         bar = Table.grid()  # a bar alone does not end its line
@@ -48,7 +49,7 @@ def render(state: SwarmProgress, title: str, elapsed_s: float, now: float) -> Re
 
 
 def remaining_s(state: SwarmProgress) -> float | None:
-    """Seconds to the target at the pace of the last steps; None while there is no pace or no target."""
+    """The seconds to the target at the pace of the last steps; None while there is no pace or no target."""
     if state.target is None or len(state.recent) < 2:
         return None
     pace = (state.recent[-1].at - state.recent[0].at) / (len(state.recent) - 1)
@@ -108,7 +109,7 @@ def _round_cell(peer: PeerProgress, now: float) -> RenderableType:
 
 
 def download_bar(done: float, total: float) -> RenderableType:
-    """A state on its way, for a cell of a table: the bar above its figures, so that the column stays narrow."""
+    """A download's progress for a cell of a table: the bar above its figures, so that the column stays narrow."""
     rows = Table.grid()  # a bar alone does not end its line
     rows.add_row(ProgressBar(total=max(1.0, total), completed=done, width=_DOWNLOAD_WIDTH))
     rows.add_row(Text(f"{megabytes(done)} of {megabytes(total)}"))

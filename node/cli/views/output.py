@@ -1,4 +1,4 @@
-"""What every command shares: its first line, its JSON, its log and its event loop."""
+"""The output that every command shares: its first line, its JSON, its log and its event loop."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ Result = TypeVar("Result")
 
 
 def announce(line: str, *, as_json: bool) -> None:
-    """The first line, before anything heavy is loaded. Standard output holds nothing but JSON when that was asked
-    for."""
+    """Prints the first line, before anything heavy is loaded. Standard output holds nothing but JSON when that was
+    asked for.
+    """
     typer.echo(line, err=as_json)
 
 
 def tell(line: str) -> None:
-    """A line for whoever sits at the terminal, who may have closed it."""
+    """Prints a line for whoever sits at the terminal, who may have closed it."""
     with contextlib.suppress(OSError, ValueError):
         typer.echo(line, err=True)
 
 
 def event_sink(*, as_json: bool, on_closed: Callable[[], None]) -> EventSink:
-    """Standard output as JSON lines or as plain ones."""
+    """The event sink of standard output, as JSON lines or as plain ones."""
     return JsonLinesSink(sys.stdout, on_closed) if as_json else PlainSink(sys.stdout)
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """One object on one line."""
+    """Prints one JSON object on one line."""
     typer.echo(json.dumps(value, separators=(",", ":")))
 
 
@@ -62,7 +63,7 @@ def run_loop(main: Coroutine[Any, Any, Result]) -> Result:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Puts a whole file at `path`, or leaves what was there.
+    """Writes a whole file at `path` atomically, or leaves what was there.
 
     Its beginnings have a name that nobody can guess and that must be free: in a folder that others may write to, a link
     laid there beforehand would otherwise lead the writing to any file of ours.

@@ -113,7 +113,7 @@ def plain_line(event: Event) -> str | None:
 
 
 def summary_lines(event: Summary) -> str:
-    """A finished run in a few lines: figures first, then one line a peer."""
+    """The lines of a finished run's summary: figures first, then one line a peer."""
     counts = event.microbatches
     lines = [
         f"{event.steps} steps  loss {loss_text(event.loss_first)} -> {loss_text(event.loss_last)}"

@@ -1,5 +1,6 @@
-"""What `skipstone status` shows of a swarm: its peers, who is accused, the paths of its data nodes, and the codecs that
-are used. What a peer says of itself may be anything, so it is made harmless."""
+"""The views of `skipstone status`: a swarm's peers, who is accused, the paths of its data nodes, and the codecs that
+are used. What a peer says of itself may be anything, so it is made harmless.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ _ROUND_WIDTH = len("3 peers")
 
 
 def status_views(status: SwarmStatus) -> Iterator[RenderableType]:
-    """All of it, from top to bottom."""
+    """All views of the status, from top to bottom."""
     yield status_headline(status)
     yield status_table(status)
     yield from accused_lines(status)
@@ -118,7 +119,7 @@ def accused_lines(status: SwarmStatus) -> Iterator[Text]:
 
 
 def path_tables(status: SwarmStatus) -> Iterator[RenderableType]:
-    """For each data node that has lanes a line and a table."""
+    """The lane tables: for each data node that has lanes a line and a table."""
     for peer in status.peers:
         paths = peer.said.paths
         if paths is None or not peer.hosts(0):
@@ -161,7 +162,7 @@ def _waits(stage: int, lanes: list[LaneStatus], waiting_s: Mapping[str, float]) 
 
 
 def codec_tables(status: SwarmStatus) -> Iterator[RenderableType]:
-    """One table each, if the run leaves a choice."""
+    """The codec tables, one each, if the run leaves a choice."""
     links = [row for peer in status.peers for row in _link_rows(peer)]
     yield from _codec_table(
         "codecs (chosen by the sender, for each link)", ("from", "to", "link", "activations", "gradients", "why"), links

@@ -35,8 +35,9 @@ def plain_table(*headings: str, right: Sequence[str] = ()) -> Table:
 
 
 def harmless_lines(text: str) -> str:
-    """What a model wrote, with its lines: it learnt from strangers' text, so the same is taken out as from a peer's
-    words."""
+    """A model's text made harmless with its lines kept: it learnt from strangers' text, so the same is taken out as
+    from a peer's words.
+    """
     return "".join(
         " " if character not in "\n\t" and unicodedata.category(character) in ("Cc", "Cf", "Cs") else character
         for character in text
@@ -49,29 +50,30 @@ def peer_name(peer: str) -> str:
 
 
 def count(number: float) -> str:
-    """`12,345`."""
+    """The number with separators, as in `12,345`."""
     return f"{number:,.0f}" if math.isfinite(number) else "-"
 
 
 def path_text(stages: Sequence[int]) -> str:
-    """`through stages 0, 2 and 4`; `stages` are those after stage 0."""
+    """A path in words, as in `through stages 0, 2 and 4`; `stages` are those after stage 0."""
     *others, last = (0, *stages)
     return f"through stages {', '.join(map(str, others))} and {last}" if others else "through stage 0"
 
 
 def loss_text(loss: float | None) -> str:
-    """Four digits after the point, or `-` when there is none."""
+    """The loss with four digits after the point, or `-` when there is none."""
     return "-" if loss is None else f"{loss:.4f}"
 
 
 def megabytes(amount: float) -> str:
-    """`12.3 MB`, of 10^6 bytes."""
+    """Bytes in units of 10^6, as in `12.3 MB`."""
     return f"{amount / 1e6:,.1f} MB" if math.isfinite(amount) else "-"
 
 
 def round_text(number: float, members: float, seconds_ago: float | None) -> str:
-    """`12  3 peers  4s ago`; members and time are those of the last round in which the peer had a part, if there was
-    one."""
+    """A peer's last round, as in `12 3 peers 4s ago`; members and time are those of the last round in which the peer
+    had a part, if there was one.
+    """
     if seconds_ago is None:
         return count(number)
     company = "alone" if members == 1 else f"{count(members)} peers"
@@ -79,7 +81,7 @@ def round_text(number: float, members: float, seconds_ago: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`42s`, `3m07s`, `2h05m`; `-` when not finite."""
+    """Seconds in short, as in `42s`, `3m07s`, `2h05m`; `-` when not finite."""
     if not math.isfinite(seconds):
         return "-"
     minutes, rest = divmod(max(0, round(seconds)), 60)

@@ -1,2 +1,3 @@
-"""Judges the event logs of a run: does what the nodes report add up? Nothing here does IO; `node.lab.audit.log_files`
-reads the files."""
+"""The audit of a run's event logs: does what the nodes report add up? Nothing here does IO; `node.lab.audit.log_files`
+reads the files.
+"""

@@ -1,4 +1,4 @@
-"""Puts the checks together: logs in, one report out."""
+"""The audit as a whole: logs in, one report out."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Report:
     violations: tuple[Violation, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """For `--json`."""
+        """The JSON object for `--json`."""
         return {
             "ok": not self.violations,
             "logs": self.logs,
@@ -44,7 +44,7 @@ class Report:
 
 
 class LogCheck:
-    """Reads logs one after the other, a peer's in the order of their start."""
+    """The reader of logs, one after the other, a peer's in the order of their start."""
 
     def __init__(self) -> None:
         self._checks = (VisitCheck(), RoundCheck(), TokenCheck())
@@ -53,7 +53,7 @@ class LogCheck:
         self._torn = 0
 
     def read(self, lines: Iterable[Line]) -> None:
-        """All lines of one process, of all its parts in order, each with its line end if it has one.
+        """Reads all lines of one process, of all its parts in order, each with its line end if it has one.
 
         A last line that is cut off is what a killed process leaves; any other line that is no event is a violation.
         """

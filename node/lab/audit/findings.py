@@ -1,4 +1,7 @@
-"""What the checks speak of: where a line stands, whose life a log tells of, and what was found."""
+"""The findings of the checks: where a line stands, whose life a log tells of, and what was found.
+
+It stands alone because every check makes findings, and none knows another.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ class Spot:
 
 @dataclass(slots=True, eq=False)
 class Life:
-    """One process of one peer, from its log."""
+    """The log of one process of one peer."""
 
     peer: str
     began_ms: int
@@ -34,7 +37,7 @@ class Life:
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """Something that must not be. `spot` is where it shows first."""
+    """A violation of what must hold. `spot` is where it shows first."""
 
     rule: str
     spot: Spot | None
@@ -43,7 +46,7 @@ class Violation:
 
 @dataclass(slots=True)
 class Findings:
-    """What one check has found."""
+    """The findings of one check."""
 
     violations: list[Violation] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)

@@ -1,4 +1,7 @@
-"""The event logs in a folder, as `log_check` wants them: process after process, line after line."""
+"""The event logs in a folder, as `node.lab.audit.audit` reads them: process after process, line after line.
+
+It stands alone because the audit itself does no IO.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _NAME = re.compile(r"(?P<life>.+-(?P<began>\d+))(?:\.(?P<part>\d+))?\.jsonl")
 
 
 def check_folder(folder: Path) -> Report:
-    """The verdict on the logs in a folder. Raises ConfigError when they cannot be read."""
+    """Judges the logs in a folder. Raises ConfigError when they cannot be read."""
     return check_logs([lines_of(parts) for parts in lives_in(folder)])
 
 
@@ -36,8 +39,9 @@ def lives_in(folder: Path) -> list[list[Path]]:
 
 
 def lines_of(parts: list[Path]) -> Iterator[tuple[Spot, bytes]]:
-    """Line after line, with no more than one in memory. A line that is too long comes in pieces, which are no
-    events."""
+    """The lines of a process's files, with no more than one in memory. A line that is too long comes in pieces, which
+    are no events.
+    """
     for path in parts:
         try:
             with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""One anchor: all replicas of a module that have reached a round hold the same digest.
+"""The check of anchors: all replicas of a module that have reached a round hold the same digest.
 
 The rules, over the events `round`, `caught_up` and `restored`, of which each says that a peer now holds (round, digest)
 of a module:
@@ -49,7 +49,9 @@ History = list[_Held]
 
 
 class RoundCheck:
-    """Takes events in the order of each log, a peer's logs in the order of their start, then judges."""
+    """The check as a fold: takes events in the order of each log, a peer's logs in the order of their start, then
+    judges.
+    """
 
     def __init__(self) -> None:
         self._findings = Findings()
@@ -63,13 +65,13 @@ class RoundCheck:
         uses it."""
 
     def begin(self, life: Life) -> None:
-        """Another log."""
+        """Begins another log."""
         self._last_lives[life.peer] = life
         self._last_modules.pop(life.peer, None)
         self._joining.discard(life.peer)
 
     def take(self, life: Life, spot: Spot, event: Event) -> None:
-        """One line of it."""
+        """Takes one event of the log."""
         match event:
             case RoundCommitted():
                 self._findings.count("commits")
@@ -90,7 +92,7 @@ class RoundCheck:
         history.append(_Held(event.round, event.digest, fetched, spot, life, life.now_ms))
 
     def judge(self) -> Findings:
-        """What is wrong, and how much there was."""
+        """The violations, and how much there was."""
         for module, histories in self._histories.items():
             for number in sorted({held.round for history in histories.values() for held in history}):
                 self._judge_round(module, number, histories)

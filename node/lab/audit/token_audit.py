@@ -1,4 +1,5 @@
-"""Tokens and steps of data nodes: a token counts when its microbatch is completed, and neither count ever goes back.
+"""The check of data nodes' tokens and steps: a token counts when its microbatch is completed, and neither count ever
+goes back.
 
 Within one log the tokens that are reported with a step grow by the same amount for every microbatch that was completed
 in between, in all logs of a run; and step follows step.
@@ -23,7 +24,7 @@ class _Account:
 
 
 class TokenCheck:
-    """Takes events in the order of each log, then judges."""
+    """The check as a fold: takes events in the order of each log, then judges."""
 
     def __init__(self) -> None:
         self._findings = Findings()
@@ -32,10 +33,10 @@ class TokenCheck:
         """Tokens of a microbatch, by the first log that says so."""
 
     def begin(self, life: Life) -> None:
-        """Another log."""
+        """Begins another log."""
 
     def take(self, life: Life, spot: Spot, event: Event) -> None:
-        """One line of it."""
+        """Takes one event of the log."""
         match event:
             case Continued():
                 self._account(life).tokens = None
@@ -45,7 +46,7 @@ class TokenCheck:
                 self._step(self._account(life), spot, event)
 
     def judge(self) -> Findings:
-        """What is wrong."""
+        """The violations."""
         return self._findings
 
     def _account(self, life: Life) -> _Account:

@@ -1,5 +1,5 @@
-"""Exactly once: each completed microbatch counts once at every stage of its final path, over all replicas, and nowhere
-else.
+"""The check of exactly once: each completed microbatch counts once at every stage of its final path, over all replicas,
+and nowhere else.
 
 A Retracted takes away the Visit of the same replica before it, if there is one. (A replica that was never told that its
 gradient counts reports the taking back alone.) A missing visit is tolerated when it was lost with a process: the
@@ -48,7 +48,7 @@ class _Account:
 
 
 class VisitCheck:
-    """Takes events in the order of each log, then judges."""
+    """The check as a fold: takes events in the order of each log, then judges."""
 
     def __init__(self) -> None:
         self._findings = Findings()
@@ -62,11 +62,11 @@ class VisitCheck:
         self._accounts: dict[int, _Account] = {}
 
     def begin(self, life: Life) -> None:
-        """Another log."""
+        """Begins another log."""
         self._lives[life.peer].append(life)
 
     def take(self, life: Life, spot: Spot, event: Event) -> None:
-        """One line of it."""
+        """Takes one event of the log."""
         match event:
             case Visit(peer, module, microbatch):
                 self._visits[microbatch].append(_Counted(peer, _stage(module), spot, life))
@@ -85,7 +85,7 @@ class VisitCheck:
                 self._accounts[id(life)] = _Account(event.microbatches, spot)
 
     def judge(self) -> Findings:
-        """What is wrong, and how much there was."""
+        """The violations, and how much there was."""
         for number, account in self._accounts.items():
             self._judge_account(account, self._before[number], self._tallies[number])
         # A killed data node leaves no figures: what of its microbatches was under way then is not known, and not

@@ -1,2 +1,1 @@
-"""Faults on purpose: experiments in which a local swarm is killed, frozen, cut apart and starved, and a verdict on what
-it made of that."""
+"""Chaos experiments: a local swarm is killed, frozen, cut apart and starved, and judged by what it made of that."""

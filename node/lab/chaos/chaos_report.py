@@ -27,8 +27,9 @@ ACROSS = 4
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A scenario, what was seen of it, and what speaks against it. There is no trial when its swarm could not be
-    started."""
+    """A scenario with what was seen of it, and the objections to it. There is no trial when its swarm could not be
+    started.
+    """
 
     scenario: ChaosScenario
     trial: Trial | None
@@ -45,11 +46,11 @@ class Judged:
 
     @property
     def recovery_s(self) -> float:
-        """The longest."""
+        """The longest recovery, in seconds."""
         return max((each.seconds for each in self.counted), default=math.nan)
 
     def as_json(self) -> dict[str, Any]:
-        """One entry of report.json. Seconds are null for never."""
+        """The scenario's entry of report.json. Seconds are null for never."""
         trial = self.trial
         found: dict[str, Any] = {
             "name": self.scenario.name,
@@ -81,12 +82,12 @@ class Judged:
 
 
 def judged(trial: Trial) -> Judged:
-    """With the verdict."""
+    """A trial with its verdict."""
     return Judged(trial.scenario, trial, objections(trial))
 
 
 def report_json(all_judged: Sequence[Judged]) -> dict[str, Any]:
-    """The whole file."""
+    """The content of report.json."""
     return {
         "passed": all(each.passed for each in all_judged),
         "window_s": WINDOW_S,
@@ -96,7 +97,7 @@ def report_json(all_judged: Sequence[Judged]) -> dict[str, Any]:
 
 
 def report_text(all_judged: Sequence[Judged], picture: str | None) -> str:
-    """The whole file. `picture` is the name of one beside it."""
+    """The content of report.md. `picture` is the name of one beside it."""
     passed = sum(each.passed for each in all_judged)
     parts = [
         "# Chaos",
@@ -114,7 +115,7 @@ def report_text(all_judged: Sequence[Judged], picture: str | None) -> str:
 
 
 def table(all_judged: Sequence[Judged]) -> str:
-    """A row for each scenario."""
+    """The table with a row for each scenario."""
     head = ["scenario", "fault", "passed", "recovery s", "pace back s", "all served s", "pace before /s", "lost"]
     return markdown_table(head, (_cells(each) for each in all_judged))
 
@@ -198,7 +199,7 @@ _COLOURS = {Kind.FAULT: "tab:red", Kind.END: "tab:green"}
 
 
 def draw(folder: Path, trials: Sequence[Trial]) -> str | None:
-    """Writes the picture and returns its name; None where matplotlib is not installed or there is nothing to draw."""
+    """Draws the picture and returns its name; None where matplotlib is not installed or there is nothing to draw."""
     if not trials:
         return None
     down = math.ceil(len(trials) / ACROSS)

@@ -28,7 +28,7 @@ SAMPLE_S = 1.0
 
 
 class ChaosRun(Run):
-    """Its times count from the moment when all were at work."""
+    """A run of a chaos scenario, its times counted from the moment when all were at work."""
 
     def __init__(self, scenario: ChaosScenario, folder: Path, tell: Tell, stop: asyncio.Event) -> None:
         super().__init__(scenario, folder, tell, stop, save_every_s=scenario.chaos.save_every_s)
@@ -38,18 +38,19 @@ class ChaosRun(Run):
 
     @property
     def completed(self) -> list[float]:
-        """When each microbatch was, since it has begun."""
+        """The times of completed microbatches, since the run has begun."""
         return [at for at in self.watch.completed if at >= 0]
 
     @property
     def pace(self) -> float:
-        """Microbatches a second before the first fault. From the first event on it is no measure any more: also
-        newcomers take the machine's time."""
+        """Completed microbatches a second before the first fault. From the first event on it is no measure any more:
+        also newcomers take the machine's time.
+        """
         firsts = [*(mark.at_s for mark in self.marks), *(event.at_s for event in self.scenario.events[:1])]
         return pace_before(self.completed, min(firsts, default=0.0))
 
     def recoveries(self, until_s: float) -> tuple[Recovery, ...]:
-        """After each fault and each end of one, by what was seen until then."""
+        """The recoveries after each fault and each end of one, by what was seen until then."""
         completed, pace = [at for at in self.completed if at <= until_s], self.pace
         return tuple(
             Recovery(mark, pace_back_after(completed, mark.at_s, pace, until_s), served_after(self._served, mark.at_s))
@@ -58,7 +59,7 @@ class ChaosRun(Run):
         )
 
     def begins(self) -> bool:
-        """Everybody serves and a step is done: who does not serve yet cannot be missed."""
+        """Whether the run begins: everybody serves and a step is done: who does not serve yet cannot be missed."""
         progress = self.lab.swarm.progress
         if progress.is_over:
             raise Stalled("the swarm has ended before it was at work", hint=f"Look into {self.logs}.")
@@ -66,13 +67,14 @@ class ChaosRun(Run):
         return all_serve and progress.step > 0 and bool(self.watch.completed)
 
     async def until_begun(self) -> None:
-        """With an eye on the logs from now on."""
+        """Waits for the beginning, with an eye on the logs from now on."""
         self._watching = self.lab.spawn(self.watch.run())
         await super().until_begun()
 
     async def until_over(self) -> None:
-        """Until all that the scenario has happen is over, the swarm is back after everything that was done to it and
-        stands together, or the limits for that have passed."""
+        """Waits until all that the scenario has happen is over, the swarm is back after everything that was done to it
+        and stands together, or the limits for that have passed.
+        """
         await self.until(lambda: self.timeline.done() and self.now() >= self.scenario.duration_s)
         limit_s = max([self.now(), *(event.over_s for event in self.scenario.events)]) + LATER_LIMIT_S
         await self.until(lambda: not self.waiting or self.now() > limit_s)
@@ -89,7 +91,7 @@ class ChaosRun(Run):
         self._watching.cancel()
 
     async def observe(self) -> None:
-        """What is served and what the nodes take of the machine, until cancelled."""
+        """Observes what is served and what the nodes take of the machine, until cancelled."""
         while True:
             stages = {peer.stage for index, peer in self.lab.serving().items() if index not in self.lab.frozen}
             served = len(stages) == self.scenario.manifest.stages.count
@@ -99,7 +101,7 @@ class ChaosRun(Run):
             await asyncio.sleep(LOOK_S)
 
     async def ask(self) -> None:
-        """The held-out loss alone."""
+        """Asks for the held-out loss alone."""
         await self.evaluate()
 
     def _anchors(self) -> list[Sequence[Held]]:
@@ -110,7 +112,7 @@ class ChaosRun(Run):
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """The most that any node's process has had at a time."""
+    """The largest use of resources of any node's process."""
 
     memory_bytes: int = 0
     descriptors: int = 0
@@ -118,7 +120,7 @@ class Peaks:
 
 
 class Resources:
-    """Remembers the peaks, from /proc; `sample` may be called as often as one likes."""
+    """The recorder of the peaks, from /proc; `sample` may be called as often as one likes."""
 
     def __init__(self) -> None:
         self.peaks = Peaks()

@@ -1,5 +1,4 @@
-"""A chaos scenario: one of `node.lab.experiment.scenario` with more that can happen, and what has to hold.
-docs/CHAOS.md shows one."""
+"""Chaos scenarios: those of `node.lab.experiment.scenario` with more that can happen, and what has to hold."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ Counts = dict[str, Annotated[int, Field(ge=0, le=2**53)]]
 
 
 class Expectations(ScenarioTable):
-    """What is broken, and what has to hold besides the rules of `skipstone check`."""
+    """The expectations of a scenario: what is broken, and what has to hold besides the rules of `skipstone check`."""
 
     fault: Text
     """In a few words, for the table."""
@@ -56,7 +55,7 @@ class Expectations(ScenarioTable):
 
 
 class ChaosScenario(Scenario):
-    """As read."""
+    """A chaos scenario as read from its file."""
 
     KINDS: ClassVar[Mapping[str, type[ScenarioEvent]]] = {**Scenario.KINDS, **{kind.NAME: kind for kind in FAULTS}}
     BASE: ClassVar[Mapping[str, Any]] = SMALL_RUN

@@ -1,4 +1,4 @@
-"""What can be done to a swarm beside what any scenario can (`node.lab.experiment.scenario_events`)."""
+"""The faults of chaos scenarios, beside those of any scenario (`node.lab.experiment.scenario_events`)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MAX_CLOCK_S: Final = 10 * 365 * 24 * 3600.0
 
 
 class Worsen(ScenarioEvent, LinkTable):
-    """Peers have a worse link for a while."""
+    """Gives peers a worse link for a while."""
 
     NAME = "worsen"
     peers: Peers
@@ -50,7 +50,7 @@ class Worsen(ScenarioEvent, LinkTable):
 
 
 class OneWay(ScenarioEvent):
-    """What some send does not reach others any more, while the way back is open."""
+    """Cuts what some send off from others, while the way back is open."""
 
     NAME = "one_way"
     from_: Peers
@@ -65,7 +65,7 @@ class OneWay(ScenarioEvent):
 
 
 class Resets(ScenarioEvent):
-    """Connections to peers are reset in the middle of whatever they carry, again and again."""
+    """Resets connections to peers in the middle of whatever they carry, again and again."""
 
     NAME = "resets"
     peers: Peers
@@ -83,7 +83,7 @@ class Resets(ScenarioEvent):
 
 
 class Child(ScenarioEvent):
-    """Something happens to one process that nodes have started: the DHT's own, or its p2pd."""
+    """Does something to one process that nodes have started: the DHT's own, or its p2pd."""
 
     NAME = "child"
     peers: Peers
@@ -106,8 +106,9 @@ class Child(ScenarioEvent):
 
 
 class FullDisk(ScenarioEvent):
-    """Nodes cannot write to any file: the kernel refuses each write as it does on a full disk (EFBIG in place of
-    ENOSPC)."""
+    """Keeps nodes from writing to any file: the kernel refuses each write as it does on a full disk (EFBIG in place of
+    ENOSPC).
+    """
 
     NAME = "full_disk"
     peers: Peers
@@ -134,7 +135,7 @@ def _known_point(name: str) -> str:
 
 
 class Crash(ScenarioEvent):
-    """A peer joins that kills itself at a named point (`node.observability.failpoints`)."""
+    """Starts a peer that kills itself at a named point (`node.observability.failpoints`)."""
 
     NAME = "crash"
     stage: Stage
@@ -168,7 +169,7 @@ class Crash(ScenarioEvent):
 
 
 class Restart(ScenarioEvent):
-    """Peers end, one after the other or all at once, and start again as themselves."""
+    """Ends peers, one after the other or all at once, and starts them again as themselves."""
 
     NAME = "restart"
     peers: Peers
@@ -200,8 +201,9 @@ class Restart(ScenarioEvent):
 
 
 class Odd(ScenarioEvent):
-    """A peer joins that is not like the others (`node.lab.chaos.faulty_node`): its wall clock is wrong or is set, or it
-    speaks other versions of the protocol."""
+    """Starts a peer that is not like the others (`node.lab.chaos.faulty_node`): its wall clock is wrong or is set, or
+    it speaks other versions of the protocol.
+    """
 
     NAME = "odd"
     stage: Stage
@@ -226,7 +228,7 @@ class Odd(ScenarioEvent):
 
     @property
     def oddities(self) -> tuple[str, ...]:
-        """Options of `node.lab.chaos.faulty_node`."""
+        """The options of `node.lab.chaos.faulty_node`."""
         given = {"clock": self.clock_s and f"{self.clock_s:g}", "step": self.step_s and f"{self.step_s:g}"}
         return tuple(f"--{key}={value}" for key, value in (given | {"protocol": self.protocol}).items() if value)
 
@@ -254,7 +256,7 @@ class Odd(ScenarioEvent):
 
 
 class Lie(ScenarioEvent):
-    """A replica joins that lies in rounds, in every part that it gets to play (`node.lab.chaos.lying_node`)."""
+    """Starts a replica that lies in rounds, in every part that it gets to play (`node.lab.chaos.lying_node`)."""
 
     NAME = "lie"
     stage: Stage
@@ -270,7 +272,7 @@ class Lie(ScenarioEvent):
 
 
 class FreezeConvener(ScenarioEvent):
-    """The convener of a stage's round stands still in the middle of the exchange, whoever it is."""
+    """Freezes the convener of a stage's round in the middle of the exchange, whoever it is."""
 
     NAME = "freeze_convener"
     stage: Stage

@@ -14,7 +14,7 @@ import time
 
 
 def main() -> None:
-    """Changes what is to be odd before anything else is imported, then runs `skipstone ARGUMENTS`."""
+    """Installs the faults before anything else is imported, then runs `skipstone ARGUMENTS`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--clock", type=float, default=0.0)
     parser.add_argument("--step", type=float, default=0.0)

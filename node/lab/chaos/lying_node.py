@@ -26,7 +26,7 @@ from node.averaging.replica_sync import ReplicaSync, Snapshot
 from node.averaging.workspace import RoundWorkspace
 from node.network.local_peer import LocalPeer
 from protocol.codecs import encode_into
-from protocol.identity.entry_signatures import EntrySeal
+from protocol.identity.round_signatures import EntrySeal
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.transport.grpc_transport import GrpcTransport
 from swarm.vocabulary.announcement import Announcement
@@ -87,7 +87,7 @@ LIES: Final = (
 
 
 class Liar:
-    """Which lie it is just now. One for the process."""
+    """The current lie of this process."""
 
     def __init__(self, seed: int, lies: tuple[str, ...] = LIES) -> None:
         self._seed = seed
@@ -96,7 +96,7 @@ class Liar:
         self.noise = np.random.default_rng(seed)
 
     def begin(self, number: int) -> None:
-        """This round is next."""
+        """Begins the next round."""
         self._lie = random.Random(f"{self._seed} {number}").choice(self._lies)  # noqa: S311 - no secret
 
     def tells(self, lie: str) -> bool:
@@ -112,12 +112,14 @@ class LyingSource(Source):
     factor: float
 
     def write(self, part: slice, out: Vector, factor: float) -> None:
-        """See `Source`."""
+        """Writes the falsified pseudo-gradient, as `Source.write`."""
         Source.write(self, part, out, factor)
         np.multiply(out, np.float32(self.factor), out=out)
 
     def encode(self, part: slice, codec: Codec, out: memoryview, room: Vector) -> None:
-        """See `Source`. What a codec cannot encode is sent as it would be without one."""
+        """Encodes the falsified pseudo-gradient, as `Source.encode`. What a codec cannot encode is sent as it would be
+        without one.
+        """
         values = np.empty(part.stop - part.start, np.float32)
         self.write(part, values, 1.0)
         encode_into(codec, np.nan_to_num(values) if codec is not Codec.NONE else values, out)
@@ -128,7 +130,7 @@ def _times(source: Source, factor: float) -> LyingSource:
 
 
 def install(liar: Liar) -> None:
-    """From now on every node of this process lies."""
+    """Makes every node of this process lie from now on."""
     _lie_as_contributor(liar)
     _lie_as_reducer(liar)
     _lie_in_messages(liar)

@@ -1,4 +1,4 @@
-"""Whether and how soon a swarm comes back after a fault. Pure: times and anchors in, figures out.
+"""Recovery figures: whether and how soon a swarm comes back after a fault. Pure: times and anchors in, figures out.
 
 Back is: for WINDOW_S on end at least half as many microbatches are completed as before the first fault (of the median
 WINDOW_S there, so that a slow start or a pause of the machine does not count), and every module has a serving replica.
@@ -28,7 +28,7 @@ _STEP_S: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """After one fault, or the end of one. Seconds; infinite for never."""
+    """The recovery after one fault, or the end of one. Seconds; infinite for never."""
 
     mark: Mark
     pace_s: float
@@ -43,19 +43,20 @@ class Recovery:
 
     @property
     def seconds(self) -> float:
-        """Until both."""
+        """The seconds until both the pace and the service are back."""
         return max(self.pace_s, self.served_s)
 
 
 def pace_before(times: Sequence[float], until_s: float) -> float:
-    """Microbatches a second before the first fault; `times` (ascending) are those of completion, from 0 on. 0 when that
-    was too short."""
+    """Completed microbatches a second before the first fault; `times` (ascending) are those of completion, from 0 on. 0
+    when that was too short.
+    """
     starts = [start * _STEP_S for start in range(math.ceil(max(0.0, until_s - WINDOW_S) / _STEP_S))]
     return statistics.median(_in_window(times, start) / WINDOW_S for start in starts) if starts else 0.0
 
 
 def pace_back_after(times: Sequence[float], since_s: float, pace: float, end_s: float) -> float:
-    """Seconds from `since_s` until the pace is back; infinite when it is not before `end_s`."""
+    """The seconds from `since_s` until the pace is back; infinite when it is not before `end_s`."""
     needed = SHARE * pace * WINDOW_S
     first = bisect_left(times, since_s)
     for start in (since_s, *times[first:]):
@@ -67,8 +68,9 @@ def pace_back_after(times: Sequence[float], since_s: float, pace: float, end_s: 
 
 
 def served_after(changes: Sequence[tuple[float, bool]], since_s: float) -> float:
-    """Seconds from `since_s` until all is served; `changes` say since when it is or is not, ascending. What it is
-    before them counts as served."""
+    """The seconds from `since_s` until all is served; `changes` say since when it is or is not, ascending. What it is
+    before them counts as served.
+    """
     for at, (gap_s, served) in enumerate(changes):
         if served or gap_s > since_s + NOTICED_S:
             continue

@@ -1,10 +1,10 @@
-"""Several chaos scenarios, one after the other. In their folder, besides one for each by its name
+"""A suite: several chaos scenarios, one after the other. In their folder, besides one for each by its name
 (`node.lab.experiment.experiment` says what is in those):
 
 report.md, .json     written anew after each scenario, so that a suite that breaks off leaves them too
 chaos.png            where matplotlib is installed
 
-Short, because what it has in common with other experiments is there; alone, because it is what the command runs.
+It stands alone because it is what the command runs; what it has in common with other experiments is there.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from swarm.vocabulary.errors import SkipstoneError
 
 
 class Suite(Experiment):
-    """Runs once."""
+    """A suite of scenarios; runs once."""
 
     async def run(self, scenarios: Sequence[tuple[ChaosScenario, str]]) -> list[Judged]:
-        """Each scenario comes with its text. Raises ConfigError when the folder is not empty."""
+        """Runs the scenarios, each given with its text. Raises ConfigError when the folder is not empty."""
         make_folder(self.folder)
         done: list[Judged] = []
         for scenario, text in scenarios:

@@ -1,4 +1,4 @@
-"""Whether a scenario was passed, and if not, why."""
+"""The verdict on a scenario: whether it was passed, and if not, why."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _VISIT = f'{{"event":"{Visit.NAME}"'.encode()
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What was seen of a run, as the verdict and the report need it."""
+    """The observations of a run that the verdict and the report need."""
 
     scenario: ChaosScenario
     started_after_s: float
@@ -67,12 +67,12 @@ class Trial:
 
     @property
     def loss_ratio(self) -> float | None:
-        """Held-out loss over that of the undisturbed run at as many tokens."""
+        """The held-out loss over that of the undisturbed run at as many tokens."""
         return None if self.held_out is None or self.undisturbed is None else self.held_out / self.undisturbed
 
 
 def trial_of(run: ChaosRun, undisturbed: float | None) -> Trial:
-    """What was seen of a run that has ended."""
+    """The observations of a run that has ended."""
     assert isinstance(run.scenario, ChaosScenario)
     return Trial(
         scenario=run.scenario,
@@ -99,7 +99,7 @@ def trial_of(run: ChaosRun, undisturbed: float | None) -> Trial:
 
 
 def objections(trial: Trial) -> tuple[str, ...]:
-    """Everything that speaks against it; nothing when the scenario was passed."""
+    """The objections to a trial; none when the scenario was passed."""
     expected = trial.scenario.chaos
     return (
         *(["the run was cut short"] if trial.cut_short else []),
@@ -116,7 +116,7 @@ def objections(trial: Trial) -> tuple[str, ...]:
 
 
 def losses(report: Report) -> dict[str, int]:
-    """What was lost, as counts of the check."""
+    """The losses of microbatches and gradients, as counts of the check."""
     names = ("abandoned", "lost with a killed peer", "retracted")
     return {name: report.counts.get(name, 0) for name in names if report.counts.get(name, 0)}
 

@@ -1,4 +1,7 @@
-"""`skipstone check`: do the event logs of a run add up?"""
+"""`skipstone check`: the audit of a run's event logs.
+
+It stands alone because each command is a module of its own.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`skipstone doctor`: is this machine fit for a node, how do others reach it, and what can be made better?"""
+"""`skipstone doctor`: the examination of this machine's fitness for a node and of how others reach it."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def doctor(
 
 
 def finding_text(finding: Finding) -> str:
-    """One line, and below it the fix where there is one. Peers' words are made harmless."""
+    """A finding as one line, and below it the fix where there is one. Peers' words are made harmless."""
     head = f"{finding.level.value:<{_LEVEL_WIDTH}}  {finding.check:<{_CHECK_WIDTH}}  "
     line = head + harmless(finding.found, _CHARACTERS)
     return f"{line}\n{' ' * len(head)}{harmless(finding.fix, _CHARACTERS)}" if finding.fix else line
 
 
 def report(findings: Sequence[Finding]) -> dict[str, Any]:
-    """What `--json` prints: `ok` and the findings in order."""
+    """The JSON report for `--json`: `ok` and the findings in order."""
     return {"ok": is_well(findings), "checks": [finding.as_json() for finding in findings]}
 
 

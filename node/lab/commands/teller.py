@@ -1,4 +1,4 @@
-"""What the commands of experiments say while one goes on. Standard output stays free for JSON."""
+"""The progress output of experiments. Standard output stays free for JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ MAX_LINE = 1000
 
 
 class Teller:
-    """Figures are one line that is written over again on a terminal, and a line now and then elsewhere."""
+    """Writes progress: figures are one line that is written over again on a terminal, and a line now and then
+    elsewhere.
+    """
 
     def __init__(self, *, as_json: bool) -> None:
         self._stream = sys.stderr if as_json else sys.stdout
@@ -26,7 +28,7 @@ class Teller:
         self._loss: float | None = None
 
     def tell(self, news: str | Row | Mark) -> None:
-        """Shows what is new. A text begins another run or ends one."""
+        """Shows the news of a run. A text begins another run or ends one."""
         from node.lab.experiment.metrics import Row
 
         if isinstance(news, Row):
@@ -39,7 +41,7 @@ class Teller:
         self._drawn = False
 
     def end(self) -> None:
-        """The line is left standing."""
+        """Ends the line, which is left standing."""
         if self._drawn:
             self._write("\n", over=False)
 

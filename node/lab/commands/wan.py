@@ -1,4 +1,4 @@
-"""`skipstone wan`: a local swarm behind emulated links, and what happens to it by a script."""
+"""`skipstone wan`: a local swarm behind emulated links, disturbed by a script."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def _show(result: Result, folder: Path) -> None:
 
 
 def _list_profiles(*, as_json: bool) -> None:
+    from node.lab.emulation.link_shape import PROFILES
     from node.lab.emulation.netem import netem_works
-    from node.lab.emulation.profiles import PROFILES
 
     netem = netem_works()
     if as_json:

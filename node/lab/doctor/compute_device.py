@@ -1,4 +1,4 @@
-"""The compute device: is there a GPU that torch can use, how much memory has it, and does it calculate?"""
+"""The check of the compute device: is there a GPU that torch can use, how much memory has it, and does it calculate?"""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NVIDIA: Final = Path("/dev/nvidia0")
 
 
 def look_at_device(wish: str) -> Sequence[Finding]:
-    """The device that a node with `--device WISH` would use.
+    """Checks the device that a node with `--device WISH` would use.
 
     Raises:
         ConfigError: it is not there.
@@ -60,8 +60,9 @@ def look_at_device(wish: str) -> Sequence[Finding]:
 
 
 def matmul_flops(device: torch.device, size: int) -> float | None:
-    """Floating-point operations a second of a float32 product of two [size, size] matrices; None when the result is
-    wrong."""
+    """Measures floating-point operations a second of a float32 product of two [size, size] matrices; None when the
+    result is wrong.
+    """
     left, right = (torch.ones(size, size, device=device) for _ in range(2))
     product = left @ right  # the first one pays for what is loaded late
     _wait_for(device)

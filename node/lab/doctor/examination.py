@@ -1,4 +1,4 @@
-"""All checks, one after the other: first those that need nobody else."""
+"""The examination: all checks, one after the other, first those that need nobody else."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEVICE_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Patient:
-    """What is examined: this machine, as the node that it would run."""
+    """The subject of the examination: this machine, as the node that it would run."""
 
     device: str
     doorway: Doorway

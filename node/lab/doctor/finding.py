@@ -1,4 +1,4 @@
-"""What a check finds, and how checks are kept within bounds."""
+"""The findings of checks, and the bounds that keep a check from failing or hanging."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from swarm.vocabulary.errors import SkipstoneError
 
 
 class Level(enum.Enum):
+    """The severity of a finding."""
+
     OK = "ok"
     WARN = "warn"
     """A node works, but not as well as it could."""
@@ -37,15 +39,16 @@ class Finding:
 
 
 async def bounded(check: str, look: Callable[[], Sequence[Finding]], limit_s: float) -> Sequence[Finding]:
-    """What a blocking check finds. What it raises of our own or the system's, and its taking too long, are findings
-    too."""
+    """The findings of a blocking check. What it raises of our own or the system's, and its taking too long, are
+    findings too.
+    """
     return await _caught(check, lambda: aside(look, limit_s + 1), limit_s)
 
 
 async def bounded_async(
     check: str, look: Callable[[], Awaitable[Sequence[Finding]]], limit_s: float
 ) -> Sequence[Finding]:
-    """The same of a check that runs on the event loop."""
+    """The findings of a check that runs on the event loop, bounded likewise."""
     return await _caught(check, look, limit_s)
 
 

@@ -1,4 +1,4 @@
-"""The machine: memory, disk, and how many files it lets a process open.
+"""Checks of the machine: memory, disk, and how many files it lets a process open.
 
 Ports: can the node listen where it is to?
 """
@@ -27,7 +27,7 @@ TOO_FEW_FILES: Final = 256
 
 
 def look_at_memory(memory: Callable[[], Reasoned[int | None]] = available_memory) -> Sequence[Finding]:
-    """What is available: to the machine, or to the container that limits it."""
+    """Checks the available memory: of the machine, or of the container that limits it."""
     available = memory().value
     if available is None:
         return [Finding("memory", Level.SKIP, "this system does not say how much is free")]
@@ -47,7 +47,7 @@ def look_at_memory(memory: Callable[[], Reasoned[int | None]] = available_memory
 
 
 def look_at_disk(folders: Iterable[tuple[str, Path]]) -> Sequence[Finding]:
-    """Of each named folder: what is free where it is or would be made, and whether it may be written to."""
+    """Checks each named folder: what is free where it is or would be made, and whether it may be written to."""
     return [_disk(name, folder) for name, folder in folders]
 
 
@@ -69,7 +69,7 @@ def _disk(name: str, folder: Path) -> Finding:
 
 
 def look_at_files() -> Sequence[Finding]:
-    """How many files and sockets a process may have open."""
+    """Checks how many files and sockets a process may have open."""
     try:
         import resource
     except ImportError:
@@ -78,7 +78,7 @@ def look_at_files() -> Sequence[Finding]:
 
 
 def files_finding(limit: int) -> Finding:
-    """`limit` is negative where there is none."""
+    """The finding on the limit of open files; `limit` is negative where there is none."""
     if limit < 0 or limit >= FEW_FILES:
         return Finding("files", Level.OK, "no limit on open files" if limit < 0 else f"{limit} files may be open")
     level = Level.FAIL if limit < TOO_FEW_FILES else Level.WARN
@@ -91,7 +91,7 @@ def files_finding(limit: int) -> Finding:
 
 
 def look_at_port(host: str, port: int) -> Sequence[Finding]:
-    """Binds to `port` (0 for any free one) at a local address, and lets it go."""
+    """Checks that `port` (0 for any free one) can be bound at a local address, and lets it go."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     where = f"port {port}" if port else "any free port"
     try:

@@ -1,5 +1,4 @@
-"""What only the run's peers can say: whether they are there, what time they have, and whether they reach this
-machine."""
+"""Checks by the run's peers: whether they are there, what time they have, and whether they reach this machine."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ ODD_CLOCK_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Doorway:
-    """Where this machine would listen, and what it would tell others."""
+    """The addresses where this machine would listen, and what it would tell others."""
 
     listen: str
     port: int
@@ -50,7 +49,7 @@ Tell = Callable[[Sequence[Finding]], None]
 
 
 async def look_in_the_run(link: JoinLink, doorway: Doorway, tell: Tell) -> None:
-    """Enters the run as a visitor and tells the findings `run`, `clock` and `reach`. A port that is taken is told by
+    """Enters the run as a visitor and makes the findings `run`, `clock` and `reach`. A port that is taken is told by
     `reach`.
 
     Nobody is contacted but peers of the run and, for a mapping, the default gateway.
@@ -107,7 +106,7 @@ async def clock_offset(ask: Callable[[], Awaitable[bytes]], clock: Clock) -> flo
 
 
 def clock_finding(offsets: Sequence[float]) -> Finding:
-    """Of the median, so that one wrong peer says nothing about this machine."""
+    """The finding on the clock, by the median of the peers, so that one wrong peer says nothing about this machine."""
     if not offsets:
         return Finding("clock", Level.SKIP, "no peer has told its time")
     ahead = -statistics.median(offsets)
@@ -135,8 +134,9 @@ async def _climb(session: NetworkSession, doorway: Doorway) -> Sequence[Finding]
 
 
 def reach_finding(standing: Standing) -> Finding:
-    """A mapping is as good as an open port while the router lives; a node that has to be called is of use to those that
-    can be dialled."""
+    """The finding on reachability. A mapping is as good as an open port while the router lives; a node that has to be
+    called is of use to those that can be dialled.
+    """
     levels = {
         ReachStep.DIRECT: Level.OK,
         ReachStep.MAPPED: Level.OK,

@@ -1,4 +1,4 @@
-"""Versions: do Python and the libraries fit what the package asks for?"""
+"""The check of versions: do Python and the libraries fit what the package asks for?"""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ _CLAUSE: Final = re.compile(r"(==|>=|<=|!=|<|>|~=)\s*([0-9][0-9.]*?)(\.\*)?")
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What pyproject.toml says, as specifiers such as `>=3.11` or `==2.13.*`."""
+    """The required versions of pyproject.toml, as specifiers such as `>=3.11` or `==2.13.*`."""
 
     python: str
     libraries: dict[str, str]
 
 
 def versions(wanted: Wanted, python: str, installed: Callable[[str], str | None]) -> list[Finding]:
-    """One finding for Python and each of LIBRARIES. `installed` gives a library's version, None when it is not
-    there."""
+    """The findings, one for Python and each of LIBRARIES. `installed` gives a library's version, None when it is not
+    there.
+    """
     findings = [
         _compared("python", python, wanted.python, f"Install Python {wanted.python} and make the environment anew.")
     ]
@@ -46,12 +47,12 @@ def versions(wanted: Wanted, python: str, installed: Callable[[str], str | None]
 
 
 def look_at_versions() -> Sequence[Finding]:
-    """Those of this process's Python."""
+    """Checks the versions in this process's Python."""
     return versions(wanted_here(), platform.python_version(), _installed)
 
 
 def wanted_here() -> Wanted:
-    """As the installed package says, else pyproject.toml beside the sources."""
+    """The required versions as the installed package says, else pyproject.toml beside the sources."""
     try:
         about = metadata.metadata("skipstone")
         return _wanted(about["Requires-Python"] or "", about.get_all("Requires-Dist") or [])

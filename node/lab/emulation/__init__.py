@@ -1,1 +1,1 @@
-"""Links that delay, narrow and cut, for processes on one machine."""
+"""The emulated network: links that delay, narrow and cut, for processes on one machine."""

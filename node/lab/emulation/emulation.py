@@ -1,4 +1,4 @@
-"""The network as it is now: every member's site, who is cut off from whom, and what has passed between them.
+"""The emulated network's state: every member's site, who is cut off from whom, and what has passed between them.
 
 Members are known by their index in the swarm. None stands for whoever is not a member, such as a `skipstone status`
 from outside: its own link is ideal.
@@ -50,7 +50,8 @@ class _Breaks:
 
 
 class Emulation:
-    """Settable at any time; everything that is under way at the moment follows. For one event loop.
+    """The emulated network, settable at any time; everything that is under way at the moment follows. For one event
+    loop.
 
     The same seed draws the same jitter for the n-th connection between two members; when bytes come is the clock's.
     """
@@ -70,7 +71,7 @@ class Emulation:
     # ---- setting -------------------------------------------------------------------------------------------------
 
     def place(self, member: int, site: Site) -> None:
-        """Where a member stands from now on; a new one, or one that was placed before."""
+        """Places a member at a site, for the first time or again."""
         if member in self._members:
             self._members[member].move_to(site)
         else:
@@ -78,12 +79,11 @@ class Emulation:
         self._tell()
 
     def reshape(self, member: int, shape: LinkShape) -> None:
-        """Another link for a member that was placed; its region stays."""
+        """Gives a placed member another link; its region stays."""
         self.place(member, Site(shape, self._members[member].site.region))
 
     def partition(self, sides: Sequence[Sequence[int]]) -> None:
-        """Nothing passes between members of different sides any more, and nobody is told. Members of no side reach
-        all."""
+        """Cuts members of different sides off from each other, and nobody is told. Members of no side reach all."""
         self._sides = {member: side for side, members in enumerate(sides) for member in members}
         self._tell()
 
@@ -92,20 +92,21 @@ class Emulation:
         self.partition(())
 
     def block(self, ways: Iterable[Way]) -> None:
-        """Nothing is delivered on these ways any more, and nobody is told; what was blocked before no longer is."""
+        """Blocks these ways, and nobody is told; what was blocked before no longer is."""
         self._blocked = frozenset(ways)
         self._tell()
 
     def break_every(self, member: int, size_bytes: int | None) -> None:
-        """Whenever so many more bytes have come to a member, the connection that brought the last one is reset right
-        behind it. None ends that."""
+        """Resets, whenever so many more bytes have come to a member, the connection that brought the last one, right
+        behind it. None ends that.
+        """
         if size_bytes is None:
             self._breaks.pop(member, None)
         else:
             self._breaks[member] = _Breaks(size_bytes, size_bytes)
 
     def clear(self) -> None:
-        """An ideal network."""
+        """Makes the network ideal."""
         self._breaks.clear()
         self.block(())
         for member in self._members:
@@ -115,7 +116,7 @@ class Emulation:
     # ---- asking --------------------------------------------------------------------------------------------------
 
     def site(self, member: Member) -> Site:
-        """Where a member stands now."""
+        """The member's current site."""
         return self._access(member).site
 
     def is_reset(self, member: Member) -> bool:
@@ -143,7 +144,7 @@ class Emulation:
         await self._changed.wait()
 
     def one_way_s(self, way: Way, randomness: random.Random) -> float:
-        """How long the next piece is on its way, rates apart."""
+        """The delay of the next piece in seconds, rates apart."""
         one, other = (self.site(member) for member in way)
         delay_s = one.shape.latency_s + other.shape.latency_s
         jitter_s = one.shape.jitter_s * randomness.random() + other.shape.jitter_s * randomness.random()
@@ -152,20 +153,20 @@ class Emulation:
         return delay_s + jitter_s
 
     def chunk_bytes(self, way: Way) -> int:
-        """How much to take in at once, so that many connections share a narrow link piece by piece."""
+        """The number of bytes to take in at once, so that many connections share a narrow link piece by piece."""
         source, target = way
         rate = min(self._access(source).up.bytes_per_s, self._access(target).down.bytes_per_s)
         return int(min(MAX_CHUNK_BYTES, max(MIN_CHUNK_BYTES, rate * CHUNK_S)))
 
     def randomness(self, way: Way) -> random.Random:
-        """For a new connection."""
+        """A random generator for a new connection."""
         self._connections[way] += 1
         return random.Random(f"{self._seed} {way} {self._connections[way]}")  # noqa: S311 - no secret
 
     # ---- passing -------------------------------------------------------------------------------------------------
 
     def leave(self, way: Way, size_bytes: int, now: float) -> float:
-        """Takes a piece onto its way; returns when it has left the sender's link and what lies between."""
+        """Sends a piece off; returns when it has left the sender's link and what lies between."""
         left_at = self._access(way[0]).up.grant(size_bytes, now)
         between = self._bucket_between(way)
         return left_at if between is None else between.grant(size_bytes, left_at)
@@ -176,8 +177,9 @@ class Emulation:
         return self._access(way[1]).down.grant(size_bytes, now)
 
     def before_break(self, way: Way, size_bytes: int) -> int | None:
-        """Takes a piece that is about to be handed over. Returns how much of it comes before a break; None when there
-        is none in it."""
+        """Counts a piece that is about to be handed over against the next break. Returns how much of it comes before a
+        break; None when there is none in it.
+        """
         breaks = None if way[1] is None else self._breaks.get(way[1])
         if breaks is None:
             return None
@@ -188,7 +190,7 @@ class Emulation:
         return through
 
     def passed(self) -> dict[Way, int]:
-        """Bytes so far, by way."""
+        """The bytes so far, by way."""
         return dict(self._passed)
 
     # ---- inside --------------------------------------------------------------------------------------------------

@@ -1,4 +1,8 @@
-"""When bytes leave and arrive: a shaper and a delay line, as arithmetic on given times. Nothing waits here."""
+"""The times at which bytes leave and arrive: a shaper and a delay line, as arithmetic on given times. Nothing waits
+here.
+
+It stands alone because it knows no sockets and no clock, so that tests need not wait.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +39,6 @@ class DelayLine:
         self._last = -math.inf
 
     def arrival(self, left_at: float, delay_s: float) -> float:
-        """When what left then arrives."""
+        """The time of arrival of what left then."""
         self._last = max(self._last, left_at + delay_s)
         return self._last

@@ -1,4 +1,7 @@
-"""Whether this kernel can delay packets itself (`tc` with netem), which the emulation does not need."""
+"""The test whether this kernel can delay packets itself (`tc` with netem), which the emulation does not need.
+
+It stands alone because the emulation does without it; the command only tells the person.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,9 @@ _TRY_S = 5.0
 
 
 def netem_works() -> Reasoned[bool]:
-    """Tries it on the loopback device of a network namespace that is gone again at once; nothing of this machine is
-    changed."""
+    """Whether netem works on the loopback device of a network namespace that is gone again at once; nothing of this
+    machine is changed.
+    """
     if sys.platform != "linux":
         return Reasoned(False, "netem is a thing of Linux")
     if os.geteuid() != 0:

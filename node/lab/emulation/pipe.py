@@ -1,4 +1,6 @@
-"""One direction of a connection: bytes in at one socket, held as long as the network would, out at the other."""
+"""One direction of an emulated connection: bytes in at one socket, held as long as the network would, out at
+the other.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ Sleep = Callable[[float], Awaitable[None]]
 
 
 class ConnectionReset(Exception):
-    """One side has broken the connection off, and the other is to be told likewise."""
+    """Raised when one side has broken the connection off, and the other is to be told likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class _Held:
 
 
 class Pipe:
-    """Made for one direction; `run` carries it to its end.
+    """One direction of a connection; `run` carries it to its end.
 
     Args:
         now, sleep: the event loop's, unless a test has its own.
@@ -60,7 +62,7 @@ class Pipe:
         self._moved = asyncio.Event()
 
     async def run(self) -> None:
-        """Returns when the sender's end of stream has been handed on, or the receiver takes nothing more.
+        """Carries bytes until the sender's end of stream has been handed on, or the receiver takes nothing more.
 
         Raises:
             ExceptionGroup: of one ConnectionReset, when the sender's breaking off has come through, or the network

@@ -46,7 +46,7 @@ class Door:
 
 
 class Proxy:
-    """One door of one node. `run` keeps it until cancelled.
+    """The proxy of one door of one node. `run` keeps it until cancelled.
 
     Args:
         find_caller: which member has opened a connection, given its two ends.
@@ -148,7 +148,7 @@ class Proxy:
 
 
 class ListenWatch:
-    """Looks now and then who listens on this machine. `run` must run all the while."""
+    """Watches who listens on this machine. `run` must run all the while."""
 
     def __init__(self) -> None:
         self._seen: frozenset[Endpoint] = frozenset()
@@ -163,7 +163,7 @@ class ListenWatch:
         await self._looked.wait()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Looks periodically, until cancelled."""
         while True:
             self._seen = await asyncio.to_thread(listening)
             looked, self._looked = self._looked, asyncio.Event()

@@ -61,14 +61,14 @@ _MIB_PER_S: Final = (
 
 
 def one_way_s(one: str, other: str) -> float:
-    """Seconds from one region to another. Both must be in `REGIONS`."""
+    """The one-way delay in seconds from one region to another. Both must be in `REGIONS`."""
     if one == other:
         return _SAME_MS / 1000
     return _cell(_LATENCY_MS, one, other) / 1000
 
 
 def bytes_per_s(one: str, other: str) -> float:
-    """Rate between a machine in one region and one in another."""
+    """The rate between a machine in one region and one in another."""
     return (_SAME_MIB_PER_S if one == other else _cell(_MIB_PER_S, one, other)) * 2**20
 
 

@@ -1,4 +1,4 @@
-"""Whose socket is at the other end of a connection on this machine, and who listens: read from Linux's /proc (proc(5)).
+"""The members at the other end of connections on this machine, and who listens: read from Linux's /proc (proc(5)).
 
 A node cannot choose the address that its calls come from (neither gRPC nor libp2p's daemon lets it), so the caller of a
 connection is found by the process that holds its socket. Only sockets of this user's processes can be told.
@@ -22,7 +22,7 @@ _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 
 @dataclass(frozen=True, slots=True)
 class Socket:
-    """A line of the kernel's table. IPv4 addresses in IPv6 form are given as IPv4."""
+    """A TCP socket: one line of the kernel's table. IPv4 addresses in IPv6 form are given as IPv4."""
 
     local: Endpoint
     remote: Endpoint
@@ -31,7 +31,7 @@ class Socket:
 
 
 def require_proc() -> None:
-    """Raises ConfigError where the kernel does not say whose a socket is."""
+    """Checks that the kernel says whose a socket is. Raises ConfigError where it does not."""
     if sys.platform != "linux" or not Path(_TABLES[0]).is_file():
         raise ConfigError(
             "the WAN emulation needs Linux: it tells nodes apart by /proc",
@@ -40,7 +40,7 @@ def require_proc() -> None:
 
 
 def read_sockets() -> list[Socket]:
-    """Every TCP socket of this network namespace."""
+    """Reads every TCP socket of this network namespace."""
     found: list[Socket] = []
     for table in _TABLES:
         try:
@@ -58,12 +58,12 @@ def parse_socket(line: str) -> Socket:
 
 
 def listening() -> frozenset[Endpoint]:
-    """Where anybody listens."""
+    """The ports on which anybody listens."""
     return frozenset(socket.local for socket in read_sockets() if socket.listens)
 
 
 class Callers:
-    """Finds out which member of the swarm has opened a connection.
+    """The members of the swarm behind connections that were opened.
 
     Args:
         roots: gives the process id of each running member's node, by index.

@@ -1,4 +1,4 @@
-"""Runs one after the other, each into its own folder, and the undisturbed run that one is compared with.
+"""Experiments: several runs, each into its own folder, and the undisturbed run that one is compared with.
 
 FOLDER/scenario.toml   as run
 FOLDER/logs/           an event log for each node, for `skipstone check`
@@ -23,8 +23,9 @@ AnyRun = TypeVar("AnyRun", bound=Run)
 
 
 class Experiment:
-    """What the experiments of the commands have in common. `stop` may be set from outside: the run under way ends soon,
-    no other begins, and the report tells of what there is."""
+    """The common part of the commands' experiments. `stop` may be set from outside: the run under way ends soon, no
+    other begins, and the report tells of what there is.
+    """
 
     def __init__(self, folder: Path, tell: Tell, stop: asyncio.Event) -> None:
         self.folder = folder
@@ -38,14 +39,15 @@ class Experiment:
             self._running.kill()
 
     async def carry_out(self, run: AnyRun) -> AnyRun:
-        """The run, at its end. Errors as `Run.to_the_end`."""
+        """Carries a run out and returns it at its end. Errors as `Run.to_the_end`."""
         self._running = run
         await run.to_the_end()
         return run
 
     async def undisturbed(self, run: Run, scenario: Scenario, tell: Tell) -> Run | None:
-        """The scenario run for as many tokens as another run. None when it was cut short or too slow: at other tokens
-        there is nothing to compare."""
+        """Runs the scenario undisturbed for as many tokens as another run. None when it was cut short or too slow: at
+        other tokens there is nothing to compare.
+        """
         if self.stop.is_set():
             return None
         folder = run.folder / UNDISTURBED
@@ -56,8 +58,9 @@ class Experiment:
 
 
 def make_folder(folder: Path, scenario: str | None = None) -> None:
-    """Makes it, with the text of the scenario that is to be run. Raises ConfigError when something is in it already, or
-    it cannot be made."""
+    """Makes a run's folder, with the text of the scenario that is to be run. Raises ConfigError when something is in it
+    already, or it cannot be made.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):

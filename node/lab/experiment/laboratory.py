@@ -1,5 +1,6 @@
-"""A local swarm whose nodes reach each other through the emulated network alone, and everything that can be done to
-it."""
+"""The laboratory: a local swarm whose nodes reach each other through the emulated network alone, and everything that
+can be done to it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ MAX_MEMBERS = 60_000
 
 
 def place(index: int) -> Place:
-    """Each node listens on a loopback address of its own and tells the others another one, where its proxy is."""
+    """The place of each node: it listens on a loopback address of its own and tells the others another one, where its
+    proxy is.
+    """
     if index >= MAX_MEMBERS:
         raise ResourceExhausted(f"the emulation has addresses for {MAX_MEMBERS} peers")
     rest = f"{index // 250}.{index % 250 + 1}"
@@ -36,7 +39,7 @@ def place(index: int) -> Place:
 
 
 class Laboratory:
-    """Made for one scenario. `swarm` and `emulation` may be used directly, too.
+    """The laboratory of one scenario. `swarm` and `emulation` may be used directly, too.
 
     Args:
         log_dir: gets the nodes' event logs.
@@ -64,7 +67,8 @@ class Laboratory:
 
     @asynccontextmanager
     async def started(self) -> AsyncIterator[None]:
-        """The swarm runs inside; its nodes are stopped in good order at the end, and killed after an exception.
+        """Runs the swarm within the block; its nodes are stopped in good order at the end, and killed after an
+        exception.
 
         Raises:
             ResourceExhausted: a port or a process could not be had.
@@ -96,7 +100,7 @@ class Laboratory:
         return {index: peer for index, peer in peers if peer.exit_code is None and peer.state == "serving"}
 
     def kill(self, peer: int) -> None:
-        """With SIGKILL, and all that it has started."""
+        """Kills a peer with SIGKILL, and all that it has started."""
         self.killed.add(peer)
         self.thaw((peer,) * self.frozen[peer])  # what it has started could not see its end otherwise
         self.swarm.kill(peer)
@@ -123,7 +127,7 @@ class Laboratory:
         return await asyncio.to_thread(self._callers.caller, source, target)
 
     def freeze(self, peers: Sequence[int]) -> None:
-        """Lets peers stand still, with SIGSTOP to every process of theirs, until they were thawed as often."""
+        """Stops peers with SIGSTOP to every process of theirs, until they were thawed as often."""
         self.frozen.update(peers)
         self._signal(set(peers), signal.SIGSTOP)
 
@@ -137,13 +141,13 @@ class Laboratory:
         send_signal(self.processes_of(peers), number)
 
     def processes_of(self, peers: set[int]) -> Iterator[int]:
-        """Of these peers: their nodes' processes and all that those have started."""
+        """The processes of these peers: their nodes' and all that those have started."""
         roots = {pid for index, pid in self.swarm.processes().items() if index in peers}
         return (pid for _, pid in descendants(roots)) if roots else iter(())
 
 
 def send_signal(pids: Iterable[int], number: signal.Signals) -> None:
-    """To each of them that is still there."""
+    """Sends a signal to each of the processes that is still there."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)

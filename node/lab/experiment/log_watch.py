@@ -1,5 +1,6 @@
-"""Follows the event logs of a swarm while they are written: when microbatches are completed, how far rounds are, and
-what came of them."""
+"""The watch of a swarm's event logs while they are written: when microbatches are completed, how far rounds are, and
+what came of them.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ class Accused:
 
 
 class LogWatch:
-    """`run` carries it.
+    """Follows the event logs; `run` carries it.
 
     Args:
         now: seconds, on the scale of the diary.
@@ -72,7 +73,7 @@ class LogWatch:
         self._wanted: dict[asyncio.Future[RoundProgress], Callable[[RoundProgress], bool]] = {}
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Reads what is new, until cancelled."""
         try:
             while True:
                 self._look()
@@ -82,7 +83,7 @@ class LogWatch:
                 os.close(file)
 
     async def until(self, wanted: Callable[[RoundProgress], bool]) -> RoundProgress:
-        """The next word on a round that is wanted."""
+        """Waits for the next event of a round that is wanted."""
         found: asyncio.Future[RoundProgress] = asyncio.get_running_loop().create_future()
         self._wanted[found] = wanted
         try:

@@ -1,5 +1,6 @@
-"""What is kept of a run while it goes on: one row of figures a second, written at once, so that a run that breaks off
-leaves them too; and the diary of what happened."""
+"""The measurements of a run: one row of figures a second, written at once, so that a run that breaks off leaves them
+too; and the diary of what happened.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The swarm at a moment."""
+    """The figures of the swarm at a moment."""
 
     at: float
     """Seconds since its first step."""
@@ -70,7 +71,7 @@ class Meter:
         self._losses: list[float] = []
 
     def step(self, step: Step) -> None:
-        """The swarm has finished a step."""
+        """Counts a finished step of the swarm."""
         if math.isfinite(step.loss):
             self._losses.append(step.loss)
 
@@ -101,7 +102,7 @@ class Meter:
 
 
 def row_line(row: Row) -> str:
-    """A line of metrics.jsonl, without its end."""
+    """A row as a line of metrics.jsonl, without its end."""
     return json.dumps(dataclasses.asdict(row), separators=(",", ":"))
 
 

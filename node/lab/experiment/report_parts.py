@@ -1,4 +1,7 @@
-"""What all reports and pictures are made of. Short, and alone because nothing of it is about one kind of experiment."""
+"""The parts of all reports and pictures.
+
+It stands alone because nothing of it is about one kind of experiment.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,17 @@ from swarm.vocabulary.errors import ConfigError
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Lines of cells, without an end."""
+    """A Markdown table's lines from lines of cells, without an end."""
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
 
 
 def number_text(value: float | None, digits: int) -> str:
-    """`-` for what is not known."""
+    """A number as text; `-` for what is not known."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
 def counts_text(check: Report) -> str:
-    """What `skipstone check` has counted."""
+    """The counts of `skipstone check` as text."""
     return ", ".join(f"{what} {number}" for what, number in sorted(check.counts.items()))
 
 
@@ -38,7 +41,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Raises ConfigError when the file cannot be written."""
+    """Saves the picture. Raises ConfigError when the file cannot be written."""
     try:
         figure.savefig(path)
     except OSError as error:

@@ -1,4 +1,5 @@
-"""Runs a scenario: starts its swarm in the laboratory, lets happen what is due, looks on, and ends it in good order.
+"""The run of a scenario: starts its swarm in the laboratory, lets happen what is due, looks on, and ends it in good
+order.
 
 Times count from the moment when the run has begun, so that a slow start of the processes moves nothing.
 """
@@ -117,22 +118,22 @@ class Run:
         self.lab.swarm.signal_all(signal.SIGKILL)
 
     def now(self) -> float:
-        """Seconds since it has begun; -1 before."""
+        """The seconds since it has begun; -1 before."""
         return time.monotonic() - self._began if self._began < math.inf else -1.0
 
     @property
     def first_site(self) -> Site:
-        """Where newcomers stand of whom nothing else is said."""
+        """The site of newcomers of whom nothing else is said."""
         return self.scenario.groups[0].site
 
     @property
     def failures(self) -> dict[int, int]:
-        """Exit codes of nodes that ended neither in good order nor by our hand."""
+        """The exit codes of nodes that ended neither in good order nor by our hand."""
         ends = self.lab.swarm.ends.items()
         return {peer: end.exit_code for peer, end in ends if end.exit_code and peer not in self.lab.killed}
 
     async def to_the_end(self) -> None:
-        """Raises SkipstoneError when the swarm could not be started or does not begin to train."""
+        """Runs to the end. Raises SkipstoneError when the swarm could not be started or does not begin to train."""
         started = time.monotonic()
         self.logs.mkdir()  # the check wants it also when no node came as far as writing a log
         async with self.lab.started(), task_scope() as tasks:
@@ -156,7 +157,7 @@ class Run:
     # ---- what other kinds of runs do otherwise -------------------------------------------------------------------
 
     async def until_begun(self) -> None:
-        """Until the time of the run may begin. Raises Stalled."""
+        """Waits until the time of the run may begin. Raises Stalled."""
         deadline = time.monotonic() + START_LIMIT_S
 
         def over() -> bool:
@@ -170,11 +171,11 @@ class Run:
         await self.until(over)
 
     def begins(self) -> bool:
-        """Whether it may."""
+        """Whether the time of the run may begin."""
         return self.lab.swarm.progress.step > 0 or self.lab.swarm.progress.is_over
 
     async def until_over(self) -> None:
-        """Until its time is over."""
+        """Waits until the time of the run is over."""
 
         def over() -> bool:
             progress = self.lab.swarm.progress
@@ -183,8 +184,9 @@ class Run:
         await self.until(over)
 
     async def observe(self) -> None:
-        """A row a second, until cancelled. A line is short, and whoever reads the file while it grows wants it at
-        once."""
+        """Writes a row a second, until cancelled. A line is short, and whoever reads the file while it grows wants it
+        at once.
+        """
         self._meter = Meter(self.lab.emulation.passed())
         with (self.folder / METRICS).open("w", buffering=1) as file:
             while True:
@@ -195,7 +197,7 @@ class Run:
                 await asyncio.sleep(max(0.0, len(self.rows) * ROW_S - self.now()))
 
     async def ask(self) -> None:
-        """What there is to ask the nodes when the time is over and nothing disturbs them any more."""
+        """Asks the nodes what there is to ask when the time is over and nothing disturbs them any more."""
         self.status = await self._asked(lambda: query_status(self.lab.swarm.link))
         await self.evaluate()
 
@@ -213,7 +215,7 @@ class Run:
             self.held_out_loss = None if answer is None else float(answer["loss"])
 
     async def until(self, over: Callable[[], bool]) -> None:
-        """Until that is so, or `stop` is set."""
+        """Waits until a condition holds, or `stop` is set."""
         await until(lambda: self.stop.is_set() or over())
 
     async def _follow_timeline(self) -> None:
@@ -222,7 +224,7 @@ class Run:
             self.do(event)
 
     def do(self, event: ScenarioEvent) -> None:
-        """Lets it happen, now; one mishap does not end the run."""
+        """Carries an event out, now; one mishap does not end the run."""
         try:
             event.do(self)
         except SkipstoneError as error:
@@ -246,19 +248,19 @@ class Run:
     # ---- the diary -----------------------------------------------------------------------------------------------
 
     def fault(self, what: str, *, lasts: bool = False) -> None:
-        """Something has been broken at this moment."""
+        """Notes in the diary that something has been broken at this moment."""
         self._mark(Mark(self.now(), Kind.FAULT, what, lasts))
 
     def end(self, what: str) -> None:
-        """A fault is over."""
+        """Notes in the diary that a fault is over."""
         self._mark(Mark(self.now(), Kind.END, what))
 
     def note(self, what: str) -> None:
-        """Something is worth telling."""
+        """Notes in the diary what is worth telling."""
         self._mark(Mark(self.now(), Kind.NOTE, what))
 
     def miss(self, what: str) -> None:
-        """The scenario could not be carried out as written."""
+        """Notes in the diary that the scenario could not be carried out as written."""
         self.missed.append(what)
         self.note(what)
 
@@ -284,7 +286,7 @@ class Run:
         task.add_done_callback(self._later.discard)
 
     def lasts(self, what: str, for_s: float, mend: Callable[[], None]) -> None:
-        """Something has been broken, and is mended after a while, or when the run ends."""
+        """Lets a fault last: it is mended after a while, or when the run ends."""
         self.fault(what, lasts=True)
 
         async def mend_later() -> None:
@@ -321,7 +323,7 @@ class Run:
 
 
 async def until(over: Callable[[], bool]) -> None:
-    """Looks again and again: what is waited for is in other processes."""
+    """Polls a condition: what is waited for is in other processes."""
     while True:
         if over():
             return

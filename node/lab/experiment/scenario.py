@@ -1,4 +1,5 @@
-"""A scenario: which swarm, behind which links, and what happens when. Read from TOML and checked key by key.
+"""The scenario of an experiment: which swarm, behind which links, and what happens when. Read from TOML and checked key
+by key.
 
 docs/LAB.md shows one. Every ConfigError names the key.
 """
@@ -13,8 +14,7 @@ from typing import Annotated, Any, ClassVar, Final, TypeVar
 
 from pydantic import Field, InstanceOf
 
-from node.lab.emulation.link_shape import Site
-from node.lab.emulation.profiles import profile_of
+from node.lab.emulation.link_shape import Site, profile_of
 from node.lab.experiment.scenario_events import EVENTS, MAX_REPLACEMENTS, Churn, ScenarioEvent, Start
 from node.lab.experiment.scenario_table import LONGEST_S, LinkTable, ProfileName, ScenarioTable, Text, read_table
 from protocol.manifest.manifest import Manifest, manifest_from_table
@@ -25,7 +25,7 @@ MAX_BYTES: Final = 256 * 1024
 
 
 class Group(LinkTable):
-    """Peers with the same link: a profile's, and what differs from it."""
+    """A group of peers with the same link: a profile's, and what differs from it."""
 
     name: Text
     peers: Annotated[int, Field(ge=1, le=MAX_PEERS)]
@@ -33,12 +33,12 @@ class Group(LinkTable):
 
     @cached_property
     def site(self) -> Site:
-        """Where they stand."""
+        """The peers' site."""
         return self.applied_to(profile_of(self.profile).site)
 
 
 class Scenario(ScenarioTable):
-    """As read; times count from the moment when the run has begun."""
+    """A scenario as read; times count from the moment when the run has begun."""
 
     KINDS: ClassVar[Mapping[str, type[ScenarioEvent]]] = {kind.NAME: kind for kind in EVENTS}
     """What can happen, by action."""
@@ -60,7 +60,7 @@ class Scenario(ScenarioTable):
 
     @cached_property
     def manifest(self) -> Manifest:
-        """The small demo run with what the scenario says otherwise. Raises ManifestError."""
+        """The manifest: the small demo run with what the scenario says otherwise. Raises ManifestError."""
         from node.local_swarm.default_manifest import default_manifest
 
         base = default_manifest(self.seed, self.name).model_dump(mode="json", exclude_none=True)
@@ -68,21 +68,21 @@ class Scenario(ScenarioTable):
 
     @cached_property
     def members_of(self) -> dict[str, tuple[int, ...]]:
-        """The peers of the beginning, counted through all groups from 0, by group."""
+        """The peers of the beginning by group, counted through all groups from 0."""
         ends = [sum(group.peers for group in self.groups[: number + 1]) for number in range(len(self.groups))]
         return {group.name: tuple(range(end - group.peers, end)) for group, end in zip(self.groups, ends, strict=True)}
 
     @property
     def peers(self) -> int:
-        """At the beginning."""
+        """The number of peers at the beginning."""
         return sum(group.peers for group in self.groups)
 
     def site_of(self, peer: int) -> Site:
-        """Where a peer of the beginning stands."""
+        """The site of a peer of the beginning."""
         return next(group.site for group in self.groups if peer in self.members_of[group.name])
 
     def members(self, named: Any) -> tuple[int, ...]:
-        """A list of indices and names of groups, as indices. Raises ValueError."""
+        """The indices that a list of indices and names of groups means. Raises ValueError."""
         if not isinstance(named, list):
             raise ValueError("must be a list of peers")
         members: list[int] = []
@@ -98,8 +98,9 @@ class Scenario(ScenarioTable):
         return tuple(dict.fromkeys(members))
 
     def everywhere(self, profile: str) -> Scenario:
-        """The same with every peer behind this profile, those that are started later too. Raises ConfigError when there
-        is none."""
+        """The scenario with every peer behind this profile, those that are started later too. Raises ConfigError when
+        there is none.
+        """
         profile_of(profile)
         events = (
             each.model_copy(update={"profile": profile}) if isinstance(each, Start) else each for each in self.events
@@ -108,11 +109,11 @@ class Scenario(ScenarioTable):
         return self.model_copy(update={"groups": tuple(groups), "events": tuple(events)})
 
     def undisturbed(self) -> Scenario:
-        """The same with an ideal network, in which nothing happens."""
+        """The scenario with an ideal network, in which nothing happens."""
         return self.everywhere("none").uneventful()
 
     def uneventful(self) -> Scenario:
-        """The same, in which nothing happens."""
+        """The scenario without its events."""
         return self.model_copy(update={"name": f"{self.name}, undisturbed", "events": ()})
 
 
@@ -120,7 +121,7 @@ Read = TypeVar("Read", bound=Scenario)
 
 
 def read_scenario(path: Path, kind: type[Read]) -> tuple[Read, str]:
-    """The scenario in a file, and the file's text.
+    """Reads the scenario in a file; returns it with the file's text.
 
     Raises:
         ConfigError: it cannot be read, or a key is wrong.
@@ -141,7 +142,7 @@ def read_scenario(path: Path, kind: type[Read]) -> tuple[Read, str]:
 
 
 def scenario_from_table(table: Mapping[str, Any], kind: type[Read]) -> Read:
-    """Checks every key; errors as `read_scenario`."""
+    """Checks every key of a table and makes the scenario; errors as `read_scenario`."""
     scenario = read_table(kind, {key: value for key, value in table.items() if key != "event"})
     if len(scenario.members_of) < len(scenario.groups):
         raise ConfigError("group: there are two groups of the same name")

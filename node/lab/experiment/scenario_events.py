@@ -1,4 +1,4 @@
-"""What can happen in any scenario. Each event is read from its own keys and carries itself out."""
+"""The events that any scenario can have. Each event is read from its own keys and carries itself out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final
 
 from pydantic import Field
 
-from node.lab.emulation.profiles import profile_of
+from node.lab.emulation.link_shape import profile_of
 from node.lab.experiment.scenario_table import LinkTable, Moment, Peers, ProfileName, ScenarioTable, Sides, Span, Stage
 
 if TYPE_CHECKING:
@@ -29,12 +29,13 @@ class ScenarioEvent(ScenarioTable):
 
     @property
     def over_s(self) -> float:
-        """When it is over, as far as the file says."""
+        """The time when it is over, as far as the file says."""
         return self.at_s + float(getattr(self, "for_s", 0.0))
 
     @abstractmethod
     def do(self, run: Run) -> None:
-        """Does it, and notes in the diary what was done. Returns at once; what takes time goes on in tasks of the run.
+        """Carries the event out, and notes in the diary what was done. Returns at once; what takes time goes on in
+        tasks of the run.
 
         Raises:
             SkipstoneError: it is not possible just now.
@@ -42,7 +43,7 @@ class ScenarioEvent(ScenarioTable):
 
 
 class Reshape(ScenarioEvent, LinkTable):
-    """Peers get another link: a profile's first if there is one, then what changes."""
+    """Gives peers another link: a profile's first if there is one, then what changes."""
 
     NAME = "shape"
     peers: Peers
@@ -57,7 +58,7 @@ class Reshape(ScenarioEvent, LinkTable):
 
 
 class Kill(ScenarioEvent):
-    """Peers are killed with SIGKILL, and all they have started with them."""
+    """Kills peers with SIGKILL, and all they have started with them."""
 
     NAME = "kill"
     peers: Peers
@@ -69,7 +70,7 @@ class Kill(ScenarioEvent):
 
 
 class Stop(ScenarioEvent):
-    """Peers are asked to leave in good order."""
+    """Asks peers to leave in good order."""
 
     NAME = "stop"
     peers: Peers
@@ -81,7 +82,7 @@ class Stop(ScenarioEvent):
 
 
 class Start(ScenarioEvent):
-    """A peer joins, behind the first group's link if no other is named."""
+    """Starts a peer, behind the first group's link if no other is named."""
 
     NAME = "start"
     stage: Stage
@@ -93,7 +94,7 @@ class Start(ScenarioEvent):
 
 
 class Freeze(ScenarioEvent):
-    """Peers stand still (SIGSTOP to every process of theirs) for a while."""
+    """Stops peers (SIGSTOP to every process of theirs) for a while."""
 
     NAME = "freeze"
     peers: Peers
@@ -105,7 +106,7 @@ class Freeze(ScenarioEvent):
 
 
 class Partition(ScenarioEvent):
-    """Nothing passes between the sides any more, and nobody is told; without `for_s` a `Heal` ends it."""
+    """Cuts the sides off from each other, and nobody is told; without `for_s` a `Heal` ends it."""
 
     NAME = "partition"
     sides: Sides
@@ -121,7 +122,7 @@ class Partition(ScenarioEvent):
 
 
 class Heal(ScenarioEvent):
-    """A partition ends."""
+    """Ends a partition."""
 
     NAME = "heal"
 
@@ -131,8 +132,9 @@ class Heal(ScenarioEvent):
 
 
 class ReplaceOne(ScenarioEvent):
-    """A peer drawn by lot is killed, and another one with the same link joins for its stage. A module's last replica is
-    spared. Comes from `Churn` alone."""
+    """Kills a peer drawn by lot, and starts another one with the same link for its stage. A module's last replica is
+    spared. Comes from `Churn` alone.
+    """
 
     NAME = "replace"
 
@@ -153,8 +155,9 @@ class ReplaceOne(ScenarioEvent):
 
 
 class Churn(ScenarioEvent):
-    """A share of the peers of the beginning is replaced each minute: evenly over the time, each somewhere in its own
-    slice of it, so that the rate holds also for a minute or two."""
+    """Replaces a share of the peers of the beginning each minute: evenly over the time, each somewhere in its own slice
+    of it, so that the rate holds also for a minute or two.
+    """
 
     NAME = "churn"
     share_per_minute: Annotated[float, Field(ge=0.001, le=10)]
@@ -162,7 +165,7 @@ class Churn(ScenarioEvent):
     """0 for the rest of the scenario's duration."""
 
     def moments(self, scenario: Scenario) -> Sequence[float]:
-        """When a peer is replaced: the same with the same seed."""
+        """The times at which a peer is replaced: the same with the same seed."""
         slice_s = 60.0 / (self.share_per_minute * scenario.peers)
         number = round((self.for_s or max(0.1, scenario.duration_s - self.at_s)) / slice_s)
         lots = random.Random(f"{scenario.seed} churn {self.at_s:g}")  # noqa: S311 - no secret
@@ -181,6 +184,6 @@ EVENTS: Final[tuple[type[ScenarioEvent], ...]] = (Reshape, Kill, Stop, Start, Fr
 
 
 def named(peers: Sequence[int]) -> str:
-    """In words."""
+    """The peers' names in a sentence."""
     numbers = ", ".join(str(peer) for peer in peers)
     return f"peer {numbers}" if len(peers) == 1 else f"peers {numbers}"

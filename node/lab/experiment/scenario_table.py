@@ -1,4 +1,4 @@
-"""Tables of a scenario file: each key is a field with its type and range, and what nobody asked for is an error."""
+"""The tables of a scenario file: each key is a field with its type and range, and what nobody asked for is an error."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo
 
-from node.lab.emulation.link_shape import MBIT, Fault, Site
-from node.lab.emulation.profiles import profile_of
+from node.lab.emulation.link_shape import MBIT, Fault, Site, profile_of
 from swarm.vocabulary.errors import ConfigError
 
 LONGEST_S = 7 * 24 * 3600.0
@@ -76,7 +75,7 @@ _Rate = Annotated[float, Field(ge=0.01, le=1e6)]
 
 
 class LinkTable(ScenarioTable):
-    """The keys of whatever says how a link differs; None leaves it as it is."""
+    """The keys that say how a link differs; None leaves it as it is."""
 
     latency_ms: _Delay | None = None
     jitter_ms: _Delay | None = None
@@ -85,14 +84,14 @@ class LinkTable(ScenarioTable):
     fault: Annotated[Fault | None, Field(strict=False)] = None
 
     def applied_to(self, site: Site) -> Site:
-        """The site with what is given of the link. Raises ConfigError when a value is out of range."""
+        """The site changed by what is given of the link. Raises ConfigError when a value is out of range."""
         changes: dict[str, Any] = {of: getattr(self, key) * unit for key, (of, unit, _) in self._given().items()}
         if self.fault is not None:
             changes["fault"] = self.fault
         return Site(replace(site.shape, **changes), site.region)
 
     def link_in_words(self) -> tuple[str, ...]:
-        """What is given, for a diary."""
+        """The given keys in words, for a diary."""
         words = tuple(text.format(getattr(self, key)) for key, (_, _, text) in self._given().items())
         return words if self.fault is None else (*words, f"fault {self.fault.value}")
 

@@ -1,4 +1,4 @@
-"""A scenario from start to end: its run, the undisturbed one if asked for, and the folder with everything about both.
+"""The measurement of a scenario: its run, the undisturbed one if asked for, and the folder with everything about both.
 
 Besides what `node.lab.experiment.experiment` names:
 
@@ -24,7 +24,7 @@ from swarm.vocabulary.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What `Measurement.run` has found."""
+    """The findings of `Measurement.run`."""
 
     outcome: Outcome
     undisturbed: Outcome | None
@@ -32,7 +32,7 @@ class Result:
     why_no_plots: str | None
 
     def as_json(self) -> dict[str, Any]:
-        """For `--json`."""
+        """The JSON object for `--json`."""
         calm = self.undisturbed
         return {
             **self.outcome.as_json(),
@@ -43,11 +43,12 @@ class Result:
 
 
 class Measurement(Experiment):
-    """Runs once."""
+    """A measurement of one scenario; runs once."""
 
     async def run(self, scenario: Scenario, text: str, *, compare: bool) -> Result:
-        """Fills the folder. `text` is the scenario's file as run. Errors as `Run.to_the_end`; ConfigError when the
-        folder is not empty."""
+        """Runs the scenario and fills the folder. `text` is the scenario's file as run. Errors as `Run.to_the_end`;
+        ConfigError when the folder is not empty.
+        """
         make_folder(self.folder, text)
         self.tell(f"{scenario.name}: starting the swarm")
         run = await self.carry_out(Run(scenario, self.folder, self.tell, self.stop))

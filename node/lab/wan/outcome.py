@@ -1,4 +1,4 @@
-"""What came of a run, as figures."""
+"""The outcome of a run, as figures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAST_SHARE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What the stages could compute, by the speeds that their peers announced at the end."""
+    """The tokens per second that the stages could compute, by the speeds that their peers announced at the end."""
 
     tokens_per_s: tuple[float, ...]
     """Of each stage, all its replicas together."""
@@ -34,7 +34,7 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One run from its first step to the end of its time."""
+    """The outcome of one run, from its first step to the end of its time."""
 
     name: str
     started_after_s: float
@@ -63,12 +63,12 @@ class Outcome:
 
     @property
     def share_of_compute(self) -> float | None:
-        """Tokens per second over what the slowest stage could compute."""
+        """The tokens per second over what the slowest stage could compute."""
         bound = self.capacity.bound
         return self.tokens_per_s / bound if bound else None
 
     def as_json(self) -> dict[str, Any]:
-        """For `--json`."""
+        """The JSON object for `--json`."""
         return {
             "name": self.name,
             "started_after_s": self.started_after_s,
@@ -92,7 +92,7 @@ class Outcome:
 
 
 def outcome_of(run: Run) -> Outcome:
-    """What came of a run that has ended."""
+    """The outcome of a run that has ended."""
     progress, manifest = run.progress, run.scenario.manifest
     announced = () if run.status is None else run.status.peers
     return Outcome(
@@ -121,8 +121,9 @@ def _stage(module: object) -> int:
 
 
 def capacity_of(speeds: Iterable[tuple[int, float]], manifest: Manifest) -> Capacity:
-    """From (stage, announced tokens per second) of each replica. Where paths skip stages, a stage is visited by some of
-    them only."""
+    """The capacity from (stage, announced tokens per second) of each replica. Where paths skip stages, a stage is
+    visited by some of them only.
+    """
     count = manifest.stages.count
     visited = manifest.stages.visited_per_path
     sums = [0.0] * count
@@ -134,20 +135,22 @@ def capacity_of(speeds: Iterable[tuple[int, float]], manifest: Manifest) -> Capa
 
 
 def utilization_of(progress: SwarmProgress) -> float | None:
-    """Of the peers after stage 0 that left an account: their computing over their computing and waiting."""
+    """The utilization of the peers after stage 0 that left an account: their computing over their computing and
+    waiting.
+    """
     busy = [peer.summary.busy_s for peer in progress.peers.values() if peer.summary is not None and peer.stage > 0]
     lived_s = sum(each.compute + each.wait for each in busy)
     return sum(each.compute for each in busy) / lived_s if lived_s else None
 
 
 def last_loss(rows: Sequence[Row]) -> float | None:
-    """Mean training loss over the last tenth of the tokens."""
+    """The mean training loss over the last tenth of the tokens."""
     last = [row.loss for row in rows if row.loss is not None and row.tokens >= rows[-1].tokens * (1 - LAST_SHARE)]
     return statistics.fmean(last) if last else None
 
 
 def totals(rows: Iterable[Row], direction: str) -> dict[str, int]:
-    """Bytes of each peer over all rows; `direction` is `up` or `down`."""
+    """The bytes of each peer over all rows; `direction` is `up` or `down`."""
     found: dict[str, int] = {}
     for row in rows:
         for peer, size in getattr(row, direction).items():

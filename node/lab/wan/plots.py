@@ -1,4 +1,4 @@
-"""The run as pictures: loss over time and over tokens, throughput, traffic of each link."""
+"""The plots of a run: loss over time and over tokens, throughput, traffic of each link."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""report.md: what ran, what came of it, and when what happened, on a page."""
+"""The content of report.md: what ran, what came of it, and when what happened, on a page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHOWN_VIOLATIONS = 10
 
 
 def report_text(scenario: Scenario, outcome: Outcome, undisturbed: Outcome | None, plots: Sequence[str]) -> str:
-    """The whole file. `plots` are names of pictures beside it."""
+    """The content of report.md. `plots` are names of pictures beside it."""
     parts = [
         f"# {scenario.name}",
         _what_ran(scenario, outcome),
@@ -26,8 +26,9 @@ def report_text(scenario: Scenario, outcome: Outcome, undisturbed: Outcome | Non
 
 
 def loss_ratio(outcome: Outcome, undisturbed: Outcome) -> float | None:
-    """Held-out loss over that of the undisturbed run, at equal tokens; of the training loss where one was not
-    measured."""
+    """The held-out loss over that of the undisturbed run, at equal tokens; of the training loss where one was not
+    measured.
+    """
     for one, other in (
         (outcome.held_out_loss, undisturbed.held_out_loss),
         (outcome.loss_last, undisturbed.loss_last),

@@ -28,8 +28,7 @@ from node.concurrency.task_groups import task_scope
 from node.model.optimizer import StepFigures
 from node.network.dispatcher import Dispatcher
 from node.network.local_peer import LocalPeer
-from protocol.identity.entry_signatures import EntrySeal
-from protocol.identity.piece_signatures import PieceSignatures
+from protocol.identity.round_signatures import EntrySeal, PieceSignatures
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import LinkFigures, Question, Refusal, Transport

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from node.checkpoint.folder import load_newest, save_state
 from node.checkpoint.replica import capture_module, restore_module
 from node.checkpoint.state import Agreed
-from node.model.build import build_block_stack
-from node.model.initialization import digest_of, parameters_of
+from node.model.initialization import digest_of_tensors, parameters_of
 from node.model.optimizer import Accumulator, InnerOptimizer
+from node.model.parts import build_block_stack
 from node.observability.events import Note
 from node.pipeline.stage_worker import host_hop
 from node.runtime.resume import NUMBERS, RESERVED_NUMBERS, capture_hop, counts_of, find_own, first_number, restore_hop
@@ -58,7 +58,7 @@ def test_it_goes_on_to_the_bit_through_a_file(tmp_path: Path) -> None:
     restore_module((other.part,), other.optimizer, found.state)
     assert other.optimizer.steps == 5
     other.steps(5, 5)
-    assert digest_of(other.part) == digest_of(one.part)
+    assert digest_of_tensors(parameters_of(other.part)) == digest_of_tensors(parameters_of(one.part))
     assert found.state.counters.tokens == found.state.counters.tokens_since_anchor == 5 * 32
 
 
@@ -66,7 +66,7 @@ def test_an_optimizer_that_has_not_stepped_has_an_empty_state() -> None:
     one, other = Replica(), Replica()
     other.steps(0, 3)
     restore_module((other.part,), other.optimizer, capture_module((one.part,), one.optimizer, visits=0, tokens=32))
-    assert digest_of(other.part) == digest_of(one.part)
+    assert digest_of_tensors(parameters_of(other.part)) == digest_of_tensors(parameters_of(one.part))
     one.steps(0, 2)
     other.total.start_over()
     other.steps(10, 0)
@@ -75,18 +75,18 @@ def test_an_optimizer_that_has_not_stepped_has_an_empty_state() -> None:
         numbers = torch.Generator().manual_seed(number)
         other.total.add(microbatch, 32, [torch.randn(p.shape, generator=numbers) for p in other.total.parameters])
         other.optimizer.step()
-    assert digest_of(other.part) == digest_of(one.part)
+    assert digest_of_tensors(parameters_of(other.part)) == digest_of_tensors(parameters_of(one.part))
 
 
 def test_a_state_of_another_model_changes_nothing() -> None:
     one = Replica()
     one.steps(0, 1)
-    before = digest_of(one.part)
+    before = digest_of_tensors(parameters_of(one.part))
     with pytest.raises(StateError, match="other parameters"):
         restore_module((one.part,), one.optimizer, state_of(1.0))
     with pytest.raises(StateError, match="another model"):
         one.optimizer.import_state(parameters_of(one.part), state_of(1.0).inner)
-    assert digest_of(one.part) == before
+    assert digest_of_tensors(parameters_of(one.part)) == before
     assert one.optimizer.steps == 1
 
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from node.data.detokenizer import ByteTextStream, WindowTextStream
 from node.data.tokenizers import ByteTokenizer
+from node.model.blocks import Past
 from node.model.decoder import Decoder
 from node.model.generation import Sampling, choose, generate
 from node.model.initialization import parameters_of
-from node.model.kv_cache import Past
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ConfigError, StateError
 from tests.node.checkpoint.saved_model import CPU, noisy_model

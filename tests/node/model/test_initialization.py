@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import node.model.initialization as initial
-from node.model.build import build_block_stack, build_embedding, build_head
-from node.model.initialization import digest_of, digest_of_tensors, near_normal, standard_deviation
+from node.model.initialization import digest_of_tensors, near_normal, parameters_of, standard_deviation
+from node.model.parts import build_block_stack, build_embedding, build_head
 from swarm.vocabulary.types import ModuleId
 from tests.node.small_manifest import small_manifest
 
@@ -21,8 +21,8 @@ GOLDEN_STAGE_1 = "357cc2cdd0338ffa68de87f61adcbfe2e122fd90a876e46ad65d33ed54d37d
 
 def test_initial_weights_are_the_same_on_every_machine() -> None:
     manifest = small_manifest()
-    assert digest_of(build_embedding(manifest), build_head(manifest)).hex() == GOLDEN_STAGE_0
-    assert digest_of(build_block_stack(manifest, ModuleId(1))).hex() == GOLDEN_STAGE_1
+    assert digest_of_tensors(parameters_of(build_embedding(manifest), build_head(manifest))).hex() == GOLDEN_STAGE_0
+    assert digest_of_tensors(parameters_of(build_block_stack(manifest, ModuleId(1)))).hex() == GOLDEN_STAGE_1
 
 
 def test_the_first_numbers_are_written_out() -> None:
@@ -33,9 +33,9 @@ def test_the_first_numbers_are_written_out() -> None:
 
 def test_torch_generators_and_threads_have_no_say() -> None:
     torch.manual_seed(1)
-    before = digest_of(build_head(small_manifest()))
+    before = digest_of_tensors(parameters_of(build_head(small_manifest())))
     torch.manual_seed(2)
-    assert digest_of(build_head(small_manifest())) == before
+    assert digest_of_tensors(parameters_of(build_head(small_manifest()))) == before
 
 
 def test_seed_expert_and_name_each_give_other_weights() -> None:
@@ -43,7 +43,7 @@ def test_seed_expert_and_name_each_give_other_weights() -> None:
     assert len({tuple(near_normal(*variant, (3,), 1.0).tolist()) for variant in variants}) == 4
     experts = small_manifest(stages__experts=2)
     stacks = [build_block_stack(experts, ModuleId(1, expert)) for expert in (0, 1)]
-    assert digest_of(stacks[0]) != digest_of(stacks[1])
+    assert digest_of_tensors(parameters_of(stacks[0])) != digest_of_tensors(parameters_of(stacks[1]))
 
 
 def test_the_size_of_a_chunk_has_no_say(monkeypatch: pytest.MonkeyPatch) -> None:

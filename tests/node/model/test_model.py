@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from node.data.packing import Microbatch
-from node.model.build import build_block_stack, build_embedding, build_head
 from node.model.initialization import parameters_of
-from node.model.parts import HeadPart
+from node.model.parts import HeadPart, build_block_stack, build_embedding, build_head
 from node.solo.trainer import WholeModel
 from protocol.manifest.manifest import Manifest, training_flops_per_token
 from swarm.vocabulary.types import ModuleId

@@ -57,12 +57,20 @@ from swarm.vocabulary.types import (
     MicrobatchId,
     ModuleId,
     Path,
+    PeerId,
     RunId,
     SignedRoute,
     VersionRange,
 )
 
-A, B, C, D = (peer_id_of(bytes([number]) * 32) for number in range(4))
+
+def peer(number: int) -> PeerId:
+    """A peer that is the same in every run: its key is the number in each of its bytes, as far as that goes."""
+    return peer_id_of((number * _ONES % 2**256).to_bytes(32, "big"))
+
+
+_ONES: Final = int.from_bytes(b"\1" * 32, "big")
+A, B, C, D = (peer(number) for number in range(4))
 SIGNATURE, HASH = bytes(range(64)), bytes(range(32))
 MICROBATCH, FIRST_MICROBATCH = MicrobatchId(A, 2**40 + 7), MicrobatchId(A, 0)
 HOPS = (Hop(ModuleId(1, 0), B), Hop(ModuleId(300, 2), C), Hop(ModuleId(0, 0), B))

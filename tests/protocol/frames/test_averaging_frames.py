@@ -14,7 +14,6 @@ from protocol.frames.fields import TensorFrame
 from protocol.frames.frames import MAX_SMALL_FRAME_BYTES, decode, encode
 from protocol.frames.rpc import QuestionFrame
 from protocol.generated import link_pb2 as wire
-from protocol.identity.keys import Identity
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.interfaces.transport import Question, QuestionAbout
 from swarm.vocabulary.averaging_messages import (
@@ -48,12 +47,12 @@ from swarm.vocabulary.averaging_messages import (
     StateRequest,
 )
 from swarm.vocabulary.errors import ProtocolViolation
-from swarm.vocabulary.types import MAX_ROUND, AnchorVersion, Codec, ModuleId, PeerId
+from swarm.vocabulary.types import MAX_ROUND, AnchorVersion, Codec, ModuleId
 from tests.protocol.codecs.damage import assert_refused_or_another_valid_frame
+from tests.protocol.frames.frame_examples import peer
 
-PEERS = [Identity.generate().peer for _ in range(4)]
-BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
-MANY_PEERS = tuple(PeerId(f"12D3KooW{'1' * 42}{BASE58[n // 58]}{BASE58[n % 58]}") for n in range(MAX_MEMBERS))
+PEERS = [peer(number) for number in range(4)]
+MANY_PEERS = tuple(peer(number) for number in range(MAX_MEMBERS))
 LARGEST_VERSION = AnchorVersion(MAX_ROUND, 2**48, 2**48, 63, b"\xff" * 32)
 LOSSLESS = [Codec.NONE, Codec.PLANES]
 OF_ANY_VECTOR = [codec for codec in Codec if codec is not Codec.PLANES]

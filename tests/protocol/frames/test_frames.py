@@ -29,7 +29,6 @@ from protocol.frames.frames import (
 from protocol.frames.pipeline import MAX_LIFETIME_MS
 from protocol.frames.rpc import AnswerFrame, QuestionFrame
 from protocol.generated import link_pb2 as wire
-from protocol.identity.keys import peer_id_of
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from protocol.interfaces.transport import Question, QuestionAbout, Topic
 from swarm.vocabulary.errors import ProtocolViolation
@@ -58,8 +57,9 @@ from swarm.vocabulary.types import (
     VersionRange,
 )
 from tests.protocol.codecs.damage import assert_refused_or_another_valid_frame
+from tests.protocol.frames.frame_examples import peer
 
-PEERS = [peer_id_of(bytes([number]) * 32) for number in range(3)]
+PEERS = [peer(number) for number in range(3)]
 RUN = "ab" * 32
 
 uint32 = st.integers(0, 2**32 - 1)

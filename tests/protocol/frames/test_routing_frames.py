@@ -30,15 +30,9 @@ from swarm.vocabulary.routing_messages import (
     Standing,
     Told,
 )
-from swarm.vocabulary.types import MAX_HOPS, MAX_STAGES, PeerId
+from swarm.vocabulary.types import MAX_HOPS, MAX_STAGES
 from tests.protocol.codecs.damage import assert_refused_or_another_valid_frame
-
-BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
-
-
-def peer(number: int) -> PeerId:
-    return PeerId(f"12D3KooW{'1' * 41}{BASE58[number // 58**2]}{BASE58[number // 58 % 58]}{BASE58[number % 58]}")
-
+from tests.protocol.frames.frame_examples import peer
 
 PEERS = [peer(number) for number in range(8)]
 EPOCH = b"\x01\x00epoch\xff"

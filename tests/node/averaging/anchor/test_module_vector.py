@@ -14,8 +14,8 @@ from node.averaging.anchor.module_vector import LocalReplica
 from node.averaging.anchor.outer_step import OuterRule
 from node.averaging.replica_sync import AloneRule, ReplicaSync, Work
 from node.concurrency.compute_thread import ComputeThread
-from node.model.build import build_block_stack
 from node.model.optimizer import RAMP_STEPS, Accumulator, InnerOptimizer, StepFigures
+from node.model.parts import build_block_stack
 from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId
 from tests.node.averaging.exchanging import vector
 from tests.node.network.small_swarm import ManualClock

@@ -9,8 +9,7 @@ import pytest
 
 from node.lab.emulation.emulation import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, Emulation
 from node.lab.emulation.flow import BURST_S
-from node.lab.emulation.link_shape import Fault, LinkShape, Site
-from node.lab.emulation.profiles import PROFILES, profile_of
+from node.lab.emulation.link_shape import PROFILES, Fault, LinkShape, Site, profile_of
 from node.lab.emulation.regions import REGIONS, bytes_per_s, one_way_s
 from swarm.vocabulary.errors import ConfigError
 

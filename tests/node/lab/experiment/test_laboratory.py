@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from node.lab.emulation.link_shape import MBIT, Fault, LinkShape
-from node.lab.emulation.profiles import profile_of
+from node.lab.emulation.link_shape import MBIT, Fault, LinkShape, profile_of
 from node.lab.emulation.sockets import descendants
 from node.lab.experiment.laboratory import place
 from node.lab.experiment.metrics import Kind

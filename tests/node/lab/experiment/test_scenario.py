@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from node.lab.emulation.link_shape import MBIT, Fault, LinkShape, Site
-from node.lab.emulation.profiles import profile_of
+from node.lab.emulation.link_shape import MBIT, Fault, LinkShape, Site, profile_of
 from node.lab.experiment.scenario import Scenario, read_scenario, scenario_from_table
 from node.lab.experiment.scenario_events import Churn, Freeze, Heal, Kill, Partition, Reshape, Start, Stop
 from node.lab.experiment.scenario_table import LinkTable

@@ -14,8 +14,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from node.__main__ import app
+from node.lab.emulation.link_shape import PROFILES
 from node.lab.emulation.netem import netem_works
-from node.lab.emulation.profiles import PROFILES
 from tests.node.lab.experiment.test_scenario import BASE, EVENTS
 
 ROOT = Path(__file__).parent.parent.parent.parent.parent

@@ -1,16 +1,10 @@
-"""How long a peer is left alone, under a clock that the test moves."""
+"""What a link measures of itself, under a clock that the test moves."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from protocol.transport.dialer import MAX_REMEMBERED_PEERS, Backoff
 from protocol.transport.meter import MOST_ON_THE_WAY, Meter
-from swarm.vocabulary.types import PeerId
-
-PEER = PeerId("peer")
 
 
 class HandClock:
@@ -21,44 +15,6 @@ class HandClock:
 
     def wall(self) -> float:
         return self.now
-
-
-def test_waits_double_up_to_the_limit_and_end_with_success() -> None:
-    backoff = Backoff(HandClock(), 0.5, 3.0, lambda: 0.0)
-    waits = []
-    for _ in range(5):
-        backoff.failed(PEER)
-        waits.append(backoff.wait_s(PEER))
-    assert waits == [0.5, 1.0, 2.0, 3.0, 3.0]
-    backoff.succeeded(PEER)
-    assert backoff.wait_s(PEER) == 0
-    assert backoff.wait_s(PeerId("another")) == 0
-
-
-def test_waiting_uses_the_wait_up() -> None:
-    clock = HandClock()
-    backoff = Backoff(clock, 2.0, 3.0, lambda: 0.0)
-    backoff.failed(PEER)
-    clock.now += 1.5
-    assert backoff.wait_s(PEER) == pytest.approx(0.5)
-    clock.now += 1.5
-    assert backoff.wait_s(PEER) == 0
-
-
-@given(st.integers(1, 200), st.floats(0, 1))
-def test_a_wait_is_never_longer_than_the_limit_nor_less_than_half_of_the_first(failures: int, jitter: float) -> None:
-    backoff = Backoff(HandClock(), 0.5, 3.0, lambda: jitter)
-    for _ in range(failures):
-        backoff.failed(PEER)
-    assert 0.25 <= backoff.wait_s(PEER) <= 3.0 + 1e-9
-
-
-def test_only_so_many_peers_are_remembered() -> None:
-    backoff = Backoff(HandClock(), 0.5, 3.0, lambda: 0.0)
-    for n in range(MAX_REMEMBERED_PEERS + 1):
-        backoff.failed(PeerId(str(n)))
-    assert backoff.wait_s(PeerId("0")) == 0
-    assert backoff.wait_s(PeerId("1")) > 0
 
 
 def test_the_meter_smooths_round_trips_and_ignores_strange_pongs() -> None:
