@@ -31,11 +31,10 @@ from swarm.routing.negotiation.negotiation_events import (
 )
 from swarm.routing.negotiation.negotiator import Negotiator
 from swarm.routing.path_rules import PathRules
-from swarm.routing.planner import Lanes
-from swarm.routing.stage_balance import spread
+from swarm.routing.stage_balance import Lanes
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.routing_messages import LaneControl
-from swarm.vocabulary.types import Hop, ModuleId, PeerId, PeerState
+from swarm.vocabulary.types import ModuleId, PeerId, PeerState
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +70,6 @@ class NegotiationRunner(MachineRunner[Event, Action]):
         self._negotiator = Negotiator(own.peer, rules, TalkRules(microbatches=None))
         super().__init__(self._negotiator, Tick(), transport, own.clock, MAX_WAITING_MESSAGES)
         self._costs: Costs | None = None
-        self._taken: tuple[tuple[Route, ...], tuple[tuple[PeerId, ...], ...]] = (), ()
-        """The routes, and the peers of each stage, from which the lanes were made."""
         self._looked = self._look_at = 0.0
         self.lanes: Lanes = ()
         """The standing routes of our microbatches, taken in turn; none before the first look, and while a stage has
@@ -125,7 +122,7 @@ class NegotiationRunner(MachineRunner[Event, Action]):
     def handle(self, event: Event) -> None:
         """See `MachineRunner`; lanes are taken over at once."""
         super().handle(event)
-        self._take(self._negotiator.launches)
+        self.lanes = self._negotiator.lanes
 
     def _carry_out(self, action: Action) -> None:
         match action:
@@ -133,19 +130,6 @@ class NegotiationRunner(MachineRunner[Event, Action]):
                 self.send(to, message)
             case LanesChanged(routes, why):
                 log.info("%d lanes: %s", len(routes), why)
-
-    def _take(self, routes: tuple[Route, ...]) -> None:
-        """A hop knows its module; a peer that is not in the costs any more is not on a lane that can be launched."""
-        if self._costs is not None and (routes, self._costs.stages) != self._taken:
-            self._taken = routes, self._costs.stages
-            stage_of = self._costs.stage_of()
-            self.lanes = spread(
-                [
-                    tuple(Hop(ModuleId(stage_of[peer]), peer) for peer in route)
-                    for route in routes
-                    if all(peer in stage_of for peer in route)
-                ]
-            )
 
     # ---- looking -------------------------------------------------------------------------------------------------
 

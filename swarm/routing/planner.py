@@ -21,7 +21,7 @@ from itertools import compress
 from swarm.membership.membership import Membership
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.path_rules import PathRules
-from swarm.routing.stage_balance import ring_stages
+from swarm.routing.stage_balance import Lanes, ring_stages
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.types import Hop, ModuleId, Path, PeerId, Reasoned, short
 
@@ -31,9 +31,6 @@ paths flutter. Less and more was worse in simulated swarms."""
 TRY_EVERY = 67
 """Every so many microbatches one hop goes to the replica that was not measured for longest: who was slow once may be
 fast now. A prime number above that of lanes, so that every lane has its turn."""
-
-Lanes = tuple[tuple[Hop, ...], ...]
-"""The standing routes of a data node's microbatches, taken in turn."""
 
 
 def no_lanes() -> Lanes:

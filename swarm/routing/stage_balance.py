@@ -26,6 +26,8 @@ from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.routing_messages import MAX_LANES, MAX_VISITS
 from swarm.vocabulary.types import Hop
 
+Lanes = tuple[tuple[Hop, ...], ...]
+"""The standing routes of a data node's microbatches, taken in turn."""
 FREE_ROUTES = 24
 """Of all data nodes together, at least, when they launch as fast as they can: the routes through a stage are shared out
 over its replicas, and a fast one may deserve several times what a slow one does."""
@@ -112,7 +114,7 @@ def visits(orders: Iterable[Iterable[int]]) -> Counter[int]:
     return Counter(stage for order in orders for stage in order)
 
 
-def spread(lanes: Sequence[tuple[Hop, ...]]) -> tuple[tuple[Hop, ...], ...]:
+def spread(lanes: Sequence[tuple[Hop, ...]]) -> Lanes:
     """The lanes in a good order; the first one stays the first."""
     wanted = Counter(mark for lane in lanes for mark in _marks(lane))
     had: Counter[object] = Counter()

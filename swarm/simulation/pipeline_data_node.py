@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 
 from swarm.pipeline.custody_states import Key, Started
 from swarm.pipeline.in_flight import Flight, Flights
-from swarm.routing.cost_model import Costs, Route
+from swarm.routing.cost_model import Costs
 from swarm.routing.latency_attribution import PathTimes
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.negotiation.negotiation_events import Arrived, Event, Member, SwarmChanged, Tell, Tick
 from swarm.routing.negotiation.negotiator import Negotiator
-from swarm.routing.planner import Lanes, NoReplica, Planner, in_flight_by_peer
-from swarm.routing.stage_balance import spread
+from swarm.routing.planner import NoReplica, Planner, in_flight_by_peer
+from swarm.routing.stage_balance import Lanes
 from swarm.vocabulary.pipeline_messages import Direction, Purpose, Receipt, Stranded
 from swarm.vocabulary.routing_messages import LaneControl
-from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, Path, PeerId
+from swarm.vocabulary.types import MicrobatchId, ModuleId, Path, PeerId
 
 if TYPE_CHECKING:
     from swarm.simulation.pipeline_peer import Peer
@@ -50,8 +50,6 @@ class DataNode:
         self.planner = Planner(ground.path_rules, peer.membership, self._measured, lambda: self.lanes)
         self.negotiator = Negotiator(peer.id, ground.path_rules, ground.talk)
         self._costs: Costs | None = None
-        self._taken: tuple[tuple[Route, ...], tuple[tuple[PeerId, ...], ...]] = (), ()
-        """The routes, and the peers of each stage, from which the lanes were made."""
         self._wakes = math.inf
         self._looks = False
         self.planned: dict[MicrobatchId, Path] = {}
@@ -157,7 +155,7 @@ class DataNode:
         for action in self.negotiator.handle(event, now):
             if isinstance(action, Tell):
                 self.world.tell(self.peer, action.to, action.message)
-        self._take()
+        self.lanes = self.negotiator.lanes
         wakes = max(self.negotiator.wakes_at, now)
         if wakes != self._wakes and wakes < math.inf:
             self.world.time.after(wakes - now, lambda: self.peer.do(lambda: self._wake(wakes)))
@@ -167,10 +165,3 @@ class DataNode:
         if self._wakes == due:  # else it wants to be woken at another time by now
             self._wakes = math.inf
             self._talk(Tick())
-
-    def _take(self) -> None:
-        if self._costs is not None and (self.negotiator.launches, self._costs.stages) != self._taken:
-            self._taken = self.negotiator.launches, self._costs.stages
-            stage_of = self._costs.stage_of()
-            routes = [route for route in self.negotiator.launches if all(peer in stage_of for peer in route)]
-            self.lanes = spread([tuple(Hop(ModuleId(stage_of[peer]), peer) for peer in route) for route in routes])

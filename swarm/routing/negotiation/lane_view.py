@@ -50,6 +50,8 @@ class View:
         self._refined_stages: tuple[frozenset[int], ...] = ()
         self.refined: dict[PeerId, tuple[Route, ...]] = {}
         """The routes of those that have refined their lanes. In the book they stand with the first ones."""
+        self.is_refined = False
+        """Whether our own are: in the order in which they are to be launched."""
         self._visits: dict[PeerId, Counter[int]] = {}
         """What the refined routes of each other data node have to visit, all together."""
         self.costs, self._exclusive = share_of(costs, group)
@@ -135,6 +137,7 @@ class View:
 
     def refine(self, routes: Sequence[Route]) -> None:
         """Our microbatches take these routes from now on. Whoever calls this counts the version."""
+        self.is_refined = True
         if self.singles == self.lanes:
             for k, route in enumerate(routes):
                 self.move(k, route, self.book.stages(route))
@@ -154,7 +157,9 @@ class View:
 
     def tradable(self, lane: LaneId) -> bool:
         """Whether all peers of a lane are alive, and serve the stages that its data node says; and it is a lane yet."""
-        return lane[0] not in self.refined and self.book.serves(self.book.routes[lane], self.stages[lane])
+        if lane[0] in self.refined or (self.is_refined and lane[0] == self.own):
+            return False
+        return self.book.serves(self.book.routes[lane], self.stages[lane])
 
     # ---- costs ---------------------------------------------------------------------------------------------------
 
@@ -173,7 +178,11 @@ class View:
         if self.own in self.refined:
             return self._replace_lost()
         own = [(self.own, k) for k in range(self.lanes)]
-        changed = [self._reckoned(lane) or self._reroute(lane) for lane in own]
+        if self.is_refined:
+            lost = [lane for lane in own if not self.book.serves(self.book.routes[lane], self.stages[lane])]
+            changed = [self._reroute(lane) for lane in lost]
+        else:
+            changed = [self._reckoned(lane) or self._reroute(lane) for lane in own]
         if any(changed):
             self.advance()
         return any(changed)

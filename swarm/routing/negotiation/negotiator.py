@@ -25,6 +25,7 @@ import math
 from dataclasses import dataclass
 
 from swarm.routing.cost_model import Costs, Route
+from swarm.routing.lane_book import LaneBook
 from swarm.routing.negotiation.acknowledgements import News
 from swarm.routing.negotiation.groups import group_of
 from swarm.routing.negotiation.lane_view import View
@@ -42,8 +43,9 @@ from swarm.routing.negotiation.proposals import Search, Wish
 from swarm.routing.negotiation.refining import Refining
 from swarm.routing.negotiation.trades import Asking, Bound, answer_to, decision, helps, offer_for
 from swarm.routing.path_rules import PathRules
+from swarm.routing.stage_balance import Lanes, spread
 from swarm.vocabulary.routing_messages import Abandon, Accept, Decline, Heard, LaneControl, Offer, Told
-from swarm.vocabulary.types import PeerId, short
+from swarm.vocabulary.types import Hop, ModuleId, PeerId, short
 
 Actions = list[Action]
 
@@ -84,6 +86,9 @@ class Negotiator:
         """New costs that wait for the end of a bargain."""
         self._number = 0
         self._launches: tuple[Route, ...] = ()
+        self._lanes_of: tuple[tuple[Route, ...], LaneBook | None] = (), None
+        """From what the lanes were made."""
+        self._lanes: Lanes = ()
         self._why = ""
 
     # ---- looking -------------------------------------------------------------------------------------------------
@@ -92,6 +97,19 @@ class Negotiator:
     def launches(self) -> tuple[Route, ...]:
         """The routes that our microbatches take in turn; empty before the first view and while a stage has nobody."""
         return self._launches
+
+    @property
+    def lanes(self) -> Lanes:
+        """The launches as hops, in the order in which microbatches take them: refined ones in the order that was
+        forecast, others spread out."""
+        book = None if self._view is None else self._view.book
+        if self._lanes_of != (self._launches, book) and self._view is not None:
+            self._lanes_of = self._launches, book
+            stage_of = self._view.book.stage_of
+            whole = [route for route in self._launches if all(peer in stage_of for peer in route)]
+            hops = tuple(tuple(Hop(ModuleId(stage_of[peer]), peer) for peer in route) for route in whole)
+            self._lanes = hops if self._view.is_refined else spread(hops)
+        return self._lanes
 
     @property
     def stages(self) -> tuple[frozenset[int], ...]:

@@ -60,6 +60,8 @@ def answer_to(view: View, asking: PeerId, offer: Offer) -> Accept | None:
     if not (0 <= offer.asking_lane < view.lanes and 0 <= offer.asked_lane < view.lanes):
         return None
     lanes = (asking, offer.asking_lane), (view.own, offer.asked_lane)
+    if not view.tradable(lanes[1]):
+        return None
     before = Counter(view.stages[lanes[0]]) + Counter(view.stages[lanes[1]])
     after = Counter(view.book.stages(offer.route)) + Counter(offer.stages)
     if before != after or not view.book.whole(offer.route):

@@ -7,7 +7,8 @@ import pytest
 from swarm.membership.membership import Membership
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.path_rules import PathRules
-from swarm.routing.planner import TRY_EVERY, Lanes, NoReplica, Planner, hop_to_try, in_flight_by_peer, visited_stages
+from swarm.routing.planner import TRY_EVERY, NoReplica, Planner, hop_to_try, in_flight_by_peer, visited_stages
+from swarm.routing.stage_balance import Lanes
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.types import Hop, ModuleId, Path, PeerId
 from tests.swarm.membership.announcements import RUN, announcement
