@@ -4,8 +4,8 @@
 
 Each problem is planned as `skipstone simulate` does, and set beside a long central search (half of its CPU time from
 the plan, half from the greedy one), the earliest return, the lower bound, and the same plan with every cost off by 5 %
-(median of 5 seeds). Outcomes of searches are kept in the file `--searched`: planning can be measured again without
-them. Pure simulation, on one core.
+(median of 5 seeds). `uplinks` is how much longer the plan takes if each peer sends one message at a time. Outcomes of
+searches are kept in the file `--searched`: planning can be measured again without them. Pure simulation, on one core.
 
 Prints a table; `--json FILE` has the same and more.
 """
@@ -29,6 +29,7 @@ from swarm.simulation.forecast import forecast
 from swarm.simulation.instance import Instance
 from swarm.simulation.iteration import Conduct
 from swarm.simulation.problems import problem
+from swarm.simulation.uplinks import forecast_over_uplinks, uplink_s
 
 OFF: Final = 0.05
 """Spread of the factor on every cost that no planner has seen."""
@@ -51,6 +52,7 @@ COLUMNS: Final = {
     "planned_over_earliest_return": ("/greedy", ">8.3f"),
     "planned_over_bound": ("/bound", ">8.3f"),
     "off_over_search": ("5% off", ">8.3f"),
+    "over_uplinks_over_planned": ("uplinks", ">8.3f"),
     "cpu_ms": ("CPU ms", ">8.1f"),
     "cpu_ms_of_a_data_node": ("of one", ">7.1f"),
     "messages_of_a_data_node": ("messages", ">9.1f"),
@@ -118,11 +120,17 @@ def row(instance: Instance, searches: Searches) -> dict[str, Any]:
         "planned_over_bound": planned_s / said["lower_bound_seconds"],
         "off_over_search": statistics.median(off) / search_s,
         "earliest_return_over_search": greedy_s / search_s,
+        "over_uplinks_over_planned": _over_uplinks_s(instance, planned) / planned_s,
         "cpu_ms": 1e3 * said["planning_cpu_seconds"],
         "cpu_ms_of_a_data_node": None if of_one is None else 1e3 * _largest(of_one),
         "messages_of_a_data_node": said["talk"]["messages"] / data_nodes,
         "settled_s": said["talk"]["settled_s"],
     }
+
+
+def _over_uplinks_s(instance: Instance, planned: Simulated) -> float:
+    """Makespan of the same plan when each peer sends one message at a time."""
+    return forecast_over_uplinks(instance.costs, planned.last.plan, uplink_s(instance.costs)).makespan_s
 
 
 def _largest(of_data_nodes: Any) -> float:

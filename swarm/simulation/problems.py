@@ -49,7 +49,7 @@ CLOUD_WINDOW_BYTES = (0.8 * MIB, 1.4 * MIB)
 CLOUD_WITHIN_S, CLOUD_WITHIN_BYTES_PER_S = 0.001, 2.0**31
 """Within a region (measured)."""
 
-HOME_TENSOR_MIB = (1.0, 8.0)
+HOME_TENSOR_MIB = (4.0, 32.0)
 """What is sent from home is compressed."""
 HOME_UP_BYTES_PER_S, HOME_DOWN_BYTES_PER_S = (20e6 / 8, 100e6 / 8), (100e6 / 8, 1000e6 / 8)
 """Assumed: 20 to 100 Mbit/s up, 100 to 1,000 down."""
