@@ -2,8 +2,8 @@
 
     python benchmarks/planning.py [--problems 24] [--instances FILE...] [--search 60] [--searched FILE] [--json FILE]
 
-Each problem is planned as `skipstone simulate` does, and set beside a long central search (half of its CPU time from
-the plan, half from the greedy one), the earliest return, the lower bound, and the same plan with every cost off by 5 %
+Each problem is planned as `skipstone simulate` does, and set beside a long central search (from the plan or the greedy
+one, whichever is shorter), the earliest return, the lower bound, and the same plan with every cost off by 5 %
 (median of 5 seeds). `uplinks` is how much longer the plan takes if each peer sends one message at a time. Outcomes of
 searches are kept in the file `--searched`: planning can be measured again without them. Pure simulation, on one core.
 

@@ -14,7 +14,7 @@ from swarm.routing.path_rules import PathRules
 from swarm.routing.stage_balance import visits
 from swarm.simulation.baselines.earliest_return import earliest_return
 from swarm.simulation.baselines.moves import Moves, Routes
-from swarm.simulation.baselines.search import search, search_from_each
+from swarm.simulation.baselines.search import search, search_from_best
 from swarm.simulation.forecast import forecast
 from swarm.simulation.instance import Instance, Plan, from_json
 from swarm.simulation.iteration import Conduct, run_iterations
@@ -73,10 +73,10 @@ def test_the_search_ends_when_its_clock_says_so() -> None:
         search(instance, planned(instance), math.inf, no_clock)
 
 
-def test_the_best_of_several_starts_is_no_worse_than_any() -> None:
+def test_a_search_from_the_best_of_several_starts_is_no_worse_than_any() -> None:
     instance = twenty_peers()
     starts = [planned(instance), earliest_return(instance)]
-    found = search_from_each(instance, starts, math.inf, no_clock, most_forecasts=200)
+    found = search_from_best(instance, starts, math.inf, no_clock, most_forecasts=200)
     assert found.forecasts == 200
     assert found.makespan_s <= min(forecast(instance.costs, start).makespan_s for start in starts)
 
