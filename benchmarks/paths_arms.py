@@ -14,11 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from benchmarks.paths_central import improved
-from benchmarks.paths_online import EarliestReturn, SmallestVirtualTime, one_by_one
+from benchmarks.paths_online import SmallestVirtualTime
 from benchmarks.paths_ours import cold_plan, talked_plan
 from swarm.routing.cost_model import Costs, Route
 from swarm.routing.path_rules import PathRules, order_tree, orders
 from swarm.routing.stage_balance import fair_sets, visits
+from swarm.simulation.baselines.earliest_return import EarliestReturn
+from swarm.simulation.baselines.one_by_one import one_by_one
 from swarm.simulation.central.central_planner import central_plan
 from swarm.simulation.forecast import forecast
 from swarm.simulation.instance import Instance, Plan

@@ -43,7 +43,8 @@ protocol/transport: protocol/frames protocol/identity protocol/interfaces
 swarm/simulation: swarm/membership swarm/pipeline swarm/routing swarm/routing/negotiation
 node/data: protocol/manifest
 swarm/simulation/central: swarm/routing swarm/simulation
-node/lab/simulation: swarm/simulation swarm/simulation/central
+swarm/simulation/baselines: swarm/routing swarm/simulation swarm/simulation/central
+node/lab/simulation: swarm/routing swarm/simulation swarm/simulation/baselines swarm/simulation/central
 protocol/nat: protocol/frames protocol/interfaces protocol/libp2p protocol/transport
 node/model: node/data protocol/manifest
 protocol/dht: protocol/identity protocol/interfaces protocol/libp2p protocol/nat protocol/transport

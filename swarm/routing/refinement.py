@@ -89,7 +89,7 @@ class Refinement:
         The turn ends early when nothing is left to try, and after half of them when another data node is the last.
         """
         whole = {data_node: tuple(routes) for data_node, routes in plan.items()}
-        expected, used = self.expected(whole), 1
+        expected, used, circles = self.expected(whole), 1, self._circles(whole)
         while used < allowance and math.isfinite(expected.worth[0]):
             if 2 * used > allowance and not self._is_last(expected):
                 break
@@ -98,7 +98,7 @@ class Refinement:
                 changed = self._with(whole, change)
                 used += 1
                 found = self._forecast.finish_s(self._whole(changed), expected.worth[0] + LEAST_GAIN_S)
-                if found is not None and _is_better(found, expected) and not self._may_block(changed, change):
+                if found is not None and _is_better(found, expected) and self._circles(changed) <= circles:
                     self._note(kind, expected, found)
                     better = changed
                     break
@@ -129,17 +129,11 @@ class Refinement:
         self._trials[kind] += 1
         self._successes[kind] += 1 + GAIN_WEIGHT * max(0.0, gained) / before.worth[0]
 
-    def _may_block(self, plan: Plan, change: Change) -> bool:
-        """Whether a step back on a changed route may be part of a circle of microbatches that wait for each other."""
-        places = {place for place, _ in change}
-        others = {
-            route
-            for data_node, routes in plan.items()
-            for place, route in enumerate(routes)
-            if data_node != self._own or place not in places
-        }
+    def _circles(self, plan: Plan) -> frozenset[Route]:
+        """The routes with a step back that may be part of a circle of microbatches that wait for each other."""
+        routes = {route for singles in plan.values() for route in singles}
         crowded = crowded_by(plan, self._costs)
-        return any(closes_a_circle(route, others, self._stage_of, crowded) for _, route in change)
+        return frozenset(r for r in routes if closes_a_circle(r, routes - {r}, self._stage_of, crowded))
 
     def _changes(self, plan: Plan, expected: Forecast) -> Iterator[tuple[str, Change]]:
         """All changes that there are, the kinds in turn as their record is, each kind's most promising first."""

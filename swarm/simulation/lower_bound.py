@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import heapq
+from dataclasses import replace
 
+from swarm.routing.cost_model import Costs
 from swarm.routing.path_rules import order_tree
 from swarm.routing.route_search import cheapest_by_set
 from swarm.simulation.instance import Instance
@@ -22,26 +24,44 @@ def lower_bound_s(instance: Instance) -> float:
     it has its own work to do; and each stage has all its visits to serve, shared out over its replicas as well as can
     be.
     """
+    if _is_searched(instance):
+        instance = replace(instance, costs=_both_ways(instance.costs))
     waves = max(_slots_bound(instance, data_node) for data_node in instance.costs.data_nodes)
     work = max(_own_work_bound(instance, data_node) for data_node in instance.costs.data_nodes)
     return max(waves, work, _stage_bound(instance))
 
 
-def shortest_round_trip_s(instance: Instance, data_node: PeerId) -> float:
-    """Over all legal routes; 0 when there are too many to search."""
+def _shortest_round_trip_s(instance: Instance, data_node: PeerId) -> float:
+    """Over all legal routes, over links that are as slow one way as the other; 0 when there are too many to search."""
     costs, rules = instance.costs, instance.rules
-    replicas = max(len(peers) for peers in costs.stages[1:]) if rules.skippable else 1
-    if rules.skippable > MAX_STAGES_SEARCHED or replicas > MAX_REPLICAS_SEARCHED:
+    if not _is_searched(instance):
         return 0.0
     price = {peer: (1 + costs.backward_factor) * seconds for peer, seconds in costs.forward_s.items()}
     tree = order_tree(rules, frozenset(), frozenset(range(1, rules.stages)))
-    found = cheapest_by_set(costs, data_node, price, tree, nearest=replicas)
+    found = cheapest_by_set(costs, data_node, price, tree, nearest=MAX_REPLICAS_SEARCHED)
     return min((way.price for way in found.values()), default=0.0) + costs.own_work_s(data_node)
+
+
+def _both_ways(costs: Costs) -> Costs:
+    """The same swarm with links as slow one way as the other, in the mean: a round trip takes each of them both ways,
+    and the search counts one way twice. Data nodes have no links to each other in it."""
+    message = costs.message_s
+    hops = [peer for stage in costs.stages[1:] for peer in stage]
+    everyone = [*costs.data_nodes, *hops]
+    mean = {here: {there: (message[here][there] + message[there][here]) / 2 for there in hops} for here in everyone}
+    for hop in hops:
+        mean[hop].update((data_node, mean[data_node][hop]) for data_node in costs.data_nodes)
+    return replace(costs, message_s=mean)
+
+
+def _is_searched(instance: Instance) -> bool:
+    replicas = max((len(peers) for peers in instance.costs.stages[1:]), default=1)
+    return instance.rules.skippable <= MAX_STAGES_SEARCHED and replicas <= MAX_REPLICAS_SEARCHED
 
 
 def _slots_bound(instance: Instance, data_node: PeerId) -> float:
     costs = instance.costs
-    trip = shortest_round_trip_s(instance, data_node)
+    trip = _shortest_round_trip_s(instance, data_node)
     apart = costs.forward_s[data_node] + costs.task_overhead_s
     free = [0.0] * costs.slots[data_node]
     server, end = 0.0, 0.0

@@ -14,10 +14,12 @@ import pytest
 from benchmarks.paths import churn, uneven
 from benchmarks.paths_arms import Arm, arms, cost_blind, fault, fixed_pairs, measure
 from benchmarks.paths_central import improved
-from benchmarks.paths_online import EarliestReturn, Moment, SmallestVirtualTime, one_by_one
+from benchmarks.paths_online import SmallestVirtualTime
 from benchmarks.paths_planning import after_each_death
 from benchmarks.paths_trades import after_a_cold_start, after_a_death, compared
 from swarm.routing.cost_model import Route
+from swarm.simulation.baselines.earliest_return import EarliestReturn
+from swarm.simulation.baselines.one_by_one import Moment, one_by_one
 from swarm.simulation.forecast import Unit, forecast
 from swarm.simulation.generate import Shape, generate, regions_from_json
 from swarm.simulation.instance import Instance, from_json

@@ -42,15 +42,23 @@ def simulate(
     dies: Annotated[
         int | None, typer.Option(min=0, help="This peer dies when the talk has settled: what is lost?")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the timetable into this picture.")] = None,
+    search: Annotated[
+        float, typer.Option(min=0, max=86400, help="CPU seconds of a long central search, for comparison.")
+    ] = 0.0,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the timetable into this picture, and the searched one.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Times and paths as one JSON object.")] = False,
 ) -> None:
     """Plan and play one iteration of a swarm in virtual time, or minutes of training under churn."""
     announce("skipstone simulate: virtual time", as_json=json)
     if cold and central:
         raise ConfigError("simulate cannot be --cold and --central at once", hint="Name one of them, or none.")
+    if search > 0 and (churn > 0 or dies is not None):
+        raise ConfigError("simulate cannot --search for a plan under --churn or --dies", hint="Leave one of them out.")
     if (instance is None) == (regions is None):
         raise ConfigError("simulate needs exactly one of --instance and --regions", hint="Name one file.")
+    from node.lab.simulation.search_comparison import compare
     from node.lab.simulation.simulate import World, make_instance, read_instance, simulate_churn, simulate_death
     from node.lab.simulation.simulate import simulate as run
     from swarm.simulation.generate import Shape
@@ -70,15 +78,20 @@ def simulate(
     if dies is not None:
         _print_report(simulate_death(problem, dies, conduct, seed), as_json=json)
         return
-    simulated = run(problem, conduct, World(jitter, seed), central=central)
+    world = World(jitter, seed)
+    simulated = run(problem, conduct, world, central=central)
+    beside = compare(simulated, world, search) if search > 0 else None
     if plot is not None:
         from node.lab.simulation.timetable_picture import draw
 
-        draw(simulated.instance, simulated.last, plot)
+        searched = {"searched": beside.searched} if beside else {}
+        draw(simulated.instance, {"planned": simulated.last, **searched}, plot)
     if json:
-        print_json(simulated.as_json())
-    else:
-        _show(simulated)
+        print_json({**simulated.as_json(), **(beside.as_json() if beside else {})})
+        return
+    _show(simulated)
+    if beside:
+        typer.echo(beside.sentence())
 
 
 def _print_report(report: dict[str, Any], *, as_json: bool) -> None:

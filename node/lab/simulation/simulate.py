@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from swarm.routing.cost_model import Costs
 from swarm.simulation.central.central_planner import central_iteration
 from swarm.simulation.churn import run_churn, share_of_ideal
 from swarm.simulation.deaths import after_death
@@ -33,6 +34,12 @@ class World:
 
     jitter: float = 0.0
     seed: int = 0
+
+    def costs(self, instance: Instance) -> Costs | None:
+        """What costs turn out to be; None when they are as believed."""
+        if self.jitter <= 0:
+            return None
+        return jittered(instance.costs, self.jitter, random.Random(self.seed))  # noqa: S311 - a repeatable world
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +100,7 @@ def simulate(instance: Instance, conduct: Conduct, world: World, *, central: boo
     Raises:
         ConfigError: a stage cannot be visited at all.
     """
-    rng = random.Random(world.seed)  # noqa: S311 - a repeatable world, not a secret
-    costs = jittered(instance.costs, world.jitter, rng) if world.jitter > 0 else None
+    costs = world.costs(instance)
     try:
         if central:
             return Simulated(instance, [central_iteration(instance, time.process_time, costs)] * conduct.iterations)

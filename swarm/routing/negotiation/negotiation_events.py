@@ -23,19 +23,19 @@ class TalkRules:
     where data nodes launch whenever they can (`swarm.routing.stage_balance.free_lanes`)."""
     quiet_s: float = 0.05
     """Nothing new was heard for so long before the worst placed data node speaks."""
-    patience_s: float = 1.0
+    patience_s: float = 0.5
     """The next worst waits so much longer each: about the time of an offer, its answer, and the news of the trade."""
-    answer_s: float = 2.0
+    answer_s: float = 1.5
     """An offer without answer is given up after so long; an acceptance without decision is said again."""
     repeat_s: float = 1.5
     """News that was not acknowledged are told again after so long, then after twice that, up to `longest_repeat_s`."""
     longest_repeat_s: float = 12.0
-    trades_each: int = 2
+    trades_each: int = 3
     """Trades that a data node asks for between two changes of the swarm: nobody talks for ever."""
     tasks_each: int = 48_000
     """Tasks that a data node plays between two changes of the swarm in forecasts for the refinement of its routes: a
     bound of its CPU time, some 40 ms."""
-    turns_each: int = 2
+    turns_each: int = 3
     """Turns in which it spends them: all others are told of each that has found something."""
 
 

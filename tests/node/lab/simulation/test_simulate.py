@@ -80,10 +80,40 @@ def test_the_timetable_is_drawn(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_search_says_how_far_the_plan_is_from_it() -> None:
+    report = json.loads(run("--instance", TWENTY, "--search", "0.3", "--json"))
+    assert list(report)[:4] == ["makespan_seconds", "planning_cpu_seconds", "lower_bound_seconds", "paths"]
+    assert list(report)[-2:] == ["search_makespan_seconds", "search_ratio"]
+    assert report["lower_bound_seconds"] <= report["search_makespan_seconds"] <= report["makespan_seconds"]
+    assert report["search_ratio"] == report["makespan_seconds"] / report["search_makespan_seconds"]
+
+
+def test_people_are_told_in_a_sentence_what_the_search_found() -> None:
+    shown = run("--instance", TWENTY, "--cold", "--search", "0.3")
+    assert "% longer than the best that a search of 0.3 CPU seconds" in shown
+    assert "search" not in run("--instance", TWENTY, "--cold")
+
+
+def test_the_searched_plan_is_played_in_the_same_world() -> None:
+    report = json.loads(run("--instance", TWENTY, "--jitter", "0.2", "--search", "0.2", "--json"))
+    assert report["search_ratio"] == report["makespan_seconds"] / report["search_makespan_seconds"]
+
+
+def test_both_timetables_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "timetables.svg"
+    run("--instance", TWENTY, "--search", "0.2", "--plot", str(picture))
+    drawn = picture.read_text()
+    assert ", planned: " in drawn
+    assert ", searched: " in drawn
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
         ["--instance", TWENTY, "--cold", "--central"],
+        ["--instance", TWENTY, "--search", "1", "--dies", "1"],
+        ["--instance", TWENTY, "--search", "1", "--churn", "0.1"],
         ["--instance", TWENTY, "--dies", "20"],
         [],
         ["--instance", TWENTY, "--regions", REGIONS],
