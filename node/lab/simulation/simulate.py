@@ -60,7 +60,6 @@ class Simulated:
         return {
             "makespan_seconds": last.played.makespan_s,
             "planning_cpu_seconds": last.planning_cpu_s,
-            "planning_cpu_seconds_per_data_node": last.planning_cpu_each_s,
             "lower_bound_seconds": last.bound_s,
             "paths": [
                 {"data_node": index_of(data_node), "peers": [index_of(peer) for peer in route]}
@@ -70,6 +69,7 @@ class Simulated:
             "talk": asdict(last.talk),
             "iterations": [iteration.played.makespan_s for iteration in self.iterations],
             "visits_per_stage": {str(stage): count for stage, count in sorted(last.visits.items())},
+            "planning_cpu_seconds_per_data_node": last.planning_cpu_each_s,
         }
 
 

@@ -20,6 +20,8 @@ FREE_ROUNDS = 2
 """How often all data nodes go through their routes in a forecast, where each launches as fast as it can."""
 TURN_S = 0.4
 """The next one waits so much longer: about the time of a turn and the news of it."""
+TRIES = 3
+"""Of an offer whose answer is lost, before the turns begin: who has refined its lanes trades none."""
 LEAST_FORECASTS = 12
 """In a turn, however many tasks one has to play."""
 WORTH_REFINING = 0.05
@@ -46,7 +48,7 @@ class Refining:
     def noticed(self, now: float) -> None:
         """The view has changed. Who is done when is asked later: news come in heaps."""
         talk = self._talk
-        trading_s = 0.0 if self._view.refined else WORST * talk.patience_s + talk.answer_s
+        trading_s = 0.0 if self._view.refined else WORST * talk.patience_s + TRIES * talk.answer_s
         self._quiet_since = now + trading_s
         self._at = self._quiet_since + self._talk.quiet_s
 
