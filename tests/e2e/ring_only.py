@@ -11,8 +11,8 @@ from node.routing.negotiation_runner import NegotiationRunner
 from node.runtime import data_role as data_role
 
 
-def without_lanes(self: NegotiationRunner, routes: object) -> None:
-    """What is agreed is not taken."""
+def sees_nobody(self: NegotiationRunner) -> None:
+    """In place of a look at the swarm: a data node that never saw one agrees on no lanes."""
 
 
 def zero(below: int) -> int:
@@ -21,6 +21,6 @@ def zero(below: int) -> int:
 
 
 if __name__ == "__main__":
-    NegotiationRunner._take = without_lanes  # type: ignore[method-assign]
+    NegotiationRunner._look = sees_nobody  # type: ignore[method-assign]
     data_role.randbelow = zero  # type: ignore[attr-defined]
     main()
