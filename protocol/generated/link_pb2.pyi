@@ -668,18 +668,20 @@ class LaneStanding(_message.Message):
     def __init__(self, peer: _Optional[str] = ..., version: _Optional[int] = ..., lanes: _Optional[_Iterable[_Union[Lane, _Mapping]]] = ...) -> None: ...
 
 class LaneTold(_message.Message):
-    __slots__ = ("epoch", "peers", "sender", "other", "number")
+    __slots__ = ("epoch", "peers", "sender", "other", "number", "heard")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     SENDER_FIELD_NUMBER: _ClassVar[int]
     OTHER_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
+    HEARD_FIELD_NUMBER: _ClassVar[int]
     epoch: bytes
     peers: _containers.RepeatedScalarFieldContainer[str]
     sender: LaneStanding
     other: LaneStanding
     number: int
-    def __init__(self, epoch: _Optional[bytes] = ..., peers: _Optional[_Iterable[str]] = ..., sender: _Optional[_Union[LaneStanding, _Mapping]] = ..., other: _Optional[_Union[LaneStanding, _Mapping]] = ..., number: _Optional[int] = ...) -> None: ...
+    heard: int
+    def __init__(self, epoch: _Optional[bytes] = ..., peers: _Optional[_Iterable[str]] = ..., sender: _Optional[_Union[LaneStanding, _Mapping]] = ..., other: _Optional[_Union[LaneStanding, _Mapping]] = ..., number: _Optional[int] = ..., heard: _Optional[int] = ...) -> None: ...
 
 class LaneHeard(_message.Message):
     __slots__ = ("epoch", "version")

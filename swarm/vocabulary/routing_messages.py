@@ -64,7 +64,7 @@ class Standing:
 class Told:
     """News of the sender's lanes; after a trade that the sender has decided also how the other side stands from now on.
 
-    To that other side it is the decision. Answered with Heard.
+    To that other side it is the decision. Answered with Heard, or by news of one's own.
     """
 
     epoch: Epoch
@@ -72,6 +72,8 @@ class Told:
     other: Standing | None = None
     number: OfferNumber | None = None
     """Of the offer that was decided; None exactly when `other` is."""
+    heard: Version = 0
+    """The receiver's version up to which the sender knows, as in Heard; 0 when of none."""
 
     def fault(self) -> str | None:
         """The reason why nobody may say this; None when one may."""

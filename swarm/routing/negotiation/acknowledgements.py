@@ -1,4 +1,4 @@
-"""Who has not acknowledged how we stand, and when to tell them again."""
+"""Who has not acknowledged how we stand, and when to tell them again; whose news we have not acknowledged yet."""
 
 from __future__ import annotations
 
@@ -10,15 +10,22 @@ from swarm.vocabulary.types import PeerId
 
 
 class News:
-    """Told until heard, ever more seldom. Bounded: one entry for each member."""
+    """Told until heard, ever more seldom; heard once for all that has come meanwhile. Bounded: two entries for each
+    member."""
 
     def __init__(self, talk: TalkRules) -> None:
         self._talk = talk
         self._due: dict[PeerId, tuple[float, float]] = {}
+        self._owed: dict[PeerId, float] = {}
+        """Since when."""
+        self._heard_at = -math.inf
+        """The last news of anybody."""
 
-    def spread(self, others: Iterable[PeerId], now: float) -> None:
-        """These have just been told something new."""
+    def spread(self, others: Iterable[PeerId], now: float, urgent: PeerId | None = None) -> None:
+        """These have just been told something new; one of them answers at once, or has not heard."""
         self._due = dict.fromkeys(others, (now + self._talk.repeat_s, self._talk.repeat_s))
+        if urgent is not None:
+            self._due[urgent] = now + self._talk.answer_s, self._talk.answer_s
 
     def heard(self, peer: PeerId) -> None:
         """It has acknowledged the latest."""
@@ -32,6 +39,22 @@ class News:
             self._due[peer] = (now + wait, wait)
         return late
 
+    def owe(self, peer: PeerId, now: float) -> None:
+        """Its news have come."""
+        self._owed.setdefault(peer, now)
+        self._heard_at = now
+
+    def answered(self, peer: PeerId) -> None:
+        """It was told up to where we know of it."""
+        self._owed.pop(peer, None)
+
+    def overdue(self, now: float) -> list[PeerId]:
+        """Whose news to acknowledge now, by a message of its own."""
+        return [peer for peer, since in self._owed.items() if self._until(since) <= now]
+
+    def _until(self, since: float) -> float:
+        return min(self._heard_at + self._talk.hear_s, since + self._talk.longest_hear_s)
+
     @property
     def wakes_at(self) -> float:
-        return min((at for at, _ in self._due.values()), default=math.inf)
+        return min((*(at for at, _ in self._due.values()), *map(self._until, self._owed.values())), default=math.inf)

@@ -42,7 +42,7 @@ class View:
         self.singles = routes_each(rules, group.total, self.lanes, each)
         """Routes of single microbatches of a data node that has refined its lanes."""
         self.others = tuple(member.peer for member in group.members if member.peer != own)
-        self.versions: dict[PeerId, int] = {own: 0}
+        self.versions: dict[PeerId, int] = {own: 1}
         count = len(group.members)
         sets = fair_sets(rules, count * self.lanes, group.first * self.lanes)
         self.stages: dict[LaneId, frozenset[int]] = {}
@@ -102,11 +102,13 @@ class View:
 
     def _is_possible(self, standing: Standing) -> bool:
         """Whether there are as many lanes as there should be; and if they are refined, that they visit what the lanes
-        did: nobody else has agreed to anything else."""
+        did: nobody else has agreed to anything else, unless in a version that was lost on its way to us."""
         if len(standing.lanes) == self.lanes:
             return True
         known = self._visits.get(standing.peer)
-        return len(standing.lanes) == self.singles and known in (None, self._visits_of(standing))
+        if known is None or standing.version > self.versions[standing.peer] + 1:
+            return len(standing.lanes) == self.singles
+        return len(standing.lanes) == self.singles and known == self._visits_of(standing)
 
     def _visits_of(self, standing: Standing) -> Counter[int]:
         """By all its microbatches together."""

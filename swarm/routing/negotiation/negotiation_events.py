@@ -27,7 +27,12 @@ class TalkRules:
     """The next worst waits so much longer each: about the time of an offer, its answer, and the news of the trade."""
     answer_s: float = 1.5
     """An offer without answer is given up after so long; an acceptance without decision is said again."""
-    repeat_s: float = 1.5
+    hear_s: float = 3.0
+    """News are acknowledged when none have come for so long, all of one sender at once, unless news of one's own have
+    said it by then;"""
+    longest_hear_s: float = 9.0
+    """and after so long at the latest."""
+    repeat_s: float = 11.0
     """News that was not acknowledged are told again after so long, then after twice that, up to `longest_repeat_s`."""
     longest_repeat_s: float = 12.0
     trades_each: int = 3

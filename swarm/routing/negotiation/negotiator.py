@@ -22,7 +22,7 @@ Nothing here does IO, draws random numbers or knows another negotiator.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from swarm.routing.cost_model import Costs, Route
 from swarm.routing.lane_book import LaneBook
@@ -127,15 +127,8 @@ class Negotiator:
             times.append(self._bound.repeat_at)
         if self._search is not None and self._refining is not None and self._is_free:
             times.append(self._search.wakes_at)
-            if self._may_refine:
-                times.append(self._refining.wakes_at)
+            times.append(self._refining.wakes_at)
         return min(times)
-
-    @property
-    def _may_refine(self) -> bool:
-        """Whether no bargain is under way, and everybody has heard how we stand: what others do not know of us makes
-        their turn worth less, and ours."""
-        return self._is_free and math.isinf(self._news.wakes_at)
 
     @property
     def _is_free(self) -> bool:
@@ -219,7 +212,8 @@ class Negotiator:
 
     def _go_on(self, view: View, search: Search, now: float) -> Actions:
         """What time brings."""
-        actions: Actions = [Tell(peer, self._latest(view)) for peer in self._news.again(now)]
+        actions: Actions = [self._tell(view, peer) for peer in self._news.again(now)]
+        actions += [self._acknowledge(view, peer) for peer in self._news.overdue(now)]
         asking, bound = self._asking, self._bound
         if asking is not None and asking.decided is None and (now >= asking.until or self._costs is not None):
             actions.append(Tell(asking.asked, Abandon(view.epoch, asking.offer.number)))
@@ -233,7 +227,7 @@ class Negotiator:
             actions += self._reckon(view, search, now)
             if now >= search.wakes_at:
                 actions += self._take_turn(view, search, now)
-        if self._may_refine and self._refining is not None and now >= self._refining.wakes_at:
+        if self._is_free and self._refining is not None and now >= self._refining.wakes_at:
             actions += self._refine(view, self._refining, now)
         return actions
 
@@ -244,6 +238,7 @@ class Negotiator:
         view.refine(routes)
         view.advance()
         self._noticed(now)
+        refining.has_told(now)
         return [*self._told(view, now), *self._launching(view, "routes were refined")]
 
     def _take_turn(self, view: View, search: Search, now: float) -> Actions:
@@ -273,9 +268,17 @@ class Negotiator:
         return Told(view.epoch, view.standing())
 
     def _told(self, view: View, now: float) -> Actions:
-        self._news.spread(view.others, now)
-        latest = self._latest(view)
-        return [Tell(peer, latest) for peer in view.others]
+        asking = self._asking
+        self._news.spread(view.others, now, asking.asked if asking is not None and asking.decided is not None else None)
+        return [self._tell(view, peer) for peer in view.others]
+
+    def _tell(self, view: View, peer: PeerId) -> Tell:
+        self._news.answered(peer)
+        return Tell(peer, replace(self._latest(view), heard=view.versions.get(peer, 0)))
+
+    def _acknowledge(self, view: View, peer: PeerId) -> Tell:
+        self._news.answered(peer)
+        return Tell(peer, Heard(view.epoch, view.versions.get(peer, 0)))
 
     def _launching(self, view: View, why: str) -> Actions:
         launches = view.launches()
@@ -306,7 +309,7 @@ class Negotiator:
         if asking is None or asking.asked != sender or asking.offer.number != accept.number:
             return [Tell(sender, Abandon(view.epoch, accept.number))]
         if asking.decided is not None:
-            return [Tell(sender, asking.decided)]
+            return [self._tell(view, sender)]
         if not helps(view, asking, accept):
             self._asking = None
             search.refused((sender, asking.offer.asked_lane), now)
@@ -381,11 +384,13 @@ class Negotiator:
     def _heard_news(self, view: View, search: Search, sender: PeerId, told: Told, now: float) -> Actions:
         if told.sender.peer != sender:
             return []
-        actions: Actions = [Tell(sender, Heard(view.epoch, told.sender.version))]
+        self._acknowledged(view, search, sender, told.heard, now)
         news = view.take_in(told.sender)
+        self._news.owe(sender, now)
         if told.other is not None and told.other.peer in view.others:
             news |= view.take_in(told.other)
-            actions.append(Tell(told.other.peer, Heard(view.epoch, told.other.version)))
+            self._news.owe(told.other.peer, now)
+        actions: Actions = []
         why = "another's lanes changed"
         bound = self._bound
         if bound is not None and (bound.asking, bound.offer.number) == (sender, told.number):
@@ -393,6 +398,9 @@ class Negotiator:
             view.advance()
             self._bound, news, why = None, True, f"traded with {short(sender)}, which asked us"
             self._news.spread((peer for peer in view.others if peer != sender), now)
+            actions.append(self._acknowledge(view, sender))  # it waits for that
+        elif not news:  # told again, for what we said was lost
+            actions.append(self._acknowledge(view, sender))
         if news:
             self._noticed(now)
             actions += self._launching(view, why)

@@ -26,6 +26,9 @@ LEAST_FORECASTS = 12
 """In a turn, however many tasks one has to play."""
 WORTH_REFINING = 0.05
 """By so much the expected end must have changed with the costs before routes are refined anew."""
+WORTH_TELLING = 0.001, 0.01
+"""Share by which the last data node must be done sooner, or all in the mean, for a turn's routes to be taken: all
+others have to hear of them."""
 
 
 class Refining:
@@ -52,6 +55,11 @@ class Refining:
         self._quiet_since = now + trading_s
         self._at = self._quiet_since + self._talk.quiet_s
 
+    def has_told(self, now: float) -> None:
+        """Ours have just been told: the next turn waits until the others know."""
+        self._quiet_since = now + TURN_S
+        self._at = self._quiet_since + self._talk.quiet_s
+
     def turn(self, now: float) -> tuple[Route, ...] | None:
         """Better routes for our microbatches; None when it is not our turn, or none were found."""
         if now < self._at:
@@ -75,7 +83,7 @@ class Refining:
         if now < at:
             self._at = at
             return None
-        return self._improved(plan, refinement)
+        return self._improved(plan, refinement, (last, math.fsum(finish.values()) / len(finish)))
 
     # ---- steps -----------------------------------------------------------------------------------------------------
 
@@ -86,10 +94,14 @@ class Refining:
             self._refinement = Refinement(view.own, view.costs, view.rules, self._rounds)
         return self._refinement
 
-    def _improved(self, plan: dict[PeerId, tuple[Route, ...]], refinement: Refinement) -> tuple[Route, ...] | None:
+    def _improved(
+        self, plan: dict[PeerId, tuple[Route, ...]], refinement: Refinement, before: tuple[float, float]
+    ) -> tuple[Route, ...] | None:
         tasks = sum(2 * len(route) + 3 for routes in plan.values() for route in routes) * self._rounds
         allowance = max(LEAST_FORECASTS, self._talk.tasks_each // (self._talk.turns_each * max(1, tasks)))
         self._left -= 1
         found = refinement.improve(plan, allowance)
-        self._settled_s = found.expected.worth[0]
-        return found.routes if found.routes != plan[self._view.own] else None
+        gained = [1 - after / once for after, once in zip(found.expected.worth, before, strict=True) if once > 0]
+        is_worth = any(gain >= least for gain, least in zip(gained, WORTH_TELLING, strict=False))
+        self._settled_s = found.expected.worth[0] if is_worth else before[0]
+        return found.routes if is_worth else None

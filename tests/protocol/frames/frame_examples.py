@@ -151,6 +151,7 @@ EXAMPLES: Final[dict[str, SmallFrame]] = {
     "state_refused": StateRefused(ModuleId(3, 1), HASH, (1, 2), StateRefusal.GONE),
     "lane_told": Told(EPOCH, STANDING),
     "lane_told decision": Told(EPOCH, Standing(B, 0, ()), STANDING, 2**48 - 1),
+    "lane_told and heard": Told(EPOCH, STANDING, heard=2**48 - 1),
     "lane_heard": Heard(EPOCH, 17),
     "lane_heard of nothing": Heard(EPOCH, 0),
     "lane_offer": Offer(EPOCH, 5, STANDING, 63, (D, A, C), 2**48 - 1, 3, frozenset({9, 3, 1023}), 2.5),

@@ -270,7 +270,7 @@ def test_a_trade_is_offer_acceptance_and_decision() -> None:
 def test_a_lost_decision_is_asked_for_and_said_again() -> None:
     two, asking, offer, accept, told = decided()
     asked = two.other(asking)
-    again = [action.message for action in two.tick(asked, 2.5) if isinstance(action, Tell)]
+    again = [action.message for action in two.tick(asked, 1.6) if isinstance(action, Tell)]
     assert again == [accept]
     assert told in two.say(asked, accept)
     assert any(isinstance(answer, Heard) for answer in two.say(asking, told))

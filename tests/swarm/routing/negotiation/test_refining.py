@@ -79,10 +79,10 @@ def test_routes_that_visit_something_else_than_the_lanes_did_are_not_believed() 
     assert len(singles) > len(plain.lanes)
     unfair = Lane(names("1.0", "2.0", "3.0"), frozenset({1, 2, 3}), 1.0)
     assert singles[0].stages != unfair.stages
-    assert not view.take_in(Standing(other, 1, (unfair, *singles[1:])))
-    assert not view.take_in(Standing(other, 1, singles[1:]))
+    assert not view.take_in(Standing(other, 2, (unfair, *singles[1:])))
+    assert not view.take_in(Standing(other, 2, singles[1:]))
     assert other not in view.refined
-    assert view.take_in(Standing(other, 1, singles))
+    assert view.take_in(Standing(other, 2, singles))
     assert view.refined[other] == tuple(lane.route for lane in singles)
 
 
@@ -92,7 +92,7 @@ def test_who_has_refined_its_lanes_trades_none() -> None:
     view.take_in(theirs.standing())
     assert view.tradable((other, 0))
     lane = theirs.standing().lanes[0]
-    view.take_in(Standing(other, 1, (lane,) * theirs.singles))
+    view.take_in(Standing(other, 2, (lane,) * theirs.singles))
     assert not view.tradable((other, 0))
     view.refine([view.book.routes[own, 0]] * view.singles)
     assert not view.tradable((own, 0))
