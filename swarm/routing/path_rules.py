@@ -17,6 +17,9 @@ from swarm.vocabulary.errors import ManifestError
 FAR = 1024
 """A forward jump to any later stage."""
 
+MOST_VISIT_RATIO = 2.0
+"""Of the stages' visits: what is visited still less hardly learns with the others, and is worth little more pace."""
+
 OrderTree = tuple[tuple[int, Union["OrderTree", tuple[()]]], ...]
 """All legal orders as a tree that shares beginnings: (stage, what may follow). Nothing follows the last stage of a
 path."""
@@ -32,6 +35,8 @@ class PathRules:
         max_forward_jump: how far past the highest stage visited the next one may lie.
         max_back_stops: how many steps back a path may take.
         max_back_distance: how far all its steps back may go together.
+        visit_ratio: how many times as often as another one a stage after stage 0 may be visited; 1 for equal visits
+            (`swarm.routing.visit_shares`).
 
     Raises:
         ManifestError: a path that long cannot exist.
@@ -42,12 +47,15 @@ class PathRules:
     max_forward_jump: int = FAR
     max_back_stops: int = 0
     max_back_distance: int = 0
+    visit_ratio: float = 1.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.per_path < max(1, self.stages):
             raise ManifestError(f"a path cannot visit {self.per_path} of the {self.stages - 1} stages after stage 0")
         if self.max_forward_jump < 1 or min(self.max_back_stops, self.max_back_distance) < 0:
             raise ManifestError("a path must be able to go forward, and cannot step back a negative number of times")
+        if not 1 <= self.visit_ratio <= MOST_VISIT_RATIO:
+            raise ManifestError(f"a visit ratio of {self.visit_ratio} is not from 1 to {MOST_VISIT_RATIO:g}")
 
     @property
     def skippable(self) -> int:
