@@ -13,12 +13,10 @@ from functools import lru_cache
 from typing import Union
 
 from swarm.vocabulary.errors import ManifestError
+from swarm.vocabulary.types import MAX_VISIT_RATIO
 
 FAR = 1024
 """A forward jump to any later stage."""
-
-MOST_VISIT_RATIO = 2.0
-"""Of the stages' visits: what is visited still less hardly learns with the others, and is worth little more pace."""
 
 OrderTree = tuple[tuple[int, Union["OrderTree", tuple[()]]], ...]
 """All legal orders as a tree that shares beginnings: (stage, what may follow). Nothing follows the last stage of a
@@ -54,8 +52,8 @@ class PathRules:
             raise ManifestError(f"a path cannot visit {self.per_path} of the {self.stages - 1} stages after stage 0")
         if self.max_forward_jump < 1 or min(self.max_back_stops, self.max_back_distance) < 0:
             raise ManifestError("a path must be able to go forward, and cannot step back a negative number of times")
-        if not 1 <= self.visit_ratio <= MOST_VISIT_RATIO:
-            raise ManifestError(f"a visit ratio of {self.visit_ratio} is not from 1 to {MOST_VISIT_RATIO:g}")
+        if not 1 <= self.visit_ratio <= MAX_VISIT_RATIO:
+            raise ManifestError(f"a visit ratio of {self.visit_ratio} is not from 1 to {MAX_VISIT_RATIO:g}")
 
     @property
     def skippable(self) -> int:

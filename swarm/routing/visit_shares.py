@@ -145,11 +145,11 @@ def best_shares(rules: PathRules, capacities: Sequence[float], of: int) -> Reaso
     return Reasoned(best, f"{why}; {gain:.2f} times what equal visits let through")
 
 
-def reconsidered(rules: PathRules, held: VisitShares, capacities: Sequence[float]) -> Reasoned[VisitShares]:
-    """The best shares if they are WORTH_DEALING, else those that are held."""
+def reconsidered(rules: PathRules, held: VisitShares, capacities: Sequence[float], of: int) -> Reasoned[VisitShares]:
+    """The best shares of a period if they are WORTH_DEALING, else those that are held."""
     if min(capacities) <= 0:
         return Reasoned(held, "kept: a stage has nobody")
-    best = best_shares(rules, capacities, held.of)
+    best = best_shares(rules, capacities, of)
     gain = best.value.rate(capacities) / held.rate(capacities) - 1
     return best if gain >= WORTH_DEALING else Reasoned(held, f"kept: others would bring {max(0.0, gain):.1%}")
 
