@@ -31,6 +31,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any, Final
@@ -138,7 +139,7 @@ def compared(arms: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def reached(curve: Sequence[Sequence[float]], loss: float, seconds: float) -> float | None:
     """The share of the seconds after which a curve, straight between its points, is first down to a loss."""
-    for (before_s, before), (at_s, at) in zip(curve, curve[1:], strict=False):
+    for (before_s, before), (at_s, at) in pairwise(curve):
         if at <= loss:
             part = 0.0 if before <= loss else (before - loss) / (before - at)
             return (before_s + part * (at_s - before_s)) / seconds

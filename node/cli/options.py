@@ -27,7 +27,9 @@ VisitedPerPath: Final[Any] = typer.Option(
     min=1, help="Train along paths that visit only so many of the stages after stage 0 [default: the manifest's]"
 )
 VisitRatio: Final[Any] = typer.Option(
-    min=1.0, max=MAX_VISIT_RATIO, help="Let stages be visited so many times as often as others [default: the manifest's]"
+    min=1.0,
+    max=MAX_VISIT_RATIO,
+    help="Let stages be visited so many times as often as others [default: the manifest's]",
 )
 StagesPerPath: Final[Any] = typer.Option(
     min=1, help="Run only so many of the stages after stage 0, evenly spread over the depth [default: all]"

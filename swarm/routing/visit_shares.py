@@ -207,35 +207,56 @@ def dealt_sets(rules: PathRules, shares: VisitShares, first: int = 0) -> list[fr
     return legal_sets(rules, [frozenset(shares.stages_at(first + k)) for k in range(shares.of)])
 
 
+def first_deal(
+    rules: PathRules, capacities: Sequence[float], period: int, first: int = 0
+) -> tuple[Reasoned[VisitShares], list[frozenset[int]]]:
+    """The best shares, and the sets of a period of lanes; equal ones where no legal orders make up the best.
+
+    Raises:
+        ValueError: no legal orders make up equal ones either.
+    """
+    shares = best_shares(rules, capacities, period)
+    try:
+        return shares, dealt_sets(rules, shares.value, first)
+    except ValueError:
+        even = best_shares(rules, [1.0] * len(capacities), period).value
+        return Reasoned(even, "equal: too few orders are legal for other shares"), dealt_sets(rules, even, first)
+
+
 def moved_sets(
     rules: PathRules, sets: Sequence[frozenset[int]], before: VisitShares, after: VisitShares
 ) -> list[frozenset[int]]:
-    """Lanes by other shares: as few stages as possible exchanged one for one, and those of trades with others left as
-    they are. A visit that no lane can take in a legal order stays where it is.
+    """Lanes by other shares: few of them exchange a stage, and what was traded with others stays as it is. A visit that
+    no lane can take in a legal order stays where it is.
     """
     moved, touched = list(sets), Counter[int]()
-    wanted = {s: new - old for s, (old, new) in enumerate(zip(before.visits, after.visits, strict=True), start=1)}
-    while (found := _exchange(rules, moved, wanted, touched)) is not None:
-        lane, given, taken = found
-        moved[lane] = moved[lane] - {given} | {taken}
-        wanted[given] += 1
-        wanted[taken] -= 1
-        touched[lane] += 1
+    change = [new - old for old, new in zip(before.visits, after.visits, strict=True)]
+    gives = [stage for stage, more in enumerate(change, start=1) for _ in range(-more)]
+    takes = [stage for stage, more in enumerate(change, start=1) for _ in range(more)]
+    for given, taken in zip(gives, takes, strict=True):
+        # Where all lanes with the one stage visit the other too, a third stage goes between.
+        ways = [((given, taken),), *(((given, other), (other, taken)) for other in range(1, rules.stages))]
+        lanes = next((lanes for way in ways if (lanes := _along(rules, moved, touched, way)) is not None), {})
+        for lane, stages in lanes.items():
+            moved[lane] = stages
+            touched[lane] += 1
     return moved
 
 
-def _exchange(
-    rules: PathRules, sets: Sequence[frozenset[int]], wanted: Mapping[int, int], touched: Mapping[int, int]
-) -> tuple[int, int, int] | None:
-    """A lane, a stage that it gives and one that it takes; lanes that were changed least come first, far from each
-    other."""
-    stride = _stride(len(sets))
-    gives = sorted((s for s, change in wanted.items() if change < 0), key=lambda s: (wanted[s], s))
-    takes = sorted((s for s, change in wanted.items() if change > 0), key=lambda s: (-wanted[s], s))
-    for lane in sorted((k * stride % len(sets) for k in range(len(sets))), key=lambda k: touched.get(k, 0)):
-        for given in gives:
-            for taken in takes:
-                changed = sets[lane] - {given} | {taken}
-                if given in sets[lane] and taken not in sets[lane] and order_tree(rules, changed):
-                    return lane, given, taken
-    return None
+def _along(
+    rules: PathRules, sets: Sequence[frozenset[int]], touched: Mapping[int, int], way: Sequence[tuple[int, int]]
+) -> dict[int, frozenset[int]] | None:
+    """New sets for some lanes, each giving one stage and taking another; None where some step has no lane. Lanes that
+    were changed least come first, far from each other."""
+    stride, found = _stride(len(sets)), dict[int, frozenset[int]]()
+    lanes = sorted((k * stride % len(sets) for k in range(len(sets))), key=lambda k: touched.get(k, 0))
+    for given, taken in way:
+        for lane in lanes:
+            stages = sets[lane]
+            changed = stages - {given} | {taken}
+            if lane not in found and given in stages and taken not in stages and order_tree(rules, changed):
+                found[lane] = changed
+                break
+        else:
+            return None
+    return found

@@ -21,8 +21,8 @@ def lower_bound_s(instance: Instance) -> float:
     """Seconds that the iteration takes at least: the largest of three bounds.
 
     Each data node has so many slots, and none comes back sooner than its shortest legal round trip when nobody waits;
-    it has its own work to do; and the stages have all visits to serve, and each its own, shared out over the replicas as
-    well as can be.
+    it has its own work to do; and the stages have all visits to serve, and each its own, shared out over the replicas
+    as well as can be.
     """
     if _is_searched(instance):
         instance = replace(instance, costs=_both_ways(instance.costs))

@@ -15,10 +15,9 @@ from swarm.routing.negotiation.negotiation_events import TalkRules
 from swarm.routing.path_rules import PathRules, order_tree
 from swarm.routing.stage_balance import fair_sets, free_lanes, lanes_for, routes_each, visits
 from swarm.routing.visit_shares import (
-    best_shares,
     capacities_of,
-    dealt_sets,
     equal_shares,
+    first_deal,
     moved_sets,
     reconsidered,
     share_period,
@@ -77,8 +76,9 @@ class View:
         rules, group = self.rules, self._group
         count, rank = len(group.members), group.rank(self.own)
         if self._period is not None:
-            self.shares = best_shares(rules, capacities_of(self.costs), self._period)
-            return dealt_sets(rules, self.shares.value, (group.first + rank) * self._period // group.total)
+            offset = (group.first + rank) * self._period // group.total
+            self.shares, sets = first_deal(rules, capacities_of(self.costs), self._period, offset)
+            return sets
         lanes = free_lanes(rules) if each is None else lanes_for(rules, group.total, each)
         return fair_sets(rules, count * lanes, group.first * lanes)[rank::count]
 

@@ -7,9 +7,10 @@ to it, and is bound until it hears the decision; the first decides, and tells ev
 
 What is kept whatever happens:
 
-* In every epoch the stages of all lanes together are those that the ring dealt, or where visits are unequal each data
-  node to itself (`swarm.routing.visit_shares`), but for trades that one side has heard decided and the other not yet. A trade is one stage set for another with the same sum, between two data nodes that
-  stood where the offer says; the asked one checks the sum. Only the asking one decides.
+* In every epoch the stages of all lanes together are those that the ring dealt (where visits are unequal: each data
+  node to itself, by `swarm.routing.visit_shares`), but for trades that one side has heard decided and the other not
+  yet. A trade is one stage set for another with the same sum, between two data nodes that stood where the offer says;
+  the asked one checks the sum. Only the asking one decides.
 * Whoever is bound stays so until it hears the decision, or the epoch ends. If the asking one dies, the membership view
   says so, and the ring deals anew: then nobody needs to know how it ended.
 * Nothing of one epoch counts in another. While views differ, those that do not agree on who is alive do not trade.

@@ -287,7 +287,7 @@ def test_a_key_that_was_added_later_is_left_out_at_its_default() -> None:
 
 @pytest.mark.parametrize("ratio", [0.99, 2.01, math.nan, math.inf, "1.5"])
 def test_a_visit_ratio_is_from_1_to_2(ratio: object) -> None:
-    with pytest.raises(ManifestError, match="stages.visit_ratio"):
+    with pytest.raises(ManifestError, match=r"stages\.visit_ratio"):
         manifest_from_table(changed(SMALL, ("stages", "visit_ratio"), ratio))
 
 
