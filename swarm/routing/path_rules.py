@@ -116,6 +116,8 @@ def order_tree(rules: PathRules, required: frozenset[int], optional: frozenset[i
 
 
 def _grown(rules: PathRules, step: _Step, required: frozenset[int], optional: frozenset[int], left: int) -> OrderTree:
+    if min(required, default=step.frontier) < step.frontier - 1:
+        return ()  # no step back goes there any more; without this the search takes twice as long for each stage
     branches = []
     for stage in sorted(required | optional):
         following = _after(rules, step, stage)
