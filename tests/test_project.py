@@ -242,7 +242,7 @@ def public_definitions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.Async
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or node.name.startswith("_"):
             continue
         bases = {ast.unparse(base) for base in node.bases} if isinstance(node, ast.ClassDef) else set()
-        if lines_of(node) > SELF_EXPLAINING_LINES and not bases & {"enum.Enum", "enum.IntEnum", "Protocol", "_Section"}:
+        if lines_of(node) > SELF_EXPLAINING_LINES and not bases & {"enum.Enum", "enum.IntEnum", "Protocol", "Section"}:
             yield node
 
 

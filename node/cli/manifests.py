@@ -24,6 +24,8 @@ class ManifestChanges:
     """`stages.blocks`."""
     per_path: int | None = None
     """`stages.per_path`."""
+    visit_ratio: float | None = None
+    """`stages.visit_ratio`."""
 
 
 def chosen_manifest(path: Path | None, changes: ManifestChanges) -> Manifest:
@@ -97,4 +99,6 @@ def _changed(table: dict[str, Any], changes: ManifestChanges) -> dict[str, Any]:
         table["stages"] |= {"blocks": changes.blocks, "per_path": None}
     if changes.per_path is not None:
         table["stages"]["per_path"] = changes.per_path
+    if changes.visit_ratio is not None:
+        table["stages"]["visit_ratio"] = changes.visit_ratio
     return table

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from node.cli.manifests import ManifestChanges, chosen_manifest, parse_blocks
-from node.cli.options import VisitedPerPath
+from node.cli.options import VisitedPerPath, VisitRatio
 from node.cli.views.output import write_whole
 from node.cli.views.text import count
 from swarm.vocabulary.errors import ConfigError
@@ -29,6 +29,7 @@ def new(
     ] = None,
     stages: Annotated[str | None, typer.Option(help="Blocks of each stage, such as 0,2,2,2.")] = None,
     stages_per_path: Annotated[int | None, VisitedPerPath] = None,
+    visit_ratio: Annotated[float | None, VisitRatio] = None,
     seed: Annotated[int | None, typer.Option(help="Weights, document order and held-out text follow from it.")] = None,
     identity: Annotated[Path | None, typer.Option(help="The key that signs; made when it is not there.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
@@ -38,7 +39,14 @@ def new(
         raise ConfigError(f"{file} exists already", hint="Name another file, or replace it with --force.")
     if name is None and source is None:
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", file.stem).lstrip("._-")[:64] or None
-    changes = ManifestChanges(name=name, seed=seed, source=data, blocks=parse_blocks(stages), per_path=stages_per_path)
+    changes = ManifestChanges(
+        name=name,
+        seed=seed,
+        source=data,
+        blocks=parse_blocks(stages),
+        per_path=stages_per_path,
+        visit_ratio=visit_ratio,
+    )
     manifest = chosen_manifest(source, changes)
 
     from node.context.options import default_identity_path

@@ -17,6 +17,7 @@ import typer
 from node.cli.views.output import write_whole
 from node.context.options import SETTINGS, NodeOptions
 from node.observability.events import Event, EventSink, NodeStatus
+from swarm.vocabulary.types import MAX_VISIT_RATIO
 
 if TYPE_CHECKING:
     from protocol.manifest.join_link import JoinLink
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
 
 VisitedPerPath: Final[Any] = typer.Option(
     min=1, help="Train along paths that visit only so many of the stages after stage 0 [default: the manifest's]"
+)
+VisitRatio: Final[Any] = typer.Option(
+    min=1.0,
+    max=MAX_VISIT_RATIO,
+    help="Let stages be visited so many times as often as others [default: the manifest's]",
 )
 StagesPerPath: Final[Any] = typer.Option(
     min=1, help="Run only so many of the stages after stage 0, evenly spread over the depth [default: all]"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from node.cli.manifests import ManifestChanges, chosen_manifest
-from node.cli.options import VisitedPerPath
+from node.cli.options import VisitedPerPath, VisitRatio
 from node.cli.views.interrupts import Interrupts
 from node.cli.views.output import announce, event_sink, run_loop
 from node.observability.events import Event, InnerStep, LastPeer, NodeSummary, Note, PeerChange
@@ -34,6 +34,7 @@ def up(
     data: Annotated[str | None, typer.Option(help="Another source of text than the manifest's.")] = None,
     manifest: Annotated[Path | None, typer.Option(help="The run [default: a small demo]")] = None,
     stages_per_path: Annotated[int | None, VisitedPerPath] = None,
+    visit_ratio: Annotated[float | None, VisitRatio] = None,
     seed: Annotated[int | None, typer.Option(help="Another seed than the manifest's.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
     checkpoint_dir: Annotated[Path | None, typer.Option(help="Folder to save to, and to go on from.")] = None,
@@ -45,7 +46,8 @@ def up(
 ) -> None:
     """Train with a swarm of processes on this machine. Ctrl-C stops them in good order, a second Ctrl-C at once."""
     announce("skipstone up: starting a local swarm", as_json=json)
-    chosen = chosen_manifest(manifest, ManifestChanges(seed=seed, source=data, per_path=stages_per_path))
+    changes = ManifestChanges(seed=seed, source=data, per_path=stages_per_path, visit_ratio=visit_ratio)
+    chosen = chosen_manifest(manifest, changes)
     if chosen.data.source.startswith("path:"):
         from node.data.places import as_written
         from node.data.sources import open_source

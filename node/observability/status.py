@@ -116,6 +116,17 @@ class LaneStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class ShareStatus:
+    """The shares of a data node's microbatches that visit each stage, by stage."""
+
+    wanted: dict[str, float] = field(default_factory=dict)
+    made: dict[str, float] = field(default_factory=dict)
+    """Of those completed since the start: after a change, and where lanes were traded, not what is wanted now."""
+    reason: str = ""
+    """Of what is wanted."""
+
+
+@dataclass(frozen=True, slots=True)
 class PathStatus:
     """The paths of a data node's microbatches."""
 
@@ -123,6 +134,8 @@ class PathStatus:
     lanes: tuple[LaneStatus, ...] = ()
     waiting_s: dict[str, float] = field(default_factory=dict)
     """By peer: how long a microbatch waits there before it is computed."""
+    shares: ShareStatus | None = field(default=None, metadata=LEFT_OUT)
+    """None before the first lanes."""
 
 
 @dataclass(frozen=True, slots=True)

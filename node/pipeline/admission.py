@@ -25,7 +25,13 @@ def path_rules(manifest: Manifest) -> PathRules:
     """The run's rules for paths."""
     stages = manifest.stages
     back = STEPS_BACK if stages.reordering == "adjacent" else 0
-    return PathRules(stages.count, stages.visited_per_path, max_back_stops=back, max_back_distance=back)
+    return PathRules(
+        stages.count,
+        stages.visited_per_path,
+        max_back_stops=back,
+        max_back_distance=back,
+        visit_ratio=stages.visit_ratio,
+    )
 
 
 RouteFault = Callable[[MicrobatchTensor], str | None]

@@ -7,13 +7,14 @@ Decisions are in `swarm.routing.negotiation`; here are the clock, the links and 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Final
 
 from node.concurrency.machine_runner import MachineRunner
 from node.network.dispatcher import Dispatcher
 from node.network.local_peer import LocalPeer
-from node.observability.status import LaneStatus, PathStatus
+from node.observability.status import LaneStatus, PathStatus, ShareStatus
 from protocol.interfaces.transport import Transport
 from swarm.membership.membership import Membership
 from swarm.routing.cost_model import Costs, Route
@@ -133,8 +134,12 @@ class NegotiationRunner(MachineRunner[Event, Action]):
 
     # ---- looking -------------------------------------------------------------------------------------------------
 
-    def describe(self) -> PathStatus:
-        """For `status`."""
+    def describe(self, visits: Mapping[int, int]) -> PathStatus:
+        """For `status`.
+
+        Args:
+            visits: completed ones of our microbatches, by stage after 0.
+        """
         skippable = set(range(1, self._rules.stages))
         lanes = []
         for lane in self.lanes:
@@ -143,7 +148,17 @@ class NegotiationRunner(MachineRunner[Event, Action]):
             lanes.append(LaneStatus(stages, skipped, peers, self._round_trip_s(peers)))
         waiting = sorted(self._times.waiting_s().items())
         waits = {str(peer): round(seconds, 4) for peer, seconds in waiting if self._is_on_a_lane(peer)}
-        return PathStatus(self._negotiator.describe(), tuple(lanes), waits)
+        return PathStatus(self._negotiator.describe(), tuple(lanes), waits, self._shares(visits))
+
+    def _shares(self, visits: Mapping[int, int]) -> ShareStatus | None:
+        shares = self._negotiator.shares
+        if shares is None:
+            return None
+        completed = sum(visits.values()) / max(1, self._rules.per_path)
+        stages = range(1, self._rules.stages)
+        wanted = {str(stage): round(shares.value.share(stage), 4) for stage in stages}
+        made = {str(stage): round(visits.get(stage, 0) / completed, 4) for stage in stages if completed}
+        return ShareStatus(wanted, made, shares.reason)
 
     def _round_trip_s(self, route: Route) -> float | None:
         return None if self._costs is None else round(self._costs.round_trip_s(self._own.peer, route), 4)

@@ -117,7 +117,7 @@ class DataRole:
             waiting_for=tuple(str(module) for module in progress.waiting_for),
             visits={str(stage): count for stage, count in sorted(progress.visits.items())},
             measured=self._data_node.vouched.peers(),
-            paths=self._negotiation.describe(),
+            paths=self._negotiation.describe(progress.visits),
         )
 
     async def _wake_on_changes(self) -> None:

@@ -11,12 +11,20 @@ from __future__ import annotations
 import re
 import tomllib
 from functools import cached_property
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from swarm.vocabulary.errors import ManifestError
-from swarm.vocabulary.types import MAX_EXPERTS, MAX_FRAGMENTS, MAX_MODULES, MAX_STAGES, PROTOCOL_VERSIONS, ModuleId
+from swarm.vocabulary.types import (
+    MAX_EXPERTS,
+    MAX_FRAGMENTS,
+    MAX_MODULES,
+    MAX_STAGES,
+    MAX_VISIT_RATIO,
+    PROTOCOL_VERSIONS,
+    ModuleId,
+)
 
 MAX_MANIFEST_BYTES = 64 * 1024
 MAX_DOTS_PER_LINE = 64
@@ -52,16 +60,23 @@ Rate = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 
 
-class _Section(BaseModel):
+class Section(BaseModel):
     """Unknown keys are refused, values are not coerced, and a manifest never changes once read.
 
     The text under a key here is also the comment over that key in the file that `protocol.manifest.toml_writer` writes.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+    added_later: ClassVar[frozenset[str]] = frozenset()
+    """Keys that came when there were runs already. At their default the canonical form and the file leave them out: an
+    older run keeps its RunId, and older peers can read it."""
+
+    def leaves_out(self, key: str) -> bool:
+        """Whether a key came later and stands at its default."""
+        return key in self.added_later and bool(getattr(self, key) == type(self).model_fields[key].default)
 
 
-class ModelSection(_Section):
+class ModelSection(Section):
     """A decoder of the Llama family: RMSNorm, rotary embedding, SwiGLU, grouped-query attention, untied embeddings."""
 
     family: Literal["llama"] = "llama"
@@ -93,7 +108,7 @@ class ModelSection(_Section):
         return self
 
 
-class StagesSection(_Section):
+class StagesSection(Section):
     """The cut of the model into stages, and the paths that are allowed."""
 
     blocks: Annotated[tuple[Annotated[int, Field(ge=0, le=1024)], ...], Field(min_length=1, max_length=MAX_STAGES)]
@@ -105,6 +120,10 @@ class StagesSection(_Section):
     """Stages besides stage 0 that one path visits; all of them when absent."""
     reordering: Literal["none", "adjacent"] = "none"
     """`adjacent` lets a path visit two neighbouring stages in the other order (SkipPipe's rule)."""
+    visit_ratio: Annotated[float, Field(ge=1, le=MAX_VISIT_RATIO, allow_inf_nan=False)] = 1.0
+    """How many times as often as another one a stage after stage 0 may be visited, where paths skip some: above 1, weak
+    stages are visited less and hold up the others less. 1 keeps visits equal."""
+    added_later: ClassVar[frozenset[str]] = frozenset({"visit_ratio"})
 
     @property
     def count(self) -> int:
@@ -130,7 +149,7 @@ class StagesSection(_Section):
         return self
 
 
-class FilesSection(_Section):
+class FilesSection(Section):
     """The text's list of files. A data node whose files are others refuses to read them."""
 
     count: Annotated[int, Field(ge=1, le=1_000_000)]
@@ -141,7 +160,7 @@ class FilesSection(_Section):
     at every start."""
 
 
-class DataSection(_Section):
+class DataSection(Section):
     """The source of text. Every data node reads the same source and takes its share of the documents."""
 
     source: Annotated[str, Field(min_length=1, max_length=512)] = "python-stdlib"
@@ -185,7 +204,7 @@ class DataSection(_Section):
         return self
 
 
-class AdamWSection(_Section):
+class AdamWSection(Section):
     """The inner optimizer's hyperparameters (AdamW)."""
 
     name: Literal["adamw"] = "adamw"
@@ -198,7 +217,7 @@ class AdamWSection(_Section):
     """Largest norm of one module's mean gradient; a value that is never reached, such as 1e9, means no clipping."""
 
 
-class ScheduleSection(_Section):
+class ScheduleSection(Section):
     """Learning rate over inner steps: linear warm-up, then as `kind` says, down to `final_ratio` of the peak at
     `total_steps`."""
 
@@ -214,7 +233,7 @@ class ScheduleSection(_Section):
         return self
 
 
-class OuterSection(_Section):
+class OuterSection(Section):
     """The outer optimizer: what a round does with the averaged pseudo-gradient."""
 
     name: Literal["nesterov"] = "nesterov"
@@ -222,7 +241,7 @@ class OuterSection(_Section):
     momentum: Share = 0.9
 
 
-class TrainingSection(_Section):
+class TrainingSection(Section):
     """How the run trains: size of microbatches, inner steps, rounds, optimizers."""
 
     rows: Annotated[int, Field(ge=1, le=65_536)] = 4
@@ -245,7 +264,7 @@ class TrainingSection(_Section):
     outer: OuterSection = OuterSection()
 
 
-class CodecSection(_Section):
+class CodecSection(Section):
     """The strongest compression allowed for each kind of traffic. Peers compress hidden states and their gradients only
     as far as a link needs it.
     """
@@ -263,7 +282,7 @@ class CodecSection(_Section):
     is slow."""
 
 
-class Manifest(_Section):
+class Manifest(Section):
     """The definition of a run. Read one with `protocol.manifest.signing`; compare two by their RunId."""
 
     protocol: Annotated[int, Field(ge=PROTOCOL_VERSIONS.lowest, le=PROTOCOL_VERSIONS.highest)]
@@ -393,5 +412,5 @@ def _explain(error: dict[str, Any]) -> str:
         return f"{key}: unknown key"
     if error["type"] == "missing":
         return f"{key}: missing"
-    got = "" if isinstance(error["input"], dict | Manifest | _Section) else f" (got {str(error['input'])[:80]!r})"
+    got = "" if isinstance(error["input"], dict | Manifest | Section) else f" (got {str(error['input'])[:80]!r})"
     return f"{key}: {message}{got}"

@@ -1,9 +1,10 @@
 """The manifest's canonical form, the RunId that follows from it, and the author's signature.
 
 Two files with the same values define the same run, however they are laid out, so what is hashed and signed is not the
-file but its canonical form: JSON with sorted keys and no white space, ASCII only, every default filled in, floats as
-Python's `repr` writes them (the shortest digits that give the same double) and without a negative zero. Comments are
-not covered by the signature; that is why the text that travels is always written anew from the checked values.
+file but its canonical form: JSON with sorted keys and no white space, ASCII only, every default filled in but those of
+keys that were added later, floats as Python's `repr` writes them (the shortest digits that give the same double) and
+without a negative zero. Comments are not covered by the signature; that is why the text that travels is always written
+anew from the checked values.
 """
 
 from __future__ import annotations
@@ -15,10 +16,8 @@ import json
 from dataclasses import dataclass
 from typing import Any, Final
 
-from pydantic import BaseModel
-
 from protocol.identity.keys import Identity, public_key_of, verify
-from protocol.manifest.manifest import Manifest, manifest_from_table, parse_toml
+from protocol.manifest.manifest import Manifest, Section, manifest_from_table, parse_toml
 from protocol.manifest.toml_writer import toml_comment, toml_of, toml_value
 from swarm.vocabulary.errors import ManifestError, ProtocolViolation
 from swarm.vocabulary.types import SIGNATURE_BYTES, PeerId, RunId
@@ -131,8 +130,9 @@ def _read_signature(table: Any) -> tuple[PeerId, bytes]:
 def _plain(value: object) -> object:
     """Models as dictionaries. Walks the fields itself, so that no change of pydantic's way to dump can change a
     RunId."""
-    if isinstance(value, BaseModel):
-        return {key: _plain(getattr(value, key)) for key in type(value).model_fields}
+    if isinstance(value, Section):
+        keys = (key for key in type(value).model_fields if not value.leaves_out(key))
+        return {key: _plain(getattr(value, key)) for key in keys}
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     return value + 0.0 if isinstance(value, float) else value

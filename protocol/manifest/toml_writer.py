@@ -10,9 +10,7 @@ import json
 import textwrap
 from typing import Final
 
-from pydantic import BaseModel
-
-from protocol.manifest.manifest import Manifest
+from protocol.manifest.manifest import Manifest, Section
 
 _COMMENT_WIDTH: Final = 100
 
@@ -21,7 +19,8 @@ TomlValue = Scalar | tuple["TomlValue", ...]
 
 
 def toml_of(manifest: Manifest) -> str:
-    """The TOML of every key of the manifest, defaults included; reading it back gives the same manifest."""
+    """The TOML of every key of the manifest, defaults included (those of keys that were added later as comments);
+    reading it back gives the same manifest."""
     head = toml_comment(
         "A Skipstone run. Everything that must be equal on all peers is here: another value makes another run."
     )
@@ -47,7 +46,7 @@ def toml_value(value: TomlValue) -> str:
     return "[" + ", ".join(toml_value(item) for item in value) + "]"
 
 
-def _table(section: BaseModel, path: str) -> list[str]:
+def _table(section: Section, path: str) -> list[str]:
     """The blocks of lines of a section and of the sections in it. TOML wants a table's own keys before its
     sub-tables."""
     head = []
@@ -58,10 +57,11 @@ def _table(section: BaseModel, path: str) -> list[str]:
     inner: list[str] = []
     for key, field in type(section).model_fields.items():
         value = getattr(section, key)
-        if isinstance(value, BaseModel):
+        if isinstance(value, Section):
             inner += _table(value, f"{path}.{key}" if path else key)
             continue
         if field.description:
             own.append(toml_comment(field.description))
-        own.append(f"# {key} is not set" if value is None else f"{key} = {toml_value(value)}")
+        line = f"# {key} is not set" if value is None else f"{key} = {toml_value(value)}"
+        own.append(f"# {line}" if section.leaves_out(key) else line)
     return ["\n".join(head + own), *inner]

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Union
 
 from swarm.vocabulary.errors import ManifestError
+from swarm.vocabulary.types import MAX_VISIT_RATIO
 
 FAR = 1024
 """A forward jump to any later stage."""
@@ -32,6 +33,8 @@ class PathRules:
         max_forward_jump: how far past the highest stage visited the next one may lie.
         max_back_stops: how many steps back a path may take.
         max_back_distance: how far all its steps back may go together.
+        visit_ratio: how many times as often as another one a stage after stage 0 may be visited; 1 for equal visits
+            (`swarm.routing.visit_shares`).
 
     Raises:
         ManifestError: a path that long cannot exist.
@@ -42,12 +45,15 @@ class PathRules:
     max_forward_jump: int = FAR
     max_back_stops: int = 0
     max_back_distance: int = 0
+    visit_ratio: float = 1.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.per_path < max(1, self.stages):
             raise ManifestError(f"a path cannot visit {self.per_path} of the {self.stages - 1} stages after stage 0")
         if self.max_forward_jump < 1 or min(self.max_back_stops, self.max_back_distance) < 0:
             raise ManifestError("a path must be able to go forward, and cannot step back a negative number of times")
+        if not 1 <= self.visit_ratio <= MAX_VISIT_RATIO:
+            raise ManifestError(f"a visit ratio of {self.visit_ratio} is not from 1 to {MAX_VISIT_RATIO:g}")
 
     @property
     def skippable(self) -> int:
@@ -110,6 +116,8 @@ def order_tree(rules: PathRules, required: frozenset[int], optional: frozenset[i
 
 
 def _grown(rules: PathRules, step: _Step, required: frozenset[int], optional: frozenset[int], left: int) -> OrderTree:
+    if min(required, default=step.frontier) < step.frontier - 1:
+        return ()  # no step back goes there any more; without this the search takes twice as long for each stage
     branches = []
     for stage in sorted(required | optional):
         following = _after(rules, step, stage)

@@ -14,6 +14,7 @@ the beginning it is waited for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -21,10 +22,13 @@ from itertools import compress
 from swarm.membership.membership import Membership
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.path_rules import PathRules
-from swarm.routing.stage_balance import Lanes, ring_stages
+from swarm.routing.stage_balance import Lanes
+from swarm.routing.visit_shares import LEAST_SERVICE_S, VisitShares, equal_shares, reconsidered, share_period
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.types import Hop, ModuleId, Path, PeerId, Reasoned, short
 
+RECONSIDER_S = 5.0
+"""Between two looks at how often stages are to be visited, while there are no lanes."""
 LEAVE_FACTOR = 1.5
 """A peer of the lane that should finish so many times later than another one is left out: small errors must not make
 paths flutter. Less and more was worse in simulated swarms."""
@@ -45,14 +49,14 @@ class NoReplica:
     modules: tuple[ModuleId, ...]
 
 
-def visited_stages(rules: PathRules, number: int) -> tuple[int, ...]:
+def visited_stages(rules: PathRules, number: int, shares: VisitShares | None = None) -> tuple[int, ...]:
     """The stages that microbatch `number` of a data node visits while there are no lanes, in order.
 
-    The skipped ones move on like a ring, so that over any stages - 1 microbatches in a row every stage is visited
-    equally often: then every stage's gradient is a mean over equally many microbatches (SkipPipe's balance rule, held
-    without a search).
+    With equal shares (None) the skipped ones move on like a ring, so that over any stages - 1 microbatches in a row
+    every stage is visited equally often: then every stage's gradient is a mean over equally many microbatches
+    (SkipPipe's balance rule, held without a search).
     """
-    return ring_stages(rules.stages, rules.per_path, number)
+    return (shares or equal_shares(rules)).stages_at(number)
 
 
 def hop_to_try(lanes: Lanes, number: int) -> int | None:
@@ -81,6 +85,7 @@ class Planner:
         self._membership = membership
         self._times = times
         self._lanes = lanes
+        self._shares, self._reconsider_at = equal_shares(rules), -math.inf
         self._visited: set[ModuleId] = set()
         """On some path so far: who serves them now may have gone, but is not yet to come."""
 
@@ -96,7 +101,8 @@ class Planner:
             modules = [hop.module for hop in lane]
             chosen = [self._on_lane(hop, in_flight, now, try_another=place == tried) for place, hop in enumerate(lane)]
         else:
-            modules = [ModuleId(stage) for stage in visited_stages(self.rules, number)]
+            shares = self._shares_at(now)
+            modules = [ModuleId(stage) for stage in visited_stages(self.rules, number, shares)]
             chosen = [self.replica(module, frozenset(), in_flight, now) for module in modules]
         kept = [
             choice.value is not None or not self.leaves_out(module, now)
@@ -156,6 +162,21 @@ class Planner:
         return self._first_to_finish(module, candidates, in_flight, lambda a: self._after_all(a, in_flight))
 
     # ---- steps ---------------------------------------------------------------------------------------------------
+
+    def _shares_at(self, now: float) -> VisitShares:
+        """How often stages are visited without lanes: where visits may be unequal, by what their replicas take."""
+        period = share_period(self.rules)
+        if period is not None and now >= self._reconsider_at:
+            self._reconsider_at = now + RECONSIDER_S
+            capacities = [self._capacity(ModuleId(stage), now) for stage in range(1, self.rules.stages)]
+            self._shares = reconsidered(self.rules, self._shares, capacities, period).value
+        return self._shares
+
+    def _capacity(self, module: ModuleId, now: float) -> float:
+        """Visits per second."""
+        replicas = self._membership.replicas(module, now)
+        visits_s = (self._times.visit_s(a.peer, a.tokens_per_second).value for a in replicas)
+        return sum(1 / max(LEAST_SERVICE_S, seconds) for seconds in visits_s)
 
     def _first_to_finish(
         self,

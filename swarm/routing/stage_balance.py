@@ -52,7 +52,7 @@ def lanes_for(rules: PathRules, data_nodes: int, microbatches: int) -> int:
     at most one in an iteration and are equal over the ring's period. There are no more lanes than can be told in one
     message.
     """
-    most = min(microbatches, _most_lanes(rules))
+    most = min(microbatches, most_lanes(rules))
     for lanes in range(1, most + 1):
         if microbatches % lanes == 0 and data_nodes * lanes * rules.per_path % max(1, rules.skippable) == 0:
             return lanes
@@ -62,7 +62,12 @@ def lanes_for(rules: PathRules, data_nodes: int, microbatches: int) -> int:
 def free_lanes(rules: PathRules) -> int:
     """The fewest lanes of each data node when each launches as fast as it can: enough that it visits all stages equally
     often by itself, whatever the others do."""
-    return min(max(1, rules.skippable) // gcd(max(1, rules.skippable), rules.per_path), _most_lanes(rules))
+    return min(ring_period(rules), most_lanes(rules))
+
+
+def ring_period(rules: PathRules) -> int:
+    """The fewest places of the ring in a row that visit all stages equally often."""
+    return max(1, rules.skippable) // gcd(max(1, rules.skippable), rules.per_path)
 
 
 def routes_each(rules: PathRules, data_nodes: int, lanes: int, microbatches: int | None) -> int:
@@ -71,27 +76,35 @@ def routes_each(rules: PathRules, data_nodes: int, lanes: int, microbatches: int
     Those of an iteration, or as many as divide it into equal rounds; where each launches as fast as it can as many as
     make FREE_ROUTES of all data nodes together.
     """
-    most = max(1, _most_lanes(rules) // lanes)
+    most = max(1, most_lanes(rules) // lanes)
     if microbatches is None:
         return lanes * min(most, -(-FREE_ROUTES // (lanes * max(1, data_nodes))))
     return lanes * max((n for n in range(1, most + 1) if microbatches % (n * lanes) == 0), default=1)
 
 
-def _most_lanes(rules: PathRules) -> int:
-    """That can be told in one message."""
+def most_lanes(rules: PathRules) -> int:
+    """The number of lanes of one data node that can be told in one message."""
     return min(MAX_LANES, max(1, MAX_VISITS // max(1, rules.per_path)))
 
 
 def fair_sets(rules: PathRules, count: int, first: int = 0) -> list[frozenset[int]]:
     """The ring's sets for `count` lanes, each one possible to visit in a legal order.
 
+    Raises:
+        ValueError: see `legal_sets`.
+    """
+    return legal_sets(rules, [ring_set(rules, first + k) for k in range(count)])
+
+
+def legal_sets(rules: PathRules, sets: list[frozenset[int]]) -> list[frozenset[int]]:
+    """The sets, each one possible to visit in a legal order.
+
     A set that no order may visit (a ring gap wider than the forward jump) trades one stage with another lane of the
     list, so that the sum stays.
 
     Raises:
-        ValueError: no trade helps; the rules allow too few orders for equal visits.
+        ValueError: no trade helps; the rules allow too few orders for such visits.
     """
-    sets = [ring_set(rules, first + k) for k in range(count)]
     for k, stages in enumerate(sets):
         if stages and not order_tree(rules, stages):
             other, mine, theirs = _legal_trade(rules, sets, k)

@@ -2,8 +2,8 @@
 
 The JSON form has the keys `name`, `nodes`, `stages` (peers of each stage, stage 0 first), `forward_seconds[p]`,
 `backward_factor`, `head_factor`, `task_overhead_seconds`, `message_seconds[p][q]`, `slots[p]`, `stages_per_path`,
-`microbatches_per_data_node` and `order` (`max_forward_jump`, `max_back_stops`, `max_back_distance`); other keys are
-ignored.
+`microbatches_per_data_node` and `order` (`max_forward_jump`, `max_back_stops`, `max_back_distance`), and may have
+`visit_ratio` (1 without it: equal visits); other keys are ignored.
 
 A plan of one iteration: the routes of every data node's microbatches, in launch order.
 """
@@ -89,6 +89,7 @@ def _read(data: Mapping[str, Any]) -> Instance:
         int(order["max_forward_jump"]),
         int(order["max_back_stops"]),
         int(order["max_back_distance"]),
+        float(data.get("visit_ratio", 1.0)),
     )
     return Instance(str(data.get("name", "unnamed")), costs, rules, int(data["microbatches_per_data_node"]))
 

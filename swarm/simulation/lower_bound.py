@@ -21,8 +21,8 @@ def lower_bound_s(instance: Instance) -> float:
     """Seconds that the iteration takes at least: the largest of three bounds.
 
     Each data node has so many slots, and none comes back sooner than its shortest legal round trip when nobody waits;
-    it has its own work to do; and each stage has all its visits to serve, shared out over its replicas as well as can
-    be.
+    it has its own work to do; and the stages have all visits to serve, and each its own, shared out over the replicas
+    as well as can be.
     """
     if _is_searched(instance):
         instance = replace(instance, costs=_both_ways(instance.costs))
@@ -82,6 +82,8 @@ def _stage_bound(instance: Instance) -> float:
     costs, rules = instance.costs, instance.rules
     if not rules.skippable:
         return 0.0
-    visits = instance.total * rules.per_path / rules.skippable
+    all_visits = instance.total * rules.per_path
     rates = [sum(1 / max(costs.service_s(peer), 1e-9) for peer in peers) for peers in costs.stages[1:]]
-    return max(visits / rate for rate in rates)
+    # A stage is visited least when all others are visited `visit_ratio` times as often.
+    fewest = all_visits / (1 + (rules.skippable - 1) * rules.visit_ratio)
+    return max(all_visits / sum(rates), *(fewest / rate for rate in rates))

@@ -26,6 +26,9 @@ MAX_MODULES = 4096
 MAX_MICROBATCH_NUMBER = 2**48 - 1
 MAX_HOPS = 256
 MAX_FRAGMENTS = 64
+MAX_VISIT_RATIO = 2.0
+"""Of visits between two stages after stage 0: measured up to there (docs/BENCHMARKS.md), and beyond it parts of the
+model become worse."""
 MAX_ROUND = 2**48 - 1
 MAX_COUNT = 2**48
 """Of inner steps, and of tokens, wherever they are named. Sums end there instead of growing beyond it."""

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from node.cli.views.live import download_bar
 from node.cli.views.text import count, harmless, loss_text, megabytes, peer_name, plain_table, round_text
-from node.observability.status import LaneStatus, PeerStatus, RoundStatus, SwarmStatus
+from node.observability.status import LaneStatus, PeerStatus, RoundStatus, ShareStatus, Status, SwarmStatus
 from swarm.compression.microbatch_codecs import NO_CHOICE
 from swarm.vocabulary.routing_messages import MAX_LANES
 
@@ -128,21 +128,29 @@ def path_tables(status: SwarmStatus) -> Iterator[RenderableType]:
         if lanes:
             line = Text("\npaths of ", style="dim").append(peer_name(peer.peer), style="not dim")
             yield line.append(f"  {_trips(lanes)}; {harmless(paths.talk, 120)}")
-            yield _path_table(lanes, peer.said.visits, paths.waiting_s, status.stages)
+            if paths.shares is not None:
+                yield Text(f"visit shares: {harmless(paths.shares.reason, 160)}")
+            yield _path_table(lanes, peer.said, status.stages)
 
 
-def _path_table(
-    lanes: list[LaneStatus], visits: Mapping[str, int], waiting_s: Mapping[str, float], stages: int
-) -> Table:
+def _path_table(lanes: list[LaneStatus], said: Status, stages: int) -> Table:
+    shares, waiting_s = (said.paths.shares, said.paths.waiting_s) if said.paths is not None else (None, {})
     table = plain_table("stage")
     table.add_column(f"its lanes in turn: {VISITED} visited, {SKIPPED} skipped", no_wrap=True, overflow="crop")
-    for heading in ("visits", "waiting"):
+    for heading in ("visits", *(("share (wanted)",) if shares is not None else ()), "waiting"):
         table.add_column(heading, justify="right")
     for stage in range(1, stages):
         drawn = "".join(VISITED if stage in lane.stages else SKIPPED for lane in lanes)
-        visited = count(visits.get(str(stage), 0))
-        table.add_row(Text(str(stage)), Text(drawn), Text(visited), Text(_waits(stage, lanes, waiting_s)))
+        cells = [str(stage), drawn, count(said.visits.get(str(stage), 0))]
+        cells += [_share(stage, shares)] if shares is not None else []
+        table.add_row(*map(Text, (*cells, _waits(stage, lanes, waiting_s))))
     return table
+
+
+def _share(stage: int, shares: ShareStatus) -> str:
+    """Of the microbatches that have visited a stage, and of those that are to."""
+    made, wanted = (f"{each[key]:.0%}" if (key := str(stage)) in each else "-" for each in (shares.made, shares.wanted))
+    return f"{made} ({wanted})"
 
 
 def _trips(lanes: list[LaneStatus]) -> str:

@@ -14,8 +14,16 @@ from swarm.routing.negotiation.groups import Group, share_of
 from swarm.routing.negotiation.negotiation_events import TalkRules
 from swarm.routing.path_rules import PathRules, order_tree
 from swarm.routing.stage_balance import fair_sets, free_lanes, lanes_for, routes_each, visits
+from swarm.routing.visit_shares import (
+    capacities_of,
+    equal_shares,
+    first_deal,
+    moved_sets,
+    reconsidered,
+    share_period,
+)
 from swarm.vocabulary.routing_messages import Lane, Standing
-from swarm.vocabulary.types import PeerId
+from swarm.vocabulary.types import PeerId, Reasoned
 
 WORTH_TELLING = 0.05
 """Share of a lane's round trip by which it must have changed before the others are told."""
@@ -37,14 +45,17 @@ class View:
         self.own, self.rules = own, rules
         self._group = group
         self.epoch = group.epoch
-        each = talk.microbatches
-        self.lanes = free_lanes(rules) if each is None else lanes_for(rules, group.total, each)
-        self.singles = routes_each(rules, group.total, self.lanes, each)
-        """Routes of single microbatches of a data node that has refined its lanes."""
         self.others = tuple(member.peer for member in group.members if member.peer != own)
         self.versions: dict[PeerId, int] = {own: 1}
-        count = len(group.members)
-        sets = fair_sets(rules, count * self.lanes, group.first * self.lanes)
+        self.costs, self._exclusive = share_of(costs, group)
+        self._period = share_period(rules, talk.microbatches)
+        self.shares = Reasoned(equal_shares(rules), "equal, as the run wants them")
+        """Of our microbatches, how many are to visit each stage; trades with others come on top."""
+        sets = self._dealt(talk.microbatches)
+        self.lanes = len(sets)
+        each = talk.microbatches
+        self.singles = self.lanes if self._period else routes_each(rules, group.total, self.lanes, each)
+        """Routes of single microbatches of a data node that has refined its lanes."""
         self.stages: dict[LaneId, frozenset[int]] = {}
         """What the lanes have to visit. One for which some stage has nobody has an empty route."""
         self._refined_stages: tuple[frozenset[int], ...] = ()
@@ -54,12 +65,22 @@ class View:
         """Whether our own are: in the order in which they are to be launched."""
         self._visits: dict[PeerId, Counter[int]] = {}
         """What the refined routes of each other data node have to visit, all together."""
-        self.costs, self._exclusive = share_of(costs, group)
         self.book = LaneBook(self.costs, rules, self.lanes)
         self._ahead = replace(rules, max_back_stops=0)
-        for k in range(self.lanes):
-            self.stages[own, k] = stages = sets[k * count + group.rank(own)]
+        for k, stages in enumerate(sets):
+            self.stages[own, k] = stages
             self.book.enter((own, k), self.book.cheapest(own, order_tree(self._ahead, stages)).get(stages, ()))
+
+    def _dealt(self, each: int | None) -> list[frozenset[int]]:
+        """What our lanes are to visit at first: a part of everybody's ring, or a whole period of shares of our own."""
+        rules, group = self.rules, self._group
+        count, rank = len(group.members), group.rank(self.own)
+        if self._period is not None:
+            offset = (group.first + rank) * self._period // group.total
+            self.shares, sets = first_deal(rules, capacities_of(self.costs), self._period, offset)
+            return sets
+        lanes = free_lanes(rules) if each is None else lanes_for(rules, group.total, each)
+        return fair_sets(rules, count * lanes, group.first * lanes)[rank::count]
 
     @property
     def version(self) -> int:
@@ -188,6 +209,29 @@ class View:
         if any(changed):
             self.advance()
         return any(changed)
+
+    def redeal(self) -> bool:
+        """Moves to other shares where the figures make them worth it: some of our lanes exchange a stage. The others
+        are told, as of any change; nobody has to agree, for each has shares of its own.
+
+        Returns:
+            Whether a lane of ours changed.
+        """
+        if self._period is None:
+            return False
+        held, own = self.shares, [(self.own, k) for k in range(self.lanes)]
+        found = reconsidered(self.rules, held.value, capacities_of(self.costs), self._period)
+        if found.value == held.value:
+            return False
+        self.shares = found
+        before = [self.stages[lane] for lane in own]
+        after = moved_sets(self.rules, before, held.value, found.value)
+        for (_, k), old, new in zip(own, before, after, strict=True):
+            if new != old:
+                self.move(k, self.book.cheapest(self.own, order_tree(self.rules, new)).get(new, ()), new)
+        if after != before:
+            self.advance()
+        return after != before
 
     def _replace_lost(self) -> bool:
         """Refined routes of ours with a peer that is gone get the cheapest one for the same stages, as far as there is

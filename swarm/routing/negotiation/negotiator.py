@@ -7,9 +7,10 @@ to it, and is bound until it hears the decision; the first decides, and tells ev
 
 What is kept whatever happens:
 
-* In every epoch the stages of all lanes together are those that the ring dealt, but for trades that one side has heard
-  decided and the other not yet. A trade is one stage set for another with the same sum, between two data nodes that
-  stood where the offer says; the asked one checks the sum. Only the asking one decides.
+* In every epoch the stages of all lanes together are those that the ring dealt (where visits are unequal: each data
+  node to itself, by `swarm.routing.visit_shares`), but for trades that one side has heard decided and the other not
+  yet. A trade is one stage set for another with the same sum, between two data nodes that stood where the offer says;
+  the asked one checks the sum. Only the asking one decides.
 * Whoever is bound stays so until it hears the decision, or the epoch ends. If the asking one dies, the membership view
   says so, and the ring deals anew: then nobody needs to know how it ended.
 * Nothing of one epoch counts in another. While views differ, those that do not agree on who is alive do not trade.
@@ -44,12 +45,16 @@ from swarm.routing.negotiation.refining import Refining
 from swarm.routing.negotiation.trades import Asking, Bound, answer_to, decision, helps, offer_for
 from swarm.routing.path_rules import PathRules
 from swarm.routing.stage_balance import Lanes, spread
+from swarm.routing.visit_shares import VisitShares
 from swarm.vocabulary.routing_messages import Abandon, Accept, Decline, Heard, LaneControl, Offer, Told
-from swarm.vocabulary.types import Hop, ModuleId, PeerId, short
+from swarm.vocabulary.types import Hop, ModuleId, PeerId, Reasoned, short
 
 Actions = list[Action]
 
 
+BETWEEN_DEALS_S = 10.0
+"""Between two changes of a data node's shares at least: about the time of the talk that follows one, and of enough new
+measurements."""
 MOST_LEFT = 32
 """Epochs that are remembered in case they come back."""
 
@@ -84,6 +89,8 @@ class Negotiator:
         self._left: dict[bytes, _Epoch] = {}
         self._costs: Costs | None = None
         """New costs that wait for the end of a bargain."""
+        self._deal_at = 0.0
+        """Until then shares stay as they are."""
         self._number = 0
         self._launches: tuple[Route, ...] = ()
         self._lanes_of: tuple[tuple[Route, ...], LaneBook | None] = (), None
@@ -116,6 +123,11 @@ class Negotiator:
         """What each of our lanes visits, as agreed."""
         view = self._view
         return () if view is None else tuple(view.stages[self._own, k] for k in range(view.lanes))
+
+    @property
+    def shares(self) -> Reasoned[VisitShares] | None:
+        """How often our microbatches are to visit each stage, and why; None before the first view."""
+        return None if self._view is None else self._view.shares
 
     @property
     def wakes_at(self) -> float:
@@ -192,6 +204,7 @@ class Negotiator:
             self._costs = costs
         self._view, self._search, self._refining = back.view, back.search, back.refining
         self._asking, self._bound = back.asking, back.bound
+        self._deal_at = now + BETWEEN_DEALS_S
         self._noticed(now)
         return [*self._told(self._view, now), *self._launching(self._view, "other data nodes are alive")]
 
@@ -254,11 +267,14 @@ class Negotiator:
         costs, self._costs = self._costs, None
         if costs is None:
             return []
-        changed = view.reckon_with(costs)
+        changed, why = view.reckon_with(costs), "peers or costs changed"
+        if now >= self._deal_at and view.redeal():
+            self._deal_at = now + BETWEEN_DEALS_S
+            changed, why = True, f"other visit shares: {view.shares.reason}"
         search.renew()
         self._noticed(now)
         told = self._told(view, now) if changed else []
-        return [*told, *self._launching(view, "peers or costs changed")]
+        return [*told, *self._launching(view, why)]
 
     # ---- telling -------------------------------------------------------------------------------------------------
 

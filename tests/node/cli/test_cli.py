@@ -92,12 +92,15 @@ class TestNew:
             f"path:{text}",
             "--stages-per-path",
             "1",
+            "--visit-ratio",
+            "1.5",
         )
         assert result.exit_code == 0, result.output
         signed = read_signed_manifest(file.read_bytes(), None)
         assert (signed.manifest.name, signed.manifest.seed) == ("mine", 7)
         assert signed.manifest.stages.blocks == (0, 1, 1)
         assert signed.manifest.stages.per_path == 1
+        assert signed.manifest.stages.visit_ratio == 1.5
         assert signed.manifest.data.source == f"path:{text}"
         assert signed.manifest.data.files is not None
         assert (signed.manifest.data.files.count, signed.manifest.data.files.bytes) == (1, 3)

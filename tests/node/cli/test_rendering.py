@@ -139,6 +139,18 @@ def test_status_draws_which_stages_the_lanes_skip() -> None:
     assert "1 lane;" in paths_of({"visits": [], "paths": odd})
 
 
+def test_status_shows_how_often_stages_are_visited_and_should_be() -> None:
+    shares = {"wanted": {"1": 0.5, "2": 1.0}, "made": {"1": 0.625}, "reason": "stage 1 is full first"}
+    said = {"visits": {"1": 1200}, "paths": {"talk": "settled", "lanes": LANES, "shares": shares}}
+    rows = [line.split() for line in paths_of(said).splitlines()]
+    assert ["1", "█·", "1,200", "62%", "(50%)", "-"] in rows
+    assert ["2", "██", "0", "-", "(100%)", "-"] in rows
+    assert ["3", "·█", "0", "-", "(-)", "-"] in rows
+    assert "visit shares: stage 1 is full first" in paths_of(said)
+    odd = {"talk": "", "lanes": LANES, "shares": {"wanted": HOSTILE, "made": {"1": HOSTILE}, "reason": HOSTILE}}
+    assert "\x1b" not in paths_of({"paths": odd})
+
+
 def paths_of(answered: object) -> str:
     console = Console(record=True, width=140, force_terminal=False, file=io.StringIO())
     for table in path_tables(swarm_of(4, peer_of("12D3KooWdata1abc", "0.0", answered))):

@@ -25,6 +25,7 @@ from node.observability.status import (
     ReachStatus,
     RelayStatus,
     RoundStatus,
+    ShareStatus,
     Status,
     SwarmStatus,
 )
@@ -79,6 +80,7 @@ RECORDED: dict[str, Any] = {
         "talk": "settled",
         "lanes": [{"stages": [2], "skipped": [1], "peers": ["12D3KooWb"], "round_trip_s": 0.25}],
         "waiting_s": {"12D3KooWb": 0.0125},
+        "shares": {"wanted": {"1": 0.5, "2": 0.75}, "made": {"2": 0.7}, "reason": "stage 1 is full first"},
     },
 }
 """What a data node answered before its status was typed, with something at every key."""
@@ -118,7 +120,12 @@ TYPED = Status(
     waiting_for=("2.0",),
     visits={"1": 24, "2": 24},
     measured=("12D3KooWb",),
-    paths=PathStatus("settled", (LaneStatus((2,), (1,), ("12D3KooWb",), 0.25),), {"12D3KooWb": 0.0125}),
+    paths=PathStatus(
+        "settled",
+        (LaneStatus((2,), (1,), ("12D3KooWb",), 0.25),),
+        {"12D3KooWb": 0.0125},
+        ShareStatus({"1": 0.5, "2": 0.75}, {"2": 0.7}, "stage 1 is full first"),
+    ),
 )
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),

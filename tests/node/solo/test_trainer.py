@@ -22,6 +22,7 @@ from node.observability.event_json import event_to_json
 from node.solo.solo_checkpoint import CheckpointPlan, solo_peer
 from node.solo.trainer import SOLO, SoloTrainer, WholeModel, evaluate, train_solo
 from protocol.manifest.manifest import Manifest
+from swarm.routing.visit_shares import VisitShares
 from swarm.vocabulary.errors import ConfigError, CorruptSnapshot, StateError
 from swarm.vocabulary.types import ModuleId
 from tests.node.checkpoint.saved_states import SteppedStorage, folder_at
@@ -179,6 +180,27 @@ def test_a_skipped_stage_steps_when_it_has_seen_its_tokens(manifest: Manifest, t
     losses = [event["loss"] for event in events if event["event"] == "step"]
     full = [event["loss"] for event in train(manifest, 7)[1] if event["event"] == "step"]
     assert losses != pytest.approx(full, abs=1e-3)
+
+
+def test_a_stage_that_is_visited_less_steps_less_often_over_as_many_tokens(manifest: Manifest, tmp_path: Path) -> None:
+    """Three and five of eight microbatches: every inner step is a mean over the same number of visits."""
+    skipping = small_manifest(data__source=manifest.data.source, stages__per_path=1)
+    folder = folder_at(tmp_path / "checkpoint", manifest=skipping)
+    trainer = SoloTrainer(
+        skipping, WholeModel(skipping, CPU), open_documents(skipping), VisitShares((3, 5), 8).stages_at
+    )
+    for _ in range(8):
+        trainer.step(lambda: False)
+    trainer.save(folder)
+    assert steps_of(folder) == [8, 3, 5]
+
+
+def test_one_process_visits_equally_whatever_the_ratio(manifest: Manifest) -> None:
+    """It has no replicas whose speeds differ."""
+    source = manifest.data.source
+    runs = [small_manifest(data__source=source, stages__per_path=1, stages__visit_ratio=ratio) for ratio in (1.0, 2.0)]
+    first, second = (train(run, 3)[1] for run in runs)
+    assert [event["loss"] for event in first[:3]] == [event["loss"] for event in second[:3]]
 
 
 def test_what_skips_goes_on_where_no_sum_is_open_as_if_nothing_had_been(manifest: Manifest, tmp_path: Path) -> None:

@@ -57,6 +57,8 @@ def tables(draw: st.DrawFn) -> Table:
     stages: Table = {"blocks": [draw(st.integers(0, 3)), *draw(st.lists(st.integers(1, 1024), min_size=1, max_size=9))]}
     if draw(st.booleans()):
         stages["per_path"] = draw(st.integers(1, len(stages["blocks"]) - 1))
+    if draw(st.booleans()):
+        stages["visit_ratio"] = draw(floats(1, 2))
     inner = {"learning_rate": draw(positive), "beta1": draw(below_one | st.just(-0.0)), "epsilon": draw(positive)}
     return {
         "protocol": 2,
@@ -232,7 +234,7 @@ def other_values(value: Any) -> list[Any]:
 
 def test_each_key_counts() -> None:
     """One key after the other gets another value; only those that have but one value in this version cannot."""
-    stages = {"blocks": [1, 1, 1], "per_path": 1}
+    stages = {"blocks": [1, 1, 1], "per_path": 1, "visit_ratio": 1.5}
     data = {"tokenizer": "file:a", "tokenizer_sha256": "1" * 64}
     training = {"inner_tokens": 256}  # so that rows and sequence can double
     base = full_table(manifest_from_table(SMALL | {"stages": stages, "data": data, "training": training}))
@@ -264,10 +266,29 @@ def test_every_key_of_the_schema_is_in_the_canonical_form_and_in_the_text() -> N
 
     schema = Manifest.model_json_schema()
     everything = set(names(schema, schema))
-    text, form = toml_of(small()), canonical(small()).decode()
+    written = manifest_from_table(changed(SMALL, ("stages", "visit_ratio"), 1.5))
+    text, form = toml_of(written), canonical(written).decode()
     assert {"clip_norm", "total_steps", "per_path", "kv_heads"} <= everything
     assert [key for key in everything if f'"{key}":' not in form] == []
     assert [key for key in everything if key not in text] == []
+
+
+def test_a_key_that_was_added_later_is_left_out_at_its_default() -> None:
+    """So that an older run keeps its RunId, and a peer of an older version can read what this one writes."""
+    said = manifest_from_table(changed(SMALL, ("stages", "visit_ratio"), 1))
+    assert canonical(said) == canonical(small())
+    assert toml_of(said) == toml_of(small())
+    assert "\n# visit_ratio = 1.0\n" in toml_of(small())
+    assert "visit_ratio" not in full_table(small())["stages"]
+    other = manifest_from_table(changed(SMALL, ("stages", "visit_ratio"), 1.5))
+    assert b'"visit_ratio":1.5' in canonical(other)
+    assert "\nvisit_ratio = 1.5\n" in toml_of(other)
+
+
+@pytest.mark.parametrize("ratio", [0.99, 2.01, math.nan, math.inf, "1.5"])
+def test_a_visit_ratio_is_from_1_to_2(ratio: object) -> None:
+    with pytest.raises(ManifestError, match=r"stages\.visit_ratio"):
+        manifest_from_table(changed(SMALL, ("stages", "visit_ratio"), ratio))
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,15 @@ def test_every_stage_is_visited_equally_often_over_any_window(stages: int, per_p
         assert visits == {stage: per_path for stage in range(1, stages) if per_path}
 
 
+def test_without_lanes_a_weak_stage_is_visited_less_where_the_rules_allow_it() -> None:
+    speeds = {1: 400.0, 2: 100.0, 3: 400.0, 4: 400.0}
+    peers = [announcement(f"p{stage}", stage, speed=speed) for stage, speed in speeds.items()]
+    for ratio, expected in ((1.0, {1: 24, 2: 24, 3: 24, 4: 24}), (2.0, {1: 28, 2: 14, 3: 28, 4: 26})):
+        planner, _ = planner_with(*peers, rules=PathRules(5, 3, visit_ratio=ratio))
+        paths = [planner.plan(number, {}, 0.0).value for number in range(32)]
+        assert Counter(hop.module.stage for path in paths if isinstance(path, Path) for hop in path.hops) == expected
+
+
 def test_a_path_goes_through_its_stages_in_order() -> None:
     planner, _ = planner_with(*(announcement(f"p{stage}", stage) for stage in (1, 2, 3)), rules=PathRules(4, 3))
     path = planner.plan(0, {}, 0.0).value

@@ -157,6 +157,7 @@ def test_the_bound_of_a_lone_path_is_its_round_trip() -> None:
         ("message_seconds", [[-1.0] * 20] * 20),
         ("order", {}),
         ("stages_per_path", 9),
+        ("visit_ratio", 0.5),
     ],
 )
 def test_an_instance_that_cannot_be_is_refused(key: str, value: object) -> None:

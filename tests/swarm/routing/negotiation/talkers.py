@@ -32,7 +32,7 @@ class Weather:
 class Party:
     """Data nodes and what lies between them."""
 
-    def __init__(self, costs: Costs, rules: PathRules, microbatches: int, weather: Weather, seed: int) -> None:
+    def __init__(self, costs: Costs, rules: PathRules, microbatches: int | None, weather: Weather, seed: int) -> None:
         self.rng, self.weather = random.Random(seed), weather
         self.costs, self.rules, self.talk = costs, rules, TalkRules(microbatches)
         self.now, self.steps, self.said = 0.0, 0, Counter[str]()
@@ -128,6 +128,7 @@ class Party:
     def assert_equal_visits(self) -> None:
         """The lanes of all live data nodes visit what the ring deals to as many."""
         count = len(self.machines)
+        assert self.talk.microbatches is not None
         lanes = lanes_for(self.rules, count, self.talk.microbatches)
         held = [stages for machine in self.machines.values() for stages in machine.stages]
         assert visits(held) == visits(fair_sets(self.rules, count * lanes))
