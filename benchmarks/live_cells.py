@@ -146,10 +146,11 @@ def _speed_bar(limit: float, arm: str = "ours", against: str = "swarm") -> Bar:
     return Bar(TOKENS_PER_S, limit, at_least=True, arm=arm, against=against)
 
 
-FAR: Final = {"links": 3.0, "bytes_per_s": 100e6 / 8}
 CELLS: Final[Mapping[str, Cell]] = {
     "A1": Cell("steps wait, 2 microbatches each", STEP_S, _step_bar(0.85), staleness=0, per_step=2),
-    "A2": Cell("steps wait, links x 3, 100 Mbit/s", STEP_S, _step_bar(0.85), staleness=0, **FAR),
+    "A2": Cell(
+        "steps wait, links x 3, 100 Mbit/s", STEP_S, _step_bar(0.85), staleness=0, links=3.0, bytes_per_s=100e6 / 8
+    ),
     "A3": Cell("steps wait, 4 microbatches each", STEP_S, _step_bar(0.95), staleness=0),
     "B1": Cell("free, 2 slots a hop", bars=(_speed_bar(1.2),), hop_slots=2),
     "B3": Cell("free, 2 slots a hop, links x 3", bars=(_speed_bar(1.2),), hop_slots=2, links=3.0),

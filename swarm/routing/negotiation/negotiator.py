@@ -261,7 +261,9 @@ class Negotiator:
             return []
         changed = view.reckon_with(costs)
         search.renew()
-        self._noticed(now)
+        search.noticed(now)
+        assert self._refining is not None
+        (self._refining.noticed if changed else self._refining.reckoned)(now)
         told = self._told(view, now) if changed else []
         return [*told, *self._launching(view, "peers or costs changed")]
 
