@@ -2,7 +2,7 @@
 and links.
 
     python benchmarks/paths_live.py [--cells A1 A2 B1 B3 C E] [--seeds 1 2 3] [--arms ours swarm greedy] [--seconds 30]
-    [--at-once 1] [--add FILE ...] [--keep DIR]
+    [--at-once 1] [--runs FILE] [--add FILE ...] [--keep DIR]
 
 Real processes, sockets and TLS on this machine, but every node is `tests/e2e/emulated.py`: computations and links take
 the time that they would take on machines that are up to four times slower than others, in three regions. So what is
@@ -18,8 +18,8 @@ its visits, which should be above 0.95; `machine_load`, of this machine's cores,
 emulated times are not true; `hops_between_regions`. Of each cell: ratios of arms by seed, their geometric mean with its
 90 % bootstrap interval, and the bars.
 
-Prints one JSON object; progress and a table go to stderr. `--add` reports earlier outputs together with what is run
-now, so that a long measurement can be taken in pieces; without seeds nothing is run.
+Prints one JSON object; progress and a table go to stderr. `--add` reports earlier outputs (or files of `--runs`)
+together with what is run now, so that a long measurement can be taken in pieces; without seeds nothing is run.
 """
 
 from __future__ import annotations
@@ -73,6 +73,9 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[Run]:
             found = figures(trial, await observe(trial, text, pacing), tokens)
             shown = {key: found[key] for key in (*SHOWN, *SHOWN_LATER) if key in found}
             tell(f"{trial.cell_name}, seed {trial.seed}, {trial.arm}: {shown}")
+            if options.runs is not None:
+                with options.runs.open("a") as file:
+                    file.write(json.dumps(found) + "\n")
             return found
 
     async with asyncio.TaskGroup() as group:
@@ -81,8 +84,9 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[Run]:
 
 
 def earlier(files: Sequence[Path]) -> list[Run]:
-    """The runs of earlier outputs."""
-    return [run for file in files for run in json.loads(file.read_text())["runs"]]
+    """The runs of earlier outputs, or of files that `--runs` wrote."""
+    found = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return [run for one in found for run in one.get("runs", [one])]
 
 
 def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -96,6 +100,7 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--at-once", type=int, default=1, help="swarms side by side; more only while the load is low")
     parser.add_argument("--add", nargs="+", type=Path, default=[], metavar="FILE", help="earlier outputs")
+    parser.add_argument("--runs", type=Path, help="file to which the figures of each swarm are added when it has ended")
     parser.add_argument("--keep", type=Path, help="new folder for the nodes' logs; a temporary one when absent")
     return parser.parse_args(words)
 
