@@ -19,13 +19,14 @@ import json
 import statistics
 import sys
 import tempfile
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.paths_live import StepClock, all_serve, events_in, tell
+from benchmarks.live_swarm import all_serve, events_in, tell
 from node.local_swarm.local_swarm import LocalSwarm
 from node.local_swarm.setup import LocalSwarmOptions, Place
 from node.observability.events import Completed
@@ -43,6 +44,26 @@ PER_STEP: Final = 6
 LIMIT: Final = "int4"
 ADAPTIVE: Final = "adaptive"
 POLICIES: Final = ("none", "bf16", "int8", "fp8", "int4", ADAPTIVE)
+
+
+@dataclass(slots=True)
+class StepClock:
+    """When each data node was first seen to have ended which step, by index."""
+
+    ended: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
+
+    def look(self, swarm: LocalSwarm) -> None:
+        now = time.perf_counter()
+        for index, peer in swarm.progress.peers.items():
+            if peer.stage == 0 and peer.reported_steps:
+                seen = self.ended.setdefault(index, [])
+                if not seen or seen[-1][1] < peer.reported_steps:
+                    seen.append((now, peer.reported_steps))
+
+    def steps_per_s(self) -> float:
+        """From the first end of a step to the last, each data node by its own."""
+        spans = [(seen[1], seen[-1]) for seen in self.ended.values() if len(seen) > 2]
+        return sum((last - first) / (later - before) for (before, first), (later, last) in spans)
 
 
 @dataclass(slots=True)

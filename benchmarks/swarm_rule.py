@@ -14,6 +14,7 @@ announces, where their code assumes one sample a second of everybody.
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -24,6 +25,8 @@ NEW_SAMPLE_WEIGHT = 0.1
 WORK = {Direction.FORWARD: 1.0, Direction.BACKWARD: 2.5}
 """Of a microbatch at one peer, in ways out."""
 WHOLE_VISIT = sum(WORK.values())
+MAX_JOURNEYS = 1024
+"""Those that have ended are kept too, until there are so many."""
 
 
 @dataclass(slots=True)
@@ -69,7 +72,9 @@ class SwarmRule:
         self._queues: dict[ModuleId, dict[PeerId, tuple[float, float]]] = {}
         self._paces: dict[PeerId, Pace] = {}
         self._announced_s: dict[PeerId, float] = {}
-        self._journeys: dict[MicrobatchId, _Journey] = {}
+        self._journeys: OrderedDict[MicrobatchId, _Journey] = OrderedDict()
+        self.samples = 0
+        """Ways, out or back, that were measured so far."""
 
     def choose(self, module: ModuleId, announced_s: Mapping[PeerId, float]) -> PeerId | None:
         """The peer whose turn it is; None if there is none. Nothing is charged until the microbatch is `launched`.
@@ -95,6 +100,8 @@ class SwarmRule:
     def launched(self, microbatch: MicrobatchId, path: Path, now: float) -> None:
         """A microbatch sets out: its peers' next turns come later."""
         self._journeys[microbatch] = _Journey(path, now)
+        while len(self._journeys) > MAX_JOURNEYS:
+            self._journeys.popitem(last=False)
         for hop in path.hops:
             queue = self._queues.get(hop.module, {})
             if hop.peer in queue:
@@ -111,7 +118,14 @@ class SwarmRule:
         began, journey.last = journey.last, now
         if 0 <= receipt.position < len(journey.path.hops):
             self._paces.setdefault(sender, Pace()).ended(began, now, WORK[receipt.direction])
+            self.samples += 1
 
-    def forget(self, microbatch: MicrobatchId) -> None:
-        """It has come home, or never will."""
-        self._journeys.pop(microbatch, None)
+    def visits(self) -> int:
+        """How many visits were measured so far."""
+        return self.samples // len(WORK)
+
+    def ended(self, microbatch: MicrobatchId, path: Path | None) -> None:
+        """It has come home, or never will (`path` is None). One that is home is kept for a while: the last receipts of
+        the way back come a link's delay later."""
+        if path is None:
+            self._journeys.pop(microbatch, None)

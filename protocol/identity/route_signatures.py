@@ -41,7 +41,10 @@ class Routes:
         self._good: OrderedDict[bytes, None] = OrderedDict()
 
     def signed(self, microbatch: MicrobatchId, path: Path, purpose: Purpose, lifetime_s: float) -> Path:
-        """Signs the route of one of our own microbatches; returns its path."""
+        """Signs the route of one of our own microbatches; returns its path, as everybody will read it: the lifetime in
+        whole milliseconds, so that what comes back is on the same route.
+        """
+        lifetime_s = milliseconds(lifetime_s) / 1000
         modules = tuple(hop.module for hop in path.hops)
         data = signed_bytes(self._run, microbatch, purpose, lifetime_s, modules)
         signature = self._identity.sign(data)

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.swarm_rule import WHOLE_VISIT, WORK, Pace, SwarmRule
+from benchmarks.swarm_rule import MAX_JOURNEYS, WHOLE_VISIT, WORK, Pace, SwarmRule
 from swarm.vocabulary.pipeline_messages import Direction, Receipt, ReceiptStatus
 from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, Path, PeerId
 
@@ -32,8 +32,8 @@ def visit(rule: SwarmRule, number: int, peer: PeerId, begins: float, seconds: fl
     out = seconds * WORK[Direction.FORWARD] / WHOLE_VISIT
     rule.passed(peer, passed(number, Direction.FORWARD), begins + out)
     rule.passed(OWN, passed(number, Direction.BACKWARD, 1), begins + out)
-    rule.passed(peer, passed(number, Direction.BACKWARD), begins + seconds)
-    rule.forget(MicrobatchId(OWN, number))
+    rule.ended(MicrobatchId(OWN, number), Path(OWN, (Hop(MODULE, peer),)))
+    rule.passed(peer, passed(number, Direction.BACKWARD), begins + seconds)  # a link's delay later
 
 
 def test_shares_are_proportional_to_announced_speeds_before_anything_is_measured() -> None:
@@ -87,6 +87,24 @@ def test_tasks_side_by_side_count_as_throughput() -> None:
     for end in (3.0, 4.0, 5.0):  # all given at 2.0
         pace.ended(2.0, end, 1.0)
     assert pace.seconds == pytest.approx(1.0)
+
+
+def test_visits_are_counted_when_both_ways_are_known() -> None:
+    rule = SwarmRule(random.Random(1))
+    for number in range(3):
+        visit(rule, number, launch(rule, number, {FAST: 1.0}), 10.0 * number, 1.0)
+    assert rule.visits() == 3
+
+
+def test_what_is_lost_and_what_ended_long_ago_is_not_measured() -> None:
+    rule = SwarmRule(random.Random(1))
+    peer = launch(rule, 0, {FAST: 7.0})
+    rule.ended(MicrobatchId(OWN, 0), None)
+    rule.passed(peer, passed(0, Direction.FORWARD), 2.0)
+    for number in range(1, MAX_JOURNEYS + 2):
+        launch(rule, number, {FAST: 7.0})
+    rule.passed(peer, passed(1, Direction.FORWARD), 2.0)
+    assert rule.samples == 0
 
 
 def test_a_receipt_counts_once_and_only_for_what_is_under_way() -> None:

@@ -3,7 +3,7 @@
 
 It is the real node but for three things: a computation takes as long as it would on the emulated machine (the compute
 thread sleeps for the rest, so the device is busy and the core is not), what comes by a link comes later, and a data
-node may choose its peers by SWARM's rule. The directory (DHT) is not slowed down.
+node may choose its peers by another rule (`tests/e2e/emulated_paths.py`). The directory (DHT) is not slowed down.
 """
 
 from __future__ import annotations
@@ -11,41 +11,30 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import random
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import node.runtime.serving
 import node.runtime.stage_role
-from benchmarks.swarm_rule import SwarmRule
 from node.__main__ import main
-from node.context.module_context import ModuleContext
 from node.pipeline.codec_selection import LinkCodecs
 from node.pipeline.data_worker import DataWorker
 from node.pipeline.interfaces import Job, Output
 from node.pipeline.stage_worker import HopWorker
-from node.runtime.data_role import DataRole, data_role
 from protocol.frames.frames import Hello
 from protocol.manifest.manifest import Manifest
 from protocol.transport.grpc_streams import AcceptedStream, DialledStream
 from protocol.transport.grpc_transport import GrpcTransport
-from swarm.pipeline.custody_states import Event, Started, Work
-from swarm.routing.planner import NoReplica
-from swarm.routing.stage_balance import ring_stages
+from swarm.pipeline.custody_states import Work
 from swarm.vocabulary.errors import ConfigError
-from swarm.vocabulary.pipeline_messages import Purpose, Receipt
-from swarm.vocabulary.types import Codec, Hop, MicrobatchId, ModuleId, PeerId, Reasoned
-from swarm.vocabulary.types import Path as HopPath
+from swarm.vocabulary.types import Codec, PeerId
+from tests.e2e.emulated_paths import OURS, emulate_data_node
 from tests.e2e.late_frames import LateFrames
 
-OURS, SWARM = "ours", "swarm"
 WRITE_EVERY_S = 0.1
 
 
@@ -61,9 +50,17 @@ class Spec:
     bytes_per_s: float | None = None
     """Of each link; None for no limit."""
     rule: str = OURS
-    """By which a data node chooses peers: `ours` or `swarm`."""
+    """By which a data node chooses peers: one of `tests.e2e.emulated_paths.RULES`."""
     window: int | None = None
     """Microbatches a data node has under way; None for the node's own choice."""
+    slots: int | None = None
+    """Microbatches a hop holds; None for the node's own choice."""
+    announced_factor: float = 1.0
+    """It says that it is so many times as fast as it is."""
+    slowed: str | None = None
+    """File with the factor by which it is slower now; 1 while there is none."""
+    flights: str | None = None
+    """File into which a data node writes what becomes of its microbatches (`tests/e2e/flight_record.py`)."""
     codec: str | None = None
     """Of all microbatches; None for what the node chooses for each link."""
     counts: str | None = None
@@ -74,6 +71,15 @@ class Spec:
     def visit_s(self) -> float:
         """Out and back."""
         return (1 + self.backward_factor) * self.forward_s
+
+    def slower_by(self) -> float:
+        """The factor of this moment."""
+        if self.slowed is None:
+            return 1.0
+        try:
+            return float(Path(self.slowed).read_text())
+        except FileNotFoundError:
+            return 1.0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -113,7 +119,7 @@ class Network:
 
 def slow_computing(spec: Spec) -> None:
     """Every computation takes its emulated time, unless it really takes longer; the speed that is announced is the
-    emulated one."""
+    emulated one, or wrong as the specification says."""
     factors = {
         Work.FORWARD: 1.0,
         Work.BACKWARD: spec.backward_factor,
@@ -121,13 +127,16 @@ def slow_computing(spec: Spec) -> None:
         Work.LOSS: 1.0 + spec.backward_factor,
     }
     for kind in (HopWorker, DataWorker):
-        kind.compute = _lasting(kind.compute, lambda job: factors[job.work] * spec.forward_s)  # type: ignore[method-assign]
+        kind.compute = _lasting(kind.compute, lambda job: factors[job.work] * spec.forward_s * spec.slower_by())  # type: ignore[method-assign]
+
+    def announced(tokens: int) -> float:
+        return spec.announced_factor * tokens / (spec.slower_by() * spec.visit_s)
 
     def timed(self: HopWorker, seconds: float) -> None:
-        self._speed.mean = self._tokens / spec.visit_s
+        self._speed.mean = announced(self._tokens)
 
     def measured(part: object, manifest: Manifest, device: object) -> float:
-        return manifest.microbatch_tokens / spec.visit_s
+        return announced(manifest.microbatch_tokens)
 
     HopWorker._timed = timed  # type: ignore[method-assign]
     node.runtime.stage_role.measure_speed = measured
@@ -201,76 +210,7 @@ def fix_codec(codec: Codec) -> None:
     LinkCodecs.choose = lambda self, to, traffic: codec  # type: ignore[method-assign]
 
 
-# ---- SWARM's rule ----------------------------------------------------------------------------------------------------
-
-
-class SwarmPaths:
-    """Stands before a data node's planner: the stages are those of the ring, the peers are chosen by SWARM's rule. All
-    else is the planner's."""
-
-    def __init__(self, planner: Any, rule: SwarmRule, given: ModuleContext) -> None:
-        self._planner = planner
-        self._rule = rule
-        self._own, self._membership = given.session.own, given.session.membership
-        self._stages = given.manifest.stages
-        self._tokens = given.manifest.microbatch_tokens
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._planner, name)
-
-    def plan(self, number: int, *arguments: object) -> Reasoned[HopPath | NoReplica]:
-        stages = ring_stages(self._stages.count, self._stages.visited_per_path, number)
-        chosen = {module: self._choose(module) for module in map(ModuleId, stages)}
-        missing = tuple(module for module, peer in chosen.items() if peer is None)
-        if missing:
-            return Reasoned(NoReplica(missing), "no peer left")
-        hops = tuple(Hop(module, peer) for module, peer in chosen.items() if peer is not None)
-        return Reasoned(HopPath(self._own.peer, hops), "by virtual time")
-
-    def _choose(self, module: ModuleId) -> PeerId | None:
-        replicas = self._membership.replicas(module, self._own.clock.monotonic())
-        speeds = {a.peer: a.tokens_per_second for a in replicas}
-        return self._rule.choose(
-            module, {peer: self._tokens / speed if speed else 0.0 for peer, speed in speeds.items()}
-        )
-
-
-def choose_by_swarm(spec: Spec) -> None:
-    """Data nodes launch along the paths of `SwarmPaths`. Repair in flight stays as it is."""
-
-    @asynccontextmanager
-    async def role_by_swarm(given: ModuleContext) -> AsyncIterator[DataRole]:
-        async with data_role(given) as role:
-            own = given.session.own
-            rule = SwarmRule(random.Random(f"{spec.seed} {own.peer}"))
-            role._data_node._planner = SwarmPaths(role._data_node._planner, rule, given)  # type: ignore[assignment]
-            tell_rule(rule, role, own.clock.monotonic)
-            yield role
-
-    node.runtime.serving.data_role = role_by_swarm
-
-
-def tell_rule(rule: SwarmRule, role: DataRole, now: Callable[[], float]) -> None:
-    """The rule hears what becomes of the data node's microbatches."""
-    ends: Any = role.runner._ends
-    handle, passed, finished, lost = role.runner.handle, ends.passed, ends.finished, ends.lost
-
-    def handle_and_tell(event: Event) -> None:
-        if isinstance(event, Started) and event.purpose is Purpose.TRAIN:
-            rule.launched(event.microbatch, event.path, now())
-        handle(event)
-
-    def passed_and_tell(sender: PeerId, receipt: Receipt) -> None:
-        rule.passed(sender, receipt, now())
-        passed(sender, receipt)
-
-    def ended_and_tell(ended: Callable[..., None], microbatch: MicrobatchId, *rest: object) -> None:
-        rule.forget(microbatch)
-        ended(microbatch, *rest)
-
-    role.runner.handle = handle_and_tell  # type: ignore[method-assign]
-    ends.passed = passed_and_tell
-    ends.finished, ends.lost = partial(ended_and_tell, finished), partial(ended_and_tell, lost)
+# ---- starting --------------------------------------------------------------------------------------------------------
 
 
 def emulate(spec: Spec) -> None:
@@ -281,10 +221,10 @@ def emulate(spec: Spec) -> None:
         fix_codec(Codec[spec.codec.upper()])
     if spec.counts is not None:
         SentBytes.file = Path(spec.counts)
-    if spec.rule == SWARM:
-        choose_by_swarm(spec)
-    if spec.window is not None:
-        sys.argv += ["--window", str(spec.window)]
+    emulate_data_node(spec.rule, spec.seed, spec.flights)
+    for name, limit in (("--window", spec.window), ("--slots", spec.slots)):
+        if limit is not None:
+            sys.argv += [name, str(limit)]
 
 
 async def status_of(link: str, network: Path) -> dict[str, Any]:

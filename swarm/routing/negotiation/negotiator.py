@@ -272,7 +272,9 @@ class Negotiator:
             self._deal_at = now + BETWEEN_DEALS_S
             changed, why = True, f"other visit shares: {view.shares.reason}"
         search.renew()
-        self._noticed(now)
+        search.noticed(now)
+        assert self._refining is not None
+        (self._refining.noticed if changed else self._refining.reckoned)(now)
         told = self._told(view, now) if changed else []
         return [*told, *self._launching(view, why)]
 

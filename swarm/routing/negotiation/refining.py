@@ -60,6 +60,13 @@ class Refining:
         self._quiet_since = now + TURN_S
         self._at = self._quiet_since + self._talk.quiet_s
 
+    def reckoned(self, now: float) -> None:
+        """There are new figures, and the trades have as long as before: figures come every few seconds, and would put
+        our turn off for ever."""
+        if math.isinf(self._at):
+            self._quiet_since = now
+            self._at = now + self._talk.quiet_s
+
     def turn(self, now: float) -> tuple[Route, ...] | None:
         """Better routes for our microbatches; None when it is not our turn, or none were found."""
         if now < self._at:

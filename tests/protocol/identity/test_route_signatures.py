@@ -19,7 +19,7 @@ RUN, OTHER_RUN = RunId("ab" * 32), RunId("cd" * 32)
 DATA_NODE, HOP = Identity.generate(), Identity.generate()
 NUMBER = MicrobatchId(DATA_NODE.peer, 7)
 PATH = Path(DATA_NODE.peer, tuple(Hop(ModuleId(stage), HOP.peer) for stage in (1, 2, 3)))
-LIFETIME_S = 61.2345
+LIFETIME_S = 61.23456
 NOT_ITS = "the route's signature is not its data node's"
 
 
@@ -53,6 +53,15 @@ def test_a_signed_route_holds_out_and_back_at_every_hop() -> None:
         assert read_by_another(Forward(NUMBER, path, position, Purpose.TRAIN, LIFETIME_S)) is None
         assert read_by_another(Backward(NUMBER, path, position)) is None
     assert read_by_another(forward(signed(Purpose.EVALUATE), purpose=Purpose.EVALUATE)) is None
+
+
+def test_a_route_comes_back_as_it_was_signed() -> None:
+    """Else the data node takes it for another one, and its microbatch is lost."""
+    sent = Backward(NUMBER, signed(), 1)
+    frame = decode(encode(TensorFrame(sent, TensorSpec((2, 1024), DType.FLOAT32), 1, 1)))
+    assert isinstance(frame, TensorFrame)
+    assert isinstance(frame.message, Backward)
+    assert frame.message.path == sent.path
 
 
 def test_repair_may_replace_peers_and_leave_modules_out() -> None:

@@ -134,3 +134,16 @@ def test_an_unequal_swarm_is_planned_alike_by_whoever_is_told_the_same() -> None
     assert len(lanes[0]) == 24
     counted = Counter(hop.peer for lane in lanes[0] for hop in lane)
     assert counted[PeerId("1.0")] > counted[PeerId("1.1")] > 0, "the fast replica has more"
+
+
+@pytest.mark.parametrize("change", [0.0, 0.02])
+def test_figures_that_come_every_two_seconds_do_not_put_refinement_off(change: float) -> None:
+    """As a node looks at the swarm, whatever it sees."""
+    party = Party(swarm(FIVE, SLOW), RULES, 6, Weather(), seed=1)
+    for _ in range(30):
+        party.run(2.0)
+        factors = {peer: party.rng.uniform(1 - change, 1 + change) for peer in party.costs.forward_s}
+        forward_s = {peer: factors[peer] * seconds for peer, seconds in party.costs.forward_s.items()}
+        party.announce_members(within_s=0.5, costs=replace(party.costs, forward_s=forward_s))
+    assert any(len(machine.launches) > len(machine.stages) for machine in party.machines.values())
+    party.assert_equal_visits()

@@ -1,0 +1,48 @@
+"""The record of a data node's microbatches: one line of JSON for each launch and each end, by the machine's monotonic
+clock, which all processes of one machine share. An emulated node writes it (`tests/e2e/emulated_paths.py`), whoever
+started the node reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+LAUNCHED, HOME, LOST = "launched", "home", "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class FlightMark:
+    """What became of one microbatch."""
+
+    at: float
+    kind: str
+    peers: tuple[str, ...]
+    """Of its hops: as planned when it is launched, as they were when it is home."""
+    measured: int
+    """Visits that had been measured by then, of all microbatches, by whoever chooses the peers."""
+
+
+class FlightWriter:
+    """Appends marks to a file; each is there as soon as it is written."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1)
+
+    def write(self, kind: str, peers: tuple[str, ...], measured: int) -> None:
+        mark = FlightMark(time.monotonic(), kind, peers, measured)
+        self._file.write(json.dumps(asdict(mark), separators=(",", ":")) + "\n")
+
+    def close(self) -> None:
+        """Nothing is written after this."""
+        self._file.close()
+
+
+def read_flights(path: Path) -> list[FlightMark]:
+    """The marks that are there by now: none before the first, and not the one that is just being written."""
+    if not path.exists():
+        return []
+    tables = (json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n"))
+    return [FlightMark(table["at"], table["kind"], tuple(table["peers"]), table["measured"]) for table in tables]
