@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -73,23 +73,20 @@ class Refinement:
         self._successes = dict(PRIORS)
         self._trials = dict(PRIORS)
 
-    def finish_s(self, plan: Routes) -> Mapping[PeerId, float]:
-        """When each data node is done by the own costs; infinite when never."""
-        found = self._forecast.finish_s(self._whole(plan))
-        assert found is not None
-        return found.finish_s
-
     def expected(self, plan: Routes) -> Forecast:
-        """When everybody is done by the own costs, and who waits where."""
-        return self._forecast.with_waiting(self._whole(plan))
+        """When everybody is done by the own costs, and who waits where; infinite when never."""
+        return self._forecast.of(self._whole(plan))
 
-    def improve(self, plan: Routes, allowance: int) -> Refined:
+    def improve(self, plan: Routes, expected: Forecast, allowance: int) -> Refined:
         """Better routes for the own microbatches, with so many forecasts at most.
 
         The turn ends early when nothing is left to try, and after half of them when another data node is the last.
+
+        Args:
+            expected: of the plan.
         """
         whole = {data_node: tuple(routes) for data_node, routes in plan.items()}
-        expected, used, circles = self.expected(whole), 1, self._circles(whole)
+        used, circles = 0, self._circles(whole)
         while used < allowance and math.isfinite(expected.worth[0]):
             if 2 * used > allowance and not self._is_last(expected):
                 break
@@ -97,17 +94,18 @@ class Refinement:
             for kind, change in self._changes(whole, expected):
                 changed = self._with(whole, change)
                 used += 1
-                found = self._forecast.finish_s(self._whole(changed), expected.worth[0] + LEAST_GAIN_S)
+                found = self._forecast.within(self._whole(changed), expected.worth[0] + LEAST_GAIN_S)
                 if found is not None and _is_better(found, expected) and self._circles(changed) <= circles:
                     self._note(kind, expected, found)
-                    better = changed
+                    better = found
+                    whole = changed
                     break
                 self._trials[kind] += 1
                 if used >= allowance:
                     break
             if better is None:
                 break
-            whole, expected, used = better, self.expected(better), used + 1
+            expected = better
         return Refined(whole[self._own], expected, used)
 
     # ---- steps -----------------------------------------------------------------------------------------------------

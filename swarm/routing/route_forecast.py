@@ -66,16 +66,9 @@ class RouteForecast:
         """The round trip of a route if it never waits."""
         return self._row(data_node, route)[0][3]
 
-    def finish_s(self, plan: Routes, limit_s: float = math.inf) -> Forecast | None:
-        """Plays the plan; None when a data node would not be done within the limit."""
-        return self._play(plan, limit_s, None)
-
-    def with_waiting(self, plan: Routes) -> Forecast:
-        """Plays the plan, and notes who waited."""
-        waited: dict[PeerId, list[list[float]]] = {}
-        for data_node, routes in plan.items():
-            waited[data_node] = [[0.0] * (2 * len(route) + 3) for route in routes]
-        played = self._play(plan, math.inf, waited)
+    def of(self, plan: Routes) -> Forecast:
+        """Plays the plan."""
+        played = self.within(plan, math.inf)
         assert played is not None
         return played
 
@@ -101,9 +94,12 @@ class RouteForecast:
             ahead = peer
         return tuple(reversed(row))
 
-    def _play(self, plan: Routes, limit_s: float, waited: dict[PeerId, list[list[float]]] | None) -> Forecast | None:
-        """One pass through virtual time, in one function: it is called hundreds of times, and a call for each task
-        would double what it takes."""
+    def within(self, plan: Routes, limit_s: float) -> Forecast | None:
+        """Plays the plan; None when a data node would not be done within the limit.
+
+        One pass through virtual time, in one function: it is called hundreds of times, and a call for each task would
+        double what it takes.
+        """
         overhead_s = self._costs.task_overhead_s
         units = [(data_node, place) for data_node in sorted(plan) for place in range(len(plan[data_node]))]
         rows = [self._row(data_node, plan[data_node][place]) for data_node, place in units]
@@ -114,6 +110,7 @@ class RouteForecast:
         busy_until, is_called = [-1.0] * len(free), [False] * len(free)
         queues: list[list[tuple[float, int, int]]] = [[] for _ in free]
         finish_s, under_way = dict.fromkeys(plan, 0.0), len(units)
+        waited = [[0.0] * len(row) for row in rows]
         # What happens: when, when it was sent, ticket, microbatch, place. A call to look at the queue again has no
         # microbatch, and the peer for its place.
         events = [(0.0, -1.0, ticket, -1, peer) for ticket, peer in enumerate(unlaunched)]
@@ -147,9 +144,7 @@ class RouteForecast:
                     return None
                 del queue[k]
                 free[peer] += frees  # nobody looks before the end of this task
-                if waited is not None:
-                    data_node, number = units[unit]
-                    waited[data_node][number][place] = now - arrived
+                waited[unit][place] = now - arrived
                 end = now + cost_s
                 busy_until[peer] = end + overhead_s
                 ticket += 1
@@ -163,5 +158,10 @@ class RouteForecast:
                     heappush(events, (end + overhead_s, end, ticket, -1, peer))
                 break
         if under_way:  # they wait for each other for ever
-            return None if limit_s < math.inf else Forecast(dict.fromkeys(plan, math.inf), waited or {})
-        return Forecast(finish_s, waited or {})
+            if limit_s < math.inf:
+                return None
+            finish_s = dict.fromkeys(plan, math.inf)
+        by_data_node: dict[PeerId, list[list[float]]] = {data_node: [] for data_node in plan}
+        for (data_node, _), row in zip(units, waited, strict=True):
+            by_data_node[data_node].append(row)
+        return Forecast(finish_s, by_data_node)

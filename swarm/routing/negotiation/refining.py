@@ -13,8 +13,8 @@ from swarm.routing.cost_model import Costs, Route
 from swarm.routing.negotiation.lane_view import View
 from swarm.routing.negotiation.negotiation_events import TalkRules
 from swarm.routing.negotiation.proposals import WORST
-from swarm.routing.refinement import Refinement
-from swarm.vocabulary.types import PeerId
+from swarm.routing.refinement import Plan, Refinement
+from swarm.routing.route_forecast import Forecast
 
 FREE_ROUNDS = 2
 """How often all data nodes go through their routes in a forecast, where each launches as fast as it can."""
@@ -26,7 +26,7 @@ LEAST_FORECASTS = 12
 """In a turn, however many tasks one has to play."""
 WORTH_REFINING = 0.05
 """By so much the expected end must have changed with the costs before routes are refined anew."""
-WORTH_TELLING = 0.001, 0.01
+WORTH_TELLING = 0.0005, 0.01
 """Share by which the last data node must be done sooner, or all in the mean, for a turn's routes to be taken: all
 others have to hear of them."""
 
@@ -39,7 +39,8 @@ class Refining:
         self._rounds = FREE_ROUNDS if talk.microbatches is None else talk.microbatches // view.singles
         self._costs: Costs | None = None
         self._refinement: Refinement | None = None
-        self._left = talk.turns_each
+        self._expected: tuple[Refinement, Plan, Forecast] | None = None
+        self._left, self._tasks_left = talk.turns_each, talk.tasks_each
         self._quiet_since, self._at = 0.0, math.inf
         self._settled_s = math.nan
         """The end that was expected after the last turn."""
@@ -75,13 +76,15 @@ class Refining:
         plan = self._view.plan()
         if plan is None:
             return None
+        if self._left <= 0 and self._costs is self._view.costs:
+            return None
         refinement = self._by_costs()
-        finish = refinement.finish_s(plan)
-        last = max(finish.values())
+        expected = self._expected_of(plan, refinement)
+        finish, last = expected.finish_s, expected.worth[0]
         if math.isinf(last):
             return None
         if abs(last - self._settled_s) > WORTH_REFINING * self._settled_s:
-            self._left = self._talk.turns_each
+            self._left, self._tasks_left = self._talk.turns_each, self._talk.tasks_each
         if self._left <= 0:
             return None
         own = self._view.own
@@ -90,7 +93,7 @@ class Refining:
         if now < at:
             self._at = at
             return None
-        return self._improved(plan, refinement, (last, math.fsum(finish.values()) / len(finish)))
+        return self._improved(plan, refinement, expected)
 
     # ---- steps -----------------------------------------------------------------------------------------------------
 
@@ -101,14 +104,23 @@ class Refining:
             self._refinement = Refinement(view.own, view.costs, view.rules, self._rounds)
         return self._refinement
 
-    def _improved(
-        self, plan: dict[PeerId, tuple[Route, ...]], refinement: Refinement, before: tuple[float, float]
-    ) -> tuple[Route, ...] | None:
-        tasks = sum(2 * len(route) + 3 for routes in plan.values() for route in routes) * self._rounds
-        allowance = max(LEAST_FORECASTS, self._talk.tasks_each // (self._talk.turns_each * max(1, tasks)))
+    def _expected_of(self, plan: Plan, refinement: Refinement) -> Forecast:
+        """The forecast of a plan, made once: the turn is often waited for."""
+        if self._expected is None or self._expected[0] is not refinement or self._expected[1] != plan:
+            self._expected = refinement, plan, refinement.expected(plan)
+            self._tasks_left -= self._tasks_of(plan)
+        return self._expected[2]
+
+    def _tasks_of(self, plan: Plan) -> int:
+        """That one forecast plays."""
+        return max(1, sum(2 * len(route) + 3 for routes in plan.values() for route in routes) * self._rounds)
+
+    def _improved(self, plan: Plan, refinement: Refinement, before: Forecast) -> tuple[Route, ...] | None:
+        tasks = self._tasks_of(plan)
+        found = refinement.improve(plan, before, max(LEAST_FORECASTS, self._tasks_left // (self._left * tasks)))
         self._left -= 1
-        found = refinement.improve(plan, allowance)
-        gained = [1 - after / once for after, once in zip(found.expected.worth, before, strict=True) if once > 0]
+        self._tasks_left -= found.forecasts * tasks
+        gained = [1 - after / once for after, once in zip(found.expected.worth, before.worth, strict=True) if once > 0]
         is_worth = any(gain >= least for gain, least in zip(gained, WORTH_TELLING, strict=False))
-        self._settled_s = found.expected.worth[0] if is_worth else before[0]
+        self._settled_s = found.expected.worth[0] if is_worth else before.worth[0]
         return found.routes if is_worth else None

@@ -126,7 +126,7 @@ class _Annealing:
         """What a changed plan is worth; None when it is worse than before by more than is allowed."""
         self.forecasts += 1
         limit_s = worth[0] + allowed + MEAN_SHARE * MEAN_GAIN * worth[1]
-        played = self._forecast.finish_s(routes, limit_s)
+        played = self._forecast.within(routes, limit_s)
         if played is None or _energy(played.worth) > _energy(worth) + allowed:
             return None
         return played.worth
@@ -152,11 +152,11 @@ def _write(routes: Routes, change: Change) -> Change:
 
 def _that_comes_home(instance: Instance, start: Plan, routes: RouteForecast) -> tuple[Plan, Worth]:
     """The start, or if it blocks itself the same routes without steps back; and what it is worth."""
-    worth = routes.finish_s(start, math.inf)
+    worth = routes.of(start)
     if worth is None or math.isinf(worth.worth[0]):
         stage_of = instance.costs.stage_of()
         start = {data_node: tuple(in_order(route, stage_of) for route in own) for data_node, own in start.items()}
-        worth = routes.finish_s(start, math.inf)
+        worth = routes.of(start)
     if worth is None or math.isinf(worth.worth[0]):
         raise ValueError(f"the plan of {instance.name} to start from blocks itself")
     return start, worth.worth

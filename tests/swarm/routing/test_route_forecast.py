@@ -42,7 +42,7 @@ def test_it_is_the_worlds_forecast(seed: int) -> None:
     rng = random.Random(seed)
     costs = some_swarm(rng)
     plan = some_plan(costs, rng)
-    world, own = forecast(costs, plan), RouteForecast(costs).with_waiting(plan)
+    world, own = forecast(costs, plan), RouteForecast(costs).of(plan)
     if math.isinf(world.makespan_s):
         assert own.worth[0] == math.inf, "they wait for each other for ever"
         return
@@ -57,13 +57,13 @@ def test_a_plan_is_given_up_exactly_when_it_ends_after_the_limit(seed: int) -> N
     rng = random.Random(seed)
     costs = some_swarm(rng)
     plan, known = some_plan(costs, rng), RouteForecast(costs)
-    whole = known.finish_s(plan)
-    if whole is None or math.isinf(whole.worth[0]):
-        assert known.finish_s(plan, 1e6) is None
+    whole = known.of(plan)
+    if math.isinf(whole.worth[0]):
+        assert known.within(plan, 1e6) is None
         return
     last = whole.worth[0]
-    assert known.finish_s(plan, last + 1e-6) == whole
-    assert known.finish_s(plan, last - 1e-6) is None
+    assert known.within(plan, last + 1e-6) == whole
+    assert known.within(plan, last - 1e-6) is None
 
 
 def test_a_route_alone_takes_its_round_trip() -> None:
