@@ -1,2 +1,2 @@
-"""Which way a microbatch takes: legal orders of stages, equal visits, lanes agreed between data nodes, timetables of
-peers. Pure."""
+"""Which way a microbatch takes: legal orders of stages, how often each is visited, lanes agreed between data nodes,
+timetables of peers. Pure."""

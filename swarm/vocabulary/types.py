@@ -27,8 +27,8 @@ MAX_MICROBATCH_NUMBER = 2**48 - 1
 MAX_HOPS = 256
 MAX_FRAGMENTS = 64
 MAX_VISIT_RATIO = 2.0
-"""Of visits between two stages after stage 0: measured up to there (docs/BENCHMARKS.md), and beyond it parts of the
-model become worse."""
+"""Of visits between two stages after stage 0. A choice: the more unequal, the less a part of the model is worth alone,
+and 1.5 has most of the pace (docs/PATHS.md)."""
 MAX_ROUND = 2**48 - 1
 MAX_COUNT = 2**48
 """Of inner steps, and of tokens, wherever they are named. Sums end there instead of growing beyond it."""

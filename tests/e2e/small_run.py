@@ -16,7 +16,12 @@ PATIENCE_S = 90.0
 
 
 def small_run(
-    text: Path, *, blocks: tuple[int, ...] = (0, 1, 1, 1), per_path: int | None = None, **training: object
+    text: Path,
+    *,
+    blocks: tuple[int, ...] = (0, 1, 1, 1),
+    per_path: int | None = None,
+    visit_ratio: float = 1.0,
+    **training: object,
 ) -> Manifest:
     """A byte-level model of `text` with a step of four microbatches."""
     return manifest_from_table(
@@ -32,7 +37,7 @@ def small_run(
                 "feed_forward": 64,
                 "sequence": 32,
             },
-            "stages": {"blocks": blocks, "per_path": per_path},
+            "stages": {"blocks": blocks, "per_path": per_path, "visit_ratio": visit_ratio},
             "data": {"source": f"path:{text}", "held_out": 0.1},
             "training": {
                 "rows": 2,

@@ -1,5 +1,5 @@
-"""Data nodes of real processes agree on lanes: stages are skipped equally often, and a peer that dies is on none of
-them any more."""
+"""Data nodes of real processes agree on lanes: stages are skipped equally often, or by shares where the run allows it,
+and a peer that dies is on none of them any more."""
 
 from __future__ import annotations
 
@@ -66,3 +66,29 @@ async def test_data_nodes_skip_equally_and_leave_the_dead_out(tmp_path: Path) ->
     assert {index: end.exit_code for index, end in swarm.ends.items() if end.exit_code} == {
         victim.index: 128 + signal.SIGKILL
     }
+
+
+async def test_the_stage_with_more_peers_is_visited_more_where_the_run_allows_it(tmp_path: Path) -> None:
+    manifest = small_run(write_text(tmp_path / "text"), per_path=PER_PATH, visit_ratio=1.5, staleness=1)
+    async with LocalSwarm(manifest, LocalSwarmOptions(peers=5, threads=1)) as swarm:
+        watch = Watch(swarm)
+        await watch.step(2)
+        swarm.start_peer(0)
+        lanes = await lanes_when(swarm, lambda now: visited_most(now) == REPLICATED)
+        visits = Counter(stage for each in lanes for lane in each for stage in lane.stages)
+        assert max(visits.values()) <= 1.5 * min(visits.values())
+        assert all(len(lane.stages) == PER_PATH for each in lanes for lane in each)
+        status = await query_status(swarm.link)
+        paths = next(peer.said.paths for peer in status.peers if peer.hosts(0))
+        assert paths is not None
+        assert paths.shares is not None
+        assert sum(paths.shares.wanted.values()) == pytest.approx(PER_PATH, abs=1e-3)
+        assert sum(paths.shares.made.values()) == pytest.approx(PER_PATH, abs=1e-3)
+        await swarm.stop()
+    assert not any(end.exit_code for end in swarm.ends.values())
+
+
+def visited_most(lanes: list[Lanes]) -> int | None:
+    """The stage that the lanes visit more often than any other."""
+    visits = Counter(stage for each in lanes for lane in each for stage in lane.stages).most_common(2)
+    return visits[0][0] if visits[0][1] > visits[1][1] else None

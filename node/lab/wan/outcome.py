@@ -122,7 +122,7 @@ def _stage(module: object) -> int:
 
 def capacity_of(speeds: Iterable[tuple[int, float]], manifest: Manifest) -> Capacity:
     """The capacity from (stage, announced tokens per second) of each replica. Where paths skip stages, a stage is
-    visited by some of them only.
+    visited by some of them only; all equally often, though a run may allow unequal visits and then more.
     """
     count = manifest.stages.count
     visited = manifest.stages.visited_per_path

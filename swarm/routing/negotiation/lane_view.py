@@ -15,6 +15,7 @@ from swarm.routing.negotiation.negotiation_events import TalkRules
 from swarm.routing.path_rules import PathRules, order_tree
 from swarm.routing.stage_balance import fair_sets, free_lanes, lanes_for, routes_each, visits
 from swarm.routing.visit_shares import (
+    VisitShares,
     capacities_of,
     equal_shares,
     first_deal,
@@ -48,12 +49,11 @@ class View:
         self.others = tuple(member.peer for member in group.members if member.peer != own)
         self.versions: dict[PeerId, int] = {own: 1}
         self.costs, self._exclusive = share_of(costs, group)
-        self._period = share_period(rules, talk.microbatches)
-        self.shares = Reasoned(equal_shares(rules), "equal, as the run wants them")
-        """Of our microbatches, how many are to visit each stage; trades with others come on top."""
-        sets = self._dealt(talk.microbatches)
-        self.lanes = len(sets)
         each = talk.microbatches
+        self._period = share_period(rules, each)
+        self.shares, sets = self._dealt(each)
+        """Of our microbatches, how many are to visit each stage; trades with others come on top."""
+        self.lanes = len(sets)
         self.singles = self.lanes if self._period else routes_each(rules, group.total, self.lanes, each)
         """Routes of single microbatches of a data node that has refined its lanes."""
         self.stages: dict[LaneId, frozenset[int]] = {}
@@ -71,16 +71,16 @@ class View:
             self.stages[own, k] = stages
             self.book.enter((own, k), self.book.cheapest(own, order_tree(self._ahead, stages)).get(stages, ()))
 
-    def _dealt(self, each: int | None) -> list[frozenset[int]]:
+    def _dealt(self, each: int | None) -> tuple[Reasoned[VisitShares], list[frozenset[int]]]:
         """What our lanes are to visit at first: a part of everybody's ring, or a whole period of shares of our own."""
         rules, group = self.rules, self._group
         count, rank = len(group.members), group.rank(self.own)
         if self._period is not None:
             offset = (group.first + rank) * self._period // group.total
-            self.shares, sets = first_deal(rules, capacities_of(self.costs), self._period, offset)
-            return sets
+            return first_deal(rules, capacities_of(self.costs), self._period, offset)
         lanes = free_lanes(rules) if each is None else lanes_for(rules, group.total, each)
-        return fair_sets(rules, count * lanes, group.first * lanes)[rank::count]
+        ring = fair_sets(rules, count * lanes, group.first * lanes)
+        return Reasoned(equal_shares(rules), "equal, as the run wants them"), ring[rank::count]
 
     @property
     def version(self) -> int:
