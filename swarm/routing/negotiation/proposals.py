@@ -94,7 +94,7 @@ class Search:
             return None
         by_slack = list(reversed(times))
         for lane in lanes:
-            partners = [other for other in by_slack if other != lane and self._may_ask(other)][:PARTNERS]
+            partners = [other for other in by_slack if other[0] != lane[0] and self._may_ask(other)][:PARTNERS]
             trade = self._view.book.best_trade(lane, partners, times) if self._view.tradable(lane) else None
             if trade is not None:
                 self._offers_left -= 1
