@@ -13,23 +13,18 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 
 from swarm.routing.cost_model import Costs, Route
 from swarm.routing.deadlock import closes_a_circle, crowded_by
-from swarm.routing.path_rules import PathRules, order_tree, orders
+from swarm.routing.path_rules import PathRules
+from swarm.routing.route_changes import Change, RouteChanges
 from swarm.routing.route_forecast import Forecast, RouteForecast, Routes
-from swarm.routing.route_search import NEAREST, cheapest_by_set
 from swarm.vocabulary.types import PeerId
 
-URGENCY_POWER = 6
-"""How much less a data node counts that is done earlier than the last one."""
 NOISE = 0.05
 """Of the last finish, added to what a change seems to save: so that what the formula does not see is tried in turn."""
-MOST_ORDERS = 64
-"""Of one set of stages that are looked at."""
 LEAST_GAIN_S = 1e-6
 PRIORS = {"replica": 3.0, "order": 3.0, "launch": 2.0, "exchange": 2.0}
 """Successes that each kind of change is taken to have had before the first trial."""
@@ -38,8 +33,6 @@ GAIN_WEIGHT = 100.0
 
 Plan = dict[PeerId, tuple[Route, ...]]
 """The routes of each data node's microbatches in launch order."""
-Change = tuple[tuple[int, Route], ...]
-"""New routes for some of the microbatches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +128,7 @@ class Refinement:
 
     def _changes(self, plan: Plan, expected: Forecast) -> Iterator[tuple[str, Change]]:
         """All changes that there are, the kinds in turn as their record is, each kind's most promising first."""
-        scored = _Scored(self, plan, expected)
+        scored = RouteChanges(self._own, self._costs, self._rules, plan, expected)
         noise = NOISE * expected.worth[0]
         left: dict[str, list[tuple[float, int, Change]]] = {}
         for kind, found in (
@@ -160,155 +153,3 @@ def _is_better(found: Forecast, expected: Forecast) -> bool:
     last, mean = found.worth
     before, mean_before = expected.worth
     return last < before - LEAST_GAIN_S or (last < before + LEAST_GAIN_S and mean < mean_before - LEAST_GAIN_S)
-
-
-class _Scored:
-    """The changes of one plan, each with the seconds that it seems to cost: negative where it saves some."""
-
-    def __init__(self, of: Refinement, plan: Plan, expected: Forecast) -> None:
-        self._of, self._costs, self._rules = of, of._costs, of._rules
-        self._routes = plan[of._own]
-        self._waited = expected.waited_s[of._own]
-        self._length = len(self._routes)
-        last = expected.worth[0]
-        urgency = {
-            peer: (finish / last) ** URGENCY_POWER if last > 0 else 1.0 for peer, finish in expected.finish_s.items()
-        }
-        self._urgency = urgency[of._own]
-        costs = self._costs
-        waiting: dict[PeerId, float] = {}
-        visits: dict[PeerId, int] = {}
-        foreign: dict[PeerId, float] = {}
-        own: dict[PeerId, int] = {}
-        for data_node, routes in plan.items():
-            weight = urgency[data_node]
-            for route, waited in zip(routes, expected.waited_s[data_node], strict=False):
-                end = len(waited) - 2
-                for hop, peer in enumerate(route):
-                    waiting[peer] = waiting.get(peer, 0.0) + waited[hop + 1] + waited[end - hop]
-                    visits[peer] = visits.get(peer, 0) + 1
-                    if data_node == of._own:
-                        own[peer] = own.get(peer, 0) + 1
-                    else:
-                        foreign[peer] = foreign.get(peer, 0.0) + weight
-        factor = 1 + costs.backward_factor
-        self._compute = {peer: factor * seconds for peer, seconds in costs.forward_s.items()}
-        self._time = {
-            peer: c + waiting.get(peer, 0.0) / max(1, visits.get(peer, 0)) for peer, c in self._compute.items()
-        }
-        crowd = {peer: costs.service_s(peer) ** 2 / max(last, 1e-9) for peer in costs.forward_s}
-        self._harm = {peer: crowd[peer] * foreign.get(peer, 0.0) for peer in crowd}
-        self._own_harm = {peer: crowd[peer] * self._urgency * own.get(peer, 0) for peer in crowd}
-
-    def _waits(self, place: int, hop: int) -> float:
-        waited = self._waited[place]
-        return waited[hop + 1] + waited[len(waited) - 2 - hop]
-
-    def _links_s(self, route: Route) -> float:
-        message, here, total = self._costs.message_s, self._of._own, 0.0
-        for there in (*route, self._of._own):
-            total += message[here][there]
-            here = there
-        return 2 * total
-
-    def _blocks(self) -> list[tuple[int, ...]]:
-        """Each microbatch, all on the same route, and the two halves of these."""
-        alike: dict[Route, list[int]] = {}
-        for place, route in enumerate(self._routes):
-            alike.setdefault(route, []).append(place)
-        blocks: list[tuple[int, ...]] = [(place,) for place in range(self._length)]
-        for places in alike.values():
-            if len(places) > 1:
-                blocks.append(tuple(places))
-            if len(places) > 3:
-                blocks += [tuple(places[0::2]), tuple(places[1::2])]
-        return blocks
-
-    def replicas(self) -> Iterator[tuple[float, Change]]:
-        """Another replica for one hop of a block."""
-        for block in self._blocks():
-            route = self._routes[block[0]]
-            links_s = self._links_s(route)
-            for hop, peer in enumerate(route):
-                waited = math.fsum(self._waits(place, hop) for place in block) / len(block)
-                for other in self._near(self._of._stage_of[peer]):
-                    if other in route:
-                        continue
-                    changed = (*route[:hop], other, *route[hop + 1 :])
-                    seconds = self._links_s(changed) - links_s + self._time[other] - self._compute[peer] - waited
-                    harm = self._harm[other] + self._own_harm[other] - self._harm[peer]
-                    yield self._urgency * seconds + harm, tuple((place, changed) for place in block)
-
-    def _near(self, stage: int) -> Sequence[PeerId]:
-        peers = self._costs.stages[stage]
-        if len(peers) <= NEAREST:
-            return peers
-        message = self._costs.message_s[self._of._own]
-        return sorted(peers, key=lambda peer: 2 * message[peer] + self._time[peer] + self._harm[peer])[:NEAREST]
-
-    def orders(self) -> Iterator[tuple[float, Change]]:
-        """The same peers in another order."""
-        stage_of = self._of._stage_of
-        for block in self._blocks():
-            route = self._routes[block[0]]
-            by_stage = {stage_of[peer]: peer for peer in route}
-            links_s = self._links_s(route)
-            waited = math.fsum(math.fsum(self._waited[place]) for place in block) / len(block)
-            for order in islice(orders(order_tree(self._rules, frozenset(by_stage))), MOST_ORDERS):
-                changed = tuple(by_stage[stage] for stage in order)
-                if changed != route:
-                    seconds = self._links_s(changed) - links_s - 0.5 * waited
-                    yield self._urgency * seconds, tuple((place, changed) for place in block)
-
-    def launches(self) -> Iterator[tuple[float, Change]]:
-        """Two microbatches change places."""
-        waited = [math.fsum(row) for row in self._waited]
-        for one in range(self._length):
-            for two in range(one + 1, self._length):
-                first, second = self._routes[one], self._routes[two]
-                if first != second:
-                    yield -self._urgency * (waited[one] + waited[two]), ((one, second), (two, first))
-
-    def exchanges(self) -> Iterator[tuple[float, Change]]:
-        """Two microbatches exchange a stage that only one of them visits."""
-        stage_of = self._of._stage_of
-        stages = [frozenset(stage_of[peer] for peer in route) for route in self._routes]
-        bids: dict[tuple[Route, int, int], tuple[float, Route] | None] = {}
-
-        def bid(place: int, given: int, taken: int) -> tuple[float, Route] | None:
-            route = self._routes[place]
-            key = route, given, taken
-            if key not in bids:
-                bids[key] = self._bid(place, route, stages[place], given, taken)
-            return bids[key]
-
-        for one in range(self._length):
-            for two in range(one + 1, self._length):
-                for given in stages[one] - stages[two]:
-                    for taken in stages[two] - stages[one]:
-                        first, second = bid(one, given, taken), bid(two, taken, given)
-                        if first is not None and second is not None:
-                            yield first[0] + second[0], ((one, first[1]), (two, second[1]))
-
-    def _bid(
-        self, place: int, route: Route, stages: frozenset[int], given: int, taken: int
-    ) -> tuple[float, Route] | None:
-        """What it seems to cost to visit one stage instead of another, the other peers staying."""
-        stage_of = self._of._stage_of
-        wanted = stages - {given} | {taken}
-        peers: list[tuple[PeerId, ...]] = [()] * len(self._costs.stages)
-        for peer in route:
-            peers[stage_of[peer]] = (peer,)
-        peers[taken] = tuple(self._near(taken))
-        price = {
-            peer: self._time[peer] + self._harm[peer] / max(self._urgency, 1e-3) for group in peers for peer in group
-        }
-        found = cheapest_by_set(self._costs, self._of._own, price, order_tree(self._rules, wanted), among=peers)
-        best = found.get(wanted)
-        if best is None:
-            return None
-        now = self._links_s(route) + math.fsum(
-            self._compute[peer] + self._waits(place, hop) + self._harm[peer] / max(self._urgency, 1e-3)
-            for hop, peer in enumerate(route)
-        )
-        return self._urgency * (best.price - now), best.route
