@@ -692,7 +692,7 @@ class LaneHeard(_message.Message):
     def __init__(self, epoch: _Optional[bytes] = ..., version: _Optional[int] = ...) -> None: ...
 
 class LaneOffer(_message.Message):
-    __slots__ = ("epoch", "peers", "number", "sender", "asking_lane", "route", "asked_version", "asked_lane", "stages", "need_s")
+    __slots__ = ("epoch", "peers", "number", "sender", "asking_lane", "route", "asked_version", "asked_lane", "stages", "need_s", "is_single")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
@@ -703,6 +703,7 @@ class LaneOffer(_message.Message):
     ASKED_LANE_FIELD_NUMBER: _ClassVar[int]
     STAGES_FIELD_NUMBER: _ClassVar[int]
     NEED_S_FIELD_NUMBER: _ClassVar[int]
+    IS_SINGLE_FIELD_NUMBER: _ClassVar[int]
     epoch: bytes
     peers: _containers.RepeatedScalarFieldContainer[str]
     number: int
@@ -713,7 +714,8 @@ class LaneOffer(_message.Message):
     asked_lane: int
     stages: _containers.RepeatedScalarFieldContainer[int]
     need_s: float
-    def __init__(self, epoch: _Optional[bytes] = ..., peers: _Optional[_Iterable[str]] = ..., number: _Optional[int] = ..., sender: _Optional[_Union[LaneStanding, _Mapping]] = ..., asking_lane: _Optional[int] = ..., route: _Optional[_Iterable[int]] = ..., asked_version: _Optional[int] = ..., asked_lane: _Optional[int] = ..., stages: _Optional[_Iterable[int]] = ..., need_s: _Optional[float] = ...) -> None: ...
+    is_single: bool
+    def __init__(self, epoch: _Optional[bytes] = ..., peers: _Optional[_Iterable[str]] = ..., number: _Optional[int] = ..., sender: _Optional[_Union[LaneStanding, _Mapping]] = ..., asking_lane: _Optional[int] = ..., route: _Optional[_Iterable[int]] = ..., asked_version: _Optional[int] = ..., asked_lane: _Optional[int] = ..., stages: _Optional[_Iterable[int]] = ..., need_s: _Optional[float] = ..., is_single: _Optional[bool] = ...) -> None: ...
 
 class LaneAccept(_message.Message):
     __slots__ = ("epoch", "peers", "number", "lane")

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
 
 from swarm.routing.cost_model import Costs, Route
 from swarm.routing.deadlock import closes_a_circle, crowded_by
@@ -23,6 +24,14 @@ from swarm.routing.route_changes import Change, RouteChanges
 from swarm.routing.route_forecast import Forecast, RouteForecast, Routes
 from swarm.vocabulary.types import PeerId
 
+WORTH_TELLING = 0.0005, 0.01
+"""Share by which the last data node must be done sooner, or all in the mean, for others to hear of a change."""
+WORTH_ASKING = 0.003, 0.02
+"""Likewise for an exchange, which takes two more messages and binds another data node for their time."""
+PARTNERS = 3
+"""Data nodes that are asked for an exchange: those that are done first."""
+MOST_ROUTES = 6
+"""Of each side that are looked at for an exchange, those that take longest."""
 NOISE = 0.05
 """Of the last finish, added to what a change seems to save: so that what the formula does not see is tried in turn."""
 LEAST_GAIN_S = 1e-6
@@ -33,6 +42,22 @@ GAIN_WEIGHT = 100.0
 
 Plan = dict[PeerId, tuple[Route, ...]]
 """The routes of each data node's microbatches in launch order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A stage of one of our microbatches for a stage of another data node's: the new routes of both.
+
+    Args:
+        place: of our microbatch in launch order.
+        other: the other data node.
+    """
+
+    place: int
+    route: Route
+    other: PeerId
+    other_place: int
+    other_route: Route
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +126,64 @@ class Refinement:
             expected = better
         return Refined(whole[self._own], expected, used)
 
+    def exchange(
+        self, plan: Plan, expected: Forecast, allowance: int, is_refused: Callable[[Exchange], bool]
+    ) -> Exchange | None:
+        """An exchange of stages with another data node that is worth telling, with so many forecasts at most."""
+        circles = self._circles(plan)
+        likely = sorted(self._exchanges(plan, expected), key=lambda found: found[0])
+        for _, exchange in islice((found for found in likely if not is_refused(found[1])), allowance):
+            changed = exchanged(plan, self._own, exchange)
+            found = self._forecast.within(self._whole(changed), expected.worth[0] + LEAST_GAIN_S)
+            if found is not None and is_worth(expected, found, WORTH_ASKING) and self._circles(changed) <= circles:
+                return exchange
+        return None
+
+    def answer(self, plan: Plan, expected: Forecast, asking: PeerId, exchange: Exchange) -> Route | None:
+        """Our route in an exchange that another data node asks for, which gives one stage of ours for another; None
+        when it is not worth it.
+
+        Args:
+            exchange: as the asking one sees it; only the stages of `other_route` count.
+        """
+        stages = frozenset(self._stage_of[peer] for peer in exchange.other_route)
+        changes = RouteChanges(self._own, self._costs, self._rules, plan, expected)
+        held = changes.stages(exchange.other_place)
+        given, taken = held - stages, stages - held
+        if len(given) != 1 or len(taken) != 1:
+            return None
+        swapped = changes.swapped(exchange.other_place, *given, *taken)
+        if swapped is None or not self.helps(plan, expected, asking, replace(exchange, other_route=swapped[1])):
+            return None
+        return swapped[1]
+
+    def helps(self, plan: Plan, expected: Forecast, asking: PeerId, exchange: Exchange) -> bool:
+        """Whether an exchange is worth it by our forecast."""
+        changed = exchanged(plan, asking, exchange)
+        found = self._forecast.within(self._whole(changed), expected.worth[0] + LEAST_GAIN_S)
+        return (
+            found is not None
+            and is_worth(expected, found, WORTH_ASKING)
+            and self._circles(changed) <= self._circles(plan)
+        )
+
     # ---- steps -----------------------------------------------------------------------------------------------------
+
+    def _exchanges(self, plan: Plan, expected: Forecast) -> Iterator[tuple[float, Exchange]]:
+        """With those that are done first, each with the seconds that it seems to cost."""
+        finish = expected.finish_s
+        others = sorted((peer for peer in plan if peer != self._own), key=lambda peer: (finish[peer], peer))
+        ours = RouteChanges(self._own, self._costs, self._rules, plan, expected)
+        for other in others[:PARTNERS]:
+            theirs = RouteChanges(other, self._costs, self._rules, plan, expected)
+            for place in ours.longest[:MOST_ROUTES]:
+                for other_place in theirs.longest[:MOST_ROUTES]:
+                    for given in ours.stages(place) - theirs.stages(other_place):
+                        for taken in theirs.stages(other_place) - ours.stages(place):
+                            one = ours.swapped(place, given, taken)
+                            two = theirs.swapped(other_place, taken, given)
+                            if one is not None and two is not None:
+                                yield one[0] + two[0], Exchange(place, one[1], other, other_place, two[1])
 
     def _whole(self, plan: Routes) -> Routes:
         return plan if self._rounds == 1 else {peer: (*routes,) * self._rounds for peer, routes in plan.items()}
@@ -147,6 +229,19 @@ class Refinement:
             }
             kind = max(chance, key=chance.__getitem__)
             yield kind, left[kind].pop()[2]
+
+
+def exchanged(plan: Plan, asking: PeerId, exchange: Exchange) -> Plan:
+    """The plan after an exchange."""
+    ours, theirs = list(plan[asking]), list(plan[exchange.other])
+    ours[exchange.place], theirs[exchange.other_place] = exchange.route, exchange.other_route
+    return {**plan, asking: tuple(ours), exchange.other: tuple(theirs)}
+
+
+def is_worth(before: Forecast, after: Forecast, least: tuple[float, float]) -> bool:
+    """Whether the last is done so much sooner, or all in the mean while the last is no later."""
+    gains = [1 - then / now if now > 0 else 0.0 for then, now in zip(after.worth, before.worth, strict=True)]
+    return gains[0] >= least[0] or (gains[0] >= -1e-9 and gains[1] >= least[1])
 
 
 def _is_better(found: Forecast, expected: Forecast) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
 from swarm.routing.cost_model import Costs, Route
+from swarm.routing.deadlock import in_order
 from swarm.routing.path_rules import PathRules, order_tree, orders
 from swarm.routing.route_forecast import Forecast
 from swarm.routing.route_search import NEAREST, cheapest_by_set
@@ -19,6 +20,7 @@ from swarm.vocabulary.types import PeerId
 
 URGENCY_POWER = 6
 """How much less a data node counts that is done earlier than the last one."""
+LEAST_URGENCY = 1e-3
 MOST_ORDERS = 64
 """Of one set of stages that are looked at."""
 
@@ -49,6 +51,7 @@ class RouteChanges:
         self._routes = plan[data_node]
         self._waited = expected.waited_s[data_node]
         self._length = len(self._routes)
+        self._swaps: dict[tuple[int, int, int], tuple[float, Route] | None] = {}
         last = expected.worth[0]
         urgency = {
             peer: (finish / last) ** URGENCY_POWER if last > 0 else 1.0 for peer, finish in expected.finish_s.items()
@@ -101,6 +104,48 @@ class RouteChanges:
             if len(places) > 3:
                 blocks += [tuple(places[0::2]), tuple(places[1::2])]
         return blocks
+
+    @property
+    def longest(self) -> list[int]:
+        """One microbatch of each route, those that take longest first."""
+        alike = {route: place for place, route in reversed(list(enumerate(self._routes)))}
+        takes_s = {
+            place: self._links_s(route)
+            + math.fsum(self._compute[peer] for peer in route)
+            + math.fsum(self._waited[place])
+            for route, place in alike.items()
+        }
+        return sorted(takes_s, key=lambda place: (-takes_s[place], place))
+
+    def _takes_s(self, place: int, route: Route) -> float:
+        return self._links_s(route) + math.fsum((*map(self._compute.__getitem__, route), *self._waited[place]))
+
+    def stages(self, place: int) -> frozenset[int]:
+        """That a microbatch visits."""
+        return frozenset(self._stage_of[peer] for peer in self._routes[place])
+
+    def swapped(self, place: int, given: int, taken: int) -> tuple[float, Route] | None:
+        """The route of a microbatch that visits one stage instead of another, in the order of stages; None where that
+        is not legal."""
+        swap = place, given, taken
+        if swap not in self._swaps:
+            self._swaps[swap] = self._swapped(place, given, taken)
+        return self._swaps[swap]
+
+    def _swapped(self, place: int, given: int, taken: int) -> tuple[float, Route] | None:
+        route, stage_of = self._routes[place], self._stage_of
+        hop = next(hop for hop, peer in enumerate(route) if stage_of[peer] == given)
+        rest, gone = (*route[:hop], *route[hop + 1 :]), route[hop]
+        urgency = max(self._urgency, LEAST_URGENCY)
+        now_s = self._links_s(route) + self._compute[gone] + self._waits(place, hop) + self._harm[gone] / urgency
+        found = []
+        for peer in self._near(taken):
+            changed = in_order((*rest, peer), stage_of)
+            found.append((self._links_s(changed) + self._time[peer] + self._harm[peer] / urgency - now_s, changed))
+        seconds, best = min(found, default=(0.0, ()))
+        if not best or self._rules.fault([stage_of[peer] for peer in best]) is not None:
+            return None
+        return self._urgency * seconds, best
 
     def replicas(self) -> Iterator[tuple[float, Change]]:
         """Another replica for one hop of a block."""
@@ -179,14 +224,16 @@ class RouteChanges:
             peers[stage_of[peer]] = (peer,)
         peers[taken] = tuple(self._near(taken))
         price = {
-            peer: self._time[peer] + self._harm[peer] / max(self._urgency, 1e-3) for group in peers for peer in group
+            peer: self._time[peer] + self._harm[peer] / max(self._urgency, LEAST_URGENCY)
+            for group in peers
+            for peer in group
         }
         found = cheapest_by_set(self._costs, self._own, price, order_tree(self._rules, wanted), among=peers)
         best = found.get(wanted)
         if best is None:
             return None
         now = self._links_s(route) + math.fsum(
-            self._compute[peer] + self._waits(place, hop) + self._harm[peer] / max(self._urgency, 1e-3)
+            self._compute[peer] + self._waits(place, hop) + self._harm[peer] / max(self._urgency, LEAST_URGENCY)
             for hop, peer in enumerate(route)
         )
         return self._urgency * (best.price - now), best.route

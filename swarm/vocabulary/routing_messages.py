@@ -108,6 +108,9 @@ class Offer:
     stages: Stages
     need_s: NonNegative
     """Round trip of the asking lane: of two offers that cross, the larger need goes first."""
+    is_single: bool = False
+    """Whether the lanes are numbered as the routes of single microbatches, in launch order; need is then the end of all
+    of them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -13,7 +12,7 @@ from swarm.routing.lane_book import LaneBook, LaneId
 from swarm.routing.negotiation.groups import Group, share_of
 from swarm.routing.negotiation.negotiation_events import TalkRules
 from swarm.routing.path_rules import PathRules, order_tree
-from swarm.routing.stage_balance import fair_sets, free_lanes, lanes_for, routes_each, visits
+from swarm.routing.stage_balance import fair_sets, free_lanes, lanes_for, routes_each
 from swarm.routing.visit_shares import (
     VisitShares,
     capacities_of,
@@ -63,8 +62,6 @@ class View:
         """The routes of those that have refined their lanes. In the book they stand with the first ones."""
         self.is_refined = False
         """Whether our own are: in the order in which they are to be launched."""
-        self._visits: dict[PeerId, Counter[int]] = {}
-        """What the refined routes of each other data node have to visit, all together."""
         self.book = LaneBook(self.costs, rules, self.lanes)
         self._ahead = replace(rules, max_back_stops=0)
         for k, stages in enumerate(sets):
@@ -110,7 +107,6 @@ class View:
         if not self._is_possible(standing):
             return False
         self.versions[peer] = standing.version
-        self._visits[peer] = self._visits_of(standing)
         self.refined.pop(peer, None)
         if len(standing.lanes) > self.lanes:
             self.refined[peer] = tuple(lane.route for lane in standing.lanes)
@@ -122,19 +118,8 @@ class View:
         return True
 
     def _is_possible(self, standing: Standing) -> bool:
-        """Whether there are as many lanes as there should be; and if they are refined, that they visit what the lanes
-        did: nobody else has agreed to anything else, unless in a version that was lost on its way to us."""
-        if len(standing.lanes) == self.lanes:
-            return True
-        known = self._visits.get(standing.peer)
-        if known is None or standing.version > self.versions[standing.peer] + 1:
-            return len(standing.lanes) == self.singles
-        return len(standing.lanes) == self.singles and known == self._visits_of(standing)
-
-    def _visits_of(self, standing: Standing) -> Counter[int]:
-        """By all its microbatches together."""
-        each = self.singles // len(standing.lanes)
-        return Counter({stage: each * count for stage, count in visits(lane.stages for lane in standing.lanes).items()})
+        """Whether there are as many lanes as there should be. What they visit is the word of whoever visits it."""
+        return len(standing.lanes) in (self.lanes, self.singles)
 
     # ---- single routes -------------------------------------------------------------------------------------------
 
@@ -154,6 +139,33 @@ class View:
             return ((),)
         walked = [self._walked(lane) for lane in lanes]
         return tuple(walked[k % self.lanes] for k in range(self.singles))
+
+    def told_singles(self, peer: PeerId) -> tuple[Route, ...]:
+        """The routes of a data node's single microbatches as it tells of them, whether they can be walked or not."""
+        told = self.refined.get(peer)
+        return told or tuple(self.book.routes[peer, k % self.lanes] for k in range(self.singles))
+
+    def replace(self, place: int, route: Route) -> None:
+        """One microbatch of ours takes another route. Whoever calls this counts the version."""
+        if self.singles == self.lanes:
+            self.is_refined = True
+            self.move(place, route, self.book.stages(route))
+        else:
+            routes = list(self.told_singles(self.own))
+            routes[place] = route
+            self.refine(routes)
+
+    def standing_with(self, peer: PeerId, place: int, lane: Lane) -> Standing:
+        """How another data node stands from its next version on, when one of its microbatches takes another route: as
+        it will say itself."""
+        if self.singles == self.lanes:
+            lanes = list(self.standing_of(peer).lanes)
+            lanes[place] = lane
+        else:
+            routes, alone_s = list(self.told_singles(peer)), self.book.alone_s((peer, 0))
+            routes[place] = lane.route
+            lanes = [Lane(route, self.book.stages(route), alone_s) for route in routes]
+        return Standing(peer, self.versions[peer] + 1, tuple(lanes))
 
     def _may_be_walked(self, route: Route) -> bool:
         return bool(route) and self.book.whole(route)

@@ -40,6 +40,8 @@ class TalkRules:
     tasks_each: int = 48_000
     """Tasks that a data node plays between two changes of the swarm in forecasts for the refinement of its routes: a
     bound of its CPU time, some 40 ms."""
+    exchanges_each: int = 10
+    """Exchanges of a stage of one microbatch that a data node asks others for between two changes of the swarm."""
     turns_each: int = 3
     """Turns in which it spends them: all others are told of each that has found something."""
 

@@ -42,8 +42,9 @@ from swarm.routing.negotiation.negotiation_events import (
 )
 from swarm.routing.negotiation.proposals import Search, Wish
 from swarm.routing.negotiation.refining import Refining
-from swarm.routing.negotiation.trades import Asking, Bound, answer_to, decision, helps, offer_for
+from swarm.routing.negotiation.trades import Asking, Bound, answer_to, decision, exchange_offer, helps, offer_for
 from swarm.routing.path_rules import PathRules
+from swarm.routing.refinement import Exchange
 from swarm.routing.stage_balance import Lanes, spread
 from swarm.routing.visit_shares import VisitShares
 from swarm.vocabulary.routing_messages import Abandon, Accept, Decline, Heard, LaneControl, Offer, Told
@@ -231,7 +232,7 @@ class Negotiator:
         if asking is not None and asking.decided is None and (now >= asking.until or self._costs is not None):
             actions.append(Tell(asking.asked, Abandon(view.epoch, asking.offer.number)))
             self._asking = None
-            search.put_off((asking.asked, asking.offer.asked_lane), asking.offer.number, now)
+            self._put_off(search, asking, now)
         if bound is not None and now >= bound.repeat_at:
             bound.wait_s = min(2 * bound.wait_s, self._talk.longest_repeat_s)
             bound.repeat_at = now + bound.wait_s
@@ -245,10 +246,15 @@ class Negotiator:
         return actions
 
     def _refine(self, view: View, refining: Refining, now: float) -> Actions:
-        routes = refining.turn(now)
-        if routes is None:
+        found = refining.turn(now)
+        if found is None:
             return []
-        view.refine(routes)
+        if isinstance(found, Exchange):
+            self._number += 1
+            offer = exchange_offer(view, found, self._number, refining.settled_s)
+            self._asking = Asking(found.other, offer, now + self._talk.answer_s, exchange=found)
+            return [Tell(found.other, offer)]
+        view.refine(found)
         view.advance()
         self._noticed(now)
         refining.has_told(now)
@@ -328,12 +334,13 @@ class Negotiator:
             return [Tell(sender, Abandon(view.epoch, accept.number))]
         if asking.decided is not None:
             return [self._tell(view, sender)]
-        if not helps(view, asking, accept):
+        if not self._helps(view, asking, accept):
             self._asking = None
-            search.refused((sender, asking.offer.asked_lane), now)
+            self._refused(search, asking, now)
             return [Tell(sender, Abandon(view.epoch, accept.number))]
         asking.decided = decision(view, asking, accept)
-        search.agreed()
+        if asking.exchange is None:
+            search.agreed()
         return [*self._told(view, now), *self._launching(view, f"traded with {short(sender)}, which we asked")]
 
     def _declined(self, search: Search, view: View, sender: PeerId, decline: Decline, now: float) -> None:
@@ -341,13 +348,30 @@ class Negotiator:
         if asking is None or asking.asked != sender or asking.offer.number != decline.number or asking.decided:
             return
         self._asking = None
-        asked = (sender, asking.offer.asked_lane)
         if decline.sender.peer == sender and view.take_in(decline.sender):
             self._noticed(now)
         elif decline.busy:
-            search.put_off(asked, decline.number, now)
+            self._put_off(search, asking, now)
         else:
-            search.refused(asked, now)
+            self._refused(search, asking, now)
+
+    def _helps(self, view: View, asking: Asking, accept: Accept) -> bool:
+        if asking.exchange is None or self._refining is None:
+            return helps(view, asking, accept)
+        return self._refining.helps(asking, accept)
+
+    def _put_off(self, search: Search, asking: Asking, now: float) -> None:
+        """The other side is busy or silent."""
+        if asking.exchange is None:
+            search.put_off((asking.asked, asking.offer.asked_lane), asking.offer.number, now)
+        else:
+            self._refused(search, asking, now)
+
+    def _refused(self, search: Search, asking: Asking, now: float) -> None:
+        if asking.exchange is None:
+            search.refused((asking.asked, asking.offer.asked_lane), now)
+        elif self._refining is not None:
+            self._refining.refused(asking.exchange, now)
 
     # ---- asked ---------------------------------------------------------------------------------------------------
 
@@ -363,11 +387,16 @@ class Negotiator:
             return [Tell(sender, Decline(view.epoch, offer.number, True, view.standing()))]
         self._asking = None
         stands = (view.version, view.versions.get(sender)) == (offer.asked_version, offer.sender.version)
-        accept = answer_to(view, sender, offer) if stands else None
+        accept = self._answer(view, sender, offer) if stands else None
         if accept is None:
             return [Tell(sender, Decline(view.epoch, offer.number, False, view.standing()))]
         self._bound = Bound(sender, offer, accept, now + self._talk.answer_s, self._talk.answer_s)
         return [Tell(sender, accept)]
+
+    def _answer(self, view: View, sender: PeerId, offer: Offer) -> Accept | None:
+        if offer.is_single and self._refining is not None:
+            return self._refining.answer(sender, offer)
+        return answer_to(view, sender, offer)
 
     def _gives_way(self, sender: PeerId, offer: Offer) -> bool:
         """Whether no offer of ours is under way, or one to the same data node whose need is greater: of two offers that
@@ -412,7 +441,10 @@ class Negotiator:
         why = "another's lanes changed"
         bound = self._bound
         if bound is not None and (bound.asking, bound.offer.number) == (sender, told.number):
-            view.move(bound.offer.asked_lane, bound.accept.lane.route, bound.accept.lane.stages)
+            if bound.offer.is_single:
+                view.replace(bound.offer.asked_lane, bound.accept.lane.route)
+            else:
+                view.move(bound.offer.asked_lane, bound.accept.lane.route, bound.accept.lane.stages)
             view.advance()
             self._bound, news, why = None, True, f"traded with {short(sender)}, which asked us"
             self._news.spread((peer for peer in view.others if peer != sender), now)

@@ -8,13 +8,18 @@ a part of what forecasts it may make until the swarm changes, and whoever finds 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from dataclasses import replace
 
 from swarm.routing.cost_model import Costs, Route
 from swarm.routing.negotiation.lane_view import View
 from swarm.routing.negotiation.negotiation_events import TalkRules
 from swarm.routing.negotiation.proposals import WORST
-from swarm.routing.refinement import Plan, Refinement
+from swarm.routing.negotiation.trades import Asking
+from swarm.routing.refinement import WORTH_TELLING, Exchange, Plan, Refinement, is_worth
 from swarm.routing.route_forecast import Forecast
+from swarm.vocabulary.routing_messages import Accept, Lane, Offer
+from swarm.vocabulary.types import PeerId
 
 FREE_ROUNDS = 2
 """How often all data nodes go through their routes in a forecast, where each launches as fast as it can."""
@@ -26,9 +31,12 @@ LEAST_FORECASTS = 12
 """In a turn, however many tasks one has to play."""
 WORTH_REFINING = 0.05
 """By so much the expected end must have changed with the costs before routes are refined anew."""
-WORTH_TELLING = 0.0005, 0.01
-"""Share by which the last data node must be done sooner, or all in the mean, for a turn's routes to be taken: all
-others have to hear of them."""
+EXCHANGE_FORECASTS = 6
+"""In the search for one exchange with another data node."""
+LATE = 2
+"""So many others may be done later than who asks for an exchange."""
+ANSWERS = 64
+"""Offers of exchanges that are looked into between two changes of the swarm: whoever asks more is not answered."""
 
 
 class Refining:
@@ -40,9 +48,10 @@ class Refining:
         self._costs: Costs | None = None
         self._refinement: Refinement | None = None
         self._expected: tuple[Refinement, Plan, Forecast] | None = None
-        self._left, self._tasks_left = talk.turns_each, talk.tasks_each
+        self._refused: set[tuple[Exchange, int, int]] = set()
+        self._renew()
         self._quiet_since, self._at = 0.0, math.inf
-        self._settled_s = math.nan
+        self.settled_s = math.nan
         """The end that was expected after the last turn."""
 
     @property
@@ -68,24 +77,25 @@ class Refining:
             self._quiet_since = now
             self._at = now + self._talk.quiet_s
 
-    def turn(self, now: float) -> tuple[Route, ...] | None:
-        """Better routes for our microbatches; None when it is not our turn, or none were found."""
+    def turn(self, now: float) -> tuple[Route, ...] | Exchange | None:
+        """Better routes for our microbatches, or an exchange to ask for; None when it is not our turn, or none were
+        found."""
         if now < self._at:
             return None
         self._at = math.inf
         plan = self._view.plan()
         if plan is None:
             return None
-        if self._left <= 0 and self._costs is self._view.costs:
+        if self._left <= 0 and self._exchanges_left <= 0 and self._costs is self._view.costs:
             return None
         refinement = self._by_costs()
         expected = self._expected_of(plan, refinement)
         finish, last = expected.finish_s, expected.worth[0]
         if math.isinf(last):
             return None
-        if abs(last - self._settled_s) > WORTH_REFINING * self._settled_s:
-            self._left, self._tasks_left = self._talk.turns_each, self._talk.tasks_each
-        if self._left <= 0:
+        if abs(last - self.settled_s) > WORTH_REFINING * self.settled_s:
+            self._renew()
+        if self._left <= 0 and self._exchanges_left <= 0:
             return None
         own = self._view.own
         before = sum((end, peer) > (finish[own], own) for peer, end in finish.items())
@@ -93,9 +103,72 @@ class Refining:
         if now < at:
             self._at = at
             return None
-        return self._improved(plan, refinement, expected)
+        routes = self._improved(plan, refinement, expected) if self._left > 0 else None
+        if routes is not None or self._exchanges_left <= 0 or before > LATE:
+            return routes
+        self._exchanges_left -= 1
+        self.settled_s = expected.worth[0]
+        return refinement.exchange(plan, expected, EXCHANGE_FORECASTS, self._is_refused)
+
+    # ---- exchanges -------------------------------------------------------------------------------------------------
+
+    def refused(self, exchange: Exchange, now: float) -> None:
+        """Not this one, as things stand."""
+        self._refused.add(self._as_things_stand(exchange))
+        self.reckoned(now)
+
+    def answer(self, asking: PeerId, offer: Offer) -> Accept | None:
+        """Our new route, if the exchange helps by what we know."""
+        view = self._view
+        plan, exchange = view.plan(), self._asked(asking, offer)
+        if plan is None or exchange is None or self._answers_left <= 0:
+            return None
+        self._answers_left -= 1
+        refinement = self._by_costs()
+        route = refinement.answer(plan, self._expected_of(plan, refinement), asking, exchange)
+        if route is None:
+            return None
+        return Accept(view.epoch, offer.number, Lane(route, offer.stages, view.costs.round_trip_s(view.own, route)))
+
+    def helps(self, asking: Asking, accept: Accept) -> bool:
+        """Whether our exchange is still worth it with the route that the other side has found."""
+        view, exchange = self._view, asking.exchange
+        plan = view.plan()
+        if plan is None or exchange is None or view.versions.get(asking.asked) != asking.offer.asked_version:
+            return False
+        route = accept.lane.route
+        if not view.book.serves(route, asking.offer.stages) or len(route) != len(asking.offer.stages):
+            return False
+        refinement = self._by_costs()
+        expected = self._expected_of(plan, refinement)
+        return refinement.helps(plan, expected, view.own, replace(exchange, other_route=route))
+
+    def _asked(self, asking: PeerId, offer: Offer) -> Exchange | None:
+        """What we are asked for; None where it is nothing that may be asked."""
+        view = self._view
+        if max(offer.asking_lane, offer.asked_lane) >= view.singles or not view.book.whole(offer.route):
+            return None
+        ours, theirs = view.told_singles(view.own)[offer.asked_lane], view.told_singles(asking)[offer.asking_lane]
+        before = Counter(view.book.stages(ours)) + Counter(view.book.stages(theirs))
+        if before != Counter(view.book.stages(offer.route)) + Counter(offer.stages):
+            return None
+        others = tuple(view.costs.stages[stage][0] for stage in sorted(offer.stages))
+        return Exchange(offer.asking_lane, offer.route, view.own, offer.asked_lane, others)
+
+    def _is_refused(self, exchange: Exchange) -> bool:
+        return self._as_things_stand(exchange) in self._refused
+
+    def _as_things_stand(self, exchange: Exchange) -> tuple[Exchange, int, int]:
+        return exchange, self._view.version, self._view.versions.get(exchange.other, -1)
 
     # ---- steps -----------------------------------------------------------------------------------------------------
+
+    def _renew(self) -> None:
+        """The swarm has changed: as many turns again."""
+        talk = self._talk
+        self._left, self._tasks_left = talk.turns_each, talk.tasks_each
+        self._exchanges_left, self._answers_left = talk.exchanges_each, ANSWERS
+        self._refused.clear()
 
     def _by_costs(self) -> Refinement:
         view = self._view
@@ -120,7 +193,6 @@ class Refining:
         found = refinement.improve(plan, before, max(LEAST_FORECASTS, self._tasks_left // (self._left * tasks)))
         self._left -= 1
         self._tasks_left -= found.forecasts * tasks
-        gained = [1 - after / once for after, once in zip(found.expected.worth, before.worth, strict=True) if once > 0]
-        is_worth = any(gain >= least for gain, least in zip(gained, WORTH_TELLING, strict=False))
-        self._settled_s = found.expected.worth[0] if is_worth else before.worth[0]
-        return found.routes if is_worth else None
+        is_told = is_worth(before, found.expected, WORTH_TELLING)
+        self.settled_s = found.expected.worth[0] if is_told else before.worth[0]
+        return found.routes if is_told else None

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from swarm.routing.lane_book import LEAST_GAIN
 from swarm.routing.negotiation.lane_view import View
 from swarm.routing.negotiation.proposals import Wish
+from swarm.routing.refinement import Exchange
 from swarm.vocabulary.routing_messages import Accept, Lane, Offer, Standing, Told
 from swarm.vocabulary.types import PeerId
 
@@ -26,6 +27,8 @@ class Asking:
     offer: Offer
     until: float
     decided: Told | None = None
+    exchange: Exchange | None = None
+    """None when whole lanes are offered."""
 
 
 @dataclass(slots=True)
@@ -52,6 +55,22 @@ def offer_for(view: View, wish: Wish, number: int) -> Offer:
         trade.asked[1],
         view.book.stages(trade.routes[1]),
         wish.need_s,
+    )
+
+
+def exchange_offer(view: View, exchange: Exchange, number: int, need_s: float) -> Offer:
+    """What we say to the other side of an exchange between two microbatches."""
+    return Offer(
+        view.epoch,
+        number,
+        view.standing(),
+        exchange.place,
+        exchange.route,
+        view.versions[exchange.other],
+        exchange.other_place,
+        view.book.stages(exchange.other_route),
+        need_s,
+        is_single=True,
     )
 
 
@@ -87,6 +106,12 @@ def helps(view: View, asking: Asking, accept: Accept) -> bool:
 def decision(view: View, asking: Asking, accept: Accept) -> Told:
     """We change our lane; what everyone is told, the other side among them."""
     offer = asking.offer
+    if asking.exchange is not None:
+        other = view.standing_with(asking.asked, offer.asked_lane, accept.lane)
+        view.replace(offer.asking_lane, offer.route)
+        view.advance()
+        view.take_in(other)
+        return Told(view.epoch, view.standing(), other, offer.number)
     known = view.standing_of(asking.asked)
     lanes = tuple(accept.lane if k == offer.asked_lane else lane for k, lane in enumerate(known.lanes))
     other = Standing(asking.asked, known.version + 1, lanes)

@@ -154,6 +154,7 @@ EXAMPLES: Final[dict[str, SmallFrame]] = {
     "lane_told and heard": Told(EPOCH, STANDING, heard=2**48 - 1),
     "lane_heard": Heard(EPOCH, 17),
     "lane_heard of nothing": Heard(EPOCH, 0),
+    "lane_offer of a microbatch": Offer(EPOCH, 6, STANDING, 1, (D,), 4, 2, frozenset({7}), 0.5, is_single=True),
     "lane_offer": Offer(EPOCH, 5, STANDING, 63, (D, A, C), 2**48 - 1, 3, frozenset({9, 3, 1023}), 2.5),
     "lane_accept": Accept(EPOCH, 7, Lane((D, B), frozenset({300, 2}), 1.5)),
     "lane_decline": Decline(EPOCH, 8, True, STANDING),

@@ -11,6 +11,7 @@ import heapq
 import math
 import random
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from swarm.routing.cost_model import Costs
@@ -20,6 +21,8 @@ from swarm.routing.path_rules import PathRules
 from swarm.routing.stage_balance import fair_sets, lanes_for, visits
 from swarm.vocabulary.routing_messages import Heard, LaneControl, Standing, Told
 from swarm.vocabulary.types import PeerId
+
+PARTS = math.lcm(*range(1, 33))
 
 
 @dataclass(frozen=True)
@@ -32,9 +35,17 @@ class Weather:
 class Party:
     """Data nodes and what lies between them."""
 
-    def __init__(self, costs: Costs, rules: PathRules, microbatches: int | None, weather: Weather, seed: int) -> None:
+    def __init__(
+        self,
+        costs: Costs,
+        rules: PathRules,
+        microbatches: int | None,
+        weather: Weather,
+        seed: int,
+        talk: TalkRules | None = None,
+    ) -> None:
         self.rng, self.weather = random.Random(seed), weather
-        self.costs, self.rules, self.talk = costs, rules, TalkRules(microbatches)
+        self.costs, self.rules, self.talk = costs, rules, talk or TalkRules(microbatches)
         self.now, self.steps, self.said = 0.0, 0, Counter[str]()
         self.agenda: list[tuple[float, int, PeerId, Event]] = []
         self.incarnations = dict.fromkeys(costs.data_nodes, 0)
@@ -113,13 +124,12 @@ class Party:
         """Every decided trade is one exchange: what both had before is what both have after."""
         for _, told in self.decided:
             assert told.other is not None
-            before, after = [], []
+            before, after = Counter[int](), Counter[int]()
             for standing in (told.sender, told.other):
-                after += [lane.stages for lane in standing.lanes]
-                before += [
-                    lane.stages for lane in self.histories[told.epoch, standing.peer, standing.version - 1].lanes
-                ]
-            assert visits(before) == visits(after)
+                held = self.histories[told.epoch, standing.peer, standing.version - 1]
+                before.update(shares([lane.stages for lane in held.lanes]))
+                after.update(shares([lane.stages for lane in standing.lanes]))
+            assert before == after
 
     def assert_settled(self) -> None:
         assert all(machine.settled for machine in self.machines.values())
@@ -130,14 +140,18 @@ class Party:
         count = len(self.machines)
         assert self.talk.microbatches is not None
         lanes = lanes_for(self.rules, count, self.talk.microbatches)
-        held = [stages for machine in self.machines.values() for stages in machine.stages]
-        assert visits(held) == visits(fair_sets(self.rules, count * lanes))
+        dealt = shares(fair_sets(self.rules, count * lanes))
         stage_of = self.costs.stage_of()
+        driven = Counter[int]()
         for machine in self.machines.values():
-            driven = [frozenset(stage_of[peer] for peer in route) for route in machine.launches]
-            if len(driven) == len(machine.stages):
-                assert driven == list(machine.stages)
-            else:  # refined: routes of single microbatches, that visit together what the lanes do
-                each = len(driven) // len(machine.stages)
-                assert visits(driven) == Counter({s: each * n for s, n in visits(machine.stages).items()})
-            assert all(self.rules.fault([stage_of[peer] for peer in route]) is None for route in machine.launches)
+            orders = [[stage_of[peer] for peer in route] for route in machine.launches]
+            assert all(self.rules.fault(order) is None for order in orders)
+            driven.update(shares(orders))
+        assert driven == Counter({stage: count * share for stage, share in dealt.items()})
+
+
+def shares(orders: Sequence[Iterable[int]]) -> Counter[int]:
+    """Of a data node's microbatches that visit each stage, in parts of PARTS: lanes and routes of single microbatches
+    are more or fewer of the same."""
+    assert PARTS % max(1, len(orders)) == 0
+    return Counter({stage: PARTS // len(orders) * n for stage, n in visits(orders).items()})

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from statistics import geometric_mean
 
 import pytest
 
 from swarm.routing.negotiation.groups import group_of
 from swarm.routing.negotiation.lane_view import View
-from swarm.routing.negotiation.negotiation_events import Member, SwarmChanged, TalkRules, Tick
+from swarm.routing.negotiation.negotiation_events import Arrived, Member, SwarmChanged, TalkRules, Tell, Tick
 from swarm.routing.negotiation.negotiator import Negotiator
 from swarm.routing.negotiation.refining import Refining
 from swarm.routing.path_rules import PathRules
 from swarm.simulation.forecast import forecast
-from swarm.vocabulary.routing_messages import Lane, Standing
+from swarm.vocabulary.routing_messages import Decline, Offer, Standing
 from swarm.vocabulary.types import PeerId
 from tests.swarm.routing.negotiation.talkers import Party, Weather
 from tests.swarm.routing.small_swarms import RULES, names, swarm
@@ -46,16 +47,49 @@ def view_of(own: PeerId) -> View:
     return View(own, group_of(own, members), costs, RULES, SIX)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_routes_are_refined_after_the_trades_and_all_are_done_sooner(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    refined = talked(seed)
-    assert any(len(machine.launches) > len(machine.stages) for machine in refined.machines.values())
-    refined.assert_equal_visits()
-    refined.assert_settled()
+def test_routes_are_refined_after_the_trades_and_all_are_done_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    refined = [talked(seed) for seed in range(6)]
+    for party in refined:
+        assert any(len(machine.launches) > len(machine.stages) for machine in party.machines.values())
+        party.assert_equal_visits()
+        party.assert_trades_keep_the_sum()
+        party.assert_settled()
     monkeypatch.setattr(Refining, "turn", lambda self, now: setattr(self, "_at", float("inf")))
-    assert finish_s(refined) < finish_s(talked(seed))
+    ratios = [finish_s(party)[0] / finish_s(talked(seed))[0] for seed, party in enumerate(refined)]
+    # Later trades might have made one of them better still.
+    assert geometric_mean(ratios) < 0.97
+    assert max(ratios) < 1.05
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_exchanges_with_others_make_the_last_one_come_home_sooner(seed: int) -> None:
+    """One data node holds one microbatch at a time, and its peers of stage 1 are far: only others can take that."""
+    costs = swarm(FIVE, SLOW)
+    last = costs.data_nodes[0]
+    far = {peer: 4.0 if peer in costs.stages[1] else seconds for peer, seconds in costs.message_s[last].items()}
+    costs = replace(costs, slots={**costs.slots, last: 1}, message_s={**costs.message_s, last: far})
+    ends = []
+    for exchanges in (0, 10):
+        party = Party(costs, RULES, 6, Weather(), seed, replace(TalkRules(6), exchanges_each=exchanges))
+        party.run(LONG)
+        party.assert_equal_visits()
+        party.assert_trades_keep_the_sum()
+        ends.append(finish_s(party)[0])
+    assert ends[1] < 0.99 * ends[0]
+
+
+def test_an_exchange_that_does_not_add_up_is_declined() -> None:
+    party = talked(0)
+    asking, asked = (party.machines[peer] for peer in names("0.0", "0.1"))
+    assert asking._view is not None
+    view = asking._view
+    ours, theirs = view.told_singles(PeerId("0.0"))[0], view.told_singles(PeerId("0.1"))[0]
+    more = view.book.stages(theirs) - {max(view.book.stages(theirs))} | {0}
+    versions = view.version, view.versions[PeerId("0.1")]
+    for stages, place in ((more, 0), (view.book.stages(theirs), 63)):
+        offer = Offer(view.epoch, 10**6 + place, view.standing(), 0, ours, versions[1], place, stages, 1.0, True)
+        said = [a.message for a in asked.handle(Arrived(PeerId("0.0"), offer), party.now) if isinstance(a, Tell)]
+        assert [type(message) for message in said] == [Decline]
 
 
 def test_what_a_data_node_told_of_its_routes_is_what_it_launches() -> None:
@@ -69,17 +103,13 @@ def test_what_a_data_node_told_of_its_routes_is_what_it_launches() -> None:
             assert routes == [set(route) for route in machine.launches]
 
 
-def test_routes_that_visit_something_else_than_the_lanes_did_are_not_believed() -> None:
-    """Else one data node could leave a slow stage to all others, and nobody has agreed to that."""
+def test_a_standing_has_as_many_lanes_as_there_are_lanes_or_microbatches() -> None:
     own, other = names("0.0", "0.1")
     view, theirs = view_of(own), view_of(other)
     assert view.take_in(theirs.standing())
     plain = theirs.standing()
     singles = tuple(plain.lanes[k % theirs.lanes] for k in range(theirs.singles))
     assert len(singles) > len(plain.lanes)
-    unfair = Lane(names("1.0", "2.0", "3.0"), frozenset({1, 2, 3}), 1.0)
-    assert singles[0].stages != unfair.stages
-    assert not view.take_in(Standing(other, 2, (unfair, *singles[1:])))
     assert not view.take_in(Standing(other, 2, singles[1:]))
     assert other not in view.refined
     assert view.take_in(Standing(other, 2, singles))
