@@ -85,15 +85,19 @@ class Seen:
     """Of the peers."""
     changed_at: tuple[float, ...]
     machine_load: float | None
-    """Of all cores, whoever used them."""
+    """Of all cores, whoever used them; but for what runs at low priority, which gives way."""
     swarm_load: float | None
     """Of all cores, by the swarm's processes."""
     failures: int
     """Nodes that ended otherwise than in good order."""
 
 
-async def observe(trial: Trial, text: Path, pacing: Pacing) -> Seen:
+async def observe(trial: Trial, text: Path, pacing: Pacing, together: asyncio.Barrier) -> Seen:
     """Runs one swarm.
+
+    Args:
+        together: swarms side by side are measured at the same time, for one that starts or stops takes the cores from
+            the others.
 
     Raises:
         RuntimeError: a node does not come up.
@@ -110,9 +114,11 @@ async def observe(trial: Trial, text: Path, pacing: Pacing) -> Seen:
         Network(regions, trial.ground.one_way_s).write(trial.folder / "network.json")
         await all_serve(swarm)
         warm_s, cold = await _warm(trial, indices, pacing)
+        await together.wait()
         begun, before = time.monotonic(), CpuTimes.now(swarm.processes().values())
         changed_at = await _through(trial, begun, pacing)
         ended, after = time.monotonic(), CpuTimes.now(swarm.processes().values())
+        await together.wait()
         await swarm.stop()
     flights = {index: read_flights(trial.flights(index)) for index in trial.ground.replicas(0)}
     machine, own = CpuTimes.shares(before, after)
@@ -192,6 +198,7 @@ class CpuTimes:
 
     all: int
     idle: int
+    """Or used at low priority (nice)."""
     own: int
     """By some processes and all that they have started, as long as those live."""
 
@@ -203,7 +210,7 @@ class CpuTimes:
         fields = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
         wanted = frozenset(groups)
         own = sum(_ticks(folder, wanted) for folder in Path("/proc").iterdir() if folder.name.isdigit())
-        return cls(sum(fields), fields[3] + fields[4], own)
+        return cls(sum(fields), fields[1] + fields[3] + fields[4], own)
 
     @staticmethod
     def shares(before: CpuTimes | None, after: CpuTimes | None) -> tuple[float | None, float | None]:

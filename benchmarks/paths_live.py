@@ -65,22 +65,26 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[Run]:
     text = write_text(folder / "text")
     tokens = small_run(text).microbatch_tokens
     pacing = Pacing(options.seconds, options.warm[0], options.warm[1])
-    room = asyncio.Semaphore(options.at_once)
 
-    async def run(trial: Trial) -> Run:
-        async with room:
-            (trial.folder / "logs").mkdir(parents=True)
-            found = figures(trial, await observe(trial, text, pacing), tokens)
-            shown = {key: found[key] for key in (*SHOWN, *SHOWN_LATER) if key in found}
-            tell(f"{trial.cell_name}, seed {trial.seed}, {trial.arm}: {shown}")
-            if options.runs is not None:
-                with options.runs.open("a") as file:
-                    file.write(json.dumps(found) + "\n")
-            return found
+    async def run(trial: Trial, together: asyncio.Barrier) -> Run:
+        (trial.folder / "logs").mkdir(parents=True)
+        found = figures(trial, await observe(trial, text, pacing, together), tokens)
+        shown = {key: found[key] for key in (*SHOWN, *SHOWN_LATER) if key in found}
+        tell(f"{trial.cell_name}, seed {trial.seed}, {trial.arm}: {shown}")
+        if options.runs is not None:
+            with options.runs.open("a") as file:
+                file.write(json.dumps(found) + "\n")
+        return found
 
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(run(t)) for t in trials(options.cells, options.seeds, options.arms, folder)]
-    return [task.result() for task in tasks]
+    runs: list[Run] = []
+    left = trials(options.cells, options.seeds, options.arms, folder)
+    while left:
+        batch, left = left[: options.at_once], left[options.at_once :]
+        together = asyncio.Barrier(len(batch))
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(run(trial, together)) for trial in batch]
+        runs += [task.result() for task in tasks]
+    return runs
 
 
 def earlier(files: Sequence[Path]) -> list[Run]:
