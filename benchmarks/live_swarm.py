@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -92,12 +93,21 @@ class Seen:
     """Nodes that ended otherwise than in good order."""
 
 
-async def observe(trial: Trial, text: Path, pacing: Pacing, together: asyncio.Barrier) -> Seen:
-    """Runs one swarm.
+class SideBySide:
+    """Swarms that run at the same time: they start one after the other, for each takes all cores then, and are measured
+    together.
 
     Args:
-        together: swarms side by side are measured at the same time, for one that starts or stops takes the cores from
-            the others.
+        swarms: how many.
+    """
+
+    def __init__(self, swarms: int) -> None:
+        self.starting = asyncio.Lock()
+        self.together = asyncio.Barrier(swarms)
+
+
+async def observe(trial: Trial, text: Path, pacing: Pacing, others: SideBySide) -> Seen:
+    """Runs one swarm.
 
     Raises:
         RuntimeError: a node does not come up.
@@ -108,17 +118,19 @@ async def observe(trial: Trial, text: Path, pacing: Pacing, together: asyncio.Ba
 
     manifest = trial.cell.run(text, ARMS[trial.arm])
     told = LocalSwarmOptions(peers=PEERS, threads=1, log_dir=trial.folder / "logs")
-    async with LocalSwarm(manifest, told, places=place) as swarm:
+    async with AsyncExitStack() as stack:
+        async with others.starting:
+            swarm = await stack.enter_async_context(LocalSwarm(manifest, told, places=place))
+            regions = {peer.peer: trial.ground.regions[peer.index] for peer in swarm.peers}
+            Network(regions, trial.ground.one_way_s).write(trial.folder / "network.json")
+            await all_serve(swarm)
         indices = {str(peer.peer): peer.index for peer in swarm.peers}
-        regions = {peer.peer: trial.ground.regions[peer.index] for peer in swarm.peers}
-        Network(regions, trial.ground.one_way_s).write(trial.folder / "network.json")
-        await all_serve(swarm)
         warm_s, cold = await _warm(trial, indices, pacing)
-        await together.wait()
+        await others.together.wait()
         begun, before = time.monotonic(), CpuTimes.now(swarm.processes().values())
         changed_at = await _through(trial, begun, pacing)
         ended, after = time.monotonic(), CpuTimes.now(swarm.processes().values())
-        await together.wait()
+        await others.together.wait()
         await swarm.stop()
     flights = {index: read_flights(trial.flights(index)) for index in trial.ground.replicas(0)}
     machine, own = CpuTimes.shares(before, after)
@@ -134,7 +146,7 @@ async def all_serve(swarm: LocalSwarm) -> None:
     """
     until = time.monotonic() + START_S
     while any(peer.state != "serving" for peer in swarm.progress.peers.values()):
-        if time.monotonic() > until:
+        if swarm.ends or time.monotonic() > until:
             raise RuntimeError(f"not all nodes serve: {swarm.progress.notes}")
         await asyncio.sleep(0.2)
 

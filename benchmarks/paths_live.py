@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.live_cells import ARMS, CELLS, KNOWS_VISIT_RATIO, make_ground
 from benchmarks.live_report import Run, figures, report, table
-from benchmarks.live_swarm import Pacing, Trial, observe, tell
+from benchmarks.live_swarm import Pacing, SideBySide, Trial, observe, tell
 from tests.e2e.small_run import small_run, write_text
 
 SHOWN = ("step_s", "tokens_per_s", "share_of_bound", "x", "x_mean", "share_measured", "hops_between_regions")
@@ -66,9 +66,9 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[Run]:
     tokens = small_run(text).microbatch_tokens
     pacing = Pacing(options.seconds, options.warm[0], options.warm[1])
 
-    async def run(trial: Trial, together: asyncio.Barrier) -> Run:
+    async def run(trial: Trial, others: SideBySide) -> Run:
         (trial.folder / "logs").mkdir(parents=True)
-        found = figures(trial, await observe(trial, text, pacing, together), tokens)
+        found = figures(trial, await observe(trial, text, pacing, others), tokens)
         shown = {key: found[key] for key in (*SHOWN, *SHOWN_LATER) if key in found}
         tell(f"{trial.cell_name}, seed {trial.seed}, {trial.arm}: {shown}")
         if options.runs is not None:
@@ -80,10 +80,14 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[Run]:
     left = trials(options.cells, options.seeds, options.arms, folder)
     while left:
         batch, left = left[: options.at_once], left[options.at_once :]
-        together = asyncio.Barrier(len(batch))
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(run(trial, together)) for trial in batch]
-        runs += [task.result() for task in tasks]
+        others = SideBySide(len(batch))
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(run(trial, others)) for trial in batch]
+        except* RuntimeError as failed:  # a node has not come up; the rest of a long measurement is worth having
+            tell(f"left out: {[trial.folder.name for trial in batch]}, for {failed.exceptions}")
+        else:
+            runs += [task.result() for task in tasks]
     return runs
 
 
