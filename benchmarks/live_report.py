@@ -214,9 +214,11 @@ def compared(runs: Sequence[Run], figure: str, one: str, other: str) -> dict[str
     paired = {seed: round(ours[seed] / theirs[seed], 3) for seed in ours if theirs.get(seed)}
     if not paired or min(paired.values()) <= 0:
         return {"by_seed": paired}
+    mean = {"by_seed": paired, "geometric_mean": round(statistics.geometric_mean(paired.values()), 3)}
+    if len(paired) == 1:  # one pair says nothing of others
+        return mean
     low, high = bootstrap(list(paired.values()), statistics.geometric_mean)
-    mean = statistics.geometric_mean(paired.values())
-    return {"by_seed": paired, "geometric_mean": round(mean, 3), "interval": [round(low, 3), round(high, 3)]}
+    return {**mean, "interval": [round(low, 3), round(high, 3)]}
 
 
 def bootstrap(values: Sequence[float], of: Callable[[list[float]], float], seed: int = 0) -> tuple[float, float]:

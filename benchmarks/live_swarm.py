@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -85,14 +86,27 @@ class Seen:
     """Of the peers."""
     changed_at: tuple[float, ...]
     machine_load: float | None
-    """Of all cores, whoever used them."""
+    """Of all cores, whoever used them; but for what runs at low priority, which gives way."""
     swarm_load: float | None
     """Of all cores, by the swarm's processes."""
     failures: int
     """Nodes that ended otherwise than in good order."""
 
 
-async def observe(trial: Trial, text: Path, pacing: Pacing) -> Seen:
+class SideBySide:
+    """Swarms that run at the same time: they start one after the other, for each takes all cores then, and are measured
+    together.
+
+    Args:
+        swarms: how many.
+    """
+
+    def __init__(self, swarms: int) -> None:
+        self.starting = asyncio.Lock()
+        self.together = asyncio.Barrier(swarms)
+
+
+async def observe(trial: Trial, text: Path, pacing: Pacing, others: SideBySide) -> Seen:
     """Runs one swarm.
 
     Raises:
@@ -104,15 +118,19 @@ async def observe(trial: Trial, text: Path, pacing: Pacing) -> Seen:
 
     manifest = trial.cell.run(text, ARMS[trial.arm])
     told = LocalSwarmOptions(peers=PEERS, threads=1, log_dir=trial.folder / "logs")
-    async with LocalSwarm(manifest, told, places=place) as swarm:
+    async with AsyncExitStack() as stack:
+        async with others.starting:
+            swarm = await stack.enter_async_context(LocalSwarm(manifest, told, places=place))
+            regions = {peer.peer: trial.ground.regions[peer.index] for peer in swarm.peers}
+            Network(regions, trial.ground.one_way_s).write(trial.folder / "network.json")
+            await all_serve(swarm)
         indices = {str(peer.peer): peer.index for peer in swarm.peers}
-        regions = {peer.peer: trial.ground.regions[peer.index] for peer in swarm.peers}
-        Network(regions, trial.ground.one_way_s).write(trial.folder / "network.json")
-        await all_serve(swarm)
         warm_s, cold = await _warm(trial, indices, pacing)
+        await others.together.wait()
         begun, before = time.monotonic(), CpuTimes.now(swarm.processes().values())
         changed_at = await _through(trial, begun, pacing)
         ended, after = time.monotonic(), CpuTimes.now(swarm.processes().values())
+        await others.together.wait()
         await swarm.stop()
     flights = {index: read_flights(trial.flights(index)) for index in trial.ground.replicas(0)}
     machine, own = CpuTimes.shares(before, after)
@@ -128,7 +146,7 @@ async def all_serve(swarm: LocalSwarm) -> None:
     """
     until = time.monotonic() + START_S
     while any(peer.state != "serving" for peer in swarm.progress.peers.values()):
-        if time.monotonic() > until:
+        if swarm.ends or time.monotonic() > until:
             raise RuntimeError(f"not all nodes serve: {swarm.progress.notes}")
         await asyncio.sleep(0.2)
 
@@ -192,6 +210,7 @@ class CpuTimes:
 
     all: int
     idle: int
+    """Or used at low priority (nice)."""
     own: int
     """By some processes and all that they have started, as long as those live."""
 
@@ -203,7 +222,7 @@ class CpuTimes:
         fields = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
         wanted = frozenset(groups)
         own = sum(_ticks(folder, wanted) for folder in Path("/proc").iterdir() if folder.name.isdigit())
-        return cls(sum(fields), fields[3] + fields[4], own)
+        return cls(sum(fields), fields[1] + fields[3] + fields[4], own)
 
     @staticmethod
     def shares(before: CpuTimes | None, after: CpuTimes | None) -> tuple[float | None, float | None]:

@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.live_cells import ARMS, CELLS, KNOWS_VISIT_RATIO, make_ground
 from benchmarks.live_report import Run, figures, report, table
-from benchmarks.live_swarm import Pacing, Trial, observe, tell
+from benchmarks.live_swarm import Pacing, SideBySide, Trial, observe, tell
 from tests.e2e.small_run import small_run, write_text
 
 SHOWN = ("step_s", "tokens_per_s", "share_of_bound", "x", "x_mean", "share_measured", "hops_between_regions")
@@ -65,22 +65,30 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[Run]:
     text = write_text(folder / "text")
     tokens = small_run(text).microbatch_tokens
     pacing = Pacing(options.seconds, options.warm[0], options.warm[1])
-    room = asyncio.Semaphore(options.at_once)
 
-    async def run(trial: Trial) -> Run:
-        async with room:
-            (trial.folder / "logs").mkdir(parents=True)
-            found = figures(trial, await observe(trial, text, pacing), tokens)
-            shown = {key: found[key] for key in (*SHOWN, *SHOWN_LATER) if key in found}
-            tell(f"{trial.cell_name}, seed {trial.seed}, {trial.arm}: {shown}")
-            if options.runs is not None:
-                with options.runs.open("a") as file:
-                    file.write(json.dumps(found) + "\n")
-            return found
+    async def run(trial: Trial, others: SideBySide) -> Run:
+        (trial.folder / "logs").mkdir(parents=True)
+        found = figures(trial, await observe(trial, text, pacing, others), tokens)
+        shown = {key: found[key] for key in (*SHOWN, *SHOWN_LATER) if key in found}
+        tell(f"{trial.cell_name}, seed {trial.seed}, {trial.arm}: {shown}")
+        if options.runs is not None:
+            with options.runs.open("a") as file:
+                file.write(json.dumps(found) + "\n")
+        return found
 
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(run(t)) for t in trials(options.cells, options.seeds, options.arms, folder)]
-    return [task.result() for task in tasks]
+    runs: list[Run] = []
+    left = trials(options.cells, options.seeds, options.arms, folder)
+    while left:
+        batch, left = left[: options.at_once], left[options.at_once :]
+        others = SideBySide(len(batch))
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(run(trial, others)) for trial in batch]
+        except* RuntimeError as failed:  # a node has not come up; the rest of a long measurement is worth having
+            tell(f"left out: {[trial.folder.name for trial in batch]}, for {failed.exceptions}")
+        else:
+            runs += [task.result() for task in tasks]
+    return runs
 
 
 def earlier(files: Sequence[Path]) -> list[Run]:
