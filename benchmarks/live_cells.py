@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from node.local_swarm.setup import assign_stages
-from protocol.manifest.manifest import Manifest, StagesSection, manifest_from_table
+from protocol.manifest.manifest import Manifest, manifest_from_table
 from swarm.routing.stage_balance import ring_stages
-from swarm.vocabulary.errors import ConfigError
 from tests.e2e.emulated import Spec
 from tests.e2e.emulated_paths import GREEDY, OURS, SWARM
 from tests.e2e.small_run import small_run
@@ -41,9 +40,6 @@ BEFORE_S: Final = 10.0
 AFTER_S: Final = 45.0
 """And after it."""
 SLOW_SPELL_S: Final = (15.0, 60.0)
-KNOWS_VISIT_RATIO: Final = "visit_ratio" in StagesSection.model_fields
-"""Whether manifests have the key `stages.visit_ratio`, the largest over the smallest visits of a stage. Until they do,
-the arms `ours-1.25` and `ours-1.5` cannot run, and cell D is its equal arms alone. Nothing else is missing for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +127,6 @@ class Cell:
         )
         if arm.visit_ratio == 1.0:
             return made
-        if not KNOWS_VISIT_RATIO:
-            raise ConfigError("manifests have no stages.visit_ratio yet", hint="Leave out the arms ours-1.25, ours-1.5")
         table = made.model_dump(mode="json", exclude_none=True)
         table["stages"]["visit_ratio"] = arm.visit_ratio
         return manifest_from_table(table)

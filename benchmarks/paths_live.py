@@ -36,7 +36,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.live_cells import ARMS, CELLS, KNOWS_VISIT_RATIO, make_ground
+from benchmarks.live_cells import ARMS, CELLS, make_ground
 from benchmarks.live_report import Run, figures, report, table
 from benchmarks.live_swarm import Pacing, SideBySide, Trial, observe, tell
 from tests.e2e.small_run import small_run, write_text
@@ -51,7 +51,7 @@ def trials(cells: Sequence[str], seeds: Sequence[int], arms: Sequence[str] | Non
     for seed in seeds:
         for name in cells:
             cell, ground = CELLS[name], make_ground(seed, CELLS[name].links)
-            chosen = [arm for arm in arms or cell.arms if KNOWS_VISIT_RATIO or ARMS[arm].visit_ratio == 1.0]
+            chosen = list(arms or cell.arms)
             random.Random(f"order {name} {seed}").shuffle(chosen)
             planned += [
                 Trial(name, cell, arm, seed, ground, folder / f"{name}-{seed}-{place}-{arm}")

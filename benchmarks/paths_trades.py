@@ -42,9 +42,8 @@ from swarm.simulation.iteration import Conduct, run_iterations
 from swarm.simulation.negotiation_world import Network, Talking
 from swarm.vocabulary.types import PeerId
 
-NO_TRADES: Final = -(10**9)
-"""As `TalkRules.trades_each`: nothing is left to ask for, whatever a data node's lanes add."""
-ARMS: Final = {"on": TalkRules(None).trades_each, "off": NO_TRADES}
+ARMS: Final[dict[str, dict[str, Any]]] = {"on": {}, "off": {"trades_each": 0, "exchanges_each": 0}}
+"""Limits of the talk: the usual ones, or not a single offer."""
 LOOK_S: Final = 2.0
 TALK_S: Final = 60.0
 MOMENTS: Final = 5
@@ -100,13 +99,13 @@ class Party:
 
 
 def after_a_cold_start(instance: Instance, microbatches: int | None, seed: int) -> dict[str, Outcome]:
-    return {arm: Party(instance, TalkRules(microbatches, trades_each=each), seed).talk() for arm, each in ARMS.items()}
+    return {arm: Party(instance, TalkRules(microbatches, **limits), seed).talk() for arm, limits in ARMS.items()}
 
 
 def after_a_death(instance: Instance, peer: PeerId, seed: int) -> dict[str, Outcome]:
     outcomes = {}
-    for arm, trades_each in ARMS.items():
-        party = Party(instance, TalkRules(instance.microbatches, trades_each=trades_each), seed)
+    for arm, limits in ARMS.items():
+        party = Party(instance, TalkRules(instance.microbatches, **limits), seed)
         party.talk()
         party.lose(peer)
         outcomes[arm] = party.talk()
@@ -148,9 +147,9 @@ def by_machines(instance: Instance, minutes: float, seeds: Iterable[int]) -> dic
     seeds, rows = list(seeds), {}
     for name, (share, staleness) in CONDUCTS.items():
         completed, cpu_s = {}, {}
-        for arm, trades_each in ARMS.items():
+        for arm, limits in ARMS.items():
             report(f"{instance.name}: {name}, trades {arm}")
-            talk, began = TalkRules(microbatches=None, trades_each=trades_each), time.process_time()
+            talk, began = TalkRules(microbatches=None, **limits), time.process_time()
             done = [run_churn(instance, 60 * minutes, share, seed, talk=talk, staleness=staleness) for seed in seeds]
             completed[arm] = sum(one.completed for one in done)
             cpu_s[arm] = round(time.process_time() - began, 1)

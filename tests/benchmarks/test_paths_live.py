@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.live_cells import ARMS, CELLS, KNOWS_VISIT_RATIO, Ground, changes_of, make_ground
+from benchmarks.live_cells import ARMS, CELLS, Ground, changes_of, make_ground
 from benchmarks.live_report import bootstrap, compared, figures, mean_in_flight, recovered_s, report, steps_s, table
 from benchmarks.live_swarm import CpuTimes, Seen, Trial
 from benchmarks.paths_live import earlier, parsed, trials
-from swarm.vocabulary.errors import ConfigError
 from tests.e2e.emulated import Network, Spec
 from tests.e2e.flight_record import HOME, LAUNCHED, LOST, FlightMark, FlightWriter, read_flights
 from tests.e2e.small_run import write_text
@@ -68,13 +67,9 @@ def test_arms_differ_in_nothing_but_the_paths(tmp_path: Path) -> None:
     assert runs["ours-full"] == runs["ours"]
 
 
-def test_unequal_visits_are_in_the_manifest_as_soon_as_it_knows_them(tmp_path: Path) -> None:
+def test_an_arm_with_unequal_visits_has_them_in_its_manifest(tmp_path: Path) -> None:
     text, cell = write_text(tmp_path / "text"), CELLS["D"]
-    if KNOWS_VISIT_RATIO:
-        assert cell.run(text, ARMS["ours-1.5"]).model_dump()["stages"]["visit_ratio"] == 1.5
-    else:
-        with pytest.raises(ConfigError, match="visit_ratio"):
-            cell.run(text, ARMS["ours-1.5"])
+    assert cell.run(text, ARMS["ours-1.5"]).model_dump()["stages"]["visit_ratio"] == 1.5
 
 
 def test_only_hops_are_short_of_slots_and_only_data_nodes_write_flights() -> None:
