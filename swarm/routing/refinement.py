@@ -35,6 +35,10 @@ MOST_ROUTES = 6
 NOISE = 0.05
 """Of the last finish, added to what a change seems to save: so that what the formula does not see is tried in turn."""
 LEAST_GAIN_S = 1e-6
+MOST_LATER = 1.5
+"""The last data node may be done so many times later for the sake of the pace of all."""
+URGENCY_POWER = 6
+"""How much less a data node counts that is done earlier than the last one."""
 PRIORS = {"replica": 3.0, "order": 3.0, "launch": 2.0, "exchange": 2.0}
 """Successes that each kind of change is taken to have had before the first trial."""
 GAIN_WEIGHT = 100.0
@@ -80,11 +84,14 @@ class Refinement:
     Args:
         own: the data node.
         costs: as it takes them to be.
-        rounds: how often each data node goes through its routes in a forecast; 2 where they launch as fast as they can.
+        rounds: how often each data node goes through its routes in a forecast.
+        is_free: whether they launch as fast as they can. Then what counts is the pace of all together, and not when the
+            last one is done: nobody waits for it.
     """
 
-    def __init__(self, own: PeerId, costs: Costs, rules: PathRules, rounds: int = 1) -> None:
+    def __init__(self, own: PeerId, costs: Costs, rules: PathRules, rounds: int = 1, *, is_free: bool = False) -> None:
         self._own, self._costs, self._rules, self._rounds = own, costs, rules, rounds
+        self._is_free = is_free
         self._forecast = RouteForecast(costs)
         self._stage_of = costs.stage_of()
         self._rng = random.Random(f"{own}")  # noqa: S311 - which changes are tried first, not a secret
@@ -112,8 +119,8 @@ class Refinement:
             for kind, change in self._changes(whole, expected):
                 changed = self._with(whole, change)
                 used += 1
-                found = self._forecast.within(self._whole(changed), expected.worth[0] + LEAST_GAIN_S)
-                if found is not None and _is_better(found, expected) and self._circles(changed) <= circles:
+                found = self._forecast.within(self._whole(changed), self._limit_s(expected))
+                if found is not None and self._is_better(found, expected) and self._circles(changed) <= circles:
                     self._note(kind, expected, found)
                     better = found
                     whole = changed
@@ -134,8 +141,8 @@ class Refinement:
         likely = sorted(self._exchanges(plan, expected), key=lambda found: found[0])
         for _, exchange in islice((found for found in likely if not is_refused(found[1])), allowance):
             changed = exchanged(plan, self._own, exchange)
-            found = self._forecast.within(self._whole(changed), expected.worth[0] + LEAST_GAIN_S)
-            if found is not None and is_worth(expected, found, WORTH_ASKING) and self._circles(changed) <= circles:
+            found = self._forecast.within(self._whole(changed), self._limit_s(expected))
+            if found is not None and self.is_worth(expected, found, WORTH_ASKING) and self._circles(changed) <= circles:
                 return exchange
         return None
 
@@ -147,7 +154,7 @@ class Refinement:
             exchange: as the asking one sees it; only the stages of `other_route` count.
         """
         stages = frozenset(self._stage_of[peer] for peer in exchange.other_route)
-        changes = RouteChanges(self._own, self._costs, self._rules, plan, expected)
+        changes = self._changes_of(self._own, plan, expected)
         held = changes.stages(exchange.other_place)
         given, taken = held - stages, stages - held
         if len(given) != 1 or len(taken) != 1:
@@ -160,12 +167,38 @@ class Refinement:
     def helps(self, plan: Plan, expected: Forecast, asking: PeerId, exchange: Exchange) -> bool:
         """Whether an exchange is worth it by our forecast."""
         changed = exchanged(plan, asking, exchange)
-        found = self._forecast.within(self._whole(changed), expected.worth[0] + LEAST_GAIN_S)
-        return (
-            found is not None
-            and is_worth(expected, found, WORTH_ASKING)
-            and self._circles(changed) <= self._circles(plan)
+        found = self._forecast.within(self._whole(changed), self._limit_s(expected))
+        if found is None or not self.is_worth(expected, found, WORTH_ASKING):
+            return False
+        return self._circles(changed) <= self._circles(plan)
+
+    # ---- what a forecast is worth ----------------------------------------------------------------------------------
+
+    def worth(self, found: Forecast) -> tuple[float, float]:
+        """The smaller the better: when the last is done, and all in the mean; where they launch freely the mean by pace
+        (the harmonic one), and the last."""
+        if not self._is_free:
+            return found.worth
+        rate = math.fsum(1 / max(finish, LEAST_GAIN_S) for finish in found.finish_s.values())
+        return len(found.finish_s) / rate if rate > 0 else math.inf, found.worth[0]
+
+    def is_worth(self, before: Forecast, after: Forecast, least: tuple[float, float]) -> bool:
+        """Whether a forecast is better by such a share in its first figure, or in its second while the first is no
+        worse."""
+        pairs = zip(self.worth(after), self.worth(before), strict=True)
+        gains = [1 - then / now if now > 0 else 0.0 for then, now in pairs]
+        return gains[0] >= least[0] or (gains[0] >= -1e-9 and gains[1] >= least[1])
+
+    def _is_better(self, found: Forecast, expected: Forecast) -> bool:
+        first, second = self.worth(found)
+        before, second_before = self.worth(expected)
+        return first < before - LEAST_GAIN_S or (
+            first < before + LEAST_GAIN_S and second < second_before - LEAST_GAIN_S
         )
+
+    def _limit_s(self, expected: Forecast) -> float:
+        """After which a plan cannot be better, or hardly."""
+        return (MOST_LATER if self._is_free else 1) * expected.worth[0] + LEAST_GAIN_S
 
     # ---- steps -----------------------------------------------------------------------------------------------------
 
@@ -173,9 +206,9 @@ class Refinement:
         """With those that are done first, each with the seconds that it seems to cost."""
         finish = expected.finish_s
         others = sorted((peer for peer in plan if peer != self._own), key=lambda peer: (finish[peer], peer))
-        ours = RouteChanges(self._own, self._costs, self._rules, plan, expected)
+        ours = self._changes_of(self._own, plan, expected)
         for other in others[:PARTNERS]:
-            theirs = RouteChanges(other, self._costs, self._rules, plan, expected)
+            theirs = self._changes_of(other, plan, expected)
             for place in ours.longest[:MOST_ROUTES]:
                 for other_place in theirs.longest[:MOST_ROUTES]:
                     for given in ours.stages(place) - theirs.stages(other_place):
@@ -184,6 +217,10 @@ class Refinement:
                             two = theirs.swapped(other_place, taken, given)
                             if one is not None and two is not None:
                                 yield one[0] + two[0], Exchange(place, one[1], other, other_place, two[1])
+
+    def _changes_of(self, data_node: PeerId, plan: Plan, expected: Forecast) -> RouteChanges:
+        power = 0 if self._is_free else URGENCY_POWER
+        return RouteChanges(data_node, self._costs, self._rules, plan, expected, power)
 
     def _whole(self, plan: Routes) -> Routes:
         return plan if self._rounds == 1 else {peer: (*routes,) * self._rounds for peer, routes in plan.items()}
@@ -195,12 +232,13 @@ class Refinement:
         return {**plan, self._own: tuple(routes)}
 
     def _is_last(self, expected: Forecast) -> bool:
-        return expected.finish_s[self._own] >= expected.worth[0] - LEAST_GAIN_S
+        return self._is_free or expected.finish_s[self._own] >= expected.worth[0] - LEAST_GAIN_S
 
     def _note(self, kind: str, before: Forecast, after: Forecast) -> None:
-        gained = (before.worth[0] - after.worth[0]) + 0.1 * (before.worth[1] - after.worth[1])
+        (first, second), (then, second_then) = self.worth(before), self.worth(after)
+        gained = (first - then) + 0.1 * (second - second_then)
         self._trials[kind] += 1
-        self._successes[kind] += 1 + GAIN_WEIGHT * max(0.0, gained) / before.worth[0]
+        self._successes[kind] += 1 + GAIN_WEIGHT * max(0.0, gained) / first
 
     def _circles(self, plan: Plan) -> frozenset[Route]:
         """The routes with a step back that may be part of a circle of microbatches that wait for each other."""
@@ -210,7 +248,7 @@ class Refinement:
 
     def _changes(self, plan: Plan, expected: Forecast) -> Iterator[tuple[str, Change]]:
         """All changes that there are, the kinds in turn as their record is, each kind's most promising first."""
-        scored = RouteChanges(self._own, self._costs, self._rules, plan, expected)
+        scored = self._changes_of(self._own, plan, expected)
         noise = NOISE * expected.worth[0]
         left: dict[str, list[tuple[float, int, Change]]] = {}
         for kind, found in (
@@ -236,15 +274,3 @@ def exchanged(plan: Plan, asking: PeerId, exchange: Exchange) -> Plan:
     ours, theirs = list(plan[asking]), list(plan[exchange.other])
     ours[exchange.place], theirs[exchange.other_place] = exchange.route, exchange.other_route
     return {**plan, asking: tuple(ours), exchange.other: tuple(theirs)}
-
-
-def is_worth(before: Forecast, after: Forecast, least: tuple[float, float]) -> bool:
-    """Whether the last is done so much sooner, or all in the mean while the last is no later."""
-    gains = [1 - then / now if now > 0 else 0.0 for then, now in zip(after.worth, before.worth, strict=True)]
-    return gains[0] >= least[0] or (gains[0] >= -1e-9 and gains[1] >= least[1])
-
-
-def _is_better(found: Forecast, expected: Forecast) -> bool:
-    last, mean = found.worth
-    before, mean_before = expected.worth
-    return last < before - LEAST_GAIN_S or (last < before + LEAST_GAIN_S and mean < mean_before - LEAST_GAIN_S)

@@ -18,8 +18,6 @@ from swarm.routing.route_forecast import Forecast
 from swarm.routing.route_search import NEAREST, cheapest_by_set
 from swarm.vocabulary.types import PeerId
 
-URGENCY_POWER = 6
-"""How much less a data node counts that is done earlier than the last one."""
 LEAST_URGENCY = 1e-3
 MOST_ORDERS = 64
 """Of one set of stages that are looked at."""
@@ -36,6 +34,7 @@ class RouteChanges:
         data_node: whose microbatches are to take other routes.
         costs: as whoever asks takes them to be.
         expected: of the plan.
+        urgency_power: how much less a data node counts that is done earlier than the last one; 0 where all count alike.
     """
 
     def __init__(
@@ -45,6 +44,7 @@ class RouteChanges:
         rules: PathRules,
         plan: Mapping[PeerId, Sequence[Route]],
         expected: Forecast,
+        urgency_power: int,
     ) -> None:
         self._own, self._costs, self._rules = data_node, costs, rules
         self._stage_of = costs.stage_of()
@@ -54,7 +54,7 @@ class RouteChanges:
         self._swaps: dict[tuple[int, int, int], tuple[float, Route] | None] = {}
         last = expected.worth[0]
         urgency = {
-            peer: (finish / last) ** URGENCY_POWER if last > 0 else 1.0 for peer, finish in expected.finish_s.items()
+            peer: (finish / last) ** urgency_power if last > 0 else 1.0 for peer, finish in expected.finish_s.items()
         }
         self._urgency = urgency[self._own]
         waiting: dict[PeerId, float] = {}

@@ -16,7 +16,7 @@ from swarm.routing.negotiation.lane_view import View
 from swarm.routing.negotiation.negotiation_events import TalkRules
 from swarm.routing.negotiation.proposals import WORST
 from swarm.routing.negotiation.trades import Asking
-from swarm.routing.refinement import WORTH_TELLING, Exchange, Plan, Refinement, is_worth
+from swarm.routing.refinement import WORTH_TELLING, Exchange, Plan, Refinement
 from swarm.routing.route_forecast import Forecast
 from swarm.vocabulary.routing_messages import Accept, Lane, Offer
 from swarm.vocabulary.types import PeerId
@@ -174,7 +174,9 @@ class Refining:
         view = self._view
         if self._costs is not view.costs or self._refinement is None:
             self._costs = view.costs
-            self._refinement = Refinement(view.own, view.costs, view.rules, self._rounds)
+            self._refinement = Refinement(
+                view.own, view.costs, view.rules, self._rounds, is_free=self._talk.microbatches is None
+            )
         return self._refinement
 
     def _expected_of(self, plan: Plan, refinement: Refinement) -> Forecast:
@@ -193,6 +195,6 @@ class Refining:
         found = refinement.improve(plan, before, max(LEAST_FORECASTS, self._tasks_left // (self._left * tasks)))
         self._left -= 1
         self._tasks_left -= found.forecasts * tasks
-        is_told = is_worth(before, found.expected, WORTH_TELLING)
+        is_told = refinement.is_worth(before, found.expected, WORTH_TELLING)
         self.settled_s = found.expected.worth[0] if is_told else before.worth[0]
         return found.routes if is_told else None

@@ -127,3 +127,17 @@ def test_who_is_not_the_last_leaves_half_of_its_forecasts() -> None:
     spent = {peer: improved(Refinement(peer, costs, RULES), plan, 40).forecasts for peer in (first, last)}
     assert spent[first] <= 25
     assert spent[last] > spent[first]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_where_all_launch_freely_the_pace_of_all_counts(seed: int) -> None:
+    """Not when the last one is done: it may even be later."""
+    costs, plan = unequal(seed)
+    for own in costs.data_nodes:
+        machine = Refinement(own, costs, RULES, 2, is_free=True)
+        before = machine.expected(plan)
+        found = machine.improve(plan, before, ALLOWANCE)
+        pace = [sum(1 / finish for finish in played.finish_s.values()) for played in (before, found.expected)]
+        assert pace[1] >= pace[0]
+        assert found.expected == machine.expected({**plan, own: found.routes})
+        assert machine.worth(before)[0] == pytest.approx(len(plan) / pace[0])
