@@ -132,17 +132,24 @@ def _with_replicas(replicas: int, regions: Regions, seed: int) -> Instance:
 def after_each_death(instance: Instance, seeds: Iterable[int]) -> dict[str, Any]:
     """Each peer that is no data node dies in turn, after the talk: CPU of the talk that follows, and makespans against
     a plan made anew."""
-    watch = Stopwatch()
+    watch, of_one = Stopwatch(), Stopwatch()
     at_once, settled = [], []
     for peers in instance.costs.stages[1:]:
         for peer in peers if len(peers) > 1 else ():
             for seed in seeds:
                 after = after_death(instance, peer, Network(), time.process_time, seed)
                 watch.ms.append(1e3 * after.replanning_cpu)
+                of_one.ms.append(1e3 * after.replanning_cpu_each)
                 at_once.append(after.at_once / after.anew - 1)
                 settled.append(after.settled / after.anew - 1)
     lost = {"at_once": _lost(at_once), "settled": _lost(settled)}
-    return {"instance": instance.name, "deaths": len(settled), **watch.summary(), "makespan_lost": lost}
+    return {
+        "instance": instance.name,
+        "deaths": len(settled),
+        **watch.summary(),
+        "of_one": of_one.summary(),
+        "makespan_lost": lost,
+    }
 
 
 def _lost(shares: list[float]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,12 +29,14 @@ class AfterDeath:
         settled: the same when they have talked about it.
         anew: of a plan that the data nodes that are left agree on from a cold start.
         replanning_cpu: of all data nodes together, until the talk has ended.
+        replanning_cpu_each: of the one with the most.
     """
 
     at_once: float
     settled: float
     anew: float
     replanning_cpu: float
+    replanning_cpu_each: float
 
 
 def after_death(
@@ -48,7 +51,7 @@ def after_death(
     if not all(costs.stages):
         raise ValueError("the last peer of a stage cannot be missed")
     talking = _talk(instance, instance.costs, network, cpu_clock, seed)
-    before = talking.cpu_s
+    before = dict(talking.cpu_each_s)
     if gone in talking.machines:
         talking.die(gone)
     members = [Member(peer) for peer in costs.data_nodes]
@@ -56,12 +59,14 @@ def after_death(
     talking.run(VIEWS_DIFFER_S)
     at_once = _makespan_s(instance, costs, talking, VIEWS_DIFFER_S)
     talking.run(SETTLED_S)
+    cpu_each = [talking.cpu_each_s[peer] - before[peer] for peer in costs.data_nodes]
     anew = _talk(instance, costs, network, cpu_clock, seed)
     return AfterDeath(
         at_once,
         _makespan_s(instance, costs, talking, SETTLED_S),
         _makespan_s(instance, costs, anew, 0.0),
-        talking.cpu_s - before,
+        math.fsum(cpu_each),
+        max(cpu_each),
     )
 
 

@@ -37,12 +37,12 @@ class TalkRules:
     longest_repeat_s: float = 12.0
     trades_each: int = 3
     """Trades that a data node asks for between two changes of the swarm: nobody talks for ever."""
-    tasks_each: int = 48_000
+    tasks_each: int = 56_000
     """Tasks that a data node plays between two changes of the swarm in forecasts for the refinement of its routes: a
-    bound of its CPU time, some 40 ms."""
-    exchanges_each: int = 10
+    bound of its CPU time, some 50 ms."""
+    exchanges_each: int = 14
     """Exchanges of a stage of one microbatch that a data node asks others for between two changes of the swarm."""
-    turns_each: int = 3
+    turns_each: int = 6
     """Turns in which it spends them: all others are told of each that has found something."""
 
 

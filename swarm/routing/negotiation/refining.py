@@ -29,6 +29,8 @@ TRIES = 3
 """Of an offer whose answer is lost, before the turns begin: who has refined its lanes trades none."""
 LEAST_FORECASTS = 12
 """In a turn, however many tasks one has to play."""
+AGAIN = 0.25
+"""Share of its first budget that a data node may use when the swarm has changed: most routes are good still."""
 WORTH_REFINING = 0.05
 """By so much the expected end must have changed with the costs before routes are refined anew."""
 EXCHANGE_FORECASTS = 6
@@ -49,6 +51,8 @@ class Refining:
         self._refinement: Refinement | None = None
         self._expected: tuple[Refinement, Plan, Forecast] | None = None
         self._refused: set[tuple[Exchange, int, int]] = set()
+        self._settled_costs: Costs | None = None
+        """By which that was."""
         self._renew()
         self._quiet_since, self._at = 0.0, math.inf
         self.settled_s = math.nan
@@ -93,8 +97,8 @@ class Refining:
         finish, last = expected.finish_s, expected.worth[0]
         if math.isinf(last):
             return None
-        if abs(last - self.settled_s) > WORTH_REFINING * self.settled_s:
-            self._renew()
+        if self._settled_costs is not self._view.costs and abs(last - self.settled_s) > WORTH_REFINING * self.settled_s:
+            self._renew(AGAIN)
         if self._left <= 0 and self._exchanges_left <= 0:
             return None
         own = self._view.own
@@ -103,11 +107,12 @@ class Refining:
         if now < at:
             self._at = at
             return None
-        routes = self._improved(plan, refinement, expected) if self._left > 0 else None
+        may_improve = min(self._left, self._tasks_left) > 0
+        routes = self._improved(plan, refinement, expected) if may_improve else None
         if routes is not None or self._exchanges_left <= 0 or before > LATE:
             return routes
         self._exchanges_left -= 1
-        self.settled_s = expected.worth[0]
+        self._settle(last)
         return refinement.exchange(plan, expected, EXCHANGE_FORECASTS, self._is_refused)
 
     # ---- exchanges -------------------------------------------------------------------------------------------------
@@ -163,12 +168,15 @@ class Refining:
 
     # ---- steps -----------------------------------------------------------------------------------------------------
 
-    def _renew(self) -> None:
-        """The swarm has changed: as many turns again."""
+    def _renew(self, share: float = 1.0) -> None:
+        """As many turns again, and such a share of what they may cost."""
         talk = self._talk
-        self._left, self._tasks_left = talk.turns_each, talk.tasks_each
-        self._exchanges_left, self._answers_left = talk.exchanges_each, ANSWERS
+        self._left, self._tasks_left = talk.turns_each, int(share * talk.tasks_each)
+        self._exchanges_left, self._answers_left = math.ceil(share * talk.exchanges_each), ANSWERS
         self._refused.clear()
+
+    def _settle(self, last_s: float) -> None:
+        self.settled_s, self._settled_costs = last_s, self._view.costs
 
     def _by_costs(self) -> Refinement:
         view = self._view
@@ -196,5 +204,5 @@ class Refining:
         self._left -= 1
         self._tasks_left -= found.forecasts * tasks
         is_told = refinement.is_worth(before, found.expected, WORTH_TELLING)
-        self.settled_s = found.expected.worth[0] if is_told else before.worth[0]
+        self._settle(found.expected.worth[0] if is_told else before.worth[0])
         return found.routes if is_told else None

@@ -85,12 +85,13 @@ def test_after_a_cold_start_the_talk_goes_on_while_work_does() -> None:
         assert_valid(instance, iteration)
 
 
-def test_lost_messages_cost_time_and_nothing_else() -> None:
+def test_lost_messages_cost_time_and_some_trades() -> None:
+    """Offers that are lost are made again a few times, and then what is left is refined."""
     instance = from_json(twenty_peers())
     rough = Conduct(talk_s=600.0, network=Network(lost=0.3, doubled=0.3))
     done = run_iterations(instance, rough, no_clock)[-1]
     assert_valid(instance, done)
-    assert done.played.makespan_s < 1.1 * talked(instance).played.makespan_s
+    assert done.played.makespan_s < 0.95 * cold(instance).played.makespan_s
     assert done.talk.settled_s > run_iterations(instance, Conduct(), no_clock)[-1].talk.settled_s
 
 
