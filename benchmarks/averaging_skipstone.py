@@ -52,16 +52,17 @@ RUN = RunId("0" * 64)
 MODULE = ModuleId(1)
 BLOCKS = 8
 TOKENS = 1024
-STEP = StepFigures(step=1, visits=(1,), gradient_norm=1.0, learning_rate=1e-3)
+STEP = StepFigures(step=1, visits=(1,), tokens=TOKENS, gradient_norm=1.0, learning_rate=1e-3)
 STEP_SIZE = 1e-3
 
 
 class Schedule:
     """Stands for the inner optimizer, which has no part in a round but its count."""
 
-    steps = 0
+    steps = tokens = 0
+    replicas = 1
 
-    def start_anew(self, steps: int) -> None:
+    def start_anew(self, steps: int, tokens: int) -> None:
         self.steps = steps
 
 
@@ -161,7 +162,7 @@ class RoundPeer:
         clock, outer = SystemClock(), OuterRule(0.7, 0.9)
         signatures = PieceSignatures(RUN, identity)
         means = ExchangeMeans(rules.codecs, outer, averaging, transport, clock, signatures, SystemRandom())
-        replica_sync = ReplicaSync(replica, store, compute, averaging, AloneRule(1, outer, TOKENS, clock))
+        replica_sync = ReplicaSync(replica, store, compute, averaging, AloneRule(1, outer, clock))
         host = Host(book, start)
         self.settled = host.rounds
         self.runner = RoundRunner(own, MODULE, machine, store, replica_sync, means, host)

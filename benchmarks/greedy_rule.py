@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from swarm.routing.cost_model import Costs, Route
+from swarm.routing.cost_model import Costs, PeerRoute
 from swarm.vocabulary.types import PeerId
 
 
-def least_route(costs: Costs, data_node: PeerId, stages: Sequence[int], in_flight: Mapping[PeerId, int]) -> Route:
+def least_route(costs: Costs, data_node: PeerId, stages: Sequence[int], in_flight: Mapping[PeerId, int]) -> PeerRoute:
     """A peer for each of the stages, in this order: the least sum of links there and back and of
     service x (1 + own in flight there).
 
@@ -23,7 +23,7 @@ def least_route(costs: Costs, data_node: PeerId, stages: Sequence[int], in_fligh
     Raises:
         ValueError: a stage has no peer.
     """
-    ends: list[tuple[float, Route]] = [(0.0, ())]
+    ends: list[tuple[float, PeerRoute]] = [(0.0, ())]
     """Of the best routes so far, one to each peer of the stage."""
     for stage in stages:
         ends = [_onwards(costs, data_node, ends, peer, _stay_s(costs, peer, in_flight)) for peer in costs.stages[stage]]
@@ -31,13 +31,13 @@ def least_route(costs: Costs, data_node: PeerId, stages: Sequence[int], in_fligh
 
 
 def _onwards(
-    costs: Costs, data_node: PeerId, ends: Sequence[tuple[float, Route]], peer: PeerId, stay_s: float
-) -> tuple[float, Route]:
+    costs: Costs, data_node: PeerId, ends: Sequence[tuple[float, PeerRoute]], peer: PeerId, stay_s: float
+) -> tuple[float, PeerRoute]:
     """The best way to go on to a peer."""
     return min((seconds + _way_s(costs, data_node, route, peer) + stay_s, (*route, peer)) for seconds, route in ends)
 
 
-def _way_s(costs: Costs, data_node: PeerId, route: Route, peer: PeerId) -> float:
+def _way_s(costs: Costs, data_node: PeerId, route: PeerRoute, peer: PeerId) -> float:
     """To a peer from the end of a route, and back."""
     return 2 * costs.message_s[route[-1] if route else data_node][peer]
 

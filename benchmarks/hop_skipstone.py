@@ -152,7 +152,7 @@ def identity_worker(manifest: Manifest) -> HopWorker:
     part = torch.nn.Identity()
     total = Accumulator(part)
     optimizer = InnerOptimizer(manifest.training, [total])
-    return HopWorker(part, total, optimizer, hidden_tensor(manifest), manifest.microbatch_tokens, CPU, 2**30)
+    return HopWorker(part, total, optimizer, hidden_tensor(manifest), CPU, 2**30)
 
 
 @asynccontextmanager

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from node.local_swarm.setup import assign_stages
+from node.local_swarm.setup import assign_modules
 from protocol.manifest.manifest import Manifest, manifest_from_table
 from swarm.routing.stage_balance import ring_stages
+from swarm.vocabulary.types import ModuleId
 from tests.e2e.emulated import Spec
 from tests.e2e.emulated_paths import GREEDY, OURS, SWARM
 from tests.e2e.small_run import small_run
@@ -108,7 +109,7 @@ class Cell:
     def in_flight(self) -> int:
         """Microbatches under way at most, of all data nodes together."""
         each = min(self.window, self.per_step * (1 + self.staleness))
-        return each * assign_stages(PEERS, BLOCKS).count(0)
+        return each * assign_modules(PEERS, BLOCKS).count(ModuleId(0))
 
     def visited(self, arm: Arm) -> int:
         """Stages after stage 0 that a path visits."""
@@ -257,7 +258,7 @@ class Ground:
 def make_ground(seed: int, links: float = 1.0) -> Ground:
     """Speeds by chance, evenly on a logarithmic scale; the replicas of each stage in different regions."""
     rng = random.Random(seed)
-    stages = tuple(assign_stages(PEERS, BLOCKS))
+    stages = tuple(module.stage for module in assign_modules(PEERS, BLOCKS))
     forward = [DATA_FORWARD_S if stage == 0 else round(FASTEST_S * SLOWEST ** rng.random(), 4) for stage in stages]
     decks = {stage: itertools.cycle(rng.sample(REGIONS, len(REGIONS))) for stage in set(stages)}
     one_way = {region: {region: INSIDE_S} for region in REGIONS}

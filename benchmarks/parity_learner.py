@@ -70,6 +70,7 @@ class Rule:
 
 def manifest_of(task: Task, seed: int, inner_rate: float, replicas: int, rule: Rule | None = None) -> Manifest:
     """A run of one module whose inner step has the tokens of so many replicas."""
+    of_all = REPLICAS * task.microbatches * task.rows * task.sequence
     outer = {"inner_steps": rule.inner_steps, "outer": _outer(rule)} if rule is not None else {}
     return manifest_from_table(
         {
@@ -92,8 +93,8 @@ def manifest_of(task: Task, seed: int, inner_rate: float, replicas: int, rule: R
                 "inner": {"learning_rate": inner_rate, "beta2": task.beta2},
                 "schedule": {
                     "kind": "cosine",
-                    "warmup_steps": task.warmup_steps,
-                    "total_steps": task.steps,
+                    "warmup_tokens": task.warmup_steps * of_all,
+                    "total_tokens": task.steps * of_all,
                     "final_ratio": task.final_ratio if rule is None else rule.final_ratio,
                 },
                 **outer,
@@ -144,6 +145,7 @@ class Learner:
         self.write(other.vector())
         saved = other.optimizer.export_state(parameters_of(*other.parts))
         self.optimizer.import_state(parameters_of(*self.parts), saved)
+        self.optimizer.tokens = other.optimizer.tokens
 
 
 class Dealer:

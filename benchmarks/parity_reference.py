@@ -44,6 +44,7 @@ class Reference:
 
     def __init__(self, learners: Sequence[Learner], rule: Rule) -> None:
         self._learners = learners
+        self._tokens = learners[0].optimizer.tokens
         self._outer = OuterReference(learners[0].vector(), rule)
 
     def a_round(self, steps: Sequence[Sequence[Sequence[Microbatch]]]) -> Vector:
@@ -55,6 +56,8 @@ class Reference:
                 learner.step(microbatches)
                 tokens[number] += sum(microbatch.size for microbatch in microbatches)
         anchor = self._outer.step([learner.vector() for learner in self._learners], tokens)
+        self._tokens += sum(tokens)
         for learner in self._learners:
             learner.write(anchor)
+            learner.optimizer.tokens, learner.optimizer.replicas = self._tokens, len(self._learners)
         return anchor

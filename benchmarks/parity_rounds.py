@@ -155,7 +155,7 @@ def _runner(
     machine = RoundMachine(own, learner.module, rules, start, EntrySeal(identity, RUN))
     clock, outer, signatures = SystemClock(), outer_rule(manifest), PieceSignatures(RUN, identity)
     means = ExchangeMeans(rules.codecs, outer, averaging, transport, clock, signatures, SystemRandom())
-    alone = AloneRule(training.inner_steps, outer, manifest.microbatch_tokens, clock)
+    alone = AloneRule(training.inner_steps, outer, clock)
     replica_sync = ReplicaSync(learner.replica, store, compute, averaging, alone)
     return RoundRunner(own, learner.module, machine, store, replica_sync, means, host)
 
@@ -164,5 +164,6 @@ def _anchor_after(learner: Learner) -> Anchor:
     """The anchor before the first round, with the learner's steps behind it, so that the schedule goes on from
     there."""
     first = anchor_of(learner.replica)
-    version = version_of(first.layout, first.hashes, 0, learner.optimizer.steps, 0, 0)
+    steps, tokens = learner.optimizer.steps, learner.optimizer.tokens
+    version = version_of(first.layout, first.hashes, 0, steps, tokens, 0)
     return replace(first, version=version)

@@ -16,7 +16,7 @@ from typing import Any, Final
 from benchmarks.paths_central import improved
 from benchmarks.paths_online import SmallestVirtualTime
 from benchmarks.paths_ours import cold_plan, talked_plan
-from swarm.routing.cost_model import Costs, Route
+from swarm.routing.cost_model import Costs, PeerRoute
 from swarm.routing.path_rules import PathRules, order_tree, orders
 from swarm.routing.stage_balance import fair_sets, visits
 from swarm.simulation.baselines.earliest_return import EarliestReturn
@@ -100,7 +100,7 @@ def fixed_pairs_of_all(instance: Instance) -> Plan:
     }
 
 
-def _chains(costs: Costs) -> list[Route]:
+def _chains(costs: Costs) -> list[PeerRoute]:
     return list(zip(*costs.stages[1:], strict=False))[: len(costs.data_nodes)]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from typing import Final
 
-from swarm.routing.cost_model import Route
+from swarm.routing.cost_model import PeerRoute
 from swarm.simulation.forecast import Unit, forecast
 from swarm.simulation.instance import Instance, Plan
 from swarm.vocabulary.types import PeerId
@@ -19,7 +19,7 @@ MEAN_SHARE: Final = 0.03
 """How much the mean finish counts beside the last one, so that the search sees a slope where the last one does not
 move."""
 
-_Routes = dict[PeerId, list[Route]]
+_Routes = dict[PeerId, list[PeerRoute]]
 
 
 def improved(instance: Instance, plan: Plan, attempts: int, seed: int = 1) -> Plan:
@@ -70,7 +70,7 @@ def _some_unit(routes: _Routes, rng: random.Random) -> Unit:
     return data_node, rng.randrange(len(routes[data_node]))
 
 
-def _some_replacement(instance: Instance, route: Route, rng: random.Random) -> tuple[PeerId, PeerId]:
+def _some_replacement(instance: Instance, route: PeerRoute, rng: random.Random) -> tuple[PeerId, PeerId]:
     old = rng.choice(route)
     stage = next(peers for peers in instance.costs.stages if old in peers)
     return old, rng.choice(stage)

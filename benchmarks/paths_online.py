@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from swarm.routing.cost_model import Costs, Route
+from swarm.routing.cost_model import Costs, PeerRoute
 from swarm.routing.stage_balance import ring_set
 from swarm.simulation.baselines.one_by_one import Moment
 from swarm.simulation.forecast import Forecast, Task, Unit
@@ -56,7 +56,7 @@ class SmallestVirtualTime:
         peers = [peer for stage in instance.costs.stages for peer in stage]
         self._wirings = {peer: _Wiring(dict.fromkeys(peers, 0.0)) for peer in instance.costs.data_nodes}
 
-    def choose(self, moment: Moment) -> Route:
+    def choose(self, moment: Moment) -> PeerRoute:
         data_node, number = moment.unit
         costs, rules, wiring = self._instance.costs, self._instance.rules, self._wirings[data_node]
         self._learn(data_node, moment.plan[data_node], moment.so_far, moment.at)
@@ -68,12 +68,12 @@ class SmallestVirtualTime:
             route.append(chosen)
         return tuple(route)
 
-    def look_back(self, plan: Mapping[PeerId, Sequence[Route]], played: Forecast) -> None:
+    def look_back(self, plan: Mapping[PeerId, Sequence[PeerRoute]], played: Forecast) -> None:
         for data_node, routes in plan.items():
             self._learn(data_node, routes, played, math.inf)
             self._wirings[data_node].measured.clear()
 
-    def _learn(self, data_node: PeerId, routes: Sequence[Route], so_far: Forecast, now: float) -> None:
+    def _learn(self, data_node: PeerId, routes: Sequence[PeerRoute], so_far: Forecast, now: float) -> None:
         """From one's own visits that have ended by now."""
         wiring = self._wirings[data_node]
         for number, route in enumerate(routes):

@@ -100,7 +100,7 @@ def _time_launches(instance: Instance, plan: Plan, set_up: Stopwatch, launch: St
         lanes = spread([tuple(Hop(ModuleId(stage_of[peer]), peer) for peer in route) for route in plan[data_node]])
         planner = Planner(instance.rules, members, times, lambda lanes=lanes: lanes)
         with launch.sample():
-            planner.plan(1, {}, 0.0)
+            planner.plan(1, (), {}, 0.0)
 
 
 def growth_in_replicas(regions: Regions, seeds: Iterable[int]) -> list[dict[str, Any]]:

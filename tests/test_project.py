@@ -27,67 +27,75 @@ swarm/vocabulary:
 protocol/interfaces:
 protocol/libp2p:
 swarm/compression:
+swarm/experts:
 swarm/membership:
-swarm/pipeline:
+swarm/workload:
 node/lab/emulation: protocol/libp2p
-node/observability: protocol/interfaces
+node/observability: protocol/interfaces swarm/workload
 protocol/codecs: protocol/interfaces
 protocol/frames: protocol/interfaces
 swarm/averaging: swarm/compression
-swarm/routing: swarm/membership
+swarm/pipeline: swarm/workload
+swarm/routing: swarm/experts swarm/membership swarm/workload
 node/lab/audit: node/observability
 protocol/identity: protocol/frames
 swarm/routing/negotiation: swarm/routing
 protocol/manifest: protocol/identity
 protocol/transport: protocol/frames protocol/identity protocol/interfaces
 swarm/simulation: swarm/membership swarm/pipeline swarm/routing swarm/routing/negotiation
-node/data: protocol/manifest
+node/experts: protocol/manifest swarm/experts
+protocol/nat: protocol/frames protocol/interfaces protocol/libp2p protocol/transport
 swarm/simulation/central: swarm/routing swarm/simulation
+node/data: node/experts protocol/manifest swarm/experts swarm/workload
+protocol/dht: protocol/identity protocol/interfaces protocol/libp2p protocol/nat protocol/transport
 swarm/simulation/baselines: swarm/routing swarm/simulation swarm/simulation/central
 node/lab/simulation: swarm/routing swarm/simulation swarm/simulation/baselines swarm/simulation/central
-protocol/nat: protocol/frames protocol/interfaces protocol/libp2p protocol/transport
-node/model: node/data protocol/manifest
-protocol/dht: protocol/identity protocol/interfaces protocol/libp2p protocol/nat protocol/transport
+node/model: node/data protocol/manifest swarm/workload
 node/concurrency: node/model protocol/interfaces
 node/checkpoint: node/concurrency node/data node/model node/observability protocol/manifest
+node/network: node/concurrency node/experts node/observability protocol/dht protocol/identity protocol/interfaces
+    protocol/manifest protocol/nat protocol/transport swarm/experts swarm/membership swarm/routing swarm/workload
 node/averaging/anchor: node/checkpoint node/model protocol/manifest
-node/network: node/concurrency node/observability protocol/dht protocol/identity protocol/interfaces protocol/manifest
-    protocol/nat protocol/transport swarm/membership swarm/routing
-node/pipeline: node/concurrency node/data node/model node/network node/observability protocol/codecs protocol/interfaces
-    protocol/manifest protocol/transport swarm/compression swarm/pipeline swarm/routing
+node/context: node/checkpoint node/concurrency node/data node/experts node/network node/observability
+    protocol/identity protocol/manifest swarm/pipeline
+node/pipeline: node/concurrency node/data node/model node/network node/observability protocol/codecs
+    protocol/interfaces protocol/manifest protocol/transport swarm/compression swarm/pipeline swarm/routing
+    swarm/workload
+node/reachability: node/concurrency node/network node/observability protocol/identity protocol/interfaces
+    protocol/manifest protocol/nat protocol/transport swarm/membership
 node/averaging/exchange: node/averaging/anchor node/concurrency node/model node/observability protocol/codecs
     protocol/identity protocol/interfaces swarm/averaging swarm/compression
 node/averaging/state_sync: node/averaging/anchor node/concurrency node/network node/observability protocol/codecs
     protocol/frames protocol/interfaces protocol/transport swarm/averaging
-node/context: node/checkpoint node/concurrency node/data node/network node/observability protocol/identity
-    protocol/manifest swarm/pipeline
-node/reachability: node/concurrency node/network node/observability protocol/identity protocol/interfaces
-    protocol/manifest protocol/nat protocol/transport swarm/membership
-node/routing: node/concurrency node/context node/data node/network node/observability node/pipeline protocol/interfaces
-    protocol/manifest swarm/membership swarm/pipeline swarm/routing swarm/routing/negotiation
-node/solo: node/averaging/anchor node/checkpoint node/data node/model node/observability node/pipeline protocol/manifest
-    swarm/routing
+node/lab/doctor: node/concurrency node/model node/network node/reachability protocol/interfaces protocol/manifest
+node/local_swarm: node/context node/data node/experts node/observability protocol/identity protocol/libp2p
+    protocol/manifest swarm/workload
+node/routing: node/concurrency node/context node/data node/network node/observability node/pipeline
+    protocol/interfaces protocol/manifest swarm/experts swarm/membership swarm/pipeline swarm/routing
+    swarm/routing/negotiation swarm/workload
+node/solo: node/averaging/anchor node/checkpoint node/data node/experts node/model node/network node/observability
+    node/pipeline protocol/manifest swarm/experts swarm/routing
 node/averaging/audit: node/averaging/anchor node/averaging/exchange node/concurrency protocol/codecs protocol/identity
     protocol/interfaces swarm/averaging
-node/export: node/averaging/anchor node/averaging/state_sync node/checkpoint node/context node/data node/model
-    node/network node/observability node/solo protocol/manifest swarm/averaging
-node/lab/doctor: node/concurrency node/model node/network node/reachability protocol/interfaces protocol/manifest
-node/local_swarm: node/context node/data node/observability protocol/identity protocol/libp2p protocol/manifest
+node/cli/views: node/local_swarm node/observability swarm/compression swarm/workload
+node/export: node/averaging/anchor node/averaging/state_sync node/checkpoint node/context node/data node/experts
+    node/model node/network node/observability protocol/manifest swarm/averaging swarm/experts swarm/workload
+node/lab/experiment: node/concurrency node/lab/audit node/lab/emulation node/local_swarm node/network
+    node/observability protocol/manifest
 node/averaging: node/averaging/anchor node/averaging/audit node/averaging/exchange node/averaging/state_sync
     node/checkpoint node/concurrency node/context node/model node/network node/observability protocol/codecs
     protocol/identity protocol/interfaces protocol/manifest swarm/averaging swarm/compression
-node/cli/views: node/local_swarm node/observability swarm/compression
-node/lab/experiment: node/concurrency node/lab/audit node/lab/emulation node/local_swarm node/network
-    node/observability protocol/manifest
 node/lab/wan: node/lab/audit node/lab/experiment node/local_swarm protocol/manifest
-node/runtime: node/averaging node/averaging/anchor node/checkpoint node/concurrency node/context node/data node/model
-    node/network node/observability node/pipeline node/reachability node/routing protocol/dht protocol/identity
-    protocol/interfaces protocol/manifest swarm/membership swarm/pipeline swarm/routing
-node/cli: node/checkpoint node/cli/views node/context node/data node/export node/local_swarm node/model node/network
-    node/observability node/runtime node/solo protocol/identity protocol/manifest
-node/lab/chaos: node/averaging node/averaging/anchor node/averaging/exchange node/cli node/lab/audit node/lab/emulation
-    node/lab/experiment node/local_swarm node/network node/observability protocol/codecs protocol/identity
-    protocol/interfaces protocol/transport swarm/pipeline
+node/runtime: node/averaging node/averaging/anchor node/checkpoint node/concurrency node/context node/data
+    node/experts node/model node/network node/observability node/pipeline node/reachability node/routing protocol/dht
+    protocol/identity protocol/interfaces protocol/manifest swarm/experts swarm/membership swarm/pipeline
+    swarm/routing
+node/cli: node/checkpoint node/cli/views node/context node/data node/experts node/export node/local_swarm node/model
+    node/network node/observability node/runtime node/solo protocol/identity protocol/manifest swarm/experts
+    swarm/workload
+node/lab/chaos: node/averaging node/averaging/anchor node/averaging/exchange node/cli node/lab/audit
+    node/lab/emulation node/lab/experiment node/local_swarm node/network node/observability protocol/codecs
+    protocol/identity protocol/interfaces protocol/transport swarm/pipeline
 node/lab/commands: node/cli/views node/context node/data node/lab/audit node/lab/chaos node/lab/doctor
     node/lab/emulation node/lab/experiment node/lab/simulation node/lab/wan node/network protocol/manifest
     swarm/simulation

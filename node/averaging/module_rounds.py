@@ -87,8 +87,8 @@ class ModuleRounds:
         rules, outer = round_rules(manifest, start.layout), outer_rule(manifest)
         seal = EntrySeal(session.identity, session.run)
         self._machine = RoundMachine(own.peer, module, rules, start.version, seal)
-        training, tokens = manifest.training, manifest.microbatch_tokens
-        alone = AloneRule(training.inner_steps, outer, tokens, own.clock, training.round_seconds)
+        training = manifest.training
+        alone = AloneRule(training.inner_steps, outer, own.clock, training.round_seconds)
         self._replica_sync = ReplicaSync(replica, self._store, given.compute, averaging, alone)
         means = ExchangeMeans(
             codecs=rules.codecs,

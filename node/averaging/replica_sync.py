@@ -67,7 +67,6 @@ class AloneRule:
 
     inner_steps: int
     outer: OuterRule
-    microbatch_tokens: int
     clock: Clock
     longest_s: float = math.inf
     """After so many seconds since the last outer step, the next inner step brings another."""
@@ -124,12 +123,18 @@ class ReplicaSync:
     def stand_alone(self, alone: bool) -> None:
         """Sets whether the replica takes its outer steps by itself from now on."""
         self.is_alone = alone
+        if alone:
+            self.trained_by(1)
+
+    def trained_by(self, replicas: int) -> None:
+        """Sets how many replicas train the module: the learning rate follows from the tokens of all of them."""
+        self._replica.optimizer.replicas = max(1, replicas)
 
     def after_inner_step(self, figures: StepFigures) -> LoneStep | None:
         """Counts an inner step, and takes a lone replica's outer step when it is due; returns that. To be called on the
         compute thread, in the same job as the step.
         """
-        self._done += Work(1, max(figures.visits) * self._rule.microbatch_tokens)
+        self._done += Work(1, figures.tokens)
         work, waited_s = self.since_anchor, self._rule.clock.monotonic() - self._anchored_at
         if not self.is_alone or (work.steps < self._lone_every and waited_s < self._rule.longest_s):
             return None
@@ -217,13 +222,15 @@ class ReplicaSync:
         return self._store.current, self._done, self.since_anchor
 
     def _follow_schedule(self, anchor: Anchor) -> None:
-        self._replica.optimizer.steps = anchor.version.steps + self.since_anchor.steps
+        optimizer, since = self._replica.optimizer, self.since_anchor
+        optimizer.steps = anchor.version.steps + since.steps
+        optimizer.tokens = anchor.version.tokens + since.tokens * optimizer.replicas
 
     def _start_anew(self, anchor: Anchor) -> None:
         """What inner steps came between two slices is gone, too."""
         self.lost += self.since_anchor
         self._stand(self._done)
-        self._replica.optimizer.start_anew(anchor.version.steps)
+        self._replica.optimizer.start_anew(anchor.version.steps, anchor.version.tokens)
 
     def _stand(self, done: Work) -> None:
         """On a new anchor, which has this much of our work in it."""

@@ -252,6 +252,7 @@ class RoundRunner(MachineRunner[Event, Action]):
             return
         self._store.put(staged.anchor)
         crash_point("committing")
+        self.replica_sync.trained_by(len(contributors(action.roster)))
         self.replica_sync.committed(staged.snapshot)
         self._host.anchored(staged.anchor)
         self.stepped()

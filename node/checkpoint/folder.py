@@ -42,6 +42,7 @@ from swarm.vocabulary.types import ModuleId, PeerId, RunId
 log = logging.getLogger(__name__)
 
 MANIFEST_NAME: Final = "manifest.toml"
+ROUTER_NAME: Final = "manifest.router"
 KEPT: Final = 2
 """Whole snapshots of a replica that stay: the newest, and one to fall back to."""
 _HEADER_NAME: Final = re.compile(r"state-(\d{1,15})\.json")
@@ -61,6 +62,8 @@ class CheckpointFolder:
     manifest: bytes
     """The signed TOML file."""
     storage: Storage = field(default_factory=DiskStorage)
+    router: bytes = b""
+    """Of a run whose manifest names one."""
 
     def of(self, peer: PeerId) -> Path:
         """The folder of a peer's snapshots."""
@@ -206,13 +209,15 @@ def check_run(folder: CheckpointFolder) -> None:
 
 
 def _write_manifest(folder: CheckpointFolder, peer: PeerId) -> None:
-    """Once. Peers that come here together each write the same run's, and it does not matter who is last."""
+    """Once, and the router beside it. Peers that come here together each write the same run's, and it does not matter
+    who is last."""
     check_run(folder)
-    target = folder.path / MANIFEST_NAME
-    if not target.exists():
-        folder.storage.make_folder(folder.path)
-        beside = target.with_name(f".{target.name}.{peer}.part")
-        write_durably(folder.storage, target, beside, [memoryview(folder.manifest)])
+    for name, content in ((ROUTER_NAME, folder.router), (MANIFEST_NAME, folder.manifest)):
+        target = folder.path / name
+        if content and not target.exists():
+            folder.storage.make_folder(folder.path)
+            beside = target.with_name(f".{target.name}.{peer}.part")
+            write_durably(folder.storage, target, beside, [memoryview(content)])
 
 
 def _write_pair(storage: Storage, place: Path, owner: Owner, number: int, state: ReplicaState) -> Header:

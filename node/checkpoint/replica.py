@@ -21,13 +21,13 @@ from swarm.vocabulary.errors import StateError
 def capture_module(
     parts: tuple[nn.Module, ...], optimizer: InnerOptimizer, *, visits: int, tokens: int, agreed: Agreed | None = None
 ) -> ReplicaState:
-    """A copy of a replica as it is between two inner steps. `visits` have been applied, of `tokens` tokens each."""
+    """A copy of a replica as it is between two inner steps. So many visits of so many tokens have been applied."""
     names = parameters_of(*parts)
-    since = (optimizer.steps, visits * tokens) if agreed is None else (agreed.steps_since, agreed.tokens_since)
+    since = (optimizer.steps, tokens) if agreed is None else (agreed.steps_since, agreed.tokens_since)
     return ReplicaState(
         local={name: copied(tensor) for name, tensor in names.items()},
         inner=optimizer.export_state(names),
-        counters=Counters(visits * tokens, visits, *since),
+        counters=Counters(tokens, visits, *since),
         anchor=None if agreed is None else agreed.anchor,
     )
 
@@ -47,5 +47,7 @@ def restore_module(parts: tuple[nn.Module, ...], optimizer: InnerOptimizer, stat
     if saved != own:
         raise StateError("the snapshot is of a model with other parameters than this version builds from the manifest")
     optimizer.import_state(parameters, state.inner)
+    agreed = 0 if state.anchor is None else state.anchor.version.tokens
+    optimizer.tokens = agreed + state.counters.tokens_since_anchor
     for name, parameter in parameters.items():
         parameter.copy_(state.local[name])

@@ -193,7 +193,7 @@ def _header(table: dict[str, Any]) -> Header:
         anchor = AnchorVersion(**(anchor | {"digest": bytes.fromhex(anchor["digest"])}))
     if data is not None:
         cursor = data["cursor"]
-        data = DataState(**(data | {"cursor": Cursor(Place(**cursor["block"]), cursor["taken"])}))
+        data = DataState(**(data | {"cursor": Cursor(**(cursor | {"block": Place(**cursor["block"])}))}))
     return Header(
         Owner(RunId(owner["run"]), PeerId(owner["peer"]), ModuleId(**owner["module"])),
         int(table["number"]),

@@ -64,6 +64,12 @@ class DataState:
     duplicated: int
     loss_first: float | None = None
     loss_last: float | None = None
+    steps: int | None = None
+    """Completed. None where an older version has saved it."""
+
+    def steps_done(self, per_step: int) -> int:
+        """The completed steps; where they are not said, as many as there were so many microbatches."""
+        return self.completed // per_step if self.steps is None else self.steps
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,7 +18,7 @@ from node.cli.views.text import count, harmless
 if TYPE_CHECKING:
     from node.context.options import NodeOptions
     from node.data.places import Places
-    from protocol.manifest.manifest import Manifest
+    from protocol.manifest.manifest import Manifest, StagesSection
     from protocol.manifest.signing import SignedManifest
     from swarm.vocabulary.types import Reasoned
 
@@ -60,7 +60,7 @@ def description(
         f"run       {manifest.name}, {signed.run}",
         f"author    {signed.author}{' (this machine)' if own else ''}",
         f"model     {count(_parameters(manifest))} parameters in {_number(manifest.stages.count, 'stage')}"
-        f"{f' of {manifest.stages.experts} experts' if manifest.stages.experts > 1 else ''}",
+        f"{_experts(manifest.stages)}",
         f"reads     {_reading(manifest, options, text)}",
         "sends     hidden states of the run's text, gradients and parameters to the peers of this run; "
         "whoever serves the next stage can turn"
@@ -70,18 +70,25 @@ def description(
     return tuple(harmless(line, 400) for line in lines)
 
 
+def _experts(stages: StagesSection) -> str:
+    if not stages.has_experts:
+        return ""
+    of_each = stages.experts
+    return f" of {of_each if isinstance(of_each, int) else ', '.join(map(str, of_each))} experts"
+
+
 def _parameters(manifest: Manifest) -> int:
     """Of all modules together; in figures, because a manifest may describe a model that nobody could build."""
     from protocol.manifest.manifest import block_parameters
 
     model, blocks = manifest.model, manifest.stages.blocks
-    apart = blocks[0] + sum(blocks[1:]) * manifest.stages.experts
+    apart = sum(own * experts for own, experts in zip(blocks, manifest.stages.experts_of_each, strict=True))
     norms = 2 * model.hidden
     return apart * (block_parameters(model) + norms) + (2 * model.vocabulary + 1) * model.hidden
 
 
 def _reading(manifest: Manifest, options: NodeOptions, text: Reasoned[Places | None]) -> str:
-    if not options.reads_text or (options.stage or 0) > 0:
+    if not options.reads_text or (options.asked_stage or 0) > 0:
         return "no text"
     if text.value is None:
         return f"no text: {text.reason}"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from node.cli.options import PathChoice
 from node.cli.views.downloads import download_bar
 from node.cli.views.output import announce, print_json, run_loop
 from node.cli.views.text import count
@@ -25,15 +26,22 @@ def export(
     ],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write: new or empty.")],
     tokenizer: Annotated[Path | None, TokenizerPlace] = None,
+    path: Annotated[str | None, PathChoice] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Every module of a run with experts, in a folder that only skipstone reads.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an older export.")] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Write the model as a Llama folder that `transformers` loads.
 
-    Of a running swarm each module comes as of its last round.
+    Of a running swarm each module comes as of its last round. A run with experts is as many such models as it has
+    paths: --path names one.
     """
+    if every and path is not None:
+        raise typer.BadParameter("goes without --path", param_hint="--all")
     announce("skipstone export: gathering the modules", as_json=json)
-    done = run_loop(_export(source, folder, tokenizer, replace=force, as_json=json))
+    done = run_loop(_export(source, folder, tokenizer, (path, every), replace=force, as_json=json))
     if json:
         print_json({"path": str(done.path), "run": done.run, "files": done.files, "bytes": done.size_bytes})
     else:
@@ -41,13 +49,28 @@ def export(
         typer.echo(f"{done.path}: run {done.run[:12]}, {count(done.size_bytes)} bytes of parameters in {files}")
 
 
-async def _export(source: str, folder: Path, tokenizer: Path | None, *, replace: bool, as_json: bool) -> Export:
+async def _export(
+    source: str,
+    folder: Path,
+    tokenizer: Path | None,
+    chosen: tuple[str | None, bool],
+    *,
+    replace: bool,
+    as_json: bool,
+) -> Export:
+    """`chosen`: the path, and whether every module is written instead."""
     from node.data.places import ToldPlaces
     from node.export.open_model import open_model
+    from node.export.source import parse_path
     from node.export.writer import export as write
-    from node.export.writer import require_free
+    from node.export.writer import export_all, require_free
 
     require_free(folder, replace=replace)  # said before anything is gathered for nothing
     with download_bar(silent=as_json) as on_progress:
         async with open_model(source, on_progress, ToldPlaces(tokenizer=tokenizer)) as opened:
-            return await write(opened.source, folder, tokenizer_file=opened.tokenizer_file(), replace=replace)
+            path, every = chosen
+            file, stages = opened.tokenizer_file(), opened.source.signed.manifest.stages.count
+            if every:
+                return await export_all(opened.source, folder, tokenizer_file=file, replace=replace)
+            route = None if path is None else parse_path(path, stages)
+            return await write(opened.source, folder, tokenizer_file=file, route=route, replace=replace)

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from node.cli.options import StagesPerPath
+from node.cli.options import PathChoice, StagesPerPath
 from node.cli.views.downloads import download_bar
 from node.cli.views.output import print_json, run_loop, tell
 from node.cli.views.text import count, harmless_lines, path_text
 from node.context.options import TokenizerPlace
+from swarm.experts.routes import name_of_route
 
 if TYPE_CHECKING:
     from node.data.tokenizers import Tokenizer
     from node.model.decoder import Decoder
     from node.model.generation import Sampling
+    from swarm.vocabulary.types import Route
 
 
 def generate(
@@ -32,73 +38,122 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Choose among the likeliest that have this probability.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="The same seed, the same text [default: a new one]")] = None,
     stages_per_path: Annotated[int | None, StagesPerPath] = None,
+    path: Annotated[str | None, PathChoice] = None,
+    again_every: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of a run with experts: choose the path anew by the last so many tokens, as often."),
+    ] = None,
     tokenizer: Annotated[Path | None, TokenizerPlace] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:N, mps or auto.")] = "auto",
     json: Annotated[bool, typer.Option("--json", help="One JSON object, at the end.")] = False,
 ) -> None:
     """Continue a prompt. Standard output has the text alone, as it comes; it ends with its document or after --tokens.
 
-    The model sees the last `model.sequence` tokens; when they are full, the older half is forgotten.
+    The model sees the last `model.sequence` tokens; when they are full, the older half is forgotten. Of a run with
+    experts only the modules of the text's path are fetched.
     """
     tell("skipstone generate: reading the model")
     from node.model.generation import Sampling
 
     sampling = Sampling(temperature, top_k, top_p, secrets.randbits(32) if seed is None else seed)
-    decoder, cutter = run_loop(_read(source, tokenizer, device, stages_per_path, as_json=json))
-    if stages_per_path is not None:
-        tell(path_text(decoder.stages))
-    text = os.fsencode(prompt)  # the bytes that were typed, whatever the locale makes of them
-    begin = cutter.encode(text).tolist()
-    if len(begin) > decoder.sequence:
-        tell(f"the prompt has {count(len(begin))} tokens; the model sees the last {count(decoder.sequence)}")
-    _write(decoder, cutter, begin, tokens, sampling, as_json=json)
+    asked = _Asked(os.fsencode(prompt), tokens, sampling, device, stages_per_path, path, again_every)
+    run_loop(_generate(source, tokenizer, asked, as_json=json))
 
 
-async def _read(
-    source: str, tokenizer_file: Path | None, device: str, stages_per_path: int | None, *, as_json: bool
-) -> tuple[Decoder, Tokenizer]:
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is to be generated, and how."""
+
+    prompt: bytes
+    """That were typed, whatever the locale makes of them."""
+    limit: int
+    sampling: Sampling
+    device: str
+    stages_per_path: int | None
+    path: str | None
+    again_every: int | None
+
+
+async def _generate(source: str, tokenizer_file: Path | None, asked: _Asked, *, as_json: bool) -> None:
     from node.data.places import ToldPlaces
     from node.export.open_model import open_model
-    from node.export.source import read_decoder
+    from node.export.routed_model import model_on_path
     from node.model.device import choose_device
+    from node.model.generation import Continuation
     from node.network.loss_report import AskedPaths
 
-    where = choose_device(device).value
-    with download_bar(silent=as_json) as on_progress:
-        async with open_model(source, on_progress, ToldPlaces(tokenizer=tokenizer_file)) as opened:
-            (stages,) = AskedPaths(stages_per_path).of(opened.source.signed.manifest)
-            tokenizer = opened.tokenizer()  # a small file that may not be there, before the large ones
-            return (await read_decoder(opened.source, where)).through(stages), tokenizer
+    where = choose_device(asked.device).value
+    async with AsyncExitStack() as stack:
+        on_progress = stack.enter_context(download_bar(silent=as_json))
+        opened = await stack.enter_async_context(open_model(source, on_progress, ToldPlaces(tokenizer=tokenizer_file)))
+        (stages,) = AskedPaths(asked.stages_per_path).of(opened.source.signed.manifest)
+        tokenizer = opened.tokenizer()  # a small file that may not be there, before the large ones
+        prompt = tokenizer.encode(asked.prompt).tolist()
+        model, route = await model_on_path(opened.source, where, asked.path, prompt)
+        decoder = (await model.decoder(route)).through(stages)
+        window = asked.again_every if model.has_paths else None
+        if window is None:
+            await stack.aclose()  # all that is needed is here
+        _tell_of(asked, decoder, route, len(prompt))
+        text, routes = Continuation(decoder, tokenizer, prompt, asked.limit, asked.sampling), [route]
+        output = _Output(tokenizer, silent=as_json)
+        while not text.has_ended:
+            tokens = text.take(window or asked.limit)
+            while (token := await asyncio.to_thread(next, tokens, None)) is not None:
+                output.push(token)
+            if window is not None and not text.has_ended:
+                again = model.route_of(text.tokens[-window:])
+                if again != routes[-1]:
+                    text.go_on_with((await model.decoder(again)).through(stages))
+                    routes.append(again)
+    named = [name_of_route(each) for each in routes if each is not None]
+    output.finish(len(prompt), asked.sampling.seed, decoder.stages, named)
 
 
-def _write(
-    decoder: Decoder, tokenizer: Tokenizer, prompt: list[int], limit: int, sampling: Sampling, *, as_json: bool
-) -> None:
-    from node.model.generation import generate as continuation
+def _tell_of(asked: _Asked, decoder: Decoder, route: Route | None, prompt_tokens: int) -> None:
+    if asked.stages_per_path is not None:
+        tell(path_text(decoder.stages))
+    if route is not None:
+        tell(f"the path is {name_of_route(route)}")
+    if prompt_tokens > decoder.sequence:
+        tell(f"the prompt has {count(prompt_tokens)} tokens; the model sees the last {count(decoder.sequence)}")
 
-    stream, chosen, pieces = tokenizer.text_stream(), list[int](), list[str]()
-    for token in continuation(decoder, tokenizer, prompt, limit, sampling):
-        chosen.append(token)
-        piece = stream.push(token) if token != tokenizer.end_of_document else ""
-        pieces.append(piece)
-        if piece and not as_json:
+
+class _Output:
+    """The text on standard output, as it comes, or all of it in the end as JSON."""
+
+    def __init__(self, tokenizer: Tokenizer, *, silent: bool) -> None:
+        self._stream, self._end, self._silent = tokenizer.text_stream(), tokenizer.end_of_document, silent
+        self._chosen: list[int] = []
+        self._pieces: list[str] = []
+
+    def push(self, token: int) -> None:
+        """Takes one token."""
+        self._chosen.append(token)
+        piece = self._stream.push(token) if token != self._end else ""
+        self._pieces.append(piece)
+        if piece and not self._silent:
             typer.echo(harmless_lines(piece), nl=False)
-    pieces.append(stream.finish())
-    ended = chosen[-1] == tokenizer.end_of_document
-    if not as_json:
-        typer.echo(harmless_lines(pieces[-1]))
-        tell(
-            f"{count(len(chosen))} tokens, "
-            f"{'to the end of the document' if ended else 'as many as asked for'}; seed {sampling.seed}"
+
+    def finish(self, prompt_tokens: int, seed: int, stages: Sequence[int], routes: Sequence[str]) -> None:
+        """Writes what is left, and the figures."""
+        self._pieces.append(self._stream.finish())
+        ended = self._chosen[-1] == self._end
+        if not self._silent:
+            typer.echo(harmless_lines(self._pieces[-1]))
+            why = "to the end of the document" if ended else "as many as asked for"
+            tell(f"{count(len(self._chosen))} tokens, {why}; seed {seed}")
+            if len(routes) > 1:
+                tell(f"its paths were {', then '.join(routes)}")
+            return
+        print_json(
+            {
+                "text": "".join(self._pieces),
+                "tokens": self._chosen,
+                "prompt_tokens": prompt_tokens,
+                "ended": "end_of_document" if ended else "tokens",
+                "seed": seed,
+                "stages": list(stages),
+                **({"routes": list(routes)} if routes else {}),
+            }
         )
-        return
-    print_json(
-        {
-            "text": "".join(pieces),
-            "tokens": chosen,
-            "prompt_tokens": len(prompt),
-            "ended": "end_of_document" if ended else "tokens",
-            "seed": sampling.seed,
-            "stages": list(decoder.stages),
-        }
-    )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from swarm.vocabulary.errors import ConfigError
 
 if TYPE_CHECKING:
+    from node.experts.router import Router
     from protocol.manifest.manifest import Manifest
 
 
@@ -26,6 +27,12 @@ class ManifestChanges:
     """`stages.per_path`."""
     visit_ratio: float | None = None
     """`stages.visit_ratio`."""
+    experts: int | tuple[int, ...] | None = None
+    """`stages.experts`; a router of other experts is left out."""
+    attention: str | None = None
+    """`model.attention`."""
+    total_tokens: int | None = None
+    """`training.schedule.total_tokens`; the warm-up is the same share of it as before."""
 
 
 def chosen_manifest(path: Path | None, changes: ManifestChanges) -> Manifest:
@@ -45,6 +52,34 @@ def chosen_manifest(path: Path | None, changes: ManifestChanges) -> Manifest:
     else:
         base = _read(path)
     return _with_files(manifest_from_table(_changed(base.model_dump(), changes)))
+
+
+def router_of(path: Path | None, manifest: Manifest) -> Router | None:
+    """The router beside the manifest's file; None when the manifest names none.
+
+    Raises:
+        ConfigError, StateError: it is not there, or another one.
+    """
+    from node.experts.router_file import load_router
+
+    return None if path is None else load_router(path, manifest)
+
+
+def parse_experts(text: str | None) -> int | tuple[int, ...] | None:
+    """`2` as that many experts at each stage but the first, `1,2,1,4` as those of each of four stages.
+
+    Raises:
+        ConfigError: not whole numbers with commas between them.
+    """
+    if text is None:
+        return None
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(
+            f"--experts {text!r} is not a list of numbers", hint="Give one number, or one for each stage: 1,2,1,4."
+        ) from None
+    return numbers[0] if len(numbers) == 1 else numbers
 
 
 def parse_blocks(text: str | None) -> tuple[int, ...] | None:
@@ -101,4 +136,14 @@ def _changed(table: dict[str, Any], changes: ManifestChanges) -> dict[str, Any]:
         table["stages"]["per_path"] = changes.per_path
     if changes.visit_ratio is not None:
         table["stages"]["visit_ratio"] = changes.visit_ratio
+    if changes.experts is not None:
+        table["stages"]["experts"], table["routing"] = changes.experts, None
+    if changes.attention is not None:
+        table["model"]["attention"] = changes.attention
+    if changes.total_tokens is not None:
+        schedule = table["training"]["schedule"]
+        steps, of = schedule["warmup_tokens"], schedule["total_tokens"]
+        if of is None:
+            steps, of = schedule["warmup_steps"], schedule["total_steps"]
+        schedule["warmup_tokens"], schedule["total_tokens"] = changes.total_tokens * steps // of, changes.total_tokens
     return table

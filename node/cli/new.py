@@ -7,15 +7,22 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from node.cli.manifests import ManifestChanges, chosen_manifest, parse_blocks
+from node.cli.manifests import ManifestChanges, chosen_manifest, parse_blocks, parse_experts, router_of
 from node.cli.options import VisitedPerPath, VisitRatio
 from node.cli.views.output import write_whole
 from node.cli.views.text import count
 from swarm.vocabulary.errors import ConfigError
+
+if TYPE_CHECKING:
+    from node.experts.router import Router
+    from protocol.manifest.manifest import Manifest
+
+FITTED_TO: Final = 4096
+"""Documents that a router is fitted to."""
 
 
 def new(
@@ -30,6 +37,19 @@ def new(
     stages: Annotated[str | None, typer.Option(help="Blocks of each stage, such as 0,2,2,2.")] = None,
     stages_per_path: Annotated[int | None, VisitedPerPath] = None,
     visit_ratio: Annotated[float | None, VisitRatio] = None,
+    experts: Annotated[
+        str | None, typer.Option(help="Modules of each stage but the first, such as 2; or of each stage: 1,2,1,4.")
+    ] = None,
+    route_from: Annotated[
+        str | None,
+        typer.Option(help="Text, as of --data, by which documents are routed to experts [default: by chance]"),
+    ] = None,
+    attention: Annotated[
+        str | None, typer.Option(help="documents: whole documents, each by itself; causal: one stream cut into rows.")
+    ] = None,
+    total_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of the whole run after which the learning rate is at its end.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Weights, document order and held-out text follow from it.")] = None,
     identity: Annotated[Path | None, typer.Option(help="The key that signs; made when it is not there.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
@@ -46,16 +66,25 @@ def new(
         blocks=parse_blocks(stages),
         per_path=stages_per_path,
         visit_ratio=visit_ratio,
+        experts=parse_experts(experts),
+        attention=attention,
+        total_tokens=total_tokens,
     )
     manifest = chosen_manifest(source, changes)
+    router = None if source is None or manifest.routing is None else router_of(source, manifest)
+    if route_from is not None:
+        manifest, router = _routed(manifest, route_from)
 
     from node.context.options import default_identity_path
+    from node.experts.router_file import router_file
     from protocol.identity.keys import Identity
     from protocol.manifest.signing import sign_manifest
 
     signed = sign_manifest(manifest, Identity.load_or_create(identity or default_identity_path()))
     try:
         write_whole(file, signed.text)
+        if router is not None:
+            write_whole(router_file(file), router.to_bytes())
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error.strerror or error}") from error
     files = manifest.data.files
@@ -65,4 +94,32 @@ def new(
         "  text: "
         f"{manifest.data.source}{'' if files is None else f', {count(files.count)} files, {count(files.bytes)} bytes'}"
     )
+    if manifest.stages.has_experts:
+        by = "by chance" if router is None else f"by {router_file(file)}, which belongs beside the manifest"
+        typer.echo(f"  {len(manifest.modules())} modules; documents are routed to experts {by}")
     typer.echo(f"Start its first node with: skipstone join {file}")
+
+
+def _routed(manifest: Manifest, source: str) -> tuple[Manifest, Router]:
+    """The manifest with a router that is fitted to the documents of this source.
+
+    Raises:
+        ConfigError: the source is not here, or a router cannot be fitted to it.
+        ManifestError: it is none, or the run has no experts.
+    """
+    from node.data.documents import is_held_out
+    from node.data.feed import open_text
+    from node.experts.fitting import fit_router
+    from node.experts.router import router_digest
+    from protocol.manifest.manifest import DEFAULT_PREFIX, manifest_from_table
+
+    table = manifest.model_dump()
+    text = manifest_from_table(table | {"data": table["data"] | {"source": source, "files": None}})
+    if not manifest.stages.has_experts:
+        raise ConfigError("--route-from is of no use in a run without experts", hint="Say how many with --experts.")
+    seed, held_out = manifest.seed, manifest.data.held_out
+    documents = open_text(text)
+    openings = list(documents.openings(lambda name: not is_held_out(seed, name, held_out), FITTED_TO, DEFAULT_PREFIX))
+    router = fit_router(openings, manifest.stages.experts_of_each, DEFAULT_PREFIX, seed).router
+    routing = {"router": router_digest(router.to_bytes()), "prefix": DEFAULT_PREFIX}
+    return manifest_from_table(table | {"routing": routing}), router

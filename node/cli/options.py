@@ -35,6 +35,10 @@ StagesPerPath: Final[Any] = typer.Option(
     min=1, help="Run only so many of the stages after stage 0, evenly spread over the depth [default: all]"
 )
 
+PathChoice: Final[Any] = typer.Option(
+    "--path", metavar="S.E,...", help="Of a run with experts one path: a module of each stage, such as 1.0,2.1."
+)
+
 log = logging.getLogger(__name__)
 
 _LONGEST_BYTES: Final = 10_000

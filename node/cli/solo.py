@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from node.cli.manifests import ManifestChanges, chosen_manifest
+from node.cli.manifests import ManifestChanges, chosen_manifest, router_of
 from node.cli.views.interrupts import Interrupts, leave_at_once
 from node.cli.views.output import announce, event_sink
 
 if TYPE_CHECKING:
     from node.checkpoint.folder import CheckpointFolder
+    from node.experts.router import Router
     from protocol.manifest.manifest import Manifest
 
 
@@ -43,19 +44,21 @@ def solo(
 
         if threads is not None:
             torch.set_num_threads(threads)
-        folder = None if checkpoint_dir is None else _checkpoint_folder(checkpoint_dir, chosen)
+        router = router_of(manifest, chosen)
+        folder = None if checkpoint_dir is None else _checkpoint_folder(checkpoint_dir, chosen, router)
         train_solo(
             chosen,
-            steps=steps or chosen.training.schedule.total_steps,
+            steps=steps or chosen.training.scheduled_steps,
             device=choose_device(device).value,
             on_event=sink.emit,
             saves=None if folder is None else CheckpointPlan(folder, checkpoint_every),
+            router=router,
             should_stop=stop.is_set,
         )
     raise typer.Exit(interrupts.exit_code)
 
 
-def _checkpoint_folder(path: Path, manifest: Manifest) -> CheckpointFolder:
+def _checkpoint_folder(path: Path, manifest: Manifest, router: Router | None) -> CheckpointFolder:
     """A folder whose manifest this machine has signed, so that `eval` opens the text that it names."""
     from node.checkpoint.folder import CheckpointFolder
     from node.context.options import default_identity_path
@@ -63,4 +66,4 @@ def _checkpoint_folder(path: Path, manifest: Manifest) -> CheckpointFolder:
     from protocol.manifest.signing import sign_manifest
 
     signed = sign_manifest(manifest, Identity.load_or_create(default_identity_path()))
-    return CheckpointFolder(path, signed.run, signed.text)
+    return CheckpointFolder(path, signed.run, signed.text, router=b"" if router is None else router.to_bytes())

@@ -11,9 +11,10 @@ from rich.console import Console
 from node.cli.options import StagesPerPath, link_in
 from node.cli.views.output import announce, print_json, run_loop
 from node.cli.views.status_view import status_views
-from node.cli.views.text import count, loss_text, path_text
+from node.cli.views.text import count, loss_text, path_text, sizes_text
 from node.context.options import AllowHub, TextPlace, TokenizerPlace, variable
-from node.observability.typed_json import to_json
+from node.observability.typed_json import from_json, to_json
+from swarm.workload.microbatch_sizes import SizeSummary
 
 
 def status(
@@ -77,6 +78,9 @@ def evaluate(
         return
     tokens, number = count(answer["tokens"]), answer["microbatches"]
     typer.echo(f"held-out loss {loss_text(answer['loss'])} nats per token  ({tokens} tokens, {number} microbatches)")
+    sizes = from_json(SizeSummary, answer.get("sizes", {}), "sizes")
+    if sizes.documents:
+        typer.echo(f"  a microbatch: {sizes_text(sizes)}")
     if stages_per_path is not None:
         for subset in answer["subsets"]:
             typer.echo(f"  {loss_text(subset['loss'])}  {path_text(subset['stages'])}")

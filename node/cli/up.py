@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from node.cli.manifests import ManifestChanges, chosen_manifest
+from node.cli.manifests import ManifestChanges, chosen_manifest, router_of
 from node.cli.options import VisitedPerPath, VisitRatio
 from node.cli.views.interrupts import Interrupts
 from node.cli.views.output import announce, event_sink, run_loop
@@ -29,7 +29,7 @@ STATE_LOST = "the swarm has ended and its state is lost; keep it with --checkpoi
 
 
 def up(
-    peers: Annotated[int | None, typer.Option(help="Nodes to start [default: one for each stage]")] = None,
+    peers: Annotated[int | None, typer.Option(help="Nodes to start [default: one for each module]")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps to train [default: the manifest's schedule]")] = None,
     data: Annotated[str | None, typer.Option(help="Another source of text than the manifest's.")] = None,
     manifest: Annotated[Path | None, typer.Option(help="The run [default: a small demo]")] = None,
@@ -58,17 +58,26 @@ def up(
     from node.context.options import default_identity_path
     from node.local_swarm.setup import LocalSwarmOptions
 
+    router = router_of(manifest, chosen)
+
     options = LocalSwarmOptions(
-        peers=chosen.stages.count if peers is None else peers,
-        steps=steps or chosen.training.schedule.total_steps,
+        peers=len(chosen.modules()) if peers is None else peers,
+        steps=steps or chosen.training.scheduled_steps,
         threads=threads,
         checkpoint_dir=checkpoint_dir,
         checkpoint_every_s=checkpoint_every,
         log_dir=log_dir,
+        router=b"" if router is None else router.to_bytes(),
         # Of what is kept this machine is the author: then `eval` opens the text that the manifest names.
         author_path=None if checkpoint_dir is None else default_identity_path(),
     )
     raise typer.Exit(run_loop(_up(chosen, options, as_json=json)))
+
+
+def stages_text(manifest: Manifest) -> str:
+    """The stages, and the modules where some have several."""
+    modules = f" of {len(manifest.modules())} modules" if manifest.stages.has_experts else ""
+    return f"{manifest.stages.count} stages{modules}"
 
 
 async def _up(manifest: Manifest, options: LocalSwarmOptions, *, as_json: bool) -> int:
@@ -80,7 +89,7 @@ async def _up(manifest: Manifest, options: LocalSwarmOptions, *, as_json: bool) 
         loop = asyncio.get_running_loop()
         sink = event_sink(as_json=as_json, on_closed=swarm.request_stop)
         if not as_json:
-            typer.echo(f"run {manifest.name}: {options.peers} nodes, {manifest.stages.count} stages. Join it with\n")
+            typer.echo(f"run {manifest.name}: {options.peers} nodes, {stages_text(manifest)}. Join it with\n")
             typer.echo(f"  skipstone join {swarm.link}\n")
             if options.checkpoint_dir is not None:
                 typer.echo(f"Its state is saved in {options.checkpoint_dir}; the same command goes on from there.\n")

@@ -13,8 +13,10 @@ import torch
 from node.checkpoint.saver import SaveRequests
 from node.checkpoint.state import Resumed
 from node.concurrency.compute_thread import ComputeThread
+from node.concurrency.device_threads import DeviceThreads
 from node.context.options import NodeOptions
 from node.data.places import Places
+from node.experts.router import Router
 from node.network.proofs import Proofs
 from node.network.session import NetworkSession
 from node.observability.events import EventSink
@@ -31,6 +33,9 @@ class ModuleContext:
     manifest: Manifest
     module: ModuleId
     device: torch.device
+    """The first of the node's devices, which holds the module's state."""
+    threads: DeviceThreads
+    """Of all devices, the first one's being the compute thread."""
     compute: ComputeThread
     events: EventSink
     finished: Callable[[], None]
@@ -38,5 +43,7 @@ class ModuleContext:
     saves: SaveRequests
     proofs: Proofs
     resumed: Resumed
+    router: Router | None
+    """That which the manifest names, if it names one."""
     text: Reasoned[Places | None]
     """What of this machine may be opened for the run's text; never None for a data node."""

@@ -54,6 +54,9 @@ SOME = Check(lambda value: value >= 1, "must be at least 1, not {}")
 PORT = Check(lambda value: 0 <= value <= 65_535, "must be from 0 to 65535, not {}")
 POSITIVE = Check(lambda value: value > 0, "must be more than 0, not {}")
 NOT_NEGATIVE = Check(lambda value: value >= 0, "must not be negative, but is {}")
+MODULE = Check(
+    lambda text: re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,4})?", text) is not None, "must be a stage or STAGE.EXPERT, not {}"
+)
 SIZE = Check(lambda text: parse_size(text) >= 0, NOT_NEGATIVE.complaint)
 
 
@@ -98,7 +101,13 @@ class NodeOptions:
     manifest_path: Path | None
     """A signed manifest."""
     stage: Annotated[
-        int | None, setting("stage", "The stage to host [default: the one that needs it most]"), NOT_NEGATIVE
+        str | None,
+        setting(
+            "stage",
+            "The stage to host, or one expert of it as 1.2 [default: the module that needs it most]",
+            metavar="N|N.E",
+        ),
+        MODULE,
     ] = None
     moving: Annotated[
         bool | None, setting("move", "Change stages when needed [default: unless --stage is given]", off="stay")
@@ -129,7 +138,7 @@ class NodeOptions:
         ),
         NOT_NEGATIVE,
     ] = 0
-    device: Annotated[str, setting("device", "cpu, cuda, cuda:N, mps or auto.")] = "auto"
+    device: Annotated[str, setting("device", "cpu, cuda, cuda:N, mps or auto; or several, as cuda:0,cuda:1.")] = "auto"
     threads: Annotated[int | None, setting("threads", "CPU threads for computing."), SOME] = None
     """None leaves it to torch."""
     slots: Annotated[int | None, setting("slots", "Microbatches held at a time."), SOME] = None
@@ -151,6 +160,17 @@ class NodeOptions:
     def slots_held(self) -> int:
         """The number of microbatches that it holds at a time."""
         return self.slots or DEFAULT_SLOTS
+
+    @property
+    def asked_stage(self) -> int | None:
+        """The stage that it was told to host."""
+        return None if self.stage is None else int(self.stage.partition(".")[0])
+
+    @property
+    def asked_expert(self) -> int | None:
+        """The expert of it; None for any."""
+        _, _, expert = (self.stage or "").partition(".")
+        return int(expert) if expert else None
 
     @property
     def may_move(self) -> bool:

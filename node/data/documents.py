@@ -11,14 +11,16 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
 
 from node.data.sources import Source
 from node.data.tokenizers import Tokenizer, Tokens
+from node.experts.router import DocumentRouter
 from swarm.vocabulary.errors import ConfigError
-from swarm.vocabulary.types import PeerId
+from swarm.vocabulary.types import Affinity, PeerId
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,8 @@ class Fragment:
 
     start: Place
     tokens: Tokens
+    affinity: Affinity = ()
+    """Of the whole document: how well the experts of each stage fit it. Empty in a run without experts."""
 
 
 def is_held_out(seed: int, name: str, share: float) -> bool:
@@ -73,12 +77,23 @@ def permutation(key: str, count: int) -> npt.NDArray[np.int64]:
 
 
 class Documents:
-    """A source's documents as tokens, in the order of each epoch. Holds one epoch's order and no text."""
+    """A source's documents as tokens, in the order of each epoch. Holds one epoch's order and no text.
 
-    def __init__(self, source: Source, tokenizer: Tokenizer, seed: int) -> None:
+    Args:
+        router: of a run with experts.
+    """
+
+    def __init__(self, source: Source, tokenizer: Tokenizer, seed: int, router: DocumentRouter | None = None) -> None:
         self._source = source
         self._tokenizer = tokenizer
         self._seed = seed
+        self._router = router
+
+    def openings(self, wanted: Selection, count: int, tokens: int) -> Iterator[Tokens]:
+        """The first `tokens` tokens of `count` wanted documents that have any, or of as many as there are, in the order
+        of the first epoch."""
+        for fragment in islice(self.epoch(Place(), wanted), count):
+            yield fragment.tokens[:-1][:tokens].copy()
 
     def epoch(self, start: Place, wanted: Selection) -> Iterator[Fragment]:
         """The wanted documents from `start` to the end of its epoch. A document that was begun is finished, wanted or
@@ -89,9 +104,10 @@ class Documents:
             name = self._source.names[int(order[position])]
             offset = start.offset if position == start.position else 0
             if offset or wanted(name):
-                tokens = self._tokens(name)[offset:]
-                if tokens.size:
-                    yield Fragment(Place(start.epoch, position, offset), tokens)
+                tokens = self._tokens(name)
+                if tokens.size > offset:
+                    affinity = () if self._router is None else self._router.affinity(name, tokens[:-1])
+                    yield Fragment(Place(start.epoch, position, offset), tokens[offset:], affinity)
 
     def endless(self, start: Place, wanted: Selection) -> Iterator[Fragment]:
         """The wanted documents, epoch after epoch.

@@ -5,29 +5,44 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from node.data.document_packer import DocumentPacker, reading_place
 from node.data.documents import Documents, Fragment, Place, is_held_out, owner
 from node.data.packing import Cursor, Microbatch, Packer
 from node.data.places import Places, as_written
+from node.data.row_packer import RowPacker
 from node.data.sources import open_source
 from node.data.tokenizers import open_tokenizer
-from protocol.manifest.manifest import Manifest, training_flops_per_token
+from node.experts.router import DocumentRouter, Router, document_router
+from protocol.manifest.manifest import Manifest, document_cost
 from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import PeerId
 
 START: Final = Cursor()
 
 
-def open_documents(manifest: Manifest, where: Places | None = None) -> Documents:
+def open_documents(manifest: Manifest, where: Places | None = None, router: Router | None = None) -> Documents:
     """Opens the manifest's source and tokenizer on this machine.
 
     Args:
         where: what may be opened; None for what is written in a manifest of one's own.
+        router: that which the manifest names, if it names one.
 
     Raises:
-        ConfigError, ManifestError: as `open_source` and `open_tokenizer`.
+        ConfigError, ManifestError: as `open_source`, `open_tokenizer` and `document_router`.
     """
-    where = where or as_written(manifest.data)
-    return Documents(open_source(manifest.data, where.text), open_tokenizer(manifest, where.tokenizer), manifest.seed)
+    routing = document_router(manifest, router)
+    return _documents(manifest, where or as_written(manifest.data), routing)
+
+
+def open_text(manifest: Manifest) -> Documents:
+    """Opens a source and tokenizer on this machine without any routes: what a router is fitted to. Errors as
+    `open_documents`."""
+    return _documents(manifest, as_written(manifest.data), None)
+
+
+def _documents(manifest: Manifest, where: Places, routing: DocumentRouter | None) -> Documents:
+    source, tokenizer = open_source(manifest.data, where.text), open_tokenizer(manifest, where.tokenizer)
+    return Documents(source, tokenizer, manifest.seed, routing)
 
 
 class TrainingFeed:
@@ -37,7 +52,7 @@ class TrainingFeed:
         self._manifest = manifest
         self._own = own
         self._data_nodes: tuple[PeerId, ...] = (own,)
-        self._packer = _packer(manifest, documents.endless(start.block, self._is_mine), start)
+        self._packer = _packer(manifest, documents.endless(_reading_place(manifest, start), self._is_mine), start)
 
     @property
     def cursor(self) -> Cursor:
@@ -65,18 +80,24 @@ class TrainingFeed:
         return len(self._data_nodes) == 1 or owner(self._manifest.seed, name, self._data_nodes) == self._own
 
 
-def held_out_microbatches(manifest: Manifest, count: int, documents: Documents | None = None) -> Iterator[Microbatch]:
+def held_out_microbatches(
+    manifest: Manifest, count: int, documents: Documents | None = None, unscored: int | None = None
+) -> Iterator[Microbatch]:
     """The first `count` microbatches of the held-out documents, or as many whole ones as there are.
+
+    Args:
+        unscored: the first tokens of each document that are no labels; None for those that its route is chosen by.
 
     Raises:
         ConfigError: the held-out text does not fill one; also as `open_documents`.
     """
     seed, share = manifest.seed, manifest.data.held_out
     fragments = (documents or open_documents(manifest)).epoch(Place(), lambda name: is_held_out(seed, name, share))
-    packer = _packer(manifest, fragments, START)
-    for number in range(count):
+    packer = _packer(manifest, fragments, START, manifest.route_prefix if unscored is None else unscored)
+    given = 0
+    while given < count:
         microbatch = packer.next()
-        if microbatch is None and number == 0:
+        if microbatch is None and given == 0:
             raise ConfigError(
                 f"the held-out documents (data.held_out = {share}) have less text than one microbatch of"
                 f" {manifest.microbatch_tokens} tokens",
@@ -84,15 +105,23 @@ def held_out_microbatches(manifest: Manifest, count: int, documents: Documents |
             )
         if microbatch is None:
             return
-        yield microbatch
+        if microbatch.scored:
+            given += 1
+            yield microbatch
 
 
-def _packer(manifest: Manifest, fragments: Iterator[Fragment], start: Cursor) -> Packer:
-    return Packer(
+def _reading_place(manifest: Manifest, start: Cursor) -> Place:
+    return reading_place(start.block) if manifest.packs_documents else start.block
+
+
+def _packer(manifest: Manifest, fragments: Iterator[Fragment], start: Cursor, unscored: int = 0) -> Packer:
+    if manifest.packs_documents:
+        return DocumentPacker(manifest, fragments, start, unscored=unscored)
+    return RowPacker(
         fragments,
         rows=manifest.training.rows,
         sequence=manifest.model.sequence,
         seed=manifest.seed,
         start=start,
-        cost_flops=training_flops_per_token(manifest) * manifest.microbatch_tokens,
+        cost=manifest.training.rows * document_cost(manifest.model, manifest.model.sequence),
     )

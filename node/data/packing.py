@@ -1,30 +1,24 @@
-"""Packing of documents into microbatches, with no token lost or repeated.
-
-The documents are one long stream, each followed by an end-of-document token. A row is the next `sequence` tokens of it,
-and its labels are the same tokens one further on; what is left of a document goes on in the next row. So every token is
-an input once and, but for the very first, a label once.
-
-Rows are shuffled within a block of about a million tokens. Without that, one long document fills whole inner steps, and
-their gradients and losses are that document's rather than the text's.
+"""Microbatches of text, and what packs them: `node.data.row_packer` cuts one stream into rows,
+`node.data.document_packer` keeps documents whole. The manifest's `model.attention` says which.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
-import numpy as np
-import numpy.typing as npt
-import torch
 from torch import Tensor
 
-from node.data.documents import Fragment, Place, permutation
-from node.data.tokenizers import Tokens
+from node.data.documents import Place
+from swarm.vocabulary.types import Affinity, Route
+from swarm.workload.microbatch_sizes import Size
 
 BLOCK_TOKENS: Final = 2**20
-"""Tokens that are shuffled together, at most; one microbatch when that is more."""
+"""Tokens that are packed and shuffled together, about."""
+
+
+UNSCORED: Final = -100
+"""The label that `torch.nn.functional.cross_entropy` leaves out by default."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -32,9 +26,11 @@ class Cursor:
     """A packer's position, in a few numbers that a checkpoint can hold. Later ones are greater."""
 
     block: Place = field(default_factory=Place)
-    """Where the current block of rows begins."""
+    """Where the current block begins."""
     taken: int = 0
-    """Rows of it that have been given out."""
+    """Rows of it, or microbatches of documents, that have been given out."""
+    level: float = 0.0
+    """What microbatches of documents cost in the block before; 0 where that is not known."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,131 +40,43 @@ class Microbatch:
     tokens: Tensor
     """int64 [rows, sequence]."""
     labels: Tensor
-    """int64 [rows, sequence]: the token that follows each."""
-    boundaries: tuple[tuple[int, ...], ...]
-    """For each row, the columns at which a document begins."""
-    cost_flops: float
-    """Estimated floating point operations, forward and backward through the whole model."""
+    """int64 [rows, sequence]: the token that follows each; UNSCORED where none is to be predicted."""
+    cost: float
+    """In tokens, attention included (`quadratic_share` of the manifest)."""
     start: Cursor = field(default_factory=Cursor)
     """A packer started here gives this microbatch first."""
     end: Cursor = field(default_factory=Cursor)
     """A packer started here gives the one after this first."""
+    documents: tuple[int, ...] = ()
+    """Tokens of each document, in order; together all of the one row. Empty where rows are cut from a stream
+    (`attention = "causal"`)."""
+    route: Route = ()
+    """Of all its documents."""
+    affinity: Affinity = ()
+    """The sum of its documents' scores, by which another expert is chosen where its own is not served."""
 
     @property
     def size(self) -> int:
         """The number of tokens."""
         return self.tokens.numel()
 
+    @property
+    def scored(self) -> int:
+        """The number of tokens that are predicted: all, but in held-out text of a run with experts."""
+        return self.size if self.labels.min() >= 0 else int((self.labels >= 0).sum())
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Block:
-    """Rows that are shuffled together: arrays [rows, sequence], and the order in which rows are given out."""
-
-    tokens: Tokens
-    labels: Tokens
-    starts: npt.NDArray[np.bool_]
-    """True where a document begins."""
-    order: npt.NDArray[np.int64]
+    @property
+    def workload(self) -> Size:
+        """What it asks of those who compute it."""
+        return Size(self.size, self.documents, self.cost)
 
 
-class Packer:
-    """Cuts a stream of fragments into microbatches of one shape. Holds at most one block and one document."""
+class Packer(Protocol):
+    """Packs documents into microbatches, in the order in which they come."""
 
-    def __init__(
-        self,
-        fragments: Iterator[Fragment],
-        *,
-        rows: int,
-        sequence: int,
-        seed: int,
-        start: Cursor,
-        cost_flops: float,
-        block_tokens: int = BLOCK_TOKENS,
-    ) -> None:
-        """`fragments` begin at `start.block`; `cost_flops` is one microbatch's."""
-        self.cursor = start
-        """Of the next microbatch: a packer started there gives the same ones from there on."""
-        self._fragments = fragments
-        self._rows = rows
-        self._sequence = sequence
-        self._seed = seed
-        self._cost_flops = cost_flops
-        self._block_rows = max(1, block_tokens // (rows * sequence)) * rows
-        self._pending: deque[Fragment] = deque()
-        self._block: _Block | None = None
+    cursor: Cursor
+    """Of the next microbatch: a packer started there gives the same ones from there on."""
 
     def next(self) -> Microbatch | None:
-        """The next microbatch, or None when the fragments end before one is full."""
-        if self._block is None:
-            self._block = self._next_block()
-        if self._block is None:
-            return None
-        block, start, taken = self._block, self.cursor, self.cursor.taken
-        chosen = block.order[taken : taken + self._rows]
-        self._advance(block, taken + self._rows)
-        return Microbatch(
-            torch.from_numpy(block.tokens[chosen]),
-            torch.from_numpy(block.labels[chosen]),
-            tuple(tuple(np.flatnonzero(row).tolist()) for row in block.starts[chosen]),
-            self._cost_flops,
-            start,
-            self.cursor,
-        )
-
-    def _advance(self, block: _Block, taken: int) -> None:
-        if taken < len(block.order):
-            self.cursor = Cursor(self.cursor.block, taken)
-        else:
-            self.cursor = Cursor(self._pending[0].start)  # the last label: it is the next block's first token
-            self._block = None
-
-    def _next_block(self) -> _Block | None:
-        """As many whole microbatches as a block may have, or as the fragments still give."""
-        available = self._fill(self._block_rows * self._sequence + 1)
-        microbatches = (available - 1) // (self._rows * self._sequence)
-        if microbatches < 1:
-            return None
-        rows = min(self._block_rows, microbatches * self._rows)
-        size = rows * self._sequence
-        stream = np.concatenate([fragment.tokens for fragment in self._pending])
-        starts = self._starts(stream.size)
-        self._drop(size)
-        place = self.cursor.block
-        return _Block(
-            stream[:size].reshape(rows, self._sequence),
-            stream[1 : size + 1].reshape(rows, self._sequence),
-            starts[:size].reshape(rows, self._sequence),
-            permutation(f"rows:{self._seed}:{place.epoch}:{place.position}:{place.offset}", rows),
-        )
-
-    def _fill(self, wanted: int) -> int:
-        """Reads on until so many tokens are pending, or there are no more; returns how many there are."""
-        available = sum(fragment.tokens.size for fragment in self._pending)
-        while available < wanted:
-            fragment = next(self._fragments, None)
-            if fragment is None:
-                break
-            self._pending.append(fragment)
-            available += fragment.tokens.size
-        return available
-
-    def _starts(self, size: int) -> npt.NDArray[np.bool_]:
-        starts = np.zeros(size, dtype=np.bool_)
-        place = 0
-        for fragment in self._pending:
-            starts[place] = fragment.start.offset == 0
-            place += fragment.tokens.size
-        return starts
-
-    def _drop(self, count: int) -> None:
-        """Forgets the first pending tokens; at least one remains."""
-        while count >= self._pending[0].tokens.size:
-            count -= self._pending.popleft().tokens.size
-        self._pending[0] = _from(self._pending[0], count)
-
-
-def _from(fragment: Fragment, count: int) -> Fragment:
-    """The fragment without its first tokens, copied, so that what is gone can be freed."""
-    start = fragment.start
-    tokens: Tokens = fragment.tokens[count:].copy()
-    return Fragment(Place(start.epoch, start.position, start.offset + count), tokens)
+        """The next microbatch, or None when the documents have ended."""
+        ...

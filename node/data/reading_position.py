@@ -14,7 +14,7 @@ from swarm.vocabulary.types import MicrobatchId
 
 
 class ReadingPosition:
-    """The texts under way, and those that have come back but may not be in the parameters yet.
+    """The texts that wait or are under way, and those that have come back but may not be in the parameters yet.
 
     The event loop tells it; the compute thread asks it while it copies the parameters.
 
@@ -25,13 +25,21 @@ class ReadingPosition:
 
     def __init__(self, start: Cursor, remembered: int) -> None:
         self._next = start
+        self._waiting: set[Cursor] = set()
         self._under_way: dict[Cursor, MicrobatchId] = {}
         self._back: deque[tuple[Cursor, MicrobatchId]] = deque(maxlen=remembered)
         self._lock = threading.Lock()
 
+    def drawn(self, text: Microbatch) -> None:
+        """Notes that the text has been read and waits: others may set out before it."""
+        with self._lock:
+            self._waiting.add(text.start)
+            self._next = max(self._next, text.end)
+
     def sent(self, text: Microbatch, microbatch: MicrobatchId) -> None:
         """Notes that the text has set out under this name, for the first time or again."""
         with self._lock:
+            self._waiting.discard(text.start)
             self._under_way[text.start] = microbatch
             self._next = max(self._next, text.end)
 
@@ -53,4 +61,5 @@ class ReadingPosition:
         """
         with self._lock:
             known = [*self._under_way.items(), *self._back]
-            return min((start for start, microbatch in known if not is_applied(microbatch)), default=self._next)
+            unapplied = [start for start, microbatch in known if not is_applied(microbatch)]
+            return min([*self._waiting, *unapplied], default=self._next)

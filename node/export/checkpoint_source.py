@@ -9,7 +9,10 @@ import asyncio
 import logging
 from pathlib import Path
 
+from node.checkpoint.folder import MANIFEST_NAME
 from node.checkpoint.gather import gather_modules
+from node.experts.router import Router
+from node.experts.router_file import load_router
 from node.export.source import Parameters
 from protocol.manifest.signing import SignedManifest
 from swarm.vocabulary.types import ModuleId
@@ -28,8 +31,13 @@ class CheckpointSource:
         gathered = gather_modules(path)
         for problem in gathered.problems:
             log.warning("damaged snapshot passed over: %s", problem)
-        self._modules = gathered.modules
+        self._parameters = gathered.modules
         self.signed: SignedManifest = gathered.signed
+        self.modules = gathered.signed.manifest.modules()
+        self._manifest_file = path / MANIFEST_NAME
+
+    async def router(self) -> Router | None:
+        return await asyncio.to_thread(load_router, self._manifest_file, self.signed.manifest)
 
     async def module(self, module: ModuleId) -> Parameters:
-        return await asyncio.to_thread(self._modules.__getitem__, module)
+        return await asyncio.to_thread(self._parameters.__getitem__, module)

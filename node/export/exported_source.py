@@ -12,13 +12,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from node.export.file_plan import CONFIG, FORMAT, MANIFEST, ORIGIN, shard_files
+from node.experts.router import Router
+from node.experts.router_file import load_router
+from node.export.file_plan import CONFIG, FORMAT, MANIFEST, ORIGIN, module_file, shard_files
 from node.export.hugging_face import llama_config
 from node.export.source import Parameters
 from node.export.tensor_files import check_header, names_in, read_tensors
 from node.model.initialization import digest_of_tensors
 from node.model.shapes import Shape, parameter_shapes
-from protocol.manifest.manifest import MAX_MANIFEST_BYTES
+from protocol.manifest.manifest import MAX_MANIFEST_BYTES, Manifest
 from protocol.manifest.signing import SignedManifest, read_signed_manifest
 from swarm.vocabulary.errors import ConfigError, CorruptSnapshot, StateError
 from swarm.vocabulary.types import ModuleId, RunId
@@ -47,12 +49,19 @@ class ExportedSource:
         self.signed: SignedManifest = read_signed_manifest(
             _read(path / MANIFEST, MAX_MANIFEST_BYTES), RunId(origin["run"])
         )
-        _check_config(path / CONFIG, self.signed)
+        by_module = origin.get("shards") == 0
+        if not by_module:
+            _check_config(path / CONFIG, self.signed)
         self._path = path
+        self.modules = _modules_in(path, origin, self.signed.manifest)
         self._digests = _digests(path, origin)
-        self._files = _files_by_parameter(path, origin)
-        for module in self.signed.manifest.modules():
+        self._files = None if by_module else _files_by_parameter(path, origin)
+        """None where each module has a file of its own."""
+        for module in self.modules:
             self._check_headers(module)
+
+    async def router(self) -> Router | None:
+        return await asyncio.to_thread(load_router, self._path / MANIFEST, self.signed.manifest)
 
     async def module(self, module: ModuleId) -> Parameters:
         return await asyncio.to_thread(self._read_module, module)
@@ -78,6 +87,8 @@ class ExportedSource:
 
     def _by_file(self, module: ModuleId) -> dict[Path, dict[str, Shape]]:
         files: dict[Path, dict[str, Shape]] = {}
+        if self._files is None:
+            return {self._path / module_file(module): dict(parameter_shapes(self.signed.manifest, module))}
         for name, shape in parameter_shapes(self.signed.manifest, module).items():
             if name not in self._files:
                 raise StateError(
@@ -86,6 +97,15 @@ class ExportedSource:
                 )
             files.setdefault(self._files[name], {})[name] = shape
         return files
+
+
+def _modules_in(path: Path, origin: Mapping[str, Any], manifest: Manifest) -> tuple[ModuleId, ...]:
+    """The modules of which the folder says to have them, one a stage at least."""
+    named = _digests(path, origin)
+    modules = tuple(module for module in manifest.modules() if str(module) in named)
+    if {module.stage for module in modules} != set(range(manifest.stages.count)):
+        raise StateError(f"{path / ORIGIN}: modules must have one of each stage at least", hint="Export it again.")
+    return modules
 
 
 def is_exported(path: Path) -> bool:

@@ -5,13 +5,18 @@ model.safetensors                            all parameters, float32; or
 model-00001-of-00003.safetensors, ...        several such files, and
 model.safetensors.index.json                 which parameter is in which of them
 tokenizer.json, tokenizer_config.json        the run's tokenizer
-manifest.toml                                the run's signed manifest
+manifest.toml, manifest.router               the run's signed manifest, and its router if it has one
 skipstone.json                               the run, and a digest of each module
+
+All modules of a run with experts, of which each stage has several with the same names of parameters, lie in files of
+their own, and no program but this one reads them: `shards` is 0 then, and there is no config.json.
+
+module-0.0.safetensors, module-1.0.safetensors, module-1.1.safetensors, ...
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -43,13 +48,13 @@ class Shard:
     shapes: Mapping[str, Shape]
 
 
-def plan_shards(manifest: Manifest, limit_bytes: int = SHARD_BYTES) -> tuple[Shard, ...]:
-    """The shards of the parameters in the order of modules, cut so that a module is read once and a shard never waits
-    for a later module's end.
+def plan_shards(manifest: Manifest, modules: Sequence[ModuleId], limit_bytes: int = SHARD_BYTES) -> tuple[Shard, ...]:
+    """The shards of the parameters in the order of these modules, of which each stage has one, cut so that a module is
+    read once and a shard never waits for a later module's end.
     """
     pieces: list[dict[str, Shape]] = [{}]
     size = 0
-    for module in manifest.modules():
+    for module in modules:
         for name, shape in parameter_shapes(manifest, module).items():
             own = parameter_bytes({name: shape})
             if pieces[-1] and size + own > limit_bytes:
@@ -68,7 +73,11 @@ def index_json(shards: tuple[Shard, ...]) -> dict[str, Any]:
 
 
 def origin_json(signed: SignedManifest, digests: Mapping[ModuleId, bytes], shards: tuple[Shard, ...]) -> dict[str, Any]:
-    """The content of `skipstone.json`. `digests` are those of `node.model.initialization.digest_of_tensors`."""
+    """The content of `skipstone.json`; without shards each module has a file of its own.
+
+    Args:
+        digests: those of `node.model.initialization.digest_of_tensors`.
+    """
     stages = signed.manifest.stages
     return {
         "format": FORMAT,
@@ -86,6 +95,11 @@ def origin_json(signed: SignedManifest, digests: Mapping[ModuleId, bytes], shard
         "shards": len(shards),
         "modules": {str(module): digest.hex() for module, digest in digests.items()},
     }
+
+
+def module_file(module: ModuleId) -> str:
+    """The file of one module, in a folder that has all of a run with experts."""
+    return f"module-{module}.safetensors"
 
 
 def shard_files(count: int) -> list[str]:

@@ -48,12 +48,13 @@ class OpenedModel:
         """Opens the run's tokenizer, as `node.data.tokenizers.open_tokenizer`, with the same errors."""
         return open_tokenizer(self.source.signed.manifest, self.tokenizer_file())
 
-    def documents(self) -> Documents:
+    async def documents(self) -> Documents:
         """Opens the run's text on this machine. Errors as `node.data.feed.open_documents`; ConfigError when it may not
         be opened.
         """
         manifest = self.source.signed.manifest
-        return open_documents(manifest, _granted(places(manifest.data, self.told, own=self._own)))
+        where = _granted(places(manifest.data, self.told, own=self._own))
+        return await asyncio.to_thread(open_documents, manifest, where, await self.source.router())
 
 
 def unwatched(module: ModuleId, done: int, total: int) -> None:

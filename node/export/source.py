@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from node.experts.router import Router
 from node.model.decoder import Decoder, decoder_bytes
 from node.model.shapes import parameter_bytes, parameter_shapes
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.signing import SignedManifest
+from swarm.experts.routes import module_at, name_of_route
 from swarm.vocabulary.errors import ConfigError, ResourceExhausted, StateError
-from swarm.vocabulary.types import ModuleId
+from swarm.vocabulary.types import ModuleId, Route
 
 Parameters = Mapping[str, Tensor]
 """Float32, by the names of the whole model (`model.layers.5.mlp.up_proj.weight`)."""
@@ -25,8 +28,21 @@ class ModuleSource(Protocol):
     """A run's model, one module at a time, so that nobody has to hold all of it."""
 
     @property
+    def modules(self) -> tuple[ModuleId, ...]:
+        """Those that can be asked for: of an exported path its own, else all of the run."""
+        ...
+
+    @property
     def signed(self) -> SignedManifest:
         """The run's manifest, its signature checked."""
+        ...
+
+    async def router(self) -> Router | None:
+        """The router of the run's documents; None where the manifest names none.
+
+        Raises:
+            SkipstoneError: it names one that cannot be had, or is another one.
+        """
         ...
 
     async def module(self, module: ModuleId) -> Parameters:
@@ -50,36 +66,67 @@ async def checked_module(source: ModuleSource, module: ModuleId) -> Parameters:
     return parameters
 
 
-async def read_decoder(source: ModuleSource, device: torch.device) -> Decoder:
-    """Reads the whole model onto the device.
+async def read_decoder(source: ModuleSource, device: torch.device, route: Route | None = None) -> Decoder:
+    """Reads the whole model onto the device, in a run with experts one path of it.
+
+    Args:
+        route: of the path; None for the only one that there is.
 
     Raises:
-        ConfigError: the run has several experts a stage.
+        ConfigError: the run has several experts a stage, and no route was given; or the source has not this path.
         ResourceExhausted: the model is larger than this machine's memory.
         StateError: as `checked_module`.
     """
-    manifest = source.signed.manifest
-    require_one_path(manifest)
-    _require_memory(manifest)
+    manifest, modules = source.signed.manifest, path_modules(source, route)
+    require_memory(manifest, modules)
     parameters: dict[str, Tensor] = {}
-    for module in manifest.modules():
+    for module in modules:
         parameters |= await checked_module(source, module)
     return await asyncio.to_thread(Decoder, manifest, parameters, device)
 
 
-def require_one_path(manifest: Manifest) -> None:
-    """Refuses a run with several experts a stage, which is many models, one for each choice of experts.
+def path_modules(source: ModuleSource, route: Route | None) -> tuple[ModuleId, ...]:
+    """The modules of one path through the model, in order of stage.
+
+    Args:
+        route: None for the only one that there is.
 
     Raises:
-        ConfigError: it is such a run.
+        ConfigError: there are several, one for each choice of experts; or the source has not this one.
     """
-    if manifest.stages.experts != 1:
+    manifest, there = source.signed.manifest, source.modules
+    if route is None:
+        if len(there) > manifest.stages.count:
+            raise ConfigError(
+                f"run {manifest.name} has stages.experts = {manifest.stages.experts}: it is as many models as there "
+                "are choices of an expert at each stage, and one Llama model has one expert a stage",
+                hint="Choose one with --path, such as --path 1.0,2.1.",
+            )
+        return there
+    wanted = tuple(module_at(route, stage) for stage in range(manifest.stages.count))
+    lacking = [module for module in wanted if module not in there]
+    if lacking or len(route) != manifest.stages.count - 1:
+        what = f"has no module {lacking[0]}" if lacking else f"has {manifest.stages.count - 1} stages after stage 0"
+        raise ConfigError(f"there is no path {name_of_route(route)}: this model {what}")
+    return wanted
+
+
+def parse_path(text: str, stages: int) -> Route:
+    """The route that `1.0,2.1` names.
+
+    Args:
+        stages: of the run.
+
+    Raises:
+        ConfigError: it is not one module of each stage after stage 0, in order.
+    """
+    found = [re.fullmatch(r"([0-9]{1,4})\.([0-9]{1,4})", word.strip()) for word in text.split(",")]
+    if [int(word[1]) for word in found if word is not None] != list(range(1, stages)) or None in found:
+        example = ",".join(f"{stage}.0" for stage in range(1, stages))
         raise ConfigError(
-            f"run {manifest.name} has stages.experts = {manifest.stages.experts}: it is as many models as "
-            "there are choices of"
-            " an expert at each stage, and one Llama model has one expert a stage",
-            hint="Only runs with stages.experts = 1 can be exported, generate text, or be evaluated from files.",
+            f"{text!r} is not a path through the stages 1 to {stages - 1}", hint=f"Write it as {example}."
         )
+    return tuple(int(word[2]) for word in found if word is not None)
 
 
 def _check(manifest: Manifest, module: ModuleId, parameters: Parameters) -> None:
@@ -100,9 +147,13 @@ def _check(manifest: Manifest, module: ModuleId, parameters: Parameters) -> None
             )
 
 
-def _require_memory(manifest: Manifest) -> None:
-    """Refuses what cannot work before trying takes the machine down. Says nothing of a GPU's memory."""
-    shapes = (parameter_shapes(manifest, module) for module in manifest.modules())
+def require_memory(manifest: Manifest, modules: Sequence[ModuleId]) -> None:
+    """Refuses what cannot work before trying takes the machine down. Says nothing of a GPU's memory.
+
+    Raises:
+        ResourceExhausted: these modules are larger than this machine's memory.
+    """
+    shapes = (parameter_shapes(manifest, module) for module in modules)
     needed = sum(map(parameter_bytes, shapes)) + decoder_bytes(manifest)
     there = memory_bytes()
     if there is not None and needed > there:

@@ -18,8 +18,10 @@ from node.averaging.anchor.layout import layout_of
 from node.averaging.state_sync.chunk_codec import STATE_CODECS
 from node.averaging.state_sync.download import StateDownloads
 from node.averaging.state_sync.partial_state import FreshSpace
+from node.experts.router import Router
 from node.export.source import Parameters
 from node.model.shapes import parameter_bytes, parameter_shapes
+from node.network.router_exchange import fetch_router
 from node.network.session import NetworkSession, visit
 from protocol.manifest.join_link import JoinLink
 from protocol.manifest.manifest import Manifest
@@ -48,18 +50,25 @@ class SwarmSource:
     def __init__(self, session: NetworkSession, signed: SignedManifest, on_progress: Progress) -> None:
         manifest = signed.manifest
         self.signed = signed
+        self.modules = manifest.modules()
         self.versions: dict[ModuleId, AnchorVersion] = {}
         """Of the modules that have been fetched."""
         self._session = session
         self._on_progress = on_progress
-        self._here = dict.fromkeys(manifest.modules(), 0)
-        self._total = sum(parameter_bytes(parameter_shapes(manifest, module)) for module in manifest.modules())
-        self._downloads = {module: self._download(manifest, module) for module in manifest.modules()}
+        self._here: dict[ModuleId, int] = {}
+        self._downloads: dict[ModuleId, StateDownloads] = {}
+        """Of the modules that were asked for."""
+
+    async def router(self) -> Router | None:
+        """Fetches the router. Raises Unreachable when nobody gives it."""
+        return await fetch_router(self._session, self.signed.manifest, PATIENCE_S)
 
     async def module(self, module: ModuleId) -> Parameters:
         """Fetches the module's parameters. Raises as `agreed`, and NoQuorum or Stalled when the donors are gone or give
         nothing.
         """
+        if module not in self._downloads:
+            self._downloads[module] = self._download(self.signed.manifest, module)
         for attempt in range(1, ATTEMPTS + 1):
             version, donors = await self.agreed(module)
             try:
@@ -98,7 +107,9 @@ class SwarmSource:
 
     def _came(self, module: ModuleId, done: int) -> None:
         self._here[module] = done
-        self._on_progress(module, sum(self._here.values()), self._total)
+        manifest = self.signed.manifest
+        total = sum(parameter_bytes(parameter_shapes(manifest, each)) for each in self._downloads)
+        self._on_progress(module, sum(self._here.values()), total)
 
     def _fetched(self, module: ModuleId, version: AnchorVersion, vector: Vector) -> Parameters:
         self.versions[module] = version
@@ -110,7 +121,8 @@ class SwarmSource:
 async def open_swarm(
     link: JoinLink, on_progress: Progress, patience_s: float = PATIENCE_S
 ) -> AsyncIterator[SwarmSource]:
-    """Visits the swarm as a source of its modules. That every module can be had is known before the first is fetched.
+    """Visits the swarm as a source of its modules. That every module can be had is known before the first is fetched;
+    in a run with experts, of which a path needs a few, that stage 0 can be had.
 
     Raises:
         Unreachable: no peer has given the manifest; also as `SwarmSource.agreed`.
@@ -123,7 +135,7 @@ async def open_swarm(
         source = SwarmSource(session, signed, on_progress)
         clock = session.own.clock
         deadline = clock.monotonic() + patience_s
-        for module in modules:
+        for module in modules[:1] if signed.manifest.stages.has_experts else modules:
             await source.agreed(module, deadline - clock.monotonic())
         yield source
 

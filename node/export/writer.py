@@ -10,7 +10,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from node.data.tokenizers import FileTokenizer, open_tokenizer, tokenizer_bytes
+from node.experts.router_file import router_file
 from node.export import file_plan as layout
 from node.export.exported_source import is_exported
 from node.export.hugging_face import (
@@ -29,12 +30,12 @@ from node.export.hugging_face import (
     llama_config,
     tokenizer_config,
 )
-from node.export.source import ModuleSource, checked_module, require_one_path
+from node.export.source import ModuleSource, checked_module, path_modules
 from node.model.initialization import digest_of_tensors
 from node.model.shapes import parameter_bytes
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ConfigError, StateError
-from swarm.vocabulary.types import ModuleId
+from swarm.vocabulary.types import ModuleId, Route
 
 _WRITE_HINT: Final = "Check the folder's free space and permissions."
 
@@ -56,6 +57,7 @@ async def export(
     target: Path,
     *,
     tokenizer_file: Path | None = None,
+    route: Route | None = None,
     replace: bool = False,
     shard_bytes: int = layout.SHARD_BYTES,
 ) -> Export:
@@ -65,27 +67,64 @@ async def export(
         source: where the modules come from.
         target: a folder that is empty or not there, or an older export when `replace` is set.
         tokenizer_file: where the run's tokenizer file lies; None for bytes.
+        route: of a run with experts the path that is written; None for the only one that there is.
         replace: whether an older export may give way; anything else never does.
         shard_bytes: largest file of parameters.
 
     Raises:
-        ConfigError: the target is in use, the run has several experts a stage, or its tokenizer's file is not here.
+        ConfigError: the target is in use, there is no such path or none was named, or the tokenizer's file is not here.
         StateError: a module is not of this model, or the folder could not be written; nothing is left of it then.
     """
     manifest = source.signed.manifest
-    require_one_path(manifest)
+    modules = path_modules(source, route)
     require_free(target, replace=replace)
-    shards = layout.plan_shards(manifest, shard_bytes)
+    shards = layout.plan_shards(manifest, modules, shard_bytes)
     with _written_beside(target) as beside:
         await asyncio.to_thread(_write_tokenizer, beside, manifest, tokenizer_file)
-        digests = await _write_parameters(beside, source, shards)
+        digests = await _write_parameters(beside, source, modules, shards)
         if len(shards) > 1:
             _write_json(beside / layout.INDEX, layout.index_json(shards))
-        (beside / layout.MANIFEST).write_bytes(source.signed.text)
-        _write_json(beside / layout.ORIGIN, layout.origin_json(source.signed, digests, shards))
-        await asyncio.to_thread(_make_durable, beside)
+        await _finish(beside, source, digests, shards)
     size = sum(parameter_bytes(shard.shapes) for shard in shards)
     return Export(target, source.signed.run, len(shards), size)
+
+
+async def export_all(
+    source: ModuleSource, target: Path, *, tokenizer_file: Path | None = None, replace: bool = False
+) -> Export:
+    """Writes every module of the source to `target`, each to a file of its own, and the router: a folder that `eval`,
+    `generate` and `export` read. Arguments and errors as `export`; ConfigError too for a run without experts.
+    """
+    manifest = source.signed.manifest
+    if not manifest.stages.has_experts:
+        raise ConfigError(f"run {manifest.name} has one path", hint="Export it without --all: that is the whole model.")
+    require_free(target, replace=replace)
+    digests: dict[ModuleId, bytes] = {}
+    size = 0
+    with _written_beside(target) as beside:
+        await asyncio.to_thread(_write_tokenizer, beside, manifest, tokenizer_file)
+        mode = (beside / layout.CONFIG).stat().st_mode
+        (beside / layout.CONFIG).unlink()  # it would be that of a model that `transformers` loads
+        for module in source.modules:
+            parameters = dict(await checked_module(source, module))
+            digests[module] = await asyncio.to_thread(digest_of_tensors, parameters)
+            size += sum(4 * tensor.numel() for tensor in parameters.values())
+            tensors = {name: tensor.contiguous() for name, tensor in parameters.items()}
+            await asyncio.to_thread(_write_tensors, beside / layout.module_file(module), tensors, mode)
+        await _finish(beside, source, digests, ())
+    return Export(target, source.signed.run, len(digests), size)
+
+
+async def _finish(
+    folder: Path, source: ModuleSource, digests: Mapping[ModuleId, bytes], shards: tuple[layout.Shard, ...]
+) -> None:
+    """Writes what says where the parameters come from, and makes all of it durable."""
+    router = await source.router()
+    if router is not None:
+        router_file(folder / layout.MANIFEST).write_bytes(router.to_bytes())
+    (folder / layout.MANIFEST).write_bytes(source.signed.text)
+    _write_json(folder / layout.ORIGIN, layout.origin_json(source.signed, digests, shards))
+    await asyncio.to_thread(_make_durable, folder)
 
 
 def require_free(target: Path, *, replace: bool) -> None:
@@ -139,13 +178,13 @@ def _take_place(beside: Path, target: Path) -> None:
 
 
 async def _write_parameters(
-    folder: Path, source: ModuleSource, shards: tuple[layout.Shard, ...]
+    folder: Path, source: ModuleSource, modules: Sequence[ModuleId], shards: tuple[layout.Shard, ...]
 ) -> Mapping[ModuleId, bytes]:
     """Module by module; a shard is written as soon as its last parameter is there. Returns each module's digest."""
     digests: dict[ModuleId, bytes] = {}
     waiting: dict[str, Tensor] = {}
     to_write = list(shards)
-    for module in source.signed.manifest.modules():
+    for module in modules:
         parameters = dict(await checked_module(source, module))
         digests[module] = await asyncio.to_thread(digest_of_tensors, parameters)
         waiting |= parameters
@@ -160,8 +199,12 @@ async def _write_parameters(
 def _write_shard(folder: Path, name: str, tensors: dict[str, Tensor]) -> None:
     """safetensors lets nobody but the owner read its files; an export is made to be handed on, like the files beside
     it."""
-    save_file(tensors, folder / name, metadata={"format": "pt"})
-    (folder / name).chmod((folder / layout.CONFIG).stat().st_mode)
+    _write_tensors(folder / name, tensors, (folder / layout.CONFIG).stat().st_mode)
+
+
+def _write_tensors(file: Path, tensors: dict[str, Tensor], mode: int) -> None:
+    save_file(tensors, file, metadata={"format": "pt"})
+    file.chmod(mode)
 
 
 def _write_tokenizer(folder: Path, manifest: Manifest, file: Path | None) -> None:

@@ -34,6 +34,7 @@ def default_manifest(seed: int, name: str = "stdlib-demo") -> Manifest:
                 "kv_heads": 2,
                 "feed_forward": 352,
                 "sequence": 128,
+                "attention": "documents",
             },
             "stages": {"blocks": [0, 1, 1, 1, 1]},
             "training": {
@@ -42,7 +43,7 @@ def default_manifest(seed: int, name: str = "stdlib-demo") -> Manifest:
                 "inner_steps": 10,
                 "outer": {"learning_rate": 1.0, "momentum": 0.0},
                 "inner": {"learning_rate": 3e-3},
-                "schedule": {"kind": "cosine", "warmup_steps": 10, "total_steps": 300},
+                "schedule": {"kind": "cosine", "warmup_tokens": 10 * 2048, "total_tokens": 300 * 2048},
             },
             "codecs": {"activations": "int8", "gradients": "int8"},
         }

@@ -23,7 +23,7 @@ from node.observability.events import Event, Note
 from protocol.manifest.join_link import JoinLink
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ConfigError, ProtocolViolation, ResourceExhausted, SkipstoneError
-from swarm.vocabulary.types import short
+from swarm.vocabulary.types import ModuleId, short
 
 STOP_LIMIT_S = 20.0
 """How long nodes may take to stop in good order before they are killed."""
@@ -61,7 +61,8 @@ class LocalSwarm:
         self._stopping = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
         self._nodes: dict[int, asyncio.Task[None]] = {}
-        self.progress = SwarmProgress(stages=manifest.stages.count, target=options.steps)
+        modules = tuple(map(str, manifest.modules())) if manifest.stages.has_experts else ()
+        self.progress = SwarmProgress(stages=manifest.stages.count, target=options.steps, modules=modules)
         self.ends: dict[int, ChildEnd] = {}
         """How each node that has ended did so, by index."""
 
@@ -116,18 +117,20 @@ class LocalSwarm:
             self._news.clear()
             await self._news.wait()
 
-    def start_peer(self, stage: int, command: Sequence[str] | None = None) -> int:
-        """Starts one more node for a stage, with a command of its own if there is one, and returns its index.
+    def start_peer(self, stage: int, command: Sequence[str] | None = None, expert: int = 0) -> int:
+        """Starts one more node for a module, with a command of its own if there is one, and returns its index.
 
         Raises:
-            ConfigError: there is no such stage.
+            ConfigError: there is no such module.
             SkipstoneError: the swarm is stopping already.
         """
         if not 0 <= stage < self._manifest.stages.count:
             raise ConfigError(f"stage {stage} is not one of 0 to {self._manifest.stages.count - 1}")
+        if not self._manifest.has(ModuleId(stage, expert)):
+            raise ConfigError(f"stage {stage} has no expert {expert}")
         if self._stopping.is_set():
             raise SkipstoneError("a peer cannot be started: the swarm is stopping")
-        peer = self._setup.add(stage)
+        peer = self._setup.add(ModuleId(stage, expert))
         self._start(peer, command)
         return peer.index
 

@@ -17,13 +17,14 @@ from pathlib import Path
 
 from node.context.options import LogLevel, NodeOptions, without_settings
 from node.data.places import as_written
+from node.experts.router_file import router_file
 from protocol.identity.keys import Identity
 from protocol.libp2p.child_environment import with_packages
 from protocol.manifest.join_link import JoinLink
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.signing import run_id_of, sign_manifest
 from swarm.vocabulary.errors import ConfigError, ResourceExhausted
-from swarm.vocabulary.types import PeerId, RunId
+from swarm.vocabulary.types import ModuleId, PeerId, RunId
 
 HOST = "127.0.0.1"
 PORTS = range(10_000, 32_000)
@@ -79,6 +80,8 @@ class LocalSwarmOptions:
     log_dir: Path | None = None
     """Folder that gets every node's event log."""
     log_level: str = "warning"
+    router: bytes = b""
+    """That the manifest names, if it names one."""
     author_path: Path | None = None
     """The key that signs the manifest; None for the first peer's."""
 
@@ -92,7 +95,7 @@ class PlannedPeer:
     """A node that is to be started, or has been."""
 
     index: int
-    stage: int
+    module: ModuleId
     peer: PeerId
     identity_path: Path
     port: int
@@ -100,26 +103,38 @@ class PlannedPeer:
     place: Place
 
     @property
+    def stage(self) -> int:
+        return self.module.stage
+
+    @property
     def address(self) -> str:
         """The multiaddr of its DHT."""
         return f"/ip4/{self.place.told_host}/tcp/{self.dht_port}/p2p/{self.peer}"
 
 
-def assign_stages(peers: int, blocks: Sequence[int]) -> list[int]:
-    """The stage of each peer: one each in order, then the others where a peer has most blocks to compute.
+def assign_modules(peers: int, blocks: Sequence[int], experts: Sequence[int] | None = None) -> list[ModuleId]:
+    """The module of each peer: one each in order, then the others where a peer has most blocks to compute.
+
+    Args:
+        blocks: of each stage.
+        experts: of each stage, which share its visits; None for one each.
 
     Raises:
-        ConfigError: not every stage would have a peer.
+        ConfigError: not every module would have a peer.
     """
-    if peers < len(blocks):
+    experts = experts or (1,) * len(blocks)
+    modules = [ModuleId(stage, expert) for stage, count in enumerate(experts) for expert in range(count)]
+    if peers < len(modules):
+        several = len(modules) > len(blocks)
         raise ConfigError(
-            f"{peers} peers cannot host {len(blocks)} stages",
-            hint=f"Start at least {len(blocks)} peers (--peers {len(blocks)}), or use a manifest with fewer stages.",
+            f"{peers} peers cannot host {len(modules)} {'modules' if several else 'stages'}",
+            hint=f"Start at least {len(modules)} peers (--peers {len(modules)}), or use a manifest with fewer"
+            f" {'experts' if several else 'stages'}.",
         )
-    stages = list(range(len(blocks)))
-    while len(stages) < peers:
-        stages.append(max(range(len(blocks)), key=lambda stage: blocks[stage] / stages.count(stage)))
-    return stages
+    hosted = list(modules)
+    while len(hosted) < peers:
+        hosted.append(max(modules, key=lambda m: blocks[m.stage] / experts[m.stage] / hosted.count(m)))
+    return hosted
 
 
 class LocalSetup:
@@ -130,9 +145,9 @@ class LocalSetup:
     """
 
     def __init__(self, manifest: Manifest, options: LocalSwarmOptions, places: Places = everywhere_here) -> None:
-        """Raises ConfigError for fewer peers than stages, ResourceExhausted when the folder or the ports cannot be
+        """Raises ConfigError for fewer peers than modules, ResourceExhausted when the folder or the ports cannot be
         had."""
-        stages = assign_stages(options.peers, manifest.stages.blocks)
+        modules = assign_modules(options.peers, manifest.stages.blocks, manifest.stages.experts_of_each)
         self._options = options
         self._manifest = manifest
         self._places = places
@@ -146,12 +161,14 @@ class LocalSetup:
         # Whose snapshots these are follows from the keys, so they last as long.
         self._keys = self._folder if options.checkpoint_dir is None else options.checkpoint_dir / IDENTITIES
         try:
-            ports = iter(_free_ports(2 * len(stages)))
-            self.peers = [self._plan(stage, next(ports), next(ports)) for stage in stages]
+            ports = iter(_free_ports(2 * len(modules)))
+            self.peers = [self._plan(module, next(ports), next(ports)) for module in modules]
             self.run: RunId = run_id_of(manifest)
             author = Identity.load_or_create(options.author_path or self.peers[0].identity_path)
             self._manifest_path = self._folder / "manifest.toml"
             self._manifest_path.write_bytes(sign_manifest(manifest, author).text)
+            if options.router:
+                router_file(self._manifest_path).write_bytes(options.router)
         except BaseException:
             self.remove()
             raise
@@ -171,10 +188,10 @@ class LocalSetup:
         self._ended.discard(index)
         self._returned.add(index)
 
-    def add(self, stage: int) -> PlannedPeer:
+    def add(self, module: ModuleId) -> PlannedPeer:
         """Plans one more peer."""
         port, dht_port = _free_ports(2)
-        peer = self._plan(stage, port, dht_port)
+        peer = self._plan(module, port, dht_port)
         self.peers.append(peer)
         return peer
 
@@ -187,7 +204,7 @@ class LocalSetup:
         options = NodeOptions(
             link=None if begins else self.link,
             manifest_path=self._manifest_path if begins else None,
-            stage=peer.stage,
+            stage=self._named(peer.module),
             moving=True if self._options.moving and not is_data_node else None,
             identity_path=peer.identity_path,
             listen=peer.place.host,
@@ -205,6 +222,9 @@ class LocalSetup:
             log_level=LogLevel(self._options.log_level),
         )
         return ["join", *(self._with_text(options) if is_data_node else options).arguments()]
+
+    def _named(self, module: ModuleId) -> str:
+        return str(module) if self._manifest.stages.experts_at(module.stage) > 1 else str(module.stage)
 
     def _with_text(self, options: NodeOptions) -> NodeOptions:
         """Whoever starts a swarm here has named its text: the nodes that read it, most of which join by link, may open
@@ -229,11 +249,12 @@ class LocalSetup:
         """Removes the folder, with the keys that are in it."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _plan(self, stage: int, port: int, dht_port: int) -> PlannedPeer:
+    def _plan(self, module: ModuleId, port: int, dht_port: int) -> PlannedPeer:
         index = self._count
         self._count += 1
         path = self._keys / f"peer-{index}.key"
-        return PlannedPeer(index, stage, Identity.load_or_create(path).peer, path, port, dht_port, self._places(index))
+        own = Identity.load_or_create(path).peer
+        return PlannedPeer(index, module, own, path, port, dht_port, self._places(index))
 
 
 def node_command() -> tuple[str, ...]:

@@ -32,6 +32,7 @@ from node.observability.events import (
     Summary,
     Waiting,
 )
+from swarm.workload.microbatch_sizes import SizeSummary
 
 MAX_LAG = 8
 MAX_CURVE = 512
@@ -62,6 +63,8 @@ class PeerProgress:
     came_after: int = 0
     """Steps of the swarm that were done without it: what its own count of steps lacks."""
     reported_tokens: int = 0
+    sizes: SizeSummary | None = None
+    """Of a data node's latest microbatches."""
     round: int = 0
     """That made the anchor on which it stands; 0 for the initial weights."""
     members: int = 0
@@ -135,6 +138,8 @@ class SwarmProgress:
     notes: tuple[Note, ...] = ()
     lost: frozenset[str] = frozenset()
     """Modules whose last peer has stopped without having saved their state."""
+    modules: tuple[str, ...] = ()
+    """All of a run with experts."""
 
     @property
     def is_over(self) -> bool:
@@ -261,6 +266,7 @@ def _step_reported(state: SwarmProgress, index: int, event: Step, now: float) ->
             reported_steps=max(peer.reported_steps, step),
             came_after=came_after,
             reported_tokens=max(peer.reported_tokens, event.tokens),
+            sizes=event.sizes or peer.sizes,
             tokens_per_s=_finite(event.tokens_per_s),
         ),
     )

@@ -12,12 +12,19 @@ Sources: Touvron et al. 2023 (arXiv:2302.13971); rotary embedding, Su et al. 202
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
 from torch import Tensor, nn
 
+from node.model.cut_documents import CutDocuments
+from node.model.document_attention import document_attention
 from protocol.manifest.manifest import ModelSection
+
+Documents = tuple[int, ...] | CutDocuments
+"""The tokens of each document of the only row; nothing where rows are of one stream. Or a device's pieces of some."""
 
 
 class Linear(nn.Module):
@@ -55,6 +62,23 @@ class RMSNorm(nn.Module):
         return normed.to(values.dtype)
 
 
+class Angles(NamedTuple):
+    """The cosines and sines of the angles by which tokens are rotated, both [tokens, head_size]."""
+
+    cosines: Tensor
+    sines: Tensor
+
+    def rotate(self, vectors: Tensor) -> Tensor:
+        """Rotates queries or keys [rows, heads, tokens, head_size].
+
+        Component i is paired with component i + head_size / 2 ("rotate half"), the convention of Hugging Face's
+        weights.
+        """
+        front, back = vectors.chunk(2, dim=-1)
+        turned = torch.cat((-back, front), dim=-1)
+        return vectors * self.cosines.to(vectors.dtype) + turned * self.sines.to(vectors.dtype)
+
+
 class Rotary(nn.Module):
     """Rotary position embedding: cosines and sines [sequence, head_size] of every position's angles; constants, so no
     part of any state.
@@ -73,17 +97,18 @@ class Rotary(nn.Module):
         self.register_buffer("cosines", torch.from_numpy(np.cos(angles).astype(np.float32)), persistent=False)
         self.register_buffer("sines", torch.from_numpy(np.sin(angles).astype(np.float32)), persistent=False)
 
-    def forward(self, vectors: Tensor, first: int = 0) -> Tensor:
-        """Rotates queries or keys [rows, heads, tokens, head_size] by the angles of their positions, which start at
-        `first`.
-
-        Component i is paired with component i + head_size / 2 ("rotate half"), the convention of Hugging Face's
-        weights.
+    def forward(self, tokens: int, documents: Documents = (), first: int = 0) -> Angles:
+        """The angles of so many tokens, once for all blocks: their positions start at `first`, or with each document
+        at 0.
         """
-        here = slice(first, first + vectors.shape[-2])
-        front, back = vectors.chunk(2, dim=-1)
-        turned = torch.cat((-back, front), dim=-1)
-        return vectors * self.cosines[here].to(vectors.dtype) + turned * self.sines[here].to(vectors.dtype)
+        if not documents:
+            here = slice(first, first + tokens)
+            return Angles(self.cosines[here], self.sines[here])
+        if isinstance(documents, CutDocuments):
+            positions = documents.positions().to(self.cosines.device)
+        else:
+            positions = torch.cat([torch.arange(length, device=self.cosines.device) for length in documents])
+        return Angles(self.cosines[positions], self.sines[positions])
 
 
 class Past:
@@ -128,7 +153,7 @@ class Past:
 class Attention(nn.Module):
     """Causal attention in which `heads / kv_heads` query heads share one head of keys and values.
 
-    It looks across document boundaries within a row, as Llama's own pre-training does.
+    Where no documents are given it looks across their boundaries within a row, as Llama's own pre-training does.
     """
 
     def __init__(self, section: ModelSection) -> None:
@@ -141,23 +166,28 @@ class Attention(nn.Module):
         self.v_proj = Linear(section.hidden, kv_size)
         self.o_proj = Linear(section.hidden, section.hidden)
 
-    def forward(self, hidden: Tensor, rotary: Rotary, past: Past | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, angles: Angles, documents: Documents = (), past: Past | None = None) -> Tensor:
         """Maps [rows, tokens, hidden] to the same shape. With a past, the tokens follow those in it and are added to
         it.
         """
-        first = 0 if past is None else past.length
-        queries = rotary(self._by_head(self.q_proj(hidden)), first)
-        keys = rotary(self._by_head(self.k_proj(hidden)), first)
+        is_first = past is None or past.length == 0
+        queries = angles.rotate(self._by_head(self.q_proj(hidden)))
+        keys = angles.rotate(self._by_head(self.k_proj(hidden)))
         values = self._by_head(self.v_proj(hidden))
         if past is not None:
             keys, values = past.extend(keys, values)
-        mixed = F.scaled_dot_product_attention(
-            queries,
-            keys,
-            values,
-            is_causal=first == 0,  # a single token after others sees them all
-            enable_gqa=self.shares_heads,
-        )
+        if isinstance(documents, CutDocuments):
+            mixed = documents.attend(queries, keys, values)
+        elif documents:
+            mixed = document_attention(queries, keys, values, documents)
+        else:
+            mixed = F.scaled_dot_product_attention(
+                queries,
+                keys,
+                values,
+                is_causal=is_first,  # a single token after others sees them all
+                enable_gqa=self.shares_heads,
+            )
         output: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return output
 
@@ -191,7 +221,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(section.hidden, section.norm_epsilon)
         self.mlp = FeedForward(section)
 
-    def forward(self, hidden: Tensor, rotary: Rotary, past: Past | None = None) -> Tensor:
-        attended: Tensor = hidden + self.self_attn(self.input_layernorm(hidden), rotary, past)
+    def forward(self, hidden: Tensor, angles: Angles, documents: Documents = (), past: Past | None = None) -> Tensor:
+        attended: Tensor = hidden + self.self_attn(self.input_layernorm(hidden), angles, documents, past)
         output: Tensor = attended + self.mlp(self.post_attention_layernorm(attended))
         return output

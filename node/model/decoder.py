@@ -52,8 +52,9 @@ class Decoder:
 
     @torch.inference_mode()
     def loss(self, microbatch: Microbatch) -> float:
-        """The mean loss, nats per token."""
-        return float(self._head(self._hidden(microbatch.tokens), microbatch.labels.to(self.device)).item())
+        """The mean loss, nats per token that is predicted."""
+        hidden = self._hidden(microbatch.tokens, documents=microbatch.documents)
+        return float(self._head(hidden, microbatch.labels.to(self.device)).item()) * microbatch.size / microbatch.scored
 
     @torch.inference_mode()
     def logits(self, tokens: Tensor) -> Tensor:
@@ -75,12 +76,13 @@ class Decoder:
         hidden = self._hidden(torch.tensor([list(tokens)], dtype=torch.int64), past)
         return self._head.logits(hidden[0, -1]).cpu()
 
-    def _hidden(self, tokens: Tensor, past: Sequence[Past] | None = None) -> Tensor:
+    def _hidden(self, tokens: Tensor, past: Sequence[Past] | None = None, documents: tuple[int, ...] = ()) -> Tensor:
         """What the head reads, [rows, tokens, hidden]."""
         hidden: Tensor = self._body.model["embed_tokens"](tokens.to(self.device)).to(self._body.hidden_type)
         pasts: Sequence[Past | None] = [None] * len(self._blocks) if past is None else past
+        angles = self._body.rotary(tokens.shape[1], documents, past[0].length if past else 0)
         for block, own in zip(self._blocks, pasts, strict=True):
-            hidden = block(hidden, self._body.rotary, own)
+            hidden = block(hidden, angles, documents, own)
         return hidden
 
 

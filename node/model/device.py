@@ -29,6 +29,9 @@ _NO_MEMORY: Final = re.compile(
 )
 """What torch says of it on the CPU, and oneDNN and C++ underneath it: bare RuntimeErrors."""
 
+MOST_DEVICES: Final = 16
+"""Of one node."""
+
 log = logging.getLogger(__name__)
 
 
@@ -109,6 +112,33 @@ def choose_device(wish: str) -> Reasoned[torch.device]:
     if torch.backends.mps.is_available():
         return Reasoned(torch.device("mps"), "auto: Apple GPU")
     return Reasoned(torch.device("cpu"), "auto: no GPU that this build of torch can use")
+
+
+def choose_devices(wish: str) -> Reasoned[tuple[torch.device, ...]]:
+    """Chooses the devices for `wish`: as `choose_device`, or several names of one kind with commas between them, of
+    which the first will hold the module. Only processor cores can be shared by several, as `cpu,cpu`.
+
+    Raises:
+        ConfigError: as `choose_device`; or they are of several kinds, the same GPU twice, or too many.
+    """
+    names = [name.strip() for name in wish.split(",")]
+    if len(names) == 1:
+        only = choose_device(wish)
+        return Reasoned((only.value,), only.reason)
+    if len(names) > MOST_DEVICES:
+        raise ConfigError(f"{len(names)} devices were asked for", hint=f"A node computes with {MOST_DEVICES} at most.")
+    devices = tuple(_numbered(_named(name)) for name in names)
+    if len({device.type for device in devices}) > 1:
+        raise ConfigError(
+            f"devices of several kinds cannot share a module: {wish}", hint="Start a node of its own for each kind."
+        )
+    if devices[0].type != "cpu" and len(set(devices)) < len(devices):
+        raise ConfigError(f"a device is named twice: {wish}", hint="Name each GPU once, as in cuda:0,cuda:1.")
+    return Reasoned(devices, f"{len(devices)} asked for; they share each microbatch")
+
+
+def _numbered(device: torch.device) -> torch.device:
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def _named(wish: str) -> torch.device:

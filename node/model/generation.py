@@ -60,15 +60,50 @@ def generate(
     Raises:
         StateError: the model's logits are not finite.
     """
-    generator = torch.Generator().manual_seed(sampling.seed)
-    reader = _Reader(decoder, room=len(prompt) + limit)
-    logits = reader.start(list(prompt) or [tokenizer.end_of_document])
-    for number in range(1, limit + 1):
-        token = choose(logits[: tokenizer.size], sampling, generator)  # ids above have no text
-        yield token
-        if token == tokenizer.end_of_document or number == limit:
-            return
-        logits = reader.follow(token)
+    yield from Continuation(decoder, tokenizer, prompt, limit, sampling).take(limit)
+
+
+class Continuation:
+    """A text while it is generated, which may go on with another decoder.
+
+    Args:
+        limit: most tokens to generate.
+    """
+
+    def __init__(
+        self, decoder: Decoder, tokenizer: Tokenizer, prompt: Sequence[int], limit: int, sampling: Sampling
+    ) -> None:
+        self.tokens = list(prompt) or [tokenizer.end_of_document]
+        """So far: those of the prompt, or the end of a document, and what follows."""
+        self._left, self._sampling, self._tokenizer = limit, sampling, tokenizer
+        self._generator = torch.Generator().manual_seed(sampling.seed)
+        self._reader = _Reader(decoder, room=len(prompt) + limit)
+        self._is_read = False
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing follows: as many tokens as may be, or the document is over."""
+        return self._left == 0
+
+    def take(self, count: int) -> Iterator[int]:
+        """Yields the next `count` tokens, or fewer where the text ends.
+
+        Raises:
+            StateError: the model's logits are not finite.
+        """
+        for _ in range(count):
+            if self.has_ended:
+                return
+            logits = self._reader.follow(self.tokens[-1]) if self._is_read else self._reader.start(self.tokens)
+            self._is_read = True
+            token = choose(logits[: self._tokenizer.size], self._sampling, self._generator)  # ids above have no text
+            self.tokens.append(token)
+            self._left = 0 if token == self._tokenizer.end_of_document else self._left - 1
+            yield token
+
+    def go_on_with(self, decoder: Decoder) -> None:
+        """Takes another decoder, which reads the text anew."""
+        self._reader, self._is_read = _Reader(decoder, room=len(self.tokens) + self._left), False
 
 
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:

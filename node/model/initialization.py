@@ -1,4 +1,5 @@
-"""Initial weights: a pure function of (seed, expert, parameter name), bit for bit the same on every machine.
+"""Initial weights: a pure function of (seed, parameter name), bit for bit the same on every machine. The experts of a
+stage start alike, as in DiPaCo (arXiv:2403.10616).
 
 That is why torch's generators are not used: their normal numbers pass through logarithms and cosines, which differ in
 the last bit between processors and versions. Here a Philox counter generator (Salmon et al. 2011; NumPy promises its
@@ -32,7 +33,7 @@ _WRITES_TO_RESIDUAL: Final = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
 
 @torch.no_grad()
-def initialise(parts: Iterable[nn.Module], *, seed: int, expert: int, total_blocks: int) -> None:
+def initialise(parts: Iterable[nn.Module], *, seed: int, total_blocks: int) -> None:
     """Fills every parameter of the parts, in place. `total_blocks` is the depth of the whole model."""
     for part in parts:
         norms = {id(module.weight) for module in part.modules() if isinstance(module, RMSNorm)}
@@ -41,7 +42,7 @@ def initialise(parts: Iterable[nn.Module], *, seed: int, expert: int, total_bloc
                 parameter.fill_(1.0)
             else:
                 deviation = standard_deviation(name, parameter.shape[1], total_blocks)
-                parameter.copy_(near_normal(seed, expert, name, parameter.shape, deviation))
+                parameter.copy_(near_normal(seed, name, parameter.shape, deviation))
 
 
 def standard_deviation(name: str, fan_in: int, total_blocks: int) -> float:
@@ -55,10 +56,10 @@ def standard_deviation(name: str, fan_in: int, total_blocks: int) -> float:
     return deviation / math.sqrt(2 * total_blocks) if name.endswith(_WRITES_TO_RESIDUAL) else deviation
 
 
-def near_normal(seed: int, expert: int, name: str, shape: Iterable[int], deviation: float) -> Tensor:
+def near_normal(seed: int, name: str, shape: Iterable[int], deviation: float) -> Tensor:
     """A float32 tensor of near-normal numbers with mean 0 and the given standard deviation."""
     shape = tuple(shape)
-    key = hashlib.sha256(f"skipstone-initial:{seed}:{expert}:{name}".encode()).digest()
+    key = hashlib.sha256(f"skipstone-initial:{seed}:0:{name}".encode()).digest()
     generator = np.random.Philox(key=int.from_bytes(key[:16], "little"))
     scale = np.float32(deviation / _SUM_DEVIATION)
     values = np.empty(math.prod(shape), dtype=np.float32)

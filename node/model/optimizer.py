@@ -1,10 +1,11 @@
 """Gradient accumulation and the inner step (DESIGN section 4), the same for `solo` and for every replica of a swarm.
 
-A microbatch's loss is a mean over its tokens. An accumulator sums the gradients of these means, and the inner step
-takes the sum divided by the part's own number of visits: a stage that was skipped more often takes steps of the same
-size.
+A microbatch's loss is a mean over its tokens. An accumulator sums the gradients of these means, each as often as it has
+tokens, and the inner step takes the sum divided by the tokens of the part's own visits: the mean over tokens, whatever
+microbatches they came in and however often the stage was skipped.
 
-The learning rate of an inner step: a pure function, so that every replica has the same one without asking.
+The learning rate of an inner step follows from the tokens that all replicas of the module have trained on: a pure
+function, so that every replica has the same one without asking.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from torch import Tensor, nn
 
 from node.model.adamw import AdamW, Moments
 from node.model.device import copied
-from protocol.manifest.manifest import ScheduleSection, TrainingSection
+from node.model.shapes import demand_of
+from protocol.manifest.manifest import Manifest, ScheduleSection, TrainingSection
 from swarm.vocabulary.errors import SkipstoneError, StateError
-from swarm.vocabulary.types import MicrobatchId
+from swarm.vocabulary.types import MicrobatchId, ModuleId
+from swarm.workload.step_rule import StepRule
 
 Tensors = Mapping[str, Tensor]
 """Float32 on the CPU, by parameter name."""
@@ -40,30 +43,31 @@ class InnerState:
     """The state of the inner optimizer (AdamW). A parameter that no step has moved yet has no moments."""
 
     steps: int
-    """Inner steps taken; the learning rate follows from it."""
+    """Inner steps taken."""
     exp_avg: Tensors
     exp_avg_sq: Tensors
     adam_steps: Mapping[str, int]
     """Steps of each parameter that has moments. A part without visits is left out of a step, so they may differ."""
 
 
-def learning_rate(training: TrainingSection, step: int) -> float:
-    """The learning rate of inner step `step`, counted from 1.
+def learning_rate(training: TrainingSection, tokens: float) -> float:
+    """The learning rate of the inner step after which the run has trained on so many tokens.
 
-    Rises linearly and reaches its peak at step `warmup_steps`; then stays (constant) or falls to `final_ratio` of the
-    peak at step `total_steps` and stays there.
+    Rises linearly and reaches its peak at the warm-up's end; then stays (constant) or falls to `final_ratio` of the
+    peak at the schedule's last token and stays there.
     """
-    schedule, peak = training.schedule, training.inner.learning_rate
-    if step < schedule.warmup_steps:
-        return peak * step / schedule.warmup_steps
-    return peak * _ratio(schedule, step)
+    warmup, total = training.schedule_tokens
+    peak = training.inner.learning_rate
+    if tokens < warmup:
+        return peak * tokens / warmup
+    return peak * _ratio(training.schedule, (tokens - warmup) / (total - warmup))
 
 
-def _ratio(schedule: ScheduleSection, step: int) -> float:
-    """Of the peak, after the warm-up."""
+def _ratio(schedule: ScheduleSection, progress: float) -> float:
+    """Of the peak, so far after the warm-up."""
     if schedule.kind == "constant":
         return 1.0
-    progress = min(1.0, (step - schedule.warmup_steps) / (schedule.total_steps - schedule.warmup_steps))
+    progress = min(1.0, progress)
     remaining = 1 - progress if schedule.kind == "linear" else (1 + math.cos(math.pi * progress)) / 2
     return schedule.final_ratio + (1 - schedule.final_ratio) * remaining
 
@@ -112,7 +116,7 @@ class Accumulator:
             return Addition.DUPLICATE
         if not are_finite(gradients):
             return Addition.NOT_FINITE
-        self._fold(gradients, 1)
+        self._fold(gradients, tokens)
         self._current.add(microbatch)
         self.visits += 1
         self.tokens += tokens
@@ -129,26 +133,26 @@ class Accumulator:
         added = next((ids for ids in (self._current, *self._recent) if microbatch in ids), None)
         if added is None or not are_finite(gradients):
             return False
-        self._fold(gradients, -1)
+        self._fold(gradients, -tokens)
         added.remove(microbatch)
         self.visits -= 1
         self.tokens -= tokens
         return True
 
-    def _fold(self, gradients: Sequence[Tensor], sign: int) -> None:
-        """Into the sums. On the CPU torch makes a wider copy of each gradient for it: here room for all is had before
-        the first is added."""
+    def _fold(self, gradients: Sequence[Tensor], weight: int) -> None:
+        """Into the sums, so many times. On the CPU torch makes a wider copy of each gradient for it: here room for all
+        is had before the first is added."""
         largest = max((total.numel() for total in self._sums), default=0)
         room = torch.empty(largest, dtype=self._sums[0].dtype, device=self._sums[0].device) if self._sums else None
         for total, gradient in zip(self._sums, gradients, strict=True):
             assert room is not None
-            total.add_(room[: total.numel()].view_as(total).copy_(gradient), alpha=sign)
+            total.add_(room[: total.numel()].view_as(total).copy_(gradient), alpha=weight)
 
     def hand_over_mean(self) -> None:
-        """Puts the mean over the visits into the parameters' `.grad`; without visits there is none and `.grad` is
-        None."""
+        """Puts the mean over the visits' tokens into the parameters' `.grad`; without visits there is none and `.grad`
+        is None."""
         for parameter, total in zip(self.parameters, self._sums, strict=True):
-            parameter.grad = total.div_(self.visits).to(parameter.dtype) if self.visits > 0 else None
+            parameter.grad = total.div_(self.tokens).to(parameter.dtype) if self.tokens > 0 else None
 
     def start_over(self) -> None:
         """Starts a new sum, and remembers the microbatches of the old one."""
@@ -168,6 +172,8 @@ class StepFigures:
     """Counted from 1."""
     visits: tuple[int, ...]
     """Of each accumulator."""
+    tokens: int
+    """Of the part with the most."""
     gradient_norm: float
     """Of the module's mean gradient, before clipping."""
     learning_rate: float
@@ -178,11 +184,29 @@ class InnerOptimizer:
 
     A module is one part, or two for stage 0: those have their own accumulators and visits but step together, and their
     gradients are clipped as one.
+
+    Args:
+        step_tokens: of a step of this module; None for `training.inner_tokens`.
+        microbatch_tokens: of one microbatch, at most.
+        demand: the share of the run's tokens that come to the module (`node.model.shapes.demand_of`).
     """
 
-    def __init__(self, training: TrainingSection, accumulators: Sequence[Accumulator]) -> None:
+    def __init__(
+        self,
+        training: TrainingSection,
+        accumulators: Sequence[Accumulator],
+        *,
+        step_tokens: int | None = None,
+        microbatch_tokens: int = 1,
+        demand: float = 1.0,
+    ) -> None:
         self.steps = 0
-        """Inner steps behind the module: where it stands in the learning rate's schedule."""
+        """Inner steps behind the module."""
+        self.tokens = 0
+        """Tokens behind the module, of all its replicas: where it stands in the learning rate's schedule."""
+        self.replicas = 1
+        """That train the module: since the last round each is taken to have done as much as this one."""
+        self._rule, self._demand = StepRule(step_tokens or training.inner_tokens, microbatch_tokens), demand
         self._ramp = RAMP_STEPS
         self._training = training
         self._accumulators = tuple(accumulators)
@@ -191,11 +215,11 @@ class InnerOptimizer:
 
     @property
     def due(self) -> bool:
-        """Whether every part has seen `inner_tokens` tokens since the last step."""
-        return all(accumulator.tokens >= self._training.inner_tokens for accumulator in self._accumulators)
+        """Whether every part has seen the tokens of a step since the last one."""
+        return all(self._rule.is_complete(accumulator.tokens) for accumulator in self._accumulators)
 
     def step(self) -> StepFigures:
-        """Takes one inner step with the mean gradient over each part's own visits, and starts accumulating anew.
+        """Takes one inner step with the mean gradient over each part's own tokens, and starts accumulating anew.
 
         Raises:
             SkipstoneError: no part has been visited since the last step.
@@ -203,16 +227,18 @@ class InnerOptimizer:
         visits = tuple(accumulator.visits for accumulator in self._accumulators)
         if not any(visits):
             raise SkipstoneError("an inner step without a single visit was asked for")
+        tokens = max(accumulator.tokens for accumulator in self._accumulators)
         for accumulator in self._accumulators:
             accumulator.hand_over_mean()
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._training.inner.clip_norm)
         self.steps += 1
+        self.tokens += max(0, tokens) * self.replicas
         self._ramp = min(RAMP_STEPS, self._ramp + 1)
-        rate = learning_rate(self._training, self.steps) * (self._ramp / RAMP_STEPS)
+        rate = learning_rate(self._training, self.tokens / self._demand) * (self._ramp / RAMP_STEPS)
         self._adamw.step(rate)
         for accumulator in self._accumulators:
             accumulator.start_over()
-        return StepFigures(self.steps, visits, norm.item(), rate)
+        return StepFigures(self.steps, visits, tokens, norm.item(), rate)
 
     def export_state(self, names: Mapping[str, Tensor]) -> InnerState:
         """A copy of the state on the CPU, by the names that the module has for its parameters (`parameters_of`)."""
@@ -251,13 +277,24 @@ class InnerOptimizer:
         own = {parameter.data_ptr(): parameter for parameter in self._parameters}
         return {name: own[tensor.data_ptr()] for name, tensor in names.items()}
 
-    def start_anew(self, steps: int) -> None:
-        """Forgets the moments, because the parameters have become others with so many steps behind them, and rises to
+    def start_anew(self, steps: int, tokens: int) -> None:
+        """Forgets the moments, because the parameters have become others with so much work behind them, and rises to
         the schedule's rate over RAMP_STEPS.
         """
-        self.steps = steps
+        self.steps, self.tokens = steps, tokens
         self._ramp = 0
         self._adamw.moments.clear()
+
+
+def inner_optimizer(manifest: Manifest, module: ModuleId, accumulators: Sequence[Accumulator]) -> InnerOptimizer:
+    """Makes the optimizer of one of the run's modules."""
+    return InnerOptimizer(
+        manifest.training,
+        accumulators,
+        step_tokens=manifest.step_tokens(module),
+        microbatch_tokens=manifest.microbatch_tokens,
+        demand=demand_of(manifest, module),
+    )
 
 
 def are_finite(gradients: Sequence[Tensor]) -> bool:

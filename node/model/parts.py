@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from node.model.blocks import Block, Embedding, Linear, RMSNorm, Rotary
+from node.model.blocks import Block, Documents, Embedding, Linear, RMSNorm, Rotary
 from node.model.initialization import initialise
 from protocol.manifest.manifest import Manifest, ModelSection
 from swarm.vocabulary.types import ModuleId
@@ -31,7 +31,7 @@ HIDDEN_TYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 class BlockStack(nn.Module):
     """A stack of consecutive blocks of the model, `first` counted from the model's start: [rows, tokens, hidden] to the
-    same.
+    same. `documents` are the tokens of each document of one row; without them rows are of one stream.
     """
 
     def __init__(self, section: ModelSection, first: int, count: int) -> None:
@@ -39,8 +39,8 @@ class BlockStack(nn.Module):
         self.model = nn.ModuleDict({"layers": _layers(section, first, count)})
         self.rotary = Rotary(section)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        return _through(self.model["layers"], hidden, self.rotary)
+    def forward(self, hidden: Tensor, documents: Documents = ()) -> Tensor:
+        return _through(self.model["layers"], hidden, self.rotary, documents)
 
 
 class EmbeddingPart(nn.Module):
@@ -53,10 +53,10 @@ class EmbeddingPart(nn.Module):
         self.rotary = Rotary(section)
         self.hidden_type = HIDDEN_TYPES[section.dtype]
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, documents: Documents = ()) -> Tensor:
         """Maps tokens [rows, tokens] int64 to hidden states [rows, tokens, hidden]."""
         hidden = self.model["embed_tokens"](tokens).to(self.hidden_type)
-        return _through(self.model["layers"], hidden, self.rotary)
+        return _through(self.model["layers"], hidden, self.rotary, documents)
 
 
 class HeadPart(nn.Module):
@@ -97,9 +97,10 @@ def _layers(section: ModelSection, first: int, count: int) -> nn.ModuleDict:
     return nn.ModuleDict({str(index): Block(section) for index in range(first, first + count)})
 
 
-def _through(layers: nn.Module, hidden: Tensor, rotary: Rotary) -> Tensor:
+def _through(layers: nn.Module, hidden: Tensor, rotary: Rotary, documents: Documents) -> Tensor:
+    angles = rotary(hidden.shape[1], documents)
     for block in layers.children():  # a ModuleDict keeps the order of insertion, which is the order of depth
-        hidden = block(hidden, rotary)
+        hidden = block(hidden, angles, documents)
     return hidden
 
 
@@ -113,19 +114,19 @@ def build_block_stack(manifest: Manifest, module: ModuleId) -> BlockStack:
         raise ValueError(f"module {module} is not a stack of blocks of this run")
     blocks = manifest.stages.blocks
     stack = BlockStack(manifest.model, sum(blocks[: module.stage]), blocks[module.stage])
-    initialise([stack], seed=manifest.seed, expert=module.expert, total_blocks=sum(blocks))
+    initialise([stack], seed=manifest.seed, total_blocks=sum(blocks))
     return stack
 
 
 def build_embedding(manifest: Manifest) -> EmbeddingPart:
     """Builds stage 0's first part."""
     part = EmbeddingPart(manifest.model, manifest.stages.blocks[0])
-    initialise([part], seed=manifest.seed, expert=0, total_blocks=sum(manifest.stages.blocks))
+    initialise([part], seed=manifest.seed, total_blocks=sum(manifest.stages.blocks))
     return part
 
 
 def build_head(manifest: Manifest) -> HeadPart:
     """Builds stage 0's second part."""
     part = HeadPart(manifest.model)
-    initialise([part], seed=manifest.seed, expert=0, total_blocks=sum(manifest.stages.blocks))
+    initialise([part], seed=manifest.seed, total_blocks=sum(manifest.stages.blocks))
     return part

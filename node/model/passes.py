@@ -6,11 +6,16 @@ network between them, in one process so that it computes exactly the same.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+
+Around = Callable[[], AbstractContextManager[object]]
+"""What each thread that computes a forward pass is to do it within."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,13 +37,101 @@ class Gradients:
     """In the order of `part.parameters()`."""
 
 
-def forward(part: nn.Module, source: Tensor, *constants: Tensor) -> Visit:
-    """Computes the part on `source` [rows, tokens(, hidden)], keeping the graph. `constants` (labels) get no
+class Passes(Protocol):
+    """The passes of one part, on whatever devices compute it."""
+
+    def forward(self, source: Tensor, documents: tuple[int, ...], around: Around = nullcontext) -> Visit:
+        """Computes the part on `source` [rows, tokens(, hidden)], keeping the graph."""
+        ...
+
+    def backward(self, visit: Visit, gradient: Tensor) -> Gradients:
+        """Computes the gradients of the visit's input and of the part's parameters; frees the graph."""
+        ...
+
+    def evaluate(self, source: Tensor, documents: tuple[int, ...]) -> Tensor:
+        """Computes the part on `source` without a graph."""
+        ...
+
+    def parameters_changed(self) -> None:
+        """Notes that the parameters have changed; graphs from before are of no use any more."""
+        ...
+
+    def storages(self) -> set[int]:
+        """Where the memory of parameters and constants begins."""
+        ...
+
+
+class OneDevice:
+    """The passes of a part on the device where it is."""
+
+    def __init__(self, part: nn.Module) -> None:
+        self._part = part
+
+    def forward(self, source: Tensor, documents: tuple[int, ...], around: Around = nullcontext) -> Visit:
+        return forward(self._part, source, documents, around=around)
+
+    def backward(self, visit: Visit, gradient: Tensor) -> Gradients:
+        return backward(self._part, visit, gradient)
+
+    def evaluate(self, source: Tensor, documents: tuple[int, ...]) -> Tensor:
+        with torch.no_grad():
+            result: Tensor = self._part(source, documents)
+        return result
+
+    def parameters_changed(self) -> None:
+        """Nothing is kept of them here."""
+
+    def storages(self) -> set[int]:
+        return storages(self._part)
+
+
+class HeadPasses(Protocol):
+    """The passes of the head, on whatever devices compute it."""
+
+    def loss(self, hidden: Tensor, labels: Tensor) -> float:
+        """Computes the mean loss in nats per token of `hidden` [rows, tokens, hidden], without a graph."""
+        ...
+
+    def loss_and_gradients(self, hidden: Tensor, labels: Tensor) -> tuple[float, Gradients]:
+        """Computes the mean loss and its gradients."""
+        ...
+
+    def parameters_changed(self) -> None:
+        """Notes that the parameters have changed."""
+        ...
+
+
+class OneHead:
+    """The passes of the head on the device where it is."""
+
+    def __init__(self, head: nn.Module) -> None:
+        self._head = head
+
+    def loss(self, hidden: Tensor, labels: Tensor) -> float:
+        with torch.no_grad():
+            return float(self._head(hidden, labels).item())
+
+    def loss_and_gradients(self, hidden: Tensor, labels: Tensor) -> tuple[float, Gradients]:
+        visit = forward(self._head, hidden, labels)
+        gradients = backward(self._head, visit)
+        return float(visit.result.item()), gradients
+
+    def parameters_changed(self) -> None:
+        """Nothing is kept of them here."""
+
+
+def storages(part: nn.Module) -> set[int]:
+    """Where the memory of a part's parameters begins."""
+    return {parameter.untyped_storage().data_ptr() for parameter in part.parameters()}
+
+
+def forward(part: nn.Module, source: Tensor, *constants: object, around: Around = nullcontext) -> Visit:
+    """Computes the part on `source` [rows, tokens(, hidden)], keeping the graph. `constants` (labels, documents) get no
     gradient."""
     source = source.detach()
     if source.is_floating_point():
         source.requires_grad_()
-    with torch.enable_grad():
+    with torch.enable_grad(), around():
         return Visit(source, part(source, *constants))
 
 

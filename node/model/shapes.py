@@ -43,6 +43,13 @@ def parameter_shapes(manifest: Manifest, module: ModuleId) -> dict[str, Shape]:
     }
 
 
+def demand_of(manifest: Manifest, module: ModuleId) -> float:
+    """The share of the run's tokens that come to the module: all to stage 0, to the others as many as paths visit their
+    stage, dealt among its experts. With unequal visits that of the mean stage."""
+    stages = manifest.stages
+    return stages.visited_per_path / (stages.count - 1) / stages.experts_at(module.stage) if module.stage else 1.0
+
+
 def parameter_bytes(shapes: Mapping[str, Shape]) -> int:
     """The bytes that parameters of these shapes take in memory and in a file."""
     return BYTES_PER_PARAMETER * sum(math.prod(shape) for shape in shapes.values())

@@ -30,7 +30,9 @@ async def query_status(link: JoinLink, patience_s: float = 30.0) -> SwarmStatus:
         signed = await session.fetch_manifest(patience_s)
         seen = await session.look_around(signed.manifest)
         peers = await asyncio.gather(*(_peer_status(session, each) for each in sorted(seen, key=lambda a: a.peer)))
-    return SwarmStatus.of(link.run, signed.manifest.name, signed.manifest.stages.count, tuple(peers))
+    stages = signed.manifest.stages
+    modules = tuple(map(str, signed.manifest.modules())) if stages.has_experts else None
+    return SwarmStatus.of(link.run, signed.manifest.name, stages.count, tuple(peers), modules)
 
 
 async def query_evaluation(

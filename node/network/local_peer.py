@@ -10,7 +10,7 @@ from node.network.reach_status import NOT_LOOKED, Standing
 from protocol.identity.keys import Identity
 from protocol.identity.signed_records import RECORD_LIFETIME_S, encode_record
 from protocol.interfaces.clock import Clock
-from swarm.vocabulary.announcement import Announcement
+from swarm.vocabulary.announcement import NO_SPEED, Announcement, Speed
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.types import PROTOCOL_VERSIONS, AnchorVersion, ModuleId, PeerId, PeerState, RunId
 
@@ -34,7 +34,7 @@ class LocalPeer:
     module: ModuleId | None = None
     slots: int = 0
     used_slots: Callable[[], int] = lambda: 0
-    tokens_per_second: float = 0.0
+    speed: Speed = NO_SPEED
     steps: int = 0
     anchor: AnchorVersion | None = None
     reach: Standing = NOT_LOOKED
@@ -56,7 +56,7 @@ class LocalPeer:
         """Takes a module; what is known of its replica here is still to come."""
         self.state, self.module = PeerState.JOINING, module
         self.slots, self.used_slots = 0, lambda: 0
-        self.tokens_per_second, self.steps, self.anchor = 0.0, 0, None
+        self.speed, self.steps, self.anchor = NO_SPEED, 0, None
 
     def is_of_another_process(self, said: Announcement) -> bool:
         """Whether a record that is signed with our key was made by another process while this one ran; `said` has been
@@ -90,7 +90,8 @@ class LocalPeer:
             addresses=self.addresses,
             certificate=self.certificate,
             versions=PROTOCOL_VERSIONS,
-            tokens_per_second=self.tokens_per_second,
+            tokens_per_second=self.speed.tokens_per_s,
+            quadratic_share=self.speed.quadratic_share,
             slots=self.slots,
             free_slots=max(0, self.slots - self.used_slots()),
             steps=self.steps,

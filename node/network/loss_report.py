@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from node.observability.typed_json import from_json, to_json
 from protocol.manifest.manifest import Manifest
+from swarm.experts.routes import name_of_route
 from swarm.routing.stage_balance import chosen_subsets
 from swarm.vocabulary.errors import ProtocolViolation
+from swarm.vocabulary.types import Route
+from swarm.workload.microbatch_sizes import SizeSummary
+
+_ROUTE: Final = re.compile(r"[0-9]{1,4}\.[0-9]{1,4}(,[0-9]{1,4}\.[0-9]{1,4}){0,1023}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +41,8 @@ WHOLE_MODEL: Final = AskedPaths()
 
 
 @dataclass(frozen=True, slots=True)
-class HeldOutLoss:
-    """Held-out loss on one path."""
+class RouteLoss:
+    """Held-out loss of the text of one route."""
 
     loss: float
     """Nats per token."""
@@ -43,17 +50,67 @@ class HeldOutLoss:
     microbatches: int
 
 
+@dataclass(frozen=True, slots=True)
+class HeldOutLoss:
+    """Held-out loss on one path."""
+
+    loss: float
+    """Nats per token."""
+    tokens: int
+    microbatches: int
+    sizes: SizeSummary | None = None
+    """Of the text's microbatches; None where nobody says."""
+    routes: Mapping[str, RouteLoss] = field(default_factory=dict)
+    """Of each route of the text, such as `1.0,2.1`; empty in a run without experts."""
+
+
+def summed_loss(losses: Sequence[tuple[float, int]]) -> RouteLoss:
+    """The mean over all tokens of losses, each the mean over so many."""
+    tokens = sum(count for _, count in losses)
+    return RouteLoss(math.fsum(loss * count for loss, count in losses) / tokens, tokens, len(losses))
+
+
+def held_out_loss(
+    routes: Sequence[Route], losses: Sequence[tuple[float, int]], sizes: SizeSummary | None = None
+) -> HeldOutLoss:
+    """The loss of microbatches, each the mean over so many tokens, by the routes that they belong to and in all."""
+    of_routes: dict[str, list[tuple[float, int]]] = {}
+    for route, loss in zip(routes, losses, strict=True):
+        if route:
+            of_routes.setdefault(name_of_route(route), []).append(loss)
+    by_route = {name: summed_loss(each) for name, each in sorted(of_routes.items())}
+    whole = summed_loss(losses)
+    return HeldOutLoss(whole.loss, whole.tokens, whole.microbatches, sizes, by_route)
+
+
 def loss_report(measured: Sequence[tuple[tuple[int, ...], HeldOutLoss]]) -> dict[str, Any]:
     """The report that `eval --json` prints: loss (nats per token, the mean over the paths), tokens and microbatches of
-    the text, and of each path in `subsets` its stages after stage 0 and its loss. All paths have been measured on the
-    same text.
+    the text, what these are (`sizes`, as in a node's status), and of each path in `subsets` its stages after stage 0
+    and its loss; in a run with experts in `routes` the same figures for the text of each route. All paths have been
+    measured on the same text.
     """
     _, first = measured[0]
     return {
         "loss": math.fsum(each.loss for _, each in measured) / len(measured),
         "tokens": first.tokens,
         "microbatches": first.microbatches,
+        **({} if first.sizes is None else {"sizes": to_json(first.sizes)}),
+        **({"routes": _mean_of_routes([each for _, each in measured])} if first.routes else {}),
         "subsets": [{"stages": list(stages), "loss": each.loss} for stages, each in measured],
+    }
+
+
+def answer_of(measured: HeldOutLoss) -> dict[str, Any]:
+    """The figures as JSON, without what there is not."""
+    return {key: value for key, value in to_json(measured).items() if value or key not in ("sizes", "routes")}
+
+
+def _mean_of_routes(measured: Sequence[HeldOutLoss]) -> dict[str, Any]:
+    """By route, the mean over the paths as that of the whole text."""
+    return {
+        name: to_json(replace(first, loss=math.fsum(each.routes[name].loss for each in measured) / len(measured)))
+        for name, first in measured[0].routes.items()
+        if all(name in each.routes for each in measured)
     }
 
 
@@ -66,4 +123,10 @@ def loss_in(answer: Mapping[str, Any]) -> HeldOutLoss:
     loss, tokens, microbatches = (answer.get(key) for key in ("loss", "tokens", "microbatches"))
     if not (isinstance(loss, float) and type(tokens) is int and type(microbatches) is int):
         raise ProtocolViolation("the answer is not that of an evaluation")
-    return HeldOutLoss(loss, tokens, microbatches)
+    said = answer.get("sizes")
+    sizes = None if said is None else from_json(SizeSummary, said, "sizes", lenient=True)
+    routes = answer.get("routes", {})
+    if not (isinstance(routes, dict) and len(routes) <= microbatches and all(map(_ROUTE.fullmatch, routes))):
+        raise ProtocolViolation("the answer's routes are not those of an evaluation")
+    by_route = {name: from_json(RouteLoss, route, "routes") for name, route in routes.items()}
+    return HeldOutLoss(loss, tokens, microbatches, sizes, by_route)

@@ -16,8 +16,11 @@ data node's peer id and its number there, as in `abandoned`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol
+
+from node.observability.typed_json import LEFT_OUT
+from swarm.workload.microbatch_sizes import SizeSummary
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,8 @@ class Step:
     tokens_per_s: float
     peer: str
     """The data node; `swarm` when the step is that of several, empty for a solo run."""
+    sizes: SizeSummary | None = field(default=None, metadata=LEFT_OUT)
+    """Of the data node's latest microbatches, where they are whole documents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +203,10 @@ class Completed:
     microbatch: str
     hops: tuple[str, ...]
     """The path it really took, repairs included: `module@peer` each, stage 0 left out."""
+    tokens: int | None = field(default=None, metadata=LEFT_OUT)
+    """Of it. Logs of older versions do not say: their microbatches are all alike."""
+    route: tuple[int, ...] | None = field(default=None, metadata=LEFT_OUT)
+    """Of its documents, in a run with experts: `hops` has other experts where these were not served."""
 
 
 @dataclass(frozen=True, slots=True)

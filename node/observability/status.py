@@ -7,11 +7,17 @@ JSON. Keys are never renamed or removed; new ones may come with a default, so th
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 
 from node.observability.events import MicrobatchCounts
 from node.observability.typed_json import LEFT_OUT
+from swarm.vocabulary.types import MAX_COUNT
+from swarm.workload.microbatch_sizes import SizeSummary
+
+MOST_NATS = 1e6
+"""Of a loss that is believed: what is larger would drown all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +145,21 @@ class PathStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class RouteStatus:
+    """The microbatches of one route at a data node, since it was started. `experts` are those of each stage after stage
+    0, as its documents have them; none for the routes beyond those that are counted one by one."""
+
+    experts: tuple[int, ...]
+    share: float = 0.0
+    visits: int = 0
+    """Completed."""
+    rerouted: int = 0
+    """Of these, through another expert than one of its own."""
+    loss: float | None = None
+    """Of the latest, nats per token."""
+
+
+@dataclass(frozen=True, slots=True)
 class Account:
     """The work account of a role, for summaries and status."""
 
@@ -160,6 +181,13 @@ class Account:
     module to."""
     paths: PathStatus | None = None
     """Of a data node."""
+    sizes: SizeSummary | None = field(default=None, metadata=LEFT_OUT)
+    """Of a data node's latest microbatches; None before the first."""
+    module_visits: dict[str, int] | None = field(default=None, metadata=LEFT_OUT)
+    """Of a data node in a run with experts, as the two that follow: completed visits by module."""
+    rerouted: dict[str, int] | None = field(default=None, metadata=LEFT_OUT)
+    """Visits that another expert has taken, by the module whose they were."""
+    routes: tuple[RouteStatus, ...] | None = field(default=None, metadata=LEFT_OUT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,10 +257,27 @@ class SwarmStatus:
     microbatches: MicrobatchCounts = field(default_factory=MicrobatchCounts)
     waiting_for: tuple[str, ...] = ()
     peers: tuple[PeerStatus, ...] = ()
+    modules: tuple[str, ...] | None = field(default=None, metadata=LEFT_OUT)
+    """All of a run with experts."""
+    routes: tuple[RouteStatus, ...] | None = field(default=None, metadata=LEFT_OUT)
+
+    @property
+    def too_few_peers(self) -> str | None:
+        """Why a run with experts has not its modules all: there are fewer peers than these. None where there are
+        enough."""
+        hosting = sum(peer.module is not None for peer in self.peers)
+        if self.modules is None or hosting >= len(self.modules):
+            return None
+        return (
+            f"{hosting} peers for {len(self.modules)} modules: documents of an expert that nobody serves go to the next"
+            " best"
+        )
 
     @classmethod
-    def of(cls, run: str, name: str, stages: int, peers: tuple[PeerStatus, ...]) -> SwarmStatus:
-        """Sums up the peers' answers."""
+    def of(
+        cls, run: str, name: str, stages: int, peers: tuple[PeerStatus, ...], modules: tuple[str, ...] | None = None
+    ) -> SwarmStatus:
+        """Sums up the peers' answers. `modules` are all of a run with experts."""
         data = [peer.answered for peer in peers if peer.answered is not None and peer.hosts(0)]
         losses = [each.loss_last for each in data if each.loss_last is not None]
         return cls(
@@ -246,4 +291,28 @@ class SwarmStatus:
             microbatches=reduce(MicrobatchCounts.plus, (each.counts for each in data), MicrobatchCounts()),
             waiting_for=tuple(sorted({module for each in data for module in each.waiting_for})),
             peers=peers,
+            modules=modules,
+            routes=None if modules is None else _routes_together(data),
         )
+
+
+def _routes_together(answers: Iterable[Status]) -> tuple[RouteStatus, ...]:
+    """The routes of all data nodes, losses weighted by completed microbatches."""
+    by_experts: dict[tuple[int, ...], list[RouteStatus]] = {}
+    for answer in answers:
+        for route in answer.routes or ():
+            by_experts.setdefault(route.experts, []).append(route)
+    completed = max(1, sum(route.visits for routes in by_experts.values() for route in routes))
+    return tuple(_one_route(experts, routes, completed) for experts, routes in sorted(by_experts.items()))
+
+
+def _one_route(experts: tuple[int, ...], routes: Sequence[RouteStatus], completed: int) -> RouteStatus:
+    visits, rerouted = sum(route.visits for route in routes), sum(route.rerouted for route in routes)
+    known = [
+        (route.loss, route.visits)
+        for route in routes
+        if route.loss is not None and abs(route.loss) <= MOST_NATS and 0 < route.visits <= MAX_COUNT
+    ]
+    weight = sum(count for _, count in known)
+    loss = math.fsum(loss * count for loss, count in known) / weight if weight else None
+    return RouteStatus(experts, round(visits / completed, 4), visits, rerouted, loss)

@@ -31,6 +31,7 @@ def path_rules(manifest: Manifest) -> PathRules:
         max_back_stops=back,
         max_back_distance=back,
         visit_ratio=stages.visit_ratio,
+        experts=stages.experts_of_each if stages.has_experts else (),
     )
 
 
@@ -38,7 +39,8 @@ RouteFault = Callable[[MicrobatchTensor], str | None]
 
 
 def hidden_tensor(manifest: Manifest) -> TensorSpec:
-    """The specification of the tensors that travel between the stages of this run, in either direction."""
+    """The specification of the tensors that travel between the stages of this run, in either direction; of the largest,
+    where microbatches are whole documents."""
     dtype = DType.BFLOAT16 if manifest.model.dtype == "bfloat16" else DType.FLOAT32
     return TensorSpec(manifest.hidden_shape, dtype, Codec.NONE)
 
@@ -68,19 +70,17 @@ class Admission:
         self._route_fault = route_fault
         self._module = module
         self._tensor = hidden_tensor(manifest)
+        self._packs_documents, self._longest = manifest.packs_documents, manifest.model.sequence
         self._codecs = allowed_codecs(manifest)
         self._modules = frozenset(manifest.modules()) - {ModuleId(0)}
         self._rules = path_rules(manifest)
 
     def check(self, sender: PeerId, message: MicrobatchTensor, tensor: TensorSpec) -> None:
         """Checks a header. Raises ProtocolViolation when an honest peer could not have sent this."""
-        if (tensor.shape, tensor.dtype) != (self._tensor.shape, self._tensor.dtype):
-            raise ProtocolViolation(
-                f"a tensor {tensor.shape} {tensor.dtype.name} was announced; this run's are {self._tensor.shape}"
-                f" {self._tensor.dtype.name}"
-            )
+        if not self._is_of_this_run(tensor, message.path.documents):
+            raise ProtocolViolation(self._of_another_run(tensor, message.path.documents))
         codecs = self._codecs[Traffic.ACTIVATIONS if isinstance(message, Forward) else Traffic.GRADIENTS]
-        if tensor.codec not in codecs or tensor.byte_length > self._tensor.raw_bytes:
+        if tensor.codec not in codecs or tensor.byte_length > tensor.raw_bytes:
             raise ProtocolViolation(
                 f"{tensor.byte_length} bytes as {tensor.codec.name} were announced; this run allows"
                 f" {', '.join(codec.name for codec in codecs)} for this"
@@ -104,6 +104,26 @@ class Admission:
         fault = self._route_fault(message)
         if fault is not None:
             raise ProtocolViolation(f"{message.microbatch}: {fault}")
+
+    def _is_of_this_run(self, tensor: TensorSpec, documents: tuple[int, ...]) -> bool:
+        """Whether an honest peer may send a tensor of this shape for these documents."""
+        if tensor.dtype is not self._tensor.dtype:
+            return False
+        if not self._packs_documents:
+            return not documents and tensor.shape == self._tensor.shape
+        _, most, hidden = self._tensor.shape
+        tokens = sum(documents)
+        fits = 0 < tokens <= most and min(documents) >= 1 and max(documents) <= self._longest
+        return fits and tensor.shape == (1, tokens, hidden)
+
+    def _of_another_run(self, tensor: TensorSpec, documents: tuple[int, ...]) -> str:
+        announced = f"a tensor {tensor.shape} {tensor.dtype.name} was announced"
+        own = f"{self._tensor.shape} {self._tensor.dtype.name}"
+        if self._packs_documents:
+            most = f"this run's are at most {own}, with as many tokens as their documents"
+            return f"{announced}, of {len(documents)} documents; {most}"
+        of = f", of {len(documents)} documents" if documents else ""
+        return f"{announced}{of}; this run's are {own}, without documents"
 
     def _check_order(self, stages: list[int], *, evaluated: bool) -> None:
         """The rule for paths is about training; the whole model, or any part of it, may be measured, from the first

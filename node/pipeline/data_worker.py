@@ -8,17 +8,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from node.concurrency.device_threads import DeviceThreads
 from node.data.packing import Microbatch
 from node.model.device import device_errors
 from node.model.memory_need import require_room
-from node.model.optimizer import Accumulator, Addition, InnerOptimizer, StepFigures
+from node.model.optimizer import Accumulator, Addition, InnerOptimizer, StepFigures, inner_optimizer
 from node.model.parts import EmbeddingPart, HeadPart, build_embedding, build_head
-from node.model.passes import Visit, backward, forward
+from node.model.passes import HeadPasses, Passes, Visit
 from node.pipeline.admission import hidden_tensor
 from node.pipeline.interfaces import Job, Output
+from node.pipeline.several_devices import body_passes, head_passes
 from node.pipeline.tensor_io import Wire
 from protocol.interfaces.tensor_spec import TensorSpec
-from protocol.manifest.manifest import Manifest
+from protocol.manifest.manifest import Manifest, quadratic_share
 from swarm.pipeline.custody_states import Work
 from swarm.pipeline.ledger import DEFAULT_SLOTS
 from swarm.vocabulary.errors import ProtocolViolation, StateError
@@ -26,14 +28,17 @@ from swarm.vocabulary.pipeline_messages import Purpose
 from swarm.vocabulary.types import MicrobatchId, ModuleId
 
 
-def host_stage_zero(manifest: Manifest, device: torch.device, slots: int = DEFAULT_SLOTS) -> DataWorker:
+def host_stage_zero(
+    manifest: Manifest, device: torch.device, slots: int = DEFAULT_SLOTS, threads: DeviceThreads | None = None
+) -> DataWorker:
     """Makes a data node's replica of stage 0, with the run's initial weights. Raises as `host_hop`."""
     require_room(manifest, (ModuleId(0),), device, slots)
     with device_errors():
         embedding, head = build_embedding(manifest).to(device), build_head(manifest).to(device)
         sums = Accumulator(embedding), Accumulator(head)
-        stage = StageZero(embedding, head, *sums, InnerOptimizer(manifest.training, sums))
-    return DataWorker(stage, hidden_tensor(manifest), manifest.microbatch_tokens, device)
+        stage = StageZero(embedding, head, *sums, inner_optimizer(manifest, ModuleId(0), sums))
+        body, end = body_passes(embedding, threads, quadratic_share(manifest.model)), head_passes(head, threads)
+    return DataWorker(stage, hidden_tensor(manifest), device, body, end)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,21 +57,29 @@ class DataWorker:
 
     Args:
         tensor: of the hidden states.
-        tokens: of one microbatch.
+        device: the first one.
+        embedding, head: the passes of its two parts.
     """
 
-    def __init__(self, stage: StageZero, tensor: TensorSpec, tokens: int, device: torch.device) -> None:
+    def __init__(
+        self, stage: StageZero, tensor: TensorSpec, device: torch.device, embedding: Passes, head: HeadPasses
+    ) -> None:
         self.stage = stage
+        self._embedding = embedding
+        self._head = head
         self.accumulated = 0
         """Microbatches whose gradients have been added at both ends, those before the snapshot it was resumed from
         included."""
+        self.accumulated_tokens = 0
+        """Of these."""
+        self.steps = 0
+        """Inner steps of this data node's own microbatches, those before the snapshot it was resumed from included."""
         self.recomputed = 0
         self.texts: dict[MicrobatchId, Microbatch] = {}
         """Of the microbatches under way. The data node puts them in and takes them out; here they are only read."""
         self.parameter_version = 0
         """Grows whenever the parameters change; a graph kept from an earlier version is stale."""
         self._tensor = tensor
-        self.tokens = tokens
         self.wire = Wire(device)
         self._visits: dict[int, tuple[Visit, int]] = {}
 
@@ -109,6 +122,8 @@ class DataWorker:
         changes them.
         """
         self.parameter_version += 1
+        self._embedding.parameters_changed()
+        self._head.parameters_changed()
 
     def forget(self, ticket: int) -> None:
         self._visits.pop(ticket, None)
@@ -117,14 +132,14 @@ class DataWorker:
         if not self.stage.optimizer.due:
             return None
         self.parameters_changed()
+        self.steps += 1
         return self.stage.optimizer.step()
 
     def _embed(self, job: Job, text: Microbatch) -> Output:
         tokens = text.tokens.to(self.wire.device)
         if job.purpose is Purpose.EVALUATE:
-            with torch.no_grad():
-                return self.wire.output(self.stage.embedding(tokens), job)
-        visit = forward(self.stage.embedding, tokens)
+            return self.wire.output(self._embedding.evaluate(tokens, text.documents), job)
+        visit = self._embedding.forward(tokens, text.documents)
         self._visits[job.ticket] = (visit, self.parameter_version)
         return self.wire.output(visit.result, job)
 
@@ -132,13 +147,11 @@ class DataWorker:
         hidden = self.wire.received(job.input)
         labels = text.labels.to(self.wire.device)
         if job.purpose is Purpose.EVALUATE:
-            with torch.no_grad():
-                return Output(loss=self.stage.head(hidden, labels).item())
-        visit = forward(self.stage.head, hidden, labels)
-        gradients = backward(self.stage.head, visit)
+            return Output(loss=self._head.loss(hidden, labels))
+        loss, gradients = self._head.loss_and_gradients(hidden, labels)
         assert gradients.source is not None
-        output = self.wire.output(gradients.source, job, visit.result.item())  # before the gradient counts, as at a hop
-        self._add(self.stage.head_sum, job, gradients.parameters)
+        output = self.wire.output(gradients.source, job, loss)  # before the gradient counts, as at a hop
+        self._add(self.stage.head_sum, job, text, gradients.parameters)
         return output
 
     def _finish(self, job: Job, text: Microbatch) -> Output:
@@ -148,14 +161,15 @@ class DataWorker:
             raise StateError(f"of microbatch {job.key.microbatch} nothing was kept to go back from")
         visit, version = kept
         if version != self.parameter_version:
-            visit = forward(self.stage.embedding, text.tokens.to(self.wire.device))
+            visit = self._embedding.forward(text.tokens.to(self.wire.device), text.documents)
             self.recomputed += 1
-        gradients = backward(self.stage.embedding, visit, gradient)
-        self._add(self.stage.embedding_sum, job, gradients.parameters)
+        gradients = self._embedding.backward(visit, gradient)
+        self._add(self.stage.embedding_sum, job, text, gradients.parameters)
         self.accumulated += 1
+        self.accumulated_tokens += text.size
         return Output(step_due=self.stage.optimizer.due)
 
-    def _add(self, total: Accumulator, job: Job, gradients: tuple[Tensor, ...]) -> None:
-        addition = total.add(job.key.microbatch, self.tokens, gradients)
+    def _add(self, total: Accumulator, job: Job, text: Microbatch, gradients: tuple[Tensor, ...]) -> None:
+        addition = total.add(job.key.microbatch, text.size, gradients)
         if addition is Addition.NOT_FINITE:
             raise ProtocolViolation(f"microbatch {job.key.microbatch}: {addition.value}")

@@ -41,6 +41,8 @@ class Job:
     """The received hidden states; None at a data node's start."""
     gradient: Encoded | None = None
     """The received gradient of the output, once it is there."""
+    documents: tuple[int, ...] = ()
+    """Tokens of each document of the microbatch; empty where it is rows of one stream."""
     codec: Codec = Codec.NONE
     """For what is sent on."""
     check_codec: bool = False

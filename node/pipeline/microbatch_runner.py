@@ -291,13 +291,24 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
         self.begin(use())
 
     async def _computation(self, action: Compute, load: Load) -> None:
-        if load.forgotten:
+        holding = self.custody.get(action.key)
+        if load.forgotten or holding is None:
             return
+        load.documents = holding.path.documents
         traffic, codec = self._codec_for(action)
         self._encoded += codec is not Codec.NONE
         check = codec is not Codec.NONE and self._encoded % CHECKED_EVERY == 1
-        tensors = load.input, load.gradient
-        job = Job(load.ticket, action.key, action.work, action.purpose, *tensors, codec, check)
+        job = Job(
+            load.ticket,
+            action.key,
+            action.work,
+            action.purpose,
+            load.input,
+            load.gradient,
+            load.documents,
+            codec,
+            check,
+        )
         crash_point(f"before {action.work.name.lower()}")
         try:
             output, seconds = await self._worker.compute(job)
@@ -332,7 +343,7 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
         self.handle(Computed(action.key, seconds))
 
     async def _retraction(self, action: Retract, load: Load) -> None:
-        job = Job(load.ticket, action.key, Work.BACKWARD, Purpose.TRAIN, load.input, load.gradient)
+        job = Job(load.ticket, action.key, Work.BACKWARD, Purpose.TRAIN, load.input, load.gradient, load.documents)
         try:
             taken_back = await self._worker.retract(job)
         except SkipstoneError as error:

@@ -20,6 +20,8 @@ class Load:
     input: Encoded | None = None
     gradient: Encoded | None = None
     output: Encoded | None = None
+    documents: tuple[int, ...] = ()
+    """Of its microbatch, kept for as long as its gradient may have to be taken back."""
     users: int = 0
     forgotten: bool = False
 

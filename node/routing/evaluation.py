@@ -7,24 +7,26 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import Callable, Sequence
 
 from node.concurrency.task_groups import task_scope
 from node.data.documents import Documents
 from node.data.feed import held_out_microbatches
 from node.data.packing import Microbatch
+from node.network.loss_report import answer_of, held_out_loss
 from node.pipeline.data_worker import DataWorker
 from node.pipeline.microbatch_runner import MicrobatchRunner
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import Question
 from protocol.manifest.manifest import Manifest
 from swarm.pipeline.custody_states import Started
+from swarm.routing.departure_line import taken_route
 from swarm.routing.planner import NoReplica, Planner
 from swarm.routing.stage_balance import all_stages
 from swarm.vocabulary.errors import ConfigError, Rejected, Unreachable
 from swarm.vocabulary.pipeline_messages import Purpose
 from swarm.vocabulary.types import MicrobatchId, Path, PeerId
+from swarm.workload.microbatch_sizes import summary_of
 
 PAUSE_S = 1.0
 LIFETIMES_S = (15.0, 30.0, 60.0)
@@ -35,8 +37,8 @@ WINDOW = 8
 long. Still less than a hop's slots."""
 
 
-Signing = Callable[[MicrobatchId, Path, Purpose, float], Path]
-"""Signs the route of a microbatch of this data node that is to live so many seconds without news
+Signing = Callable[[MicrobatchId, Path, Purpose, float, tuple[int, ...]], Path]
+"""Signs the route of a microbatch of this data node, of these documents, that is to live so many seconds without news
 (`protocol.identity.route_signatures.Routes.signed`)."""
 MAX_MICROBATCHES = 256
 
@@ -53,8 +55,12 @@ class Departures:
         self, microbatch: MicrobatchId, text: Microbatch, path: Path, purpose: Purpose, lifetime_s: float
     ) -> None:
         self._worker.texts[microbatch] = text
-        path = self._sign(microbatch, path, purpose, lifetime_s)
+        path = self._sign(microbatch, path, purpose, lifetime_s, text.documents)
         self._runner.handle(Started(microbatch, path, purpose, lifetime_s))
+
+    def text_of(self, microbatch: MicrobatchId) -> Microbatch | None:
+        """The text of one that is under way."""
+        return self._worker.texts.get(microbatch)
 
     def end(self, microbatch: MicrobatchId) -> Microbatch | None:
         """Its text, which is not needed here any more; None when it has ended already."""
@@ -132,7 +138,9 @@ class Evaluator:
     async def _send(self, text: Microbatch, stages: Sequence[int], lifetime_s: float) -> float:
         microbatch = MicrobatchId(self._own, self._next)
         self._next += 1
-        plan = self._planner.plan_through(stages, {}, self._clock.monotonic())
+        now = self._clock.monotonic()
+        route = taken_route(text, self._planner, self._planner.open_modules(now)).value
+        plan = self._planner.plan_through(stages, route, {}, now)
         if isinstance(plan.value, NoReplica):
             raise StrandedOnPathError(plan.reason)
         arrival: asyncio.Future[float] = asyncio.get_running_loop().create_future()
@@ -156,7 +164,8 @@ class HeldOut:
         self._turn = asyncio.Lock()
 
     async def answer(self, asker: PeerId, question: Question) -> bytes:
-        """JSON: loss in nats per token, tokens, microbatches and the stages that were visited after stage 0.
+        """JSON: loss in nats per token, tokens, microbatches and the stages that were visited after stage 0; in a run
+        with experts also `routes`, for each its loss, tokens and microbatches.
 
         Raises:
             Rejected: the question asks for too much, or there is no held-out text.
@@ -176,12 +185,9 @@ class HeldOut:
                 )
             except ConfigError as error:
                 raise Rejected(str(error)) from None
-            losses = await self._evaluator.evaluate(texts, stages)
-        tokens = sum(text.size for text in texts)
-        report = {
-            "loss": math.fsum(losses) / len(losses),
-            "tokens": tokens,
-            "microbatches": len(losses),
-            "stages": stages,
-        }
+            found = await self._evaluator.evaluate(texts, stages)
+        # The head's mean is over all tokens; some of held-out text are no labels.
+        losses = [(loss * text.size / text.scored, text.scored) for loss, text in zip(found, texts, strict=True)]
+        sizes = summary_of([text.workload for text in texts], self._manifest.microbatch_tokens)
+        report = answer_of(held_out_loss([text.route for text in texts], losses, sizes)) | {"stages": stages}
         return json.dumps(report).encode()

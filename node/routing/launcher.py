@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -18,13 +17,16 @@ from node.observability.failpoints import crash_point
 from node.observability.throughput import Rate
 from node.pipeline.interfaces import PathEnds
 from node.routing.evaluation import Departures, Evaluator
+from swarm.experts.route_tally import MAX_ROUTES, RouteTally
 from swarm.pipeline.in_flight import Flight, Flights
 from swarm.pipeline.ledger import LONGEST_LIFETIME_S, SHORTEST_LIFETIME_S
+from swarm.routing.departure_line import DepartureLine
 from swarm.routing.latency_attribution import PathTimes
 from swarm.routing.loss_outliers import LossOutliers, Outlier
-from swarm.routing.planner import NoReplica, Planner, in_flight_by_peer
+from swarm.routing.planner import Planner, in_flight_by_peer
 from swarm.vocabulary.pipeline_messages import Forward, Purpose, Receipt
-from swarm.vocabulary.types import MicrobatchId, ModuleId, Path, PeerId, short
+from swarm.vocabulary.types import MicrobatchId, ModuleId, Path, PeerId, Route, short
+from swarm.workload.microbatch_sizes import MicrobatchSizes, SizeSummary
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +51,17 @@ class Progress:
     loss_last: float | None = None
     tokens: int = 0
     waiting_for: tuple[ModuleId, ...] = ()
-    visits: dict[int, int] = field(default_factory=dict)
-    """Completed visits of each stage after 0."""
+    visits: dict[ModuleId, int] = field(default_factory=dict)
+    """Completed visits of each module after stage 0."""
+    routes: RouteTally = field(default_factory=RouteTally)
+
+    @property
+    def stage_visits(self) -> dict[int, int]:
+        """Completed visits of each stage after 0."""
+        stages: dict[int, int] = {}
+        for module, count in self.visits.items():
+            stages[module.stage] = stages.get(module.stage, 0) + count
+        return stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +77,7 @@ class DataNode(PathEnds):
     """A peer that hosts stage 0: where paths start and end.
 
     Args:
+        sizes: of the microbatches that have set out.
         texts: packed ahead.
     """
 
@@ -75,6 +87,7 @@ class DataNode(PathEnds):
         training: Training,
         planner: Planner,
         times: PathTimes,
+        sizes: MicrobatchSizes,
         evaluator: Evaluator,
         departures: Departures,
         texts: Texts,
@@ -85,14 +98,18 @@ class DataNode(PathEnds):
         self.rate = Rate(self._clock)
         self.vouched = Vouched()
         self._is_stopping = False
+        self.sizes = sizes
         self._planner, self._times, self._evaluator = planner, times, evaluator
-        self._departures, self._texts, self._reading = departures, texts, training.reading
+        self._departures, self._reading = departures, training.reading
         manifest = given.manifest
-        self._outliers = LossOutliers(manifest.training.inner_steps * self.flights.rules.per_step)
+        self._round_microbatches = manifest.training.inner_steps * self.flights.rules.per_step
+        self._outliers: dict[Route, LossOutliers] = {}
         self._events = given.events
-        self._tokens = manifest.microbatch_tokens
+        self._packs_documents = manifest.packs_documents
         self._on_finished = given.finished
-        self._again: deque[Microbatch] = deque()
+        self._line = DepartureLine(planner, texts.ready, training.reading.drawn, self.flights.next_number)
+        self._missing: dict[ModuleId, str] = {}
+        """Modules that nobody serves, and what is done about it, as it was told."""
         self._wake = asyncio.Event()
         self._landed = asyncio.Event()
 
@@ -126,35 +143,34 @@ class DataNode(PathEnds):
         """Sends the next microbatch off; False when there is no path or no text for it now."""
         now = self._clock.monotonic()
         queue = in_flight_by_peer([flight.path for flight in self.flights.in_flight])
-        plan = self._planner.plan(self.flights.next_number, queue, now)
-        if isinstance(plan.value, NoReplica):
+        departure = self._line.next(self.flights.next_number, queue, now)
+        if departure is None:
             return False
-        text = self._again.popleft() if self._again else self._texts.ready()
-        if text is None:
-            return False
-        flight = self.flights.start(plan.value, now)
+        text, path = departure.text, departure.path
+        flight = self.flights.start(path, now, text.size)
         self._reading.sent(text, flight.microbatch)
-        self._times.launched(flight.microbatch, plan.value, queue, now)
-        log.debug("%s: %s", flight.microbatch, plan.reason)
-        lifetime_s = self._lifetime(plan.value)
-        self._departures.depart(flight.microbatch, text, plan.value, Purpose.TRAIN, lifetime_s)
+        in_usual_ones = self.sizes.add(text.workload)
+        self._times.launched(flight.microbatch, path, queue, now, in_usual_ones)
+        log.debug("%s: %s", flight.microbatch, departure.reason)
+        self._departures.depart(flight.microbatch, text, path, Purpose.TRAIN, self._lifetime(path, in_usual_ones))
         return True
 
     def _tell_who_is_missing(self) -> None:
         """Says once which modules keep the run waiting, and once when each is served again."""
-        before = self.progress.waiting_for
-        moment = self._clock.monotonic()
-        self.progress.waiting_for = now = self._planner.unserved(moment)
-        for module in now:
-            if module not in before:
-                until = "skipping it until one joins" if self._planner.leaves_out(module, moment) else "waiting for one"
-                self._events.emit(Waiting(str(module), f"stage {module.stage} has no peer left; {until}"))
+        before, moment = self._missing, self._clock.monotonic()
+        unserved = self._planner.unserved(moment)
+        self.progress.waiting_for = unserved
+        self._missing = now = {module: self._planner.without(module, moment) for module in unserved}
+        for module, what in now.items():
+            if before.get(module) != what:
+                self._events.emit(Waiting(str(module), what))
         for module in before:
             if module not in now:
                 self._events.emit(Resumed(str(module)))
 
-    def _lifetime(self, path: Path) -> float:
-        return min(LONGEST_LIFETIME_S, max(SHORTEST_LIFETIME_S, LIFETIME_IN_PATHS * self._planner.usual_s(path)))
+    def _lifetime(self, path: Path, size: float) -> float:
+        usual_s = self._planner.usual_s(path) * max(1.0, size)
+        return min(LONGEST_LIFETIME_S, max(SHORTEST_LIFETIME_S, LIFETIME_IN_PATHS * usual_s))
 
     # ---- node.pipeline.interfaces.PathEnds ---------------------------------------------------------------------------
 
@@ -169,9 +185,17 @@ class DataNode(PathEnds):
         else:
             self._times.turned(microbatch, self._clock.monotonic())
             self.flights.returned(microbatch, path, loss)
-            outlier = self._outliers.returned(path, loss)
+            outlier = self._outliers_of(microbatch).returned(path, loss)
             if outlier is not None:
                 self._leave_out(outlier)
+
+    def _outliers_of(self, microbatch: MicrobatchId) -> LossOutliers:
+        """Losses are compared among microbatches of one route: those of another one are of other documents."""
+        text = self._departures.text_of(microbatch)
+        route = () if text is None or len(self._outliers) > MAX_ROUTES else text.route
+        if route not in self._outliers:
+            self._outliers[route] = LossOutliers(self._round_microbatches)
+        return self._outliers[route]
 
     def _leave_out(self, outlier: Outlier) -> None:
         pause_s = self._planner.leave_out(outlier.peer, self._clock.monotonic())
@@ -189,21 +213,23 @@ class DataNode(PathEnds):
             hops = tuple(f"{hop.module}@{hop.peer}" for hop in path.hops)
             crash_point("before completed")
             # A visit without its completion would be one too many; the other way round it is lost.
-            self._events.emit(Completed(self.flights.own, str(microbatch), hops))
+            route = None if text is None else text.route or None
+            self._events.emit(Completed(self.flights.own, str(microbatch), hops, flight.tokens, route))
             crash_point("after completed")
             self._events.emit(Visit(self.flights.own, str(ModuleId(0)), str(microbatch)))
             for hop in path.hops:
                 self.vouched.add(hop.peer)
-                stage = hop.module.stage
-                self.progress.visits[stage] = self.progress.visits.get(stage, 0) + 1
-            self.progress.tokens += self._tokens
-            self.rate.add(self._tokens)
+                self.progress.visits[hop.module] = self.progress.visits.get(hop.module, 0) + 1
+            if text is not None:
+                self.progress.routes.completed(text.route, path, flight.loss)
+            self.progress.tokens += flight.tokens
+            self.rate.add(flight.tokens)
         if step is not None:
             if self.progress.loss_first is None:
                 self.progress.loss_first = step.loss
             self.progress.loss_last = step.loss
             tokens, rate = self.progress.tokens, self.rate.per_second()
-            self._events.emit(Step(step.step, step.loss, tokens, rate, self.flights.own))
+            self._events.emit(Step(step.step, step.loss, tokens, rate, self.flights.own, self._packed()))
         if self.flights.finished:
             self._on_finished()
         self._landed.set()
@@ -220,6 +246,9 @@ class DataNode(PathEnds):
             self._abandoned(flight, text, detail)
         self._landed.set()
         self.wake()
+
+    def _packed(self) -> SizeSummary | None:
+        return self.sizes.summary() if self._packs_documents else None
 
     def may_hold(self, peer: PeerId, microbatch: MicrobatchId) -> bool:
         flight = self.flights.get(microbatch)
@@ -239,6 +268,6 @@ class DataNode(PathEnds):
         if text is None:
             return
         if flight.loss is None:  # no stage has learnt from it yet: its text sets out again
-            self._again.append(text)
+            self._line.sets_out_again(text)
         else:
             self._reading.dropped(text)

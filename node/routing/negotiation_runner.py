@@ -17,7 +17,7 @@ from node.network.local_peer import LocalPeer
 from node.observability.status import LaneStatus, PathStatus, ShareStatus
 from protocol.interfaces.transport import Transport
 from swarm.membership.membership import Membership
-from swarm.routing.cost_model import Costs, Route
+from swarm.routing.cost_model import Costs, PeerRoute
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.negotiation.negotiation_events import (
     Action,
@@ -48,6 +48,8 @@ BETWEEN_LOOKS_S: Final = 0.2
 MAX_WAITING_MESSAGES: Final = 32
 """Messages on the way to one data node; what is more is dropped, as a network drops it: the talk repeats what
 matters."""
+
+NO_LANES: Final = "no lanes in a run with experts: documents come by routes, each hop goes to the first to finish"
 
 
 class NegotiationRunner(MachineRunner[Event, Action]):
@@ -97,8 +99,9 @@ class NegotiationRunner(MachineRunner[Event, Action]):
         self.wake()
 
     def _look(self) -> None:
-        """Takes in how the swarm is now. Who is not serving (any more) has no part in it, and keeps what it knew."""
-        if self._own.state is not PeerState.SERVING:
+        """Takes in how the swarm is now. Who is not serving (any more) has no part in it, and keeps what it knew. In a
+        run with experts there is nothing to agree on: lanes are lists of stages."""
+        if self._rules.has_experts or self._own.state is not PeerState.SERVING:
             return
         stages = self._live()
         if all(stages):
@@ -140,6 +143,8 @@ class NegotiationRunner(MachineRunner[Event, Action]):
         Args:
             visits: completed ones of our microbatches, by stage after 0.
         """
+        if self._rules.has_experts:
+            return PathStatus(NO_LANES)
         skippable = set(range(1, self._rules.stages))
         lanes = []
         for lane in self.lanes:
@@ -160,7 +165,7 @@ class NegotiationRunner(MachineRunner[Event, Action]):
         made = {str(stage): round(visits.get(stage, 0) / completed, 4) for stage in stages if completed}
         return ShareStatus(wanted, made, shares.reason)
 
-    def _round_trip_s(self, route: Route) -> float | None:
+    def _round_trip_s(self, route: PeerRoute) -> float | None:
         return None if self._costs is None else round(self._costs.round_trip_s(self._own.peer, route), 4)
 
     def _is_on_a_lane(self, peer: PeerId) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from secrets import randbelow
@@ -20,7 +20,7 @@ from node.data.prefetch import Prefetcher
 from node.data.reading_position import ReadingPosition
 from node.network.session import NetworkSession
 from node.observability.events import Continued, Load, MicrobatchCounts
-from node.observability.status import Account
+from node.observability.status import Account, RouteStatus
 from node.pipeline.admission import path_rules
 from node.pipeline.data_worker import DataWorker, host_stage_zero
 from node.pipeline.microbatch_runner import MicrobatchRunner
@@ -40,6 +40,7 @@ from node.runtime.role import link_codecs, microbatch_runner_for
 from protocol.interfaces.clock import SystemClock
 from protocol.interfaces.transport import QuestionAbout
 from protocol.manifest.manifest import Manifest
+from swarm.experts.route_tally import RouteTally
 from swarm.pipeline.in_flight import Counts, FlightRules, Flights
 from swarm.routing.latency_attribution import PathTimes
 from swarm.routing.measured_times import MeasuredTimes
@@ -62,6 +63,8 @@ class DataRole:
         negotiation: NegotiationRunner,
         held_out: HeldOut,
         rounds: ModuleRounds,
+        *,
+        has_experts: bool,
     ) -> None:
         self.runner = runner
         self.rounds = rounds
@@ -70,6 +73,7 @@ class DataRole:
         self._data_node = data_node
         self._negotiation = negotiation
         self._held_out = held_out
+        self._has_experts = has_experts
 
     async def prepare(self) -> None:
         """Gets the state on which its module stands. A data node announces no speed: nobody chooses among them."""
@@ -115,9 +119,13 @@ class DataRole:
             loss_first=progress.loss_first,
             loss_last=progress.loss_last,
             waiting_for=tuple(str(module) for module in progress.waiting_for),
-            visits={str(stage): count for stage, count in sorted(progress.visits.items())},
+            visits={str(stage): count for stage, count in sorted(progress.stage_visits.items())},
+            module_visits=_by_module(progress.visits) if self._has_experts else None,
+            rerouted=_by_module(progress.routes.rerouted) if self._has_experts else None,
+            routes=_routes(progress.routes) if self._has_experts else None,
             measured=self._data_node.vouched.peers(),
-            paths=self._negotiation.describe(progress.visits),
+            paths=self._negotiation.describe(progress.stage_visits),
+            sizes=self._data_node.sizes.summary() if flights.counts.started else None,
         )
 
     async def _wake_on_changes(self) -> None:
@@ -134,16 +142,18 @@ class DataRole:
 async def data_role(given: ModuleContext) -> AsyncIterator[DataRole]:
     """Builds the role of a data node, its text open and the first microbatches being packed."""
     manifest, own, clock = given.manifest, given.session.own, SystemClock()
-    slots = given.options.slots_held
-    worker = await given.compute.run(Priority.UPKEEP, lambda: host_stage_zero(manifest, given.device, slots))
+    slots, per_step = given.options.slots_held, manifest.microbatches_per_step
+    worker = await given.compute.run(
+        Priority.UPKEEP, lambda: host_stage_zero(manifest, given.device, slots, given.threads)
+    )
     if given.resumed.state is not None:
-        await given.compute.run(Priority.UPKEEP, partial(restore_stage_zero, worker, given.resumed.state))
+        await given.compute.run(Priority.UPKEEP, partial(restore_stage_zero, worker, given.resumed.state, per_step))
     position = position_of(given.resumed)
     if position is not None:
         given.events.emit(Continued(own.peer, _reported(counts_of(position))))
     own.steps = worker.stage.optimizer.steps
     assert given.text.value is not None, given.text.reason
-    documents = await asyncio.to_thread(open_documents, manifest, given.text.value)
+    documents = await asyncio.to_thread(open_documents, manifest, given.text.value, given.router)
     membership, times = given.session.membership, MeasuredTimes(own.peer, manifest.microbatch_tokens)
     rules = _flight_rules(given.options, manifest)
     paths, transport = path_rules(manifest), given.session.transport
@@ -167,16 +177,36 @@ async def data_role(given: ModuleContext) -> AsyncIterator[DataRole]:
         departures = Departures(worker, runner, given.session.routes.signed)
         evaluator = Evaluator(own.peer, planner, departures, clock, measured)
         training = Training(
-            Flights(own.peer, rules, first_number=number, counts=counts_of(position)),
+            Flights(own.peer, rules, number, counts_of(position), worker.steps),
             progress_of(given.resumed),
             ReadingPosition(start, rules.per_step * (rules.staleness + 2) + rules.window),
         )
         path_times = PathTimes(own.peer, times, membership.slots_of)
-        data_node = DataNode(given, training, planner, path_times, evaluator, departures, prefetcher)
+        data_node = DataNode(given, training, planner, path_times, times.sizes, evaluator, departures, prefetcher)
         held_out = HeldOut(manifest, documents, evaluator)
         stack.enter_context(runner.ending_at(data_node))
         stack.enter_context(prefetcher)
-        yield DataRole(given.session, worker, runner, data_node, negotiation, held_out, rounds)
+        yield DataRole(
+            given.session, worker, runner, data_node, negotiation, held_out, rounds, has_experts=paths.has_experts
+        )
+
+
+def _by_module(counts: Mapping[ModuleId, int]) -> dict[str, int]:
+    return {str(module): count for module, count in sorted(counts.items())}
+
+
+def _routes(tally: RouteTally) -> tuple[RouteStatus, ...]:
+    completed = max(1, sum(figures.visits for figures in tally.routes.values()))
+    return tuple(
+        RouteStatus(
+            route,
+            round(figures.visits / completed, 4),
+            figures.visits,
+            figures.rerouted,
+            round(figures.loss.mean, 4) if figures.loss.samples else None,
+        )
+        for route, figures in sorted(tally.routes.items())
+    )
 
 
 def _reported(counts: Counts) -> MicrobatchCounts:
@@ -186,4 +216,5 @@ def _reported(counts: Counts) -> MicrobatchCounts:
 def _flight_rules(options: NodeOptions, manifest: Manifest) -> FlightRules:
     """A window of one microbatch for each stage keeps every stage busy; two more cover what is on the wire."""
     window = options.window or manifest.stages.visited_per_path + 3
-    return FlightRules(manifest.microbatches_per_step, manifest.training.staleness, window, options.steps)
+    staleness, tokens = manifest.training.staleness, manifest.microbatch_tokens
+    return FlightRules(manifest.microbatches_per_step, staleness, window, options.steps, tokens)

@@ -5,23 +5,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from typing import Protocol
 
 import torch
 
-from node.checkpoint.folder import CheckpointFolder
+from node.checkpoint.folder import MANIFEST_NAME, CheckpointFolder
 from node.checkpoint.saver import SaveRequests
 from node.checkpoint.state import Resumed
 from node.concurrency.compute_thread import ComputeThread
+from node.concurrency.device_threads import DeviceThreads
 from node.concurrency.task_groups import unless
 from node.context.module_context import ModuleContext
 from node.context.options import NodeOptions
 from node.data.places import Places, places
-from node.model.device import choose_device
+from node.experts.router import Router
+from node.experts.router_file import load_router
+from node.model.device import choose_devices
 from node.model.memory_need import modules_that_fit, need_of, none_fits, room_on
 from node.network.proofs import Proofs
+from node.network.router_exchange import fetch_router, router_given
 from node.network.session import NetworkSession, Whereabouts, present
 from node.observability.event_log import Both, Watched, open_event_log
 from node.observability.events import Ended, EventSink, Note
@@ -40,7 +44,7 @@ from protocol.manifest.manifest import Manifest
 from protocol.manifest.signing import SignedManifest, read_signed_manifest
 from swarm.membership.placement import choose_module
 from swarm.membership.rebalancing import MoveRules
-from swarm.vocabulary.errors import ConfigError, Rejected
+from swarm.vocabulary.errors import ConfigError, Rejected, StateError
 from swarm.vocabulary.types import ModuleId, PeerId, Reasoned, RunId
 
 LOOK_AROUND_S = 2.0
@@ -77,7 +81,8 @@ async def run_node(
     identity = Identity.load_or_create(options.identity_path)
     signed = _read_manifest(options)
     run = signed.run if signed is not None else _run_of(options)
-    device = choose_device(options.device)
+    devices = choose_devices(options.device)
+    device = devices.value[0]
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     initial = options.link.peers if options.link is not None else ()
@@ -89,30 +94,41 @@ async def run_node(
             leave_requests(options.identity_path, stop.set),
             present(identity, run, where, settings, clock, logged) as session,
         ):
-            logged.emit(Note("info", f"peer {identity.peer}, device {device.value} ({device.reason})"))
+            named = ", ".join(map(str, devices.value))
+            logged.emit(Note("info", f"peer {identity.peer}, device {named} ({devices.reason})"))
             if signed is None:
                 signed = await unless(stop, session.fetch_manifest(options.patience_s))
                 if signed is None:
                     return
             text = await _joined(options, signed, identity.peer, consent, stop)
+            router = await unless(stop, _router(options, session, signed.manifest))
+            if router is None and signed.manifest.routing is not None:
+                return
             async with reachable(options.reach, options.advertise, session, logged):
-                with _manifest_given(session, signed), ComputeThread() as compute:
+                with (
+                    _manifest_given(session, signed),
+                    router_given(session, router),
+                    DeviceThreads(devices.value) as threads,
+                    ComputeThread(set_up=threads.set_up) as compute,
+                ):
                     session.membership_sync.watch(signed.manifest.modules())
                     resumed = await _find_own(options, session, signed, logged)
-                    chosen = await _choose(options, session, signed.manifest, resumed, device.value, text, logged)
+                    chosen = await _choose(options, session, signed.manifest, resumed, device, text, logged)
                     logged.emit(Note("info", f"module {chosen.value}: {chosen.reason}"))
                     given = ModuleContext(
                         options=options,
                         session=session,
                         manifest=signed.manifest,
                         module=chosen.value,
-                        device=device.value,
+                        device=device,
+                        threads=threads,
                         compute=compute,
                         events=logged,
                         finished=stop.set,
                         saves=SaveRequests(),
                         proofs=Proofs(session),
                         resumed=resumed,
+                        router=router,
                         text=text,
                     )
                     await _serve(given, signed, moving or readiness_to_move, stop)
@@ -143,13 +159,29 @@ async def _serve(given: ModuleContext, signed: SignedManifest, moving: Moving, s
     """Serves one module after the other."""
     session, folder = given.session, None
     if given.options.checkpoint_dir is not None:
-        folder = CheckpointFolder(given.options.checkpoint_dir, signed.run, signed.text)
+        router = b"" if given.router is None else given.router.to_bytes()
+        folder = CheckpointFolder(given.options.checkpoint_dir, signed.run, signed.text, router=router)
     while not stop.is_set():
         module = await serve_module(given, moving, folder, stop)
         if module is None:
             break
         given = replace(given, module=module, saves=SaveRequests(), proofs=Proofs(session), resumed=Resumed())
     await session.withdraw(WITHDRAW_S)
+
+
+async def _router(options: NodeOptions, session: NetworkSession, manifest: Manifest) -> Router | None:
+    """The run's router: the one beside the manifest or the checkpoint, else of a peer; None when it has none.
+
+    Raises:
+        ConfigError, StateError: the file beside the manifest is not there, or another one.
+        Unreachable: no peer has given it.
+    """
+    if options.manifest_path is not None:
+        return load_router(options.manifest_path, manifest)
+    if options.checkpoint_dir is not None:
+        with suppress(ConfigError, StateError):
+            return load_router(options.checkpoint_dir / MANIFEST_NAME, manifest)
+    return await fetch_router(session, manifest, options.patience_s)
 
 
 def _manifest_given(session: NetworkSession, signed: SignedManifest) -> AbstractContextManager[None]:
@@ -204,25 +236,22 @@ async def _choose(
         ConfigError: that would be stage 0, and the run's text may not be opened; or there is no such stage.
         ResourceExhausted: no module that it may take fits into this machine.
     """
-    wanted = options.stage if options.stage is not None or resumed.module is None else resumed.module.stage
-    if text.value is None and wanted == 0:
+    asked = _asked(options, manifest)
+    wanted = asked or ([] if resumed.module is None else [resumed.module])
+    if text.value is None and ModuleId(0) in wanted:
         raise ConfigError(
             f"this node can not take stage 0: {text.reason}", hint="Or take another stage with --no-data."
         )
-    if options.stage is not None:
-        if options.stage >= manifest.stages.count:
-            raise ConfigError(
-                f"stage {options.stage} does not exist: this run has the stages 0 to {manifest.stages.count - 1}"
-            )
-        return Reasoned(ModuleId(options.stage), "asked for")
-    if resumed.module is not None:
+    if len(asked) == 1:
+        return Reasoned(asked[0], "asked for")
+    if resumed.module is not None and (not asked or resumed.module in asked):
         return Reasoned(resumed.module, "the one in its checkpoint")
     reads_text = options.reads_text and text.value is not None
     if options.reads_text and not reads_text:
         events.emit(Note("warning", f"this node takes no stage 0: {text.reason}"))
-    if options.link is None and reads_text:
+    if options.link is None and reads_text and not asked:
         return Reasoned(ModuleId(0), "the first node of a run is a data node")
-    allowed = [module for module in manifest.modules() if module.stage > 0 or reads_text]
+    allowed = asked or [module for module in manifest.modules() if module.stage > 0 or reads_text]
     room = room_on(device)
     fitting = list(modules_that_fit(manifest, allowed, room, options.slots_held))
     if not fitting:
@@ -232,13 +261,32 @@ async def _choose(
     return choose_module(session.own.peer, fitting, alive, workload_of(manifest))
 
 
+def _asked(options: NodeOptions, manifest: Manifest) -> list[ModuleId]:
+    """The modules among which the node was told to choose; none where it was told nothing.
+
+    Raises:
+        ConfigError: there is no such stage, or no such expert of it.
+    """
+    if options.asked_stage is None:
+        return []
+    stage, expert = options.asked_stage, options.asked_expert
+    modules = [module for module in manifest.modules() if module.stage == stage and expert in (None, module.expert)]
+    if not modules and stage >= manifest.stages.count:
+        raise ConfigError(f"stage {stage} does not exist: this run has the stages 0 to {manifest.stages.count - 1}")
+    if not modules:
+        last = manifest.stages.experts_at(stage) - 1
+        raise ConfigError(f"module {options.stage} does not exist: the last expert of stage {stage} is {last}")
+    return modules
+
+
 async def _find_own(
     options: NodeOptions, session: NetworkSession, signed: SignedManifest, events: EventSink
 ) -> Resumed:
     if options.checkpoint_dir is None:
         return Resumed()
     folder = CheckpointFolder(options.checkpoint_dir, signed.run, signed.text)
-    wanted = None if options.stage is None else ModuleId(options.stage)
+    asked = _asked(options, signed.manifest)
+    wanted = asked[0] if len(asked) == 1 else None
     resumed, notes = await asyncio.to_thread(find_own, folder, session.own.peer, wanted)
     for note in notes:
         events.emit(note)
@@ -274,4 +322,4 @@ def _directory(
     )
     if signed is None:
         return settings
-    return replace(settings, stages=signed.manifest.stages.count, experts=signed.manifest.stages.experts)
+    return replace(settings, experts=signed.manifest.stages.experts_of_each)

@@ -24,9 +24,10 @@ NUMBERS = 2**47
 """Of microbatches that are trained on; those from here on are of what is evaluated."""
 
 
-def capture_hop(worker: HopWorker, tokens: int, agreed: Agreed | None) -> ReplicaState:
-    """Captures a stage peer's replica; `tokens` are those of a microbatch."""
-    visits = worker.accumulated - worker.unapplied
+def capture_hop(worker: HopWorker, agreed: Agreed | None) -> ReplicaState:
+    """Captures a stage peer's replica."""
+    unapplied = worker.unapplied
+    visits, tokens = worker.accumulated - unapplied.visits, worker.accumulated_tokens - unapplied.tokens
     return capture_module((worker.part,), worker.optimizer, visits=visits, tokens=tokens, agreed=agreed)
 
 
@@ -34,13 +35,14 @@ def capture_stage_zero(worker: DataWorker, training: Training, agreed: Agreed | 
     """Captures a data node's replica, and the place in its text that goes with exactly these parameters."""
     stage, flights, progress = worker.stage, training.flights, training.progress
     counts = flights.counts
-    visits = worker.accumulated - stage.embedding_sum.visits
-    parts = stage.embedding, stage.head
-    plain = capture_module(parts, stage.optimizer, visits=visits, tokens=worker.tokens, agreed=agreed)
+    unapplied = stage.embedding_sum
+    visits, tokens = worker.accumulated - unapplied.visits, worker.accumulated_tokens - unapplied.tokens
+    plain = capture_module((stage.embedding, stage.head), stage.optimizer, visits=visits, tokens=tokens, agreed=agreed)
     data = DataState(
         cursor=training.reading.resume_at(stage.embedding_sum.has_applied),
         next_number=flights.next_number,
         completed=visits,
+        steps=worker.steps,
         abandoned=counts.abandoned,
         duplicated=counts.duplicated,
         loss_first=_finite(progress.loss_first),
@@ -52,13 +54,18 @@ def capture_stage_zero(worker: DataWorker, training: Training, agreed: Agreed | 
 def restore_hop(worker: HopWorker, state: ReplicaState) -> None:
     """Restores a stage peer's replica. Errors as `restore_module`."""
     restore_module((worker.part,), worker.optimizer, state)
-    worker.accumulated = state.counters.visits
+    worker.accumulated, worker.accumulated_tokens = state.counters.visits, state.counters.tokens
 
 
-def restore_stage_zero(worker: DataWorker, state: ReplicaState) -> None:
-    """Restores a data node's replica of stage 0. Errors as `restore_module`."""
+def restore_stage_zero(worker: DataWorker, state: ReplicaState, per_step: int) -> None:
+    """Restores a data node's replica of stage 0. Errors as `restore_module`.
+
+    Args:
+        per_step: microbatches of one step, where all are as large as they may be.
+    """
     restore_module((worker.stage.embedding, worker.stage.head), worker.stage.optimizer, state)
-    worker.accumulated = state.counters.visits
+    worker.steps = 0 if state.data is None else state.data.steps_done(per_step)
+    worker.accumulated, worker.accumulated_tokens = state.counters.visits, state.counters.tokens
 
 
 def counts_of(data: DataState | None) -> Counts:

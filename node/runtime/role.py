@@ -112,6 +112,9 @@ class PlannedReplicas:
     def goes_round(self, module: ModuleId) -> bool:
         return self._planner.goes_round(module, self._clock.monotonic())
 
+    def has_other_expert(self, module: ModuleId) -> bool:
+        return self._planner.has_other_expert(module, self._clock.monotonic())
+
 
 def microbatch_runner_for(
     given: ModuleContext, worker: Worker, planner: Planner, codecs: LinkCodecs, rounds: ModuleRounds
@@ -137,7 +140,7 @@ def link_codecs(given: ModuleContext, worker: Worker) -> LinkCodecs:
 
     def visit_s(peer: PeerId) -> float:
         announced = membership.get(peer)
-        speeds = (own.tokens_per_second, 0.0 if announced is None else announced.tokens_per_second)
+        speeds = (own.speed.tokens_per_s, 0.0 if announced is None else announced.tokens_per_second)
         known = [speed for speed in speeds if speed > 0]
         return tokens / min(known) if known else 0.0
 

@@ -43,15 +43,14 @@ class StageRole:
         self._session = given.session
         self._module = given.module
         self._worker = worker
-        self._tokens = given.manifest.microbatch_tokens
         self._rate = Rate(SystemClock())
-        self._seen = worker.accumulated
+        self._seen = worker.accumulated_tokens
 
     async def prepare(self) -> None:
         """Measures its speed, to be announced, and gets the state on which its module stands."""
-        own, part, given = self._session.own, self._worker.part, self._given
-        own.tokens_per_second = await given.compute.run(
-            Priority.UPKEEP, lambda: measure_speed(part, given.manifest, given.device)
+        own, passes, given = self._session.own, self._worker.passes, self._given
+        own.speed = await given.compute.run(
+            Priority.UPKEEP, lambda: measure_speed(passes, given.manifest, given.device)
         )
         await self.rounds.prepare()
 
@@ -59,10 +58,10 @@ class StageRole:
         """Keeps the announced speed true."""
         while True:
             await asyncio.sleep(QUIET_S)
-            self._rate.add((self._worker.accumulated - self._seen) * self._tokens)
-            self._seen = self._worker.accumulated
-            if self._worker.tokens_per_s:
-                self._session.own.tokens_per_second = self._worker.tokens_per_s
+            self._rate.add(self._worker.accumulated_tokens - self._seen)
+            self._seen = self._worker.accumulated_tokens
+            if self._worker.speed.tokens_per_s:
+                self._session.own.speed = self._worker.speed
 
     async def drain(self, patience_s: float) -> None:
         quiet_since = None
@@ -79,7 +78,7 @@ class StageRole:
             return
 
     def capture(self) -> ReplicaState:
-        return capture_hop(self._worker, self._tokens, self.rounds.agreed())
+        return capture_hop(self._worker, self.rounds.agreed())
 
     def load(self) -> Load:
         own, custody = self._session.own, self.runner.custody
@@ -87,7 +86,7 @@ class StageRole:
 
     def account(self) -> Account:
         worker = self._worker
-        tokens = worker.accumulated * self._tokens
+        tokens = worker.accumulated_tokens
         rate, codec_s = self._rate.per_second(), worker.wire.codec_s
         return Account(worker.optimizer.steps, worker.accumulated, worker.recomputed, tokens, rate, codec_s)
 
@@ -98,7 +97,9 @@ async def stage_role(given: ModuleContext) -> AsyncIterator[StageRole]:
     manifest, device = given.manifest, given.device
     budget = default_graph_budget(device).value if given.options.graph_bytes is None else given.options.graph_bytes
     slots = given.options.slots_held
-    worker = await given.compute.run(Priority.UPKEEP, lambda: host_hop(manifest, given.module, device, budget, slots))
+    worker = await given.compute.run(
+        Priority.UPKEEP, lambda: host_hop(manifest, given.module, device, budget, slots, given.threads)
+    )
     if given.resumed.state is not None:
         await given.compute.run(Priority.UPKEEP, partial(restore_hop, worker, given.resumed.state))
     given.session.own.steps = worker.optimizer.steps

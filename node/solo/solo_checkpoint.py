@@ -40,7 +40,7 @@ class CheckpointPlan:
     """Seconds between two saves; a run is saved at its end too."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Hosted:
     """A module, its parts, and what trains it."""
 
@@ -48,6 +48,8 @@ class Hosted:
     parts: tuple[nn.Module, ...]
     optimizer: InnerOptimizer
     replica: LoneReplica
+    visits: int = 0
+    """Applied."""
 
 
 def solo_peer(module: ModuleId) -> PeerId:
@@ -55,24 +57,21 @@ def solo_peer(module: ModuleId) -> PeerId:
     return PeerId(f"solo-{module}")
 
 
-def save_solo(
-    folder: CheckpointFolder, hosted: Sequence[Hosted], *, microbatches: int, per_step: int, size: int, at: Cursor
-) -> None:
+def save_solo(folder: CheckpointFolder, hosted: Sequence[Hosted], *, microbatches: int, steps: int, at: Cursor) -> None:
     """Saves the whole model after an inner step. Nothing old is removed before everything new is written.
 
     Args:
-        microbatches: completed, each of `size` tokens.
-        per_step: how many of them go into a module's inner step.
+        microbatches: completed.
+        steps: of stage 0.
         at: where the next one begins.
 
     Raises:
         ResourceExhausted, StateError: see `node.checkpoint.folder.save_state`.
     """
-    data = DataState(at, next_number=microbatches, completed=microbatches, abandoned=0, duplicated=0)
+    data = DataState(at, next_number=microbatches, completed=microbatches, abandoned=0, duplicated=0, steps=steps)
     for each in hosted:
-        agreed = each.replica.agreed()
-        visits = each.optimizer.steps * per_step
-        state = capture_module(each.parts, each.optimizer, visits=visits, tokens=size, agreed=agreed)
+        agreed, tokens = each.replica.agreed(), each.optimizer.tokens
+        state = capture_module(each.parts, each.optimizer, visits=each.visits, tokens=tokens, agreed=agreed)
         state = ReplicaState(state.local, state.inner, state.counters, state.anchor, data)
         write_snapshot(folder, solo_peer(each.module), each.module, state)
     for each in hosted:
@@ -105,6 +104,7 @@ def load_solo(folder: CheckpointFolder, hosted: Sequence[Hosted]) -> tuple[DataS
         state = read_state(folder.of(solo_peer(each.module)), headers[newest])
         restore_module(each.parts, each.optimizer, state)
         each.replica.restore(state)
+        each.visits = state.counters.visits
     return saved[0][newest].data, tuple(problems)
 
 

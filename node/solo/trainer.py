@@ -1,17 +1,17 @@
 """Training in one process without any network: the baseline, and what a swarm of one replica a stage must reproduce.
 
 It has the swarm's own parts: modules cut by stage, a visit for each, an accumulator for each part, an optimizer for
-each module, the data in the order in which a single data node reads it, and the stages that the planner gives a data
-node's first, second, ... microbatch. A stage that is skipped takes its inner step when it has seen `inner_tokens`
-tokens of its own, as in a swarm, so it takes fewer steps than stage 0, and a microbatch's next one already meets the
-new parameters.
+each module, the data in the order in which a single data node reads it, the stages that the planner gives a data node's
+first, second, ... microbatch, and in a run with experts the modules of the microbatch's route. A module that is visited
+less takes its inner step when it has seen the tokens of one, as in a swarm, and a microbatch's next one already meets
+the new parameters.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Literal, Protocol
 
@@ -26,20 +26,23 @@ from node.checkpoint.gather import Gathered
 from node.data.documents import Documents
 from node.data.feed import TrainingFeed, open_documents
 from node.data.packing import Microbatch
+from node.experts.router import Router
 from node.model import passes as visit
 from node.model.device import device_errors, flushed_denormals
 from node.model.initialization import parameters_of
 from node.model.memory_need import require_room
-from node.model.optimizer import Accumulator, Addition, InnerOptimizer
+from node.model.optimizer import Accumulator, Addition, inner_optimizer
 from node.model.parts import BlockStack, EmbeddingPart, HeadPart, build_block_stack, build_embedding, build_head
+from node.network.loss_report import answer_of, held_out_loss, summed_loss
 from node.observability.events import Event, MicrobatchCounts, Note, Step, Summary
 from node.pipeline.admission import path_rules
 from node.solo.solo_checkpoint import CheckpointPlan, Hosted, load_solo, save_solo
 from protocol.manifest.manifest import Manifest
+from swarm.experts.routes import module_at
 from swarm.routing.planner import visited_stages
 from swarm.vocabulary.errors import ConfigError, ResourceExhausted, StateError
 from swarm.vocabulary.ewma import Ewma
-from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId
+from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId, Route
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +57,7 @@ def train_solo(
     device: torch.device,
     on_event: Callable[[Event], None],
     saves: CheckpointPlan | None = None,
+    router: Router | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     monotonic: Callable[[], float] = time.monotonic,
 ) -> Summary:
@@ -63,13 +67,13 @@ def train_solo(
     is written now and then and at the end. `steps` counts those before a resume.
 
     Raises:
-        ConfigError: the run has several experts a stage, or its data is not here (see `open_documents`).
+        ConfigError: its data or its router is not here (see `open_documents`).
         StateError: the loss or a gradient is not finite, or the last checkpoint could not be written.
         CorruptSnapshot: there is a checkpoint, and no step of it is whole.
     """
     with flushed_denormals():  # as a node computes
         model = WholeModel(manifest, device)
-        trainer = SoloTrainer(manifest, model, open_documents(manifest))
+        trainer = SoloTrainer(manifest, model, open_documents(manifest, router=router))
         keeper = _Keeper(saves, trainer, on_event, monotonic)
         keeper.resume()
         progress = _Progress(trainer, monotonic)
@@ -89,59 +93,73 @@ class Measurable(Protocol):
     """A model whose loss can be measured."""
 
     def loss(self, microbatch: Microbatch) -> float:
-        """The mean loss, nats per token."""
+        """The mean loss, nats per token that is predicted."""
         ...
 
 
 def evaluate(model: Measurable, microbatches: Iterable[Microbatch]) -> dict[str, Any]:
-    """The mean loss over the microbatches, which are all of one size: `{"loss": nats per token, "tokens": n,
-    "microbatches": n}`.
+    """The mean loss over the microbatches' tokens: `{"loss": nats per token, "tokens": n, "microbatches": n}`. In a run
+    with experts also `routes`: of each, such as `1.0,2.1`, the same.
 
     Raises:
         ConfigError: there is no microbatch.
     """
-    losses, tokens = [], 0
-    for microbatch in microbatches:
-        losses.append(model.loss(microbatch))
-        tokens += microbatch.size
+    texts = list(microbatches)
+    losses = [(model.loss(microbatch), microbatch.scored) for microbatch in texts]
     if not losses:
         raise ConfigError("a loss was asked for over no microbatch", hint="Ask for at least 1.")
-    return {"loss": math.fsum(losses) / len(losses), "tokens": tokens, "microbatches": len(losses)}
+    return answer_of(held_out_loss([text.route for text in texts], losses))
 
 
 class WholeModel:
     """All parts of a run on one device."""
 
     def __init__(self, manifest: Manifest, device: torch.device) -> None:
-        if manifest.stages.experts != 1:
-            raise ConfigError(
-                f"stages.experts is {manifest.stages.experts}: one process trains one path, with one expert a stage",
-                hint="Use a manifest with stages.experts = 1.",
-            )
         self.device = device
         require_room(manifest, manifest.modules(), device, 1)
         with device_errors():
             self.embedding: EmbeddingPart = build_embedding(manifest).to(device)
             self.head: HeadPart = build_head(manifest).to(device)
-            self.stacks: list[BlockStack] = [build_block_stack(manifest, m).to(device) for m in manifest.modules()[1:]]
+            self._stack_of = {
+                module: build_block_stack(manifest, module).to(device) for module in manifest.modules()[1:]
+            }
+        self.stacks: list[BlockStack] = list(self._stack_of.values())
+        """In order of stage and expert."""
+        self.all_stages = range(1, manifest.stages.count)
+        """The stages after stage 0, in order: a full path."""
 
     def modules(self) -> list[tuple[ModuleId, tuple[nn.Module, ...]]]:
-        """Each module's parts, in order of stage."""
-        stacks = [(ModuleId(stage), (stack,)) for stage, stack in enumerate(self.stacks, start=1)]
+        """Each module's parts, in order of stage and expert."""
+        stacks = [(module, (stack,)) for module, stack in self._stack_of.items()]
         return [(ModuleId(0), (self.embedding, self.head)), *stacks]
 
-    @property
-    def all_stages(self) -> range:
-        """The stages after stage 0, in order: a full path."""
-        return range(1, len(self.stacks) + 1)
+    def _path(self, microbatch: Microbatch, stages: Sequence[int] | None) -> list[BlockStack]:
+        """What the microbatch goes through after the embedding, by its route."""
+        visited = self.all_stages if stages is None else stages
+        return [self._stack_of[module_at(microbatch.route, stage)] for stage in visited]
 
     @torch.no_grad()
     def loss(self, microbatch: Microbatch, stages: Sequence[int] | None = None) -> float:
-        """The mean loss in nats per token, without a graph, of a path through these stages (None for all)."""
-        hidden = self.embedding(microbatch.tokens.to(self.device))
-        for stage in self.all_stages if stages is None else stages:
-            hidden = self.stacks[stage - 1](hidden)
-        return float(self.head(hidden, microbatch.labels.to(self.device)).item())
+        """The mean loss in nats per token that is predicted, without a graph, of a path through these stages (None for
+        all)."""
+        hidden = self._hidden(microbatch, stages)
+        loss = float(self.head(hidden, microbatch.labels.to(self.device)).item())
+        return loss * microbatch.size / microbatch.scored
+
+    @torch.no_grad()
+    def token_losses(self, microbatch: Microbatch) -> torch.Tensor:
+        """The loss of each token in nats, float32 [rows, tokens] on the CPU, of a path through all stages; 0 where none
+        is predicted."""
+        logits, labels = self.head.logits(self._hidden(microbatch, None)), microbatch.labels.to(self.device)
+        return nn.functional.cross_entropy(logits.mT, labels, reduction="none").cpu()
+
+    def _hidden(self, microbatch: Microbatch, stages: Sequence[int] | None) -> torch.Tensor:
+        """What the head reads, [rows, tokens, hidden]."""
+        documents = microbatch.documents
+        hidden: torch.Tensor = self.embedding(microbatch.tokens.to(self.device), documents)
+        for stack in self._path(microbatch, stages):
+            hidden = stack(hidden, documents)
+        return hidden
 
     def gradients(
         self, microbatch: Microbatch, stages: Sequence[int] | None = None
@@ -149,10 +167,11 @@ class WholeModel:
         """Computes the loss of a path through these stages (None for all), and the gradients of each part on it. Each
         stage's graph is freed as soon as it has been used.
         """
-        stacks = [self.stacks[stage - 1] for stage in (self.all_stages if stages is None else stages)]
-        visits = [visit.forward(self.embedding, microbatch.tokens.to(self.device))]
+        stacks = self._path(microbatch, stages)
+        documents = microbatch.documents
+        visits = [visit.forward(self.embedding, microbatch.tokens.to(self.device), documents)]
         for stack in stacks:
-            visits.append(visit.forward(stack, visits[-1].result))
+            visits.append(visit.forward(stack, visits[-1].result, documents))
         end = visit.forward(self.head, visits[-1].result, microbatch.labels.to(self.device))
         found = visit.backward(self.head, end)
         gradients: dict[nn.Module, tuple[torch.Tensor, ...]] = {self.head: found.parameters}
@@ -208,27 +227,27 @@ class SoloTrainer:
         self.steps = 0
         self.microbatches = 0
         """Completed."""
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens trained on."""
-        return self.microbatches * self._manifest.microbatch_tokens
+        self.tokens = 0
+        """Trained on."""
+        self._turns: Counter[Route] = Counter()
+        self._completed = 0
+        """At stage 0's last step."""
 
     def save(self, folder: CheckpointFolder) -> None:
         """Saves the model as it was after stage 0's last step, and the text's position there. Errors as `save_solo`.
 
         What a stage has accumulated towards a step that is not due yet is not saved, as in a swarm.
         """
-        per_step, size = self._manifest.microbatches_per_step, self._manifest.microbatch_tokens
-        save_solo(folder, self._hosted, microbatches=self.steps * per_step, per_step=per_step, size=size, at=self._at)
+        save_solo(folder, self._hosted, microbatches=self._completed, steps=self.steps, at=self._at)
 
     def resume(self, folder: CheckpointFolder) -> tuple[Problem, ...]:
         """Goes on from what is in the folder, if anything is; returns what had to be passed over. Errors as
         `load_solo`."""
         position, problems = load_solo(folder, self._hosted)
         if position is not None:
-            self.microbatches = position.completed
-            self.steps = position.completed // self._manifest.microbatches_per_step
+            self.microbatches, self.tokens = position.completed, self._hosted[0].optimizer.tokens
+            self.steps = position.steps_done(self._manifest.microbatches_per_step)
+            self._completed = self.microbatches
             self._feed = TrainingFeed(self._manifest, self._documents, SOLO, position.cursor)
             self._at = position.cursor
         return problems
@@ -240,27 +259,33 @@ class SoloTrainer:
         Raises:
             StateError: the loss or a gradient is not finite.
         """
-        losses = []
-        for _ in range(self._manifest.microbatches_per_step):
+        losses: list[tuple[float, int]] = []
+        before, stage_zero = self.steps, self._hosted[0]
+        while self.steps == before:
             if should_stop():
                 return None
-            losses.append(self._microbatch(self._feed.next()))
+            text = self._feed.next()
+            losses.append((self._microbatch(text), text.size))
+            self.steps += stage_zero.optimizer.due
             for hosted in self._hosted:
                 if hosted.optimizer.due:
-                    visits = hosted.optimizer.step().visits[0]
-                    hosted.replica.after_inner_step(visits * self._manifest.microbatch_tokens)
-        self.steps += 1
-        self._at = self._feed.cursor
-        return math.fsum(losses) / len(losses)
+                    figures = hosted.optimizer.step()
+                    hosted.visits += figures.visits[0]
+                    hosted.replica.after_inner_step(figures.tokens)
+        self._at, self._completed = self._feed.cursor, self.microbatches
+        return summed_loss(losses).loss
 
     def _host(self, manifest: Manifest, module: ModuleId, parts: tuple[nn.Module, ...]) -> Hosted:
         training = manifest.training
-        optimizer = InnerOptimizer(training, [self._accumulators[part] for part in parts])
+        optimizer = inner_optimizer(manifest, module, [self._accumulators[part] for part in parts])
         local = LocalReplica(parts, training.fragments, optimizer)
         return Hosted(module, parts, optimizer, LoneReplica(local, outer_rule(manifest), training.inner_steps))
 
     def _microbatch(self, microbatch: Microbatch) -> float:
-        loss, gradients = self._model.gradients(microbatch, self._choose(self.microbatches))
+        # Counted by route, as a data node counts: else routes that alternate would always skip the same stages.
+        turn = self._turns[microbatch.route] if microbatch.route else self.microbatches
+        self._turns[microbatch.route] += 1
+        loss, gradients = self._model.gradients(microbatch, self._choose(turn))
         name = MicrobatchId(SOLO, self.microbatches)
         for part, of_part in gradients.items():
             addition = self._accumulators[part].add(name, microbatch.size, of_part)
@@ -270,6 +295,7 @@ class SoloTrainer:
                     hint="Make a run with a lower training.inner.learning_rate or a longer warm-up.",
                 )
         self.microbatches += 1
+        self.tokens += microbatch.size
         return loss
 
 

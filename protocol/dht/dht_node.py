@@ -177,12 +177,12 @@ async def _guarded_node(daemon: P2P, start: dht_process_pb2.DhtStart) -> DHTNode
     hivemind.dht.node.DHTProtocol = GuardedProtocol
     # Set on the class, because requests can come in before `create` returns.
     GuardedProtocol.budgets = SourceBudgets(time.monotonic)
-    keys = 2 + (start.stages - 1) * start.experts  # stage 0 has one module; visitors have a key too
+    keys = 1 + sum(start.experts)  # visitors have a key too
     node = await DHTNode.create(
         p2p=daemon,
         node_id=node_id_of(daemon.peer_id),
         client_mode=start.client,
-        record_validator=RecordRules(RunId(start.run), start.stages, start.experts, time.time),
+        record_validator=RecordRules(RunId(start.run), tuple(start.experts), time.time),
         # Nothing is cached: a look-up asks the nodes near the key each time, and caches are one more thing to poison.
         cache_locally=False,
         cache_nearest=0,

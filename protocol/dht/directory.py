@@ -57,9 +57,8 @@ class DirectorySettings:
     """Keep nothing for others and do not be asked: for a node that cannot be dialled."""
     relay_bytes_per_hour: int = 0
     """Carry tunnels for others, up to so much in any hour (`protocol.nat`); 0: none."""
-    stages: int = MAX_STAGES
-    experts: int = MAX_EXPERTS
-    """Of the run's manifest: records of modules that do not exist are not kept."""
+    experts: tuple[int, ...] = (1, *(MAX_EXPERTS for _ in range(1, MAX_STAGES)))
+    """Modules of each stage, by the run's manifest: records of modules that do not exist are not kept."""
     startup_timeout_s: float = 60.0
     publish_timeout_s: float = 15.0
     look_up_timeout_s: float = 15.0
@@ -73,10 +72,10 @@ class DirectorySettings:
         for multiaddr in self.initial_peers:
             if not re.fullmatch(r"(/[^/,\s]+)+/p2p/[1-9A-HJ-NP-Za-km-z]+", multiaddr):
                 raise ConfigError(f"directory: initial peer {multiaddr!r} is not like /ip4/ADDRESS/tcp/PORT/p2p/PEER")
-        if not (1 <= self.stages <= MAX_STAGES and 1 <= self.experts <= MAX_EXPERTS and 0 <= self.port <= 65_535):
-            raise ConfigError(
-                f"directory: {self.stages} stages, {self.experts} experts or port {self.port} is out of range"
-            )
+        if not 1 <= len(self.experts) <= MAX_STAGES or not all(1 <= count <= MAX_EXPERTS for count in self.experts):
+            raise ConfigError(f"directory: experts {self.experts[:8]} of {len(self.experts)} stages are out of range")
+        if not 0 <= self.port <= 65_535:
+            raise ConfigError(f"directory: port {self.port} is out of range")
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +332,6 @@ class DhtDirectory:
         return dht_process_pb2.DhtStart(
             peer=self._identity.peer,
             run=self._run,
-            stages=settings.stages,
             experts=settings.experts,
             host=settings.host,
             port=self._port,

@@ -18,7 +18,7 @@ import functools
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hivemind.dht.protocol import DHTProtocol
@@ -113,8 +113,9 @@ class RecordRules(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no
 
     priority = 1000
 
-    def __init__(self, run: RunId, stages: int, experts: int, now: Callable[[], float]) -> None:
-        self._run, self._stages, self._experts, self._now = run, stages, experts, now
+    def __init__(self, run: RunId, experts: Sequence[int], now: Callable[[], float]) -> None:
+        """`experts` are the modules of each stage."""
+        self._run, self._experts, self._now = run, experts, now
 
     def validate(self, record: DHTRecord) -> bool:
         try:
@@ -149,8 +150,7 @@ class RecordRules(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no
         module = announcement.module
         if module is None:
             return
-        experts = self._experts if module.stage else 1
-        if module.stage >= self._stages or module.expert >= experts:
+        if module.stage >= len(self._experts) or module.expert >= self._experts[module.stage]:
             raise ProtocolViolation(f"dht: the run has no module {module}")
 
 

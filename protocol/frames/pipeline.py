@@ -15,6 +15,7 @@ from protocol.generated import link_pb2 as wire
 from swarm.vocabulary.bounds import Length, Range
 from swarm.vocabulary.pipeline_messages import (
     Backward,
+    Documents,
     Forward,
     MicrobatchTensor,
     Position,
@@ -38,14 +39,19 @@ class _Route:
     modules: Annotated[tuple[ModuleId, ...], Length(0, MAX_HOPS)]
     lifetime_s: Annotated[float, Range(0, MAX_LIFETIME_MS / 1000)]
     signature: RouteSignature
+    documents: Documents
 
     def fault(self) -> str | None:
         """Why no microbatch goes this way; None when one may."""
-        return f"{len(self.modules)} modules that nobody has signed" if self.modules and not self.signature else None
+        if (self.modules or self.documents) and not self.signature:
+            return f"{len(self.modules)} modules and {len(self.documents)} documents that nobody has signed"
+        return None
 
     @property
     def path(self) -> Path:
-        signed = SignedRoute(self.modules, self.lifetime_s, self.signature) if self.signature else None
+        signed = None
+        if self.signature:
+            signed = SignedRoute(self.modules, self.lifetime_s, self.signature, self.documents)
         return Path(self.microbatch.data_node, self.hops, signed)
 
 
@@ -62,7 +68,8 @@ _SETTLED: Final = converter(_Settled, wire.Settled.DESCRIPTOR)
 def _write_route(message: MicrobatchTensor | Recall, _: Around) -> dict[str, Any]:
     path, signed = message.path, message.path.route or SignedRoute((), 0.0, b"")
     lifetime_s = message.lifetime_s if isinstance(message, Forward) else signed.lifetime_s
-    route = _Route(message.microbatch, path.hops, message.position, signed.modules, lifetime_s, signed.signature)
+    modules, signature, documents = signed.modules, signed.signature, signed.documents
+    route = _Route(message.microbatch, path.hops, message.position, modules, lifetime_s, signature, documents)
     return {"route": _ROUTE.write(route, None)}
 
 

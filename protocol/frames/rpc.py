@@ -11,7 +11,7 @@ from protocol.interfaces.transport import Question, QuestionAbout
 from swarm.vocabulary.bounds import Detail, Length
 from swarm.vocabulary.errors import ProtocolViolation
 
-MAX_ANSWER_BYTES: Final = 64 * 1024
+MAX_ANSWER_BYTES: Final = 68 * 1024
 
 _QUESTION: Final[MessageType] = wire.Question.DESCRIPTOR
 _ANSWER: Final[MessageType] = wire.Answer.DESCRIPTOR

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$protocol/generated/dht_process.proto\x12\tskipstone\"\x95\x02\n\nDhtRequest\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12$\n\x05start\x18\x02 \x01(\x0b\x32\x13.skipstone.DhtStartH\x00\x12$\n\x05store\x18\x03 \x01(\x0b\x32\x13.skipstone.DhtStoreH\x00\x12\"\n\x04\x66ind\x18\x04 \x01(\x0b\x32\x12.skipstone.DhtFindH\x00\x12&\n\x06status\x18\x05 \x01(\x0b\x32\x14.skipstone.DhtStatusH\x00\x12&\n\x06\x61ttach\x18\x06 \x01(\x0b\x32\x14.skipstone.DhtAttachH\x00\x12/\n\x0bopen_tunnel\x18\x07 \x01(\x0b\x32\x18.skipstone.DhtOpenTunnelH\x00\x42\x06\n\x04kind\"u\n\x08\x44htReply\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x02 \x01(\t\x12*\n\tsituation\x18\x03 \x01(\x0b\x32\x17.skipstone.DhtSituation\x12\x0f\n\x07records\x18\x04 \x03(\x0c\x12\x0c\n\x04port\x18\x05 \x01(\r\"\xa0\x02\n\x08\x44htStart\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\x12\x10\n\x08identity\x18\x02 \x01(\t\x12\x0c\n\x04peer\x18\x03 \x01(\t\x12\x0b\n\x03run\x18\x04 \x01(\t\x12\x0e\n\x06stages\x18\x05 \x01(\r\x12\x0f\n\x07\x65xperts\x18\x06 \x01(\r\x12\x0c\n\x04host\x18\x07 \x01(\t\x12\x0c\n\x04port\x18\x08 \x01(\r\x12\x10\n\x08\x61nnounce\x18\t \x03(\t\x12\x15\n\rinitial_peers\x18\n \x03(\t\x12\x0e\n\x06\x63lient\x18\x0b \x01(\x08\x12\x11\n\ttimeout_s\x18\x0c \x01(\x01\x12\x1c\n\x14relay_bytes_per_hour\x18\r \x01(\x04\x12\x30\n\x0crelay_before\x18\x0e \x01(\x0b\x32\x1a.skipstone.DhtRelayFigures\"J\n\x08\x44htStore\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05owner\x18\x02 \x01(\t\x12\x0e\n\x06record\x18\x03 \x01(\x0c\x12\x12\n\nexpires_at\x18\x04 \x01(\x01\"\x17\n\x07\x44htFind\x12\x0c\n\x04keys\x18\x01 \x03(\t\"\x0b\n\tDhtStatus\"*\n\tDhtAttach\x12\x0e\n\x06relays\x18\x01 \x03(\t\x12\r\n\x05local\x18\x02 \x01(\t\".\n\rDhtOpenTunnel\x12\r\n\x05relay\x18\x01 \x01(\t\x12\x0e\n\x06target\x18\x02 \x01(\t\"\x9c\x01\n\x0c\x44htSituation\x12\x12\n\nmultiaddrs\x18\x01 \x03(\t\x12\r\n\x05peers\x18\x02 \x01(\r\x12\x0f\n\x07records\x18\x03 \x01(\r\x12)\n\x05relay\x18\x04 \x01(\x0b\x32\x1a.skipstone.DhtRelayFigures\x12-\n\x0b\x61ttachments\x18\x05 \x03(\x0b\x32\x18.skipstone.DhtAttachment\"\x91\x01\n\x0f\x44htRelayFigures\x12\x15\n\rcarried_bytes\x18\x01 \x01(\x04\x12\x12\n\nleft_bytes\x18\x02 \x01(\x04\x12\x10\n\x08\x61ttached\x18\x03 \x01(\r\x12\x0f\n\x07tunnels\x18\x04 \x01(\r\x12\x0e\n\x06opened\x18\x05 \x01(\x04\x12\x0f\n\x07refused\x18\x06 \x01(\x04\x12\x0f\n\x07\x63ut_off\x18\x07 \x01(\x04\"@\n\rDhtAttachment\x12\r\n\x05relay\x18\x01 \x01(\t\x12\x10\n\x08standing\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$protocol/generated/dht_process.proto\x12\tskipstone\"\x95\x02\n\nDhtRequest\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12$\n\x05start\x18\x02 \x01(\x0b\x32\x13.skipstone.DhtStartH\x00\x12$\n\x05store\x18\x03 \x01(\x0b\x32\x13.skipstone.DhtStoreH\x00\x12\"\n\x04\x66ind\x18\x04 \x01(\x0b\x32\x12.skipstone.DhtFindH\x00\x12&\n\x06status\x18\x05 \x01(\x0b\x32\x14.skipstone.DhtStatusH\x00\x12&\n\x06\x61ttach\x18\x06 \x01(\x0b\x32\x14.skipstone.DhtAttachH\x00\x12/\n\x0bopen_tunnel\x18\x07 \x01(\x0b\x32\x18.skipstone.DhtOpenTunnelH\x00\x42\x06\n\x04kind\"u\n\x08\x44htReply\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x02 \x01(\t\x12*\n\tsituation\x18\x03 \x01(\x0b\x32\x17.skipstone.DhtSituation\x12\x0f\n\x07records\x18\x04 \x03(\x0c\x12\x0c\n\x04port\x18\x05 \x01(\r\"\x90\x02\n\x08\x44htStart\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\x12\x10\n\x08identity\x18\x02 \x01(\t\x12\x0c\n\x04peer\x18\x03 \x01(\t\x12\x0b\n\x03run\x18\x04 \x01(\t\x12\x0f\n\x07\x65xperts\x18\x05 \x03(\r\x12\x0c\n\x04host\x18\x07 \x01(\t\x12\x0c\n\x04port\x18\x08 \x01(\r\x12\x10\n\x08\x61nnounce\x18\t \x03(\t\x12\x15\n\rinitial_peers\x18\n \x03(\t\x12\x0e\n\x06\x63lient\x18\x0b \x01(\x08\x12\x11\n\ttimeout_s\x18\x0c \x01(\x01\x12\x1c\n\x14relay_bytes_per_hour\x18\r \x01(\x04\x12\x30\n\x0crelay_before\x18\x0e \x01(\x0b\x32\x1a.skipstone.DhtRelayFigures\"J\n\x08\x44htStore\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05owner\x18\x02 \x01(\t\x12\x0e\n\x06record\x18\x03 \x01(\x0c\x12\x12\n\nexpires_at\x18\x04 \x01(\x01\"\x17\n\x07\x44htFind\x12\x0c\n\x04keys\x18\x01 \x03(\t\"\x0b\n\tDhtStatus\"*\n\tDhtAttach\x12\x0e\n\x06relays\x18\x01 \x03(\t\x12\r\n\x05local\x18\x02 \x01(\t\".\n\rDhtOpenTunnel\x12\r\n\x05relay\x18\x01 \x01(\t\x12\x0e\n\x06target\x18\x02 \x01(\t\"\x9c\x01\n\x0c\x44htSituation\x12\x12\n\nmultiaddrs\x18\x01 \x03(\t\x12\r\n\x05peers\x18\x02 \x01(\r\x12\x0f\n\x07records\x18\x03 \x01(\r\x12)\n\x05relay\x18\x04 \x01(\x0b\x32\x1a.skipstone.DhtRelayFigures\x12-\n\x0b\x61ttachments\x18\x05 \x03(\x0b\x32\x18.skipstone.DhtAttachment\"\x91\x01\n\x0f\x44htRelayFigures\x12\x15\n\rcarried_bytes\x18\x01 \x01(\x04\x12\x12\n\nleft_bytes\x18\x02 \x01(\x04\x12\x10\n\x08\x61ttached\x18\x03 \x01(\r\x12\x0f\n\x07tunnels\x18\x04 \x01(\r\x12\x0e\n\x06opened\x18\x05 \x01(\x04\x12\x0f\n\x07refused\x18\x06 \x01(\x04\x12\x0f\n\x07\x63ut_off\x18\x07 \x01(\x04\"@\n\rDhtAttachment\x12\r\n\x05relay\x18\x01 \x01(\t\x12\x10\n\x08standing\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,21 +36,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DHTREPLY']._serialized_start=331
   _globals['_DHTREPLY']._serialized_end=448
   _globals['_DHTSTART']._serialized_start=451
-  _globals['_DHTSTART']._serialized_end=739
-  _globals['_DHTSTORE']._serialized_start=741
-  _globals['_DHTSTORE']._serialized_end=815
-  _globals['_DHTFIND']._serialized_start=817
-  _globals['_DHTFIND']._serialized_end=840
-  _globals['_DHTSTATUS']._serialized_start=842
-  _globals['_DHTSTATUS']._serialized_end=853
-  _globals['_DHTATTACH']._serialized_start=855
-  _globals['_DHTATTACH']._serialized_end=897
-  _globals['_DHTOPENTUNNEL']._serialized_start=899
-  _globals['_DHTOPENTUNNEL']._serialized_end=945
-  _globals['_DHTSITUATION']._serialized_start=948
-  _globals['_DHTSITUATION']._serialized_end=1104
-  _globals['_DHTRELAYFIGURES']._serialized_start=1107
-  _globals['_DHTRELAYFIGURES']._serialized_end=1252
-  _globals['_DHTATTACHMENT']._serialized_start=1254
-  _globals['_DHTATTACHMENT']._serialized_end=1318
+  _globals['_DHTSTART']._serialized_end=723
+  _globals['_DHTSTORE']._serialized_start=725
+  _globals['_DHTSTORE']._serialized_end=799
+  _globals['_DHTFIND']._serialized_start=801
+  _globals['_DHTFIND']._serialized_end=824
+  _globals['_DHTSTATUS']._serialized_start=826
+  _globals['_DHTSTATUS']._serialized_end=837
+  _globals['_DHTATTACH']._serialized_start=839
+  _globals['_DHTATTACH']._serialized_end=881
+  _globals['_DHTOPENTUNNEL']._serialized_start=883
+  _globals['_DHTOPENTUNNEL']._serialized_end=929
+  _globals['_DHTSITUATION']._serialized_start=932
+  _globals['_DHTSITUATION']._serialized_end=1088
+  _globals['_DHTRELAYFIGURES']._serialized_start=1091
+  _globals['_DHTRELAYFIGURES']._serialized_end=1236
+  _globals['_DHTATTACHMENT']._serialized_start=1238
+  _globals['_DHTATTACHMENT']._serialized_end=1302
 # @@protoc_insertion_point(module_scope)

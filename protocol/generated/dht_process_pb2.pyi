@@ -39,12 +39,11 @@ class DhtReply(_message.Message):
     def __init__(self, number: _Optional[int] = ..., failed: _Optional[str] = ..., situation: _Optional[_Union[DhtSituation, _Mapping]] = ..., records: _Optional[_Iterable[bytes]] = ..., port: _Optional[int] = ...) -> None: ...
 
 class DhtStart(_message.Message):
-    __slots__ = ("folder", "identity", "peer", "run", "stages", "experts", "host", "port", "announce", "initial_peers", "client", "timeout_s", "relay_bytes_per_hour", "relay_before")
+    __slots__ = ("folder", "identity", "peer", "run", "experts", "host", "port", "announce", "initial_peers", "client", "timeout_s", "relay_bytes_per_hour", "relay_before")
     FOLDER_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     PEER_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
-    STAGES_FIELD_NUMBER: _ClassVar[int]
     EXPERTS_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     PORT_FIELD_NUMBER: _ClassVar[int]
@@ -58,8 +57,7 @@ class DhtStart(_message.Message):
     identity: str
     peer: str
     run: str
-    stages: int
-    experts: int
+    experts: _containers.RepeatedScalarFieldContainer[int]
     host: str
     port: int
     announce: _containers.RepeatedScalarFieldContainer[str]
@@ -68,7 +66,7 @@ class DhtStart(_message.Message):
     timeout_s: float
     relay_bytes_per_hour: int
     relay_before: DhtRelayFigures
-    def __init__(self, folder: _Optional[str] = ..., identity: _Optional[str] = ..., peer: _Optional[str] = ..., run: _Optional[str] = ..., stages: _Optional[int] = ..., experts: _Optional[int] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., announce: _Optional[_Iterable[str]] = ..., initial_peers: _Optional[_Iterable[str]] = ..., client: _Optional[bool] = ..., timeout_s: _Optional[float] = ..., relay_bytes_per_hour: _Optional[int] = ..., relay_before: _Optional[_Union[DhtRelayFigures, _Mapping]] = ...) -> None: ...
+    def __init__(self, folder: _Optional[str] = ..., identity: _Optional[str] = ..., peer: _Optional[str] = ..., run: _Optional[str] = ..., experts: _Optional[_Iterable[int]] = ..., host: _Optional[str] = ..., port: _Optional[int] = ..., announce: _Optional[_Iterable[str]] = ..., initial_peers: _Optional[_Iterable[str]] = ..., client: _Optional[bool] = ..., timeout_s: _Optional[float] = ..., relay_bytes_per_hour: _Optional[int] = ..., relay_before: _Optional[_Union[DhtRelayFigures, _Mapping]] = ...) -> None: ...
 
 class DhtStore(_message.Message):
     __slots__ = ("key", "owner", "record", "expires_at")

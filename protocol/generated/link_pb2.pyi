@@ -268,20 +268,22 @@ class Hop(_message.Message):
     def __init__(self, module: _Optional[_Union[ModuleId, _Mapping]] = ..., peer: _Optional[str] = ...) -> None: ...
 
 class Route(_message.Message):
-    __slots__ = ("microbatch", "hops", "position", "modules", "lifetime_ms", "signature")
+    __slots__ = ("microbatch", "hops", "position", "modules", "lifetime_ms", "signature", "documents")
     MICROBATCH_FIELD_NUMBER: _ClassVar[int]
     HOPS_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     MODULES_FIELD_NUMBER: _ClassVar[int]
     LIFETIME_MS_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    DOCUMENTS_FIELD_NUMBER: _ClassVar[int]
     microbatch: MicrobatchId
     hops: _containers.RepeatedCompositeFieldContainer[Hop]
     position: int
     modules: _containers.RepeatedCompositeFieldContainer[ModuleId]
     lifetime_ms: int
     signature: bytes
-    def __init__(self, microbatch: _Optional[_Union[MicrobatchId, _Mapping]] = ..., hops: _Optional[_Iterable[_Union[Hop, _Mapping]]] = ..., position: _Optional[int] = ..., modules: _Optional[_Iterable[_Union[ModuleId, _Mapping]]] = ..., lifetime_ms: _Optional[int] = ..., signature: _Optional[bytes] = ...) -> None: ...
+    documents: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, microbatch: _Optional[_Union[MicrobatchId, _Mapping]] = ..., hops: _Optional[_Iterable[_Union[Hop, _Mapping]]] = ..., position: _Optional[int] = ..., modules: _Optional[_Iterable[_Union[ModuleId, _Mapping]]] = ..., lifetime_ms: _Optional[int] = ..., signature: _Optional[bytes] = ..., documents: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Forward(_message.Message):
     __slots__ = ("route", "purpose", "tensor")
@@ -752,7 +754,7 @@ class LaneAbandon(_message.Message):
     def __init__(self, epoch: _Optional[bytes] = ..., number: _Optional[int] = ...) -> None: ...
 
 class Question(_message.Message):
-    __slots__ = ("id", "manifest", "status", "evaluate", "state", "dial_back", "call", "called")
+    __slots__ = ("id", "manifest", "status", "evaluate", "state", "dial_back", "call", "called", "router")
     ID_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
@@ -761,6 +763,7 @@ class Question(_message.Message):
     DIAL_BACK_FIELD_NUMBER: _ClassVar[int]
     CALL_FIELD_NUMBER: _ClassVar[int]
     CALLED_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
     id: int
     manifest: ManifestQuestion
     status: StatusQuestion
@@ -769,9 +772,14 @@ class Question(_message.Message):
     dial_back: DialBackQuestion
     call: CallQuestion
     called: CalledQuestion
-    def __init__(self, id: _Optional[int] = ..., manifest: _Optional[_Union[ManifestQuestion, _Mapping]] = ..., status: _Optional[_Union[StatusQuestion, _Mapping]] = ..., evaluate: _Optional[_Union[EvaluateQuestion, _Mapping]] = ..., state: _Optional[_Union[StateQuestion, _Mapping]] = ..., dial_back: _Optional[_Union[DialBackQuestion, _Mapping]] = ..., call: _Optional[_Union[CallQuestion, _Mapping]] = ..., called: _Optional[_Union[CalledQuestion, _Mapping]] = ...) -> None: ...
+    router: RouterQuestion
+    def __init__(self, id: _Optional[int] = ..., manifest: _Optional[_Union[ManifestQuestion, _Mapping]] = ..., status: _Optional[_Union[StatusQuestion, _Mapping]] = ..., evaluate: _Optional[_Union[EvaluateQuestion, _Mapping]] = ..., state: _Optional[_Union[StateQuestion, _Mapping]] = ..., dial_back: _Optional[_Union[DialBackQuestion, _Mapping]] = ..., call: _Optional[_Union[CallQuestion, _Mapping]] = ..., called: _Optional[_Union[CalledQuestion, _Mapping]] = ..., router: _Optional[_Union[RouterQuestion, _Mapping]] = ...) -> None: ...
 
 class ManifestQuestion(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RouterQuestion(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
@@ -858,7 +866,7 @@ class CalledQuestion(_message.Message):
     def __init__(self, record: _Optional[bytes] = ...) -> None: ...
 
 class Answer(_message.Message):
-    __slots__ = ("id", "manifest", "status", "evaluation", "refused", "state", "dial_back", "call", "called")
+    __slots__ = ("id", "manifest", "status", "evaluation", "refused", "state", "dial_back", "call", "called", "router")
     ID_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
@@ -868,6 +876,7 @@ class Answer(_message.Message):
     DIAL_BACK_FIELD_NUMBER: _ClassVar[int]
     CALL_FIELD_NUMBER: _ClassVar[int]
     CALLED_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
     id: int
     manifest: bytes
     status: bytes
@@ -877,4 +886,5 @@ class Answer(_message.Message):
     dial_back: bytes
     call: bytes
     called: bytes
-    def __init__(self, id: _Optional[int] = ..., manifest: _Optional[bytes] = ..., status: _Optional[bytes] = ..., evaluation: _Optional[bytes] = ..., refused: _Optional[str] = ..., state: _Optional[bytes] = ..., dial_back: _Optional[bytes] = ..., call: _Optional[bytes] = ..., called: _Optional[bytes] = ...) -> None: ...
+    router: bytes
+    def __init__(self, id: _Optional[int] = ..., manifest: _Optional[bytes] = ..., status: _Optional[bytes] = ..., evaluation: _Optional[bytes] = ..., refused: _Optional[str] = ..., state: _Optional[bytes] = ..., dial_back: _Optional[bytes] = ..., call: _Optional[bytes] = ..., called: _Optional[bytes] = ..., router: _Optional[bytes] = ...) -> None: ...

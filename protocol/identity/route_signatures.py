@@ -5,8 +5,13 @@ Ed25519 (RFC 8032) by the data node's identity key, whose public half is in its 
     "skipstone-route:2" 0 | run (32 bytes) | number (8) | purpose (1) | lifetime in ms (4) | modules: stage (2), expert
     (2) each
 
-with all integers big-endian. Only who was given the microbatch knows the signature, so nobody else can send its
-tensors.
+with all integers big-endian; of a microbatch of documents over
+
+    "skipstone-route-documents:1" 0 | ... as above, with the number of modules (2) before them | tokens of each document
+    (4)
+
+so that no peer on the way can make others mask it otherwise. Only who was given the microbatch knows the signature, so
+nobody else can send its tensors.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ from swarm.vocabulary.pipeline_messages import Forward, MicrobatchTensor, Purpos
 from swarm.vocabulary.types import MicrobatchId, ModuleId, Path, PeerId, RunId, SignedRoute
 
 DOMAIN: Final = b"skipstone-route:2\0"
+DOCUMENTS_DOMAIN: Final = b"skipstone-route-documents:1\0"
 REMEMBERED: Final = 4096
 """Signatures that have been found good: of what comes again, as every microbatch does on its way back, none is checked
 twice."""
@@ -40,16 +46,23 @@ class Routes:
         self._run = run
         self._good: OrderedDict[bytes, None] = OrderedDict()
 
-    def signed(self, microbatch: MicrobatchId, path: Path, purpose: Purpose, lifetime_s: float) -> Path:
+    def signed(
+        self,
+        microbatch: MicrobatchId,
+        path: Path,
+        purpose: Purpose,
+        lifetime_s: float,
+        documents: tuple[int, ...] = (),
+    ) -> Path:
         """Signs the route of one of our own microbatches; returns its path, as everybody will read it: the lifetime in
         whole milliseconds, so that what comes back is on the same route.
         """
         lifetime_s = milliseconds(lifetime_s) / 1000
         modules = tuple(hop.module for hop in path.hops)
-        data = signed_bytes(self._run, microbatch, purpose, lifetime_s, modules)
+        data = signed_bytes(self._run, microbatch, purpose, lifetime_s, modules, documents)
         signature = self._identity.sign(data)
         self._remember(_name_of(microbatch.data_node, signature, data))
-        return replace(path, route=SignedRoute(modules, lifetime_s, signature))
+        return replace(path, route=SignedRoute(modules, lifetime_s, signature, documents))
 
     def fault(self, message: MicrobatchTensor) -> str | None:
         """The reason why the message does not go where its data node has signed that it may; None when it does. Takes
@@ -63,7 +76,7 @@ class Routes:
         purpose = (
             message.purpose if isinstance(message, Forward) else Purpose.TRAIN
         )  # what is evaluated never comes back
-        data = signed_bytes(self._run, microbatch, purpose, route.lifetime_s, route.modules)
+        data = signed_bytes(self._run, microbatch, purpose, route.lifetime_s, route.modules, route.documents)
         name = _name_of(microbatch.data_node, route.signature, data)
         if name in self._good:
             return None
@@ -79,12 +92,21 @@ class Routes:
 
 
 def signed_bytes(
-    run: RunId, microbatch: MicrobatchId, purpose: Purpose, lifetime_s: float, modules: tuple[ModuleId, ...]
+    run: RunId,
+    microbatch: MicrobatchId,
+    purpose: Purpose,
+    lifetime_s: float,
+    modules: tuple[ModuleId, ...],
+    documents: tuple[int, ...] = (),
 ) -> bytes:
     """The bytes that are signed. The data node is not in it: its key is."""
-    parts = [DOMAIN, bytes.fromhex(run), microbatch.number.to_bytes(8), purpose.value.to_bytes(1)]
+    parts = [DOCUMENTS_DOMAIN if documents else DOMAIN]
+    parts += [bytes.fromhex(run), microbatch.number.to_bytes(8), purpose.value.to_bytes(1)]
     parts.append(milliseconds(lifetime_s).to_bytes(4))
+    if documents:
+        parts.append(len(modules).to_bytes(2))
     parts += [module.stage.to_bytes(2) + module.expert.to_bytes(2) for module in modules]
+    parts += [tokens.to_bytes(4) for tokens in documents]
     return b"".join(parts)
 
 

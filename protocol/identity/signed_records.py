@@ -168,6 +168,7 @@ def _body_of(announcement: Announcement) -> bytes:
         incarnation=announcement.incarnation,
         via=announcement.via,
         relay=announcement.relay,
+        quadratic_share=announcement.quadratic_share,
     ).SerializeToString(deterministic=True)
     return encoded
 
@@ -198,6 +199,7 @@ def _announcement_of(body: records_pb2.Announcement) -> Announcement:
         expires_at=body.expires_at,
         via=tuple(PeerId(peer) for peer in body.via),
         relay=body.relay,
+        quadratic_share=body.quadratic_share,
     )
 
 
@@ -259,6 +261,8 @@ def _check_figures(announcement: Announcement) -> None:
         raise ProtocolViolation(f"record: protocol versions {versions.lowest} to {versions.highest} make no sense")
     if not (math.isfinite(announcement.tokens_per_second) and 0 <= announcement.tokens_per_second <= MAX_COUNT):
         raise ProtocolViolation(f"record: {announcement.tokens_per_second} tokens per second make no sense")
+    if not 0 <= announcement.quadratic_share <= 1:  # nor NaN
+        raise ProtocolViolation(f"record: a quadratic share of {announcement.quadratic_share} makes no sense")
     if not 0 <= announcement.free_slots <= announcement.slots <= MAX_SLOTS:
         raise ProtocolViolation(f"record: {announcement.free_slots} free of {announcement.slots} slots make no sense")
     if not 0 <= announcement.steps <= MAX_COUNT:

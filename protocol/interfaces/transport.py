@@ -66,6 +66,8 @@ class QuestionAbout(enum.Enum):
     """To be passed on to another peer: the asker wants a link to it. The answer is empty."""
     CALLED = "called"
     """Passed on: a peer wants a link that is opened from here. The answer is empty, and comes when the link stands."""
+    ROUTER = "router"
+    """The run's router; the answer is `node.experts.router`'s."""
 
 
 Ask = Callable[[PeerId, Question, float], Awaitable[bytes]]

@@ -31,6 +31,9 @@ MAX_DOTS_PER_LINE = 64
 """tomllib takes quadratic time over deeply dotted keys; 64 KiB of them would keep it busy for many seconds."""
 MAX_DEPTH = 8
 """Of nested tables and arrays; a manifest needs 3."""
+DEFAULT_PREFIX: Final = 256
+"""Tokens of a document that its route is chosen by: of bytes a few lines, which tell code from prose and one kind of
+prose from another."""
 SOURCES: Final = "`python-stdlib`, `path:FILE-OR-FOLDER` and `huggingface:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]]`"
 
 
@@ -40,22 +43,27 @@ def block_parameters(model: ModelSection) -> int:
     return model.hidden * (2 * model.hidden + 2 * kv_size + 3 * model.feed_forward)
 
 
-def training_flops_per_token(manifest: Manifest) -> float:
-    """Floating point operations of one token's forward and backward pass through the whole model.
+def quadratic_share(model: ModelSection) -> float:
+    """The cost of a document's attention, in tokens for each square of its tokens: a document of d tokens costs as much
+    as d + quadratic_share x d^2 tokens without attention would.
 
-    Six for every weight that is multiplied, and for the attention of a causal row half of the full square
-    (Kaplan et al. 2020, arXiv:2001.08361, section 2.1).
+    By the operations of a block: two for every weight of its matrices, and 2 x hidden for each pair of tokens of which
+    one sees the other, which are half of all (Kaplan et al. 2020, arXiv:2001.08361, section 2.1). Of the manifest and
+    not of a measurement, so that two starts pack alike.
     """
-    model, blocks = manifest.model, sum(manifest.stages.blocks)
-    weights = block_parameters(model)
-    attention = 6 * model.sequence * model.hidden
-    return float(6 * (blocks * weights + model.hidden * model.vocabulary) + blocks * attention)
+    return model.hidden / block_parameters(model)
+
+
+def document_cost(model: ModelSection, tokens: int) -> float:
+    """The cost of a document of so many tokens, in tokens."""
+    return tokens + quadratic_share(model) * tokens**2
 
 
 _HUB: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(:[\w.-]{0,96}){0,3}", re.ASCII)
 """OWNER/NAME, and nothing that could be a place on this machine."""
 
 Positive = Annotated[int, Field(gt=0)]
+Experts = Annotated[int, Field(ge=1, le=MAX_EXPERTS)]
 Rate = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 
@@ -92,6 +100,10 @@ class ModelSection(Section):
     norm_epsilon: Annotated[float, Field(gt=0, le=0.1, allow_inf_nan=False)] = 1e-5
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Element type of hidden states on the wire and of the matrix products; parameters are kept in float32."""
+    attention: Literal["causal", "documents"] = "causal"
+    """`documents`: a token sees the earlier ones of its own document, and microbatches are whole documents, of equal
+    cost. `causal`: the text is one stream cut into rows, and a token sees all that is before it in its row."""
+    added_later: ClassVar[frozenset[str]] = frozenset({"attention"})
 
     @property
     def head_size(self) -> int:
@@ -114,8 +126,9 @@ class StagesSection(Section):
     blocks: Annotated[tuple[Annotated[int, Field(ge=0, le=1024)], ...], Field(min_length=1, max_length=MAX_STAGES)]
     """Transformer blocks of each stage. Stage 0 also has the embedding, the final norm, the head and the loss; it may
     have 0."""
-    experts: Annotated[int, Field(ge=1, le=MAX_EXPERTS)] = 1
-    """Modules at each stage but stage 0, which has one."""
+    experts: Experts | Annotated[tuple[Experts, ...], Field(min_length=1, max_length=MAX_STAGES)] = 1
+    """Modules at each stage but stage 0, which has one: a number for all of them, or one for each stage, the first of
+    which is 1. A document is routed to one of them at each stage."""
     per_path: Annotated[int, Field(ge=0, le=MAX_STAGES)] | None = None
     """Stages besides stage 0 that one path visits; all of them when absent."""
     reordering: Literal["none", "adjacent"] = "none"
@@ -133,17 +146,41 @@ class StagesSection(Section):
     def visited_per_path(self) -> int:
         return self.count - 1 if self.per_path is None else self.per_path
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether some stage has several modules, so that documents are routed."""
+        return any(experts > 1 for experts in self.experts_of_each)
+
+    def experts_at(self, stage: int) -> int:
+        """The modules of a stage of the run."""
+        if isinstance(self.experts, tuple):
+            return self.experts[stage]
+        return self.experts if stage else 1
+
+    @property
+    def experts_of_each(self) -> tuple[int, ...]:
+        """The modules of each stage, stage 0's first."""
+        return tuple(self.experts_at(stage) for stage in range(self.count))
+
+    @model_validator(mode="after")
+    def _experts_fit(self) -> Self:
+        if isinstance(self.experts, tuple) and (len(self.experts) != self.count or self.experts[0] != 1):
+            raise ValueError(
+                f"experts must be one number, or one for each of the {self.count} stages, the first of which is 1"
+            )
+        if (modules := sum(self.experts_of_each)) > MAX_MODULES:
+            each = "their" if isinstance(self.experts, tuple) else self.experts
+            raise ValueError(
+                f"{self.count} stages with {each} experts each make {modules} modules; a run has {MAX_MODULES} at most"
+            )
+        return self
+
     @model_validator(mode="after")
     def _path_fits(self) -> Self:
         if any(blocks == 0 for blocks in self.blocks[1:]):
             raise ValueError("blocks: every stage but stage 0 needs at least 1 block")
         if sum(self.blocks) == 0:
             raise ValueError("blocks: the model needs at least 1 block")
-        if (modules := 1 + (self.count - 1) * self.experts) > MAX_MODULES:
-            raise ValueError(
-                f"{self.count} stages with {self.experts} experts each make {modules} modules; a run has "
-                f"{MAX_MODULES} at most"
-            )
         if self.per_path is not None and not min(1, self.count - 1) <= self.per_path <= self.count - 1:
             raise ValueError(f"per_path ({self.per_path}) must be from 1 to {self.count - 1}, the stages after stage 0")
         return self
@@ -218,18 +255,32 @@ class AdamWSection(Section):
 
 
 class ScheduleSection(Section):
-    """Learning rate over inner steps: linear warm-up, then as `kind` says, down to `final_ratio` of the peak at
-    `total_steps`."""
+    """Learning rate over the tokens that the run has trained on: linear warm-up, then as `kind` says, down to
+    `final_ratio` of the peak."""
 
     kind: Literal["constant", "cosine", "linear"] = "cosine"
     warmup_steps: Annotated[int, Field(ge=0)] = 20
+    """Of `inner_tokens` tokens each; not used where tokens are given."""
     total_steps: Positive = 1000
+    """As `warmup_steps`."""
     final_ratio: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.1
+    warmup_tokens: Annotated[int, Field(ge=0)] | None = None
+    """The peak is reached after this many tokens of the whole run."""
+    total_tokens: Positive | None = None
+    """The end is reached after this many tokens of the whole run, whatever the number of replicas and of stages that
+    paths visit. Replaces `total_steps`."""
+    added_later: ClassVar[frozenset[str]] = frozenset({"warmup_tokens", "total_tokens"})
 
     @model_validator(mode="after")
     def _warmup_fits(self) -> Self:
         if self.warmup_steps >= self.total_steps:
             raise ValueError(f"warmup_steps ({self.warmup_steps}) must be less than total_steps ({self.total_steps})")
+        if (self.warmup_tokens is None) != (self.total_tokens is None):
+            raise ValueError("warmup_tokens and total_tokens must be given together")
+        if self.total_tokens is not None and self.warmup_tokens is not None and self.warmup_tokens >= self.total_tokens:
+            raise ValueError(
+                f"warmup_tokens ({self.warmup_tokens}) must be less than total_tokens ({self.total_tokens})"
+            )
         return self
 
 
@@ -263,6 +314,19 @@ class TrainingSection(Section):
     schedule: ScheduleSection = ScheduleSection()
     outer: OuterSection = OuterSection()
 
+    @property
+    def schedule_tokens(self) -> tuple[int, int]:
+        """The tokens of the whole run after which the warm-up and the schedule end."""
+        schedule = self.schedule
+        if schedule.total_tokens is not None and schedule.warmup_tokens is not None:
+            return schedule.warmup_tokens, schedule.total_tokens
+        return schedule.warmup_steps * self.inner_tokens, schedule.total_steps * self.inner_tokens
+
+    @property
+    def scheduled_steps(self) -> int:
+        """The inner steps of `inner_tokens` tokens after which the schedule ends, where nothing is skipped."""
+        return -(-self.schedule_tokens[1] // self.inner_tokens)
+
 
 class CodecSection(Section):
     """The strongest compression allowed for each kind of traffic. Peers compress hidden states and their gradients only
@@ -282,6 +346,15 @@ class CodecSection(Section):
     is slow."""
 
 
+class RoutingSection(Section):
+    """The router of a run with experts: to which of them each document goes."""
+
+    router: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    """BLAKE3 of the router's bytes, which peers give each other."""
+    prefix: Annotated[int, Field(ge=8, le=4096)] = DEFAULT_PREFIX
+    """The first tokens of a document, by which its route is chosen."""
+
+
 class Manifest(Section):
     """The definition of a run. Read one with `protocol.manifest.signing`; compare two by their RunId."""
 
@@ -295,10 +368,27 @@ class Manifest(Section):
     data: DataSection = DataSection()
     training: TrainingSection
     codecs: CodecSection = CodecSection()
+    routing: RoutingSection | None = None
+    """Only of a run with experts. Without it documents are dealt to them by chance, of their names and the seed."""
+    added_later: ClassVar[frozenset[str]] = frozenset({"routing"})
+
+    @property
+    def route_prefix(self) -> int:
+        """The first tokens of a document, by which its route is chosen, and which held-out losses leave out; 0 in a run
+        without experts."""
+        if not self.stages.has_experts:
+            return 0
+        return DEFAULT_PREFIX if self.routing is None else self.routing.prefix
 
     @property
     def microbatch_tokens(self) -> int:
+        """The tokens of a microbatch; at most, where it is whole documents."""
         return self.training.rows * self.model.sequence
+
+    @property
+    def packs_documents(self) -> bool:
+        """Whether microbatches are whole documents, each with positions and attention of its own."""
+        return self.model.attention == "documents"
 
     @property
     def microbatches_per_step(self) -> int:
@@ -306,8 +396,17 @@ class Manifest(Section):
 
     @property
     def hidden_shape(self) -> tuple[int, int, int]:
-        """The shape of the hidden states between stages: rows, tokens, hidden."""
+        """The shape of the hidden states between stages: rows, tokens, hidden. The largest, where microbatches are
+        whole documents: those are one row of no fixed length."""
+        if self.packs_documents:
+            return (1, self.microbatch_tokens, self.model.hidden)
         return (self.training.rows, self.model.sequence, self.model.hidden)
+
+    def step_tokens(self, module: ModuleId) -> int:
+        """The tokens of a replica's inner step. Those of a step of stage 0 are dealt among the experts of a stage, so
+        that all modules take as many steps; a microbatch is the least."""
+        share = self.training.inner_tokens // self.stages.experts_at(module.stage)
+        return max(1, share // self.microbatch_tokens) * self.microbatch_tokens
 
     def modules(self) -> tuple[ModuleId, ...]:
         """Every module of the run, in order of stage and expert; at most MAX_MODULES."""
@@ -315,13 +414,22 @@ class Manifest(Section):
 
     def has(self, module: ModuleId) -> bool:
         """Whether the module is one of the run's."""
-        experts = self.stages.experts if module.stage else 1
-        return module.stage < self.stages.count and module.expert < experts
+        return module.stage < self.stages.count and module.expert < self.stages.experts_at(module.stage)
 
     @cached_property
     def _modules(self) -> tuple[ModuleId, ...]:
-        rest = (ModuleId(s, e) for s in range(1, self.stages.count) for e in range(self.stages.experts))
-        return (ModuleId(0), *rest)
+        stages = enumerate(self.stages.experts_of_each)
+        return tuple(ModuleId(stage, expert) for stage, experts in stages for expert in range(experts))
+
+    @model_validator(mode="after")
+    def _experts_have_routes(self) -> Self:
+        if self.stages.has_experts and not self.packs_documents:
+            raise ValueError(
+                'stages.experts above 1 needs model.attention = "documents": whole documents are routed to experts'
+            )
+        if self.routing is not None and not self.stages.has_experts:
+            raise ValueError("routing must not be given when no stage has several experts (stages.experts)")
+        return self
 
     @model_validator(mode="after")
     def _step_is_whole(self) -> Self:

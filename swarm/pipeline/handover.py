@@ -8,7 +8,8 @@ A lost, busy or refusing peer is replaced by another replica of its module, from
 none, the holder tries the same peer again for PATIENCE_S, or until new paths go round that stage. What differs:
 
 * On the way out any replica will do, and is asked at once. Where there is none the hop is skipped, if the run's rules
-  allow a path without it.
+  allow a path without it. Not so where another expert of its stage is served: a route's modules are never replaced
+  under way, so the microbatch is stranded, and its data node sends the text out anew by the next-best route.
 * On the way back the peer that it came from has the input. A replica that stands in for it has to fetch that and to
   compute the visit anew (`swarm.pipeline.backward_failover`), so the peer is waited for first. No hop is skipped.
 """
@@ -157,16 +158,19 @@ class Handover:
         return []
 
     def _goes_round(self, holding: Holding) -> bool:
-        """Whether the next hop is done without, as new paths do: out, it is skipped; back, a microbatch sent anew would
-        be home before one that waits for somebody to stand in."""
+        """Whether the next hop is done without, as new paths do: out, it is skipped; back, or where another expert is
+        visited instead, a microbatch sent anew would be home before one that waits for somebody to stand in."""
         module = holding.next_module
         if module is None or not self._replicas.goes_round(module):
             return False
-        return holding.direction is Direction.BACKWARD or self._may_skip(holding)
+        anew = holding.direction is Direction.BACKWARD or self._replicas.has_other_expert(module)
+        return anew or self._may_skip(holding)
 
     def _may_skip(self, holding: Holding) -> bool:
-        longer = len(holding.path.hops) > self._replicas.fewest_hops
-        return longer and holding.purpose is Purpose.TRAIN and holding.next_module is not None
+        module, longer = holding.next_module, len(holding.path.hops) > self._replicas.fewest_hops
+        if module is None or not longer or holding.purpose is not Purpose.TRAIN:
+            return False
+        return not self._replicas.has_other_expert(module)
 
     def _give_up(self, holding: Holding, detail: str, now: float) -> list[Action]:
         """Nobody can take it: skips the next hop, or strands it there."""

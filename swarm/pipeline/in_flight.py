@@ -1,7 +1,8 @@
 """A data node's microbatches in flight: when the next may start, their counts, and when a step is complete.
 
-A *step* is `per_step` completed microbatches. With staleness z a microbatch of step s + 1 + z waits until step s is
-complete, so that with z = 0 nothing of a step is computed with parameters from before the last one.
+A *step* is as many completed microbatches as have its tokens (`swarm.workload.step_rule`). With staleness z a
+microbatch of step s + 1 + z waits until step s is complete, so that with z = 0 nothing of a step is computed with
+parameters from before the last one.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from swarm.vocabulary.types import MicrobatchId, Path, PeerId, Reasoned
+from swarm.workload.step_rule import StepRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +33,14 @@ class Flight:
     microbatch: MicrobatchId
     path: Path
     started: float
+    tokens: int = 1
     loss: float | None = None
     """Nats per token, once the loss has been computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """A step is complete. `loss` is the mean over its microbatches, in nats per token."""
+    """A step is complete. `loss` is the mean over its tokens, in nats."""
 
     step: int
     loss: float
@@ -49,20 +52,27 @@ class FlightRules:
     """The limits of microbatches under way.
 
     Args:
-        per_step: microbatches of one step.
+        per_step: microbatches of one step, where all are as large as they may be.
         staleness: steps that may be begun before the current one is complete.
         window: microbatches in flight at most.
         steps: stop after this many; None means never.
+        microbatch_tokens: of one microbatch, at most.
     """
 
     per_step: int
     staleness: int
     window: int
     steps: int | None = None
+    microbatch_tokens: int = 1
+
+    @property
+    def step(self) -> StepRule:
+        """The rule by which microbatches make steps."""
+        return StepRule(self.per_step * self.microbatch_tokens, self.microbatch_tokens)
 
     @property
     def most_in_flight(self) -> int:
-        """The largest number of microbatches under way at once."""
+        """The largest number of microbatches under way at once, where all are as large as they may be."""
         return min(self.window, self.per_step * (1 + self.staleness))
 
 
@@ -73,14 +83,17 @@ class Flights:
     Args:
         first_number: of the first microbatch. A data node that comes back must not use a number of its earlier life
             again: others may still hold that microbatch.
+        steps_done: completed, those of earlier lives included.
     """
 
     own: PeerId
     rules: FlightRules
     first_number: int = 0
     counts: Counts = field(default_factory=Counts)
+    steps_done: int = 0
     _flying: dict[MicrobatchId, Flight] = field(default_factory=dict)
-    _losses: list[float] = field(default_factory=list)
+    _done: list[Flight] = field(default_factory=list)
+    """Of the step that is not complete yet."""
     _next_number: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -95,10 +108,6 @@ class Flights:
         return self._next_number
 
     @property
-    def steps_done(self) -> int:
-        return self.counts.completed // self.rules.per_step
-
-    @property
     def finished(self) -> bool:
         """All steps that were asked for are complete and nothing is under way."""
         return self.rules.steps is not None and self.steps_done >= self.rules.steps and not self._flying
@@ -111,18 +120,18 @@ class Flights:
         flying, rules = len(self._flying), self.rules
         if flying >= rules.window:
             return Reasoned(False, f"the window of {rules.window} is full")
-        begun = self.counts.completed + flying
-        if rules.steps is not None and begun >= rules.steps * rules.per_step:
+        begun = sum(flight.tokens for flight in (*self._done, *self._flying.values()))
+        if rules.steps is not None and rules.step.is_complete(begun, rules.steps - self.steps_done):
             return Reasoned(False, f"all {rules.steps} steps are under way or done")
-        if begun >= (self.steps_done + 1 + rules.staleness) * rules.per_step:
+        if rules.step.is_complete(begun, 1 + rules.staleness):
             return Reasoned(False, f"step {self.steps_done + 1} is not complete")
         return Reasoned(True, "there is room")
 
-    def start(self, path: Path, now: float) -> Flight:
-        """Numbers and notes a new microbatch on its planned path."""
+    def start(self, path: Path, now: float, tokens: int = 1) -> Flight:
+        """Numbers and notes a new microbatch of so many tokens on its planned path."""
         microbatch = MicrobatchId(self.own, self._next_number)
         self._next_number += 1
-        flight = Flight(microbatch, path, now)
+        flight = Flight(microbatch, path, now, tokens)
         self._flying[microbatch] = flight
         self.counts = replace(self.counts, started=self.counts.started + 1)
         return flight
@@ -143,11 +152,14 @@ class Flights:
             self.counts = replace(self.counts, abandoned=self.counts.abandoned + 1)
             return None
         self.counts = replace(self.counts, completed=self.counts.completed + 1)
-        self._losses.append(flight.loss)
-        if self.counts.completed % self.rules.per_step:
+        self._done.append(flight)
+        tokens = sum(done.tokens for done in self._done)
+        if not self.rules.step.is_complete(tokens):
             return None
-        losses, self._losses = self._losses, []
-        return StepDone(self.steps_done, sum(losses) / len(losses), len(losses))
+        done, self._done = self._done, []
+        self.steps_done += 1
+        loss = sum(each.tokens * each.loss for each in done if each.loss is not None) / tokens
+        return StepDone(self.steps_done, loss, len(done))
 
     def abandon(self, microbatch: MicrobatchId) -> Flight | None:
         """Gives a microbatch up. Returns its flight, or None when it is not under way (any more).

@@ -75,6 +75,10 @@ class Replicas(Protocol):
         """Whether new paths do without the module, because nobody who serves it can be reached: then nobody waits for
         it."""
 
+    def has_other_expert(self, module: ModuleId) -> bool:
+        """Whether another module of its stage is served: then no path skips the stage, and what cannot visit the
+        module sets out anew to that one."""
+
 
 class Stays:
     """The time that the microbatches of each data node stay here, and by that how long one of them may lie without

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from swarm.vocabulary.types import PeerId
 
-Route = tuple[PeerId, ...]
+PeerRoute = tuple[PeerId, ...]
 """The peers of a path in the order of their visits, without the data node at both ends."""
 
 

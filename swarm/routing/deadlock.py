@@ -14,20 +14,20 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from swarm.routing.cost_model import Costs, Route
+from swarm.routing.cost_model import Costs, PeerRoute
 from swarm.vocabulary.types import PeerId
 
 Arrows = dict[PeerId, set[PeerId]]
 
 
-def in_order(route: Route, stage_of: Mapping[PeerId, int]) -> Route:
+def in_order(route: PeerRoute, stage_of: Mapping[PeerId, int]) -> PeerRoute:
     """The same peers without a step back. Legal whenever some order of these stages is: when they are sorted, no jump
     is wider than before."""
     return tuple(sorted(route, key=lambda peer: stage_of[peer]))
 
 
 def closes_a_circle(
-    route: Route, others: Iterable[Route], stage_of: Mapping[PeerId, int], crowded: Callable[[PeerId], bool]
+    route: PeerRoute, others: Iterable[PeerRoute], stage_of: Mapping[PeerId, int], crowded: Callable[[PeerId], bool]
 ) -> bool:
     """Whether a step back on this route may be part of a circle.
 
@@ -53,7 +53,7 @@ def closes_a_circle(
     return any(_leads(arrows, earlier, later) for later, earlier in back)
 
 
-def crowded_by(plan: Mapping[PeerId, Sequence[Route]], costs: Costs) -> Callable[[PeerId], bool]:
+def crowded_by(plan: Mapping[PeerId, Sequence[PeerRoute]], costs: Costs) -> Callable[[PeerId], bool]:
     """Whether the routes of a plan can bring more microbatches at once to a peer than it has slots for."""
     most: Counter[PeerId] = Counter()
     for data_node, routes in plan.items():

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from swarm.routing.cost_model import Costs, Route
+from swarm.routing.cost_model import Costs, PeerRoute
 from swarm.routing.path_rules import OrderTree, PathRules, order_tree
 from swarm.routing.route_search import cheapest_by_set
 from swarm.vocabulary.types import PeerId
@@ -36,7 +36,7 @@ class Trade:
 
     asking: LaneId
     asked: LaneId
-    routes: tuple[Route, Route]
+    routes: tuple[PeerRoute, PeerRoute]
     gain: float
 
 
@@ -59,7 +59,7 @@ class LaneBook:
         self._price = {peer: (1 + costs.backward_factor) * costs.forward_s[peer] for peer in self.stage_of}
         """Of a visit to each peer: its compute time, and the waiting for the lanes that are on it."""
         self._alone: dict[LaneId, float] = {}
-        self.routes: dict[LaneId, Route] = {}
+        self.routes: dict[LaneId, PeerRoute] = {}
 
     # ---- looking -------------------------------------------------------------------------------------------------
 
@@ -74,19 +74,19 @@ class LaneBook:
         """Round trip of a lane when nobody waits: as its data node said, or by the costs here."""
         return self._alone[lane]
 
-    def of(self, data_node: PeerId) -> tuple[Route, ...]:
+    def of(self, data_node: PeerId) -> tuple[PeerRoute, ...]:
         """A data node's lanes."""
         return tuple(self.routes[data_node, k] for k in range(self._lanes) if (data_node, k) in self.routes)
 
-    def stages(self, route: Route) -> frozenset[int]:
+    def stages(self, route: PeerRoute) -> frozenset[int]:
         """What a route visits, as far as its peers are known."""
         return frozenset(self.stage_of[peer] for peer in route if peer in self.stage_of)
 
-    def whole(self, route: Route) -> bool:
+    def whole(self, route: PeerRoute) -> bool:
         """Whether all its peers are there."""
         return all(peer in self.stage_of for peer in route)
 
-    def serves(self, route: Route, stages: frozenset[int]) -> bool:
+    def serves(self, route: PeerRoute, stages: frozenset[int]) -> bool:
         """Whether all its peers are there, and visit just these stages."""
         return self.whole(route) and self.stages(route) == stages
 
@@ -94,14 +94,14 @@ class LaneBook:
         """Whether lanes can bring more microbatches at once to a peer than it has slots for."""
         return self._most[peer] > self._costs.slots[peer]
 
-    def cheapest(self, data_node: PeerId, *trees: OrderTree) -> dict[frozenset[int], Route]:
+    def cheapest(self, data_node: PeerId, *trees: OrderTree) -> dict[frozenset[int], PeerRoute]:
         """The best route for each set of stages in the trees, at the prices that the lanes in the book make."""
         found = cheapest_by_set(self._costs, data_node, self._price, *trees)
         return {stages: priced.route for stages, priced in found.items()}
 
     # ---- entering ------------------------------------------------------------------------------------------------
 
-    def enter(self, lane: LaneId, route: Route, alone_s: float | None = None) -> None:
+    def enter(self, lane: LaneId, route: PeerRoute, alone_s: float | None = None) -> None:
         """Takes a lane into account.
 
         Args:
@@ -111,7 +111,7 @@ class LaneBook:
         self._alone[lane] = self._costs.round_trip_s(lane[0], route) if alone_s is None else alone_s
         self._burden(lane[0], route, 1)
 
-    def leave(self, lane: LaneId) -> Route:
+    def leave(self, lane: LaneId) -> PeerRoute:
         """Forgets a lane."""
         route = self.routes.pop(lane)
         del self._alone[lane]
@@ -127,7 +127,7 @@ class LaneBook:
             for lane, alone_s, route in kept:
                 self.enter(lane, route, alone_s)
 
-    def _burden(self, data_node: PeerId, route: Route, sign: int) -> None:
+    def _burden(self, data_node: PeerId, route: PeerRoute, sign: int) -> None:
         weight, together = sign * self._weight[data_node], sign * self._together[data_node]
         for peer in route:
             if peer in self._load:
@@ -152,7 +152,7 @@ class LaneBook:
                     best = Trade(asking, asked, routes, gain)
         return best
 
-    def answer(self, asking: LaneId, route: Route, asked: LaneId, stages: frozenset[int]) -> Route | None:
+    def answer(self, asking: LaneId, route: PeerRoute, asked: LaneId, stages: frozenset[int]) -> PeerRoute | None:
         """The asked one's best route for the stages that are to be its own, if the asking lane takes that route."""
         with self._without(asking, asked):
             self._burden(asking[0], route, 1)
@@ -160,7 +160,9 @@ class LaneBook:
             self._burden(asking[0], route, -1)
         return found.get(stages)
 
-    def gain(self, asking: LaneId, asked: LaneId, routes: tuple[Route, Route], times: Mapping[LaneId, float]) -> float:
+    def gain(
+        self, asking: LaneId, asked: LaneId, routes: tuple[PeerRoute, PeerRoute], times: Mapping[LaneId, float]
+    ) -> float:
         """By how much the power mean of round trips falls (its sum, in units of the longest one) when both lanes
         change."""
         worst = max(times.values())
@@ -174,7 +176,7 @@ class LaneBook:
             self.leave(asked)
         return math.fsum((times[lane] / worst) ** URGENCY_POWER for lane in touched) - after
 
-    def _divisions(self, asking: LaneId, asked: LaneId, longest_s: float) -> list[tuple[Route, Route]]:
+    def _divisions(self, asking: LaneId, asked: LaneId, longest_s: float) -> list[tuple[PeerRoute, PeerRoute]]:
         """The ways in which the two could share out their stages, each with the best routes for it."""
         first, second = self.stages(self.routes[asking]), self.stages(self.routes[asked])
         common, single = first & second, first ^ second

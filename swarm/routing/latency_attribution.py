@@ -47,6 +47,8 @@ class _Journey:
     path: Path
     begun: float
     queue: Mapping[PeerId, int]
+    size: float
+    """Its cost in usual microbatches: all that is measured of it is divided by this."""
     turned: float | None = None
     """When its loss was known."""
     home: float | None = None
@@ -93,9 +95,13 @@ class PathTimes:
         self._own, self._times, self._slots_of = own, times, slots_of
         self._journeys: OrderedDict[MicrobatchId, _Journey] = OrderedDict()
 
-    def launched(self, microbatch: MicrobatchId, path: Path, queue: Mapping[PeerId, int], now: float) -> None:
-        """A microbatch sets out; `queue` says how many of ours were under way through each peer then."""
-        self._journeys[microbatch] = _Journey(path, now, dict(queue))
+    def launched(
+        self, microbatch: MicrobatchId, path: Path, queue: Mapping[PeerId, int], now: float, size: float = 1.0
+    ) -> None:
+        """A microbatch sets out; `queue` says how many of ours were under way through each peer then, `size` what it
+        costs, in usual microbatches: a peer must not be taken for slow because it got longer documents.
+        """
+        self._journeys[microbatch] = _Journey(path, now, dict(queue), size)
         while len(self._journeys) > MAX_JOURNEYS:
             self._journeys.popitem(last=False)
 
@@ -152,7 +158,7 @@ class PathTimes:
         if not journey.is_hop(receipt.position):
             journey.resting_s += receipt.waited_s + receipt.computed_s
             if receipt.direction is Direction.FORWARD:
-                self._times.computed(sender, Direction.FORWARD, receipt.computed_s)
+                self._times.computed(sender, Direction.FORWARD, receipt.computed_s / journey.size)
 
     def _note_visit(self, journey: _Journey, mark: _Mark) -> None:
         """As soon as it is known when a hop passed it on and when the one before it did."""
@@ -168,7 +174,7 @@ class PathTimes:
         marks = [(direction, word.receipt.position) for direction in Direction]
         taken_s = [journey.taken_s[mark] for mark in marks if mark in journey.taken_s]
         if len(taken_s) == len(marks) and all(journey.words[mark].sender == word.sender for mark in marks):
-            self._times.visited(word.sender, sum(taken_s), journey.queue.get(word.sender, 0))
+            self._times.visited(word.sender, sum(taken_s) / journey.size, journey.queue.get(word.sender, 0))
 
     def _note_stay(self, journey: _Journey, word: _Word) -> None:
         receipt, sender = word.receipt, word.sender
@@ -176,7 +182,7 @@ class PathTimes:
         claimed_s = min(receipt.computed_s, taken)
         waited_s = min(receipt.waited_s, max(0, self._slots_of(sender) - 1) * (1 + ASSUMED_BACKWARD_FACTOR) * claimed_s)
         computed_s = claimed_s + max(0.0, taken - waited_s - claimed_s - receipt.sent_s)
-        self._times.computed(sender, receipt.direction, computed_s)
+        self._times.computed(sender, receipt.direction, computed_s / journey.size)
         self._times.waited(sender, waited_s)
         journey.resting_s += waited_s + computed_s
 
@@ -189,7 +195,7 @@ class PathTimes:
     def _note_way(self, journey: _Journey, here: PeerId, receipt: Receipt) -> None:
         position = _after((receipt.direction, receipt.position))
         if -1 <= position <= len(journey.path.hops):
-            self._times.sent(here, journey.path.peer_at(position), receipt.sent_s)
+            self._times.sent(here, journey.path.peer_at(position), receipt.sent_s / journey.size)
             journey.sent_s += receipt.sent_s
 
 

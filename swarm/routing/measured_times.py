@@ -12,14 +12,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Final, Generic, TypeVar
 
 from swarm.routing.cost_model import Costs
-from swarm.vocabulary.announcement import Announcement
+from swarm.vocabulary.announcement import Announcement, Speed
 from swarm.vocabulary.ewma import Ewma
 from swarm.vocabulary.pipeline_messages import Direction
 from swarm.vocabulary.types import PeerId, Reasoned
+from swarm.workload.microbatch_sizes import MicrobatchSizes
 
 MAX_PEERS: Final = 20_000
 MAX_LINKS: Final = 200_000
@@ -60,11 +62,13 @@ class MeasuredTimes:
 
     Args:
         own: the data node.
-        tokens: of one microbatch.
+        tokens: of one microbatch, at most.
     """
 
     def __init__(self, own: PeerId, tokens: int) -> None:
-        self._own, self._tokens = own, tokens
+        self._own = own
+        self.sizes = MicrobatchSizes(tokens)
+        """Of those that have set out: what is announced counts for usual ones."""
         self._visits: _Averages[PeerId] = _Averages(MAX_PEERS)
         self._brought_back: _Averages[PeerId] = _Averages(MAX_PEERS)
         """The visits without those that were lost."""
@@ -108,19 +112,19 @@ class MeasuredTimes:
         """Seconds of a visit with an empty queue, as measured; None when it never was."""
         return self._visits.get(peer)
 
-    def visit_s(self, peer: PeerId, announced_tokens_per_s: float) -> Reasoned[float]:
-        """Expected seconds of a visit with an empty queue."""
+    def visit_s(self, peer: PeerId, announced: Speed) -> Reasoned[float]:
+        """Expected seconds of a usual microbatch's visit with an empty queue."""
         known = self._visits.get(peer)
         if known is not None:
             return Reasoned(known.mean, f"measured {known.samples} times")
-        source = "announced" if announced_tokens_per_s > 0 else "unknown"
-        return Reasoned(self._announced_s(announced_tokens_per_s), source)
+        source = "announced" if announced.tokens_per_s > 0 else "unknown"
+        return Reasoned(self._announced_s(announced), source)
 
     def has_brought_back(self, peer: PeerId) -> bool:
         """Whether a microbatch of ours has ever come back from the peer."""
         return self._brought_back.get(peer) is not None
 
-    def usual_s(self, peer: PeerId, announced_tokens_per_s: float) -> float:
+    def usual_s(self, peer: PeerId, announced: Speed) -> float:
         """Seconds of a visit that comes back, with an empty queue: what to wait for before it is taken for lost.
 
         What was lost says nothing of it, else whoever keeps what it gets would be waited for longer each time. A peer
@@ -130,7 +134,7 @@ class MeasuredTimes:
         if known is not None:
             return known.mean
         others = self._brought_back.means().values()
-        return max(others) if others else self._announced_s(announced_tokens_per_s)
+        return max(others) if others else self._announced_s(announced)
 
     def longest_unmeasured(self, peers: Sequence[PeerId]) -> PeerId:
         """Of these, one that was never visited, else the one whose last visit is the oldest.
@@ -174,11 +178,12 @@ class MeasuredTimes:
             return (out.mean + back.mean) / (1 + factor)
         if out is not None:
             return out.mean
-        return self._announced_s(announced.tokens_per_second) / (1 + factor)
+        return self._announced_s(announced.speed) / (1 + factor)
 
-    def _announced_s(self, tokens_per_s: float) -> float:
-        """Of computing out and back."""
-        return self._tokens / (tokens_per_s if tokens_per_s > 0 else UNKNOWN_TOKENS_PER_S)
+    def _announced_s(self, announced: Speed) -> float:
+        """Of computing a usual microbatch out and back."""
+        known = announced if announced.tokens_per_s > 0 else replace(announced, tokens_per_s=UNKNOWN_TOKENS_PER_S)
+        return known.seconds(self.sizes.tokens, self.sizes.squares)
 
     def _ways(self, peers: Sequence[PeerId]) -> Mapping[PeerId, Mapping[PeerId, float]]:
         share = self._link_share.mean if self._link_share.samples else LEAST_LINK_SHARE

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Union
 
 from swarm.vocabulary.errors import ManifestError
-from swarm.vocabulary.types import MAX_VISIT_RATIO
+from swarm.vocabulary.types import MAX_VISIT_RATIO, ModuleId
 
 FAR = 1024
 """A forward jump to any later stage."""
@@ -35,6 +35,7 @@ class PathRules:
         max_back_distance: how far all its steps back may go together.
         visit_ratio: how many times as often as another one a stage after stage 0 may be visited; 1 for equal visits
             (`swarm.routing.visit_shares`).
+        experts: modules of each stage, stage 0 included; empty where each has one.
 
     Raises:
         ManifestError: a path that long cannot exist.
@@ -46,6 +47,7 @@ class PathRules:
     max_back_stops: int = 0
     max_back_distance: int = 0
     visit_ratio: float = 1.0
+    experts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.per_path < max(1, self.stages):
@@ -54,6 +56,17 @@ class PathRules:
             raise ManifestError("a path must be able to go forward, and cannot step back a negative number of times")
         if not 1 <= self.visit_ratio <= MAX_VISIT_RATIO:
             raise ManifestError(f"a visit ratio of {self.visit_ratio} is not from 1 to {MAX_VISIT_RATIO:g}")
+        if self.experts and (len(self.experts) != self.stages or min(self.experts) < 1 or self.experts[0] != 1):
+            raise ManifestError(f"{list(self.experts)} are not the experts of {self.stages} stages, one at stage 0")
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether some stage has several modules, so that documents are routed."""
+        return max(self.experts, default=1) > 1
+
+    def modules_at(self, stage: int) -> tuple[ModuleId, ...]:
+        """The modules of a stage, one for each of its experts."""
+        return tuple(ModuleId(stage, expert) for expert in range(self.experts[stage] if self.experts else 1))
 
     @property
     def skippable(self) -> int:

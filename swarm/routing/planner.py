@@ -9,7 +9,10 @@ that is more. Lanes know of the others already, and announcements are old: data 
 lanes all at once, and a step took 1.25 times as long.
 
 A stage that nobody serves any more is left out where the rules allow a path without it, as repair does under way; at
-the beginning it is waited for.
+the beginning it is waited for. A module that nobody serves, of a stage where another expert is served, is never left
+out: its documents go to that one (`swarm.experts.routes`), and the stage is visited.
+
+In a run with experts there are no lanes: documents come by routes, and the first to finish is as good.
 """
 
 from __future__ import annotations
@@ -19,14 +22,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 
+from swarm.experts.routes import module_at
 from swarm.membership.membership import Membership
 from swarm.routing.measured_times import MeasuredTimes
 from swarm.routing.path_rules import PathRules
 from swarm.routing.stage_balance import Lanes
 from swarm.routing.visit_shares import LEAST_SERVICE_S, VisitShares, equal_shares, reconsidered, share_period
-from swarm.vocabulary.announcement import Announcement
-from swarm.vocabulary.types import Hop, ModuleId, Path, PeerId, Reasoned, short
+from swarm.vocabulary.announcement import NO_SPEED, Announcement, Speed
+from swarm.vocabulary.types import Hop, ModuleId, Path, PeerId, Reasoned, Route, short
 
+GATHER_S = 60.0
+"""A module that nobody has served yet is waited for so long in a run with experts. What is routed to others meanwhile
+is no longer the run that its manifest describes, so it is longer than a swarm needs to start."""
 RECONSIDER_S = 5.0
 """Between two looks at how often stages are to be visited, while there are no lanes."""
 LEAVE_FACTOR = 1.5
@@ -88,11 +95,18 @@ class Planner:
         self._shares, self._reconsider_at = equal_shares(rules), -math.inf
         self._visited: set[ModuleId] = set()
         """On some path so far: who serves them now may have gone, but is not yet to come."""
+        self._has_gathered = not rules.has_experts
+        self._gathers_since: float | None = None
 
-    def plan(self, number: int, in_flight: Mapping[PeerId, int], now: float) -> Reasoned[Path | NoReplica]:
-        """A path for microbatch `number`, or the modules that keep it from one.
+    def plan(
+        self, number: int, route: Route, in_flight: Mapping[PeerId, int], now: float
+    ) -> Reasoned[Path | NoReplica]:
+        """A path for a microbatch, or the modules that keep it from one.
 
         Args:
+            number: of the microbatch; in a run with experts among those of its route, so that whichever routes
+                alternate, each visits all stages equally often.
+            route: its experts, as they are served.
             in_flight: for each peer, how many of our microbatches are on a path through it.
         """
         lanes = self._lanes()
@@ -102,7 +116,7 @@ class Planner:
             chosen = [self._on_lane(hop, in_flight, now, try_another=place == tried) for place, hop in enumerate(lane)]
         else:
             shares = self._shares_at(now)
-            modules = [ModuleId(stage) for stage in visited_stages(self.rules, number, shares)]
+            modules = [module_at(route, stage) for stage in visited_stages(self.rules, number, shares)]
             chosen = [self.replica(module, frozenset(), in_flight, now) for module in modules]
         kept = [
             choice.value is not None or not self.leaves_out(module, now)
@@ -116,10 +130,10 @@ class Planner:
         return plan
 
     def plan_through(
-        self, stages: Sequence[int], in_flight: Mapping[PeerId, int], now: float
+        self, stages: Sequence[int], route: Route, in_flight: Mapping[PeerId, int], now: float
     ) -> Reasoned[Path | NoReplica]:
-        """A path through these stages in this order, whatever the lanes."""
-        modules = [ModuleId(stage) for stage in stages]
+        """A path through the route's modules at these stages in this order, whatever the lanes."""
+        modules = [module_at(route, stage) for stage in stages]
         return self._joined(modules, [self.replica(module, frozenset(), in_flight, now) for module in modules])
 
     def leave_out(self, peer: PeerId, now: float) -> float:
@@ -133,20 +147,63 @@ class Planner:
     def unserved(self, now: float) -> tuple[ModuleId, ...]:
         """The modules that no peer serves any more, whether or not the next path would need them."""
         served = self._membership.served(now)
-        modules = (ModuleId(stage) for stage in range(1, self.rules.stages))
-        return tuple(module for module in modules if module not in served)
+        stages = range(1, self.rules.stages)
+        return tuple(module for stage in stages for module in self.rules.modules_at(stage) if module not in served)
+
+    def gathers(self, now: float) -> bool:
+        """Whether the peers of a run with experts are still to come: not all modules have been served at once yet, and
+        it is less than GATHER_S since this was asked first. From then on documents of an expert that nobody serves go
+        to others."""
+        if self._has_gathered:
+            return False
+        self._gathers_since = now if self._gathers_since is None else self._gathers_since
+        self._has_gathered = now - self._gathers_since >= GATHER_S or not self.unserved(now)
+        return not self._has_gathered
+
+    def open_modules(self, now: float, *, at_once: bool = False) -> Callable[[ModuleId], bool]:
+        """Which modules documents may be routed to: those that are served, and all of a stage where none is, which is
+        left out or waited for.
+
+        Args:
+            at_once: leaves out those that cannot be given work at this moment, too.
+        """
+        served = self._membership.with_replicas(now) if at_once else self._membership.served(now)
+
+        def is_open(module: ModuleId) -> bool:
+            return module in served or served.isdisjoint(self.rules.modules_at(module.stage))
+
+        return is_open
+
+    def without(self, module: ModuleId, now: float) -> str:
+        """What is done while nobody serves the module, for a person."""
+        if self.leaves_out(module, now):
+            until = "skipping it until one joins"
+        elif self.has_other_expert(module, now) and not self.gathers(now):
+            until = "its documents go to the next best until one joins"
+        else:
+            until = "waiting for one"
+        several = len(self.rules.modules_at(module.stage)) > 1
+        return f"{f'expert {module}' if several else f'stage {module.stage}'} has no peer left; {until}"
 
     def leaves_out(self, module: ModuleId, now: float) -> bool:
-        """Whether paths go round a module that has lost its last peer, until one serves it again."""
-        return module in self._visited and self.goes_round(module, now)
+        """Whether paths skip the stage of a module that has lost its last peer, until one serves it again."""
+        return module in self._visited and not self.has_other_expert(module, now) and self.goes_round(module, now)
 
     def goes_round(self, module: ModuleId, now: float) -> bool:
-        """Whether paths do without a module that they have visited: nobody serves it, and the rules allow shorter ones.
+        """Whether paths do without a module that they have visited: nobody serves it, and they visit another expert of
+        its stage, or the rules allow shorter ones.
 
         Not where nobody at all is in reach: then it is rather this peer that is cut off.
         """
-        may_be = self.rules.fewest < self.rules.per_path and self._membership.reaches_somebody()
-        return may_be and not self._membership.is_served(module, now)
+        if self._membership.is_served(module, now):
+            return False
+        may_skip = self.rules.fewest < self.rules.per_path and self._membership.reaches_somebody()
+        return may_skip or self.has_other_expert(module, now)
+
+    def has_other_expert(self, module: ModuleId, now: float) -> bool:
+        """Whether another module of the same stage is served."""
+        others = self.rules.modules_at(module.stage)
+        return any(other != module and self._membership.is_served(other, now) for other in others)
 
     def hosts_one_of(self, peer: PeerId, path: Path) -> bool:
         """Whether the peer announces a module that the path visits."""
@@ -168,14 +225,20 @@ class Planner:
         period = share_period(self.rules)
         if period is not None and now >= self._reconsider_at:
             self._reconsider_at = now + RECONSIDER_S
-            capacities = [self._capacity(ModuleId(stage), now) for stage in range(1, self.rules.stages)]
+            capacities = [self._stage_capacity(stage, now) for stage in range(1, self.rules.stages)]
             self._shares = reconsidered(self.rules, self._shares, capacities, period).value
         return self._shares
+
+    def _stage_capacity(self, stage: int, now: float) -> float:
+        """Visits per second of all experts that are served, which get equally many."""
+        capacities = [self._capacity(module, now) for module in self.rules.modules_at(stage)]
+        served = [capacity for capacity in capacities if capacity]
+        return min(served, default=0.0) * len(served)
 
     def _capacity(self, module: ModuleId, now: float) -> float:
         """Visits per second."""
         replicas = self._membership.replicas(module, now)
-        visits_s = (self._times.visit_s(a.peer, a.tokens_per_second).value for a in replicas)
+        visits_s = (self._times.visit_s(a.peer, a.speed).value for a in replicas)
         return sum(1 / max(LEAST_SERVICE_S, seconds) for seconds in visits_s)
 
     def _first_to_finish(
@@ -240,9 +303,9 @@ class Planner:
         hops = tuple(Hop(module, peer) for module, peer in zip(modules, peers, strict=True) if peer is not None)
         return Reasoned(Path(self._membership.own, hops), reason)
 
-    def _announced_speed(self, peer: PeerId) -> float:
+    def _announced_speed(self, peer: PeerId) -> Speed:
         announcement = self._membership.get(peer)
-        return 0.0 if announcement is None else announcement.tokens_per_second
+        return NO_SPEED if announcement is None else announcement.speed
 
     def _after_all(self, announcement: Announcement, in_flight: Mapping[PeerId, int]) -> Reasoned[float]:
         """Its expected finish after what it says that it has, or what we know that it has."""
@@ -251,7 +314,7 @@ class Planner:
 
     def _after(self, announcement: Announcement, queue: int) -> Reasoned[float]:
         """Its expected finish after so many others."""
-        service = self._times.visit_s(announcement.peer, announcement.tokens_per_second)
+        service = self._times.visit_s(announcement.peer, announcement.speed)
         return Reasoned(service.value * (1 + queue), service.reason)
 
 

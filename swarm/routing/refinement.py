@@ -5,8 +5,9 @@ that meet at peers with few slots no formula tells, so here a forecast of all ro
 helps, and the formula only says in which order changes are tried: those first that save a microbatch the most, what
 they cost others included.
 
-A change is taken when the last data node is done sooner, or no later and the mean one sooner. All changes here leave
-the sum of visits of each stage as it was, and touch nobody else's routes, so nobody has to agree to them.
+A change is taken when the last data node is done sooner, or no later and the mean one sooner. All changes leave the sum
+of visits of each stage as it was. Those of the own routes alone nobody has to agree to; an exchange of stages with
+another data node is offered to it, and it judges by a forecast of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from swarm.routing.cost_model import Costs, Route
+from swarm.routing.cost_model import Costs, PeerRoute
 from swarm.routing.deadlock import closes_a_circle, crowded_by
 from swarm.routing.path_rules import PathRules
 from swarm.routing.route_changes import Change, RouteChanges
@@ -44,7 +45,7 @@ PRIORS = {"replica": 3.0, "order": 3.0, "launch": 2.0, "exchange": 2.0}
 GAIN_WEIGHT = 100.0
 """Of the relative gain that a kind has brought, beside one success."""
 
-Plan = dict[PeerId, tuple[Route, ...]]
+Plan = dict[PeerId, tuple[PeerRoute, ...]]
 """The routes of each data node's microbatches in launch order."""
 
 
@@ -58,10 +59,10 @@ class Exchange:
     """
 
     place: int
-    route: Route
+    route: PeerRoute
     other: PeerId
     other_place: int
-    other_route: Route
+    other_route: PeerRoute
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class Refined:
         forecasts: that were made.
     """
 
-    routes: tuple[Route, ...]
+    routes: tuple[PeerRoute, ...]
     expected: Forecast
     forecasts: int
 
@@ -117,7 +118,7 @@ class Refinement:
                 break
             better = None
             for kind, change in self._changes(whole, expected):
-                changed = self._with(whole, change)
+                changed = _with(whole, self._own, change)
                 used += 1
                 found = self._forecast.within(self._whole(changed), self._limit_s(expected))
                 if found is not None and self._is_better(found, expected) and self._circles(changed) <= circles:
@@ -137,16 +138,13 @@ class Refinement:
         self, plan: Plan, expected: Forecast, allowance: int, is_refused: Callable[[Exchange], bool]
     ) -> Exchange | None:
         """An exchange of stages with another data node that is worth telling, with so many forecasts at most."""
-        circles = self._circles(plan)
         likely = sorted(self._exchanges(plan, expected), key=lambda found: found[0])
         for _, exchange in islice((found for found in likely if not is_refused(found[1])), allowance):
-            changed = exchanged(plan, self._own, exchange)
-            found = self._forecast.within(self._whole(changed), self._limit_s(expected))
-            if found is not None and self.is_worth(expected, found, WORTH_ASKING) and self._circles(changed) <= circles:
+            if self.helps(plan, expected, self._own, exchange):
                 return exchange
         return None
 
-    def answer(self, plan: Plan, expected: Forecast, asking: PeerId, exchange: Exchange) -> Route | None:
+    def answer(self, plan: Plan, expected: Forecast, asking: PeerId, exchange: Exchange) -> PeerRoute | None:
         """Our route in an exchange that another data node asks for, which gives one stage of ours for another; None
         when it is not worth it.
 
@@ -166,7 +164,8 @@ class Refinement:
 
     def helps(self, plan: Plan, expected: Forecast, asking: PeerId, exchange: Exchange) -> bool:
         """Whether an exchange is worth it by our forecast."""
-        changed = exchanged(plan, asking, exchange)
+        changed = _with(plan, asking, ((exchange.place, exchange.route),))
+        changed = _with(changed, exchange.other, ((exchange.other_place, exchange.other_route),))
         found = self._forecast.within(self._whole(changed), self._limit_s(expected))
         if found is None or not self.is_worth(expected, found, WORTH_ASKING):
             return False
@@ -225,12 +224,6 @@ class Refinement:
     def _whole(self, plan: Routes) -> Routes:
         return plan if self._rounds == 1 else {peer: (*routes,) * self._rounds for peer, routes in plan.items()}
 
-    def _with(self, plan: Plan, change: Change) -> Plan:
-        routes = list(plan[self._own])
-        for place, route in change:
-            routes[place] = route
-        return {**plan, self._own: tuple(routes)}
-
     def _is_last(self, expected: Forecast) -> bool:
         return self._is_free or expected.finish_s[self._own] >= expected.worth[0] - LEAST_GAIN_S
 
@@ -240,7 +233,7 @@ class Refinement:
         self._trials[kind] += 1
         self._successes[kind] += 1 + GAIN_WEIGHT * max(0.0, gained) / first
 
-    def _circles(self, plan: Plan) -> frozenset[Route]:
+    def _circles(self, plan: Plan) -> frozenset[PeerRoute]:
         """The routes with a step back that may be part of a circle of microbatches that wait for each other."""
         routes = {route for singles in plan.values() for route in singles}
         crowded = crowded_by(plan, self._costs)
@@ -269,8 +262,8 @@ class Refinement:
             yield kind, left[kind].pop()[2]
 
 
-def exchanged(plan: Plan, asking: PeerId, exchange: Exchange) -> Plan:
-    """The plan after an exchange."""
-    ours, theirs = list(plan[asking]), list(plan[exchange.other])
-    ours[exchange.place], theirs[exchange.other_place] = exchange.route, exchange.other_route
-    return {**plan, asking: tuple(ours), exchange.other: tuple(theirs)}
+def _with(plan: Plan, data_node: PeerId, change: Change) -> Plan:
+    routes = list(plan[data_node])
+    for place, route in change:
+        routes[place] = route
+    return {**plan, data_node: tuple(routes)}

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
-from swarm.routing.cost_model import Costs, Route
+from swarm.routing.cost_model import Costs, PeerRoute
 from swarm.routing.deadlock import in_order
 from swarm.routing.path_rules import PathRules, order_tree, orders
 from swarm.routing.route_forecast import Forecast
@@ -22,7 +22,7 @@ LEAST_URGENCY = 1e-3
 MOST_ORDERS = 64
 """Of one set of stages that are looked at."""
 
-Change = tuple[tuple[int, Route], ...]
+Change = tuple[tuple[int, PeerRoute], ...]
 """New routes for some of the microbatches."""
 
 
@@ -42,7 +42,7 @@ class RouteChanges:
         data_node: PeerId,
         costs: Costs,
         rules: PathRules,
-        plan: Mapping[PeerId, Sequence[Route]],
+        plan: Mapping[PeerId, Sequence[PeerRoute]],
         expected: Forecast,
         urgency_power: int,
     ) -> None:
@@ -51,7 +51,7 @@ class RouteChanges:
         self._routes = plan[data_node]
         self._waited = expected.waited_s[data_node]
         self._length = len(self._routes)
-        self._swaps: dict[tuple[int, int, int], tuple[float, Route] | None] = {}
+        self._swaps: dict[tuple[int, int, int], tuple[float, PeerRoute] | None] = {}
         last = expected.worth[0]
         urgency = {
             peer: (finish / last) ** urgency_power if last > 0 else 1.0 for peer, finish in expected.finish_s.items()
@@ -79,13 +79,15 @@ class RouteChanges:
         }
         crowd = {peer: costs.service_s(peer) ** 2 / max(last, 1e-9) for peer in costs.forward_s}
         self._harm = {peer: crowd[peer] * foreign.get(peer, 0.0) for peer in crowd}
+        self._harm_each = {peer: harm / max(self._urgency, LEAST_URGENCY) for peer, harm in self._harm.items()}
+        """In seconds of the own data node."""
         self._own_harm = {peer: crowd[peer] * self._urgency * own.get(peer, 0) for peer in crowd}
 
     def _waits(self, place: int, hop: int) -> float:
         waited = self._waited[place]
         return waited[hop + 1] + waited[len(waited) - 2 - hop]
 
-    def _links_s(self, route: Route) -> float:
+    def _links_s(self, route: PeerRoute) -> float:
         message, here, total = self._costs.message_s, self._own, 0.0
         for there in (*route, self._own):
             total += message[here][there]
@@ -94,7 +96,7 @@ class RouteChanges:
 
     def _blocks(self) -> list[tuple[int, ...]]:
         """Each microbatch, all on the same route, and the two halves of these."""
-        alike: dict[Route, list[int]] = {}
+        alike: dict[PeerRoute, list[int]] = {}
         for place, route in enumerate(self._routes):
             alike.setdefault(route, []).append(place)
         blocks: list[tuple[int, ...]] = [(place,) for place in range(self._length)]
@@ -109,22 +111,18 @@ class RouteChanges:
     def longest(self) -> list[int]:
         """One microbatch of each route, those that take longest first."""
         alike = {route: place for place, route in reversed(list(enumerate(self._routes)))}
-        takes_s = {
-            place: self._links_s(route)
-            + math.fsum(self._compute[peer] for peer in route)
-            + math.fsum(self._waited[place])
-            for route, place in alike.items()
-        }
+        takes_s = {place: self._takes_s(place) for place in alike.values()}
         return sorted(takes_s, key=lambda place: (-takes_s[place], place))
 
-    def _takes_s(self, place: int, route: Route) -> float:
-        return self._links_s(route) + math.fsum((*map(self._compute.__getitem__, route), *self._waited[place]))
+    def _takes_s(self, place: int) -> float:
+        route = self._routes[place]
+        return self._links_s(route) + math.fsum(self._compute[peer] for peer in route) + math.fsum(self._waited[place])
 
     def stages(self, place: int) -> frozenset[int]:
         """That a microbatch visits."""
         return frozenset(self._stage_of[peer] for peer in self._routes[place])
 
-    def swapped(self, place: int, given: int, taken: int) -> tuple[float, Route] | None:
+    def swapped(self, place: int, given: int, taken: int) -> tuple[float, PeerRoute] | None:
         """The route of a microbatch that visits one stage instead of another, in the order of stages; None where that
         is not legal."""
         swap = place, given, taken
@@ -132,16 +130,15 @@ class RouteChanges:
             self._swaps[swap] = self._swapped(place, given, taken)
         return self._swaps[swap]
 
-    def _swapped(self, place: int, given: int, taken: int) -> tuple[float, Route] | None:
+    def _swapped(self, place: int, given: int, taken: int) -> tuple[float, PeerRoute] | None:
         route, stage_of = self._routes[place], self._stage_of
         hop = next(hop for hop, peer in enumerate(route) if stage_of[peer] == given)
         rest, gone = (*route[:hop], *route[hop + 1 :]), route[hop]
-        urgency = max(self._urgency, LEAST_URGENCY)
-        now_s = self._links_s(route) + self._compute[gone] + self._waits(place, hop) + self._harm[gone] / urgency
+        now_s = self._links_s(route) + self._compute[gone] + self._waits(place, hop) + self._harm_each[gone]
         found = []
         for peer in self._near(taken):
             changed = in_order((*rest, peer), stage_of)
-            found.append((self._links_s(changed) + self._time[peer] + self._harm[peer] / urgency - now_s, changed))
+            found.append((self._links_s(changed) + self._time[peer] + self._harm_each[peer] - now_s, changed))
         seconds, best = min(found, default=(0.0, ()))
         if not best or self._rules.fault([stage_of[peer] for peer in best]) is not None:
             return None
@@ -194,11 +191,10 @@ class RouteChanges:
 
     def exchanges(self) -> Iterator[tuple[float, Change]]:
         """Two microbatches exchange a stage that only one of them visits."""
-        stage_of = self._stage_of
-        stages = [frozenset(stage_of[peer] for peer in route) for route in self._routes]
-        bids: dict[tuple[Route, int, int], tuple[float, Route] | None] = {}
+        stages = [self.stages(place) for place in range(self._length)]
+        bids: dict[tuple[PeerRoute, int, int], tuple[float, PeerRoute] | None] = {}
 
-        def bid(place: int, given: int, taken: int) -> tuple[float, Route] | None:
+        def bid(place: int, given: int, taken: int) -> tuple[float, PeerRoute] | None:
             route = self._routes[place]
             key = route, given, taken
             if key not in bids:
@@ -214,8 +210,8 @@ class RouteChanges:
                             yield first[0] + second[0], ((one, first[1]), (two, second[1]))
 
     def _bid(
-        self, place: int, route: Route, stages: frozenset[int], given: int, taken: int
-    ) -> tuple[float, Route] | None:
+        self, place: int, route: PeerRoute, stages: frozenset[int], given: int, taken: int
+    ) -> tuple[float, PeerRoute] | None:
         """What it seems to cost to visit one stage instead of another, the other peers staying."""
         stage_of = self._stage_of
         wanted = stages - {given} | {taken}
@@ -223,17 +219,12 @@ class RouteChanges:
         for peer in route:
             peers[stage_of[peer]] = (peer,)
         peers[taken] = tuple(self._near(taken))
-        price = {
-            peer: self._time[peer] + self._harm[peer] / max(self._urgency, LEAST_URGENCY)
-            for group in peers
-            for peer in group
-        }
+        price = {peer: self._time[peer] + self._harm_each[peer] for group in peers for peer in group}
         found = cheapest_by_set(self._costs, self._own, price, order_tree(self._rules, wanted), among=peers)
         best = found.get(wanted)
         if best is None:
             return None
         now = self._links_s(route) + math.fsum(
-            self._compute[peer] + self._waits(place, hop) + self._harm[peer] / max(self._urgency, LEAST_URGENCY)
-            for hop, peer in enumerate(route)
+            self._compute[peer] + self._waits(place, hop) + self._harm_each[peer] for hop, peer in enumerate(route)
         )
         return self._urgency * (best.price - now), best.route

@@ -16,13 +16,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from swarm.routing.cost_model import Costs, Route
+from swarm.routing.cost_model import Costs, PeerRoute
 from swarm.vocabulary.types import PeerId
 
 MAX_ROWS = 4096
 """Routes whose figures are kept."""
 
-Routes = Mapping[PeerId, Sequence[Route]]
+Routes = Mapping[PeerId, Sequence[PeerRoute]]
 """Of each data node's microbatches in launch order."""
 
 
@@ -60,9 +60,9 @@ class RouteForecast:
         self._costs = costs
         self._number = {peer: number for number, peer in enumerate(sorted(costs.slots))}
         self._slots = [costs.slots[peer] for peer in self._number]
-        self._rows: dict[tuple[PeerId, Route], _Row] = {}
+        self._rows: dict[tuple[PeerId, PeerRoute], _Row] = {}
 
-    def alone_s(self, data_node: PeerId, route: Route) -> float:
+    def alone_s(self, data_node: PeerId, route: PeerRoute) -> float:
         """The round trip of a route if it never waits."""
         return self._row(data_node, route)[0][3]
 
@@ -72,7 +72,7 @@ class RouteForecast:
         assert played is not None
         return played
 
-    def _row(self, data_node: PeerId, route: Route) -> _Row:
+    def _row(self, data_node: PeerId, route: PeerRoute) -> _Row:
         known = self._rows.get((data_node, route))
         if known is None:
             if len(self._rows) >= MAX_ROWS:
@@ -80,7 +80,7 @@ class RouteForecast:
             known = self._rows[data_node, route] = self._timed(data_node, route)
         return known
 
-    def _timed(self, data_node: PeerId, route: Route) -> _Row:
+    def _timed(self, data_node: PeerId, route: PeerRoute) -> _Row:
         costs = self._costs
         stops = (data_node, *route, data_node, *reversed(route), data_node)
         head, row, left_s, ahead = len(stops) // 2, list[_Task](), 0.0, data_node

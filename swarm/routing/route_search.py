@@ -13,14 +13,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from swarm.routing.cost_model import Costs, Route
+from swarm.routing.cost_model import Costs, PeerRoute
 from swarm.routing.path_rules import OrderTree
 from swarm.vocabulary.types import PeerId
 
 NEAREST = 6
 """Replicas of one stage that are weighed for a route; of more, the ones that are cheapest as a detour."""
 
-_Front = list[tuple[float, PeerId, Route]]
+_Front = list[tuple[float, PeerId, PeerRoute]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Priced:
     """A route and its price, in seconds of the data node's round trip."""
 
     price: float
-    route: Route
+    route: PeerRoute
 
 
 def candidates(
@@ -88,7 +88,7 @@ class _Walk:
     def _step(self, stage: int, front: _Front) -> _Front:
         reached: _Front = []
         for peer in self._peers[stage]:
-            way: Route = ()
+            way: PeerRoute = ()
             ways, least = self._message[peer], math.inf
             for cost, last, route in front:
                 total = cost + 2 * ways[last]

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from swarm.routing.cost_model import Costs, Route
+from swarm.routing.cost_model import Costs, PeerRoute
 from swarm.vocabulary.types import PeerId
 
 Unit = tuple[PeerId, int]
@@ -49,7 +49,7 @@ class Forecast:
         return sum(task.start - task.arrival for tasks in self.tasks.values() for task in tasks)
 
 
-def forecast(costs: Costs, plan: Mapping[PeerId, Sequence[Route]]) -> Forecast:
+def forecast(costs: Costs, plan: Mapping[PeerId, Sequence[PeerRoute]]) -> Forecast:
     """Plays the routes, those of each data node in launch order; a data node launches as soon as it has a slot and
     time."""
     return _Play(costs, plan).run()
@@ -59,7 +59,7 @@ class _Play:
     """One pass through virtual time. Jobs are (unit, position), with position 0..L forward, L+1 the head, L+2..2L+2
     backward."""
 
-    def __init__(self, costs: Costs, plan: Mapping[PeerId, Sequence[Route]]) -> None:
+    def __init__(self, costs: Costs, plan: Mapping[PeerId, Sequence[PeerRoute]]) -> None:
         self._overhead = costs.task_overhead_s
         self._message = costs.message_s
         self._forward, self._backward, self._head = costs.forward_s, costs.backward_factor, costs.head_factor

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from swarm.routing.cost_model import Costs, Route
+from swarm.routing.cost_model import Costs, PeerRoute
 from swarm.routing.path_rules import PathRules
 from swarm.vocabulary.errors import ConfigError, ManifestError
 from swarm.vocabulary.types import PeerId
@@ -110,10 +110,10 @@ def _fault(instance: Instance) -> str | None:
     return None
 
 
-Plan = Mapping[PeerId, tuple[Route, ...]]
+Plan = Mapping[PeerId, tuple[PeerRoute, ...]]
 
 
-def launched(lanes: tuple[Route, ...], microbatches: int) -> tuple[Route, ...]:
+def launched(lanes: tuple[PeerRoute, ...], microbatches: int) -> tuple[PeerRoute, ...]:
     """The routes of so many microbatches that take the lanes in turn.
 
     Raises:

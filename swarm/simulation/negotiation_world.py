@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from swarm.routing.cost_model import Costs, Route
+from swarm.routing.cost_model import Costs, PeerRoute
 from swarm.routing.negotiation.negotiation_events import (
     Arrived,
     Event,
@@ -94,7 +94,7 @@ class Talking:
         self._said: Counter[type] = Counter()
         self._trades: set[tuple[PeerId, int]] = set()
         self._times: dict[PeerId, list[float]] = {peer: [] for peer in beliefs}
-        self._launches: dict[PeerId, list[tuple[Route, ...]]] = {peer: [] for peer in beliefs}
+        self._launches: dict[PeerId, list[tuple[PeerRoute, ...]]] = {peer: [] for peer in beliefs}
         self.cpu_each_s: dict[PeerId, float] = dict.fromkeys(beliefs, 0.0)
         """Of each data node, dead ones included."""
         self.machines = {peer: Negotiator(peer, rules, talk) for peer in beliefs}
@@ -135,7 +135,7 @@ class Talking:
 
     # ---- looking -------------------------------------------------------------------------------------------------
 
-    def lanes_at(self, peer: PeerId, now: float) -> tuple[Route, ...]:
+    def lanes_at(self, peer: PeerId, now: float) -> tuple[PeerRoute, ...]:
         """What a data node launched its microbatches on at that time, up to now."""
         place = bisect_right(self._times[peer], now)
         return self._launches[peer][place - 1] if place else ()

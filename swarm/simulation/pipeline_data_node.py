@@ -65,7 +65,7 @@ class DataNode:
         while not self.stopping and self.flights.may_start().value:
             now = self.world.time.now
             load = in_flight_by_peer([flight.path for flight in self.flights.in_flight])
-            plan = self.planner.plan(self.flights.next_number, load, now).value
+            plan = self.planner.plan(self.flights.next_number, (), load, now).value
             if isinstance(plan, NoReplica):
                 return
             flight = self.flights.start(plan, now)

@@ -161,6 +161,9 @@ class Peer:
     def goes_round(self, module: ModuleId) -> bool:
         return self.planner.goes_round(module, self.world.time.now)
 
+    def has_other_expert(self, module: ModuleId) -> bool:
+        return self.planner.has_other_expert(module, self.world.time.now)
+
     # ---- what comes in -------------------------------------------------------------------------------------------
 
     def refusal(self, message: MicrobatchTensor) -> Receipt | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from swarm.routing.cost_model import Costs, Route
+from swarm.routing.cost_model import Costs, PeerRoute
 from swarm.simulation.forecast import Forecast, Unit, _Play
 from swarm.simulation.generate import HANDLING_S
 from swarm.vocabulary.types import PeerId
@@ -24,7 +24,7 @@ def uplink_s(costs: Costs) -> dict[PeerId, float]:
 
 
 def forecast_over_uplinks(
-    costs: Costs, plan: Mapping[PeerId, Sequence[Route]], busy_s: Mapping[PeerId, float]
+    costs: Costs, plan: Mapping[PeerId, Sequence[PeerRoute]], busy_s: Mapping[PeerId, float]
 ) -> Forecast:
     """What `swarm.simulation.forecast.forecast` says, but a message waits until those that its sender sent before have
     left.
@@ -36,7 +36,9 @@ def forecast_over_uplinks(
 
 
 class _PlayOverUplinks(_Play):
-    def __init__(self, costs: Costs, plan: Mapping[PeerId, Sequence[Route]], busy_s: Mapping[PeerId, float]) -> None:
+    def __init__(
+        self, costs: Costs, plan: Mapping[PeerId, Sequence[PeerRoute]], busy_s: Mapping[PeerId, float]
+    ) -> None:
         super().__init__(costs, plan)
         self._busy_s = busy_s
         self._uplink_free_at: dict[PeerId, float] = {}

@@ -6,8 +6,29 @@ It stands alone because directory, links and every decision speak of announcemen
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId, PeerState, RunId, VersionRange
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """How fast a peer computes its module, forward and backward together."""
+
+    tokens_per_s: float = 0.0
+    """0 when not known."""
+    quadratic_share: float = 0.0
+    """The cost of a document's attention, in tokens for each square of its tokens; 0 where all microbatches are
+    alike."""
+
+    def seconds(self, tokens: float, squares: float) -> float:
+        """For a microbatch of so many tokens, in documents whose tokens have this sum of squares. It is known how fast
+        the peer is."""
+        return (tokens + self.quadratic_share * squares) / self.tokens_per_s
+
+
+NO_SPEED: Final = Speed()
+"""Not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +50,8 @@ class Announcement:
     """DER of the P-256 TLS certificate that the run's authority signed and whose libp2p extension proves `peer`."""
     versions: VersionRange
     tokens_per_second: float
-    """Measured forward plus backward throughput of the module on this peer; 0 when not yet measured."""
+    """Measured forward plus backward throughput of the module on this peer; 0 when not yet measured. Where documents
+    differ, of the tokens that a microbatch costs (`quadratic_share`)."""
     slots: int
     free_slots: int
     steps: int
@@ -47,9 +69,15 @@ class Announcement:
     via: tuple[PeerId, ...] = ()
     """Peers that a peer without addresses keeps links to: through them it can be called, and then opens a link itself.
     At most 4."""
+    quadratic_share: float = 0.0
+    """What this peer has measured that attention costs it; see `Speed`."""
     relay: str = ""
     """The libp2p multiaddr at which this peer serves tunnels for others, at most 128 characters; empty when it does
     not."""
+
+    @property
+    def speed(self) -> Speed:
+        return Speed(self.tokens_per_second, self.quadratic_share)
 
     @property
     def is_reachable(self) -> bool:

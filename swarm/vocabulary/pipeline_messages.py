@@ -13,10 +13,19 @@ from typing import Annotated
 from swarm.vocabulary.averaging_messages import RoundControl, RoundPiece, StateChunk, StateControl
 from swarm.vocabulary.bounds import Detail, Length, Range
 from swarm.vocabulary.routing_messages import LaneControl
-from swarm.vocabulary.types import MAX_HOPS, SIGNATURE_BYTES, MicrobatchId, Path
+from swarm.vocabulary.types import (
+    MAX_DOCUMENT_TOKENS,
+    MAX_DOCUMENTS,
+    MAX_HOPS,
+    SIGNATURE_BYTES,
+    MicrobatchId,
+    Path,
+)
 
 Position = Annotated[int, Range(-1, MAX_HOPS)]
 """On whatever path: see `Path`."""
+Documents = Annotated[tuple[Annotated[int, Range(1, MAX_DOCUMENT_TOKENS)], ...], Length(0, MAX_DOCUMENTS)]
+"""Tokens of each document of a microbatch."""
 RouteSignature = Annotated[bytes, Length(SIGNATURE_BYTES, SIGNATURE_BYTES, or_none=True)]
 
 

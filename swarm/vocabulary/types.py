@@ -25,6 +25,9 @@ MAX_MODULES = 4096
 """Of one run. Everything that a node does for each module (look-ups, placement, views) is bounded by this."""
 MAX_MICROBATCH_NUMBER = 2**48 - 1
 MAX_HOPS = 256
+MAX_DOCUMENTS = 4096
+"""Of one microbatch."""
+MAX_DOCUMENT_TOKENS = 2**20
 MAX_FRAGMENTS = 64
 MAX_VISIT_RATIO = 2.0
 """Of visits between two stages after stage 0. A choice: the more unequal, the less a part of the model is worth alone,
@@ -42,6 +45,13 @@ Stage = Annotated[int, Range(1, MAX_STAGES - 1)]
 Count = Annotated[int, Range(0, MAX_COUNT)]
 Signature = Annotated[bytes, Length(SIGNATURE_BYTES, SIGNATURE_BYTES)]
 Digest = Annotated[bytes, Length(DIGEST_BYTES, DIGEST_BYTES)]
+
+Route = tuple[int, ...]
+"""The expert of each stage after stage 0 that a document is routed to, in order of stage, visited or not. Empty where
+every stage has one expert."""
+Affinity = tuple[tuple[int, ...], ...]
+"""For each stage after stage 0, how well each of its experts fits what is routed, by the router's scores. Empty where
+every stage has one expert."""
 
 Value = TypeVar("Value")
 
@@ -104,10 +114,14 @@ class SignedRoute:
     lifetime_s: float
     signature: bytes
     """64 bytes, by the data node's identity key."""
+    documents: tuple[int, ...] = ()
+    """Tokens of each document of the microbatch; empty where it is rows of one stream."""
 
     def __post_init__(self) -> None:
         if len(self.modules) > MAX_HOPS:
             raise ProtocolViolation(f"a route of {len(self.modules)} modules is longer than {MAX_HOPS}")
+        if len(self.documents) > MAX_DOCUMENTS:
+            raise ProtocolViolation(f"a microbatch of {len(self.documents)} documents has more than {MAX_DOCUMENTS}")
 
     def allows(self, path: Path) -> bool:
         """Whether the path visits these modules in this order. Repair may have left some out."""
@@ -132,6 +146,11 @@ class Path:
     def __post_init__(self) -> None:
         if len(self.hops) > MAX_HOPS:
             raise ProtocolViolation(f"a path of {len(self.hops)} hops is longer than {MAX_HOPS}")
+
+    @property
+    def documents(self) -> tuple[int, ...]:
+        """Tokens of each document of the microbatch that takes it, as its data node has signed."""
+        return () if self.route is None else self.route.documents
 
     def peer_at(self, position: int) -> PeerId:
         """The peer at a position; both ends are the data node.

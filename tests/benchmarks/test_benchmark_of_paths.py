@@ -17,7 +17,7 @@ from benchmarks.paths_central import improved
 from benchmarks.paths_online import SmallestVirtualTime
 from benchmarks.paths_planning import after_each_death
 from benchmarks.paths_trades import after_a_cold_start, after_a_death, compared
-from swarm.routing.cost_model import Route
+from swarm.routing.cost_model import PeerRoute
 from swarm.simulation.baselines.earliest_return import EarliestReturn
 from swarm.simulation.baselines.one_by_one import Moment, one_by_one
 from swarm.simulation.forecast import Unit, forecast
@@ -74,7 +74,7 @@ def test_one_by_one_launches_when_the_simulator_does() -> None:
     asked: dict[Unit, float] = {}
 
     class Watched(EarliestReturn):
-        def choose(self, moment: Moment) -> Route:
+        def choose(self, moment: Moment) -> PeerRoute:
             asked[moment.unit] = moment.at
             return super().choose(moment)
 

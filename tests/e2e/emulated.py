@@ -30,8 +30,11 @@ from protocol.manifest.manifest import Manifest
 from protocol.transport.grpc_streams import AcceptedStream, DialledStream
 from protocol.transport.grpc_transport import GrpcTransport
 from swarm.pipeline.custody_states import Work
+from swarm.vocabulary.announcement import Speed
 from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import Codec, PeerId
+from swarm.workload.microbatch_sizes import Size
+from swarm.workload.visit_cost import VisitCost
 from tests.e2e.emulated_paths import OURS, emulate_data_node
 from tests.e2e.late_frames import LateFrames
 
@@ -132,11 +135,12 @@ def slow_computing(spec: Spec) -> None:
     def announced(tokens: int) -> float:
         return spec.announced_factor * tokens / (spec.slower_by() * spec.visit_s)
 
-    def timed(self: HopWorker, seconds: float) -> None:
-        self._speed.mean = announced(self._tokens)
+    def timed(self: HopWorker, size: Size, seconds: float) -> None:
+        self._cost = VisitCost(0.0)
+        self._cost.add(size.tokens, 0, 0, size.tokens / announced(size.tokens))
 
-    def measured(part: object, manifest: Manifest, device: object) -> float:
-        return announced(manifest.microbatch_tokens)
+    def measured(passes: object, manifest: Manifest, device: object) -> Speed:
+        return Speed(announced(manifest.microbatch_tokens))
 
     HopWorker._timed = timed  # type: ignore[method-assign]
     node.runtime.stage_role.measure_speed = measured

@@ -8,6 +8,7 @@ of peers are the node's own, whatever the rule.
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
@@ -43,7 +44,7 @@ class Listener(Protocol):
         ...
 
 
-class _Instead:
+class _Instead(ABC):
     """Stands before a data node's planner: the stages are those of the ring, the peers are chosen by `_route`. All else
     is the planner's."""
 
@@ -63,9 +64,9 @@ class _Instead:
         hops = tuple(Hop(ModuleId(s), p) for s, p in zip(stages, self._route(stages, in_flight, now), strict=True))
         return Reasoned(HopPath(self._own.peer, hops), "by another rule")
 
+    @abstractmethod
     def _route(self, stages: tuple[int, ...], in_flight: Mapping[PeerId, int], now: float) -> tuple[PeerId, ...]:
         """A peer for each stage, which all have some."""
-        raise NotImplementedError
 
 
 class SwarmPaths(_Instead):

@@ -21,6 +21,7 @@ def small_run(
     blocks: tuple[int, ...] = (0, 1, 1, 1),
     per_path: int | None = None,
     visit_ratio: float = 1.0,
+    attention: str = "causal",
     **training: object,
 ) -> Manifest:
     """A byte-level model of `text` with a step of four microbatches."""
@@ -36,6 +37,7 @@ def small_run(
                 "kv_heads": 2,
                 "feed_forward": 64,
                 "sequence": 32,
+                "attention": attention,
             },
             "stages": {"blocks": blocks, "per_path": per_path, "visit_ratio": visit_ratio},
             "data": {"source": f"path:{text}", "held_out": 0.1},
@@ -56,6 +58,15 @@ def write_text(folder: Path) -> Path:
     for number in range(40):
         words = " ".join(f"word{(number * 7 + k * k) % 23} and" for k in range(120))
         (folder / f"{number:02}.txt").write_text(words)
+    return folder
+
+
+def write_documents(folder: Path) -> Path:
+    """Two hundred documents, most of them shorter than a row of `small_run`."""
+    folder.mkdir()
+    for number in range(200):
+        words = " ".join(f"word{(number + k * k) % 23}" for k in range(1 + number * number % 9))
+        (folder / f"{number:03}.txt").write_text(words)
     return folder
 
 

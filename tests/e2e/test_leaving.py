@@ -137,7 +137,7 @@ async def test_a_node_that_is_the_only_one_in_its_module_calls_its_move_off(tmp_
     path, identity = tmp_path / "run.toml", tmp_path / "identity.key"
     path.write_bytes(sign_manifest(small_run(write_text(tmp_path / "text")), Identity.create(identity)).text)
     options = NodeOptions(
-        link=None, manifest_path=path, identity_path=identity, stage=1, listen="127.0.0.1", device="cpu"
+        link=None, manifest_path=path, identity_path=identity, stage="1", listen="127.0.0.1", device="cpu"
     )
     told, stop, asked = Told(), asyncio.Event(), asyncio.Event()
 

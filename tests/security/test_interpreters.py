@@ -36,7 +36,7 @@ with open(os.environ["SKIPSTONE_TEST_HOSTILE"], "a") as file:
 
 def dht_child() -> AbstractAsyncContextManager[object]:
     own = Identity.generate()
-    start = dht_process_pb2.DhtStart(host="127.0.0.1", peer=own.peer, run=RUN, stages=2, experts=1, timeout_s=20.0)
+    start = dht_process_pb2.DhtStart(host="127.0.0.1", peer=own.peer, run=RUN, experts=(1, 1), timeout_s=20.0)
     return running_child(start, own)
 
 

@@ -23,9 +23,12 @@ class Schedule(Protocol):
     """The part of an inner optimizer (`node.model.optimizer.InnerOptimizer`) that rounds need."""
 
     steps: int
+    tokens: int
     """Where it stands in the learning rate's schedule."""
+    replicas: int
+    """That train the module."""
 
-    def start_anew(self, steps: int) -> None:
+    def start_anew(self, steps: int, tokens: int) -> None:
         """Forgets the optimizer's state, because the parameters have become others."""
         ...
 

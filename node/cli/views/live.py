@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -21,6 +22,7 @@ from node.cli.views.text import (
     peer_name,
     plain_table,
     round_text,
+    sizes_text,
     sparkline,
 )
 from node.local_swarm.swarm_progress import PeerProgress, SwarmProgress
@@ -42,7 +44,7 @@ def render(state: SwarmProgress, title: str, elapsed_s: float, now: float) -> Re
         bar = Table.grid()  # a bar alone does not end its line
         bar.add_row(ProgressBar(total=state.target, completed=state.step, width=_CURVE_WIDTH))
         parts.append(bar)
-    parts += [_loss_line(state), _peer_table(state, now)]
+    parts += [_loss_line(state), *_sizes_lines(state), _peer_table(state, now)]
     parts += [Text(harmless(reason), style="bold yellow") for _, reason in sorted(state.waiting.items())]
     parts += [Text(harmless(note.message), style=_NOTE_STYLES[note.level]) for note in state.notes[-_SHOWN_NOTES:]]
     return Group(*parts)
@@ -75,16 +77,35 @@ def _loss_line(state: SwarmProgress) -> Text:
     return line
 
 
+def _sizes_lines(state: SwarmProgress) -> Iterator[Text]:
+    """What a microbatch is, of the first data node that packs documents."""
+    packed = (peer.sizes for peer in state.peers.values() if peer.sizes is not None and peer.sizes.documents)
+    for sizes in islice(packed, 1):
+        yield Text(f"microbatch {sizes_text(sizes)}", style="dim")
+
+
 def _peer_table(state: SwarmProgress, now: float) -> Table:
     table = plain_table("stage", "module", "peer", "state", right=("inner steps", "tokens/s", "slots"))
     table.add_column("round")
-    by_stage = sorted(state.peers.values(), key=lambda peer: (peer.stage, peer.peer))
-    hosted = {peer.stage for peer in by_stage if peer.exit_code is None}
+    by_stage = sorted(state.peers.values(), key=lambda peer: (peer.stage, _expert(peer), peer.peer))
+    living = [peer for peer in by_stage if peer.exit_code is None]
+    hosted = {peer.stage for peer in living}
     for peer in by_stage:
         table.add_row(*_peer_row(peer, now))
+    if all(peer.module is not None for peer in living):  # else one of them is coming up
+        for module in sorted(set(state.modules) - {peer.module for peer in living}) if living else ():
+            table.add_row(
+                Text(module.partition(".")[0], style="red"), Text(module, style="red"), Text("none", style="red")
+            )
+        hosted |= set(range(state.stages)) if state.modules else set()
     for stage in sorted(set(range(state.stages)) - hosted) if hosted else ():
         table.add_row(Text(str(stage), style="red"), "", Text("none", style="red"))
     return table
+
+
+def _expert(peer: PeerProgress) -> int:
+    expert = (peer.module or "").partition(".")[2]
+    return int(expert) if expert.isdecimal() else 0
 
 
 def _peer_row(peer: PeerProgress, now: float) -> tuple[RenderableType, ...]:

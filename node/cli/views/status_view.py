@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from node.cli.views.live import download_bar
-from node.cli.views.text import count, harmless, loss_text, megabytes, peer_name, plain_table, round_text
+from node.cli.views.text import count, harmless, loss_text, megabytes, peer_name, plain_table, round_text, sizes_text
 from node.observability.status import LaneStatus, PeerStatus, RoundStatus, ShareStatus, Status, SwarmStatus
 from swarm.compression.microbatch_codecs import NO_CHOICE
 from swarm.vocabulary.routing_messages import MAX_LANES
@@ -32,6 +32,7 @@ def status_views(status: SwarmStatus) -> Iterator[RenderableType]:
     yield status_headline(status)
     yield status_table(status)
     yield from accused_lines(status)
+    yield from route_tables(status)
     yield from path_tables(status)
     yield from codec_tables(status)
 
@@ -48,6 +49,8 @@ def status_headline(status: SwarmStatus) -> Text:
         line.append(f"{figures}  {count(status.tokens_per_s)} tokens/s", style="not bold")
     if status.waiting_for:
         line.append(f"\nwaiting: no peer serves {', '.join(map(harmless, status.waiting_for))}", style="bold yellow")
+    if status.too_few_peers is not None:
+        line.append(f"\n{status.too_few_peers}", style="bold yellow")
     return line
 
 
@@ -62,6 +65,10 @@ def status_table(status: SwarmStatus) -> Table:
             table.add_row(Text(str(stage)), *_status_row(peer))
         if not peers:
             table.add_row(Text(str(stage), style="red"), "", Text("none", style="red"))
+        hosted = {peer.module for peer in peers}
+        for module in status.modules or () if peers else ():
+            if module.partition(".")[0] == str(stage) and module not in hosted:
+                table.add_row(Text(str(stage), style="red"), Text(module, style="red"), Text("none", style="red"))
     return table
 
 
@@ -115,13 +122,41 @@ def accused_lines(status: SwarmStatus) -> Iterator[Text]:
         yield Text(f"{who} {harmless(why)} (round {count(number)})", style="yellow")
 
 
+# ---- experts ---------------------------------------------------------------------------------------------------------
+
+
+def route_tables(status: SwarmStatus) -> Iterator[RenderableType]:
+    """The table of a run's routes, and how often each module was visited; nothing in a run without experts."""
+    if status.modules is None:
+        return
+    said = next((peer.said.paths.talk for peer in status.peers if peer.said.paths is not None and peer.hosts(0)), "")
+    yield Text(f"\n{harmless(said, 160)}", style="dim")
+    table = plain_table("route", right=("share", "completed", "rerouted", "loss"))
+    for route in (status.routes or ())[:MOST_ROWS]:
+        path = " ".join(f"{stage}.{expert}" for stage, expert in enumerate(route.experts, start=1)) or "others"
+        figures = (f"{route.share:.0%}", count(route.visits), count(route.rerouted), loss_text(route.loss))
+        table.add_row(*map(Text, (path, *figures)))
+    yield table
+    visits, missed = dict.fromkeys(status.modules, 0), dict.fromkeys(status.modules, 0)
+    for peer in status.peers:
+        for total, each in ((visits, peer.said.module_visits), (missed, peer.said.rerouted)):
+            for module in total.keys() & (each or {}).keys():
+                total[module] += (each or {})[module]
+    table = plain_table("module", right=("visits", "rerouted"))
+    for module in status.modules[1 : MOST_ROWS + 1]:
+        table.add_row(*map(Text, (harmless(module), count(visits[module]), count(missed[module]))))
+    yield table
+
+
 # ---- paths -----------------------------------------------------------------------------------------------------------
 
 
 def path_tables(status: SwarmStatus) -> Iterator[RenderableType]:
     """The lane tables: for each data node that has lanes a line and a table."""
     for peer in status.peers:
-        paths = peer.said.paths
+        paths, sizes = peer.said.paths, peer.said.sizes
+        if sizes is not None and sizes.documents and peer.hosts(0):
+            yield Text(f"microbatches of {peer_name(peer.peer)}: {sizes_text(sizes)}")
         if paths is None or not peer.hosts(0):
             continue
         lanes = [lane for lane in paths.lanes[:MAX_LANES] if len(lane.stages) == len(lane.peers)]

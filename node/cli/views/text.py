@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from swarm.vocabulary.types import PeerId, short
+from swarm.workload.microbatch_sizes import SizeSummary
 
 MAX_FOREIGN_CHARACTERS = 160
 _BARS = "▁▂▃▄▅▆▇█"
@@ -63,6 +64,15 @@ def path_text(stages: Sequence[int]) -> str:
 def loss_text(loss: float | None) -> str:
     """The loss with four digits after the point, or `-` when there is none."""
     return "-" if loss is None else f"{loss:.4f}"
+
+
+def sizes_text(sizes: SizeSummary) -> str:
+    """What a microbatch is, as in `8,190 tokens ±1.2% in 17 documents, cost 12,300 ±0.4%, 1.3% padding`."""
+    tokens, cost = (
+        f"{count(mean)} ±{spread:.1%}"
+        for mean, spread in ((sizes.tokens, sizes.tokens_spread), (sizes.cost, sizes.cost_spread))
+    )
+    return f"{tokens} tokens in {count(sizes.documents)} documents, cost {cost}, {sizes.padding:.1%} padding"
 
 
 def megabytes(amount: float) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from node.lab.audit.findings import Findings, Life, Spot, Violation
 from node.lab.audit.round_audit import RoundCheck
+from node.lab.audit.route_audit import RouteCount
 from node.lab.audit.token_audit import TokenCheck
 from node.lab.audit.visit_audit import VisitCheck
 from node.observability.event_json import event_from_json, ms_of
@@ -27,6 +28,8 @@ class Report:
     """Logs whose last line is cut off: their process was killed while it wrote."""
     counts: dict[str, int]
     violations: tuple[Violation, ...]
+    by_route: dict[str, Any] = field(default_factory=dict)
+    """Of a run with experts: completed microbatches by module and by route (`RouteCount.as_json`)."""
 
     def as_json(self) -> dict[str, Any]:
         """The JSON object for `--json`."""
@@ -36,6 +39,7 @@ class Report:
             "ended_well": self.ended_well,
             "torn": self.torn,
             **self.counts,
+            **self.by_route,
             "violations": [
                 {"rule": found.rule, "at": None if found.spot is None else str(found.spot), "message": found.message}
                 for found in self.violations
@@ -48,6 +52,7 @@ class LogCheck:
 
     def __init__(self) -> None:
         self._checks = (VisitCheck(), RoundCheck(), TokenCheck())
+        self._routes = RouteCount()
         self._own = Findings()
         self._lives: list[Life] = []
         self._torn = 0
@@ -81,6 +86,7 @@ class LogCheck:
                 life.now_ms = life.began_ms + ms_of(line)
                 for check in self._checks:
                     check.take(life, spot, event)
+                self._routes.take(event)
         self._torn += cut is not None
 
     def _event(self, spot: Spot, line: bytes) -> Event | None:
@@ -97,9 +103,10 @@ class LogCheck:
             self._own.violate("log", None, "there is no log")
         found = [self._own, *(check.judge() for check in self._checks)]
         counts = {what: number for findings in found for what, number in findings.counts.items()}
+        counts |= self._routes.counts
         violations = tuple(violation for findings in found for violation in findings.violations)
         ended_well = sum(life.ended_well for life in self._lives)
-        return Report(len(self._lives), ended_well, self._torn, counts, violations)
+        return Report(len(self._lives), ended_well, self._torn, counts, violations, self._routes.as_json())
 
     def _begin(self, started: Started) -> Life:
         life = Life(started.peer, started.unix_ms)

@@ -1,8 +1,9 @@
 """The check of data nodes' tokens and steps: a token counts when its microbatch is completed, and neither count ever
 goes back.
 
-Within one log the tokens that are reported with a step grow by the same amount for every microbatch that was completed
-in between, in all logs of a run; and step follows step.
+Within one log the tokens that are reported with a step grow by those of the microbatches that were completed in
+between; where the log does not say how many each has, by the same amount for every one, in all logs of a run. And step
+follows step.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ class _Account:
     tokens: int | None = 0
     """Those of the last step; None until the first one of a node that goes on from a checkpoint."""
     completed: int = 0
+    known_tokens: int = 0
+    """Of those completed that say it."""
+    silent: int = 0
+    """Completed ones that do not."""
 
 
 class TokenCheck:
@@ -40,8 +45,11 @@ class TokenCheck:
         match event:
             case Continued():
                 self._account(life).tokens = None
-            case Completed():
-                self._account(life).completed += 1
+            case Completed(tokens=tokens):
+                account = self._account(life)
+                account.completed += 1
+                account.silent += tokens is None
+                account.known_tokens += tokens or 0
             case Step() if event.peer == life.peer:
                 self._step(self._account(life), spot, event)
 
@@ -56,10 +64,17 @@ class TokenCheck:
         if account.step and event.step != account.step + 1:
             self._findings.violate("steps go forward", spot, f"step {event.step} follows step {account.step}")
         if account.tokens is not None:
-            self._judge_tokens(event.tokens - account.tokens, account.completed, spot)
-        account.step, account.tokens, account.completed = event.step, event.tokens, 0
+            self._judge_tokens(event.tokens - account.tokens, account, spot)
+        account.step, account.tokens = event.step, event.tokens
+        account.completed = account.known_tokens = account.silent = 0
 
-    def _judge_tokens(self, tokens: int, completed: int, spot: Spot) -> None:
+    def _judge_tokens(self, tokens: int, account: _Account, spot: Spot) -> None:
+        completed = account.completed
+        if completed and not account.silent:
+            if tokens != account.known_tokens:
+                message = f"{tokens} tokens were counted for {completed} completed ones of {account.known_tokens}"
+                self._findings.violate("tokens", spot, message)
+            return
         if self._of_one is None and completed and tokens > 0 and tokens % completed == 0:
             self._of_one = tokens // completed
         if tokens != completed * (self._of_one or 0):

@@ -29,9 +29,13 @@ from swarm.vocabulary.types import PeerId, short
 @dataclass(frozen=True, slots=True)
 class _Counted:
     peer: str
-    stage: str
+    module: str
     spot: Spot
     life: Life
+
+    @property
+    def stage(self) -> str:
+        return _stage(self.module)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,7 @@ class VisitCheck:
         """Takes one event of the log."""
         match event:
             case Visit(peer, module, microbatch):
-                self._visits[microbatch].append(_Counted(peer, _stage(module), spot, life))
+                self._visits[microbatch].append(_Counted(peer, module, spot, life))
                 self._findings.count("visits")
             case Retracted(peer, _, microbatch):
                 self._take_back(life, peer, microbatch)
@@ -141,19 +145,22 @@ class VisitCheck:
         if microbatch in self._abandoned:
             message = f"{microbatch} is completed and also abandoned at {self._abandoned[microbatch]}"
             self._findings.violate("completed once", done.spot, message)
-        wanted = {"0": done.life.peer}
+        wanted = {"0": ("0.0", done.life.peer)}
         for hop in done.hops:
             module, _, peer = hop.partition("@")
-            wanted[_stage(module)] = peer
+            if _stage(module) in wanted:
+                message = f"the path of {microbatch} visits stage {_stage(module)} twice: {' '.join(done.hops)}"
+                self._findings.violate("one expert a stage", done.spot, message)
+            wanted[_stage(module)] = module, peer
         by_stage: defaultdict[str, list[_Counted]] = defaultdict(list)
         for counted in self._visits.get(microbatch, ()):
             by_stage[counted.stage].append(counted)
         for stage, found in by_stage.items():
             self._judge_stage(microbatch, stage, found, wanted.get(stage))
         for stage in wanted.keys() - by_stage.keys():
-            self._judge_missing(microbatch, stage, wanted[stage], done)
+            self._judge_missing(microbatch, stage, wanted[stage][1], done)
 
-    def _judge_stage(self, microbatch: str, stage: str, found: list[_Counted], wanted: str | None) -> None:
+    def _judge_stage(self, microbatch: str, stage: str, found: list[_Counted], wanted: tuple[str, str] | None) -> None:
         first = found[0]
         if wanted is None:
             message = f"{microbatch} counts at stage {stage}, which its path skipped"
@@ -162,8 +169,11 @@ class VisitCheck:
             where = ", ".join(str(counted.spot) for counted in found)
             message = f"{microbatch} counts {len(found)} times at stage {stage}: {where}"
             self._findings.violate("exactly once", found[1].spot, message)
-        elif first.peer != wanted:
-            message = f"{microbatch} counts at stage {stage} by {first.peer}, but its path names {wanted}"
+        elif first.peer != wanted[1]:
+            message = f"{microbatch} counts at stage {stage} by {first.peer}, but its path names {wanted[1]}"
+            self._findings.violate("exactly once", first.spot, message)
+        elif first.module != wanted[0]:
+            message = f"{microbatch} counts at module {first.module}, but its path names {wanted[0]}"
             self._findings.violate("exactly once", first.spot, message)
 
     def _judge_missing(self, microbatch: str, stage: str, peer: str, done: _Done) -> None:

@@ -68,6 +68,7 @@ class Judged:
             "seconds": round(trial.seconds, 2),
             "microbatches_per_s_before": round(trial.pace, 2),
             "recoveries": [_recovery_json(each) for each in trial.recoveries],
+            "rerouted_for_s": None if trial.rerouted_for_s is None else round(trial.rerouted_for_s, 2),
             "lost": losses(trial.report),
             "counts": trial.report.counts,
             "tokens": trial.tokens,

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from node.lab.chaos.chaos_scenario import ChaosScenario
-from node.lab.chaos.recovery import WINDOW_S, Recovery, pace_back_after, pace_before, served_after, stand_together
+from node.lab.chaos.recovery import (
+    WINDOW_S,
+    Recovery,
+    pace_back_after,
+    pace_before,
+    rerouted_after,
+    served_after,
+    stand_together,
+)
 from node.lab.experiment.log_watch import Held
 from node.lab.experiment.metrics import Kind
 from node.lab.experiment.run import LOOK_S, Run, Tell
@@ -33,7 +41,7 @@ class ChaosRun(Run):
     def __init__(self, scenario: ChaosScenario, folder: Path, tell: Tell, stop: asyncio.Event) -> None:
         super().__init__(scenario, folder, tell, stop, save_every_s=scenario.chaos.save_every_s)
         self.resources = Resources()
-        self._recovery_s = scenario.chaos.recovery_s
+        self._recovery_s, self._share = scenario.chaos.recovery_s, scenario.chaos.pace_share
         self._served: list[tuple[float, bool]] = []
 
     @property
@@ -53,10 +61,18 @@ class ChaosRun(Run):
         """The recoveries after each fault and each end of one, by what was seen until then."""
         completed, pace = [at for at in self.completed if at <= until_s], self.pace
         return tuple(
-            Recovery(mark, pace_back_after(completed, mark.at_s, pace, until_s), served_after(self._served, mark.at_s))
+            Recovery(
+                mark,
+                pace_back_after(completed, mark.at_s, pace, until_s, self._share),
+                served_after(self._served, mark.at_s),
+            )
             for mark in self.marks
             if mark.kind is not Kind.NOTE
         )
+
+    def rerouted_for_s(self) -> float | None:
+        """How long documents went to other experts after all modules were served again; None when they are not."""
+        return rerouted_after(self._served, [at for at in self.watch.rerouted if 0 <= at <= self.seconds])
 
     def begins(self) -> bool:
         """Whether the run begins: everybody serves and a step is done: who does not serve yet cannot be missed."""
@@ -93,8 +109,8 @@ class ChaosRun(Run):
     async def observe(self) -> None:
         """Observes what is served and what the nodes take of the machine, until cancelled."""
         while True:
-            stages = {peer.stage for index, peer in self.lab.serving().items() if index not in self.lab.frozen}
-            served = len(stages) == self.scenario.manifest.stages.count
+            modules = {peer.module for index, peer in self.lab.serving().items() if index not in self.lab.frozen}
+            served = len(modules) == len(self.scenario.manifest.modules())
             if not self._served or self._served[-1][1] is not served:
                 self._served.append((self.now(), served))
             self.resources.sample(self.lab.swarm.processes())

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Final, Self
 from pydantic import Field, model_validator
 
 from node.lab.chaos.faults import FAULTS
+from node.lab.chaos.recovery import SHARE
 from node.lab.experiment.scenario import Group, Scenario
 from node.lab.experiment.scenario_events import ScenarioEvent
 from node.lab.experiment.scenario_table import LONGEST_S, ScenarioTable, Span, Text
@@ -44,6 +45,12 @@ class Expectations(ScenarioTable):
     """In a few words, for the table."""
     recovery_s: Annotated[float, Field(ge=1, le=LONGEST_S)] = 30.0
     """The longest recovery."""
+    pace_share: Annotated[float, Field(gt=0, le=1)] = SHARE
+    """Of the pace before the first fault that has to be back."""
+    pace_within_s: Span | None = None
+    """The longest until it is, also while a module is not served; None for as long as the recovery may take."""
+    rerouted_for_s: Span | None = None
+    """The longest that documents of a run with experts go to others after all modules are served again."""
     save_every_s: Span | None = None
     """None where no checkpoints are kept."""
     at_least: Counts = Field(default_factory=dict)

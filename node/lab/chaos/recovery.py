@@ -1,7 +1,8 @@
 """Recovery figures: whether and how soon a swarm comes back after a fault. Pure: times and anchors in, figures out.
 
-Back is: for WINDOW_S on end at least half as many microbatches are completed as before the first fault (of the median
-WINDOW_S there, so that a slow start or a pause of the machine does not count), and every module has a serving replica.
+Back is: for WINDOW_S on end at least half as many microbatches are completed as before the first fault, or the share
+that the scenario asks for (of the median WINDOW_S there, so that a slow start or a pause of the machine does not
+count), and every module has a serving replica.
 The recovery is the time until such a window begins. It is counted from the fault, and where the fault lasts also from
 its end. Besides, the replicas of each module stand together while they train.
 """
@@ -55,9 +56,9 @@ def pace_before(times: Sequence[float], until_s: float) -> float:
     return statistics.median(_in_window(times, start) / WINDOW_S for start in starts) if starts else 0.0
 
 
-def pace_back_after(times: Sequence[float], since_s: float, pace: float, end_s: float) -> float:
-    """The seconds from `since_s` until the pace is back; infinite when it is not before `end_s`."""
-    needed = SHARE * pace * WINDOW_S
+def pace_back_after(times: Sequence[float], since_s: float, pace: float, end_s: float, share: float = SHARE) -> float:
+    """The seconds from `since_s` until a share of the pace is back; infinite when it is not before `end_s`."""
+    needed = share * pace * WINDOW_S
     first = bisect_left(times, since_s)
     for start in (since_s, *times[first:]):
         if start + WINDOW_S > end_s:
@@ -78,6 +79,19 @@ def served_after(changes: Sequence[tuple[float, bool]], since_s: float) -> float
         if ends_s > since_s:
             return ends_s - since_s
     return 0.0
+
+
+def rerouted_after(changes: Sequence[tuple[float, bool]], rerouted: Sequence[float]) -> float | None:
+    """The seconds from when all modules were served again to the last microbatch that was routed to another expert than
+    its own; None when some module was not served at the end.
+
+    Args:
+        changes: see `served_after`.
+        rerouted: when such microbatches were completed, ascending.
+    """
+    if not changes or not changes[-1][1]:
+        return None
+    return max(0.0, rerouted[-1] - changes[-1][0]) if rerouted else 0.0
 
 
 def _in_window(times: Sequence[float], start: float) -> int:

@@ -62,6 +62,8 @@ class Trial:
     """Trained when the held-out loss was asked for."""
     held_out: float | None = None
     """Through the swarm as it was at the end; None when it was not measured."""
+    rerouted_for_s: float | None = None
+    """That documents went to other experts after all modules were served again; None when they are not."""
     undisturbed: float | None = None
     """The held-out loss of the run that it is compared with."""
 
@@ -94,6 +96,7 @@ def trial_of(run: ChaosRun, undisturbed: float | None) -> Trial:
         accused=run.watch.accused,
         tokens=run.progress.tokens if run.scenario.held_out else 0,
         held_out=run.held_out_loss,
+        rerouted_for_s=run.rerouted_for_s(),
         undisturbed=undisturbed,
     )
 
@@ -111,6 +114,7 @@ def objections(trial: Trial) -> tuple[str, ...]:
         *_of_counts(expected, trial.report.counts),
         *_of_resources(trial.resources),
         *_of_recoveries(expected, trial.pace, trial.recoveries),
+        *_of_experts(expected, trial),
         *_of_loss(expected.loss_ratio, trial.loss_ratio),
     )
 
@@ -193,6 +197,23 @@ def _of_recoveries(expected: Expectations, pace: float, recoveries: Sequence[Rec
             continue
         took = "not recovered" if math.isinf(each.seconds) else f"recovered after {each.seconds:.1f} s"
         found.append(f"{took} ({each.mark.what}); {expected.recovery_s:g} s are allowed")
+    return found
+
+
+def _of_experts(expected: Expectations, trial: Trial) -> list[str]:
+    """Of a run whose experts stand in for each other: how soon the pace is back, and the documents are."""
+    found = [
+        f"the pace was back after {each.pace_s:.1f} s ({each.mark.what}); {expected.pace_within_s:g} s are allowed"
+        for each in trial.recoveries
+        if expected.pace_within_s is not None and each.counts and each.pace_s > expected.pace_within_s
+    ]
+    if expected.rerouted_for_s is None:
+        return found
+    if trial.rerouted_for_s is None:
+        return [*found, "not all modules are served again"]
+    if trial.rerouted_for_s > expected.rerouted_for_s:
+        late = f"documents went to other experts for {trial.rerouted_for_s:.1f} s after all modules were served again"
+        return [*found, f"{late}; {expected.rerouted_for_s:g} s are allowed"]
     return found
 
 

@@ -44,6 +44,11 @@ def _show(report: Report) -> None:
     table = Table("what", "how many")
     for what, number in sorted(report.counts.items()):
         table.add_row(what.replace("_", " "), str(number))
+    for module, number in report.by_route.get("modules", {}).items():
+        table.add_row(f"visits of module {harmless(module, 12)}", str(number))
+    for route in report.by_route.get("routes", ()):
+        path = " ".join(f"{stage}.{expert}" for stage, expert in enumerate(route["experts"], start=1))
+        table.add_row(f"route {path}: completed, rerouted", f"{route['completed']}, {route['rerouted']}")
     table.add_row("violations", str(len(report.violations)))
     console.print(table)
     for violation in report.violations[:SHOWN]:

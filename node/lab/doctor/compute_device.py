@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from node.lab.doctor.finding import Finding, Level
-from node.model.device import choose_device
+from node.model.device import choose_devices
 
 MEASURE_S: Final = 0.3
 CPU_SIZE: Final = 512
@@ -20,12 +20,17 @@ NVIDIA: Final = Path("/dev/nvidia0")
 
 
 def look_at_device(wish: str) -> Sequence[Finding]:
-    """Checks the device that a node with `--device WISH` would use.
+    """Checks the devices that a node with `--device WISH` would use.
 
     Raises:
-        ConfigError: it is not there.
+        ConfigError: they are not there.
     """
-    device = choose_device(wish).value
+    return [
+        finding for device in sorted(set(choose_devices(wish).value), key=str) for finding in _look_at(device, wish)
+    ]
+
+
+def _look_at(device: torch.device, wish: str) -> Sequence[Finding]:
     try:
         flops = matmul_flops(device, CPU_SIZE if device.type == "cpu" else GPU_SIZE)
     except RuntimeError as error:  # torch's, of a driver or of memory

@@ -74,7 +74,26 @@ async def _find_peers(session: NetworkSession) -> Sequence[Finding]:
         fix = f"{error.hint} This machine's clock has to be right within {WRONG_CLOCK_S:.0f} s."
         return [Finding("run", Level.FAIL, str(error), fix)]
     await session.look_around(signed.manifest)
-    return [Finding("run", Level.OK, f"{len(_peers(session))} peers of {signed.manifest.name!r} seen")]
+    hosting = sum(seen.module is not None for seen in session.others())
+    return [
+        Finding("run", Level.OK, f"{len(_peers(session))} peers of {signed.manifest.name!r} seen"),
+        *experts_findings(hosting, len(signed.manifest.modules()), several=signed.manifest.stages.has_experts),
+    ]
+
+
+def experts_findings(hosting: int, modules: int, *, several: bool) -> list[Finding]:
+    """Whether a run with experts has a peer for each module. Nothing of other runs: these wait for their stages, and
+    say so.
+
+    Args:
+        hosting: peers that have a module.
+        several: whether some stage has several experts.
+    """
+    if not several or hosting >= modules:
+        return []
+    found = f"{hosting} peers for {modules} modules: documents of an expert that nobody serves go to the next best"
+    fix = f"Let {modules - hosting} more join; a newcomer takes a module that nobody serves."
+    return [Finding("experts", Level.WARN, found, fix)]
 
 
 def _peers(session: NetworkSession) -> list[PeerId]:

@@ -105,9 +105,9 @@ class Laboratory:
         self.thaw((peer,) * self.frozen[peer])  # what it has started could not see its end otherwise
         self.swarm.kill(peer)
 
-    def start(self, stage: int, site: Site, command: Sequence[str] | None = None) -> int:
+    def start(self, stage: int, site: Site, command: Sequence[str] | None = None, expert: int = 0) -> int:
         """Starts a peer and returns its index. Arguments and errors as `LocalSwarm.start_peer`."""
-        index = self.swarm.start_peer(stage, command)
+        index = self.swarm.start_peer(stage, command, expert)
         self.admit(self.swarm.peers[index], site)
         return index
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from node.lab.audit.route_audit import is_rerouted
 from node.observability.event_json import event_from_json
 from node.observability.events import (
     CaughtUp,
@@ -62,6 +63,8 @@ class LogWatch:
     def __init__(self, folder: Path, now: Callable[[], float]) -> None:
         self.completed: list[float] = []
         """When each completed microbatch was seen in its data node's log, to LOOK_S and the machine's load."""
+        self.rerouted: list[float] = []
+        """Likewise of those that another expert than their own has seen."""
         self.visited: set[str] = set()
         """Peers whose gradients have counted."""
         self.anchors: dict[str, deque[Held]] = {}
@@ -104,6 +107,8 @@ class LogWatch:
     def _take(self, peer: str, line: bytes) -> None:
         if line.startswith(_COMPLETED):
             self.completed.append(self._now())
+            if b'"route"' in line and is_rerouted(event_from_json(line)):
+                self.rerouted.append(self.completed[-1])
         elif line.startswith(_VISIT):
             self.visited.add(peer)
         elif line.startswith(_ANCHORS):

@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final
 from pydantic import Field
 
 from node.lab.emulation.link_shape import profile_of
-from node.lab.experiment.scenario_table import LinkTable, Moment, Peers, ProfileName, ScenarioTable, Sides, Span, Stage
+from node.lab.experiment.scenario_table import (
+    Expert,
+    LinkTable,
+    Moment,
+    Peers,
+    ProfileName,
+    ScenarioTable,
+    Sides,
+    Span,
+    Stage,
+)
 
 if TYPE_CHECKING:
     from node.lab.experiment.run import Run
@@ -87,10 +97,12 @@ class Start(ScenarioEvent):
     NAME = "start"
     stage: Stage
     profile: ProfileName | None = None
+    expert: Expert = 0
 
     def do(self, run: Run) -> None:
         site = run.first_site if self.profile is None else profile_of(self.profile).site
-        run.note(f"peer {run.lab.start(self.stage, site)} started for stage {self.stage}")
+        what = f"expert {self.stage}.{self.expert}" if self.expert else f"stage {self.stage}"
+        run.note(f"peer {run.lab.start(self.stage, site, expert=self.expert)} started for {what}")
 
 
 class Freeze(ScenarioEvent):
@@ -140,18 +152,20 @@ class ReplaceOne(ScenarioEvent):
 
     def do(self, run: Run) -> None:
         lab = run.lab
-        serving: dict[int, list[int]] = {}
+        serving: dict[str | None, list[int]] = {}
         for index, peer in lab.serving().items():
             if index not in lab.killed:
-                serving.setdefault(peer.stage, []).append(index)
+                serving.setdefault(peer.module, []).append(index)
         spare = [index for replicas in serving.values() if len(replicas) > 1 for index in sorted(replicas)]
         if not spare:
             run.fault("nobody could be spared to be replaced")
             return
         victim = run.lots.choice(spare)
-        stage, site = lab.swarm.progress.peers[victim].stage, lab.emulation.site(victim)
+        told, site = lab.swarm.progress.peers[victim], lab.emulation.site(victim)
+        expert = int((told.module or "0.0").partition(".")[2])
         lab.kill(victim)
-        run.fault(f"peer {victim} killed; peer {lab.start(stage, site)} started in its place for stage {stage}")
+        newcomer = lab.start(told.stage, site, expert=expert)
+        run.fault(f"peer {victim} killed; peer {newcomer} started in its place for stage {told.stage}")
 
 
 class Churn(ScenarioEvent):

@@ -69,6 +69,7 @@ Peers = Annotated[tuple[int, ...], BeforeValidator(_members)]
 Sides = Annotated[tuple[tuple[int, ...], ...], BeforeValidator(_sides)]
 """Two or more such lists that share nobody."""
 Stage = Annotated[int, Field(ge=0), AfterValidator(_hosted)]
+Expert = Annotated[int, Field(ge=0)]
 
 _Delay = Annotated[float, Field(ge=0, le=60_000)]
 _Rate = Annotated[float, Field(ge=0.01, le=1e6)]

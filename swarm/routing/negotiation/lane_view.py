@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from swarm.routing.cost_model import Costs, Route
+from swarm.routing.cost_model import Costs, PeerRoute
 from swarm.routing.deadlock import closes_a_circle, crowded_by, in_order
 from swarm.routing.lane_book import LaneBook, LaneId
 from swarm.routing.negotiation.groups import Group, share_of
@@ -58,7 +58,7 @@ class View:
         self.stages: dict[LaneId, frozenset[int]] = {}
         """What the lanes have to visit. One for which some stage has nobody has an empty route."""
         self._refined_stages: tuple[frozenset[int], ...] = ()
-        self.refined: dict[PeerId, tuple[Route, ...]] = {}
+        self.refined: dict[PeerId, tuple[PeerRoute, ...]] = {}
         """The routes of those that have refined their lanes. In the book they stand with the first ones."""
         self.is_refined = False
         """Whether our own are: in the order in which they are to be launched."""
@@ -123,7 +123,7 @@ class View:
 
     # ---- single routes -------------------------------------------------------------------------------------------
 
-    def plan(self) -> dict[PeerId, tuple[Route, ...]] | None:
+    def plan(self) -> dict[PeerId, tuple[PeerRoute, ...]] | None:
         """The routes of all data nodes' microbatches in launch order; None while somebody is not known, or a route has
         lost a peer."""
         if len(self.versions) <= len(self.others):
@@ -131,7 +131,7 @@ class View:
         plan = {peer: self._singles_of(peer) for peer in (self.own, *self.others)}
         return plan if all(self._may_be_walked(route) for routes in plan.values() for route in routes) else None
 
-    def _singles_of(self, peer: PeerId) -> tuple[Route, ...]:
+    def _singles_of(self, peer: PeerId) -> tuple[PeerRoute, ...]:
         if peer in self.refined:
             return self.refined[peer]
         lanes = [(peer, k) for k in range(self.lanes)]
@@ -140,12 +140,12 @@ class View:
         walked = [self._walked(lane) for lane in lanes]
         return tuple(walked[k % self.lanes] for k in range(self.singles))
 
-    def told_singles(self, peer: PeerId) -> tuple[Route, ...]:
+    def told_singles(self, peer: PeerId) -> tuple[PeerRoute, ...]:
         """The routes of a data node's single microbatches as it tells of them, whether they can be walked or not."""
         told = self.refined.get(peer)
         return told or tuple(self.book.routes[peer, k % self.lanes] for k in range(self.singles))
 
-    def replace(self, place: int, route: Route) -> None:
+    def replace(self, place: int, route: PeerRoute) -> None:
         """One microbatch of ours takes another route. Whoever calls this counts the version."""
         if self.singles == self.lanes:
             self.is_refined = True
@@ -167,10 +167,10 @@ class View:
             lanes = [Lane(route, self.book.stages(route), alone_s) for route in routes]
         return Standing(peer, self.versions[peer] + 1, tuple(lanes))
 
-    def _may_be_walked(self, route: Route) -> bool:
+    def _may_be_walked(self, route: PeerRoute) -> bool:
         return bool(route) and self.book.whole(route)
 
-    def refine(self, routes: Sequence[Route]) -> None:
+    def refine(self, routes: Sequence[PeerRoute]) -> None:
         """Our microbatches take these routes from now on. Whoever calls this counts the version."""
         self.is_refined = True
         if self.singles == self.lanes:
@@ -180,7 +180,7 @@ class View:
             self.refined[self.own] = tuple(routes)
             self._refined_stages = tuple(self.book.stages(route) for route in routes)
 
-    def move(self, lane: int, route: Route, stages: frozenset[int]) -> None:
+    def move(self, lane: int, route: PeerRoute, stages: frozenset[int]) -> None:
         """A lane of ours changes. Whoever calls this counts the version."""
         self.book.leave((self.own, lane))
         self.stages[self.own, lane] = stages
@@ -302,7 +302,7 @@ class View:
 
     # ---- launching -----------------------------------------------------------------------------------------------
 
-    def launches(self) -> tuple[Route, ...]:
+    def launches(self) -> tuple[PeerRoute, ...]:
         """The routes that our microbatches take in turn: those of our lanes with all peers alive.
 
         A lane that steps back where microbatches could then wait for each other in a circle (`swarm.routing.deadlock`),
@@ -313,7 +313,7 @@ class View:
             return tuple(self._walked_single(route) for route in self.refined[self.own] if self._may_be_walked(route))
         return tuple(self._walked(lane) for lane in self._whole())
 
-    def _walked_single(self, route: Route) -> Route:
+    def _walked_single(self, route: PeerRoute) -> PeerRoute:
         """A refined route; in the order of its stages where a step back might block, as the others' routes are now."""
         ordered = in_order(route, self.book.stage_of)
         plan = None if ordered == route else self.plan()
@@ -327,7 +327,7 @@ class View:
         own = ((self.own, k) for k in range(self.lanes))
         return [lane for lane in own if self.book.routes[lane] and self.book.whole(self.book.routes[lane])]
 
-    def _walked(self, lane: LaneId) -> Route:
+    def _walked(self, lane: LaneId) -> PeerRoute:
         route, stage_of = self.book.routes[lane], self.book.stage_of
         ordered = in_order(route, stage_of)
         if ordered == route:

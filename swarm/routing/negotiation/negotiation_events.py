@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swarm.routing.cost_model import Costs, Route
+from swarm.routing.cost_model import Costs, PeerRoute
 from swarm.vocabulary.routing_messages import LaneControl
 from swarm.vocabulary.types import PeerId
 
@@ -97,7 +97,7 @@ class Tell:
 class LanesChanged:
     """Microbatches launched from now on take these routes in turn."""
 
-    routes: tuple[Route, ...]
+    routes: tuple[PeerRoute, ...]
     why: str
 
 

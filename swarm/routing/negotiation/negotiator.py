@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from swarm.routing.cost_model import Costs, Route
+from swarm.routing.cost_model import Costs, PeerRoute
 from swarm.routing.lane_book import LaneBook
 from swarm.routing.negotiation.acknowledgements import News
 from swarm.routing.negotiation.groups import group_of
@@ -93,8 +93,8 @@ class Negotiator:
         self._deal_at = 0.0
         """Until then shares stay as they are."""
         self._number = 0
-        self._launches: tuple[Route, ...] = ()
-        self._lanes_of: tuple[tuple[Route, ...], LaneBook | None] = (), None
+        self._launches: tuple[PeerRoute, ...] = ()
+        self._lanes_of: tuple[tuple[PeerRoute, ...], LaneBook | None] = (), None
         """From what the lanes were made."""
         self._lanes: Lanes = ()
         self._why = ""
@@ -102,7 +102,7 @@ class Negotiator:
     # ---- looking -------------------------------------------------------------------------------------------------
 
     @property
-    def launches(self) -> tuple[Route, ...]:
+    def launches(self) -> tuple[PeerRoute, ...]:
         """The routes that our microbatches take in turn; empty before the first view and while a stage has nobody."""
         return self._launches
 

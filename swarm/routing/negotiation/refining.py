@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 
-from swarm.routing.cost_model import Costs, Route
+from swarm.routing.cost_model import Costs, PeerRoute
 from swarm.routing.negotiation.lane_view import View
 from swarm.routing.negotiation.negotiation_events import TalkRules
 from swarm.routing.negotiation.proposals import WORST
@@ -51,12 +51,12 @@ class Refining:
         self._refinement: Refinement | None = None
         self._expected: tuple[Refinement, Plan, Forecast] | None = None
         self._refused: set[tuple[Exchange, int, int]] = set()
-        self._settled_costs: Costs | None = None
-        """By which that was."""
         self._renew()
         self._quiet_since, self._at = 0.0, math.inf
         self.settled_s = math.nan
         """The end that was expected after the last turn."""
+        self._settled_costs: Costs | None = None
+        """By which that was."""
 
     @property
     def wakes_at(self) -> float:
@@ -81,7 +81,7 @@ class Refining:
             self._quiet_since = now
             self._at = now + self._talk.quiet_s
 
-    def turn(self, now: float) -> tuple[Route, ...] | Exchange | None:
+    def turn(self, now: float) -> tuple[PeerRoute, ...] | Exchange | None:
         """Better routes for our microbatches, or an exchange to ask for; None when it is not our turn, or none were
         found."""
         if now < self._at:
@@ -198,7 +198,7 @@ class Refining:
         """That one forecast plays."""
         return max(1, sum(2 * len(route) + 3 for routes in plan.values() for route in routes) * self._rounds)
 
-    def _improved(self, plan: Plan, refinement: Refinement, before: Forecast) -> tuple[Route, ...] | None:
+    def _improved(self, plan: Plan, refinement: Refinement, before: Forecast) -> tuple[PeerRoute, ...] | None:
         tasks = self._tasks_of(plan)
         found = refinement.improve(plan, before, max(LEAST_FORECASTS, self._tasks_left // (self._left * tasks)))
         self._left -= 1

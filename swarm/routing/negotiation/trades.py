@@ -109,13 +109,11 @@ def decision(view: View, asking: Asking, accept: Accept) -> Told:
     if asking.exchange is not None:
         other = view.standing_with(asking.asked, offer.asked_lane, accept.lane)
         view.replace(offer.asking_lane, offer.route)
-        view.advance()
-        view.take_in(other)
-        return Told(view.epoch, view.standing(), other, offer.number)
-    known = view.standing_of(asking.asked)
-    lanes = tuple(accept.lane if k == offer.asked_lane else lane for k, lane in enumerate(known.lanes))
-    other = Standing(asking.asked, known.version + 1, lanes)
-    view.move(offer.asking_lane, offer.route, view.book.stages(offer.route))
+    else:
+        known = view.standing_of(asking.asked)
+        lanes = tuple(accept.lane if k == offer.asked_lane else lane for k, lane in enumerate(known.lanes))
+        other = Standing(asking.asked, known.version + 1, lanes)
+        view.move(offer.asking_lane, offer.route, view.book.stages(offer.route))
     view.advance()
     view.take_in(other)
     return Told(view.epoch, view.standing(), other, offer.number)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from swarm.routing.cost_model import Route
+from swarm.routing.cost_model import PeerRoute
 from swarm.routing.path_rules import OrderTree, order_tree
 from swarm.routing.stage_balance import fair_sets, visits
 from swarm.simulation.baselines.one_by_one import Moment, one_by_one
@@ -55,12 +55,12 @@ class EarliestReturnOnRing:
         self._instance = instance
         self._sets = fair_sets(instance.rules, instance.total)
 
-    def choose(self, moment: Moment) -> Route:
+    def choose(self, moment: Moment) -> PeerRoute:
         number = sum(len(routes) for routes in moment.plan.values())
         tree = order_tree(self._instance.rules, self._sets[number])
         return bookings_by_set(self._instance, moment, tree)[self._sets[number]].route
 
-    def look_back(self, plan: Mapping[PeerId, Sequence[Route]], played: Forecast) -> None:
+    def look_back(self, plan: Mapping[PeerId, Sequence[PeerRoute]], played: Forecast) -> None:
         """Nothing to learn."""
 
 
@@ -79,7 +79,7 @@ class EarliestReturn:
         self._launches = instance.total
         self._tree = order_tree(instance.rules, frozenset(), frozenset(range(1, instance.rules.stages)))
 
-    def choose(self, moment: Moment) -> Route:
+    def choose(self, moment: Moment) -> PeerRoute:
         """The route.
 
         Raises:
@@ -94,7 +94,7 @@ class EarliestReturn:
         self._launches -= 1
         return found[chosen].route
 
-    def look_back(self, plan: Mapping[PeerId, Sequence[Route]], played: Forecast) -> None:
+    def look_back(self, plan: Mapping[PeerId, Sequence[PeerRoute]], played: Forecast) -> None:
         """Nothing to learn."""
 
     def _leaves_a_way(self, stages: frozenset[int]) -> bool:

@@ -6,14 +6,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 
-from swarm.routing.cost_model import Costs, Route
+from swarm.routing.cost_model import Costs, PeerRoute
 from swarm.routing.path_rules import PathRules, order_tree, orders
 from swarm.simulation.forecast import Unit
 from swarm.vocabulary.types import PeerId
 
-Routes = dict[PeerId, list[Route]]
+Routes = dict[PeerId, list[PeerRoute]]
 """A plan that is being changed: the routes of every data node's microbatches, in launch order."""
-Change = Mapping[Unit, Route]
+Change = Mapping[Unit, PeerRoute]
 """New routes of some microbatches."""
 Orders = tuple[tuple[int, ...], ...]
 
@@ -110,21 +110,21 @@ class Moves:
         data_node = self._rng.choice(list(routes))
         return data_node, self._rng.randrange(len(routes[data_node]))
 
-    def _alike(self, routes: Routes) -> tuple[list[Unit], Route]:
+    def _alike(self, routes: Routes) -> tuple[list[Unit], PeerRoute]:
         data_node, chosen = self._unit(routes)
         route = routes[data_node][chosen]
         return [(data_node, number) for number, other in enumerate(routes[data_node]) if other == route], route
 
-    def _replaced(self, route: Route) -> Route:
+    def _replaced(self, route: PeerRoute) -> PeerRoute:
         place = self._rng.randrange(len(route))
         peer = self._rng.choice(self._stages[self._stage_of[route[place]]])
         return (*route[:place], peer, *route[place + 1 :])
 
-    def _reordered(self, route: Route) -> Route:
+    def _reordered(self, route: PeerRoute) -> PeerRoute:
         by_stage = {self._stage_of[peer]: peer for peer in route}
         return tuple(by_stage[stage] for stage in self._rng.choice(self._legal(frozenset(by_stage))))
 
-    def _exchanged(self, mine: Route, theirs: Route) -> tuple[Route, Route] | None:
+    def _exchanged(self, mine: PeerRoute, theirs: PeerRoute) -> tuple[PeerRoute, PeerRoute] | None:
         """Both routes after a random exchange; None when they visit the same stages, or no order would be legal."""
         ours = {self._stage_of[peer]: peer for peer in mine}
         others = {self._stage_of[peer]: peer for peer in theirs}
@@ -139,8 +139,8 @@ class Moves:
         return None if one is None or other is None else (one, other)
 
     def _with(
-        self, route: Route, by_stage: Mapping[int, PeerId], gives: int, takes: int, known: PeerId
-    ) -> Route | None:
+        self, route: PeerRoute, by_stage: Mapping[int, PeerId], gives: int, takes: int, known: PeerId
+    ) -> PeerRoute | None:
         """The route with one stage for another: half of the time by the peer that served the other microbatch, and half
         of the time at the place of the stage given up, if that order is legal."""
         found = {stage: peer for stage, peer in by_stage.items() if stage != gives}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from swarm.routing.cost_model import Route
+from swarm.routing.cost_model import PeerRoute
 from swarm.simulation.forecast import Forecast, Unit, forecast
 from swarm.simulation.instance import Instance, Plan
 from swarm.vocabulary.types import PeerId
@@ -24,7 +24,7 @@ class Moment:
     unit: Unit
     at: float
     so_far: Forecast
-    plan: Mapping[PeerId, Sequence[Route]]
+    plan: Mapping[PeerId, Sequence[PeerRoute]]
 
 
 class Rule(Protocol):
@@ -34,10 +34,10 @@ class Rule(Protocol):
     counted: int
     """Iterations that it is played before those that count, and these."""
 
-    def choose(self, moment: Moment) -> Route:
+    def choose(self, moment: Moment) -> PeerRoute:
         """The route of the microbatch that is about to start."""
 
-    def look_back(self, plan: Mapping[PeerId, Sequence[Route]], played: Forecast) -> None:
+    def look_back(self, plan: Mapping[PeerId, Sequence[PeerRoute]], played: Forecast) -> None:
         """How the whole iteration went."""
 
 
@@ -53,7 +53,7 @@ def one_by_one(instance: Instance, rule_of: Callable[[Instance], Rule]) -> list[
 
 
 def _iteration(instance: Instance, rule: Rule) -> Plan:
-    plan: dict[PeerId, list[Route]] = {peer: [] for peer in instance.costs.data_nodes}
+    plan: dict[PeerId, list[PeerRoute]] = {peer: [] for peer in instance.costs.data_nodes}
     for _ in range(instance.total):
         at, data_node = _next_launch(instance, plan)
         unit = (data_node, len(plan[data_node]))
@@ -62,7 +62,7 @@ def _iteration(instance: Instance, rule: Rule) -> Plan:
     return {peer: tuple(routes) for peer, routes in plan.items()}
 
 
-def _next_launch(instance: Instance, plan: Mapping[PeerId, Sequence[Route]]) -> tuple[float, PeerId]:
+def _next_launch(instance: Instance, plan: Mapping[PeerId, Sequence[PeerRoute]]) -> tuple[float, PeerId]:
     """When and where the next microbatch starts, found by launching one that goes nowhere from every data node that has
     any left."""
     left = [peer for peer, routes in plan.items() if len(routes) < instance.microbatches]

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from swarm.routing.cost_model import Costs, Route
+from swarm.routing.cost_model import Costs, PeerRoute
 from swarm.routing.path_rules import OrderTree
 from swarm.simulation.central.timetable import Timetable
 from swarm.simulation.forecast import Task, Unit
@@ -30,7 +30,7 @@ class Booking:
 
     cost: float
     finish: float
-    route: Route
+    route: PeerRoute
 
 
 class _Ahead(NamedTuple):
@@ -39,7 +39,7 @@ class _Ahead(NamedTuple):
     imposed: float
     time: float
     back_s: float
-    route: Route
+    route: PeerRoute
     starts: tuple[float, ...]
 
 
@@ -70,7 +70,7 @@ class Bookings:
             best[stages] = min(followed, key=lambda booking: booking.cost)
         return best
 
-    def of_route(self, data_node: PeerId, launch: float, urgency: float, route: Route) -> Booking:
+    def of_route(self, data_node: PeerId, launch: float, urgency: float, route: PeerRoute) -> Booking:
         """The booking of a given route."""
         ahead, last = _Ahead(0.0, launch + self._forward[data_node], 0.0, (), ()), data_node
         for peer in route:

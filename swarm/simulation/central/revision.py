@@ -14,7 +14,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from swarm.routing.cost_model import Costs, Route
+from swarm.routing.cost_model import Costs, PeerRoute
 from swarm.routing.path_rules import OrderTree, PathRules, order_tree
 from swarm.routing.route_search import candidates
 from swarm.simulation.central.booking import Booking, Bookings
@@ -47,7 +47,7 @@ Exchange = tuple[int, int]
 class Change:
     """New routes for one microbatch or two, and the weighted seconds they seem to save."""
 
-    routes: Mapping[Unit, Route]
+    routes: Mapping[Unit, PeerRoute]
     saved: float
 
 
@@ -55,7 +55,7 @@ class Change:
 class _Offer:
     cost: float
     unit: Unit
-    route: Route
+    route: PeerRoute
 
 
 class Revision:
@@ -66,7 +66,7 @@ class Revision:
             infinite), no turns can be taken.
     """
 
-    def __init__(self, costs: Costs, rules: PathRules, plan: Mapping[PeerId, Sequence[Route]]) -> None:
+    def __init__(self, costs: Costs, rules: PathRules, plan: Mapping[PeerId, Sequence[PeerRoute]]) -> None:
         self._costs, self._rules = costs, rules
         self._stage_of = costs.stage_of()
         self._tables = {peer: Timetable(costs.slots[peer], costs.task_overhead_s) for peer in self._stage_of}
@@ -185,7 +185,7 @@ class Revision:
             self._doubts = [_doubted(self._costs, random.Random(seed)) for seed in range(DOUBTS)]  # noqa: S311
         return sum(_worth(forecast(costs, self.plan)) for costs in self._doubts)
 
-    def _write(self, routes: Mapping[Unit, Route]) -> None:
+    def _write(self, routes: Mapping[Unit, PeerRoute]) -> None:
         for (data_node, number), route in routes.items():
             self.plan[data_node][number] = route
 

@@ -54,11 +54,12 @@ class MadeUpOptimizer:
     """Moves every parameter a little, by numbers that follow from a seed."""
 
     def __init__(self, part: nn.Module) -> None:
-        self.steps = 0
+        self.steps = self.tokens = 0
+        self.replicas = 1
         self._parameters = list(part.parameters())
 
-    def start_anew(self, steps: int) -> None:
-        self.steps = steps
+    def start_anew(self, steps: int, tokens: int) -> None:
+        self.steps, self.tokens = steps, tokens
 
     @torch.no_grad()
     def step(self, seed: int) -> StepFigures:
@@ -66,7 +67,7 @@ class MadeUpOptimizer:
         for parameter in self._parameters:
             parameter.sub_(torch.randn(parameter.shape, generator=numbers) * 0.01)
         self.steps += 1
-        return StepFigures(self.steps, (1,), 1.0, 0.01)
+        return StepFigures(self.steps, (1,), TOKENS, 1.0, 0.01)
 
 
 class Blocks(nn.Module):
@@ -195,7 +196,7 @@ class Hall:
         rules = self._rules(local)
         machine = RoundMachine(peer, MODULE, rules, store.current.version, seal or VirtualSeal())
         compute, averaging = threads
-        alone = AloneRule(rules.inner_steps, RULE, TOKENS, clock)
+        alone = AloneRule(rules.inner_steps, RULE, clock)
         means = ExchangeMeans(
             rules.codecs,
             RULE,

@@ -49,7 +49,7 @@ class Replica:
 def test_it_goes_on_to_the_bit_through_a_file(tmp_path: Path) -> None:
     one, other = Replica(), Replica(seed=8)
     one.steps(0, 5)
-    state = capture_module((one.part,), one.optimizer, visits=5, tokens=32)
+    state = capture_module((one.part,), one.optimizer, visits=5, tokens=5 * 32)
     save_state(folder_at(tmp_path), PEER, ONE, state)
     one.steps(5, 5)  # what was captured is a copy, or this would change it
     other.steps(100, 2)
@@ -65,7 +65,7 @@ def test_it_goes_on_to_the_bit_through_a_file(tmp_path: Path) -> None:
 def test_an_optimizer_that_has_not_stepped_has_an_empty_state() -> None:
     one, other = Replica(), Replica()
     other.steps(0, 3)
-    restore_module((other.part,), other.optimizer, capture_module((one.part,), one.optimizer, visits=0, tokens=32))
+    restore_module((other.part,), other.optimizer, capture_module((one.part,), one.optimizer, visits=0, tokens=0))
     assert digest_of_tensors(parameters_of(other.part)) == digest_of_tensors(parameters_of(one.part))
     one.steps(0, 2)
     other.total.start_over()
@@ -93,15 +93,16 @@ def test_a_state_of_another_model_changes_nothing() -> None:
 def test_a_stage_peer_counts_what_is_applied_and_keeps_its_anchor() -> None:
     manifest = small_manifest()
     worker, other = (host_hop(manifest, ModuleId(1), CPU, 0) for _ in range(2))
-    worker.accumulated = 7
+    worker.accumulated, worker.accumulated_tokens = 7, 200
     anchor = state_of(1.0, anchor=version(3)).anchor
     assert anchor is not None
-    state = capture_hop(worker, 32, Agreed(anchor, 2, 64))
-    assert (state.counters.visits, state.counters.tokens) == (7, 7 * 32)
+    state = capture_hop(worker, Agreed(anchor, 2, 64))
+    assert (state.counters.visits, state.counters.tokens) == (7, 200)
     assert (state.counters.steps_since_anchor, state.counters.tokens_since_anchor) == (2, 64)
     assert state.anchor is anchor
     restore_hop(other, state)
-    assert other.accumulated == 7
+    assert (other.accumulated, other.accumulated_tokens) == (7, 200)
+    assert other.optimizer.tokens == version(3).tokens + 64, "where it stands in the schedule"
 
 
 def test_numbers_keep_away_from_those_of_the_life_before() -> None:

@@ -19,12 +19,15 @@ from typer.testing import CliRunner
 from node.__main__ import app
 from node.cli.views.text import harmless_lines
 from node.context.options import NodeOptions
+from node.data.tokenizers import ByteTokenizer, Tokens
+from node.experts.router_file import load_router
 from node.local_swarm import local_swarm
 from node.network.loss_report import AskedPaths
 from node.observability.events import EventSink, MicrobatchCounts, Note, Step
 from node.observability.status import PeerStatus, Status, SwarmStatus
 from node.observability.typed_json import to_json
 from protocol.manifest.signing import read_signed_manifest
+from swarm.experts.routes import best_route
 from swarm.vocabulary.errors import ConfigError, IdentityError, SkipstoneError, Unreachable
 from tests.node.checkpoint.saved_model import file_of, save_checkpoint
 from tests.node.small_manifest import small_manifest
@@ -52,11 +55,23 @@ def run(*arguments: str) -> Any:
     return CliRunner().invoke(app, arguments, prog_name="skipstone")
 
 
+def opening_of(file: Path) -> Tokens:
+    return ByteTokenizer().encode(file.read_bytes())
+
+
+HEARS_SIGNALS = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+"""
+"""Whoever is started in the background, or by nohup, ignores these, and so would a process of ours."""
+
+
 def command(*arguments: str, code: str = "from node.__main__ import main; main()") -> subprocess.Popen[str]:
     """A real process; `code` may prepare something before it calls main()."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
-        [sys.executable, "-c", code, *arguments],
+        [sys.executable, "-c", HEARS_SIGNALS + code, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -126,6 +141,36 @@ class TestNew:
         assert result.exit_code == 78
         assert not (tmp_path / "run.toml").exists()
 
+    def test_a_run_with_experts_has_a_router_beside_it(self, tmp_path: Path) -> None:
+        file, text = tmp_path / "run.toml", tmp_path / "corpus"
+        text.mkdir()
+        for number in range(40):
+            (text / f"{number}.txt").write_bytes((b"some prose ", b"int i = 0;\n")[number % 2] * 40)
+        source = f"path:{text}"
+        result = run(
+            "new", str(file), "--data", source, "--stages", "0,1,1", "--experts", "1,2,1", "--route-from", source
+        )
+        assert result.exit_code == 0, result.output
+        manifest = read_signed_manifest(file.read_bytes(), None).manifest
+        assert manifest.stages.experts == (1, 2, 1)
+        router = load_router(file, manifest)
+        assert router is not None
+        routes = {best_route(router.affinity("", opening_of(text / f"{number}.txt"))) for number in (0, 1)}
+        assert routes == {(0, 0), (1, 0)}
+        assert "4 modules; documents are routed to experts by" in result.stdout
+        assert run("new", str(tmp_path / "again.toml"), "--from", str(file), "--seed", "2").exit_code == 0
+        assert (tmp_path / "again.router").read_bytes() == router.to_bytes()
+        (tmp_path / "run.router").unlink()
+        lost = run("solo", "--manifest", str(file), "--steps", "1")
+        assert lost.exit_code == 78
+        assert "run's router" in lost.stderr
+
+    def test_experts_without_a_router_are_dealt_by_chance(self, tmp_path: Path) -> None:
+        result = run("new", str(tmp_path / "run.toml"), "--experts", "2")
+        assert result.exit_code == 0, result.output
+        assert "9 modules; documents are routed to experts by chance" in result.stdout
+        assert not (tmp_path / "run.router").exists()
+
     def test_it_does_not_overwrite(self, tmp_path: Path) -> None:
         file = tmp_path / "run.toml"
         file.write_text("precious")
@@ -141,6 +186,11 @@ class TestNew:
             (("--stages", "0,0"), 65, "every stage but stage 0 needs at least 1 block"),
             (("--name", "no spaces"), 65, "name"),
             (("--from", "nowhere.toml"), 78, "cannot be read"),
+            (("--experts", "two"), 78, "not a list of numbers"),
+            (("--experts", "1,2"), 65, "one for each of the 5 stages"),
+            (("--experts", "2", "--attention", "causal"), 65, "whole documents are routed"),
+            (("--route-from", "python-stdlib"), 78, "without experts"),
+            (("--experts", "5", "--route-from", "python-stdlib"), 78, "20 experts on 625 routes"),
         ],
     )
     def test_wrong_values(self, tmp_path: Path, arguments: tuple[str, ...], code: int, message: str) -> None:
@@ -182,7 +232,7 @@ class TestJoin:
         assert result.exit_code == 0, result.output
         (options,) = seen
         assert (str(options.link), options.manifest_path) == (LINK, None)
-        assert (options.stage, options.graph_bytes, options.steps, options.port) == (2, 2**20, 3, 9)
+        assert (options.stage, options.graph_bytes, options.steps, options.port) == ("2", 2**20, 3, 9)
         assert options.relay_bytes_per_hour == 50_000_000
         assert options.identity_path == tmp_path / "home" / "identity.key"
         assert [json.loads(line)["event"] for line in result.stdout.splitlines()] == ["step"]

@@ -39,7 +39,7 @@ def told(run: SignedManifest, asked: NodeOptions, *, own: bool = False) -> str:
 
 
 def test_it_says_what_the_run_is_and_what_is_read_sent_and_used() -> None:
-    run = signed(data__source="path:~/.ssh", stages__experts=2)
+    run = signed(data__source="path:~/.ssh", stages__experts=2, model__attention="documents")
     said = told(run, options(text=Path("/text"), port=4002, threads=2))
     manifest = run.manifest
     parameters = sum(parameter_bytes(parameter_shapes(manifest, m)) for m in manifest.modules()) // BYTES_PER_PARAMETER
@@ -54,7 +54,7 @@ def test_it_says_what_the_run_is_and_what_is_read_sent_and_used() -> None:
 def test_it_says_why_no_text_is_read() -> None:
     run = signed(data__source="path:~/.ssh")
     assert "reads     no text: the manifest is not signed by this machine's key" in told(run, options())
-    for asked in (options(reads_text=False), options(stage=1)):
+    for asked in (options(reads_text=False), options(stage="1")):
         assert "reads     no text\n" in told(run, asked)
     assert "this machine's Python" in told(signed(), options())
 

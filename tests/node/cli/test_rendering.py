@@ -15,7 +15,7 @@ from rich.console import Console
 
 from node.cli.views.live import remaining_s, render
 from node.cli.views.plain import plain_line
-from node.cli.views.status_view import MOST_ROWS, accused_lines, codec_tables, path_tables, status_table
+from node.cli.views.status_view import MOST_ROWS, accused_lines, codec_tables, path_tables, status_table, status_views
 from node.cli.views.text import MAX_FOREIGN_CHARACTERS, duration, harmless, sparkline
 from node.local_swarm.swarm_progress import SwarmProgress, apply, noted, peer_exited, peer_started
 from node.network.asking import parse_status
@@ -331,3 +331,39 @@ def test_status_names_who_is_accused_and_bears_whatever_peers_say() -> None:
     assert lines[0].endswith("sent nothing (round 7)")
     assert not any(character in "".join(lines) for character in "\x1b\n")
     assert list(accused_lines(swarm_of(2))) == []
+
+
+# ---- experts ---------------------------------------------------------------------------------------------------------
+
+
+def routes_of(answered: object) -> str:
+    peers = (peer_of("12D3KooWpeer0abc", "0.0", answered), peer_of("12D3KooWpeer1abc", "1.0", None))
+    console = Console(record=True, width=140, force_terminal=False, file=io.StringIO())
+    for view in status_views(SwarmStatus.of("9f86", "demo", 2, peers, ("0.0", "1.0", "1.1"))):
+        console.print(view)
+    return console.export_text()
+
+
+def test_status_shows_routes_experts_and_who_is_missing() -> None:
+    routes = [{"experts": [0], "visits": 3, "loss": 2.5}, {"experts": [1], "visits": 1, "rerouted": 1}]
+    said = {"routes": routes, "module_visits": {"1.0": 4, "9.9": 7}, "rerouted": {"1.1": 1}}
+    rows = [line.split() for line in routes_of({**said, "paths": {"talk": "no lanes"}}).splitlines()]
+    assert ["1.0", "75%", "3", "0", "2.5000"] in rows
+    assert ["1.1", "25%", "1", "1", "-"] in rows
+    assert ["1.0", "4", "0"] in rows
+    assert ["1.1", "0", "1"] in rows
+    assert ["1", "1.1", "none"] in rows, "the stage has a peer, this expert has none"
+    assert ["no", "lanes"] in rows
+    assert "2 peers for 3 modules" in routes_of(said)
+    odd = {"routes": [{"experts": HOSTILE}, 1], "module_visits": {HOSTILE: 1}, "paths": {"talk": HOSTILE}}
+    assert "\x1b" not in routes_of(odd)
+
+
+def test_the_view_names_the_expert_without_a_peer() -> None:
+    state = replace(swarm(), modules=("0.0", "1.0", "2.0", "2.1"))
+    assert "2.1" not in drawn(state), "while peers are coming up, one of them may be it"
+    for index, module in ((0, "0.0"), (2, "2.0")):
+        status = events.NodeStatus(f"12D3KooWpeer{index}abc", module, "serving", "127.0.0.1:1", "")
+        state = apply(state, index, status, 5.0).state
+    rows = [line.split() for line in drawn(state).splitlines()]
+    assert ["2", "2.1", "none"] in rows

@@ -22,7 +22,8 @@ BASE = {"link": None, "manifest_path": Path("run.toml"), "identity_path": Path("
         ({"slots": 0}, "slots must be"),
         ({"window": -3}, "window must be"),
         ({"steps": 0}, "steps must be"),
-        ({"stage": -1}, "stage must not be negative"),
+        ({"stage": "-1"}, "stage must be a stage or STAGE.EXPERT"),
+        ({"stage": "1."}, "stage must be a stage"),
         ({"memory": "-1"}, "is not a size"),
     ],
 )

@@ -30,7 +30,7 @@ PEER = "12D3KooWJRSrypvnpHgc6ZAgyCni4KcSmbV7uGRaMw5LgMKT18fq"
 LINK = f"skipstone:{'0' * 64}@/ip4/127.0.0.1/tcp/4001/p2p/{PEER}"
 OTHER_LINK = f"skipstone:{'1' * 64}@/dns4/bootstrap/tcp/4001/p2p/{PEER}"
 OTHER_VALUES: dict[str, Any] = {
-    "stage": 2,
+    "stage": "2.2",
     "moving": False,
     "reads_text": False,
     "text": Path("/text"),
@@ -130,7 +130,7 @@ class TestNodeSettings:
             SKIPSTONE_MEMORY="1KiB",
         )
         assert str(options.link) == LINK
-        assert (options.stage, options.moving, options.reads_text, options.dht_port) == (2, True, False, 4001)
+        assert (options.stage, options.moving, options.reads_text, options.dht_port) == ("2", True, False, 4001)
         assert (options.checkpoint_dir, options.advertise, options.graph_bytes) == (Path("/saved"), "bootstrap", 1024)
 
     def test_what_is_typed_comes_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,7 @@ class TestNodeSettings:
             SKIPSTONE_STAGE="2",
             SKIPSTONE_DATA="0",
         )
-        assert (str(options.link), options.stage, options.reads_text) == (LINK, 1, True)
+        assert (str(options.link), options.stage, options.reads_text) == (LINK, "1", True)
 
     def test_an_empty_one_counts_as_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
         empty = {variable(setting): "" for setting in SETTINGS}

@@ -16,7 +16,7 @@ from swarm.vocabulary.types import MicrobatchId, PeerId
 
 def text(index: int) -> Microbatch:
     nothing = torch.zeros(0)
-    return Microbatch(nothing, nothing, (), 0.0, at(index), at(index + 1))
+    return Microbatch(nothing, nothing, 0.0, at(index), at(index + 1))
 
 
 def at(index: int) -> Cursor:
@@ -68,3 +68,16 @@ def test_no_text_is_left_out_in_whatever_order_they_come_back(order: list[int], 
         position.came_back(text(index))
     resumed = position.resume_at(among(*order[:applied]))
     assert resumed == at(min(order[applied:], default=8))
+
+
+def test_what_waits_while_others_set_out_is_read_again() -> None:
+    position = ReadingPosition(at(0), remembered=8)
+    for index in range(3):
+        position.drawn(text(index))
+    position.sent(text(2), named(2))
+    position.came_back(text(2))
+    assert position.resume_at(among(2)) == at(0)
+    position.sent(text(0), named(3))
+    assert position.resume_at(among(2, 3)) == at(1)
+    position.sent(text(1), named(4))
+    assert position.resume_at(among(2, 3, 4)) == at(3)

@@ -99,7 +99,7 @@ def test_there_and_back_gives_the_logits_of_the_parts(tmp_path: Path, shard_byte
     checkpoint = save_checkpoint(tmp_path / "checkpoint", manifest, model)
     done = exported(checkpoint, tmp_path / "folder", shard_bytes=shard_bytes)
     files = list((tmp_path / "folder").glob("*.safetensors"))
-    assert done.files == len(files) == len(plan_shards(manifest, shard_bytes))
+    assert done.files == len(files) == len(plan_shards(manifest, manifest.modules(), shard_bytes))
     assert shard_bytes != A_FEW_TENSORS or 1 < len(files) < 20
     assert done.size_bytes == sum(4 * value.numel() for file in files for value in load_file(file).values())
     for folder in (checkpoint, tmp_path / "folder"):
@@ -344,10 +344,13 @@ class OneSource:
 
     def __init__(self, manifest: Manifest, modules: dict[ModuleId, dict[str, torch.Tensor]]) -> None:
         self.signed = sign_manifest(manifest, Identity.generate())
-        self.modules = modules
+        self.modules, self.given = manifest.modules(), modules
 
     async def module(self, module: ModuleId) -> dict[str, torch.Tensor]:
-        return self.modules[module]
+        return self.given[module]
+
+    async def router(self) -> None:
+        return None
 
 
 class TestAnySource:
@@ -377,7 +380,7 @@ class TestAnySource:
         assert list(tmp_path.iterdir()) == []
 
     def test_several_experts_are_several_models(self, tmp_path: Path) -> None:
-        manifest = small_manifest(stages__experts=2)
+        manifest = small_manifest(stages__experts=2, model__attention="documents")
         with pytest.raises(ConfigError, match=r"stages\.experts = 2"):
             self.read({}, manifest)
         with pytest.raises(ConfigError, match=r"stages\.experts = 2"):

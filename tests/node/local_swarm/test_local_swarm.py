@@ -17,7 +17,7 @@ import pytest
 
 from node.local_swarm import local_swarm
 from node.local_swarm.local_swarm import LocalSwarm
-from node.local_swarm.setup import LocalSetup, LocalSwarmOptions, Place, assign_stages
+from node.local_swarm.setup import LocalSetup, LocalSwarmOptions, Place, assign_modules
 from node.local_swarm.swarm_progress import summarize
 from node.observability.events import Event, InnerStep, Note, Step
 from protocol.manifest.join_link import parse_link
@@ -84,13 +84,20 @@ def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 def test_every_stage_has_a_peer_and_the_others_go_where_most_blocks_are(
     peers: int, blocks: tuple[int, ...], expected: list[int]
 ) -> None:
-    assert assign_stages(peers, blocks) == expected
+    assert [module.stage for module in assign_modules(peers, blocks)] == expected
 
 
 def test_too_few_peers_are_refused_with_the_number_needed() -> None:
     with pytest.raises(ConfigError, match="2 peers cannot host 3 stages") as raised:
-        assign_stages(2, (0, 1, 1))
+        assign_modules(2, (0, 1, 1))
     assert "--peers 3" in raised.value.hint
+
+
+def test_every_expert_has_a_peer_before_a_module_has_two() -> None:
+    modules = assign_modules(7, (0, 1, 2), (1, 2, 2))
+    assert list(map(str, modules)) == ["0.0", "1.0", "1.1", "2.0", "2.1", "2.0", "2.1"]
+    with pytest.raises(ConfigError, match="4 peers cannot host 5 modules"):
+        assign_modules(4, (0, 1, 2), (1, 2, 2))
 
 
 def test_the_setup_is_what_a_first_node_and_the_others_need(tmp_path: Path) -> None:

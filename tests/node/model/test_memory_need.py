@@ -75,7 +75,7 @@ def test_a_parameter_takes_24_bytes_of_the_device_and_20_of_memory() -> None:
 
 
 def test_what_does_not_fit_is_not_among_the_candidates() -> None:
-    manifest = small_manifest(stages__blocks=(1, 40, 1), stages__experts=2)
+    manifest = small_manifest(stages__blocks=(1, 40, 1), stages__experts=2, model__attention="documents")
     modules = manifest.modules()
     small, large = need_of(manifest, [ModuleId(2)], 4).all, need_of(manifest, [ModuleId(1)], 4).all
     assert list(modules_that_fit(manifest, modules, room(large), 4)) == list(modules)

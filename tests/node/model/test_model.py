@@ -12,7 +12,7 @@ from node.data.packing import Microbatch
 from node.model.initialization import parameters_of
 from node.model.parts import HeadPart, build_block_stack, build_embedding, build_head
 from node.solo.trainer import WholeModel
-from protocol.manifest.manifest import Manifest, training_flops_per_token
+from protocol.manifest.manifest import Manifest, document_cost, quadratic_share
 from swarm.vocabulary.types import ModuleId
 from tests.node.small_manifest import small_manifest
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 def random_microbatch(manifest: Manifest) -> Microbatch:
     rows, sequence = manifest.training.rows, manifest.model.sequence
     stream = torch.randint(257, (rows, sequence + 1), generator=torch.Generator().manual_seed(1))
-    return Microbatch(stream[:, :-1], stream[:, 1:], ((),) * rows, 0.0)
+    return Microbatch(stream[:, :-1], stream[:, 1:], 0.0)
 
 
 def reference_logits(manifest: Manifest, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
@@ -186,9 +186,12 @@ def test_stage_0_without_blocks_only_embeds() -> None:
     torch.testing.assert_close(part(tokens)[0], parameters_of(part)["model.embed_tokens.weight"][[0, 256]])
 
 
-def test_cost_counts_six_operations_for_every_weight_that_is_multiplied() -> None:
+def test_a_document_costs_its_products_and_the_pairs_of_its_tokens() -> None:
+    """Two operations for every weight of a block, and 2 x hidden for each of the d^2 / 2 pairs in scores and again in
+    the mean of values; in tokens without attention."""
     manifest = small_manifest()
-    model = WholeModel(manifest, CPU)
-    weights = sum(p.numel() for p in parameters_of(*all_parts(model)).values() if p.dim() == 2) - 257 * 16
-    attention = 4 * 6 * 16 * 16  # blocks x 6 x sequence x hidden
-    assert training_flops_per_token(manifest) == 6 * weights + attention
+    stack = build_block_stack(manifest, ModuleId(2))
+    weights = sum(parameter.numel() for parameter in stack.parameters() if parameter.dim() == 2)
+    pairs = 2 * (2 * 16) * 12**2 / 2
+    assert document_cost(manifest.model, 12) == pytest.approx(12 + pairs / (2 * weights))
+    assert quadratic_share(manifest.model) == 16 / weights

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.model.optimizer import learning_rate
+from node.model import optimizer
 from protocol.manifest.manifest import TrainingSection
 from tests.node.small_manifest import small_manifest
 
@@ -16,6 +16,11 @@ from tests.node.small_manifest import small_manifest
 def training(kind: str, warmup: int, total: int, final: float = 0.1, peak: float = 0.5) -> TrainingSection:
     schedule: dict[str, Any] = {"kind": kind, "warmup_steps": warmup, "total_steps": total, "final_ratio": final}
     return small_manifest(training__schedule=schedule, training__inner={"learning_rate": peak}).training
+
+
+def learning_rate(section: TrainingSection, step: float) -> float:
+    """After so many steps of whole microbatches."""
+    return optimizer.learning_rate(section, step * section.inner_tokens)
 
 
 def test_it_rises_linearly_to_the_peak() -> None:

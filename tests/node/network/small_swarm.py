@@ -76,7 +76,7 @@ def text_of(manifest: Manifest, seed: int) -> Microbatch:
     shape = (manifest.training.rows, manifest.model.sequence)
     numbers = torch.Generator().manual_seed(seed)
     tokens, labels = (torch.randint(0, manifest.model.vocabulary, shape, generator=numbers) for _ in range(2))
-    return Microbatch(tokens, labels, (), 0.0)
+    return Microbatch(tokens, labels, 0.0)
 
 
 @dataclass(eq=False)
@@ -295,6 +295,9 @@ class SmallSwarm:
         return True
 
     def goes_round(self, module: ModuleId) -> bool:
+        return False
+
+    def has_other_expert(self, module: ModuleId) -> bool:
         return False
 
     # ---- what a test does ----------------------------------------------------------------------------------------

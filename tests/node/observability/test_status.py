@@ -25,12 +25,14 @@ from node.observability.status import (
     ReachStatus,
     RelayStatus,
     RoundStatus,
+    RouteStatus,
     ShareStatus,
     Status,
     SwarmStatus,
 )
 from node.observability.typed_json import to_json
 from swarm.vocabulary.errors import ProtocolViolation
+from swarm.workload.microbatch_sizes import SizeSummary
 
 RECORDED: dict[str, Any] = {
     "peer": "12D3KooWa",
@@ -82,6 +84,15 @@ RECORDED: dict[str, Any] = {
         "waiting_s": {"12D3KooWb": 0.0125},
         "shares": {"wanted": {"1": 0.5, "2": 0.75}, "made": {"2": 0.7}, "reason": "stage 1 is full first"},
     },
+    "sizes": {
+        "microbatches": 64,
+        "tokens": 8190.5,
+        "tokens_spread": 0.012,
+        "cost": 12_300.25,
+        "cost_spread": 0.004,
+        "documents": 17.5,
+        "padding": 0.013,
+    },
 }
 """What a data node answered before its status was typed, with something at every key."""
 
@@ -126,6 +137,7 @@ TYPED = Status(
         {"12D3KooWb": 0.0125},
         ShareStatus({"1": 0.5, "2": 0.75}, {"2": 0.7}, "stage 1 is full first"),
     ),
+    sizes=SizeSummary(64, 8190.5, 0.012, 12_300.25, 0.004, 17.5, 0.013),
 )
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
@@ -177,6 +189,8 @@ def test_of_lists_and_maps_what_is_well_formed_is_taken() -> None:
 @given(st.dictionaries(st.sampled_from(sorted(RECORDED)) | st.text(max_size=8), JSON))
 def test_whatever_a_peer_sends_can_be_read_summed_up_and_written(answer: dict[str, Any]) -> None:
     said = parsed(answer)
+    with_experts = PeerStatus(peer="p", module="0.0", state="serving", answered=said)
+    json.dumps(to_json(SwarmStatus.of("9f86", "demo", 2, (with_experts,) * 2, ("0.0", "1.0", "1.1"))), allow_nan=False)
     peer = PeerStatus(peer="p", module="0.0", state="serving", answered=said)
     swarm = SwarmStatus.of("9f86", "demo", 2, (peer, peer))
     json.dumps(to_json(swarm), allow_nan=False)
@@ -216,3 +230,16 @@ def test_a_swarm_is_the_sum_of_its_data_nodes() -> None:
         "answered": None,
     }
     assert SwarmStatus.of("9f86", "demo", 3, (hop, silent)).step is None
+
+
+def test_the_routes_of_a_swarm_are_those_of_its_data_nodes() -> None:
+    modules = ("0.0", "1.0", "1.1")
+    told = [{"experts": [0], "visits": 30, "loss": 2.0}, {"experts": [1], "visits": 10, "rerouted": 4, "loss": 1e300}]
+    said = parsed({"routes": told, "module_visits": {"1.0": 34, "1.1": 6}, "rerouted": {"1.1": 4}})
+    data = [PeerStatus(peer=name, module="0.0", state="serving", answered=said) for name in "ab"]
+    swarm = SwarmStatus.of("9f86", "demo", 2, (*data, PeerStatus(peer="h", module="1.0", state="serving")), modules)
+    assert swarm.routes == (RouteStatus((0,), 0.75, 60, 0, 2.0), RouteStatus((1,), 0.25, 20, 8, None))
+    assert swarm.too_few_peers is None, "three peers, though two of them are data nodes"
+    few = SwarmStatus.of("9f86", "demo", 2, tuple(data), modules)
+    assert few.too_few_peers == "2 peers for 3 modules: documents of an expert that nobody serves go to the next best"
+    assert SwarmStatus.of("9f86", "demo", 2, ()).too_few_peers is None

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from node.pipeline.admission import Admission, hidden_tensor
 from protocol.interfaces.tensor_spec import DType, TensorSpec
 from swarm.vocabulary.errors import ProtocolViolation
 from swarm.vocabulary.pipeline_messages import Backward, Forward, MicrobatchTensor, Purpose
-from swarm.vocabulary.types import Hop, MicrobatchId, ModuleId, Path, PeerId, SignedRoute
+from swarm.vocabulary.types import Codec, Hop, MicrobatchId, ModuleId, Path, PeerId, SignedRoute
 from tests.node.small_manifest import small_manifest
 
 DATA, A, B = PeerId("data"), PeerId("a"), PeerId("b")
@@ -174,3 +177,78 @@ def test_what_its_data_node_has_not_signed() -> None:
     for sender, message in ((DATA, forward()), (B, backward())):
         with pytest.raises(ProtocolViolation, match=r"data#1: the route's signature is not its data node's"):
             rules.check(sender, message, TENSOR)
+
+
+# ---- microbatches of documents ---------------------------------------------------------------------------------------
+
+OF_DOCUMENTS = small_manifest(model__attention="documents")
+LARGEST = OF_DOCUMENTS.microbatch_tokens
+LONGEST = OF_DOCUMENTS.model.sequence
+
+
+def of_documents(*documents: int) -> Path:
+    """A path whose data node has signed these."""
+    return replace(AB, route=SignedRoute(tuple(hop.module for hop in AB.hops), 60.0, bytes(64), documents))
+
+
+def hidden(*shape: int) -> TensorSpec:
+    return TensorSpec(shape, DType.FLOAT32)
+
+
+@pytest.mark.parametrize("documents", [(1,), (LONGEST,), (LONGEST,) * (LARGEST // LONGEST), (1,) * LARGEST, (3, 1, 7)])
+def test_a_tensor_is_as_long_as_its_documents(documents: tuple[int, ...]) -> None:
+    rules = Admission(OF_DOCUMENTS, A, ModuleId(1), signed)
+    tensor = hidden(1, sum(documents), OF_DOCUMENTS.model.hidden)
+    rules.check(DATA, forward(of_documents(*documents)), tensor)
+    rules.check(B, backward(of_documents(*documents)), tensor)
+
+
+@pytest.mark.parametrize(
+    ("documents", "shape"),
+    [
+        ((), (1, LONGEST, 16)),  # none
+        ((), (2, LONGEST, 16)),  # rows of a stream
+        ((5, 6), (1, 10, 16)),  # lying about their lengths
+        ((5, 6), (1, 12, 16)),
+        ((5, 6), (11, 1, 16)),  # laid out otherwise
+        ((5, 6), (11, 16)),
+        ((5, 6), (1, 11, 32)),
+        ((0, 5), (1, 5, 16)),  # an empty one
+        ((-5, 10), (1, 5, 16)),
+        ((LONGEST + 1,), (1, LONGEST + 1, 16)),  # too long for positions
+        ((LONGEST,) * (LARGEST // LONGEST) + (1,), (1, LARGEST + 1, 16)),  # too many tokens
+    ],
+)
+def test_documents_that_no_honest_data_node_has(documents: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    rules = Admission(OF_DOCUMENTS, A, ModuleId(1), signed)
+    for sender, message in ((DATA, forward(of_documents(*documents))), (B, backward(of_documents(*documents)))):
+        with pytest.raises(ProtocolViolation, match="as many tokens as their documents"):
+            rules.check(sender, message, hidden(*shape))
+
+
+@given(
+    st.lists(st.integers(-2, LONGEST + 2), max_size=12).map(tuple),
+    st.one_of(st.none(), st.lists(st.integers(0, 40), min_size=1, max_size=4).map(tuple)),
+)
+def test_documents_that_a_fuzzer_makes_up(documents: tuple[int, ...], shape: tuple[int, ...] | None) -> None:
+    """Taken exactly when they are what a packer may make."""
+    true_shape = (1, sum(documents), OF_DOCUMENTS.model.hidden)
+    shape = shape or true_shape
+    rules = Admission(OF_DOCUMENTS, A, ModuleId(1), signed)
+    honest = bool(documents) and all(1 <= tokens <= LONGEST for tokens in documents) and sum(documents) <= LARGEST
+    with nullcontext() if honest and shape == true_shape else pytest.raises(ProtocolViolation):
+        rules.check(DATA, forward(of_documents(*documents)), hidden(*shape))
+
+
+def test_documents_in_a_run_of_rows() -> None:
+    for documents, tensor in (((LONGEST, LONGEST), TENSOR), ((5,), hidden(1, 5, 16))):
+        with pytest.raises(ProtocolViolation, match="was announced"):
+            admission().check(DATA, forward(of_documents(*documents)), tensor)
+
+
+def test_a_short_microbatch_brings_no_more_bytes_than_its_tokens() -> None:
+    """Its buffer is as large as the largest one's, what comes into it is not."""
+    rules = Admission(OF_DOCUMENTS, A, ModuleId(1), signed)
+    apart = TensorSpec((1, 4, 16), DType.FLOAT32, Codec.PLANES, compressed_bytes=4 * 16 * 4 + 1)
+    with pytest.raises(ProtocolViolation, match="bytes as PLANES"):
+        rules.check(DATA, forward(of_documents(4)), apart)

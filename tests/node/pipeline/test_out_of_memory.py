@@ -67,11 +67,16 @@ with memory_left(8 * MIB):
 WORKER = """
 rows, width = 256, 1024
 layers = torch.nn.Linear(width, 64), torch.nn.Tanh(), torch.nn.Linear(64, width), torch.nn.Linear(width, width)
-part = torch.nn.Sequential(*layers)
+
+class Part(torch.nn.Sequential):
+    def forward(self, hidden, documents=()):
+        return super().forward(hidden)
+
+part = Part(*layers)
 manifest = small_manifest()
 sums = Accumulator(part)
 optimizer, tensor = InnerOptimizer(manifest.training, [sums]), TensorSpec((rows, width), DType.FLOAT32)
-worker = HopWorker(part, sums, optimizer, tensor, 64, torch.device("cpu"), 2**30)
+worker = HopWorker(part, sums, optimizer, tensor, torch.device("cpu"), 2**30)
 source = torch.randn(rows, width)
 
 def job(number, work):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import pytest
@@ -23,13 +23,15 @@ from swarm.routing.path_rules import PathRules
 from swarm.routing.planner import Planner
 from swarm.vocabulary.errors import Unreachable
 from swarm.vocabulary.pipeline_messages import Purpose
-from swarm.vocabulary.types import MicrobatchId, Path, PeerId
+from swarm.vocabulary.types import MicrobatchId, ModuleId, Path, PeerId
 from tests.swarm.membership.announcements import RUN, announcement
 
 OWN = PeerId("own")
 
 
-def unsigned(microbatch: MicrobatchId, path: Path, purpose: Purpose, lifetime_s: float) -> Path:
+def unsigned(
+    microbatch: MicrobatchId, path: Path, purpose: Purpose, lifetime_s: float, documents: tuple[int, ...]
+) -> Path:
     return path
 
 
@@ -38,6 +40,7 @@ class Road:
     """Stands where the runner of microbatches does: what sets out, and what has been given up."""
 
     texts: dict[MicrobatchId, Microbatch] = field(default_factory=dict)
+    visited: list[str] = field(default_factory=list)
     away: list[MicrobatchId] = field(default_factory=list)
     most_away: int = 0
     meets: Callable[[MicrobatchId], None] = lambda microbatch: None
@@ -46,6 +49,7 @@ class Road:
         assert event.purpose is Purpose.EVALUATE
         assert event.microbatch in self.texts
         self.away.append(event.microbatch)
+        self.visited += [str(hop.module) for hop in event.path.hops]
         self.most_away = max(self.most_away, len(self.away))
         asyncio.get_running_loop().call_soon(self.meets, event.microbatch)
 
@@ -53,17 +57,17 @@ class Road:
         self.away.remove(microbatch)
 
 
-def evaluator_on(road: Road, *, served: bool = True) -> Evaluator:
+def evaluator_on(road: Road, served: Sequence[ModuleId] = (ModuleId(1),), experts: int = 1) -> Evaluator:
     members = Membership(RUN, OWN)
-    if served:
-        members.observe(announcement("a", 1), now=0, wall=0)
-    planner = Planner(PathRules(2, 1), members, MeasuredTimes(OWN, 1000))
+    for module in served:
+        members.observe(announcement(str(module), module), now=0, wall=0)
+    planner = Planner(PathRules(2, 1, experts=(1, experts)), members, MeasuredTimes(OWN, 1000))
     departures = Departures(cast(DataWorker, road), cast(MicrobatchRunner, road), unsigned)
     return Evaluator(OWN, planner, departures, SystemClock(), 2**47)
 
 
 def texts(count: int) -> list[Microbatch]:
-    return [Microbatch(torch.full((1, 2), number), torch.zeros(1, 2), ((0,),), 1.0) for number in range(count)]
+    return [Microbatch(torch.full((1, 2), number), torch.zeros(1, 2), 1.0) for number in range(count)]
 
 
 async def test_losses_come_in_the_order_of_the_texts_and_only_so_many_are_under_way() -> None:
@@ -112,4 +116,17 @@ async def test_what_never_comes_back_is_given_up_and_nothing_of_the_rest_stays(m
 async def test_a_stage_that_nobody_serves_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation, "PAUSE_S", 0.0)
     with pytest.raises(Unreachable, match=r"module 1\.0 has no peer left"):
-        await evaluator_on(Road(), served=False).evaluate(texts(1), (1,))
+        await evaluator_on(Road(), served=()).evaluate(texts(1), (1,))
+
+
+async def test_each_text_goes_by_its_route_or_to_the_expert_that_is_served() -> None:
+    routed = [
+        replace(text, route=(number % 2,), affinity=((9, 1) if number % 2 == 0 else (1, 9),))
+        for number, text in enumerate(texts(4))
+    ]
+    for served, expected in (((0, 1), ["1.0", "1.1", "1.0", "1.1"]), ((0,), ["1.0"] * 4)):
+        road = Road()
+        evaluator = evaluator_on(road, [ModuleId(1, expert) for expert in served], experts=2)
+        road.meets = lambda microbatch, evaluator=evaluator: evaluator.loss_known(microbatch, 1.0)  # type: ignore[misc]
+        assert await evaluator.evaluate(routed, (1,)) == [1.0] * 4
+        assert road.visited == expected

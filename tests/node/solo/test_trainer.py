@@ -138,7 +138,9 @@ def test_a_checkpoint_gives_the_held_out_loss_of_the_trained_model(manifest: Man
     )
     measured = asyncio.run(evaluate_model(str(folder.path), 5, told=ToldPlaces(text=tmp_path / "text")))
     expected = evaluate(trained, held_out_microbatches(manifest, 5))
+    sizes = measured.pop("sizes")
     assert measured == {**expected, "subsets": [{"stages": [1, 2], "loss": expected["loss"]}]}
+    assert (sizes["microbatches"], sizes["tokens"], sizes["documents"]) == (5, 32, 0)
     assert measured["loss"] < 4
     assert (measured["tokens"], measured["microbatches"]) == (5 * 32, 5)
 
@@ -279,9 +281,62 @@ def test_diverging_is_said(manifest: Manifest) -> None:
         SoloTrainer(wild, model, open_documents(wild)).step(lambda: False)
 
 
-def test_several_experts_are_not_for_one_process(manifest: Manifest) -> None:
-    with pytest.raises(ConfigError, match="experts"):
-        WholeModel(small_manifest(stages__experts=2), CPU)
+def with_experts(manifest: Manifest, **changes: Any) -> Manifest:
+    experts = {"stages__experts": (1, 2, 1), "model__attention": "documents", "data__source": manifest.data.source}
+    return small_manifest(training__inner={"learning_rate": 0.02}, **experts, **changes)
+
+
+def test_a_microbatch_trains_the_experts_of_its_route(manifest: Manifest) -> None:
+    routed = with_experts(manifest)
+    model = WholeModel(routed, CPU)
+    assert [module for module, _ in model.modules()] == list(routed.modules())
+    first, second, shared = model.stacks
+    feed = TrainingFeed(routed, open_documents(routed), SOLO)
+    texts = {text.route: text for text in (feed.next() for _ in range(8))}
+    assert texts.keys() == {(0, 0), (1, 0)}
+    for route, expert in (((0, 0), first), ((1, 0), second)):
+        assert model.gradients(texts[route])[1].keys() == {model.embedding, model.head, expert, shared}
+    losses = model.token_losses(texts[0, 0])
+    assert losses.mean().item() == pytest.approx(model.loss(texts[0, 0]), rel=1e-5)
+
+
+def test_all_experts_take_the_steps_of_stage_zero(manifest: Manifest) -> None:
+    routed = with_experts(manifest)
+    model = WholeModel(routed, CPU)
+    before = [digest_of_tensors(parameters_of(stack)) for stack in model.stacks]
+    assert before[0] == before[1], "experts start alike"
+    trainer = SoloTrainer(routed, model, open_documents(routed))
+    for _ in range(20):
+        trainer.step(lambda: False)
+    steps = [hosted.optimizer.steps for hosted in trainer._hosted]
+    assert steps[0] == steps[3] == 20
+    assert 38 <= sum(steps[1:3]) <= 42, "documents are dealt by chance, so not quite alike"
+    after = [digest_of_tensors(parameters_of(stack)) for stack in model.stacks]
+    assert len({*before, *after}) == 5, "and part ways"
+
+
+def test_a_run_with_experts_goes_on_where_it_was_saved(manifest: Manifest, tmp_path: Path) -> None:
+    routed = with_experts(manifest)
+    folder = folder_at(tmp_path / "saved", manifest=routed)
+    whole, _ = train(routed, 12)
+    train(routed, 6, saves=CheckpointPlan(folder))
+    resumed, events = train(routed, 12, saves=CheckpointPlan(folder))
+    assert "resumes at step 6" in events[0]["message"]
+    assert resumed["loss_last"] == pytest.approx(whole["loss_last"], abs=1e-6)
+
+
+def test_the_held_out_loss_of_experts_is_told_by_route_and_leaves_the_prefix_out(manifest: Manifest) -> None:
+    routed = with_experts(manifest)
+    texts = list(held_out_microbatches(routed, 60))
+    assert routed.route_prefix == 256
+    assert all(0 < text.scored <= text.size for text in texts)
+    report = evaluate(WholeModel(routed, CPU), texts)
+    assert report["routes"].keys() == {"1.0,2.0", "1.1,2.0"}
+    assert (
+        report["tokens"] == sum(text.scored for text in texts) == sum(of["tokens"] for of in report["routes"].values())
+    )
+    assert report["loss"] == pytest.approx(5.55, abs=0.1)
+    assert "routes" not in evaluate(WholeModel(manifest, CPU), held_out_microbatches(manifest, 2))
 
 
 def test_the_default_run_learns() -> None:

@@ -31,7 +31,7 @@ class RealClock:
 
 def directory(identity: Identity, *joining: DhtDirectory, **changes: object) -> DhtDirectory:
     initial_peers = tuple(multiaddr for other in joining for multiaddr in other.multiaddrs())
-    settings = DirectorySettings(host="127.0.0.1", stages=4, experts=2, initial_peers=initial_peers)
+    settings = DirectorySettings(host="127.0.0.1", experts=(1, 2, 2, 2), initial_peers=initial_peers)
     return DhtDirectory(dataclasses.replace(settings, **changes), identity, RUN, RealClock())
 
 

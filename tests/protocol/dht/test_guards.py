@@ -40,7 +40,7 @@ from tests.protocol.announcements import MODULE, OTHER_RUN, RUN, announced
 
 OWNER = Identity.generate()
 STRANGER = Identity.generate()
-RULES = RecordRules(RUN, stages=4, experts=2, now=time.time)
+RULES = RecordRules(RUN, experts=(1, 2, 2, 2), now=time.time)
 
 
 @pytest.fixture(autouse=True)

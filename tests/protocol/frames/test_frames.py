@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -46,6 +47,8 @@ from swarm.vocabulary.pipeline_messages import (
     Unsettled,
 )
 from swarm.vocabulary.types import (
+    MAX_DOCUMENT_TOKENS,
+    MAX_DOCUMENTS,
     MAX_HOPS,
     SIGNATURE_BYTES,
     Hop,
@@ -76,7 +79,10 @@ paths = st.builds(Path, peers, st.lists(st.builds(Hop, modules, peers), min_size
 
 
 signatures = st.binary(min_size=SIGNATURE_BYTES, max_size=SIGNATURE_BYTES)
-routes = st.one_of(st.none(), st.builds(SignedRoute, st.lists(modules, max_size=6).map(tuple), lifetimes, signatures))
+documents = st.lists(st.integers(1, MAX_DOCUMENT_TOKENS), max_size=8).map(tuple)
+routes = st.one_of(
+    st.none(), st.builds(SignedRoute, st.lists(modules, max_size=6).map(tuple), lifetimes, signatures, documents)
+)
 
 
 @st.composite
@@ -226,6 +232,7 @@ def route(
     hops: int = 1,
     peer: str = PEERS[0],
     signature: bytes = b"",
+    documents: Sequence[int] = (),
     signed: int = 0,
     lifetime_ms: int = 1,
     **module: int,
@@ -233,6 +240,7 @@ def route(
     return wire.Route(
         modules=[wire.ModuleId(stage=1)] * signed,
         signature=signature,
+        documents=documents,
         lifetime_ms=lifetime_ms,
         microbatch=wire.MicrobatchId(data_node=peer, number=1),
         hops=[wire.Hop(module=wire.ModuleId(**module), peer=peer)] * hops,
@@ -293,6 +301,10 @@ def test_a_lying_tensor_header_is_refused(lie: dict[str, object]) -> None:
         forward_frame(path=route(signature=bytes(63))),
         forward_frame(path=route(signed=1)),
         forward_frame(path=route(signature=bytes(64), signed=257)),
+        forward_frame(path=route(documents=[5])),
+        forward_frame(path=route(signature=bytes(64), documents=[0])),
+        forward_frame(path=route(signature=bytes(64), documents=[5, MAX_DOCUMENT_TOKENS + 1])),
+        forward_frame(path=route(signature=bytes(64), documents=[1] * (MAX_DOCUMENTS + 1))),
         forward_frame(path=route(lifetime_ms=MAX_LIFETIME_MS + 1)),
         wire.Frame(backward=wire.Backward(route=route(position=1), tensor=header())).SerializeToString(),
         wire.Frame(
@@ -319,7 +331,7 @@ def test_a_lying_tensor_header_is_refused(lie: dict[str, object]) -> None:
         wire.Frame(question=wire.Question(id=1, called=wire.CalledQuestion())).SerializeToString(),
         wire.Frame(question=wire.Question(id=1, called=wire.CalledQuestion(record=bytes(2049)))).SerializeToString(),
         wire.Frame(answer=wire.Answer(id=1)).SerializeToString(),
-        wire.Frame(answer=wire.Answer(id=1, status=bytes(65537))).SerializeToString(),
+        wire.Frame(answer=wire.Answer(id=1, status=bytes(68 * 1024 + 1))).SerializeToString(),
         wire.Frame(receipt=wire.Receipt()).SerializeToString(),
         wire.Frame(ping=wire.Ping(token=1)).SerializeToString() + bytes(MAX_SMALL_FRAME_BYTES),
         wire.Frame(chunk=wire.Chunk(transfer=1)).SerializeToString(),
@@ -382,7 +394,8 @@ def test_details_are_cut_when_sent_and_made_harmless_when_read() -> None:
 
 
 def test_a_path_of_the_greatest_length_fits() -> None:
-    route = SignedRoute((ModuleId(1023, 1023),) * MAX_HOPS, 1.0, bytes(SIGNATURE_BYTES))
+    documents = (MAX_DOCUMENT_TOKENS,) * MAX_DOCUMENTS
+    route = SignedRoute((ModuleId(1023, 1023),) * MAX_HOPS, 1.0, bytes(SIGNATURE_BYTES), documents)
     path = Path(PEERS[0], (Hop(ModuleId(1023, 1023), PEERS[1]),) * MAX_HOPS, route)
     message = Forward(MicrobatchId(PEERS[0], 2**48 - 1), path, MAX_HOPS, Purpose.TRAIN, 1.0)
     frame = TensorFrame(message, TensorSpec((2, 1024), DType.FLOAT32), 1, 2)

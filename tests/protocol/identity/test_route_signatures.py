@@ -47,6 +47,29 @@ def test_what_is_signed_is_written_out() -> None:
     )  # fmt: skip
 
 
+def test_documents_are_signed_apart_from_modules() -> None:
+    """Else what was signed as modules could be shown as documents."""
+    modules = (ModuleId(1), ModuleId(258, 3))
+    assert signed_bytes(RUN, NUMBER, Purpose.TRAIN, 1.5, modules, (5, 70000)) == (
+        b"skipstone-route-documents:1\0" + b"\xab" * 32 + bytes([0, 0, 0, 0, 0, 0, 0, 7, 1, 0, 0, 5, 220])
+        + bytes([0, 2, 0, 1, 0, 0, 1, 2, 0, 3, 0, 0, 0, 5, 0, 1, 17, 112])
+    )  # fmt: skip
+
+
+def test_nobody_on_the_way_makes_others_mask_it_otherwise() -> None:
+    path = Routes(DATA_NODE, RUN).signed(NUMBER, PATH, Purpose.TRAIN, LIFETIME_S, (5, 6))
+    assert path.route is not None
+    assert path.documents == (5, 6)
+    assert read_by_another(forward(path)) is None
+    assert read_by_another(Backward(NUMBER, path, 1)) is None
+    for documents in ((6, 5), (11,), (5, 6, 1), ()):
+        lie = replace(path, route=replace(path.route, documents=documents))
+        assert read_by_another(forward(lie)) == NOT_ITS
+    unsigned = signed()
+    assert unsigned.route is not None
+    assert read_by_another(forward(replace(unsigned, route=replace(unsigned.route, documents=(11,))))) == NOT_ITS
+
+
 def test_a_signed_route_holds_out_and_back_at_every_hop() -> None:
     path = signed()
     for position in range(3):

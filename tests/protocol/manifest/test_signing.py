@@ -227,6 +227,7 @@ def other_values(value: Any) -> list[Any]:
             "int8",
             "none",
             "planes",
+            "causal",
             "0" * 64,
         ]
     return [_next_float(value), math.nextafter(value, 2.0)] if isinstance(value, float) else [value + 1, value * 2]
@@ -236,8 +237,11 @@ def test_each_key_counts() -> None:
     """One key after the other gets another value; only those that have but one value in this version cannot."""
     stages = {"blocks": [1, 1, 1], "per_path": 1, "visit_ratio": 1.5}
     data = {"tokenizer": "file:a", "tokenizer_sha256": "1" * 64}
-    training = {"inner_tokens": 256}  # so that rows and sequence can double
-    base = full_table(manifest_from_table(SMALL | {"stages": stages, "data": data, "training": training}))
+    tokens = {"warmup_tokens": 512, "total_tokens": 4096}
+    training = {"inner_tokens": 256, "schedule": tokens}  # so that rows and sequence can double
+    model = SMALL["model"] | {"attention": "documents"}
+    parts = {"model": model, "stages": stages, "data": data, "training": training}
+    base = full_table(manifest_from_table(SMALL | parts))
     run = run_id_of(manifest_from_table(copy.deepcopy(base)))
     unchangeable = set()
     for keys, value in leaves(base):
@@ -266,7 +270,10 @@ def test_every_key_of_the_schema_is_in_the_canonical_form_and_in_the_text() -> N
 
     schema = Manifest.model_json_schema()
     everything = set(names(schema, schema))
-    written = manifest_from_table(changed(SMALL, ("stages", "visit_ratio"), 1.5))
+    later = changed(changed(SMALL, ("stages", "visit_ratio"), 1.5), ("model", "attention"), "documents")
+    later = changed(later, ("training", "schedule"), {"warmup_tokens": 64, "total_tokens": 640})
+    later = later | {"routing": {"router": "ab" * 32}} | {"stages": later["stages"] | {"experts": 2}}
+    written = manifest_from_table(later)
     text, form = toml_of(written), canonical(written).decode()
     assert {"clip_norm", "total_steps", "per_path", "kv_heads"} <= everything
     assert [key for key in everything if f'"{key}":' not in form] == []
@@ -445,7 +452,8 @@ def test_a_run_of_another_protocol_is_refused_with_a_sentence(version: int, advi
 
 def test_a_run_has_4096_modules_at_most() -> None:
     def stages(count: int, experts: int) -> Table:
-        return SMALL | {"stages": {"blocks": [1] * count, "experts": experts}}
+        model = SMALL["model"] | {"attention": "documents"}
+        return SMALL | {"model": model, "stages": {"blocks": [1] * count, "experts": experts}}
 
     manifest = manifest_from_table(stages(64, 65))
     assert len(manifest.modules()) == MAX_MODULES
@@ -455,3 +463,89 @@ def test_a_run_has_4096_modules_at_most() -> None:
         manifest_from_table(stages(1024, 1024))
     with pytest.raises(ManifestError, match="a run has 4096 at most"):
         manifest_from_table(stages(64, 66))
+
+
+def with_experts(experts: object, **changes: object) -> Table:
+    return SMALL | {
+        "model": SMALL["model"] | {"attention": "documents"},
+        "stages": {"blocks": [1, 1, 1], "experts": experts},
+        **changes,
+    }
+
+
+def test_stages_may_have_different_numbers_of_experts() -> None:
+    manifest = manifest_from_table(with_experts([1, 3, 1]))
+    assert manifest.modules() == (ModuleId(0), *(ModuleId(1, expert) for expert in range(3)), ModuleId(2))
+    assert all(manifest.has(module) for module in manifest.modules())
+    assert not any(manifest.has(module) for module in (ModuleId(0, 1), ModuleId(1, 3), ModuleId(2, 1)))
+    assert [manifest.stages.experts_at(stage) for stage in range(3)] == [1, 3, 1]
+    assert manifest.stages.has_experts
+    signed = sign_manifest(manifest, AUTHOR)
+    assert read_signed_manifest(signed.text, signed.run).manifest == manifest
+
+
+def test_one_number_of_experts_is_that_of_every_stage_but_the_first() -> None:
+    assert manifest_from_table(with_experts(2)).stages.experts_of_each == (1, 2, 2)
+    assert not manifest_from_table(with_experts(1)).stages.has_experts
+    assert manifest_from_table(with_experts([1, 2, 2])).modules() == manifest_from_table(with_experts(2)).modules()
+
+
+ROUTER = "ab" * 32
+
+
+@pytest.mark.parametrize(
+    ("table", "why"),
+    [
+        (with_experts([1, 2]), "one for each of the 3 stages"),
+        (with_experts([2, 2, 2]), "the first of which is 1"),
+        (with_experts([1, 0, 2]), "greater than or equal to 1"),
+        (with_experts("2"), "experts"),
+        (with_experts(2, model=SMALL["model"]), 'needs model.attention = "documents"'),
+        (with_experts(1, routing={"router": ROUTER}), "routing must not be given"),
+        (with_experts(2, routing={"router": "ab"}), "routing.router"),
+        (with_experts(2, routing={}), "routing.router: missing"),
+        (with_experts(2, routing={"router": ROUTER, "prefix": 0}), "routing.prefix"),
+    ],
+)
+def test_experts_that_make_no_sense_are_refused(table: Table, why: str) -> None:
+    with pytest.raises(ManifestError, match=why):
+        manifest_from_table(table)
+
+
+def test_a_routers_hash_and_prefix_are_in_the_run_id() -> None:
+    by_chance = manifest_from_table(with_experts(2))
+    routed = manifest_from_table(with_experts(2, routing={"router": ROUTER, "prefix": 64}))
+    assert b'"routing"' not in canonical(by_chance)
+    assert (by_chance.route_prefix, routed.route_prefix, small().route_prefix) == (256, 64, 0)
+    assert run_id_of(by_chance) != run_id_of(routed)
+    signed = sign_manifest(routed, AUTHOR)
+    assert read_signed_manifest(signed.text, signed.run).manifest == routed
+
+
+def test_the_run_id_of_a_run_of_an_older_version_is_what_it_was() -> None:
+    """Whatever keys have come since."""
+    assert run_id_of(small()) == "8c9601aa6b5bbbc539f95a7341dffac844847b8f34395017684aca4543d41c4a"
+
+
+def test_a_schedule_by_tokens_comes_back_from_its_text() -> None:
+    """Though its steps, at their defaults, are written beside it."""
+    tokens = {"warmup_tokens": 64, "total_tokens": 640}
+    made = manifest_from_table(changed(SMALL, ("training", "schedule"), tokens))
+    assert made.training.schedule_tokens == (64, 640)
+    assert manifest_from_table(parse_toml(toml_of(made).encode())) == made
+    steps = small().training
+    assert steps.schedule_tokens == (20 * steps.inner_tokens, 1000 * steps.inner_tokens)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "why"),
+    [
+        ({"total_tokens": 640}, "together"),
+        ({"warmup_tokens": 640}, "together"),
+        ({"warmup_tokens": 640, "total_tokens": 640}, "less than total_tokens"),
+        ({"warmup_tokens": -1, "total_tokens": 640}, "warmup_tokens"),
+    ],
+)
+def test_a_schedule_by_tokens_that_makes_no_sense(schedule: dict[str, int], why: str) -> None:
+    with pytest.raises(ManifestError, match=why):
+        manifest_from_table(changed(SMALL, ("training", "schedule"), schedule))

@@ -130,8 +130,8 @@ async def test_more_questions_than_may_be_open_wait_for_a_place() -> None:
 
 async def test_an_answer_that_is_too_long_is_refused_by_its_own_side() -> None:
     async with two_nodes() as (left, right):
-        right.handler.answering = lambda question: bytes(64 * 1024 + 1)
-        with pytest.raises(Rejected, match="65537 bytes"):
+        right.handler.answering = lambda question: bytes(68 * 1024 + 1)
+        with pytest.raises(Rejected, match="69633 bytes"):
             await left.transport.ask(right.peer, Question(QuestionAbout.STATUS), 10)
         assert not right.handler.downs
 

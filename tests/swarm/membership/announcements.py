@@ -10,7 +10,7 @@ RUN = RunId("0" * 64)
 
 def announcement(
     peer: str,
-    stage: int | None = 1,
+    stage: int | ModuleId | None = 1,
     *,
     speed: float = 1000.0,
     state: PeerState = PeerState.SERVING,
@@ -21,7 +21,7 @@ def announcement(
     run: RunId = RUN,
     versions: VersionRange = VersionRange(2, 2),  # noqa: B008 - immutable
 ) -> Announcement:
-    module = None if stage is None else ModuleId(stage)
+    module = ModuleId(stage) if isinstance(stage, int) else stage
     return Announcement(
         run, PeerId(peer), state, module, (), b"", versions, speed, slots, free_slots, 0, None, 1, sequence, expires_at
     )

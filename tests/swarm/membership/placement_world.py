@@ -54,7 +54,7 @@ class Move:
 
 @dataclass(slots=True)
 class World:
-    """A data node and a few peers of three further stages.
+    """A data node and a few peers of further stages.
 
     Args:
         longest_delay: in ticks; each peer sees the others as they were up to so long ago. What a peer asks before it
@@ -64,6 +64,8 @@ class World:
     seed: int
     longest_delay: int = 0
     most: int = 7
+    modules: tuple[ModuleId, ...] = MODULES
+    at_first: int = 4
     tick: int = 0
     moves: list[Move] = field(default_factory=list)
     cancelled: int = 0
@@ -75,18 +77,18 @@ class World:
 
     def __post_init__(self) -> None:
         self.random = Random(self.seed)
-        cost = (1.0, *(self.random.choice((1.0, 1.0, 2.0, 4.0)) for _ in MODULES[1:]))
-        self.workload = Workload(MODULES, cost, self.random.choice((2, 3)))
+        cost = (1.0, *(self.random.choice((1.0, 1.0, 2.0, 4.0)) for _ in range(self.modules[-1].stage)))
+        self.workload = Workload(self.modules, cost, min(self.modules[-1].stage, self.random.choice((2, 3))))
         self._history: deque[tuple[Announcement, ...]] = deque(maxlen=self.longest_delay + 1)
         self._history.append(self._now())
-        for _ in range(4):
+        for _ in range(self.at_first):
             self.join()
 
     def join(self) -> None:
         peer = PeerId(f"{self.seed}-{next(self._names)}")
         power = self.random.uniform(0.5, 4.0) * 1000.0
         delay = self.random.randint(0, self.longest_delay)
-        module = choose_module(peer, MODULES[1:], self._seen(delay, peer), self.workload).value
+        module = choose_module(peer, self.modules[1:], self._seen(delay, peer), self.workload).value
         watch = MoveWatch(self.workload, RULES)
         phase = self.random.randrange(CHECK_TICKS)
         self.members[peer] = Member(peer, power, module, watch, since=self.tick, phase=phase, delay=delay)
@@ -113,11 +115,11 @@ class World:
     def best_throughput(self) -> float:
         """Of all ways to place the peers that there are."""
         powers = [member.power for member in self.members.values()]
-        placements = itertools.product(MODULES[1:], repeat=len(powers))
+        placements = itertools.product(self.modules[1:], repeat=len(powers))
         return max(min(self._allowed(list(zip(powers, placement, strict=True)))) for placement in placements)
 
     def _allowed(self, placed: list[tuple[float, ModuleId]]) -> list[float]:
-        allowed = dict.fromkeys(MODULES[1:], 0.0)
+        allowed = dict.fromkeys(self.modules[1:], 0.0)
         for power, module in placed:
             allowed[module] += power / self.workload.work(module)
         return list(allowed.values())
@@ -136,7 +138,7 @@ class World:
         hosts = allowed_throughput(hosts_of((self._announced(member), *others), self.workload), self.workload)
         if all(hosts.values()) and (self.tick + member.phase) % CHECK_TICKS:
             return
-        move_s = dict.fromkeys(MODULES[1:], (JOIN_TICKS + DRAIN_TICKS) * TICK_S)
+        move_s = dict.fromkeys(self.modules[1:], (JOIN_TICKS + DRAIN_TICKS) * TICK_S)
         proven = frozenset(other.peer for other in others)  # everybody here is honest, and has worked
         standing = Standing(self._announced(member), others, here * TICK_S, move_s, proven)
         goal = member.watch.consider(standing, self.tick * TICK_S).value
@@ -167,7 +169,7 @@ class World:
     def _announced(self, member: Member) -> Announcement:
         speed = member.power / self.workload.cost[member.module.stage]
         known = 0.0 if member.state is PeerState.JOINING else speed
-        return announcement(member.peer, member.module.stage, speed=known, state=member.state)
+        return announcement(member.peer, member.module, speed=known, state=member.state)
 
     def _now(self) -> tuple[Announcement, ...]:
         data_node = announcement("data", 0, speed=0.0)

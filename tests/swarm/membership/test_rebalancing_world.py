@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from statistics import mean
 
+from swarm.vocabulary.types import ModuleId
 from tests.swarm.membership.placement_world import DRAIN_TICKS, JOIN_TICKS, RULES, TICK_S, Move, World
 
 MINUTE = round(60 / TICK_S)
@@ -78,3 +79,17 @@ def test_a_module_that_loses_its_last_peer_is_filled_within_seconds() -> None:
         assert world.throughput() > 0, f"seed {seed}"
         filled += 1
     assert filled > 20
+
+
+def test_five_newcomers_at_once_serve_all_of_four_experts() -> None:
+    """None of them sees where the others go; whoever is one too many moves to the expert that nobody has taken."""
+    experts = (ModuleId(0), *(ModuleId(stage, expert) for stage in (1, 2) for expert in (0, 1)))
+    late = 0
+    for seed in range(100):
+        world = World(seed, longest_delay=1, modules=experts, at_first=0)
+        for _ in range(5):
+            world.join()
+        late += world.throughput() == 0
+        world.run(3 * MINUTE)
+        assert world.throughput() > 0, f"seed {seed}"
+    assert late > 20, "many of them have to move"

@@ -57,8 +57,8 @@ def receipt(direction: Direction, position: int, status: ReceiptStatus, retry_af
 
 class Desk:
     """One peer's custody, with shorthand for what may happen to it. `dead` are the replicas that the chooser leaves
-    out, `gone` the stages that new paths go round, `given_up` who does not answer any more, `unlinked` to whom there is
-    no link."""
+    out, `gone` the stages that new paths go round, `elsewhere` those where they visit another expert, `given_up` who
+    does not answer any more, `unlinked` to whom there is no link."""
 
     def __init__(self, own: PeerId, slots: int = 2, fewest_hops: int = MAX_HOPS) -> None:
         self.own = own
@@ -66,6 +66,7 @@ class Desk:
         self.dead: set[PeerId] = set()
         self.fewest_hops = fewest_hops
         self.gone: set[int] = set()
+        self.elsewhere: set[int] = set()
         self.given_up: set[PeerId] = set()
         self.unlinked: set[PeerId] = set()
         self.custody = Custody(own, slots, self)
@@ -87,6 +88,9 @@ class Desk:
 
     def goes_round(self, module: ModuleId) -> bool:
         return module.stage in self.gone
+
+    def has_other_expert(self, module: ModuleId) -> bool:
+        return module.stage in self.elsewhere
 
     # ---- what a test does ----------------------------------------------------------------------------------------
 

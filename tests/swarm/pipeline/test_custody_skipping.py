@@ -170,3 +170,15 @@ def test_a_stand_in_gets_the_input_though_a_later_hop_was_skipped() -> None:
     assert Tell(A, Recall(MICROBATCH, taken, 0)) in stand_in.backward(1, taken)
     assert Compute(Key(MICROBATCH, 1), Work.REPLAY, Purpose.TRAIN) in stand_in.forward(1, ABC.with_peer(1, B2))
     assert stand_in.computed(1) == [sent(A, Backward(MICROBATCH, taken, 0), 1)]
+
+
+def test_a_stage_with_another_expert_is_never_skipped_but_left_to_the_data_node() -> None:
+    """A signed route names modules: the text has to set out anew by another route."""
+    desk = desk_of(A)
+    desk.handing_on()
+    desk.elsewhere, desk.gone = {2}, {2}
+    assert stranded(OUT, 1, "the link broke; module 2.0 has no peer left to stand in") in desk.lose(B)
+    desk = desk_of(A)
+    desk.handing_on()
+    desk.elsewhere = {2}
+    assert stranded(OUT, 1, "refused: ; module 2.0 has no peer left to stand in") in desk.receipt(B, OUT, 1, REFUSED)

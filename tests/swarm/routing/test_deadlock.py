@@ -7,7 +7,7 @@ import math
 import random
 from collections import Counter
 
-from swarm.routing.cost_model import Route
+from swarm.routing.cost_model import PeerRoute
 from swarm.routing.deadlock import closes_a_circle, in_order
 from swarm.routing.path_rules import order_tree, orders
 from swarm.simulation.forecast import forecast
@@ -17,7 +17,7 @@ from tests.swarm.routing.small_swarms import RULES, swarm
 EVERY = list(orders(order_tree(RULES, frozenset(), frozenset(range(1, 6)))))
 
 
-def random_lanes(rng: random.Random) -> tuple[dict[PeerId, Route], int]:
+def random_lanes(rng: random.Random) -> tuple[dict[PeerId, PeerRoute], int]:
     replicas, data_nodes = rng.choice([1, 2]), rng.randrange(2, 7)
     lanes = {
         PeerId(f"0.{k}"): tuple(PeerId(f"{stage}.{rng.randrange(replicas)}") for stage in rng.choice(EVERY))
@@ -26,7 +26,7 @@ def random_lanes(rng: random.Random) -> tuple[dict[PeerId, Route], int]:
     return lanes, replicas
 
 
-def walked_by(lanes: dict[PeerId, Route], data_node: PeerId, slots: int) -> Route:
+def walked_by(lanes: dict[PeerId, PeerRoute], data_node: PeerId, slots: int) -> PeerRoute:
     most = Counter(peer for route in lanes.values() for peer in route)
     stage_of = {peer: int(peer.split(".")[0]) for peer in most}
     others = [route for peer, route in lanes.items() if peer != data_node]

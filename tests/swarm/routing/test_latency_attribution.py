@@ -19,10 +19,10 @@ TOKENS = 100
 class Travel:
     """One microbatch on its way by A, B and C. It sets out at 0."""
 
-    def __init__(self, queue: dict[PeerId, int] | None = None) -> None:
+    def __init__(self, queue: dict[PeerId, int] | None = None, size: float = 1.0) -> None:
         self.book = MeasuredTimes(DATA, TOKENS)
         self.times = PathTimes(DATA, self.book, lambda peer: 4)
-        self.times.launched(MICROBATCH, ABC, queue or {}, 0.0)
+        self.times.launched(MICROBATCH, ABC, queue or {}, 0.0, size)
 
     def passed(self, sender: PeerId, direction: Direction, position: int, now: float) -> None:
         self.times.passed(sender, Receipt(MICROBATCH, direction, position, ReceiptStatus.PASSED_ON), now)
@@ -48,6 +48,13 @@ def test_each_peer_is_charged_for_its_own_time_out_and_back() -> None:
     travel.out()
     travel.back()
     assert [travel.seconds(peer) for peer in (A, B, C)] == pytest.approx([3.0, 6.0, 9.0])
+
+
+def test_who_gets_longer_documents_does_not_look_slower() -> None:
+    travel = Travel(size=2.0)
+    travel.out()
+    travel.back()
+    assert [travel.seconds(peer) for peer in (A, B, C)] == pytest.approx([1.5, 3.0, 4.5])
 
 
 def test_the_queue_that_it_found_is_taken_out() -> None:

@@ -50,21 +50,21 @@ def test_without_lanes_a_weak_stage_is_visited_less_where_the_rules_allow_it() -
     peers = [announcement(f"p{stage}", stage, speed=speed) for stage, speed in speeds.items()]
     for ratio, expected in ((1.0, {1: 24, 2: 24, 3: 24, 4: 24}), (2.0, {1: 28, 2: 14, 3: 28, 4: 26})):
         planner, _ = planner_with(*peers, rules=PathRules(5, 3, visit_ratio=ratio))
-        paths = [planner.plan(number, {}, 0.0).value for number in range(32)]
+        paths = [planner.plan(number, (), {}, 0.0).value for number in range(32)]
         assert Counter(hop.module.stage for path in paths if isinstance(path, Path) for hop in path.hops) == expected
 
 
 def test_a_path_goes_through_its_stages_in_order() -> None:
     planner, _ = planner_with(*(announcement(f"p{stage}", stage) for stage in (1, 2, 3)), rules=PathRules(4, 3))
-    path = planner.plan(0, {}, 0.0).value
+    path = planner.plan(0, (), {}, 0.0).value
     assert path == Path(OWN, tuple(Hop(ModuleId(stage), PeerId(f"p{stage}")) for stage in (1, 2, 3)))
 
 
 def test_a_path_can_be_had_through_any_stages() -> None:
     planner, _ = planner_with(*(announcement(f"p{stage}", stage) for stage in (1, 2, 3)), rules=PathRules(5, 2))
-    full = planner.plan_through((1, 2, 3), {}, 0.0).value
+    full = planner.plan_through((1, 2, 3), (), {}, 0.0).value
     assert full == Path(OWN, tuple(Hop(ModuleId(stage), PeerId(f"p{stage}")) for stage in (1, 2, 3)))
-    assert planner.plan_through((2, 4), {}, 0.0).value == NoReplica((ModuleId(4),))
+    assert planner.plan_through((2, 4), (), {}, 0.0).value == NoReplica((ModuleId(4),))
 
 
 @pytest.mark.parametrize("with_lanes", [False, True])
@@ -77,7 +77,7 @@ def test_a_stage_that_has_lost_its_last_peer_is_left_out_until_one_serves_it(*, 
     planner = Planner(rules, members, MeasuredTimes(OWN, TOKENS), lambda: lanes if with_lanes else ())
 
     def stages_of(number: int) -> list[int] | NoReplica:
-        path = planner.plan(number, {}, NOW).value
+        path = planner.plan(number, (), {}, NOW).value
         return path if isinstance(path, NoReplica) else [hop.module.stage for hop in path.hops]
 
     whole = [stages_of(number) for number in range(3)]
@@ -109,7 +109,7 @@ def test_whoever_reaches_nobody_goes_round_nobody() -> None:
 
 def test_a_stage_that_nobody_has_served_yet_is_waited_for() -> None:
     planner, _ = planner_with(announcement("p1", 1), announcement("p2", 2), rules=PathRules(stages=4, per_path=2))
-    plans = [planner.plan(number, {}, NOW).value for number in range(3)]
+    plans = [planner.plan(number, (), {}, NOW).value for number in range(3)]
     assert plans.count(NoReplica((ModuleId(3),))) == 2
 
 
@@ -119,19 +119,19 @@ def test_a_stage_whose_peer_is_out_of_reach_for_a_moment_is_waited_for() -> None
         members.observe(announcement(f"p{stage}", stage), now=0, wall=0)
     planner = Planner(PathRules(stages=4, per_path=2), members, MeasuredTimes(OWN, TOKENS))
     for number in range(3):
-        planner.plan(number, {}, NOW)
+        planner.plan(number, (), {}, NOW)
     members.fail(PeerId("p2"), NOW)
-    assert [planner.plan(number, {}, NOW).value for number in range(3)].count(NoReplica((ModuleId(2),))) == 2
+    assert [planner.plan(number, (), {}, NOW).value for number in range(3)].count(NoReplica((ModuleId(2),))) == 2
 
 
 def test_a_path_may_visit_nobody() -> None:
     planner, _ = planner_with(rules=PathRules(1, 0))
-    assert planner.plan(0, {}, 0.0).value == Path(OWN, ())
+    assert planner.plan(0, (), {}, 0.0).value == Path(OWN, ())
 
 
 def test_all_missing_modules_are_named() -> None:
     planner, _ = planner_with(announcement("p2", 2), rules=PathRules(5, 4))
-    plan = planner.plan(0, {}, 0.0)
+    plan = planner.plan(0, (), {}, 0.0)
     assert plan.value == NoReplica((ModuleId(1), ModuleId(3), ModuleId(4)))
     assert all(f"module {stage}.0 has no peer left" in plan.reason for stage in (1, 3, 4))
 
@@ -139,7 +139,7 @@ def test_all_missing_modules_are_named() -> None:
 def test_a_skipped_stage_needs_no_peer() -> None:
     rules = PathRules(4, 2)
     planner, _ = planner_with(*(announcement(f"p{stage}", stage) for stage in (1, 2)), rules=rules)
-    found = [isinstance(planner.plan(n, {}, 0.0).value, Path) for n in range(3)]
+    found = [isinstance(planner.plan(n, (), {}, 0.0).value, Path) for n in range(3)]
     assert found == [3 not in visited_stages(rules, n) for n in range(3)]
     assert any(found)
 
@@ -212,8 +212,8 @@ def test_a_lane_is_left_while_its_peer_has_one_and_has_brought_nothing_back() ->
     lane = (Hop(ModuleId(1), LIAR),)
     planner = Planner(ONE_STAGE, members, times, lambda: (lane,))
     times.visited(FAST, 1.0)
-    assert planner.plan(1, {}, NOW).value == Path(OWN, lane)
-    assert planner.plan(1, {LIAR: 1}, NOW).value == Path(OWN, (Hop(ModuleId(1), FAST),))
+    assert planner.plan(1, (), {}, NOW).value == Path(OWN, lane)
+    assert planner.plan(1, (), {LIAR: 1}, NOW).value == Path(OWN, (Hop(ModuleId(1), FAST),))
 
 
 def test_failing_never_looks_like_speed() -> None:
@@ -246,7 +246,7 @@ class OnLanes:
         self.planner = Planner(PathRules(3, 2), self.members, self.times, lambda: self.lanes)
 
     def path(self, number: int, **in_flight: int) -> list[str]:
-        plan = self.planner.plan(number, {PeerId(peer): count for peer, count in in_flight.items()}, NOW)
+        plan = self.planner.plan(number, (), {PeerId(peer): count for peer, count in in_flight.items()}, NOW)
         assert isinstance(plan.value, Path)
         return [hop.peer for hop in plan.value.hops]
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from swarm.routing.cost_model import Costs, Route
+from swarm.routing.cost_model import Costs, PeerRoute
 from swarm.routing.deadlock import closes_a_circle, crowded_by
 from swarm.routing.path_rules import PathRules, order_tree, orders
 from swarm.routing.refinement import Plan, Refined, Refinement
@@ -61,7 +61,7 @@ def test_all_are_done_sooner_and_the_sum_of_visits_stays(seed: int) -> None:
         assert all(RULES.fault([stage_of[hop] for hop in route]) is None for route in routes)
 
 
-def visits(routes: tuple[Route, ...], stage_of: dict[PeerId, int]) -> Counter[int]:
+def visits(routes: tuple[PeerRoute, ...], stage_of: dict[PeerId, int]) -> Counter[int]:
     return Counter(stage_of[peer] for route in routes for peer in route)
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 import swarm.routing.route_forecast as module_under_test
-from swarm.routing.cost_model import Costs, Route
+from swarm.routing.cost_model import Costs, PeerRoute
 from swarm.routing.path_rules import order_tree, orders
 from swarm.routing.route_forecast import Forecast, RouteForecast
 from swarm.simulation.forecast import forecast
@@ -18,7 +18,7 @@ from swarm.vocabulary.types import PeerId
 from tests.swarm.routing.small_swarms import RULES, names, swarm
 
 ORDERS = list(orders(order_tree(RULES, frozenset(), frozenset(range(1, 6)))))
-Plan = dict[PeerId, Sequence[Route]]
+Plan = dict[PeerId, Sequence[PeerRoute]]
 
 
 def some_swarm(rng: random.Random) -> Costs:
@@ -31,7 +31,7 @@ def some_swarm(rng: random.Random) -> Costs:
 
 
 def some_plan(costs: Costs, rng: random.Random) -> Plan:
-    def route() -> Route:
+    def route() -> PeerRoute:
         return tuple(rng.choice(costs.stages[stage]) for stage in rng.choice(ORDERS))
 
     return {peer: [route() for _ in range(rng.randint(0, 6))] for peer in costs.data_nodes}

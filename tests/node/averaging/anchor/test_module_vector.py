@@ -138,7 +138,7 @@ def sync_of(
     trained: Trained, compute: ComputeThread, averaging: ComputeThread, clock: ManualClock | None = None
 ) -> ReplicaSync:
     store = AnchorStore(anchor_of(trained.local))
-    rule = AloneRule(4, RULE, 32, clock or ManualClock(), longest_s=10.0)
+    rule = AloneRule(4, RULE, clock or ManualClock(), longest_s=10.0)
     return ReplicaSync(trained.local, store, compute, averaging, rule)
 
 
@@ -191,7 +191,7 @@ def test_a_fresh_optimizer_rises_to_the_schedule() -> None:
     for seed in range(5):
         trained.step(seed)
         steady.step(seed)
-    trained.optimizer.start_anew(5)
+    trained.optimizer.start_anew(5, 5 * 32)
     rates = [(trained.step(seed).learning_rate, steady.step(seed).learning_rate) for seed in range(RAMP_STEPS + 2)]
     for number, (fresh, usual) in enumerate(rates, start=1):
         assert fresh == pytest.approx(usual * min(1.0, number / RAMP_STEPS))

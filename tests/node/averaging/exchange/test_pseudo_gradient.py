@@ -18,9 +18,10 @@ OWN = slice(2 * 4096, ELEMENTS)
 
 
 class _Schedule:
-    steps = 0
+    steps = tokens = 0
+    replicas = 1
 
-    def start_anew(self, steps: int) -> None:
+    def start_anew(self, steps: int, tokens: int) -> None:
         raise AssertionError("nothing starts anew here")
 
 

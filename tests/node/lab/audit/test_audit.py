@@ -370,3 +370,35 @@ def test_tokens_without_a_microbatch_and_microbatches_without_tokens_are_found(t
 def test_a_step_that_is_left_out_or_done_again_is_found() -> None:
     assert [found.rule for found in judged(data_log((4, 1, 256), (4, 3, 512))).violations] == ["steps go forward"]
     assert [found.rule for found in judged(data_log((4, 2, 256), (4, 2, 512))).violations] == ["steps go forward"]
+
+
+# ---- experts ---------------------------------------------------------------------------------------------------------
+
+
+def routed(hops: tuple[str, ...], visits: dict[str, str], route: tuple[int, ...] = (1, 0)) -> Report:
+    """A microbatch that took these hops, and which module each peer says that it has visited it at."""
+    data = [Completed(D, M, hops, 64, route), visit(D)]
+    return judged(Log(D, data), *(Log(peer, [Visit(peer, module, M)]) for peer, module in visits.items()))
+
+
+def test_visits_of_a_run_with_experts_are_told_by_module_and_route() -> None:
+    report = routed((f"1.1@{A}", f"2.0@{B}"), {A: "1.1", B: "2.0"})
+    assert not report.violations
+    assert report.as_json()["modules"] == {"1.1": 1, "2.0": 1}
+    assert report.as_json()["routes"] == [{"experts": [1, 0], "completed": 1, "rerouted": 0}]
+    elsewhere = routed((f"1.0@{A}", f"2.0@{B}"), {A: "1.0", B: "2.0"})
+    assert not elsewhere.violations
+    assert elsewhere.as_json()["routes"][0]["rerouted"] == elsewhere.counts["rerouted"] == 1
+    skipped = routed((f"2.0@{B}",), {B: "2.0"})
+    assert skipped.as_json()["routes"][0]["rerouted"] == 0, "a stage that is skipped is no other expert's"
+    assert "routes" not in judged(Log(D, [Completed(D, M, (), 64), visit(D)])).as_json()
+
+
+def test_another_expert_than_the_paths_must_not_count_it() -> None:
+    report = routed((f"1.1@{A}", f"2.0@{B}"), {A: "1.0", B: "2.0"})
+    assert [found.message for found in report.violations] == [f"{M} counts at module 1.0, but its path names 1.1"]
+
+
+def test_a_path_visits_one_expert_of_a_stage() -> None:
+    report = routed((f"1.0@{A}", f"1.1@{B}"), {B: "1.1"})
+    assert ("one expert a stage", f"{D}:2") in rules(report)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from node.lab.chaos.recovery import WINDOW_S, pace_back_after, pace_before, served_after
+from node.lab.chaos.recovery import WINDOW_S, pace_back_after, pace_before, rerouted_after, served_after
 
 
 def steady(first: float, last: float, a_second: int = 10) -> list[float]:
@@ -57,3 +57,16 @@ def test_a_swarm_that_stops_after_one_more_step_is_not_back() -> None:
 )
 def test_a_module_without_a_replica_counts_until_it_has_one(changes: list[tuple[float, bool]], after: float) -> None:
     assert served_after(changes, 5.0) == after
+
+
+def test_a_scenario_may_ask_for_more_of_the_pace() -> None:
+    times = steady(0, 10) + steady(10, 20, a_second=7) + steady(20, 40, a_second=9)
+    assert pace_back_after(times, 10, 10, 40) == 0.0
+    assert 7 <= pace_back_after(times, 10, 10, 40, share=0.8) <= 10
+
+
+def test_documents_are_back_when_none_goes_elsewhere_any_more() -> None:
+    changes = [(0.0, True), (10.0, False), (24.0, True)]
+    assert rerouted_after(changes, [11.0, 12.0, 25.5]) == 1.5
+    assert rerouted_after(changes, [11.0, 12.0]) == rerouted_after(changes, []) == 0.0
+    assert rerouted_after(changes[:2], [11.0]) is None, "the expert is still not served"

@@ -154,3 +154,13 @@ def test_all_trials_are_in_one_picture(trial: Trial, tmp_path: Path, monkeypatch
     assert (tmp_path / "chaos.png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert draw(tmp_path, [trial]) is None
+
+
+def test_of_experts_the_pace_is_back_soon_and_documents_are_back_in_time(trial: Trial) -> None:
+    expected = {"pace_within_s": 5.0, "rerouted_for_s": 15.0}
+    chaos = trial.scenario.chaos.model_copy(update=expected)
+    trial = replace(trial, scenario=trial.scenario.model_copy(update={"chaos": chaos}), rerouted_for_s=2.0)
+    assert against(trial) == ""
+    assert against(trial, replace(BACK, pace_s=6.0)) == "the pace was back after 6.0 s (peer 3 killed); 5 s are allowed"
+    assert "15 s are allowed" in against(replace(trial, rerouted_for_s=16.0))
+    assert against(replace(trial, rerouted_for_s=None)) == "not all modules are served again"

@@ -19,7 +19,7 @@ from node.lab.commands.doctor import finding_text, report
 from node.lab.doctor.compute_device import look_at_device, matmul_flops
 from node.lab.doctor.finding import Finding, Level, bounded
 from node.lab.doctor.machine import files_finding, look_at_disk, look_at_memory, look_at_port
-from node.lab.doctor.network_checks import clock_finding, clock_offset, reach_finding
+from node.lab.doctor.network_checks import clock_finding, clock_offset, experts_findings, reach_finding
 from node.lab.doctor.versions import LIBRARIES, Wanted, satisfies, versions, wanted_here
 from node.model.free_memory import GIB, available_memory
 from node.network.reach_status import ReachStep, Standing
@@ -166,7 +166,7 @@ def test_a_gpu_is_told_with_its_memory(monkeypatch: pytest.MonkeyPatch, free: in
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (free, 24 * GIB))
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA RTX 4090")
     monkeypatch.setattr(
-        "node.lab.doctor.compute_device.choose_device", lambda wish: Reasoned(torch.device("cuda"), "auto")
+        "node.lab.doctor.compute_device.choose_devices", lambda wish: Reasoned((torch.device("cuda"),), "auto")
     )
     monkeypatch.setattr("node.lab.doctor.compute_device.matmul_flops", lambda device, size: 5e13)
     finding = look_at_device("auto")[0]
@@ -306,3 +306,11 @@ def test_the_report_is_well_with_warnings() -> None:
             {"check": "b", "level": "skip", "found": "not looked at", "fix": ""},
         ],
     }
+
+
+def test_a_run_with_experts_and_fewer_peers_than_modules_is_a_warning() -> None:
+    (found,) = experts_findings(3, 5, several=True)
+    assert found.level is Level.WARN
+    assert "3 peers for 5 modules" in found.found
+    assert "Let 2 more join" in found.fix
+    assert experts_findings(5, 5, several=True) == experts_findings(2, 3, several=False) == []

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.data.documents import Documents, Fragment, Place
-from node.data.packing import Cursor, Microbatch, Packer
+from node.data.packing import Cursor, Microbatch
+from node.data.row_packer import RowPacker
 from node.data.tokenizers import ByteTokenizer
 from tests.node.data.test_documents import Texts, everything
 
@@ -27,19 +28,21 @@ def fragments_of(lengths: list[int]) -> Iterator[Fragment]:
         begin += length
 
 
-def packer(fragments: Iterator[Fragment], rows: int, sequence: int, block: int, start: Cursor | None = None) -> Packer:
-    return Packer(
+def packer(
+    fragments: Iterator[Fragment], rows: int, sequence: int, block: int, start: Cursor | None = None
+) -> RowPacker:
+    return RowPacker(
         fragments,
         rows=rows,
         sequence=sequence,
         seed=5,
         start=start or Cursor(),
-        cost_flops=8.0,
+        cost=8.0,
         block_tokens=block,
     )
 
 
-def all_of(packed: Packer) -> list[Microbatch]:
+def all_of(packed: RowPacker) -> list[Microbatch]:
     microbatches = []
     while (microbatch := packed.next()) is not None:
         microbatches.append(microbatch)
@@ -63,14 +66,6 @@ def test_labels_are_the_tokens_that_follow(lengths: list[int], rows: int, sequen
         assert (microbatch.labels == microbatch.tokens + 1).all()
 
 
-@given(LENGTHS, ROWS, SEQUENCE, BLOCK)
-def test_boundaries_are_where_documents_begin(lengths: list[int], rows: int, sequence: int, block: int) -> None:
-    begins = {0, *np.cumsum(lengths).tolist()}
-    for microbatch in all_of(packer(fragments_of(lengths), rows, sequence, block)):
-        for row, columns in zip(microbatch.tokens.tolist(), microbatch.boundaries, strict=True):
-            assert list(columns) == [column for column, token in enumerate(row) if token in begins]
-
-
 @given(LENGTHS, ROWS, SEQUENCE, BLOCK, st.integers(0, 10))
 def test_a_cursor_brings_one_back(lengths: list[int], rows: int, sequence: int, block: int, taken: int) -> None:
     texts = Texts({f"{number:02}": b"x" * length for number, length in enumerate(lengths)})
@@ -86,7 +81,6 @@ def test_a_cursor_brings_one_back(lengths: list[int], rows: int, sequence: int, 
         assert got is not None
         assert got.tokens.tolist() == expected.tokens.tolist()
         assert got.labels.tolist() == expected.labels.tolist()
-        assert got.boundaries == expected.boundaries
         assert second.cursor == first.cursor
 
 

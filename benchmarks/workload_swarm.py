@@ -1,0 +1,108 @@
+"""Tokens per second of a swarm of two hops: whole documents of equal cost, concatenation with a mask, rows of a stream.
+
+Real processes, links and TLS on this machine, one thread each; steps wait (staleness 0), so that a microbatch that
+costs more than the others holds all up. Arms in turns, between the first and the last step; medians over the rounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.packing import log_normal
+from node.local_swarm.local_swarm import LocalSwarm
+from node.local_swarm.setup import LocalSwarmOptions, Place, everywhere_here
+from node.observability.events import Step
+from protocol.manifest.manifest import Manifest, manifest_from_table
+
+BARS: Final = {"concat": 1.10, "rows": 1.35}
+CONCAT: Final = Place(command=(sys.executable, "-P", "-m", "benchmarks.concat_node"))
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    hidden: int = 64
+    sequence: int = 8192
+    rows: int = 4
+    microbatches: int = 8
+    """Of a step."""
+    steps: int = 4
+    """The first of which does not count."""
+    rounds: int = 1
+    staleness: int = 0
+    documents: int = 6000
+
+
+def manifest_of(sizes: Sizes, text: Path, attention: str) -> Manifest:
+    tokens = sizes.microbatches * sizes.rows * sizes.sequence
+    return manifest_from_table(
+        {
+            "protocol": 2,
+            "name": "workload",
+            "model": {
+                "vocabulary": 257,
+                "hidden": sizes.hidden,
+                "heads": 4,
+                "kv_heads": 4,
+                "feed_forward": 8 * sizes.hidden // 3,
+                "sequence": sizes.sequence,
+                "attention": attention,
+            },
+            "stages": {"blocks": [0, 1, 1]},
+            "data": {"source": f"path:{text}"},
+            "training": {
+                "rows": sizes.rows,
+                "inner_tokens": tokens,
+                "inner_steps": 1_000_000,
+                "round_seconds": 1e6,
+                "staleness": sizes.staleness,
+            },
+        }
+    )
+
+
+def write_documents(folder: Path, count: int) -> Path:
+    folder.mkdir()
+    rng = random.Random(3)
+    for number, length in enumerate(log_normal(count)):
+        (folder / f"{number:05}.txt").write_bytes(bytes(rng.choices(b"abcdefghij klm\n", k=length)))
+    return folder
+
+
+async def tokens_per_s(manifest: Manifest, place: Place | None, sizes: Sizes) -> float:
+    times: list[tuple[float, int]] = []
+    options = LocalSwarmOptions(peers=3, steps=sizes.steps, threads=1)
+    places = everywhere_here if place is None else (lambda index: place)
+    async with LocalSwarm(manifest, options, places=places) as nodes:
+        async for event in nodes.events():
+            if isinstance(event, Step):
+                times.append((time.perf_counter(), event.tokens))
+            if nodes.progress.is_over:
+                nodes.request_stop()
+    (began, before), (ended, after) = times[0], times[-1]
+    return (after - before) / (ended - began)
+
+
+def measure_swarm(sizes: Sizes, tell: Callable[[str], None]) -> dict[str, Any]:
+    found: dict[str, list[float]] = {"ours": [], "concat": [], "rows": []}
+    with tempfile.TemporaryDirectory(prefix="skipstone-workload-") as folder:
+        text = write_documents(Path(folder) / "text", sizes.documents)
+        whole, rows = manifest_of(sizes, text, "documents"), manifest_of(sizes, text, "causal")
+        for number in range(sizes.rounds):
+            for arm, manifest, place in (("ours", whole, None), ("concat", whole, CONCAT), ("rows", rows, None)):
+                found[arm].append(asyncio.run(tokens_per_s(manifest, place, sizes)))
+                tell(f"swarm, round {number}, {arm}: {found[arm][-1]:.0f} tokens/s")
+    medians = {arm: statistics.median(of) for arm, of in found.items()}
+    ratios = {f"ours_over_{arm}": round(medians["ours"] / medians[arm], 3) for arm in BARS}
+    rounded = {arm: [round(one) for one in of] for arm, of in found.items()}
+    return {"tokens_per_s": rounded, **ratios, "bars": BARS, "staleness": sizes.staleness}

@@ -1,0 +1,81 @@
+"""The compute devices of one node, each with a thread of its own: the first one's is the compute thread, which gives
+the others their jobs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Self, TypeVar
+
+import torch
+
+from node.model.device import flush_denormals
+
+Result = TypeVar("Result")
+
+
+class DeviceThreads:
+    """The devices of one node but the first, each with its thread.
+
+    Args:
+        devices: all of them. Several on processor cores share these evenly.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.devices = tuple(devices)
+        self._queues: list[SimpleQueue[Callable[[], None] | None]] = [SimpleQueue() for _ in devices[1:]]
+        self._cores = max(1, torch.get_num_threads() // len(devices))
+        self._threads = [
+            threading.Thread(target=self._work, args=(queue,), name=f"compute {device}", daemon=True)
+            for queue, device in zip(self._queues, devices[1:], strict=True)
+        ]
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for queue in self._queues:
+            queue.put(None)
+        for thread in self._threads:
+            thread.join(timeout=60.0)
+
+    def set_up(self) -> None:
+        """Prepares a thread that computes: the one that asks calls it itself."""
+        flush_denormals()
+        if self.devices[0].type == "cpu":
+            torch.set_num_threads(self._cores)
+
+    def at_once(self, jobs: Sequence[Callable[[], Result]]) -> list[Result]:
+        """Runs one job for each device, the first in this thread, and returns their results when all have ended.
+
+        Raises:
+            Exception: the first failure that is not the consequence of another one.
+        """
+        futures: list[Future[Result]] = [Future() for _ in jobs]
+        for queue, job, future in zip(self._queues, jobs[1:], futures[1:], strict=True):
+            queue.put(partial(_settle, future, job))
+        _settle(futures[0], jobs[0])
+        failures = [error for future in futures if (error := future.exception()) is not None]
+        for error in sorted(failures, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+            raise error
+        return [future.result() for future in futures]
+
+    def _work(self, queue: SimpleQueue[Callable[[], None] | None]) -> None:
+        self.set_up()
+        while (job := queue.get()) is not None:
+            job()
+
+
+def _settle(future: Future[Result], job: Callable[[], Result]) -> None:
+    try:
+        future.set_result(job())
+    except BaseException as error:  # handed to whoever waits
+        future.set_exception(error)

@@ -1,0 +1,227 @@
+"""Packing of whole documents into microbatches of equal cost (`attention = "documents"`), with no token lost or
+repeated.
+
+A document t1..tn is read as the positions [end of document, t1..tn] with the labels [t1..tn, end of document], so that
+every token is a label exactly once. One of more positions than `sequence` is cut, and each piece begins with the last
+token of the one before; those that fit are never cut. A block of some million tokens is packed at once
+(`swarm.workload.packing`), and its microbatches are given out so that one costs about as much as the next.
+
+What is packed follows from the place where the block begins, the documents and the manifest: a cursor says where to go
+on, and there is nothing else to save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from node.data.documents import Fragment, Place, permutation
+from node.data.packing import BLOCK_TOKENS, UNSCORED, Cursor, Microbatch
+from node.data.tokenizers import Tokens
+from protocol.manifest.manifest import Manifest, document_cost, quadratic_share
+from swarm.experts.routes import best_route, in_shares
+from swarm.vocabulary.types import Affinity, Route
+from swarm.workload.packing import Piece, Room, in_turns, pack
+
+BLOCK_MICROBATCHES: Final = 64
+"""That are packed together at least, where there is as much text: among fewer, costs cannot be made equal without
+leaving room empty."""
+MOST_MICROBATCHES: Final = 512
+"""... and at most, in a run without experts: the first waits for a whole block."""
+ROUTED: Final = 4
+"""Times as much is packed together in a run with experts: among the documents of a smaller block routes have by chance
+other shares than in the text."""
+FULL: Final = 0.995
+"""The share of a block's room that is filled: with a little left its documents fit into as many microbatches as
+planned."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stretch:
+    """A document, or what is left of one that is cut: its tokens as labels, with the token before them."""
+
+    before: int
+    labels: Tokens
+    is_rest: bool
+    unscored: int
+    """The first labels that are left out of the loss."""
+    affinity: Affinity
+    """Of the document."""
+
+    def tokens_of(self, piece: Piece) -> Tokens:
+        before = int(self.labels[piece.start - 1]) if piece.start else self.before
+        return np.concatenate(([before], self.labels[piece.start : piece.stop - 1]))
+
+    def labels_of(self, piece: Piece) -> Tokens:
+        """The labels of a piece, those that are left out of the loss in their places."""
+        unscored = min(piece.stop, max(piece.start, self.unscored))
+        if unscored == piece.start:
+            return self.labels[piece.start : piece.stop]
+        return np.concatenate((np.full(unscored - piece.start, UNSCORED), self.labels[unscored : piece.stop]))
+
+    def parted(self, tokens: int) -> tuple[_Stretch, _Stretch]:
+        """So many tokens of it, and the rest."""
+        before = int(self.labels[tokens - 1])
+        return (
+            replace(self, labels=self.labels[:tokens]),
+            _Stretch(before, self.labels[tokens:], True, max(0, self.unscored - tokens), self.affinity),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Block:
+    """Documents that are packed together, and for each microbatch, in the order of turns, its pieces of them."""
+
+    stretches: list[_Stretch]
+    turns: list[tuple[Piece, ...]]
+    end: Cursor
+    """Where the next one begins."""
+
+
+def reading_place(block: Place) -> Place:
+    """The place from which documents have to be read for the block that begins there: one token earlier, within a
+    document, since each piece begins with the token before it."""
+    return Place(block.epoch, block.position, max(0, block.offset - 1))
+
+
+def tokens_of_block(microbatch_tokens: int, *, routed: bool = False) -> int:
+    """The tokens that are packed together where a microbatch has so many at most."""
+    room = max(BLOCK_TOKENS, BLOCK_MICROBATCHES * microbatch_tokens)
+    if routed:
+        return int(FULL * ROUTED * room)
+    return int(FULL * min(room, MOST_MICROBATCHES * microbatch_tokens))
+
+
+class DocumentPacker:
+    """Packs a stream of fragments into microbatches of whole documents. Holds at most one block and one document.
+
+    Args:
+        fragments: begin at `reading_place(start.block)`.
+        unscored: the first tokens of each document that are left out of the loss.
+    """
+
+    def __init__(self, manifest: Manifest, fragments: Iterator[Fragment], start: Cursor, unscored: int = 0) -> None:
+        self.cursor = start
+        self._model, self._seed = manifest.model, manifest.seed
+        self._room = Room(manifest.model.sequence, manifest.microbatch_tokens, quadratic_share(manifest.model))
+        self._block_tokens = tokens_of_block(manifest.microbatch_tokens, routed=manifest.stages.has_experts)
+        self._enough_tokens = min(self._block_tokens, ROUTED * BLOCK_MICROBATCHES * manifest.microbatch_tokens)
+        self._stretches = _stretches(fragments, unscored)
+        self._waiting: tuple[Place, _Stretch] | None = None
+        self._block: _Block | None = None
+
+    def next(self) -> Microbatch | None:
+        """The next microbatch, or None when the fragments have ended."""
+        if self._block is None:
+            self._block = self._next_block()
+        if self._block is None:
+            return None
+        block, start = self._block, self.cursor
+        chosen = [(block.stretches[piece.document], piece) for piece in block.turns[start.taken]]
+        if start.taken + 1 < len(block.turns):
+            self.cursor = Cursor(start.block, start.taken + 1, start.level)
+        else:
+            self.cursor, self._block = block.end, None
+        documents = tuple(piece.stop - piece.start for _, piece in chosen)
+        return Microbatch(
+            _row([stretch.tokens_of(piece) for stretch, piece in chosen]),
+            _row([stretch.labels_of(piece) for stretch, piece in chosen]),
+            sum(document_cost(self._model, tokens) for tokens in documents),
+            start,
+            self.cursor,
+            documents,
+            best_route(chosen[0][0].affinity),
+            _sum([stretch.affinity for stretch, _ in chosen]),
+        )
+
+    def _next_block(self) -> _Block | None:
+        """As many documents as a block may have, or as the fragments still give. A block that is large enough ends with
+        the epoch: short texts are not read again and again for one block, and each route has its share in an epoch.
+        """
+        stretches, room, place = list[_Stretch](), self._block_tokens, self.cursor.block
+        while (found := self._waiting or next(self._stretches, None)) is not None:
+            self._waiting = None
+            at, stretch = found
+            if at.epoch > place.epoch and self._block_tokens - room >= self._enough_tokens:
+                self._waiting = found
+                return self._packed(stretches, at)
+            if stretch.labels.size > room:
+                taken = self._taken_now(stretch, room)
+                if taken:
+                    now, stretch = stretch.parted(taken)
+                    stretches.append(now)
+                    at = Place(at.epoch, at.position, at.offset + taken)
+                self._waiting = at, stretch
+                return self._packed(stretches, at)
+            stretches.append(stretch)
+            room -= stretch.labels.size
+            place = Place(at.epoch, at.position + 1)
+        return self._packed(stretches, place) if stretches else None
+
+    def _taken_now(self, stretch: _Stretch, room: int) -> int:
+        """How much of a document for which a block has no room left still goes into it."""
+        sequence = self._room.sequence
+        if not self._is_cut(stretch) or 2 * room < sequence:
+            return 0
+        return room - room % sequence if room > sequence else room
+
+    def _is_cut(self, stretch: _Stretch) -> bool:
+        return stretch.is_rest or stretch.labels.size > self._room.sequence
+
+    def _packed(self, stretches: list[_Stretch], end: Place) -> _Block:
+        """The documents of each route together; microbatches of all routes cost alike, and take turns by how many there
+        are of each."""
+        of_routes: dict[Route, list[int]] = {}
+        for index, stretch in enumerate(stretches):
+            of_routes.setdefault(best_route(stretch.affinity), []).append(index)
+        place = self.cursor.block
+        at = f"{self._seed}:{place.epoch}:{place.position}:{place.offset}"
+        packed, levels = list[list[tuple[Piece, ...]]](), list[float]()
+        for route, members in sorted(of_routes.items()):
+            turns, level = self._of_one_route(stretches, members, f"documents:{at}" + f":{route}" * bool(route))
+            packed.append(turns)
+            levels.append(level)
+        ranks = permutation(f"routes:{at}", len(packed)).tolist()
+        given = [iter(packed[rank]) for rank in ranks]
+        turns = [next(given[turn]) for turn in in_shares([len(packed[rank]) for rank in ranks])]
+        return _Block(stretches, turns, Cursor(end, level=min(levels)))
+
+    def _of_one_route(
+        self, stretches: list[_Stretch], members: list[int], key: str
+    ) -> tuple[list[tuple[Piece, ...]], float]:
+        """Packs the documents of one route: its microbatches in the order of turns, and what the next block's are to
+        cost."""
+        lengths = [stretches[index].labels.size for index in members]
+        cut = [place for place, index in enumerate(members) if self._is_cut(stretches[index])]
+        packing = pack(lengths, cut, self._room, self.cursor.level)
+        ranks = permutation(key, len(packing.microbatches)).tolist()
+        turns = [packing.microbatches[turn] for turn in in_turns(packing.costs, ranks)]
+        named = [tuple(Piece(members[piece.document], piece.start, piece.stop) for piece in of) for of in turns]
+        return named, packing.level
+
+
+def _stretches(fragments: Iterator[Fragment], unscored: int) -> Iterator[tuple[Place, _Stretch]]:
+    """Each document, or the rest of one that reading begins in, with the place of its first label."""
+    for fragment in fragments:
+        start, tokens, affinity = fragment.start, fragment.tokens, fragment.affinity
+        if start.offset:  # it was read from the token before its first label
+            first = start.offset + 1
+            rest = _Stretch(int(tokens[0]), tokens[1:], True, max(0, unscored - first), affinity)
+            yield Place(start.epoch, start.position, first), rest
+        elif tokens.size:  # the end of document, which is its last token, stands before the first as well
+            yield start, _Stretch(int(tokens[-1]), tokens, False, unscored, affinity)
+
+
+def _sum(affinities: list[Affinity]) -> Affinity:
+    """Of each expert over the documents."""
+    return tuple(tuple(map(sum, zip(*of_stage, strict=True))) for of_stage in zip(*affinities, strict=True))
+
+
+def _row(parts: list[npt.NDArray[np.int64]]) -> torch.Tensor:
+    """int64 [1, tokens]."""
+    return torch.from_numpy(np.concatenate(parts)).unsqueeze(0)

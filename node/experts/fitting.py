@@ -1,0 +1,216 @@
+"""The fit of a router: documents fall into as many clusters as the run has routes, by what their first tokens are like,
+and each stage's tables learn to tell its experts' clusters from the others'.
+
+Clusters come from balanced hard expectation maximisation of a multinomial over hashed pairs of tokens: each cluster's
+entries are its documents' counts, with the mean of all as a prior, and each document goes to the cluster under which it
+is the most probable and that has room (`swarm.experts.balance`). The likeliest of some beginnings is taken. Then
+clusters are laid out on the grid of experts so that those that share one are alike, and for each stage a softmax over
+the same counts is fitted to the experts of its clusters: what a router computes is linear, one table a stage.
+
+Runs once, on the author's machine; only what comes of it, rounded to integers, has to be the same everywhere.
+
+Sources: DiPaCo (arXiv:2403.10616) section 2.4, generative and discriminative routing of documents, product k-means.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from node.experts.router import BUCKETS, MAX_BIAS, MAX_ENTRY, MAX_ROUTER_BYTES, Router, StageTable, Tokens, buckets
+from swarm.experts.balance import balanced
+from swarm.vocabulary.errors import ConfigError
+
+Matrix = npt.NDArray[np.float32]
+Labels = npt.NDArray[np.int64]
+
+RESTARTS: Final = 8
+ITERATIONS: Final = 15
+PER_ROUTE: Final = 8
+"""The fewest documents that a route can be told from."""
+MAX_ROUTES: Final = 256
+PRIOR: Final = 256.0
+"""The pairs of the mean of all documents that are added to a cluster's."""
+DESCENT: Final = 150
+"""Steps of gradient descent on a stage's softmax."""
+SHRINK: Final = 1e-3
+"""The weight of the tables' squares in what is minimised."""
+BALANCING: Final = 60
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fitted:
+    """A router, and what it makes of the documents that it was fitted to."""
+
+    router: Router
+    routes: npt.NDArray[np.int64]
+    """[documents, stages after stage 0]"""
+
+
+def counts_of(openings: Sequence[Tokens], prefix: int) -> Matrix:
+    """How often each bucket's pairs are among the first tokens of each document: [documents, BUCKETS]."""
+    counted = np.zeros((len(openings), BUCKETS), dtype=np.float32)
+    for row, opening in zip(counted, openings, strict=True):
+        np.add.at(row, buckets(opening[:prefix]), 1)
+    return counted
+
+
+def fit_router(
+    openings: Sequence[Tokens], experts: Sequence[int], prefix: int, seed: int, restarts: int = RESTARTS
+) -> Fitted:
+    """Fits a router to documents.
+
+    Args:
+        openings: the first tokens of each.
+        experts: of each stage, stage 0 included.
+
+    Raises:
+        ConfigError: there are too few documents, or too many routes or experts.
+    """
+    stages = tuple(experts[1:])
+    routes = math.prod(stages)
+    _check(stages, routes, len(openings))
+    counts = counts_of(openings, prefix)
+    random = np.random.default_rng(seed)
+    found = [_clustered(counts, routes, random) for _ in range(restarts)]
+    _, labels, centres = max(found, key=lambda each: each[0])
+    layout = _laid_out(centres, stages)
+    of_stage = layout[labels]
+    tables = tuple(
+        None if count == 1 else _stage_table(counts, of_stage[:, stage], count) for stage, count in enumerate(stages)
+    )
+    router = Router(tables, prefix)
+    chosen = [[scores.index(max(scores)) for scores in router.affinity("", opening)] for opening in openings]
+    return Fitted(router, np.array(chosen, dtype=np.int64))
+
+
+def _check(stages: tuple[int, ...], routes: int, documents: int) -> None:
+    several = sum(count for count in stages if count > 1)
+    if routes > MAX_ROUTES or several * (BUCKETS + 8) + 1024 > MAX_ROUTER_BYTES:
+        raise ConfigError(
+            f"{several} experts on {routes} routes are more than a router can tell apart: of stages with several it"
+            f" takes {(MAX_ROUTER_BYTES - 1024) // (BUCKETS + 8)} experts in all, on {MAX_ROUTES} routes",
+            hint="Give fewer stages several experts, or leave --route-from out: documents are then dealt by chance.",
+        )
+    if documents < PER_ROUTE * routes:
+        raise ConfigError(
+            f"{documents} documents with any text are too few to tell {routes} routes apart by; it takes"
+            f" {PER_ROUTE * routes}",
+            hint="Name a source with more documents, or use fewer experts.",
+        )
+
+
+def _clustered(counts: Matrix, clusters: int, random: np.random.Generator) -> tuple[float, Labels, Matrix]:
+    """One run of balanced hard EM: the log likelihood, each document's cluster, and the clusters' log probabilities."""
+    labels = random.permutation(len(counts)) % clusters
+    # Begins at single documents far from each other rather than at mixtures of all, which are alike.
+    chosen = [int(random.integers(len(counts)))]
+    mean = counts.sum(axis=0) / counts.sum()
+    for _ in range(1, clusters):
+        chosen.append(int(_far_from(counts, chosen, random)))
+    centres = _log_probabilities(counts[chosen], mean)
+    likelihood = -math.inf
+    for _ in range(ITERATIONS):
+        scores = counts @ centres.T
+        before, labels = labels, np.array(balanced(scores.tolist(), clusters), dtype=np.int64)
+        likelihood = float(scores[np.arange(len(counts)), labels].sum())
+        centres = _log_probabilities(_sums(counts, labels, clusters), mean)
+        if np.array_equal(before, labels):
+            break
+    return likelihood, labels, centres
+
+
+def _far_from(counts: Matrix, chosen: list[int], random: np.random.Generator) -> int:
+    """Draws a document by its distance from the nearest chosen one (k-means++, Arthur and Vassilvitskii 2007)."""
+    units = np.sqrt(counts / np.maximum(counts.sum(axis=1, keepdims=True), 1))
+    distances = np.maximum(1 - (units @ units[chosen].T).max(axis=1), 1e-9)
+    return int(random.choice(len(counts), p=distances / distances.sum()))
+
+
+def _sums(counts: Matrix, labels: Labels, clusters: int) -> Matrix:
+    return np.stack([counts[labels == cluster].sum(axis=0) for cluster in range(clusters)])
+
+
+def _log_probabilities(sums: Matrix, mean: Matrix) -> Matrix:
+    smoothed = sums + PRIOR * mean + 1e-4
+    found: Matrix = np.log(smoothed / smoothed.sum(axis=1, keepdims=True)).astype(np.float32)
+    return found
+
+
+def _laid_out(centres: Matrix, stages: tuple[int, ...]) -> Labels:
+    """The route of each cluster, [clusters, stages]: clusters change places as long as those that share experts become
+    more alike by it."""
+    routes = np.array(list(product(*(range(count) for count in stages))), dtype=np.int64)
+    shared = (routes[:, None, :] == routes[None, :, :])[:, :, np.array(stages) > 1].sum(axis=2)
+    apart = _apart(centres)
+    place = np.arange(len(centres))
+    better = True
+    while better:
+        better = False
+        for one in range(len(place)):
+            for other in range(one):
+                swapped = place.copy()
+                swapped[[one, other]] = place[[other, one]]
+                if _cost(shared, apart, place) - _cost(shared, apart, swapped) > 1e-6:
+                    place, better = swapped, True
+    return routes[place]
+
+
+def _apart(centres: Matrix) -> Matrix:
+    squares = (centres**2).sum(axis=1)
+    found: Matrix = (squares[:, None] + squares[None, :] - 2 * centres @ centres.T) / centres.shape[1]
+    return found
+
+
+def _cost(shared: npt.NDArray[np.int64], apart: Matrix, place: Labels) -> float:
+    """How unlike the clusters are that share experts."""
+    return float((shared[np.ix_(place, place)] * apart).sum())
+
+
+def _stage_table(counts: Matrix, labels: Labels, experts: int) -> StageTable:
+    """Fits a softmax of a stage's experts to their documents, rounds it, and evens out the shares by the bias."""
+    weights = softmax_weights(counts, labels, experts)
+    scale = MAX_ENTRY / max(float(np.abs(weights).max()), 1e-9)
+    entries = np.rint(weights * scale).astype(np.int8)
+    scores = counts.astype(np.int64) @ entries.T.astype(np.int64)
+    bias = _even_bias(scores)
+    chosen = np.bincount((scores + bias).argmax(axis=1), minlength=experts)
+    return StageTable(entries, bias, tuple((chosen / len(counts)).tolist()))
+
+
+def softmax_weights(counts: Matrix, labels: Labels, experts: int) -> Matrix:
+    """The weights of a multinomial logistic regression of the experts on the counts, up to their scale: [experts,
+    BUCKETS]. By gradient descent with momentum."""
+    scaled = counts / np.float32(max(float(np.sqrt((counts**2).sum(axis=1).mean())), 1e-9))
+    wanted = np.eye(experts, dtype=np.float32)[labels]
+    weights, speed = np.zeros((experts, BUCKETS), np.float32), np.zeros((experts, BUCKETS), np.float32)
+    for _ in range(DESCENT):
+        logits = scaled @ weights.T
+        odds = np.exp(logits - logits.max(axis=1, keepdims=True))
+        odds /= odds.sum(axis=1, keepdims=True)
+        gradient = (odds - wanted).T @ scaled / len(scaled) + SHRINK * weights
+        speed = 0.9 * speed - 1.0 * gradient
+        weights = weights + speed
+    return weights
+
+
+def _even_bias(scores: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+    """The bias of each expert by which they get equal shares of the documents, about: those that get too many are moved
+    down by steps that become smaller."""
+    experts = scores.shape[1]
+    bias = np.zeros(experts, dtype=np.int64)
+    step = max(1, int(np.abs(scores).mean()))
+    for _ in range(BALANCING):
+        shares = np.bincount((scores + bias).argmax(axis=1), minlength=experts) / len(scores)
+        if shares.max() * experts <= 1.02:
+            break
+        bias += np.rint(step * (1 / experts - shares) * experts).astype(np.int64)
+        step = max(1, int(step * 0.9))
+    bias -= int(bias.mean())
+    return np.clip(bias, -MAX_BIAS, MAX_BIAS).astype(np.int32)

@@ -1,0 +1,210 @@
+"""The router of a run with experts: integer tables that score each expert of each stage by a document's first tokens.
+
+A score is the sum, over pairs of neighbouring tokens, of the expert's entry for the pair's bucket, and a bias. These
+are integers, so every machine comes to the same route, whatever its processor; and no model has to be run. The tables
+are fitted once, by the run's author (`node.experts.fitting`), and the manifest names their hash.
+
+A router's bytes, little-endian: `skipstone-router`, version (u16), prefix (u16), number of stages (u16), the experts of
+each stage (u16 each); then, for each stage with several and for each of its experts, the share of documents that it got
+when the tables were made (u32, in 2^-32), bias (i32) and 4096 entries (i8).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from protocol.manifest.manifest import Manifest
+from swarm.vocabulary.errors import ConfigError, StateError
+from swarm.vocabulary.types import MAX_STAGES, Affinity
+
+Tokens = npt.NDArray[np.int64]
+
+BUCKETS: Final = 4096
+MAX_ROUTER_BYTES: Final = 68 * 1024
+"""Of sixteen experts, beside which stages with one expert cost next to nothing. One answer of a peer holds it."""
+MAX_ENTRY: Final = 127
+MAX_BIAS: Final = 2**24
+"""With it, and with the longest prefix, a score is far from the ends of 32 bits."""
+_MAGIC: Final = b"skipstone-router"
+_VERSION: Final = 1
+_HEADER: Final = struct.Struct(f"<{len(_MAGIC)}sHHH")
+_EXPERT: Final = struct.Struct("<Ii")
+
+
+class DocumentRouter(Protocol):
+    """Scores a document for the experts of each stage."""
+
+    def affinity(self, name: str, opening: Tokens) -> Affinity:
+        """The score of each expert of each stage after stage 0.
+
+        Args:
+            name: of the document.
+            opening: its first tokens, without an end of document.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageTable:
+    """The experts of one stage that has several."""
+
+    entries: npt.NDArray[np.int8]
+    """[experts, BUCKETS]"""
+    bias: npt.NDArray[np.int32]
+    """[experts]"""
+    shares: tuple[float, ...]
+    """Of the documents that the tables were made from; together 1."""
+
+
+class Router:
+    """The tables of all stages, and the bytes that they are kept and sent as.
+
+    Args:
+        tables: for each stage after stage 0; None where it has one expert.
+        prefix: the first tokens of a document, which are counted.
+    """
+
+    def __init__(self, tables: tuple[StageTable | None, ...], prefix: int) -> None:
+        self.tables, self.prefix = tables, prefix
+        with_several = [table for table in tables if table is not None]
+        self._entries = np.concatenate([table.entries for table in with_several])
+        self._bias = np.concatenate([table.bias for table in with_several])
+        ends = np.cumsum([1 if table is None else len(table.bias) for table in tables])
+        self._parts = [
+            (int(end) - (1 if t is None else len(t.bias)), int(end)) for t, end in zip(tables, ends, strict=True)
+        ]
+        self._several = np.concatenate(
+            [np.arange(first, end) for (first, end), t in zip(self._parts, tables, strict=True) if t is not None]
+        )
+        self._count = int(ends[-1])
+
+    @property
+    def experts(self) -> tuple[int, ...]:
+        """Of each stage, stage 0 included."""
+        return (1, *(1 if table is None else len(table.bias) for table in self.tables))
+
+    def affinity(self, name: str, opening: Tokens) -> Affinity:
+        """See `DocumentRouter`."""
+        scores = np.zeros(self._count, dtype=np.int64)
+        found = self._entries.take(buckets(opening[: self.prefix]), axis=1).sum(axis=1, dtype=np.int32)
+        scores[self._several] = found + self._bias
+        listed = scores.tolist()
+        return tuple(tuple(listed[first:end]) for first, end in self._parts)
+
+    def to_bytes(self) -> bytes:
+        experts = self.experts
+        parts = [_HEADER.pack(_MAGIC, _VERSION, self.prefix, len(experts)), struct.pack(f"<{len(experts)}H", *experts)]
+        for table in self.tables:
+            if table is None:
+                continue
+            for entries, bias, share in zip(table.entries, table.bias, table.shares, strict=True):
+                parts += [_EXPERT.pack(min(2**32 - 1, round(share * 2**32)), int(bias)), entries.tobytes()]
+        return b"".join(parts)
+
+
+class ChanceRouter:
+    """Deals documents to experts by chance: of the seed and the document's name, so on every machine alike."""
+
+    def __init__(self, seed: int, experts: tuple[int, ...]) -> None:
+        """`experts` of each stage, stage 0 included."""
+        self._seed, self._experts = seed, experts[1:]
+
+    def affinity(self, name: str, opening: Tokens) -> Affinity:
+        """See `DocumentRouter`."""
+        key = f"route:{self._seed}:{name}".encode(errors="surrogateescape")
+        raw = hashlib.shake_256(key).digest(2 * sum(self._experts))
+        numbers = iter(struct.unpack(f"<{len(raw) // 2}H", raw))
+        return tuple(tuple(next(numbers) for _ in range(experts)) for experts in self._experts)
+
+
+def buckets(tokens: Tokens) -> Tokens:
+    """The bucket of each pair of neighbouring tokens."""
+    return (31 * tokens[1:] + 1009 * tokens[:-1] + 7) & (BUCKETS - 1)
+
+
+def router_digest(data: bytes) -> str:
+    """The hash that the manifest names a router by."""
+    return blake3(data).hexdigest()
+
+
+def read_router(data: bytes, manifest: Manifest) -> Router:
+    """Reads the router of a run, which may come from a peer or a file. Nothing is believed before the hash is right.
+
+    Raises:
+        StateError: it is another one than the manifest names, or not one that this Skipstone can read.
+    """
+    assert manifest.routing is not None, "whoever asks for a router has a run with one"
+    if len(data) > MAX_ROUTER_BYTES or router_digest(data) != manifest.routing.router:
+        raise StateError(
+            f"the router of run {manifest.name} has the BLAKE3 hash {manifest.routing.router}, this is another one",
+            hint="Take the file that `skipstone new` wrote beside the manifest, or join by a link.",
+        )
+    router = _parsed(data)
+    if router.experts != manifest.stages.experts_of_each or router.prefix != manifest.routing.prefix:
+        raise StateError(
+            f"the router is for stages of {router.experts} experts and a prefix of {router.prefix} tokens; the manifest"
+            f" has {manifest.stages.experts_of_each} and {manifest.routing.prefix}",
+            hint="Its author has to make a new run with `skipstone new --experts`.",
+        )
+    return router
+
+
+def document_router(manifest: Manifest, router: Router | None) -> DocumentRouter | None:
+    """The router that a run's documents are routed by; None when it has no experts.
+
+    Args:
+        router: that which the manifest names, if it names one.
+
+    Raises:
+        ConfigError: it names one, and it is not here.
+    """
+    if not manifest.stages.has_experts:
+        return None
+    if manifest.routing is None:
+        return ChanceRouter(manifest.seed, manifest.stages.experts_of_each)
+    if router is None:
+        raise ConfigError(
+            f"run {manifest.name} has experts, and its router is not here",
+            hint="Put the file that `skipstone new` wrote beside the manifest there again, or join by a link.",
+        )
+    return router
+
+
+def _parsed(data: bytes) -> Router:
+    try:
+        magic, version, prefix, stages = _HEADER.unpack_from(data)
+        if magic != _MAGIC or version != _VERSION or not 1 <= stages <= MAX_STAGES:
+            raise _unreadable("it is none, or of another version")
+        experts = struct.unpack_from(f"<{stages}H", data, _HEADER.size)
+    except struct.error:
+        raise _unreadable("it ends too early") from None
+    at = _HEADER.size + 2 * stages
+    several = [count for count in experts if count > 1]
+    if not several or 0 in experts or experts[0] != 1 or len(data) != at + sum(several) * (_EXPERT.size + BUCKETS):
+        raise _unreadable("its length is not that of its tables")
+    tables: list[StageTable | None] = []
+    for count in experts[1:]:
+        if count == 1:
+            tables.append(None)
+            continue
+        heads, entries = [], np.empty((count, BUCKETS), dtype=np.int8)
+        for expert in range(count):
+            heads.append(_EXPERT.unpack_from(data, at))
+            entries[expert] = np.frombuffer(data, np.int8, BUCKETS, at + _EXPERT.size)
+            at += _EXPERT.size + BUCKETS
+        bias = np.array([bias for _, bias in heads], dtype=np.int32)
+        if np.abs(bias.astype(np.int64)).max() > MAX_BIAS:
+            raise _unreadable("a bias is out of range")
+        tables.append(StageTable(entries, bias, tuple(share / 2**32 for share, _ in heads)))
+    return Router(tuple(tables), prefix)
+
+
+def _unreadable(why: str) -> StateError:
+    return StateError(f"the router cannot be read: {why}", hint="Its author may have a newer Skipstone than this one.")

@@ -1,0 +1,150 @@
+"""Attention of one device to documents that several devices compute together.
+
+Each device has pieces of every cut document. In every block all devices exchange their pieces' keys and values and
+then attend from their own pieces to what lies before them; on the way back they exchange the gradients of those. The
+devices work at the same time, each in a thread with a graph of its own, so the exchange is a meeting of threads.
+
+Source: context parallelism with sharding by document, WLB-LLM (arXiv:2503.17924) section 5.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from node.model.document_attention import document_attention
+
+QUERIES_AT_ONCE: Final = 256
+"""Tokens of a piece whose keys are masked together: all before them are computed, so half a square of this width is
+computed for nothing."""
+
+
+class Exchange:
+    """The meeting point of the threads that compute one microbatch, each with a rank.
+
+    Every thread comes to the same meetings in the same order: once in each block on the way forward and once on the way
+    back. Whoever cannot go on breaks the meeting for all.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._barrier = threading.Barrier(ranks)
+        self._brought: list[list[Tensor | None]] = [[None] * ranks, [None] * ranks]
+        """Of this meeting and the last: a thread that is late may still read what was brought to the last one."""
+        self._meetings = [0] * ranks
+
+    def swap(self, rank: int, brought: Tensor) -> list[Tensor]:
+        """What every rank has brought, in order of rank.
+
+        Raises:
+            threading.BrokenBarrierError: another one could not come.
+        """
+        table = self._brought[self._meetings[rank] % 2]
+        self._meetings[rank] += 1
+        table[rank] = brought
+        self._barrier.wait()
+        return [tensor for tensor in table if tensor is not None]
+
+    def give_up(self) -> None:
+        """Ends this and every later meeting for all ranks."""
+        self._barrier.abort()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CutDocuments:
+    """What one device computes of a microbatch some of whose documents are cut: first its whole documents, then its
+    pieces of each cut one, in order."""
+
+    rank: int
+    whole: tuple[int, ...]
+    """Tokens of each."""
+    cut: tuple[int, ...]
+    """Tokens of each cut document."""
+    pieces: tuple[tuple[tuple[range, ...], ...], ...]
+    """For each cut document, for each rank, the tokens that it has of it."""
+    exchange: Exchange
+
+    def __len__(self) -> int:
+        return len(self.whole) + len(self.cut)
+
+    def positions(self) -> Tensor:
+        """The position of each of this device's tokens in its document, int64 [tokens]."""
+        own = [range(length) for length in self.whole] + [part for _, part in self._own()]
+        return torch.cat([torch.arange(part.start, part.stop) for part in own])
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """The attention of this device's tokens, as `document_attention`. Waits for all other devices."""
+        alone = sum(self.whole)
+        mixed: list[Tensor] = []
+        if alone:
+            own = slice(0, alone)
+            mixed.append(document_attention(queries[:, :, own], keys[:, :, own], values[:, :, own], self.whole))
+        all_keys, all_values = self._of_all(torch.stack([keys[0, :, alone:], values[0, :, alone:]]))
+        starts = [0, *accumulate(self.cut)]
+        done = alone
+        for document, part in self._own():
+            first = starts[document]
+            for begin in range(part.start, part.stop, QUERIES_AT_ONCE):
+                end = min(begin + QUERIES_AT_ONCE, part.stop)
+                seen = slice(first, first + end)
+                asked = queries[:, :, done : done + end - begin]
+                mixed.append(_last_of(asked, all_keys[None, :, seen], all_values[None, :, seen]))
+                done += end - begin
+        return torch.cat(mixed, dim=2)
+
+    def _own(self) -> Iterator[tuple[int, range]]:
+        for document, by_rank in enumerate(self.pieces):
+            for part in by_rank[self.rank]:
+                yield document, part
+
+    def _of_all(self, own: Tensor) -> Tensor:
+        """Keys and values of all cut documents, [2, kv_heads, tokens, head_size] in their order."""
+        ranks = range(len(self.pieces[0]))
+        sizes = [sum(len(part) for by_rank in self.pieces for part in by_rank[rank]) for rank in ranks]
+        brought: Tensor = _Swapped.apply(own, self.exchange, self.rank, sizes)  # type: ignore[no-untyped-call]
+        starts = [0, *accumulate(self.cut)]
+        places = torch.cat(
+            [
+                torch.arange(starts[document] + part.start, starts[document] + part.stop)
+                for rank in ranks
+                for document, by_rank in enumerate(self.pieces)
+                for part in by_rank[rank]
+            ]
+        )
+        return brought.index_select(2, torch.argsort(places).to(own.device))
+
+
+class _Swapped(torch.autograd.Function):
+    """The tensors of all ranks behind one another along dimension 2; their gradients go back to the ranks they are of,
+    which add them up."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, exchange: Exchange, rank: int, sizes: Sequence[int]) -> Tensor:
+        ctx.exchange, ctx.rank, ctx.sizes = exchange, rank, list(sizes)
+        return torch.cat([tensor.to(own.device) for tensor in exchange.swap(rank, own)], dim=2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        first = sum(ctx.sizes[: ctx.rank])
+        here = slice(first, first + ctx.sizes[ctx.rank])
+        mine = [tensor[:, :, here].to(gradient.device) for tensor in ctx.exchange.swap(ctx.rank, gradient)]
+        total = mine[0].clone()
+        for more in mine[1:]:
+            total += more
+        return total, None, None, None
+
+
+def _last_of(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """The attention of a document's last tokens so far to all before them and themselves."""
+    asked, seen = queries.shape[2], keys.shape[2]
+    shares_heads = queries.shape[1] != keys.shape[1]
+    if asked == seen:
+        return F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=shares_heads)
+    mask = torch.ones(asked, seen, dtype=torch.bool, device=queries.device).tril(seen - asked)
+    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=shares_heads)

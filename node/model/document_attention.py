@@ -1,0 +1,140 @@
+"""Causal attention within each document of a microbatch: a token sees the earlier tokens of its own document.
+
+What is masked is never computed. On a CPU each document is attended to by itself, those of equal length together. On a
+GPU one kernel does them all: in half precision torch's variable-length attention, asked for results that do not depend
+on what else is in the microbatch; in float32, which that one does not take, block-sparse attention with a mask that is
+made once for each packing.
+
+Sources: WLB-LLM (arXiv:2503.17924) section 2.2, document masking; FlashAttention-2, Dao 2023 (arXiv:2307.08691);
+FlexAttention, Dong et al. 2024 (arXiv:2412.05496).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
+from itertools import accumulate
+from typing import Any, Final, Literal
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from swarm.vocabulary.types import Reasoned
+
+Kernel = Literal["each", "variable-length", "block-sparse"]
+
+PACKINGS: Final = 8
+"""Of which masks are remembered: those of the microbatches under way. Every block of a stage asks for the same one."""
+_FLASH_HEAD_SIZES: Final = range(8, 257, 8)
+
+
+def document_attention(queries: Tensor, keys: Tensor, values: Tensor, documents: Sequence[int]) -> Tensor:
+    """The attention of each token to its document's tokens up to itself.
+
+    Args:
+        queries: [1, heads, tokens, head_size].
+        keys, values: [1, kv_heads, tokens, head_size]; `heads` is a multiple of `kv_heads`.
+        documents: tokens of each document, in order.
+
+    Returns:
+        [1, heads, tokens, head_size].
+
+    Raises:
+        ValueError: there is more than one row, or the documents have not as many tokens as it.
+    """
+    if queries.shape[0] != 1 or sum(documents) != queries.shape[2] or min(documents, default=0) < 1:
+        raise ValueError(f"{len(documents)} documents of {sum(documents)} tokens do not fill {tuple(queries.shape)}")
+    kernel = kernel_for(queries.device.type, queries.dtype, queries.shape[-1]).value
+    return _KERNELS[kernel](queries, keys, values, tuple(documents))
+
+
+def kernel_for(device: str, dtype: torch.dtype, head_size: int) -> Reasoned[Kernel]:
+    """The kernel for queries of this type on this kind of device."""
+    if device != "cuda":
+        return Reasoned("each", f"torch has no other kernel with gradients on {device}")
+    if dtype in (torch.float16, torch.bfloat16) and head_size in _FLASH_HEAD_SIZES:
+        return Reasoned("variable-length", "one flash kernel for all documents")
+    return Reasoned("block-sparse", f"flash kernels do not take {dtype} with heads of {head_size}")
+
+
+# ---- each document by itself -----------------------------------------------------------------------------------------
+
+
+def _each(queries: Tensor, keys: Tensor, values: Tensor, documents: tuple[int, ...]) -> Tensor:
+    shares_heads = queries.shape[1] != keys.shape[1]
+    pieces = [torch.split(tensor, list(documents), dim=2) for tensor in (queries, keys, values)]
+    alike: defaultdict[int, list[int]] = defaultdict(list)
+    for place, length in enumerate(documents):
+        alike[length].append(place)
+    found: dict[int, Tensor] = {}
+    for places in alike.values():
+        q, k, v = (torch.cat([of[place] for place in places]) for of in pieces)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shares_heads)
+        found |= zip(places, torch.split(mixed, 1), strict=True)
+    return torch.cat([found[place] for place in range(len(documents))], dim=2)
+
+
+# ---- all in one kernel -----------------------------------------------------------------------------------------------
+
+
+def _variable_length(queries: Tensor, keys: Tensor, values: Tensor, documents: tuple[int, ...]) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    ends, longest = _ends(documents, queries.device), max(documents)
+    mixed = varlen_attn(
+        queries[0].transpose(0, 1),
+        keys[0].transpose(0, 1),
+        values[0].transpose(0, 1),
+        ends,
+        ends,
+        longest,
+        longest,
+        window_size=(-1, 0),  # causal
+        enable_gqa=queries.shape[1] != keys.shape[1],
+        num_splits=1,  # so that results do not depend on the longest document beside
+    )
+    assert isinstance(mixed, Tensor)
+    return mixed.transpose(0, 1).unsqueeze(0)
+
+
+def _block_sparse(queries: Tensor, keys: Tensor, values: Tensor, documents: tuple[int, ...]) -> Tensor:
+    mask = _mask(documents, queries.device)
+    mixed: Tensor = _flex()(queries, keys, values, block_mask=mask, enable_gqa=queries.shape[1] != keys.shape[1])
+    return mixed
+
+
+@lru_cache(maxsize=PACKINGS)
+def _ends(documents: tuple[int, ...], device: torch.device) -> Tensor:
+    """Where documents begin and end, int32 [documents + 1]."""
+    return torch.tensor([0, *accumulate(documents)], dtype=torch.int32, device=device)
+
+
+@lru_cache(maxsize=PACKINGS)
+def _mask(documents: tuple[int, ...], device: torch.device) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    tokens, lengths = sum(documents), torch.tensor(documents, device=device)
+    of = torch.repeat_interleave(torch.arange(len(documents), device=device), lengths)
+
+    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (of[query] == of[key]) & (query >= key)
+
+    return create_block_mask(sees, None, None, tokens, tokens, device=str(device))
+
+
+@cache
+def _flex() -> Callable[..., Any]:
+    """Compiled, without which it would compute the whole square."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=True)
+    return compiled
+
+
+_KERNELS: Final[dict[Kernel, Callable[[Tensor, Tensor, Tensor, tuple[int, ...]], Tensor]]] = {
+    "each": _each,
+    "variable-length": _variable_length,
+    "block-sparse": _block_sparse,
+}

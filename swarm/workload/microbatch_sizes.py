@@ -1,0 +1,99 @@
+"""The sizes of the latest microbatches of a data node: what is usual, and how far they are apart.
+
+Where microbatches are whole documents each has its own tokens, documents and cost. Times that were measured of one are
+divided by its cost in usual ones, and people see by the spread whether packing does its work.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+LATEST: Final = 64
+"""Microbatches that are remembered: about as many as are packed together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """The size of one microbatch."""
+
+    tokens: int
+    documents: tuple[int, ...]
+    """Tokens of each; empty where it is rows of one stream."""
+    cost: float = 0.0
+    """In tokens, attention included, by the manifest; 0 where nobody asks."""
+
+    @property
+    def squares(self) -> int:
+        """The sum of the squares of its documents' tokens, to which their attention is in proportion."""
+        return sum(tokens * tokens for tokens in self.documents)
+
+
+@dataclass(frozen=True, slots=True)
+class SizeSummary:
+    """The summary of some microbatches' sizes. Spreads are coefficients of variation: standard deviation over mean."""
+
+    microbatches: int = 0
+    tokens: float = 0.0
+    """Mean of one."""
+    tokens_spread: float = 0.0
+    cost: float = 0.0
+    """Mean of one, in tokens, attention included."""
+    cost_spread: float = 0.0
+    documents: float = 0.0
+    """Mean of one; 0 where microbatches are rows of one stream."""
+    padding: float = 0.0
+    """The part of the largest microbatch that the mean one leaves empty. Nothing is sent or computed for it."""
+
+
+class MicrobatchSizes:
+    """The sizes of the latest microbatches.
+
+    Args:
+        most_tokens: of one microbatch.
+    """
+
+    def __init__(self, most_tokens: int) -> None:
+        self._most_tokens = most_tokens
+        self._latest: deque[Size] = deque(maxlen=LATEST)
+
+    @property
+    def tokens(self) -> float:
+        """Of a usual microbatch."""
+        return self._mean(lambda size: size.tokens) if self._latest else self._most_tokens
+
+    @property
+    def squares(self) -> float:
+        """Of a usual microbatch's documents."""
+        return self._mean(lambda size: size.squares)
+
+    def add(self, size: Size) -> float:
+        """Notes a microbatch; returns its cost in usual ones, those before it and itself."""
+        self._latest.append(size)
+        usual = self._mean(lambda known: known.cost)
+        return size.cost / usual if usual > 0 else 1.0
+
+    def summary(self) -> SizeSummary:
+        return summary_of(self._latest, self._most_tokens)
+
+    def _mean(self, figure: Callable[[Size], float]) -> float:
+        return math.fsum(map(figure, self._latest)) / max(1, len(self._latest))
+
+
+def summary_of(sizes: Sequence[Size], most_tokens: int) -> SizeSummary:
+    """The summary of these sizes, of microbatches that have so many tokens at most."""
+    if not sizes:
+        return SizeSummary()
+    tokens, tokens_spread = _mean_and_spread([size.tokens for size in sizes])
+    cost, cost_spread = _mean_and_spread([size.cost for size in sizes])
+    documents, _ = _mean_and_spread([len(size.documents) for size in sizes])
+    return SizeSummary(len(sizes), tokens, tokens_spread, cost, cost_spread, documents, 1 - tokens / most_tokens)
+
+
+def _mean_and_spread(figures: Sequence[float]) -> tuple[float, float]:
+    mean = math.fsum(figures) / len(figures)
+    variance = math.fsum((figure - mean) ** 2 for figure in figures) / len(figures)
+    return mean, math.sqrt(variance) / mean if mean else 0.0

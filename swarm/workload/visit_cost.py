@@ -1,0 +1,141 @@
+"""The cost model of a peer: how long a visit takes it, by what is in the microbatch.
+
+    seconds = a x tokens + b x squares + c x documents + e
+
+with `squares` the sum of the squares of the documents' tokens (WLB-LLM, arXiv:2503.17924, section 4.1), fitted to the
+peer's own measurements by least squares, no coefficient below 0. Packed microbatches are all alike, so that what they
+measure does not tell the coefficients apart; then those of the manifest hold: `b = quadratic_share x a`, nothing for
+the rest. What is long ago counts less, and how fast the peer is just now is told by its latest visits alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+from typing import Final
+
+from swarm.vocabulary.announcement import NO_SPEED, Speed
+from swarm.vocabulary.ewma import Ewma
+
+KEPT: Final = 0.98
+"""Of the weight of all samples, with each new one: about fifty of them count."""
+PRIOR: Final = 1e-3
+"""The weight of what the manifest says against one sample."""
+MOST_TIMES: Final = 2.0
+"""As long as was expected: what took longer was held up by something else."""
+TRUSTED: Final = 8
+"""Samples after which it is known what is to be expected."""
+
+_Vector = tuple[float, ...]
+
+
+class VisitCost:
+    """The fit of one peer's visits, forward and backward together.
+
+    Args:
+        quadratic_share: the manifest's; 0 where microbatches are rows of one stream.
+    """
+
+    def __init__(self, quadratic_share: float) -> None:
+        self._share = quadratic_share
+        self._products = [[0.0] * 4 for _ in range(4)]
+        """Of features with features, weighted."""
+        self._sums = [0.0] * 4
+        """Of features with seconds."""
+        self._means = [Ewma(1 - KEPT) for _ in range(4)]
+        """Of features: the usual microbatch."""
+        self._now = Ewma()
+        """Seconds taken over those expected."""
+        self._samples = 0
+        self._fitted: _Vector | None = None
+
+    def add(self, tokens: int, squares: int, documents: int, seconds: float) -> None:
+        """Takes in the time of one visit."""
+        features = (float(tokens), float(squares), float(documents), 1.0)
+        expected = self.seconds(tokens, squares, documents) if self._samples >= TRUSTED else math.inf
+        if expected < math.inf:
+            self._now.add(min(seconds / max(expected, 1e-9), MOST_TIMES**2))
+        seconds = min(seconds, MOST_TIMES * expected)
+        for row, one in enumerate(features):
+            self._sums[row] = KEPT * self._sums[row] + one * seconds
+            for column, other in enumerate(features):
+                self._products[row][column] = KEPT * self._products[row][column] + one * other
+            self._means[row].add(one)
+        self._samples += 1
+        self._fitted = None
+
+    def seconds(self, tokens: float, squares: float, documents: float) -> float:
+        """The time of a visit as fitted; 0 before the first sample."""
+        features = (tokens, squares, documents, 1.0)
+        return math.fsum(each * one for each, one in zip(self._coefficients(), features, strict=True))
+
+    def speed(self) -> Speed:
+        """What is announced: right for the usual microbatch, as fast as the latest visits were."""
+        if not self._samples:
+            return NO_SPEED
+        tokens, squares, documents, _ = (mean.mean for mean in self._means)
+        _, quadratic, *_ = self._coefficients()
+        usual_s = max(1e-9, self.seconds(tokens, squares, documents))
+        linear = (usual_s - quadratic * squares) / max(1.0, tokens)
+        share = min(1.0, quadratic / linear) if linear > 0 else 0.0
+        now = self._now.mean if self._now.samples else 1.0
+        return Speed((tokens + share * squares) / (usual_s * max(now, 1e-9)), share)
+
+    def _coefficients(self) -> _Vector:
+        if self._fitted is None:
+            self._fitted = self._fit() if self._samples else (0.0,) * 4
+        return self._fitted
+
+    def _fit(self) -> _Vector:
+        """Non-negative least squares, by trying which of four coefficients are not 0. Features are scaled to the usual
+        microbatch, so that what the manifest says weighs alike."""
+        scales = [max(mean.mean, 1e-9) for mean in self._means]
+        usual = self._sums[3] / max(self._products[3][3], 1e-9)
+        matrix = [[self._products[i][j] / (scales[i] * scales[j]) for j in range(4)] for i in range(4)]
+        sums = [self._sums[i] / scales[i] for i in range(4)]
+        for row, weight in self._prior(scales):
+            for i in range(4):
+                for j in range(4):
+                    matrix[i][j] += weight * row[i] * row[j]
+        best: tuple[float, _Vector] | None = None
+        used = [i for i in range(4) if self._means[i].mean > 0]
+        for chosen in (kept for count in range(1, len(used) + 1) for kept in combinations(used, count)):
+            found = _solved([[matrix[i][j] for j in chosen] for i in chosen], [sums[i] for i in chosen])
+            if found is None or min(found) < 0:
+                continue
+            whole = [0.0] * 4
+            for i, value in zip(chosen, found, strict=True):
+                whole[i] = value
+            error = math.fsum(whole[i] * (math.fsum(map(_product, matrix[i], whole)) - 2 * sums[i]) for i in range(4))
+            if best is None or error < best[0]:
+                best = error, tuple(value / scale for value, scale in zip(whole, scales, strict=True))
+        return (usual / scales[0], 0.0, 0.0, 0.0) if best is None else best[1]
+
+    def _prior(self, scales: Sequence[float]) -> Iterable[tuple[_Vector, float]]:
+        """Rows that ought to be 0, and their weights: what attention costs more or less than the manifest says, what a
+        document costs, and what a microbatch costs."""
+        of_squares = self._share * scales[1] / scales[0]
+        yield (of_squares, -1.0, 0.0, 0.0), PRIOR
+        yield (0.0, 0.0, 1.0, 0.0), PRIOR
+        yield (0.0, 0.0, 0.0, 1.0), PRIOR
+
+
+def _product(one: float, other: float) -> float:
+    return one * other
+
+
+def _solved(matrix: list[list[float]], sums: list[float]) -> list[float] | None:
+    """The solution of a few linear equations, by elimination; None where there is not one."""
+    size = len(sums)
+    rows = [[*row, value] for row, value in zip(matrix, sums, strict=True)]
+    for column in range(size):
+        pivot = max(range(column, size), key=lambda row: abs(rows[row][column]))
+        if abs(rows[pivot][column]) < 1e-12:
+            return None
+        rows[column], rows[pivot] = rows[pivot], rows[column]
+        for row in range(size):
+            if row != column:
+                factor = rows[row][column] / rows[column][column]
+                rows[row] = [a - factor * b for a, b in zip(rows[row], rows[column], strict=True)]
+    return [rows[row][size] / rows[row][row] for row in range(size)]

@@ -1,0 +1,41 @@
+"""The benchmark of experts measures what it says, on texts so small that nothing is learnt from them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import experts
+from benchmarks.experts_task import ARMS, domains_of
+from node.data.sources import PIECE_BYTES
+
+
+def test_all_arms_are_measured_on_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    random = np.random.default_rng(1)
+    files = [tmp_path / name for name in ("letters", "digits")]
+    for file, alphabet in zip(files, (b"abc ", b"012\n"), strict=True):
+        file.write_bytes(random.choice(np.frombuffer(alphabet, np.uint8), 24 * PIECE_BYTES).tobytes())
+    options = ["--domains", *map(str, files), "--steps", "2", "--seeds", "1", "--hidden", "8", "--restarts", "1"]
+    monkeypatch.setattr(sys, "argv", ["experts.py", *options, "--json"])
+    experts.main()
+    (line,) = capsys.readouterr().out.splitlines()
+    report = json.loads(line)
+    assert report["arms"].keys() == ARMS.keys()
+    assert all(0 < arm["loss"] < 6 for arm in report["arms"].values())
+    assert report["domains"] == {"letters": 24 * PIECE_BYTES, "digits": 24 * PIECE_BYTES}
+    (routed,), (random_one,) = report["every_seed"]["routed"], report["every_seed"]["random"]
+    measured = [sum(tokens for _, tokens in of["routes"].values()) for of in (routed, random_one)]
+    assert measured[0] == measured[1]
+    assert routed["again_every"]["once"] == pytest.approx(routed["loss"], abs=2e-3)
+
+
+def test_without_files_this_machine_has_some_domains() -> None:
+    domains = domains_of([])
+    assert "python" in [domain.name for domain in domains]
+    assert all(len(domain.text) > 250_000 for domain in domains)

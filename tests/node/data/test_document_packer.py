@@ -1,0 +1,154 @@
+"""Whole documents keep every token, each is a label once, and a cursor brings one back to the same place."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from node.data.document_packer import BLOCK_MICROBATCHES, ROUTED, DocumentPacker, reading_place
+from node.data.documents import Documents, Place
+from node.data.feed import TrainingFeed, held_out_microbatches
+from node.data.packing import Cursor, Microbatch
+from node.data.tokenizers import ByteTokenizer
+from protocol.manifest.manifest import document_cost
+from swarm.vocabulary.errors import ConfigError
+from swarm.vocabulary.types import PeerId
+from swarm.workload.packing import SHORTEST_SHARE
+from tests.node.data.test_documents import Texts, everything
+from tests.node.small_manifest import small_manifest
+
+MANIFEST = small_manifest(model__attention="documents")
+LONGEST, MOST = MANIFEST.model.sequence, MANIFEST.microbatch_tokens
+END = ByteTokenizer().end_of_document
+BLOCK = st.integers(1, 200)
+LENGTHS = st.lists(st.integers(0, 60), min_size=1, max_size=12).filter(any)
+
+
+def texts_of(lengths: list[int]) -> Documents:
+    """Documents of letters that tell where in them they stand."""
+    contents = {
+        f"{number:02}": bytes(32 + (7 * number + place) % 90 for place in range(length))
+        for number, length in enumerate(lengths)
+    }
+    return Documents(Texts(contents), ByteTokenizer(), seed=9)
+
+
+class SmallBlocks(DocumentPacker):
+    """So that a few documents make several."""
+
+    def __init__(self, documents: Documents, block: int, start: Cursor, *, endless: bool) -> None:
+        read = documents.endless if endless else documents.epoch
+        super().__init__(MANIFEST, read(reading_place(start.block), everything), start)
+        self._block_tokens = max(block, LONGEST)
+
+
+def all_of(packer: DocumentPacker) -> list[Microbatch]:
+    return list(iter(packer.next, None))
+
+
+def documents_in(microbatch: Microbatch) -> Iterator[tuple[list[int], list[int]]]:
+    """Tokens and labels of each."""
+    tokens, labels = (row.split(microbatch.documents) for row in (microbatch.tokens[0], microbatch.labels[0]))
+    for some, following in zip(tokens, labels, strict=True):
+        yield some.tolist(), following.tolist()
+
+
+def pieces_of(documents: Documents, block: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Of one epoch."""
+    for text in all_of(SmallBlocks(documents, block, Cursor(), endless=False)):
+        yield from documents_in(text)
+
+
+@given(LENGTHS, BLOCK)
+def test_every_token_is_a_label_once_and_follows_its_own_document(lengths: list[int], block: int) -> None:
+    documents = texts_of(lengths)
+    found = list(pieces_of(documents, block))
+    whole = [fragment.tokens.tolist() for fragment in documents.epoch(Place(), everything)]
+    assert Counter(label for _, labels in found for label in labels) == Counter(token for one in whole for token in one)
+    for tokens, labels in found:
+        assert tokens[1:] == labels[:-1]
+        assert any(
+            labels == one[at : at + len(labels)] and tokens[0] == (one[at - 1] if at else END)
+            for one in whole
+            for at in range(len(one))
+        )
+
+
+@given(LENGTHS, BLOCK)
+def test_what_fits_is_never_cut(lengths: list[int], block: int) -> None:
+    documents = texts_of(lengths)
+    found = list(pieces_of(documents, block))
+    blocks = len({text.start.block for text in all_of(SmallBlocks(documents, block, Cursor(), endless=False))})
+    for one in (fragment.tokens.tolist() for fragment in documents.epoch(Place(), everything)):
+        if len(one) <= LONGEST:
+            assert ([END, *one[:-1]], one) in found
+    shortest = int(SHORTEST_SHARE * LONGEST)
+    most = sum(-(-(length + 1) // shortest) for length in lengths if length) + blocks
+    assert len(found) <= most, "no more pieces than evenness asks for, and one for the end of each block"
+
+
+@given(LENGTHS, BLOCK)
+def test_a_microbatch_is_one_row_that_is_not_too_long(lengths: list[int], block: int) -> None:
+    for text in all_of(SmallBlocks(texts_of(lengths), block, Cursor(), endless=False)):
+        assert text.tokens.shape == text.labels.shape == (1, sum(text.documents))
+        assert 1 <= min(text.documents) <= max(text.documents) <= LONGEST
+        assert text.size <= MOST
+        assert text.cost == pytest.approx(sum(document_cost(MANIFEST.model, tokens) for tokens in text.documents))
+
+
+@settings(deadline=None)
+@given(LENGTHS, BLOCK, st.integers(0, 10))
+def test_a_cursor_brings_one_back(lengths: list[int], block: int, taken: int) -> None:
+    documents = texts_of(lengths)
+    first = SmallBlocks(documents, block, Cursor(), endless=True)
+    before = [first.next() for _ in range(taken)]
+    second = SmallBlocks(documents, block, first.cursor, endless=True)
+    assert all(text is not None and text.end <= first.cursor for text in before), "cursors rise"
+    for _ in range(6):
+        expected, got = first.next(), second.next()
+        assert expected is not None
+        assert got is not None
+        assert (got.tokens.tolist(), got.labels.tolist()) == (expected.tokens.tolist(), expected.labels.tolist())
+        assert (got.documents, got.start, got.end) == (expected.documents, expected.start, expected.end)
+        assert got.start < got.end
+        assert second.cursor == first.cursor
+
+
+def test_a_short_text_is_not_read_again_and_again_for_one_block() -> None:
+    """A block ends with an epoch once it has enough microbatches."""
+    texts = texts_of([30] * 40)
+    packer = DocumentPacker(MANIFEST, texts.endless(Place(), everything), Cursor())
+    first = packer.next()
+    assert first is not None
+    while first.start.block == packer.cursor.block:
+        packer.next()
+    end, epoch_tokens = packer.cursor.block, 40 * 31
+    assert (end.position, end.offset) == (0, 0)
+    assert (end.epoch - 1) * epoch_tokens < ROUTED * BLOCK_MICROBATCHES * MOST <= end.epoch * epoch_tokens
+
+
+def test_data_nodes_divide_the_documents() -> None:
+    documents = texts_of([30] * 40)
+    feeds = [TrainingFeed(MANIFEST, documents, PeerId(name)) for name in ("a", "b")]
+    both = (PeerId("a"), PeerId("b"))
+    texts = [[feed.next(both) for _ in range(3)] for feed in feeds]
+    starts = [{tuple(tokens) for text in of for tokens, _ in documents_in(text)} for of in texts]
+    assert not starts[0] & starts[1]
+
+
+def test_little_held_out_text_is_measured_too() -> None:
+    """Rows of a stream would need a whole microbatch of it."""
+    manifest = small_manifest(model__attention="documents", data={"held_out": 0.5})
+    texts = list(held_out_microbatches(manifest, 5, texts_of([3] * 8)))
+    assert 1 <= len(texts) <= 2
+    assert sum(text.size for text in texts) < MOST
+
+
+def test_no_held_out_text_at_all() -> None:
+    manifest = small_manifest(model__attention="documents", data={"held_out": 0.0})
+    with pytest.raises(ConfigError, match="held-out"):
+        list(held_out_microbatches(manifest, 5, texts_of([3] * 8)))

@@ -1,0 +1,46 @@
+"""Documents of different kinds get different routes, all experts about as many."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from node.experts.fitting import fit_router
+from node.experts.router import Tokens
+from swarm.vocabulary.errors import ConfigError
+
+KINDS = (b"abcd ", b"0123,", b"xyz;\n", b"(){}=")
+
+
+def documents(of_each: int) -> tuple[list[Tokens], list[int]]:
+    """Openings of four kinds, and the kind of each."""
+    random = np.random.default_rng(5)
+    kinds = [kind for kind in range(len(KINDS)) for _ in range(of_each)]
+    return [random.choice(np.frombuffer(KINDS[kind], np.uint8), 64).astype(np.int64) for kind in kinds], kinds
+
+
+def test_each_kind_of_document_has_a_route_of_its_own() -> None:
+    openings, kinds = documents(12)
+    fitted = fit_router(openings, (1, 2, 2), 64, seed=1, restarts=3)
+    routes = {(kind, tuple(route)) for kind, route in zip(kinds, fitted.routes.tolist(), strict=True)}
+    assert len(routes) == 4
+    assert {route for _, route in routes} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    for table in fitted.router.tables:
+        assert table is not None
+        assert table.shares == (0.5, 0.5)
+
+
+def test_stages_of_one_expert_are_shared() -> None:
+    openings, _ = documents(8)
+    fitted = fit_router(openings, (1, 1, 4), 64, seed=1, restarts=2)
+    assert fitted.router.tables[0] is None
+    assert set(fitted.routes[:, 0].tolist()) == {0}
+    assert len(set(fitted.routes[:, 1].tolist())) == 4
+
+
+def test_what_a_router_cannot_tell_apart_is_refused() -> None:
+    openings, _ = documents(4)
+    with pytest.raises(ConfigError, match=r"16 documents .* too few to tell 4 routes apart"):
+        fit_router(openings, (1, 2, 2), 64, seed=1)
+    with pytest.raises(ConfigError, match="18 experts on 18 routes"):
+        fit_router(openings, (1, 18), 64, seed=1)

@@ -1,0 +1,152 @@
+"""A router is the same on every machine, or it is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from node.experts.router import (
+    BUCKETS,
+    MAX_ROUTER_BYTES,
+    ChanceRouter,
+    Router,
+    Tokens,
+    buckets,
+    document_router,
+    read_router,
+    router_digest,
+)
+from protocol.manifest.manifest import manifest_from_table
+from swarm.experts.routes import best_route
+from swarm.vocabulary.errors import ConfigError, StateError
+from tests.node.experts.routed import PREFIX, manifest_with, some_router
+from tests.node.small_manifest import small_manifest
+
+ROUTER = some_router()
+
+
+def tokens(text: bytes) -> Tokens:
+    return np.frombuffer(text, np.uint8).astype(np.int64)
+
+
+def test_a_score_is_the_sum_of_the_pairs_entries_and_the_bias() -> None:
+    opening = tokens(b"a document that is longer than the prefix")
+    found = ROUTER.affinity("", opening)
+    for table, scores in zip(ROUTER.tables, found, strict=True):
+        assert table is not None
+        for expert, score in enumerate(scores):
+            pairs = zip(opening[: PREFIX - 1].tolist(), opening[1:PREFIX].tolist(), strict=True)
+            entries = [
+                int(table.entries[expert, (31 * after + 1009 * before + 7) % BUCKETS]) for before, after in pairs
+            ]
+            assert score == sum(entries) + int(table.bias[expert])
+    assert len(best_route(found)) == 2
+
+
+@given(st.binary(max_size=40))
+def test_what_follows_the_prefix_has_no_say(text: bytes) -> None:
+    assert ROUTER.affinity("", tokens(b"8 bytes." + text)) == ROUTER.affinity("", tokens(b"8 bytes."))
+
+
+def test_the_shortest_documents_have_a_route() -> None:
+    for text in (b"", b"a"):
+        assert ROUTER.affinity("", tokens(text)) == tuple(tuple(map(int, t.bias)) for t in ROUTER.tables if t)
+
+
+def test_a_stage_of_one_expert_has_one_score() -> None:
+    router = some_router((1, 1, 2))
+    assert [len(scores) for scores in router.affinity("", tokens(b"text"))] == [1, 2]
+
+
+def test_buckets_are_in_range_for_any_vocabulary() -> None:
+    found = buckets(np.array([999_999, 0, 256, 999_999], dtype=np.int64))
+    assert found.min() >= 0
+    assert found.max() < BUCKETS
+
+
+@pytest.mark.parametrize("experts", [(1, 2, 3), (1, 1, 4), (1, 2, 1)])
+def test_its_bytes_give_it_back(experts: tuple[int, ...]) -> None:
+    router = some_router(experts)
+    data = router.to_bytes()
+    back = read_router(data, manifest_with(router))
+    assert back.to_bytes() == data
+    assert back.affinity("", tokens(b"some text")) == router.affinity("", tokens(b"some text"))
+    assert [t.shares for t in back.tables if t] == [pytest.approx(t.shares) for t in router.tables if t]
+
+
+def test_its_bytes_are_the_same_on_every_machine() -> None:
+    text = np.arange(4096, dtype=np.int64)
+    router = Router(some_router().tables, 4096)
+    assert (
+        hashlib.sha256(router.to_bytes()[:64]).hexdigest()
+        == hashlib.sha256(
+            struct.pack("<16sHHHHH", b"skipstone-router", 1, 4096, 3, 1, 2) + router.to_bytes()[26:64]
+        ).hexdigest()
+    )
+    assert router.affinity("", text) == read_router(router.to_bytes(), manifest_with(router)).affinity("", text)
+
+
+def test_another_router_than_the_manifest_names_is_refused() -> None:
+    with pytest.raises(StateError, match="this is another one"):
+        read_router(some_router(seed=1).to_bytes(), manifest_with(ROUTER))
+    with pytest.raises(StateError, match="this is another one"):
+        read_router(bytes(MAX_ROUTER_BYTES + 1), manifest_with(ROUTER))
+
+
+DATA = ROUTER.to_bytes()
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"", "ends too early"),
+        (DATA[:30], "length"),
+        (DATA[:-1], "length"),
+        (DATA + b"\0", "length"),
+        (b"S" + DATA[1:], "it is none"),
+        (DATA[:16] + b"\2" + DATA[17:], "of another version"),
+        (DATA[:20] + b"\xff\xff" + DATA[22:], "another version"),
+        (DATA[:22] + b"\2\0" + DATA[24:], "length"),
+        (DATA[:26] + b"\0\0" + DATA[28:], "length"),
+        (DATA[:32] + b"\xff\xff\xff\x7f" + DATA[36:], "a bias is out of range"),
+        (DATA[:18] + b"\x10\0" + DATA[20:], "the manifest"),
+        (some_router((1, 3, 2)).to_bytes(), "the manifest"),
+    ],
+)
+def test_bytes_that_make_no_router_are_refused_though_the_manifest_names_them(data: bytes, why: str) -> None:
+    table = manifest_with(ROUTER).model_dump()
+    table["routing"]["router"] = router_digest(data)
+    with pytest.raises(StateError, match=why):
+        read_router(data, manifest_from_table(table))
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_end_in_a_router_or_a_state_error(data: bytes) -> None:
+    table = manifest_with(ROUTER).model_dump()
+    table["routing"]["router"] = router_digest(data)
+    with pytest.raises(StateError):
+        read_router(data, manifest_from_table(table))
+
+
+def test_chance_deals_evenly_and_by_name_and_seed() -> None:
+    router = ChanceRouter(3, (1, 2, 3))
+    routes = [best_route(router.affinity(str(number), tokens(b""))) for number in range(3000)]
+    assert routes == [best_route(router.affinity(str(number), tokens(b"other"))) for number in range(3000)]
+    assert routes != [best_route(ChanceRouter(4, (1, 2, 3)).affinity(str(n), tokens(b""))) for n in range(3000)]
+    for route in {(first, second) for first in range(2) for second in range(3)}:
+        assert routes.count(route) == pytest.approx(500, abs=100)
+
+
+def test_a_run_has_the_router_that_its_manifest_names() -> None:
+    assert document_router(small_manifest(), None) is None
+    assert document_router(manifest_with(ROUTER), ROUTER) is ROUTER
+    assert isinstance(
+        document_router(small_manifest(stages__experts=2, model__attention="documents"), None), ChanceRouter
+    )
+    with pytest.raises(ConfigError, match="its router is not here"):
+        document_router(manifest_with(ROUTER), None)

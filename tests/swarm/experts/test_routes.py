@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.experts.routes import best_route, in_shares, module_at, name_of_route, served_route
+from swarm.vocabulary.types import Affinity, ModuleId, Route
+
+AFFINITY: Affinity = ((5, 9, 7), (1, 1))
+OWN: Route = (1, 0)
+
+
+def taken(unserved: set[ModuleId]) -> Route | None:
+    return served_route(OWN, AFFINITY, lambda module: module not in unserved).value
+
+
+def test_a_route_whose_modules_are_served_is_taken() -> None:
+    assert taken({ModuleId(1, 0), ModuleId(1, 2), ModuleId(2, 1)}) == OWN
+
+
+@pytest.mark.parametrize(
+    ("unserved", "expected"),
+    [
+        ({ModuleId(1, 1)}, (2, 0)),
+        ({ModuleId(1, 1), ModuleId(1, 2)}, (0, 0)),
+        ({ModuleId(2, 0)}, (1, 1)),
+        ({ModuleId(1, 1), ModuleId(2, 0)}, (2, 1)),
+    ],
+)
+def test_the_served_expert_that_fits_best_stands_in(unserved: set[ModuleId], expected: Route) -> None:
+    assert taken(unserved) == expected
+
+
+def test_the_lower_number_is_taken_of_two_that_fit_alike() -> None:
+    chosen = served_route((2,), ((4, 4, 9),), lambda module: module.expert != 2)
+    assert chosen.value == (0,)
+    assert chosen.reason == "the next best experts: 1.0 for 1.2, which nobody serves"
+
+
+def test_a_stage_that_nobody_serves_leaves_no_route() -> None:
+    chosen = served_route(OWN, AFFINITY, lambda module: module.stage != 2)
+    assert chosen.value is None
+    assert chosen.reason == "nobody serves any expert of stage 2"
+
+
+def test_a_run_without_experts_has_an_empty_route() -> None:
+    assert served_route((), (), lambda module: False).value == ()
+
+
+def test_a_documents_route_is_its_best_experts_and_the_lower_of_two_alike() -> None:
+    assert best_route(((5, 9, 7), (1, 1), (0,))) == (1, 0, 0)
+    assert best_route(()) == ()
+
+
+def test_modules_of_a_route_have_names() -> None:
+    assert [module_at((1, 0), stage) for stage in range(3)] == [ModuleId(0), ModuleId(1, 1), ModuleId(2)]
+    assert module_at((), 2) == ModuleId(2)
+    assert name_of_route((1, 0)) == "1.1,2.0"
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=8).filter(any))
+def test_every_stretch_of_turns_has_about_each_routes_share(counts: list[int]) -> None:
+    turns = in_shares(counts)
+    assert [turns.count(route) for route in range(len(counts))] == counts
+    given_out = [0] * len(counts)
+    for turn, route in enumerate(turns, start=1):
+        given_out[route] += 1
+        due = [turn * count / len(turns) for count in counts]
+        assert all(abs(given - fair) <= len(counts) for given, fair in zip(given_out, due, strict=True))
+
+
+@pytest.mark.parametrize("counts", [[16, 16, 16, 16], [20, 12, 14, 18], [9, 9, 9, 9, 9, 9, 9, 9, 9]])
+def test_experts_have_even_work_in_any_32_microbatches(counts: list[int]) -> None:
+    experts = math.isqrt(len(counts))
+    turns = in_shares(counts) * 2
+    for first in range(len(turns) - 32):
+        for stage in range(2):
+            visits = Counter(route // experts if stage else route % experts for route in turns[first : first + 32])
+            assert max(visits.values()) * experts / 32 <= 1.25

@@ -1,0 +1,138 @@
+"""Documents are packed whole, each once, into microbatches that have room for them and cost about the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.vocabulary.types import MAX_DOCUMENTS
+from swarm.workload.packing import STRATA, Packing, Piece, Room, in_turns, longest_piece, pack
+
+SHARE = 1 / 3000
+MOST = 4096
+ROOM = Room(MOST, MOST, SHARE)
+SHORT = Room(MOST // 4, MOST, SHARE)
+LENGTHS = st.lists(st.integers(1, 3 * MOST), max_size=80)
+
+
+def packed(lengths: Sequence[int], room: Room = SHORT, level: float = 0.0) -> Packing:
+    return pack(lengths, {index for index, length in enumerate(lengths) if length > room.sequence}, room, level)
+
+
+@given(LENGTHS)
+def test_every_token_is_in_one_microbatch_that_has_room_for_it(lengths: list[int]) -> None:
+    found = packed(lengths)
+    tokens = sorted((piece.document, at) for of in found.microbatches for piece in of for at in range(*piece[1:]))
+    assert tokens == [(index, at) for index, length in enumerate(lengths) for at in range(length)]
+    for of, cost in zip(found.microbatches, found.costs, strict=True):
+        sizes = [piece.stop - piece.start for piece in of]
+        assert of
+        assert list(of) == sorted(of)
+        assert sum(sizes) <= MOST
+        assert max(sizes) <= SHORT.sequence
+        assert cost == pytest.approx(sum(map(SHORT.cost, sizes)))
+
+
+@given(LENGTHS)
+def test_what_fits_is_not_cut(lengths: list[int]) -> None:
+    pieces = {piece for of in packed(lengths).microbatches for piece in of}
+    assert all((index, 0, length) in pieces for index, length in enumerate(lengths) if length <= SHORT.sequence)
+
+
+def test_the_rest_of_a_document_may_be_cut_though_it_would_fit() -> None:
+    (whole,) = pack([SHORT.sequence], (), SHORT).microbatches
+    assert whole == (Piece(0, 0, SHORT.sequence),)
+    (cut,) = pack([SHORT.sequence], (0,), SHORT).microbatches
+    assert len(cut) == 2
+
+
+@given(LENGTHS, st.floats(0, 1e5))
+def test_everybody_packs_alike(lengths: list[int], level: float) -> None:
+    assert packed(lengths, level=level) == packed(tuple(lengths), level=level)
+
+
+def drawn(kind: str, count: int = 1200) -> list[int]:
+    chance = random.Random(kind)
+    match kind:
+        case "equal":
+            return [MOST // 4] * count
+        case "uniform":
+            return [chance.randint(1, MOST // 4) for _ in range(count)]
+        case "two sorts":
+            return [chance.choice((30, MOST // 4)) for _ in range(count)]
+        case "long":
+            return [min(8 * MOST, max(1, int(chance.lognormvariate(7, 1.5)))) for _ in range(count)]
+        case _:
+            return [min(MOST // 4, max(1, int(chance.lognormvariate(5, 1.3)))) for _ in range(count)]
+
+
+@pytest.mark.parametrize("kind", ["equal", "uniform", "two sorts", "log-normal", "long"])
+def test_costs_are_equal_where_microbatches_have_four_times_the_longest_document(kind: str) -> None:
+    found = packed(drawn(kind)).costs
+    mean = sum(found) / len(found)
+    assert max(found) / mean <= 1.04
+    assert sum((one - mean) ** 2 for one in found) / len(found) / mean**2 <= 0.002
+
+
+def test_no_more_microbatches_than_needed_where_they_are_even() -> None:
+    for kind in ("uniform", "log-normal"):
+        lengths = drawn(kind)
+        assert len(packed(lengths).microbatches) <= -(-sum(lengths) // MOST) + 1
+
+
+def test_room_is_left_empty_rather_than_filled_up_beside_long_documents() -> None:
+    """A quarter of a microbatch, and as dear as all of one of short documents."""
+    lengths, room = [8191] * 23 + [50] * 39_000, Room(8192, 32_768, SHARE)
+    found, fewest = packed(lengths, room).costs, -(-sum(lengths) // room.tokens)
+    assert fewest < len(found) <= 1.26 * fewest
+    assert max(found) * len(found) / sum(found) < 1.05
+
+
+def test_a_block_of_more_long_documents_costs_as_much_as_the_block_before() -> None:
+    """Its long documents have shorter pieces."""
+    before = packed([100] * 1000 + [8000] * 20)
+    lengths = [100] * 900 + [8000] * 22
+    found, without = packed(lengths, level=before.level), packed(lengths)
+    means = [sum(one.costs) / len(one.costs) for one in (found, without)]
+    assert means[0] == pytest.approx(before.level, rel=0.005)
+    assert means[1] > 1.01 * before.level
+
+
+def test_documents_that_share_nothing_with_others() -> None:
+    assert pack([], (), ROOM) == Packing((), (), 0.0)
+    assert pack([MOST], (), ROOM).microbatches == ((Piece(0, 0, MOST),),)
+    assert len(pack([MOST, MOST, MOST], (), ROOM).microbatches) == 3
+
+
+def test_a_microbatch_has_no_more_documents_than_a_message_can_name() -> None:
+    found = pack([1] * (2 * MAX_DOCUMENTS + 1), (), Room(1, 10 * MAX_DOCUMENTS, SHARE)).microbatches
+    assert max(map(len, found)) <= MAX_DOCUMENTS
+    assert sum(map(len, found)) == 2 * MAX_DOCUMENTS + 1
+
+
+def test_a_piece_of_a_long_sequence_leaves_room_beside_it() -> None:
+    assert (longest_piece(8), longest_piece(63), longest_piece(4096)) == (8, 63, 4032)
+
+
+# ---- turns -----------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.floats(1, 100), max_size=70), st.randoms())
+def test_each_has_its_turn_once(costs: list[float], chance: random.Random) -> None:
+    ranks = list(range(len(costs)))
+    chance.shuffle(ranks)
+    assert sorted(in_turns(costs, ranks)) == list(range(len(costs)))
+
+
+def test_of_so_many_in_a_row_one_is_of_each_stratum() -> None:
+    costs = [float(place) for place in range(10 * STRATA)]
+    order = in_turns(costs, random.Random(1).sample(range(len(costs)), len(costs)))
+    for start in range(len(order) - STRATA + 1):
+        assert sorted(place // 10 for place in order[start : start + STRATA]) == list(range(STRATA))
+    assert any(abs(one - other) > 20 for one, other in pairwise(order))
+    assert order != in_turns(costs, list(range(len(costs)))), "chance decides within a stratum"
