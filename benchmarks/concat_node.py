@@ -11,7 +11,7 @@ from node.data import feed as feed
 from node.data.document_packer import DocumentPacker, _Block, _Stretch
 from node.data.documents import Place
 from node.data.packing import Cursor
-from swarm.workload.packing import Piece
+from swarm.workload.filling import Piece
 
 
 class ConcatPacker(DocumentPacker):

@@ -26,7 +26,8 @@ from node.data.tokenizers import Tokens
 from protocol.manifest.manifest import Manifest, document_cost, quadratic_share
 from swarm.experts.routes import best_route, in_shares
 from swarm.vocabulary.types import Affinity, Route
-from swarm.workload.packing import Piece, Room, in_turns, pack
+from swarm.workload.filling import Piece, Room
+from swarm.workload.packing import in_turns, pack
 
 BLOCK_MICROBATCHES: Final = 64
 """That are packed together at least, where there is as much text: among fewer, costs cannot be made equal without
@@ -36,6 +37,9 @@ MOST_MICROBATCHES: Final = 512
 ROUTED: Final = 4
 """Times as much is packed together in a run with experts: among the documents of a smaller block routes have by chance
 other shares than in the text."""
+MOST_DOCUMENTS: Final = 4000
+"""Of a block, about: very short documents make microbatches of equal cost in any number, but packing takes a time for
+each."""
 FULL: Final = 0.995
 """The share of a block's room that is filled: with a little left its documents fit into as many microbatches as
 planned."""
@@ -95,6 +99,11 @@ def tokens_of_block(microbatch_tokens: int, *, routed: bool = False) -> int:
     if routed:
         return int(FULL * ROUTED * room)
     return int(FULL * min(room, MOST_MICROBATCHES * microbatch_tokens))
+
+
+def tokens_of_last(taken: int, microbatch_tokens: int) -> int:
+    """The tokens that still go into a block of so many after its MOST_DOCUMENTS: what fills its last microbatch."""
+    return -taken % int(FULL * microbatch_tokens)
 
 
 class DocumentPacker:
@@ -160,6 +169,8 @@ class DocumentPacker:
                 return self._packed(stretches, at)
             stretches.append(stretch)
             room -= stretch.labels.size
+            if len(stretches) == MOST_DOCUMENTS:
+                room = min(room, tokens_of_last(self._block_tokens - room, self._room.tokens))
             place = Place(at.epoch, at.position + 1)
         return self._packed(stretches, place) if stretches else None
 

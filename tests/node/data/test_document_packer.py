@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from node.data.document_packer import BLOCK_MICROBATCHES, ROUTED, DocumentPacker, reading_place
+from node.data.document_packer import BLOCK_MICROBATCHES, MOST_DOCUMENTS, ROUTED, DocumentPacker, reading_place
 from node.data.documents import Documents, Place
 from node.data.feed import TrainingFeed, held_out_microbatches
 from node.data.packing import Cursor, Microbatch
@@ -17,7 +17,6 @@ from node.data.tokenizers import ByteTokenizer
 from protocol.manifest.manifest import document_cost
 from swarm.vocabulary.errors import ConfigError
 from swarm.vocabulary.types import PeerId
-from swarm.workload.packing import SHORTEST_SHARE
 from tests.node.data.test_documents import Texts, everything
 from tests.node.small_manifest import small_manifest
 
@@ -82,13 +81,9 @@ def test_every_token_is_a_label_once_and_follows_its_own_document(lengths: list[
 def test_what_fits_is_never_cut(lengths: list[int], block: int) -> None:
     documents = texts_of(lengths)
     found = list(pieces_of(documents, block))
-    blocks = len({text.start.block for text in all_of(SmallBlocks(documents, block, Cursor(), endless=False))})
     for one in (fragment.tokens.tolist() for fragment in documents.epoch(Place(), everything)):
         if len(one) <= LONGEST:
             assert ([END, *one[:-1]], one) in found
-    shortest = int(SHORTEST_SHARE * LONGEST)
-    most = sum(-(-(length + 1) // shortest) for length in lengths if length) + blocks
-    assert len(found) <= most, "no more pieces than evenness asks for, and one for the end of each block"
 
 
 @given(LENGTHS, BLOCK)
@@ -129,6 +124,20 @@ def test_a_short_text_is_not_read_again_and_again_for_one_block() -> None:
     end, epoch_tokens = packer.cursor.block, 40 * 31
     assert (end.position, end.offset) == (0, 0)
     assert (end.epoch - 1) * epoch_tokens < ROUTED * BLOCK_MICROBATCHES * MOST <= end.epoch * epoch_tokens
+
+
+def test_a_block_of_very_short_documents_has_no_more_of_them_than_can_soon_be_packed() -> None:
+    packer = DocumentPacker(MANIFEST, texts_of([1] * 50).endless(Place(), everything), Cursor())
+    packer._block_tokens = packer._enough_tokens = 10 * MOST_DOCUMENTS
+    first = packer.next()
+    assert first is not None
+    sizes = [first.size]
+    while packer.cursor.block == first.start.block:
+        text = packer.next()
+        assert text is not None
+        sizes.append(text.size)
+    assert MOST_DOCUMENTS <= sum(sizes) / 2 <= MOST_DOCUMENTS + MOST
+    assert sum(sizes) > 0.95 * MOST * len(sizes), "the last one is filled"
 
 
 def test_data_nodes_divide_the_documents() -> None:

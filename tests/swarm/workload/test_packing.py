@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.vocabulary.types import MAX_DOCUMENTS
-from swarm.workload.packing import STRATA, Packing, Piece, Room, in_turns, longest_piece, pack
+from swarm.workload.filling import Piece, Room
+from swarm.workload.packing import ABOVE, STRATA, Packing, in_turns, longest_piece, pack
 
 SHARE = 1 / 3000
 MOST = 4096
@@ -94,13 +95,22 @@ def test_room_is_left_empty_rather_than_filled_up_beside_long_documents() -> Non
 
 
 def test_a_block_of_more_long_documents_costs_as_much_as_the_block_before() -> None:
-    """Its long documents have shorter pieces."""
+    """Its long documents have more pieces."""
     before = packed([100] * 1000 + [8000] * 20)
     lengths = [100] * 900 + [8000] * 22
     found, without = packed(lengths, level=before.level), packed(lengths)
-    means = [sum(one.costs) / len(one.costs) for one in (found, without)]
-    assert means[0] == pytest.approx(before.level, rel=0.005)
-    assert means[1] > 1.01 * before.level
+    assert max(found.costs) <= 1.001 * ABOVE * before.level
+    assert max(without.costs) > 1.015 * before.level
+
+
+def test_long_documents_alone_fill_microbatches_and_cost_alike() -> None:
+    """There is no short text that would even them out, and four of their longest pieces do not fill a microbatch."""
+    chance = random.Random(3)
+    found = packed([chance.randint(2000, 30_000) for _ in range(60)])
+    tokens = [sum(piece.stop - piece.start for piece in of) for of in found.microbatches]
+    assert min(tokens) > 0.97 * MOST
+    assert max(found.costs) * len(found.costs) / sum(found.costs) <= 1.02
+    assert sum(map(len, found.microbatches)) <= 6.5 * len(tokens), "short pieces lack what came before"
 
 
 def test_documents_that_share_nothing_with_others() -> None:
