@@ -1,8 +1,9 @@
 """Several devices in one node: whole documents dealt, all documents cut, and the node's choice between and beyond them.
 
 A module of one block, forward and backward, on two processor cores with a thread each, arms in turns for each
-microbatch. Microbatches are packed of log-normal documents as a data node packs them, some are of few long ones. `one`
-is a single thread; `whole` cuts no document; `cut` cuts them all (the paper's sharding by document); `ours` chooses.
+microbatch, each of them first in its turn; medians of the repeats, and of the ratios within a repeat. Microbatches are
+packed of log-normal documents as a data node packs them, some are of few long ones. `one` is a single thread; `whole`
+cuts no document; `cut` cuts them all (the paper's sharding by document); `ours` chooses.
 """
 
 from __future__ import annotations
@@ -67,32 +68,33 @@ def _measured(sizes: Sizes, threads: DeviceThreads, tell: Callable[[str], None])
         "ours": SeveralDevices(copies, threads, share),
     }
     seconds: dict[str, list[float]] = {name: [] for name in arms}
-    uneven, difference, cuts = list[float](), 0.0, 0
+    uneven, over, difference, cuts = list[float](), list[float](), 0.0, 0
     for number, documents in enumerate(_microbatches(sizes, manifest.microbatch_tokens, share)):
         hidden = torch.randn(1, sum(documents), sizes.hidden, generator=torch.Generator().manual_seed(number))
         samples: dict[str, list[float]] = {name: [] for name in arms}
         for repeat in range(1 + sizes.repeats):
-            for name, passes in arms.items():
-                taken_s = _visit_s(passes, hidden, documents)
+            for name in (*arms, *arms)[repeat % len(arms) :][: len(arms)]:
+                taken_s = _visit_s(arms[name], hidden, documents)
                 if repeat:
                     samples[name].append(taken_s)
         for name, of in samples.items():
-            seconds[name].append(min(of))
+            seconds[name].append(statistics.median(of))
+        better = min(("whole", "cut"), key=lambda name: seconds[name][-1])
+        over.append(statistics.median(a / b for a, b in zip(samples["ours"], samples[better], strict=True)))
         dealt = deal([length + share * length**2 for length in documents], sizes.devices).value
         uneven.append(dealt.unevenness)
         cuts += bool(dealt.cut)
         difference = max(difference, _difference(arms["ours"], arms["one"], hidden, documents))
         shown = ", ".join(f"{name} {1e3 * of[-1]:.0f} ms" for name, of in seconds.items())
         tell(f"devices, {len(documents)} documents, {len(dealt.cut)} cut: {shown}")
-    better = [min(pair) for pair in zip(seconds["whole"], seconds["cut"], strict=True)]
-    over = [ours_s / best for ours_s, best in zip(seconds["ours"], better, strict=True)]
+    better_s = sum(map(min, seconds["whole"], seconds["cut"]))
     return {
         "seconds": {name: round(sum(of), 3) for name, of in seconds.items()},
         "dealt_max_over_mean": round(max(uneven), 4),
         "microbatches_with_cuts": cuts,
         "choice_over_better": {
             "median": round(statistics.median(over), 3),
-            "all": round(sum(seconds["ours"]) / sum(better), 3),
+            "all": round(sum(seconds["ours"]) / better_s, 3),
         },
         "one_over_ours": round(sum(seconds["one"]) / sum(seconds["ours"]), 3),
         "gradients_differ": difference,

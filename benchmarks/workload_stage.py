@@ -1,8 +1,9 @@
 """A real stage: time a token of whole documents against full rows and a mask, and the cost model on held-out visits.
 
-A module of one block, forward and backward, on one thread, arms in turns. Documents are log-normal, packed as a data
-node packs them. `rows`: causal rows of S (today's stream). `mask`: one row of T with a dense mask between documents, as
-frameworks do that know no documents (on fewer tokens, since it needs T x T bytes). `documents`: each by itself.
+A module of one block, forward and backward, on one thread, arms in turns; times are the processor's, without what
+other processes take of the core. Documents are log-normal, packed as a data node packs them. `rows`: causal rows of S
+(today's stream). `mask`: one row of T with a dense mask between documents, as frameworks do that know no documents (on
+fewer tokens, since it needs T x T bytes). `documents`: each by itself.
 """
 
 from __future__ import annotations
@@ -88,11 +89,11 @@ class Masked(nn.Module):
 
 
 def visit_s(part: nn.Module, hidden: Tensor, documents: tuple[int, ...]) -> float:
-    begun = time.perf_counter()
+    begun = time.process_time()
     visit = forward(part, hidden, documents)
     found = backward(part, visit, torch.ones_like(visit.result))
     assert found.source is not None
-    return time.perf_counter() - begun
+    return time.process_time() - begun
 
 
 def measure_stage(sizes: Sizes, tell: Callable[[str], None]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from swarm.vocabulary.types import MAX_DOCUMENTS
 
 RATE_AGAIN: Final = 0.7
 """When documents have become so much shorter, what is still to come is looked at anew."""
-EXCHANGES: Final = 16
+EXCHANGES: Final = 64
 """Of documents, after all are dealt."""
 EVEN: Final = 0.01
 """Costs no further apart than this part of the mean are equal."""
@@ -122,6 +122,7 @@ class Filling:
                     break
                 if self.pieces[index].document in self._cut:
                     self._cut_for(found, index, found.cost - bound)
+        self._even_out()
 
     # ---- dealing -----------------------------------------------------------------------------------------------------
 
