@@ -15,14 +15,15 @@ from swarm.workload.filling import Piece
 
 
 class ConcatPacker(DocumentPacker):
-    """Cuts the stream of documents wherever a microbatch is full, and masks between what is left of them."""
+    """Cuts the stream of documents wherever a microbatch is full, and one document as long as may be, and masks between
+    what is left of them."""
 
     def _packed(self, stretches: list[_Stretch], end: Place) -> _Block:
         turns, turn, room = list[tuple[Piece, ...]](), list[Piece](), self._room.tokens
         for index, stretch in enumerate(stretches):
             start = 0
             while start < stretch.labels.size:
-                stop = min(start + room, stretch.labels.size)
+                stop = min(start + min(room, self._room.sequence), stretch.labels.size)
                 turn.append(Piece(index, start, stop))
                 room, start = room - (stop - start), stop
                 if not room:

@@ -1,6 +1,6 @@
 """What whole documents in microbatches of equal cost are worth.
 
-    python benchmarks/workload.py [--parts stage devices loss swarm] [--seeds 1 2 3] [--quick]
+    python benchmarks/workload.py [--parts stage devices loss swarm] [--seeds 1 2 3] [--rounds 3] [--quick]
 
 `stage` (`benchmarks/workload_stage.py`): time a token of a real stage, and the cost model's error. `devices`
 (`benchmarks/workload_devices.py`): a microbatch on two devices of one node. `loss` (`benchmarks/workload_loss.py`):
@@ -34,6 +34,7 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--rounds", type=int, default=3, help="of the swarms")
     parser.add_argument("--quick", action="store_true")
     return parser.parse_args(words)
 
@@ -51,7 +52,11 @@ def main() -> None:
         task = workload_loss.QUICK if options.quick else workload_loss.TASK
         found["loss"] = workload_loss.measure_loss(task, options.seeds, tell)
     if "swarm" in options.parts:
-        swarm = workload_swarm.Sizes(16, 64, 2, 2, 2, 1, 0, 200) if options.quick else workload_swarm.Sizes()
+        swarm = (
+            workload_swarm.Sizes(16, 64, 2, 2, 2, 1, 0, 200)
+            if options.quick
+            else workload_swarm.Sizes(rounds=options.rounds)
+        )
         found["swarm"] = workload_swarm.measure_swarm(swarm, tell)
     print(json.dumps(found))
 

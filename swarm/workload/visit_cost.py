@@ -26,6 +26,9 @@ MOST_TIMES: Final = 2.0
 """As long as was expected: what took longer was held up by something else."""
 TRUSTED: Final = 8
 """Samples after which it is known what is to be expected."""
+FIT_EVERY: Final = 8
+"""Samples, once FIRST_FITS have been fitted one by one: a fit takes longer than all else that is done for a visit."""
+FIRST_FITS: Final = 64
 
 _Vector = tuple[float, ...]
 
@@ -63,7 +66,8 @@ class VisitCost:
                 self._products[row][column] = KEPT * self._products[row][column] + one * other
             self._means[row].add(one)
         self._samples += 1
-        self._fitted = None
+        if self._samples <= FIRST_FITS or self._samples % FIT_EVERY == 0:
+            self._fitted = None
 
     def seconds(self, tokens: float, squares: float, documents: float) -> float:
         """The time of a visit as fitted; 0 before the first sample."""
