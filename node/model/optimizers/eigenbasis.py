@@ -50,19 +50,21 @@ def refined(statistics: Tensor, basis: Tensor, iterations: int = 1) -> Generator
     """
     order = torch.arange(len(basis), device=basis.device)
     for _ in range(iterations):
-        product = torch.empty_like(basis)
+        product, values = torch.empty_like(basis), basis.new_empty(len(basis))
         for columns in _panels(basis):
             torch.mm(statistics, basis[:, columns], out=product[:, columns])
+            values[columns] = (basis[:, columns] * product[:, columns]).sum(0)
             yield
-        values = (basis * product).sum(0)
         largest = values.max().item()
         if not 0 < largest < math.inf:
             return None
         turn = values.argsort(descending=True, stable=True)
-        order, basis = order[turn], basis[:, turn]
-        product = product[:, turn].div_(largest).add_(basis, alpha=_SHIFT)
-        yield
-        basis = yield from _orthonormal(product)
+        vectors = torch.empty_like(basis)
+        for columns in _panels(basis):
+            kept = turn[columns]
+            panel = product[:, kept].div_(largest).add_(basis[:, kept], alpha=_SHIFT)
+            vectors[:, columns] = yield from _orthonormal(panel, vectors[:, : columns.start])
+        order, basis = order[turn], vectors
     error = torch.zeros((), device=basis.device)
     for columns in _panels(basis):
         products = basis.T @ basis[:, columns]
@@ -72,19 +74,13 @@ def refined(statistics: Tensor, basis: Tensor, iterations: int = 1) -> Generator
     return Eigenbasis(basis, order) if error.item() <= _TOLERANCE else None
 
 
-def _orthonormal(matrix: Tensor) -> Generator[None, None, Tensor]:
-    """The columns made orthonormal from the first to the last, in place."""
-    for columns in _panels(matrix):
-        before, panel = matrix[:, : columns.start], matrix[:, columns]
-        if columns.start:
-            for _ in range(2):
-                panel = torch.linalg.qr(panel - before @ (before.T @ panel)).Q
-                yield
-        else:
-            panel = torch.linalg.qr(panel).Q
-            yield
-        matrix[:, columns] = panel
-    return matrix
+def _orthonormal(panel: Tensor, before: Tensor) -> Generator[None, None, Tensor]:
+    """The panel's columns made orthonormal, and orthogonal to those before, which are."""
+    for _ in range(2 if before.shape[1] else 1):
+        rest = panel - before @ (before.T @ panel) if before.shape[1] else panel
+        panel = torch.linalg.qr(rest).Q
+        yield
+    return panel
 
 
 def _panels(matrix: Tensor) -> list[slice]:
