@@ -16,7 +16,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Protocol
 
 from swarm.vocabulary.errors import ResourceExhausted
 
@@ -36,11 +36,28 @@ class ChildEnd:
     """The last lines it wrote there."""
 
 
-class ChildProcess:
-    """A running child. `follow` must be awaited exactly once, and returns when everything of it is gone."""
+class StartedProcess(Protocol):
+    """A process that leads a group of its own, with pipes for its streams."""
+
+    pid: int
+    stdin: IO[bytes]
+    stdout: IO[bytes]
+    stderr: IO[bytes]
+
+    def when_ended(self, then: Callable[[], None]) -> None:
+        """Calls `then` on the running loop once the process has ended. Until `reap` it keeps its process id."""
+        ...
+
+    def reap(self) -> int:
+        """Waits for the end of a process that has been killed. Returns its exit code, or minus the signal."""
+        ...
+
+
+class SpawnedProcess:
+    """A process that this one has started itself (`StartedProcess`)."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Starts the child.
+        """Starts the process.
 
         Raises:
             ResourceExhausted: the operating system could not start a process.
@@ -56,7 +73,39 @@ class ChildProcess:
             )
         except OSError as error:
             raise ResourceExhausted(f"cannot start {command[0]}: {error.strerror or error}") from error
-        self._gone = False
+        self.pid = self._process.pid
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self.stdin, self.stdout, self.stderr = self._process.stdin, self._process.stdout, self._process.stderr
+
+    def when_ended(self, then: Callable[[], None]) -> None:
+        """As `StartedProcess` says.
+
+        Not asyncio's own subprocesses: those wait for the pipes to close too, which a grandchild can hold open.
+        """
+        loop = asyncio.get_running_loop()
+
+        def wait() -> None:
+            with contextlib.suppress(ChildProcessError):
+                os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+            with contextlib.suppress(RuntimeError):  # the loop has closed meanwhile; nobody waits any more
+                loop.call_soon_threadsafe(then)
+
+        threading.Thread(target=wait, name=f"wait-{self.pid}", daemon=True).start()
+
+    def reap(self) -> int:
+        """As `StartedProcess` says."""
+        return self._process.wait()
+
+
+class ChildProcess:
+    """A running child. `follow` must be awaited exactly once, and returns when everything of it is gone."""
+
+    def __init__(self, process: StartedProcess) -> None:
+        self._process = process
+        self._code: int | None = None
+        """Set once it is gone."""
 
     @property
     def pid(self) -> int:
@@ -65,18 +114,18 @@ class ChildProcess:
 
     def ask_to_stop(self) -> None:
         """Closes the child's standard input. Asking again changes nothing."""
-        assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
 
     def terminate(self) -> None:
         """Sends SIGTERM to the child alone. Nothing happens when it is gone."""
-        if not self._gone:
-            self._process.terminate()
+        if self._code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGTERM)
 
     def signal_group(self, number: signal.Signals) -> None:
         """Signals the child and everything it has started. Nothing happens when it is gone."""
-        if not self._gone:
+        if self._code is None:
             _signal_group(self.pid, number)
 
     async def follow(self, on_line: Callable[[bytes], None]) -> ChildEnd:
@@ -86,7 +135,8 @@ class ChildProcess:
         A line longer than 64 KiB arrives in pieces that are no events. When cancelled, the group is killed first.
         """
         stderr: deque[str] = deque(maxlen=MAX_STDERR_LINES)
-        ended = self._watch()
+        ended = asyncio.Event()
+        self._process.when_ended(ended.set)
         try:
             async with asyncio.TaskGroup() as tasks:
                 readers = (
@@ -101,33 +151,16 @@ class ChildProcess:
         finally:
             self._end_group()
             self.ask_to_stop()
-        code = self._process.returncode
+        assert self._code is not None
+        code = self._code
         return ChildEnd(128 - code if code < 0 else code, tuple(stderr))
 
     def _end_group(self) -> None:
         """Kills what is left of the group, then reaps the child: until then nobody else can get its process group
         id."""
-        if not self._gone:
+        if self._code is None:
             _signal_group(self.pid, signal.SIGKILL)
-            self._process.wait()
-            self._gone = True
-
-    def _watch(self) -> asyncio.Event:
-        """An event that is set when the child has ended.
-
-        Not asyncio's own subprocesses: those wait for the pipes to close too, which a grandchild can hold open.
-        """
-        ended = asyncio.Event()
-        loop = asyncio.get_running_loop()
-
-        def wait() -> None:
-            with contextlib.suppress(ChildProcessError):
-                os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-            with contextlib.suppress(RuntimeError):  # the loop has closed meanwhile; nobody waits any more
-                loop.call_soon_threadsafe(ended.set)
-
-        threading.Thread(target=wait, name=f"wait-{self.pid}", daemon=True).start()
-        return ended
+            self._code = self._process.reap()
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:
@@ -136,8 +169,7 @@ def _signal_group(group: int, number: signal.Signals) -> None:
         os.killpg(group, number)
 
 
-async def _read(pipe: IO[bytes] | None, on_line: Callable[[bytes], None]) -> None:
-    assert pipe is not None
+async def _read(pipe: IO[bytes], on_line: Callable[[bytes], None]) -> None:
     reader = asyncio.StreamReader(limit=_LINE_LIMIT_BYTES)
     loop = asyncio.get_running_loop()
     transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)

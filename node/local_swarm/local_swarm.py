@@ -15,7 +15,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Self
 
-from node.local_swarm.child_process import ChildEnd, ChildProcess
+from node.local_swarm.child_process import ChildEnd, ChildProcess, SpawnedProcess, StartedProcess
+from node.local_swarm.forked_nodes import ForkServer, may_fork
 from node.local_swarm.setup import LocalSetup, LocalSwarmOptions, Places, PlannedPeer, everywhere_here, node_command
 from node.local_swarm.swarm_progress import Progressed, SwarmProgress, apply, noted, peer_exited, peer_started
 from node.observability.event_json import event_from_json
@@ -48,10 +49,14 @@ class LocalSwarm:
         stop_limit_s: float = STOP_LIMIT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`command` is started in place of `python -m node`, with the same arguments."""
+        """`command` is started in place of `python -m node`, with the same arguments.
+
+        Nodes without a command of their own are forked where that can be done: they start in half the time.
+        """
         self._manifest = manifest
         self._options = options
         self._command = tuple(command or node_command())
+        self._forks: ForkServer | None = None
         self._places = places
         self._stop_limit_s = stop_limit_s
         self._clock = clock
@@ -74,6 +79,8 @@ class LocalSwarm:
             ResourceExhausted: no temporary folder or port could be had.
         """
         self._setup = LocalSetup(self._manifest, self._options, self._places)
+        if self._command == node_command() and may_fork():
+            self._forks = ForkServer(self._setup.environment())
         await self._tasks.__aenter__()
         self._tasks.create_task(self._stop_when_asked())
         for peer in tuple(self._setup.peers):
@@ -91,6 +98,8 @@ class LocalSwarm:
             # Other exceptions of the block are not the group's: it would wrap them.
             await self._tasks.__aexit__(*cancelled)
         finally:
+            if self._forks is not None:
+                self._forks.close()
             self._setup.remove()
 
     @property
@@ -188,9 +197,8 @@ class LocalSwarm:
 
     async def _run(self, peer: PlannedPeer, command: Sequence[str] | None) -> None:
         """Starts a node and follows it to its end."""
-        command = command or peer.place.command or self._command
         try:
-            child = ChildProcess((*command, *self._setup.arguments(peer)), self._setup.environment())
+            child = ChildProcess(await self._process(peer, command or peer.place.command))
         except ResourceExhausted as error:
             self._ended(peer, ChildEnd(error.exit_code, (str(error),)))
             return
@@ -202,6 +210,12 @@ class LocalSwarm:
         finally:
             del self._children[peer.index]
         self._ended(peer, end)
+
+    async def _process(self, peer: PlannedPeer, command: Sequence[str] | None) -> StartedProcess:
+        """Starts the process of a node, by a command of its own if it has one."""
+        arguments = self._setup.arguments(peer)
+        forked = await self._forks.start(arguments) if self._forks is not None and command is None else None
+        return forked or SpawnedProcess((*(command or self._command), *arguments), self._setup.environment())
 
     def _ended(self, peer: PlannedPeer, end: ChildEnd) -> None:
         self.ends[peer.index] = end

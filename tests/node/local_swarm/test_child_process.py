@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from node.local_swarm.child_process import MAX_STDERR_LINES, ChildProcess
+from node.local_swarm.child_process import MAX_STDERR_LINES, ChildProcess, SpawnedProcess
 from swarm.vocabulary.errors import ResourceExhausted
 
 SPAWNS_A_GRANDCHILD = """
@@ -23,7 +23,7 @@ print(child.pid, flush=True)
 
 
 def python(code: str) -> ChildProcess:
-    return ChildProcess([sys.executable, "-c", code], os.environ)
+    return ChildProcess(SpawnedProcess([sys.executable, "-c", code], os.environ))
 
 
 def runs(pid: int) -> bool:
@@ -118,8 +118,9 @@ async def test_cancelling_kills_it() -> None:
 async def test_its_input_ends_when_the_parent_is_killed() -> None:
     parent = """
 import asyncio, os, sys
-from node.local_swarm.child_process import ChildProcess
-child = ChildProcess([sys.executable, "-c", "import sys; print('up', flush=True); sys.stdin.read()"], os.environ)
+from node.local_swarm.child_process import ChildProcess, SpawnedProcess
+code = "import sys; print('up', flush=True); sys.stdin.read()"
+child = ChildProcess(SpawnedProcess([sys.executable, "-c", code], os.environ))
 asyncio.run(child.follow(lambda line: print(child.pid, flush=True)))
 """
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", parent, stdout=subprocess.PIPE)
@@ -133,4 +134,4 @@ asyncio.run(child.follow(lambda line: print(child.pid, flush=True)))
 
 async def test_a_command_that_does_not_exist() -> None:
     with pytest.raises(ResourceExhausted, match="cannot start"):
-        ChildProcess(["/nonexistent/skipstone"], os.environ)
+        SpawnedProcess(["/nonexistent/skipstone"], os.environ)
