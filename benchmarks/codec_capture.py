@@ -153,8 +153,8 @@ class _Trainer:
             optimizer.export_state(parameters_of(*parts))
             for parts, optimizer in zip(self._parts, self._optimizers, strict=True)
         ]
-        first = [tensor for state in states for _, tensor in sorted(state.exp_avg.items())]
-        return first, [tensor for state in states for _, tensor in sorted(state.exp_avg_sq.items())]
+        moved = [own.tensors for state in states for _, own in sorted(state.parameters.items())]
+        return [tensors["exp_avg"] for tensors in moved], [tensors["exp_avg_sq"] for tensors in moved]
 
 
 def _train_and_capture(task: Task) -> Captured:

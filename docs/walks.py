@@ -170,7 +170,7 @@ MICROBATCH: Final[Way] = {
         node/pipeline/worker_thread.py: step
         node/pipeline/stage_worker.py: step
         node/model/optimizer.py: step, learning_rate
-        node/model/adamw.py: step
+        node/model/optimizers/adamw.py: step
         node/averaging/round_runner.py: after_inner_step
         node/averaging/replica_sync.py: after_inner_step
         node/runtime/role.py: stepped

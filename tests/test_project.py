@@ -50,9 +50,10 @@ node/data: node/experts protocol/manifest swarm/experts swarm/workload
 protocol/dht: protocol/identity protocol/interfaces protocol/libp2p protocol/nat protocol/transport
 swarm/simulation/baselines: swarm/routing swarm/simulation swarm/simulation/central
 node/lab/simulation: swarm/routing swarm/simulation swarm/simulation/baselines swarm/simulation/central
-node/model: node/data protocol/manifest swarm/workload
+node/model/optimizers: protocol/manifest
+node/model: node/data node/model/optimizers protocol/manifest swarm/workload
 node/concurrency: node/model protocol/interfaces
-node/checkpoint: node/concurrency node/data node/model node/observability protocol/manifest
+node/checkpoint: node/concurrency node/data node/model node/model/optimizers node/observability protocol/manifest
 node/network: node/concurrency node/experts node/observability protocol/dht protocol/identity protocol/interfaces
     protocol/manifest protocol/nat protocol/transport swarm/experts swarm/membership swarm/routing swarm/workload
 node/averaging/anchor: node/checkpoint node/model protocol/manifest

@@ -236,7 +236,8 @@ def _write_pair(storage: Storage, place: Path, owner: Owner, number: int, state:
         write_durably(storage, data, place / _DATA_BESIDE, noted())
         inner, version = state.inner, None if state.anchor is None else state.anchor.version
         record = FileRecord(data.name, size, hasher.hexdigest())
-        header = Header(owner, number, inner.steps, dict(inner.adam_steps), state.counters, version, state.data, record)
+        moved = {name: own.steps for name, own in inner.parameters.items()}
+        header = Header(owner, number, inner.steps, moved, state.counters, version, state.data, record)
         write_durably(storage, json, place / _HEADER_BESIDE, [memoryview(header_bytes(header))])
     except OSError:
         with suppress(OSError):

@@ -12,6 +12,7 @@ import dataclasses
 import json
 import struct
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -26,11 +27,14 @@ from node.data.documents import Place
 from node.data.packing import Cursor
 from node.model.device import bytes_of_tensor
 from node.model.optimizer import InnerState, Tensors
+from node.model.optimizers.inner_rule import ParameterState
 from swarm.vocabulary.errors import CorruptSnapshot, ProtocolViolation
 from swarm.vocabulary.types import AnchorVersion, ModuleId, PeerId, RunId
 
 FORMAT: Final = 1
 MAX_JSON_BYTES: Final = 16 * 2**20
+_NOT_INNER: Final = frozenset({"local", "anchor", "momentum"})
+"""Groups of tensors; all others are the inner optimizer's."""
 _PIECE: Final = 2**20
 _ALIGNMENT: Final = 8
 _HASH_CHARACTERS: Final = 64
@@ -63,6 +67,7 @@ class Header:
     number: int
     steps: int
     adam_steps: dict[str, int]
+    """Of each parameter that the inner optimizer has a state of, whichever it is."""
     counters: Counters
     anchor: AnchorVersion | None
     data: DataState | None
@@ -73,17 +78,15 @@ class Header:
 
 
 def named_tensors(state: ReplicaState) -> dict[str, Tensor]:
-    """All tensors of a state under one name each: `local/NAME`, `anchor/NAME`, `momentum/NAME`, `exp_avg/NAME`,
-    `exp_avg_sq/NAME`."""
-    groups: dict[str, Tensors] = {
-        "local": state.local,
-        "exp_avg": state.inner.exp_avg,
-        "exp_avg_sq": state.inner.exp_avg_sq,
-    }
+    """All tensors of a state under one name each: `local/NAME`, `anchor/NAME`, `momentum/NAME`, and what the inner
+    optimizer has of a parameter, such as `exp_avg/NAME`."""
+    groups: dict[str, Tensors] = {"local": state.local}
     if state.anchor is not None:
         groups["anchor"] = state.anchor.parameters
         groups["momentum"] = state.anchor.momentum or {}
-    return {f"{group}/{name}": tensor for group, tensors in groups.items() for name, tensor in tensors.items()}
+    named = {f"{group}/{name}": tensor for group, tensors in groups.items() for name, tensor in tensors.items()}
+    of_inner = state.inner.parameters.items()
+    return named | {f"{slot}/{name}": tensor for name, own in of_inner for slot, tensor in own.tensors.items()}
 
 
 def safetensors_pieces(tensors: dict[str, Tensor]) -> Iterator[memoryview]:
@@ -129,11 +132,22 @@ def read_tensors(path: Path, group: str) -> dict[str, Tensor]:
         CorruptSnapshot: it is not a safetensors file.
     """
     prefix = f"{group}/"
+    with _opened(path) as opened:
+        names = [name for name in opened.keys() if name.startswith(prefix)]  # noqa: SIM118 - no mapping
+        # Copies: the library's tensors are windows into the file, and the file will be removed one day.
+        return {name.removeprefix(prefix): opened.get_tensor(name).clone() for name in names}
+
+
+def _groups(path: Path) -> set[str]:
+    with _opened(path) as opened:
+        return {name.partition("/")[0] for name in opened.keys()}  # noqa: SIM118 - no mapping
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as opened:
-            names = [name for name in opened.keys() if name.startswith(prefix)]  # noqa: SIM118 - no mapping
-            # Copies: the library's tensors are windows into the file, and the file will be removed one day.
-            return {name.removeprefix(prefix): opened.get_tensor(name).clone() for name in names}
+            yield opened
     except (OSError, SafetensorError) as error:
         raise CorruptSnapshot(f"{path} cannot be read: {error}") from error
 
@@ -148,8 +162,12 @@ def read_state(folder: Path, header: Header) -> ReplicaState:
     anchor = None
     if header.anchor is not None:
         anchor = AnchorState(header.anchor, read_tensors(path, "anchor"), read_tensors(path, "momentum") or None)
-    moments = read_tensors(path, "exp_avg"), read_tensors(path, "exp_avg_sq")
-    inner = InnerState(header.steps, *moments, header.adam_steps)
+    of_inner: dict[str, dict[str, Tensor]] = {name: {} for name in header.adam_steps}
+    for slot in _groups(path) - _NOT_INNER:
+        for name, tensor in read_tensors(path, slot).items():
+            of_inner.setdefault(name, {})[slot] = tensor
+    parameters = {name: ParameterState(header.adam_steps.get(name, 0), own) for name, own in of_inner.items()}
+    inner = InnerState(header.steps, parameters)
     return ReplicaState(read_tensors(path, "local"), inner, header.counters, anchor, header.data)
 
 

@@ -31,6 +31,8 @@ class ManifestChanges:
     """`stages.experts`; a router of other experts is left out."""
     attention: str | None = None
     """`model.attention`."""
+    inner: str | None = None
+    """`training.inner.name`."""
     total_tokens: int | None = None
     """`training.schedule.total_tokens`; the warm-up is the same share of it as before."""
 
@@ -140,6 +142,8 @@ def _changed(table: dict[str, Any], changes: ManifestChanges) -> dict[str, Any]:
         table["stages"]["experts"], table["routing"] = changes.experts, None
     if changes.attention is not None:
         table["model"]["attention"] = changes.attention
+    if changes.inner is not None:
+        table["training"]["inner"]["name"] = changes.inner
     if changes.total_tokens is not None:
         schedule = table["training"]["schedule"]
         steps, of = schedule["warmup_tokens"], schedule["total_tokens"]

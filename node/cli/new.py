@@ -47,6 +47,7 @@ def new(
     attention: Annotated[
         str | None, typer.Option(help="documents: whole documents, each by itself; causal: one stream cut into rows.")
     ] = None,
+    inner: Annotated[str | None, typer.Option(help="The inner optimizer: adamw, soap or muon.")] = None,
     total_tokens: Annotated[
         int | None, typer.Option(help="Tokens of the whole run after which the learning rate is at its end.")
     ] = None,
@@ -68,6 +69,7 @@ def new(
         visit_ratio=visit_ratio,
         experts=parse_experts(experts),
         attention=attention,
+        inner=inner,
         total_tokens=total_tokens,
     )
     manifest = chosen_manifest(source, changes)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from node.model.blocks import RMSNorm
+from node.model.shapes import ENDS
 
 _CHUNK: Final = 2**20
 """Numbers drawn at a time: 8 MiB of raw integers, whatever the size of the matrix."""
@@ -50,7 +51,7 @@ def standard_deviation(name: str, fan_in: int, total_blocks: int) -> float:
     residual stream is made smaller, by 1/sqrt(2 x blocks), so that the stream does not grow with depth (GPT-2, Radford
     et al. 2019). 2019).
     """
-    if name.startswith(("model.embed_tokens.", "lm_head.")):
+    if name.startswith(ENDS):
         return _SMALL
     deviation = 1 / math.sqrt(fan_in)
     return deviation / math.sqrt(2 * total_blocks) if name.endswith(_WRITES_TO_RESIDUAL) else deviation

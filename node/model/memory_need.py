@@ -15,6 +15,7 @@ from typing import Final
 import torch
 
 from node.model.free_memory import GIB, available_memory
+from node.model.optimizer import optimizer_bytes
 from node.model.parts import HIDDEN_TYPES
 from node.model.shapes import BYTES_PER_PARAMETER, parameter_bytes, parameter_shapes
 from protocol.manifest.manifest import Manifest
@@ -25,14 +26,12 @@ _SUM_BYTES: Final = 8
 """Of each parameter's gradients, in float64 (`node.model.optimizer.Accumulator`)."""
 _GRADIENT_BYTES: Final = 4
 """Of one visit, or their mean before a step; never both (`node.model.passes`, `InnerOptimizer.step`)."""
-_MOMENT_BYTES: Final = 2 * 4
-"""AdamW's two (`node.model.adamw.Moments`)."""
 _ANCHOR_BYTES: Final = 2 * 4
 """Parameters and outer momentum (`node.averaging.anchor.anchor`)."""
 _SNAPSHOT_BYTES: Final = 4
 """What a round's pseudo-gradient is taken from (`node.averaging.replica_sync`)."""
-DEVICE_BYTES: Final = BYTES_PER_PARAMETER + _SUM_BYTES + _GRADIENT_BYTES + _MOMENT_BYTES
-"""Of each parameter, on the compute device."""
+DEVICE_BYTES: Final = BYTES_PER_PARAMETER + _SUM_BYTES + _GRADIENT_BYTES
+"""Of each parameter, on the compute device; besides what the inner optimizer has of it."""
 MEMORY_BYTES: Final = 2 * _ANCHOR_BYTES + _SNAPSHOT_BYTES
 """Of each parameter, in the machine's memory, during a round: the anchor that holds and the one in the making. Older
 ones are kept only where there is room (`node.averaging.anchor.anchor_store`)."""
@@ -84,17 +83,20 @@ def need_of(manifest: Manifest, modules: Iterable[ModuleId], microbatches: int) 
     """The memory that a replica of each of the modules takes, with so many microbatches held at a time."""
     model, blocks = manifest.model, manifest.stages.blocks
     stages = [module.stage for module in modules]
-    elements = (
-        sum(parameter_bytes(parameter_shapes(manifest, ModuleId(stage))) for stage in stages) // BYTES_PER_PARAMETER
+    shapes = [parameter_shapes(manifest, ModuleId(stage)) for stage in stages]
+    elements = sum(parameter_bytes(each) for each in shapes) // BYTES_PER_PARAMETER
+    of_optimizer = sum(
+        optimizer_bytes(manifest.training.inner, name, shape) for each in shapes for name, shape in each.items()
     )
     width = HIDDEN_TYPES[model.dtype].itemsize
     visit = manifest.microbatch_tokens * (_HIDDEN_KEPT * model.hidden + _FEED_FORWARD_KEPT * model.feed_forward) * width
     graph = max(blocks[stage] for stage in stages) * visit
     held = TENSORS_HELD * microbatches * math.prod(manifest.hidden_shape) * width
-    device, memory = elements * DEVICE_BYTES + graph, elements * MEMORY_BYTES + held
+    state = elements * DEVICE_BYTES + of_optimizer
+    device, memory = state + graph, elements * MEMORY_BYTES + held
     said = (
-        f"{_size(elements * (DEVICE_BYTES + MEMORY_BYTES))} for {elements} parameters with their gradients, "
-        "moments and anchors,"
+        f"{_size(state + elements * MEMORY_BYTES)} for {elements} parameters with their gradients, "
+        f"anchors and {manifest.training.inner.name}'s state,"
         f" {_size(graph)} for computing one microbatch, {_size(held)} for holding {microbatches}"
     )
     return Need(device, memory, said)

@@ -13,17 +13,21 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from node.model.adamw import AdamW, Moments
 from node.model.device import copied
-from node.model.shapes import demand_of
-from protocol.manifest.manifest import Manifest, ScheduleSection, TrainingSection
+from node.model.optimizers.adamw import AdamW
+from node.model.optimizers.inner_rule import AtDeadline, InnerRule, ParameterState, Submit
+from node.model.optimizers.muon import Muon
+from node.model.optimizers.soap import Soap
+from node.model.shapes import demand_of, is_block_matrix
+from protocol.manifest.manifest import InnerSection, Manifest, ScheduleSection, TrainingSection
 from swarm.vocabulary.errors import SkipstoneError, StateError
 from swarm.vocabulary.types import MicrobatchId, ModuleId
 from swarm.workload.step_rule import StepRule
@@ -40,14 +44,12 @@ moment is a mean of few gradients then."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InnerState:
-    """The state of the inner optimizer (AdamW). A parameter that no step has moved yet has no moments."""
+    """The state of the inner optimizer."""
 
     steps: int
     """Inner steps taken."""
-    exp_avg: Tensors
-    exp_avg_sq: Tensors
-    adam_steps: Mapping[str, int]
-    """Steps of each parameter that has moments. A part without visits is left out of a step, so they may differ."""
+    parameters: Mapping[str, ParameterState]
+    """By name, of those that a step has moved; on the CPU."""
 
 
 def learning_rate(training: TrainingSection, tokens: float) -> float:
@@ -90,6 +92,7 @@ class Accumulator:
 
     def __init__(self, part: nn.Module) -> None:
         self.parameters = tuple(part.parameters())
+        self.names = tuple(name for name, _ in part.named_parameters())
         self.visits = 0
         """Microbatches added since the last step, less those taken back."""
         self.tokens = 0
@@ -180,7 +183,8 @@ class StepFigures:
 
 
 class InnerOptimizer:
-    """AdamW over one module's parameters, which are float32.
+    """The optimizer of one module's parameters, which are float32: AdamW, with another rule for the blocks' matrices
+    where the manifest says so.
 
     A module is one part, or two for stage 0: those have their own accumulators and visits but step together, and their
     gradients are clipped as one.
@@ -189,6 +193,7 @@ class InnerOptimizer:
         step_tokens: of a step of this module; None for `training.inner_tokens`.
         microbatch_tokens: of one microbatch, at most.
         demand: the share of the run's tokens that come to the module (`node.model.shapes.demand_of`).
+        submit: takes what may be computed between two steps.
     """
 
     def __init__(
@@ -199,6 +204,7 @@ class InnerOptimizer:
         step_tokens: int | None = None,
         microbatch_tokens: int = 1,
         demand: float = 1.0,
+        submit: Submit = AtDeadline,
     ) -> None:
         self.steps = 0
         """Inner steps behind the module."""
@@ -211,7 +217,8 @@ class InnerOptimizer:
         self._training = training
         self._accumulators = tuple(accumulators)
         self._parameters = [parameter for accumulator in accumulators for parameter in accumulator.parameters]
-        self._adamw = AdamW(self._parameters, training.inner)
+        self.rules = _rules(training.inner, accumulators, submit)
+        """Which move the parameters, each those that are its own."""
 
     @property
     def due(self) -> bool:
@@ -235,42 +242,40 @@ class InnerOptimizer:
         self.tokens += max(0, tokens) * self.replicas
         self._ramp = min(RAMP_STEPS, self._ramp + 1)
         rate = learning_rate(self._training, self.tokens / self._demand) * (self._ramp / RAMP_STEPS)
-        self._adamw.step(rate)
+        for rule in self.rules:
+            rule.step(rate)
         for accumulator in self._accumulators:
             accumulator.start_over()
         return StepFigures(self.steps, visits, tokens, norm.item(), rate)
 
     def export_state(self, names: Mapping[str, Tensor]) -> InnerState:
         """A copy of the state on the CPU, by the names that the module has for its parameters (`parameters_of`)."""
-        moments, variances, steps = dict[str, Tensor](), dict[str, Tensor](), dict[str, int]()
-        for name, parameter in self._named(names).items():
-            state = self._adamw.moments.get(parameter)
-            if state is not None:
-                moments[name], variances[name] = copied(state.mean), copied(state.variance)
-                steps[name] = int(state.steps.item())
-        return InnerState(self.steps, moments, variances, steps)
+        by_parameter = {
+            parameter: rule.exported(state) for rule in self.rules for parameter, state in rule.states.items()
+        }
+        named = self._named(names).items()
+        return InnerState(
+            self.steps,
+            {name: _with(by_parameter[parameter], copied) for name, parameter in named if parameter in by_parameter},
+        )
 
     def import_state(self, names: Mapping[str, Tensor], saved: InnerState) -> None:
         """Restores an exported state; forgets what this one has done so far.
 
         Raises:
-            StateError: it is the state of other parameters; nothing has been changed.
+            StateError: it is the state of other parameters, or of another optimizer; nothing has been changed.
         """
         named = self._named(names)
-        for moments in (saved.exp_avg, saved.exp_avg_sq):
-            if moments.keys() != saved.adam_steps.keys() or any(
-                name not in named or named[name].shape != tensor.shape for name, tensor in moments.items()
-            ):
-                raise StateError("the saved optimizer is of another model")
+        rules = {parameter: rule for rule in self.rules for parameter in rule.parameters}
+        for name, state in saved.parameters.items():
+            if name not in named or not _fits(state, rules[named[name]], named[name]):
+                raise StateError("the saved optimizer is of another model or another inner.name")
         self.steps = saved.steps
-        self._adamw.moments.clear()
-        for name, count in saved.adam_steps.items():
+        self._forget()
+        for name, state in saved.parameters.items():
             parameter = named[name]
-            self._adamw.moments[parameter] = Moments(
-                saved.exp_avg[name].to(parameter.device, parameter.dtype, copy=True),
-                saved.exp_avg_sq[name].to(parameter.device, parameter.dtype, copy=True),
-                torch.tensor(float(count), device=parameter.device),
-            )
+            own = _with(state, partial(_copied_to, parameter))
+            rules[parameter].states[parameter] = rules[parameter].restored(parameter, own)
 
     def _named(self, names: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
         """The parameters by name. They are told apart by their memory: the named ones are detached."""
@@ -283,17 +288,58 @@ class InnerOptimizer:
         """
         self.steps, self.tokens = steps, tokens
         self._ramp = 0
-        self._adamw.moments.clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        for rule in self.rules:
+            rule.clear()
 
 
-def inner_optimizer(manifest: Manifest, module: ModuleId, accumulators: Sequence[Accumulator]) -> InnerOptimizer:
-    """Makes the optimizer of one of the run's modules."""
+def _rules(inner: InnerSection, accumulators: Sequence[Accumulator], submit: Submit) -> tuple[InnerRule[Any], ...]:
+    """The rules of the manifest's optimizer, which have all parameters among them."""
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for accumulator in accumulators:
+        for name, parameter in zip(accumulator.names, accumulator.parameters, strict=True):
+            (matrices if is_block_matrix(name, tuple(parameter.shape)) else others).append(parameter)
+    if inner.name == "soap":
+        return AdamW(others, inner), Soap(matrices, inner, submit)
+    if inner.name == "muon":
+        return AdamW(others, inner), Muon(matrices, inner)
+    return (AdamW([*matrices, *others], inner),)
+
+
+def optimizer_bytes(inner: InnerSection, name: str, shape: tuple[int, ...]) -> int:
+    """The bytes of the manifest's optimizer's state of one parameter, on the compute device."""
+    if inner.name == "adamw" or not is_block_matrix(name, shape):
+        return AdamW.state_bytes(shape)
+    return Muon.state_bytes(shape) if inner.name == "muon" else Soap.state_bytes(shape, inner.largest_side)
+
+
+def _with(state: ParameterState, change: Callable[[Tensor], Tensor]) -> ParameterState:
+    return ParameterState(state.steps, {slot: change(tensor) for slot, tensor in state.tensors.items()})
+
+
+def _copied_to(parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+    return tensor.to(parameter.device, parameter.dtype, copy=True)
+
+
+def _fits(state: ParameterState, rule: InnerRule[Any], parameter: nn.Parameter) -> bool:
+    shapes = {slot: tuple(tensor.shape) for slot, tensor in state.tensors.items()}
+    return state.steps > 0 and shapes == rule.slots(parameter, state.steps)
+
+
+def inner_optimizer(
+    manifest: Manifest, module: ModuleId, accumulators: Sequence[Accumulator], submit: Submit = AtDeadline
+) -> InnerOptimizer:
+    """Makes the optimizer of one of the run's modules; `submit` takes what may be computed between two steps."""
     return InnerOptimizer(
         manifest.training,
         accumulators,
         step_tokens=manifest.step_tokens(module),
         microbatch_tokens=manifest.microbatch_tokens,
         demand=demand_of(manifest, module),
+        submit=submit,
     )
 
 

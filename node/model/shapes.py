@@ -13,6 +13,8 @@ from swarm.vocabulary.types import ModuleId
 
 Shape = tuple[int, ...]
 
+ENDS: Final = ("model.embed_tokens.", "lm_head.")
+"""What the names of the embedding's and the head's parameters begin with."""
 BYTES_PER_PARAMETER: Final = 4
 """Parameters are float32."""
 
@@ -41,6 +43,11 @@ def parameter_shapes(manifest: Manifest, module: ModuleId) -> dict[str, Shape]:
         "model.norm.weight": (model.hidden,),
         "lm_head.weight": vocabulary,
     }
+
+
+def is_block_matrix(name: str, shape: Shape) -> bool:
+    """Whether a parameter is one of the matrices of a transformer block."""
+    return len(shape) == 2 and not name.startswith(ENDS)
 
 
 def demand_of(manifest: Manifest, module: ModuleId) -> float:

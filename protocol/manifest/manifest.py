@@ -241,17 +241,37 @@ class DataSection(Section):
         return self
 
 
-class AdamWSection(Section):
-    """The inner optimizer's hyperparameters (AdamW)."""
+class InnerSection(Section):
+    """The inner optimizer and its hyperparameters. `soap` (Vyas et al. 2024, arXiv:2409.11321) and `muon` (Jordan et
+    al. 2024; Liu et al. 2025, arXiv:2502.16982) move the matrices of the blocks; the embedding, the head and the norms
+    are AdamW's in any case, with the same learning rate and decay."""
 
-    name: Literal["adamw"] = "adamw"
+    name: Literal["adamw", "soap", "muon"] = "adamw"
     learning_rate: Rate = 1e-3
     beta1: Share = 0.9
     beta2: Share = 0.95
+    """Also of what SOAP's bases follow from."""
     epsilon: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.1
     clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Largest norm of one module's mean gradient; a value that is never reached, such as 1e9, means no clipping."""
+    momentum: Share = 0.95
+    """Of `muon`."""
+    refresh_steps: Annotated[int, Field(ge=1, le=1_000_000)] = 10
+    """Of `soap`: a matrix's basis is refreshed every so many inner steps."""
+    refresh_lag: Annotated[int, Field(ge=1, le=1_000_000)] = 2
+    """Of `soap`: so many inner steps later, at most `refresh_steps`, a refreshed basis is used; in between peers
+    compute it in idle time. 1 is the published algorithm."""
+    largest_side: Annotated[int, Field(ge=8, le=65_536)] = 2048
+    """Of `soap`: longer sides of a matrix have no basis. A refresh takes time by the cube of a side, and its memory by
+    the square."""
+    added_later: ClassVar[frozenset[str]] = frozenset({"momentum", "refresh_steps", "refresh_lag", "largest_side"})
+
+    @model_validator(mode="after")
+    def _refreshes_follow_each_other(self) -> Self:
+        if self.refresh_lag > self.refresh_steps:
+            raise ValueError(f"refresh_lag ({self.refresh_lag}) must be at most refresh_steps ({self.refresh_steps})")
+        return self
 
 
 class ScheduleSection(Section):
@@ -310,7 +330,7 @@ class TrainingSection(Section):
     """How many inner steps a data node may run ahead of its slowest microbatch. 0 waits for every microbatch of a step
     before the next one starts, which makes a swarm reproduce one process; 1 and more keep the pipeline full across
     steps."""
-    inner: AdamWSection = AdamWSection()
+    inner: InnerSection = InnerSection()
     schedule: ScheduleSection = ScheduleSection()
     outer: OuterSection = OuterSection()
 

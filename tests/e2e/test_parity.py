@@ -41,6 +41,13 @@ async def test_a_swarm_equals_one_process(tmp_path: Path, inner_steps: int) -> N
     await _compare(small_run(write_text(tmp_path / "text"), inner_steps=inner_steps), tmp_path)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["soap", "muon"])
+async def test_a_swarm_with_another_inner_optimizer_equals_one_process(tmp_path: Path, name: str) -> None:
+    inner = {"name": name, "learning_rate": 3e-3}
+    await _compare(small_run(write_text(tmp_path / "text"), inner_steps=4, inner=inner), tmp_path)
+
+
 async def test_a_swarm_of_whole_documents_equals_one_process(tmp_path: Path) -> None:
     """Microbatches of unequal tokens make the same steps everywhere, and every hop masks alike."""
     manifest = small_run(write_documents(tmp_path / "text"), inner_steps=4, attention="documents")

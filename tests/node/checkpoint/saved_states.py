@@ -16,6 +16,7 @@ from node.checkpoint.storage import DiskStorage, Storage
 from node.data.documents import Place
 from node.data.packing import Cursor
 from node.model.optimizer import InnerState
+from node.model.optimizers.inner_rule import ParameterState
 from protocol.identity.keys import Identity
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.signing import sign_manifest
@@ -52,7 +53,10 @@ def state_of(
         }
 
     agreed = None if anchor is None else AnchorState(anchor, tensors(4.0), tensors(5.0))
-    inner = InnerState(steps, tensors(2.0), tensors(3.0), {"w": steps, "norm": steps - 1})
+    slots = {"exp_avg": tensors(2.0), "exp_avg_sq": tensors(3.0)}
+    of = {name: {slot: by_name[name] for slot, by_name in slots.items()} for name in ("w", "norm")}
+    moved = {"w": ParameterState(steps, of["w"]), "norm": ParameterState(steps - 1, of["norm"])}
+    inner = InnerState(steps, moved)
     data = None if cursor is None else DataState(cursor, 12, 8, 1, 0, 5.5, 4.25)
     return ReplicaState(tensors(1.0), inner, Counters(tokens, 8, 3, tokens), agreed, data)
 
@@ -66,10 +70,14 @@ def same(left: ReplicaState, right: ReplicaState) -> bool:
         ours.keys() == theirs.keys()
         and all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
         and (left.counters, left.data, left.inner.steps) == (right.counters, right.data, right.inner.steps)
-        and left.inner.adam_steps == right.inner.adam_steps
+        and _moved(left) == _moved(right)
         and (left.anchor is None) == (right.anchor is None)
         and (left.anchor is None or right.anchor is None or left.anchor.version == right.anchor.version)
     )
+
+
+def _moved(state: ReplicaState) -> dict[str, int]:
+    return {name: own.steps for name, own in state.inner.parameters.items()}
 
 
 class SteppedStorage:

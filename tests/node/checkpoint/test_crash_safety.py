@@ -120,7 +120,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def of_size(numbers: int) -> ReplicaState:
-    return ReplicaState({"w": torch.ones(numbers)}, InnerState(1, {}, {}, {}), Counters(1, 1, 1, 1))
+    return ReplicaState({"w": torch.ones(numbers)}, InnerState(1, {}), Counters(1, 1, 1, 1))
 
 
 def test_a_disk_that_is_really_full(small_disk: Path) -> None:

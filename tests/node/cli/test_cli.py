@@ -109,6 +109,8 @@ class TestNew:
             "1",
             "--visit-ratio",
             "1.5",
+            "--inner",
+            "soap",
         )
         assert result.exit_code == 0, result.output
         signed = read_signed_manifest(file.read_bytes(), None)
@@ -116,6 +118,7 @@ class TestNew:
         assert signed.manifest.stages.blocks == (0, 1, 1)
         assert signed.manifest.stages.per_path == 1
         assert signed.manifest.stages.visit_ratio == 1.5
+        assert signed.manifest.training.inner.name == "soap"
         assert signed.manifest.data.source == f"path:{text}"
         assert signed.manifest.data.files is not None
         assert (signed.manifest.data.files.count, signed.manifest.data.files.bytes) == (1, 3)

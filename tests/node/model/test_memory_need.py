@@ -11,13 +11,16 @@ import torch
 
 from node.model.device import device_errors
 from node.model.free_memory import GIB, available_memory
+from node.model.initialization import parameters_of
 from node.model.memory_need import DEVICE_BYTES, MEMORY_BYTES, Room, modules_that_fit, need_of, none_fits
+from node.model.optimizer import Accumulator, inner_optimizer
+from node.model.parts import build_block_stack
 from node.pipeline.data_worker import host_stage_zero
 from node.pipeline.stage_worker import host_hop
 from node.solo.trainer import WholeModel
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import ResourceExhausted
-from swarm.vocabulary.types import ModuleId, Reasoned
+from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId, Reasoned
 from tests.node.small_manifest import small_manifest
 
 CPU = torch.device("cpu")
@@ -33,6 +36,8 @@ PETABYTES = {
 UNDER_A_LIMIT = """
 import resource
 import torch
+from node.model.optimizer import Accumulator, inner_optimizer
+from node.model.parts import build_block_stack
 from node.pipeline.data_worker import host_stage_zero
 from node.model.device import device_errors
 from swarm.vocabulary.errors import ResourceExhausted
@@ -68,10 +73,29 @@ def test_a_parameter_takes_24_bytes_of_the_device_and_20_of_memory() -> None:
     manifest = small_manifest()
     with_more, with_less = need_of(manifest, [ModuleId(1)], 5), need_of(manifest, [ModuleId(1)], 0)
     held = 5 * 3 * 2 * 16 * 16 * 4
-    assert (DEVICE_BYTES, MEMORY_BYTES) == (4 + 8 + 4 + 8, 8 + 8 + 4)
+    assert (DEVICE_BYTES + 8, MEMORY_BYTES) == (4 + 8 + 4 + 8, 8 + 8 + 4), "AdamW has two moments"
     assert with_less.memory == elements(manifest, 1) * MEMORY_BYTES
     assert with_more.memory - with_less.memory == held
-    assert with_less.device > elements(manifest, 1) * DEVICE_BYTES
+    assert with_less.device > elements(manifest, 1) * (DEVICE_BYTES + 8)
+
+
+def test_what_the_inner_optimizer_keeps_is_counted_by_the_shapes() -> None:
+    """Against what the optimizers have after steps enough that a refresh is under way."""
+    needs = {}
+    for name in ("adamw", "soap", "muon"):
+        manifest = small_manifest(training__inner={"name": name, "largest_side": 16})
+        part = build_block_stack(manifest, ModuleId(1))
+        accumulator = Accumulator(part)
+        optimizer = inner_optimizer(manifest, ModuleId(1), [accumulator])
+        accumulator.add(MicrobatchId(PeerId("a"), 0), 64, [torch.randn_like(p) for p in accumulator.parameters])
+        optimizer.step()
+        states = optimizer.export_state(parameters_of(part)).parameters.values()
+        kept = sum(4 * tensor.numel() for state in states for tensor in state.tensors.values())
+        new_bases = sum(
+            4 * tensor.numel() for state in states for slot, tensor in state.tensors.items() if slot.startswith("begun")
+        )
+        needs[name] = need_of(manifest, [ModuleId(1)], 0).device - kept - new_bases
+    assert needs["adamw"] == needs["soap"] == needs["muon"]
 
 
 def test_what_does_not_fit_is_not_among_the_candidates() -> None:

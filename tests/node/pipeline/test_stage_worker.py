@@ -16,6 +16,7 @@ from node.pipeline.interfaces import Job, Output
 from node.pipeline.stage_worker import HopWorker
 from node.pipeline.tensor_io import tensor_of
 from protocol.codecs import Encoded, encode
+from protocol.manifest.manifest import Manifest
 from swarm.pipeline.custody_states import Key, Work
 from swarm.vocabulary.errors import ProtocolViolation, ResourceExhausted, StateError
 from swarm.vocabulary.pipeline_messages import Purpose
@@ -39,11 +40,11 @@ class Part(nn.Sequential):
 class Stage:
     """A linear layer and a non-linearity, with messages for it."""
 
-    def __init__(self, graph_budget_bytes: int) -> None:
+    def __init__(self, graph_budget_bytes: int, manifest: Manifest = MANIFEST) -> None:
         torch.manual_seed(1)
         self.part = Part(nn.Linear(16, 16), nn.Tanh())
         self.sums = Accumulator(self.part)
-        optimizer = InnerOptimizer(MANIFEST.training, [self.sums])
+        optimizer = InnerOptimizer(manifest.training, [self.sums])
         self.worker = HopWorker(self.part, self.sums, optimizer, TENSOR, CPU, graph_budget_bytes)
 
     def forward(self, number: int, purpose: Purpose = Purpose.TRAIN, ticket: int | None = None) -> Tensor:
@@ -109,6 +110,22 @@ def test_after_an_inner_step_backward_uses_the_new_weights() -> None:
     torch.testing.assert_close(stage.backward(3), of_source)
     torch.testing.assert_close(stage.gradients(), of_parameters)
     assert stage.worker.recomputed == 1
+
+
+@pytest.mark.parametrize("name", ["adamw", "soap", "muon"])
+def test_the_order_of_a_steps_microbatches_changes_nothing(name: str) -> None:
+    inner = {"name": name, "refresh_steps": 4, "refresh_lag": 2, "learning_rate": 0.02}
+    one, other = (Stage(MANY_GRAPHS, small_manifest(training__inner=inner)) for _ in range(2))
+    before = [parameter.detach().clone() for parameter in one.part.parameters()]
+    for step in range(12):
+        for stage, turn in ((one, 1), (other, -1)):
+            for number in (2 * step, 2 * step + 1)[::turn]:
+                stage.forward(number)
+                stage.backward(number)
+            assert stage.worker.step() is not None
+    for mine, expected, start in zip(other.part.parameters(), one.part.parameters(), before, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-6)
+        assert (mine - start).abs().max() > 0.02
 
 
 def test_a_step_is_due_when_its_tokens_are_there() -> None:

@@ -11,15 +11,15 @@ UNWANTED = ("hivemind", "sympy", "torch._dynamo", "torch._inductor")
 STEP = f"""
 import json, sys, torch
 import node.runtime.node
-from node.model.adamw import AdamW
+from node.model.optimizers.adamw import AdamW
 from node.model.passes import backward, forward
-from protocol.manifest.manifest import AdamWSection
+from protocol.manifest.manifest import InnerSection
 
 part = torch.nn.Linear(3, 3)
 gradients = backward(part, forward(part, torch.ones(2, 3)), torch.ones(2, 3))
 for parameter, gradient in zip(part.parameters(), gradients.parameters):
     parameter.grad = gradient
-AdamW(part.parameters(), AdamWSection()).step(0.1)
+AdamW(part.parameters(), InnerSection()).step(0.1)
 print(json.dumps([name for name in {UNWANTED} if name in sys.modules]))
 """
 

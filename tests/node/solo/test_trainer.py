@@ -145,8 +145,20 @@ def test_a_checkpoint_gives_the_held_out_loss_of_the_trained_model(manifest: Man
     assert (measured["tokens"], measured["microbatches"]) == (5 * 32, 5)
 
 
-def test_an_interrupted_run_goes_on_as_if_nothing_had_been(manifest: Manifest, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "inner",
+    [
+        pytest.param({}, id="adamw"),
+        pytest.param({"name": "muon"}, id="muon"),
+        # Interrupted while the refresh of one of the seven matrices is under way, and those of others are.
+        pytest.param({"name": "soap", "refresh_steps": 4, "refresh_lag": 3}, id="soap"),
+    ],
+)
+def test_an_interrupted_run_goes_on_as_if_nothing_had_been(
+    manifest: Manifest, tmp_path: Path, inner: dict[str, Any]
+) -> None:
     """Interrupted in the middle of a step: its first microbatch is computed again."""
+    manifest = small_manifest(data__source=manifest.data.source, training__inner={"learning_rate": 0.02, **inner})
     whole = [event["loss"] for event in train(manifest, 16)[1] if event["event"] == "step"]
     folder = folder_at(tmp_path / "checkpoint", manifest=manifest)
     asked = iter([False] * 13 + [True])

@@ -272,6 +272,8 @@ def test_every_key_of_the_schema_is_in_the_canonical_form_and_in_the_text() -> N
     everything = set(names(schema, schema))
     later = changed(changed(SMALL, ("stages", "visit_ratio"), 1.5), ("model", "attention"), "documents")
     later = changed(later, ("training", "schedule"), {"warmup_tokens": 64, "total_tokens": 640})
+    of_soap = {"name": "soap", "refresh_steps": 20, "refresh_lag": 3, "largest_side": 512}
+    later = changed(later, ("training", "inner"), {**of_soap, "momentum": 0.9})
     later = later | {"routing": {"router": "ab" * 32}} | {"stages": later["stages"] | {"experts": 2}}
     written = manifest_from_table(later)
     text, form = toml_of(written), canonical(written).decode()
@@ -290,6 +292,21 @@ def test_a_key_that_was_added_later_is_left_out_at_its_default() -> None:
     other = manifest_from_table(changed(SMALL, ("stages", "visit_ratio"), 1.5))
     assert b'"visit_ratio":1.5' in canonical(other)
     assert "\nvisit_ratio = 1.5\n" in toml_of(other)
+
+
+@pytest.mark.parametrize(
+    ("inner", "wrong"),
+    [
+        ({"name": "sgd"}, r"training\.inner\.name"),
+        ({"refresh_steps": 4, "refresh_lag": 5}, r"refresh_lag \(5\) must be at most refresh_steps \(4\)"),
+        ({"refresh_steps": 4, "refresh_lag": 0}, r"training\.inner\.refresh_lag"),
+        ({"momentum": 1.0}, r"training\.inner\.momentum"),
+        ({"largest_side": 100_000}, r"training\.inner\.largest_side"),
+    ],
+)
+def test_an_inner_optimizer_is_one_of_three_and_its_refreshes_follow_each_other(inner: Table, wrong: str) -> None:
+    with pytest.raises(ManifestError, match=wrong):
+        manifest_from_table(changed(SMALL, ("training", "inner"), inner))
 
 
 @pytest.mark.parametrize("ratio", [0.99, 2.01, math.nan, math.inf, "1.5"])

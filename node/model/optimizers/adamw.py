@@ -1,4 +1,4 @@
-"""The arithmetic of the inner optimizer: AdamW over tensors, with its state in plain sight.
+"""The arithmetic of AdamW over tensors, with its state in plain sight.
 
 PyTorch's own kernel without `torch.optim.Optimizer`, whose first use imports the compiler: up to a second of CPU time
 for every node that starts.
@@ -6,14 +6,16 @@ for every node that starts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from protocol.manifest.manifest import AdamWSection
+from node.model.optimizers.inner_rule import FLOAT_BYTES, InnerRule, ParameterState, Shape
+from protocol.manifest.manifest import InnerSection
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +30,12 @@ class Moments:
     """How many there were: one float32 on the parameter's device, where the fused kernel counts it."""
 
 
-class AdamW:
+class AdamW(InnerRule[Moments]):
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101). Vectors (norms) are not decayed: pulling a scale towards 0
     regularises nothing."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], inner: AdamWSection) -> None:
-        self.moments: dict[nn.Parameter, Moments] = {}
-        """Of the parameters that a step has moved."""
+    def __init__(self, parameters: Sequence[nn.Parameter], inner: InnerSection) -> None:
+        super().__init__(parameters)
         self._inner = inner
         self._groups = (
             ([parameter for parameter in parameters if parameter.dim() >= 2], inner.weight_decay),
@@ -43,7 +44,6 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
-        """Moves every parameter that has a gradient."""
         for parameters, decay in self._groups:
             moved = [parameter for parameter in parameters if parameter.grad is not None]
             moments = [self._moments(parameter) for parameter in moved]
@@ -64,8 +64,23 @@ class AdamW:
                 maximize=False,
             )
 
+    def slots(self, parameter: nn.Parameter, steps: int) -> Mapping[str, Shape]:
+        return {"exp_avg": tuple(parameter.shape), "exp_avg_sq": tuple(parameter.shape)}
+
+    @staticmethod
+    def state_bytes(shape: Shape) -> int:
+        """Of the state of a parameter."""
+        return 2 * FLOAT_BYTES * math.prod(shape)
+
+    def exported(self, state: Moments) -> ParameterState:
+        return ParameterState(int(state.steps.item()), {"exp_avg": state.mean, "exp_avg_sq": state.variance})
+
+    def restored(self, parameter: nn.Parameter, saved: ParameterState) -> Moments:
+        steps = torch.tensor(float(saved.steps), device=parameter.device)
+        return Moments(saved.tensors["exp_avg"], saved.tensors["exp_avg_sq"], steps)
+
     def _moments(self, parameter: nn.Parameter) -> Moments:
-        if parameter not in self.moments:
+        if parameter not in self.states:
             steps = torch.zeros((), device=parameter.device)
-            self.moments[parameter] = Moments(torch.zeros_like(parameter), torch.zeros_like(parameter), steps)
-        return self.moments[parameter]
+            self.states[parameter] = Moments(torch.zeros_like(parameter), torch.zeros_like(parameter), steps)
+        return self.states[parameter]

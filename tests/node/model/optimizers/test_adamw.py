@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from node.model.adamw import AdamW
-from protocol.manifest.manifest import AdamWSection
+from node.model.optimizers.adamw import AdamW
+from protocol.manifest.manifest import InnerSection
 
 
 def test_it_moves_parameters_as_pytorchs_own_class_does() -> None:
     torch.manual_seed(1)
     own = [nn.Parameter(torch.randn(7, 5)), nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(3, 3))]
     theirs = [nn.Parameter(parameter.detach().clone()) for parameter in own]
-    inner = AdamWSection(weight_decay=0.1)
+    inner = InnerSection(weight_decay=0.1)
     groups = [
         {"params": [theirs[0], theirs[2]], "weight_decay": inner.weight_decay},
         {"params": [theirs[1]], "weight_decay": 0.0},
@@ -32,4 +32,4 @@ def test_it_moves_parameters_as_pytorchs_own_class_does() -> None:
         optimizer.step(0.01 / step)
         for mine, other in zip(own, theirs, strict=True):
             assert torch.equal(mine, other)
-    assert [optimizer.moments[parameter].steps.item() for parameter in own] == [5, 5, 4]
+    assert [optimizer.states[parameter].steps.item() for parameter in own] == [5, 5, 4]

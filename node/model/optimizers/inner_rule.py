@@ -1,0 +1,88 @@
+"""What the inner step needs of an optimizer's arithmetic, and the seam through which a part of it is put off.
+
+It stands alone because each rule implements it and `node.model.optimizer` knows no more of any of them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from torch import Tensor, nn
+
+Shape = tuple[int, ...]
+FLOAT_BYTES = 4
+State = TypeVar("State")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ParameterState:
+    """An optimizer's state of one parameter that a step has moved."""
+
+    steps: int
+    """That have moved it. A part without visits is left out of a step, so they may differ among parameters."""
+    tensors: Mapping[str, Tensor]
+    """Float32, by what they are."""
+
+
+class Deferred(Protocol):
+    """Work that was put off. Of these calls one is made, once, on the thread that computes."""
+
+    def finish(self) -> None:
+        """Computes what has not been computed yet; raises what the work raises, or has raised before."""
+        ...
+
+    def cancel(self) -> None:
+        """Gives the work up."""
+        ...
+
+
+Submit = Callable[[Iterator[None], str], Deferred]
+"""Takes work that is cut into chunks of a few milliseconds, and its name. The chunks are computed in order, on the
+thread that computes, whenever there is time. Raises ResourceExhausted when too much waits there already."""
+
+
+class AtDeadline:
+    """Work that is put off until it is needed: what there is to do where nobody knows of idle time."""
+
+    def __init__(self, work: Iterator[None], name: str) -> None:
+        self._work = work
+
+    def finish(self) -> None:
+        deque(self._work, maxlen=0)
+
+    def cancel(self) -> None:
+        self._work = iter(())
+
+
+class InnerRule(ABC, Generic[State]):
+    """The arithmetic of an inner step over some parameters of a module, which are float32. Runs on the compute
+    thread."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = tuple(parameters)
+        self.states: dict[nn.Parameter, State] = {}
+        """Of the parameters that a step has moved."""
+
+    @abstractmethod
+    def step(self, rate: float) -> None:
+        """Moves every parameter that has a gradient, at this learning rate."""
+
+    @abstractmethod
+    def slots(self, parameter: nn.Parameter, steps: int) -> Mapping[str, Shape]:
+        """The tensors that the state of a parameter has after so many steps, 1 or more."""
+
+    @abstractmethod
+    def exported(self, state: State) -> ParameterState:
+        """The state as plain data, which shares its memory."""
+
+    @abstractmethod
+    def restored(self, parameter: nn.Parameter, saved: ParameterState) -> State:
+        """The state from plain data that has the right `slots`, on the parameter's device; takes the tensors over."""
+
+    def clear(self) -> None:
+        """Forgets all state."""
+        self.states.clear()

@@ -1,0 +1,90 @@
+"""The arithmetic of Muon: a momentum of the gradient, made orthogonal.
+
+Written here because `torch.optim.Muon` is an `Optimizer`, as said in `node.model.optimizers.adamw`, and rounds to
+bfloat16, which most processors are slow at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from node.model.optimizers.inner_rule import FLOAT_BYTES, InnerRule, ParameterState, Shape
+from protocol.manifest.manifest import InnerSection
+
+_COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
+"""Of a, b, c in a X + b (X X^T) X + c (X X^T)^2 X: the steepest at 0 of those that end between 0.7 and 1.2 (Jordan et
+al. 2024, https://kellerjordan.github.io/posts/muon/)."""
+_ITERATIONS: Final = 5
+_LEAST_NORM: Final = 1e-7
+"""Below it a matrix is zero."""
+_RMS: Final = 0.2
+"""Of the update's elements, as AdamW's usually have: with it a learning rate and a decay that fit AdamW fit Muon (Liu
+et al. 2025, arXiv:2502.16982, section 2.2)."""
+
+
+@dataclass(slots=True)
+class Momentum:
+    """Muon's state of one matrix."""
+
+    mean: Tensor
+    """Of the gradients; float32, shaped as the matrix."""
+    steps: int = 0
+
+
+class Muon(InnerRule[Momentum]):
+    """Muon (Jordan et al. 2024) with Nesterov momentum, as `torch.optim.Muon` with `match_rms_adamw` but in float32.
+    For matrices."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], inner: InnerSection) -> None:
+        super().__init__(parameters)
+        self._inner = inner
+
+    @torch.no_grad()
+    def step(self, rate: float) -> None:
+        momentum = self._inner.momentum
+        for parameter in self.parameters:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            state = self.states.get(parameter) or Momentum(torch.zeros_like(parameter))
+            self.states[parameter] = state
+            state.steps += 1
+            state.mean.lerp_(gradient, 1 - momentum)
+            update = orthogonalized(gradient.lerp(state.mean, momentum))
+            parameter.mul_(1 - rate * self._inner.weight_decay)
+            parameter.add_(update, alpha=-rate * _RMS * math.sqrt(max(parameter.shape)))
+
+    def slots(self, parameter: nn.Parameter, steps: int) -> Mapping[str, Shape]:
+        return {"exp_avg": tuple(parameter.shape)}
+
+    @staticmethod
+    def state_bytes(shape: Shape) -> int:
+        """Of the state of a matrix."""
+        return FLOAT_BYTES * math.prod(shape)
+
+    def exported(self, state: Momentum) -> ParameterState:
+        return ParameterState(state.steps, {"exp_avg": state.mean})
+
+    def restored(self, parameter: nn.Parameter, saved: ParameterState) -> Momentum:
+        return Momentum(saved.tensors["exp_avg"], saved.steps)
+
+
+def orthogonalized(matrix: Tensor) -> Tensor:
+    """The nearest matrix with orthonormal rows (or columns, where those are fewer), nearly: its singular values are
+    between 0.7 and 1.2, but for those that were below a thousandth of the norm. A matrix of zeros stays one.
+
+    By Newton-Schulz iterations, which are matrix products only.
+    """
+    a, b, c = _COEFFICIENTS
+    wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    result: Tensor = wide / wide.norm().clamp(min=_LEAST_NORM)  # no singular value is above 1
+    for _ in range(_ITERATIONS):
+        gram = result @ result.T
+        result = torch.addmm(result, torch.addmm(gram, gram, gram, beta=b, alpha=c), result, beta=a)
+    return result.T if matrix.shape[0] > matrix.shape[1] else result

@@ -1,0 +1,236 @@
+"""The arithmetic of SOAP: Adam in the eigenbasis of Shampoo's statistics, whose refresh is put off by a fixed number of
+steps.
+
+A refresh begins after one step, with the statistics as they are then, and what comes of it is taken over before another
+one, whether it was computed in between or only then: the numbers are the same on a peer that has idle time and on one
+that has none. The refreshes of a module's matrices are spread over the steps, so that the latter is not held up by all
+of them at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from node.model.optimizers.eigenbasis import Eigenbasis, refined
+from node.model.optimizers.inner_rule import FLOAT_BYTES, AtDeadline, Deferred, InnerRule, ParameterState, Shape, Submit
+from protocol.manifest.manifest import InnerSection
+from swarm.vocabulary.errors import ResourceExhausted
+
+log = logging.getLogger(__name__)
+
+SIDES: Final = ("left", "right")
+"""Rows and columns."""
+_FIRST_ITERATIONS: Final = 4
+"""Of the first refresh, which starts from nothing; the others go on from the one before."""
+
+
+@dataclass(frozen=True, slots=True)
+class RefreshClock:
+    """The steps of one matrix after which its refreshes begin: the first, and every `every`-th plus `offset`."""
+
+    every: int
+    lag: int
+    """A refresh that begins after step s is taken over before step s + lag moves the matrix; at most `every`."""
+    offset: int
+
+    def begun(self, steps: int) -> int:
+        """The step, 1 or later, after which the latest refresh began. The first one is let come to its end."""
+        latest = steps - (steps - self.offset) % self.every
+        return latest if latest > self.lag else 1
+
+    def due(self, steps: int) -> int:
+        """The step before which the latest refresh is taken over."""
+        return self.begun(steps) + self.lag
+
+    def moments(self, steps: int) -> int:
+        """How many gradients are in the moments. They start anew with the first basis: those before are of another."""
+        return steps if steps <= self.lag else steps - self.lag
+
+
+@dataclass(slots=True, eq=False)
+class Refresh:
+    """The refresh of a matrix's bases that is under way."""
+
+    statistics: Mapping[str, Tensor]
+    """By side, as they were when it began."""
+    refined: dict[str, Eigenbasis | None] = field(default_factory=dict)
+    work: Deferred | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Preconditioned:
+    """SOAP's state of one matrix. All float32."""
+
+    steps: int
+    mean: Tensor
+    """Of the gradients, shaped as the matrix."""
+    variance: Tensor
+    """Mean of their squares in the basis, likewise."""
+    statistics: dict[str, Tensor]
+    """By side: mean of G G^T or G^T G."""
+    bases: dict[str, Tensor]
+    """By side: the eigenvectors as columns."""
+    refresh: Refresh | None = None
+
+    def turned(self, matrix: Tensor) -> Tensor:
+        """The matrix in the basis."""
+        if "left" in self.bases:
+            matrix = self.bases["left"].T @ matrix
+        return matrix @ self.bases["right"] if "right" in self.bases else matrix
+
+    def turned_back(self, matrix: Tensor) -> Tensor:
+        """What is in the basis as it was."""
+        if "left" in self.bases:
+            matrix = self.bases["left"] @ matrix
+        return matrix @ self.bases["right"].T if "right" in self.bases else matrix
+
+
+class Soap(InnerRule[Preconditioned]):
+    """SOAP (Vyas et al. 2024, arXiv:2409.11321, algorithm 3), with AdamW's decay. For matrices.
+
+    Until the first basis is there it is AdamW. A side longer than `largest_side` has no basis: then it is the paper's
+    one-sided variant.
+
+    Args:
+        submit: takes the refreshes.
+        spread: the refreshes over the steps; else all matrices begin after the same ones.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        inner: InnerSection,
+        submit: Submit = AtDeadline,
+        *,
+        spread: bool = True,
+    ) -> None:
+        super().__init__(parameters)
+        self._inner = inner
+        self._submit = submit
+        every, lag, count = inner.refresh_steps, inner.refresh_lag, len(self.parameters)
+        self._clocks = {
+            parameter: RefreshClock(every, lag, index * every // count if spread else 0)
+            for index, parameter in enumerate(self.parameters)
+        }
+
+    @torch.no_grad()
+    def step(self, rate: float) -> None:
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                self._move(parameter, parameter.grad, rate)
+
+    def clear(self) -> None:
+        for state in self.states.values():
+            if state.refresh is not None and state.refresh.work is not None:
+                state.refresh.work.cancel()
+        super().clear()
+
+    def slots(self, parameter: nn.Parameter, steps: int) -> Mapping[str, Shape]:
+        shape, clock = tuple(parameter.shape), self._clocks[parameter]
+        kinds = ("statistics", "basis", "begun") if steps < clock.due(steps) else ("statistics", "basis")
+        sides = based_sides(shape, self._inner.largest_side)
+        square = {f"{kind}_{side}": (length, length) for side, length in sides.items() for kind in kinds}
+        return {"exp_avg": shape, "exp_avg_sq": shape, **square}
+
+    @staticmethod
+    def state_bytes(shape: Shape, largest_side: int) -> int:
+        """Of the state of a matrix: its moments, and of each side with a basis statistics, basis, and during a refresh
+        the statistics that it began with and the new basis."""
+        squares = sum(length**2 for length in based_sides(shape, largest_side).values())
+        return FLOAT_BYTES * (2 * math.prod(shape) + 4 * squares)
+
+    def exported(self, state: Preconditioned) -> ParameterState:
+        begun = {} if state.refresh is None else state.refresh.statistics
+        kinds = {"statistics": state.statistics, "basis": state.bases, "begun": begun}
+        square = {f"{kind}_{side}": tensor for kind, tensors in kinds.items() for side, tensor in tensors.items()}
+        return ParameterState(state.steps, {"exp_avg": state.mean, "exp_avg_sq": state.variance, **square})
+
+    def restored(self, parameter: nn.Parameter, saved: ParameterState) -> Preconditioned:
+        tensors = saved.tensors
+        by_kind = {
+            kind: {side: tensors[f"{kind}_{side}"] for side in SIDES if f"{kind}_{side}" in tensors}
+            for kind in ("statistics", "basis", "begun")
+        }
+        state = Preconditioned(
+            saved.steps, tensors["exp_avg"], tensors["exp_avg_sq"], by_kind["statistics"], by_kind["basis"]
+        )
+        if by_kind["begun"]:
+            state.refresh = self._begin(parameter, state, by_kind["begun"])
+        return state
+
+    def _move(self, parameter: nn.Parameter, gradient: Tensor, rate: float) -> None:
+        inner, clock = self._inner, self._clocks[parameter]
+        state = self.states.get(parameter) or self._fresh(parameter)
+        self.states[parameter] = state
+        state.steps += 1
+        if state.refresh is not None and clock.due(state.steps - 1) == state.steps:
+            _take_over(state, state.refresh)
+        if state.steps == clock.lag + 1:
+            state.mean.zero_()
+            state.variance.zero_()
+        moments = clock.moments(state.steps)
+        state.mean.lerp_(gradient, 1 - inner.beta1)
+        turned = state.turned(gradient)
+        state.variance.mul_(inner.beta2).addcmul_(turned, turned, value=1 - inner.beta2)
+        deviation = state.variance.div(1 - inner.beta2**moments).sqrt_().add_(inner.epsilon)
+        update = state.turned_back(state.turned(state.mean).div_(deviation))
+        parameter.mul_(1 - rate * inner.weight_decay)
+        parameter.add_(update, alpha=-rate / (1 - inner.beta1**moments))
+        for side, statistics in state.statistics.items():
+            squares = gradient @ gradient.T if side == "left" else gradient.T @ gradient
+            statistics.lerp_(squares, 1 - inner.beta2)
+        if clock.begun(state.steps) == state.steps:
+            begun = {side: statistics.clone() for side, statistics in state.statistics.items()}
+            state.refresh = self._begin(parameter, state, begun)
+
+    def _fresh(self, parameter: nn.Parameter) -> Preconditioned:
+        sides = based_sides(tuple(parameter.shape), self._inner.largest_side)
+        return Preconditioned(
+            0,
+            torch.zeros_like(parameter),
+            torch.zeros_like(parameter),
+            {side: torch.zeros(length, length, device=parameter.device) for side, length in sides.items()},
+            {side: torch.eye(length, device=parameter.device) for side, length in sides.items()},
+        )
+
+    def _begin(self, parameter: nn.Parameter, state: Preconditioned, begun: Mapping[str, Tensor]) -> Refresh:
+        refresh = Refresh(begun)
+        iterations = _FIRST_ITERATIONS if self._clocks[parameter].begun(state.steps) == 1 else 1
+        chunks, name = _refreshed(refresh, dict(state.bases), iterations), f"SOAP {tuple(parameter.shape)}"
+        try:
+            refresh.work = self._submit(chunks, name)
+        except ResourceExhausted:
+            refresh.work = AtDeadline(chunks, name)
+        return refresh
+
+
+def based_sides(shape: Shape, largest: int) -> dict[str, int]:
+    """The sides of a matrix that have a basis, with their lengths."""
+    return {side: length for side, length in zip(SIDES, shape, strict=True) if length <= largest}
+
+
+def _refreshed(refresh: Refresh, bases: Mapping[str, Tensor], iterations: int) -> Iterator[None]:
+    for side, statistics in refresh.statistics.items():
+        refresh.refined[side] = yield from refined(statistics, bases[side], iterations)
+
+
+def _take_over(state: Preconditioned, refresh: Refresh) -> None:
+    """A side whose refresh came to nothing keeps its basis: a step is never lost to it."""
+    assert refresh.work is not None
+    state.refresh = None
+    try:
+        refresh.work.finish()
+    except (RuntimeError, MemoryError) as error:  # torch's, for want of memory or of LAPACK's converging
+        log.warning("a basis of SOAP stays as it is: %s", str(error)[:200])
+    for dimension, side in enumerate(SIDES):
+        found = refresh.refined.get(side)
+        if found is not None:
+            state.bases[side] = found.vectors
+            state.variance = state.variance.index_select(dimension, found.order)
