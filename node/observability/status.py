@@ -160,6 +160,15 @@ class RouteStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class WindowStatus:
+    """How many microbatches a data node has under way at most, and now."""
+
+    microbatches: int = 0
+    under_way: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Account:
     """The work account of a role, for summaries and status."""
 
@@ -183,6 +192,8 @@ class Account:
     """Of a data node."""
     sizes: SizeSummary | None = field(default=None, metadata=LEFT_OUT)
     """Of a data node's latest microbatches; None before the first."""
+    window: WindowStatus | None = field(default=None, metadata=LEFT_OUT)
+    """Of a data node."""
     module_visits: dict[str, int] | None = field(default=None, metadata=LEFT_OUT)
     """Of a data node in a run with experts, as the two that follow: completed visits by module."""
     rerouted: dict[str, int] | None = field(default=None, metadata=LEFT_OUT)

@@ -17,6 +17,7 @@ from node.observability.failpoints import crash_point
 from node.observability.throughput import Rate
 from node.pipeline.interfaces import PathEnds
 from node.routing.evaluation import Departures, Evaluator
+from node.routing.window_finder import WindowFinder
 from swarm.experts.route_tally import MAX_ROUTES, RouteTally
 from swarm.pipeline.in_flight import Flight, Flights
 from swarm.pipeline.ledger import LONGEST_LIFETIME_S, SHORTEST_LIFETIME_S
@@ -26,7 +27,7 @@ from swarm.routing.loss_outliers import LossOutliers, Outlier
 from swarm.routing.planner import Planner, in_flight_by_peer
 from swarm.vocabulary.pipeline_messages import Forward, Purpose, Receipt
 from swarm.vocabulary.types import MicrobatchId, ModuleId, Path, PeerId, Route, short
-from swarm.workload.microbatch_sizes import MicrobatchSizes, SizeSummary
+from swarm.workload.microbatch_sizes import SizeSummary
 
 log = logging.getLogger(__name__)
 
@@ -77,8 +78,8 @@ class DataNode(PathEnds):
     """A peer that hosts stage 0: where paths start and end.
 
     Args:
-        sizes: of the microbatches that have set out.
         texts: packed ahead.
+        window: of the flights.
     """
 
     def __init__(
@@ -87,10 +88,10 @@ class DataNode(PathEnds):
         training: Training,
         planner: Planner,
         times: PathTimes,
-        sizes: MicrobatchSizes,
         evaluator: Evaluator,
         departures: Departures,
         texts: Texts,
+        window: WindowFinder,
     ) -> None:
         self.training = training
         self.flights, self.progress = training.flights, training.progress
@@ -98,9 +99,10 @@ class DataNode(PathEnds):
         self.rate = Rate(self._clock)
         self.vouched = Vouched()
         self._is_stopping = False
-        self.sizes = sizes
+        self.sizes = times.sizes
         self._planner, self._times, self._evaluator = planner, times, evaluator
         self._departures, self._reading = departures, training.reading
+        self.window = window
         manifest = given.manifest
         self._round_microbatches = manifest.training.inner_steps * self.flights.rules.per_step
         self._outliers: dict[Route, LossOutliers] = {}
@@ -208,6 +210,8 @@ class DataNode(PathEnds):
         if text is not None:
             self._reading.came_back(text)
         flight = self.flights.get(microbatch)
+        if flight is not None:
+            self.window.completed(flight, self._clock.monotonic())
         step = self.flights.complete(microbatch)
         if flight is not None:
             hops = tuple(f"{hop.module}@{hop.peer}" for hop in path.hops)

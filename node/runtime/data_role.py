@@ -27,6 +27,7 @@ from node.pipeline.microbatch_runner import MicrobatchRunner
 from node.routing.evaluation import Departures, Evaluator, HeldOut
 from node.routing.launcher import DataNode, Training
 from node.routing.negotiation_runner import NegotiationRunner
+from node.routing.window_finder import WindowFinder
 from node.runtime.resume import (
     NUMBERS,
     capture_stage_zero,
@@ -103,7 +104,7 @@ class DataRole:
     def load(self) -> Load:
         flights = self._data_node.flights
         own, rate = self._session.own, self._data_node.rate.per_second()
-        return Load(own.peer, str(ModuleId(0)), flights.rules.window, len(flights.in_flight), rate)
+        return Load(own.peer, str(ModuleId(0)), flights.window, len(flights.in_flight), rate)
 
     def account(self) -> Account:
         flights, progress = self._data_node.flights, self._data_node.progress
@@ -126,6 +127,7 @@ class DataRole:
             measured=self._data_node.vouched.peers(),
             paths=self._negotiation.describe(progress.stage_visits),
             sizes=self._data_node.sizes.summary() if flights.counts.started else None,
+            window=self._data_node.window.describe(),
         )
 
     async def _wake_on_changes(self) -> None:
@@ -176,13 +178,14 @@ async def data_role(given: ModuleContext) -> AsyncIterator[DataRole]:
         runner = microbatch_runner_for(given, worker, planner, link_codecs(given, worker), rounds)
         departures = Departures(worker, runner, given.session.routes.signed)
         evaluator = Evaluator(own.peer, planner, departures, clock, measured)
-        training = Training(
-            Flights(own.peer, rules, number, counts_of(position), worker.steps),
-            progress_of(given.resumed),
-            ReadingPosition(start, rules.per_step * (rules.staleness + 2) + rules.window),
+        flights = Flights(own.peer, rules, number, counts_of(position), worker.steps)
+        reading = ReadingPosition(
+            start, rules.per_step * (rules.staleness + 2) + max(rules.window, rules.most_by_staleness)
         )
+        training = Training(flights, progress_of(given.resumed), reading)
+        window = WindowFinder(manifest, flights, membership, clock, asked=given.options.window, memory=slots)
         path_times = PathTimes(own.peer, times, membership.slots_of)
-        data_node = DataNode(given, training, planner, path_times, times.sizes, evaluator, departures, prefetcher)
+        data_node = DataNode(given, training, planner, path_times, evaluator, departures, prefetcher, window)
         held_out = HeldOut(manifest, documents, evaluator)
         stack.enter_context(runner.ending_at(data_node))
         stack.enter_context(prefetcher)
@@ -214,7 +217,8 @@ def _reported(counts: Counts) -> MicrobatchCounts:
 
 
 def _flight_rules(options: NodeOptions, manifest: Manifest) -> FlightRules:
-    """A window of one microbatch for each stage keeps every stage busy; two more cover what is on the wire."""
+    """The window to begin with: one microbatch for each stage keeps every stage busy; two more cover what is on the
+    wire. Further it finds itself."""
     window = options.window or manifest.stages.visited_per_path + 3
     staleness, tokens = manifest.training.staleness, manifest.microbatch_tokens
     return FlightRules(manifest.microbatches_per_step, staleness, window, options.steps, tokens)

@@ -54,7 +54,7 @@ class FlightRules:
     Args:
         per_step: microbatches of one step, where all are as large as they may be.
         staleness: steps that may be begun before the current one is complete.
-        window: microbatches in flight at most.
+        window: microbatches in flight at most, to begin with (`Flights.window`).
         steps: stop after this many; None means never.
         microbatch_tokens: of one microbatch, at most.
     """
@@ -72,8 +72,14 @@ class FlightRules:
 
     @property
     def most_in_flight(self) -> int:
-        """The largest number of microbatches under way at once, where all are as large as they may be."""
-        return min(self.window, self.per_step * (1 + self.staleness))
+        """The largest number of microbatches under way at once with the first window, where all are as large as they
+        may be."""
+        return min(self.window, self.most_by_staleness)
+
+    @property
+    def most_by_staleness(self) -> int:
+        """How many may be under way at once whatever the window, where all are as large as they may be."""
+        return self.per_step * (1 + self.staleness)
 
 
 @dataclass(slots=True)
@@ -91,6 +97,8 @@ class Flights:
     first_number: int = 0
     counts: Counts = field(default_factory=Counts)
     steps_done: int = 0
+    window: int = field(init=False)
+    """Microbatches in flight at most, as found by now (`swarm.pipeline.window`)."""
     _flying: dict[MicrobatchId, Flight] = field(default_factory=dict)
     _done: list[Flight] = field(default_factory=list)
     """Of the step that is not complete yet."""
@@ -98,6 +106,7 @@ class Flights:
 
     def __post_init__(self) -> None:
         self._next_number = self.first_number
+        self.window = self.rules.window
 
     @property
     def in_flight(self) -> tuple[Flight, ...]:
@@ -118,8 +127,8 @@ class Flights:
     def may_start(self) -> Reasoned[bool]:
         """Whether another microbatch may start now."""
         flying, rules = len(self._flying), self.rules
-        if flying >= rules.window:
-            return Reasoned(False, f"the window of {rules.window} is full")
+        if flying >= self.window:
+            return Reasoned(False, f"the window of {self.window} is full")
         begun = sum(flight.tokens for flight in (*self._done, *self._flying.values()))
         if rules.steps is not None and rules.step.is_complete(begun, rules.steps - self.steps_done):
             return Reasoned(False, f"all {rules.steps} steps are under way or done")

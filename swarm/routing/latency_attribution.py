@@ -24,6 +24,7 @@ from typing import Final
 from swarm.routing.measured_times import ASSUMED_BACKWARD_FACTOR, MeasuredTimes
 from swarm.vocabulary.pipeline_messages import Direction, Receipt
 from swarm.vocabulary.types import MicrobatchId, Path, PeerId
+from swarm.workload.microbatch_sizes import MicrobatchSizes
 
 MAX_JOURNEYS: Final = 4096
 LOST_S: Final = 10.0
@@ -104,6 +105,11 @@ class PathTimes:
         self._journeys[microbatch] = _Journey(path, now, dict(queue), size)
         while len(self._journeys) > MAX_JOURNEYS:
             self._journeys.popitem(last=False)
+
+    @property
+    def sizes(self) -> MicrobatchSizes:
+        """Of the microbatches that have set out."""
+        return self._times.sizes
 
     def path_of(self, microbatch: MicrobatchId) -> Path | None:
         """The path of one that is under way, or of which receipts are still to come."""

@@ -152,13 +152,17 @@ def route_tables(status: SwarmStatus) -> Iterator[RenderableType]:
 
 
 def path_tables(status: SwarmStatus) -> Iterator[RenderableType]:
-    """The lane tables: for each data node that has lanes a line and a table."""
+    """The lane tables: for each data node its window, and if it has lanes a line and a table."""
     for peer in status.peers:
         paths, sizes = peer.said.paths, peer.said.sizes
         if sizes is not None and sizes.documents and peer.hosts(0):
             yield Text(f"microbatches of {peer_name(peer.peer)}: {sizes_text(sizes)}")
         if paths is None or not peer.hosts(0):
             continue
+        if (window := peer.said.window) is not None:
+            yield Text(
+                f"window of {peer_name(peer.peer)}: {count(window.microbatches)}; {harmless(window.reason, 240)}"
+            )
         lanes = [lane for lane in paths.lanes[:MAX_LANES] if len(lane.stages) == len(lane.peers)]
         if lanes:
             line = Text("\npaths of ", style="dim").append(peer_name(peer.peer), style="not dim")

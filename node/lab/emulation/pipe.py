@@ -17,6 +17,9 @@ MAX_HELD_BYTES = 4 * 2**20
 """On their way in one direction of a connection; while there are so many, no more are read. At 100 ms it bounds a
 connection to 40 MB/s."""
 
+AT_ONCE_S = 0.0002
+"""A read that took less did not wait."""
+
 Now = Callable[[], float]
 Sleep = Callable[[float], Awaitable[None]]
 
@@ -60,6 +63,8 @@ class Pipe:
         self._held: deque[_Held] = deque()
         self._held_bytes = 0
         self._moved = asyncio.Event()
+        self._late_s = 0.0
+        """How late this process was when it last went on."""
 
     async def run(self) -> None:
         """Carries bytes until the sender's end of stream has been handed on, or the receiver takes nothing more.
@@ -75,16 +80,11 @@ class Pipe:
     async def _take_in(self) -> None:
         """Reads no faster than the link lets go, and never more than may be held."""
         while True:
-            await self._emulation.passable(self._way)
-            while self._held_bytes >= MAX_HELD_BYTES:
-                await self._movement()
-            try:
-                data = await self._reader.read(self._emulation.chunk_bytes(self._way))
-                reset = False
-            except OSError:
-                data, reset = b"", True
-            left_at = self._emulation.leave(self._way, len(data), self._now())
-            await self._until(left_at)
+            data, reset, ready_at = await self._read()
+            left_at = self._emulation.leave(self._way, len(data), ready_at)
+            slept = await self._until(left_at)
+            late_s = max(0.0, self._now() - left_at)
+            self._late_s = late_s if slept else min(self._late_s, late_s)
             due_at = self._line.arrival(left_at, self._emulation.one_way_s(self._way, self._randomness))
             self._held.append(_Held(due_at, data, reset))
             self._held_bytes += len(data)
@@ -92,17 +92,36 @@ class Pipe:
             if not data:
                 return
 
+    async def _read(self) -> tuple[bytes, bool, float]:
+        """The next bytes, whether the sender broke off instead, and when the link could have taken them."""
+        now = self._now()
+        await self._emulation.passable(self._way)
+        while self._held_bytes >= MAX_HELD_BYTES:
+            await self._movement()
+        data, reset = b"", False
+        try:
+            data = await self._reader.read(self._emulation.chunk_bytes(self._way))
+        except OSError:
+            reset = True
+        read_at = self._now()
+        # Bytes that were here already did not wait for the network but for this process, which a busy machine wakes
+        # late: they go on as if it had not overslept, else a link would be the narrower the busier the machine is.
+        return data, reset, read_at - self._late_s if read_at - now < AT_ONCE_S else read_at
+
     async def _hand_on(self, taking: asyncio.Task[None]) -> None:
         while True:
             while not self._held:
                 await self._movement()
             held = self._held[0]
             await self._until(held.due_at)
+            blocked = not self._emulation.passes(self._way)
             await self._emulation.passable(self._way)
             if not held.data:
                 self._end(reset=held.reset)
                 return
-            await self._until(self._emulation.arrive(self._way, len(held.data), self._now()))
+            # It came when it was due, not when this process got round to it.
+            came_at = self._now() if blocked else held.due_at
+            await self._until(self._emulation.arrive(self._way, len(held.data), came_at))
             whole = self._emulation.before_break(self._way, len(held.data))
             if whole is not None:
                 await self._write(held.data[:whole])
@@ -136,7 +155,9 @@ class Pipe:
         self._moved.clear()
         await self._moved.wait()
 
-    async def _until(self, at: float) -> None:
+    async def _until(self, at: float) -> bool:
+        """Whether that was in the future."""
         left_s = at - self._now()
         if left_s > 0:
             await self._sleep(left_s)
+        return left_s > 0

@@ -1,0 +1,78 @@
+"""A data node's window in the node: what it is told of, and what bounds it here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from node.observability.status import WindowStatus
+from protocol.interfaces.clock import Clock
+from protocol.manifest.manifest import Manifest
+from swarm.membership.membership import Membership
+from swarm.pipeline.in_flight import Flight, Flights
+from swarm.pipeline.window import Window, least_of, room_at_hops
+from swarm.vocabulary.types import ModuleId, Reasoned
+
+
+class WindowFinder:
+    """The window of a data node's flights, found by their round trips.
+
+    Args:
+        asked: what `--window` says; None to find it.
+        memory: the microbatches for which there was room when the node started (`node.model.memory_need`).
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        flights: Flights,
+        membership: Membership,
+        clock: Clock,
+        *,
+        asked: int | None,
+        memory: int,
+    ) -> None:
+        self._manifest, self._flights = manifest, flights
+        self._membership, self._clock = membership, clock
+        self._memory = memory
+        start = flights.rules.window
+        # One microbatch for each stage keeps every stage busy where nothing takes time on its way.
+        least = manifest.stages.visited_per_path + 1
+        self._window = None if asked is not None else Window(start, least, least_of(self._bounds()))
+        self._follow()
+
+    @property
+    def value(self) -> Reasoned[int]:
+        """How many microbatches may be under way, and why."""
+        if self._window is None:
+            return Reasoned(self._flights.window, "as asked for (--window)")
+        return self._window.value
+
+    def describe(self) -> WindowStatus:
+        """The window for the node's status."""
+        value = self.value
+        return WindowStatus(value.value, len(self._flights.in_flight), value.reason)
+
+    def completed(self, flight: Flight, now: float) -> None:
+        """Takes in that a microbatch has come home, before the flights complete it."""
+        if self._window is not None:
+            self._window.bound(least_of(self._bounds()))
+            self._window.completed(flight.started, now, len(self._flights.in_flight))
+            self._follow()
+
+    def _follow(self) -> None:
+        self._flights.window = self.value.value
+
+    def _bounds(self) -> Iterator[Reasoned[int]]:
+        rules = self._flights.rules
+        yield Reasoned(rules.most_by_staleness, f"a staleness of {rules.staleness} allows no more")
+        yield Reasoned(self._memory, "memory was set aside for no more here (--slots)")
+        now, stages = self._clock.monotonic(), self._manifest.stages
+        served = {module: self._membership.replicas(module, now) for module in self._manifest.modules()}
+        slots: list[list[int]] = [[] for _ in range(1, stages.count)]
+        for module, replicas in served.items():
+            if module.stage > 0:
+                slots[module.stage - 1] += [announced.slots for announced in replicas]
+        others = len(served[ModuleId(0)])
+        room = room_at_hops(slots, stages.visited_per_path / max(1, stages.count - 1), 1 + others)
+        if room is not None:
+            yield room
