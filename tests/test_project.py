@@ -57,7 +57,8 @@ node/checkpoint: node/concurrency node/data node/model node/model/optimizers nod
 node/network: node/concurrency node/experts node/observability protocol/dht protocol/identity protocol/interfaces
     protocol/manifest protocol/nat protocol/transport swarm/experts swarm/membership swarm/routing swarm/workload
 node/averaging/anchor: node/checkpoint node/model protocol/manifest
-node/context: node/checkpoint node/concurrency node/data node/experts node/network node/observability
+node/start: node/averaging/anchor node/data node/model protocol/manifest
+node/context: node/checkpoint node/concurrency node/data node/experts node/network node/observability node/start
     protocol/identity protocol/manifest swarm/pipeline
 node/pipeline: node/concurrency node/data node/model node/network node/observability protocol/codecs
     protocol/interfaces protocol/manifest protocol/transport swarm/compression swarm/pipeline swarm/routing
@@ -66,8 +67,8 @@ node/reachability: node/concurrency node/network node/observability protocol/ide
     protocol/manifest protocol/nat protocol/transport swarm/membership
 node/averaging/exchange: node/averaging/anchor node/concurrency node/model node/observability protocol/codecs
     protocol/identity protocol/interfaces swarm/averaging swarm/compression
-node/averaging/state_sync: node/averaging/anchor node/concurrency node/network node/observability protocol/codecs
-    protocol/frames protocol/interfaces protocol/transport swarm/averaging
+node/averaging/state_sync: node/averaging/anchor node/concurrency node/network node/observability node/start
+    protocol/codecs protocol/frames protocol/interfaces protocol/transport swarm/averaging
 node/lab/doctor: node/concurrency node/model node/network node/reachability protocol/interfaces protocol/manifest
 node/local_swarm: node/context node/data node/experts node/observability protocol/identity protocol/libp2p
     protocol/manifest swarm/workload
@@ -75,7 +76,7 @@ node/routing: node/concurrency node/context node/data node/network node/observab
     protocol/interfaces protocol/manifest swarm/experts swarm/membership swarm/pipeline swarm/routing
     swarm/routing/negotiation swarm/workload
 node/solo: node/averaging/anchor node/checkpoint node/data node/experts node/model node/network node/observability
-    node/pipeline protocol/manifest swarm/experts swarm/routing
+    node/pipeline node/start protocol/manifest swarm/experts swarm/routing
 node/averaging/audit: node/averaging/anchor node/averaging/exchange node/concurrency protocol/codecs protocol/identity
     protocol/interfaces swarm/averaging
 node/cli/views: node/local_swarm node/observability swarm/compression swarm/workload
@@ -84,15 +85,14 @@ node/export: node/averaging/anchor node/averaging/state_sync node/checkpoint nod
 node/lab/experiment: node/concurrency node/lab/audit node/lab/emulation node/local_swarm node/network
     node/observability protocol/manifest
 node/averaging: node/averaging/anchor node/averaging/audit node/averaging/exchange node/averaging/state_sync
-    node/checkpoint node/concurrency node/context node/model node/network node/observability protocol/codecs
+    node/checkpoint node/concurrency node/context node/model node/network node/observability node/start protocol/codecs
     protocol/identity protocol/interfaces protocol/manifest swarm/averaging swarm/compression
 node/lab/wan: node/lab/audit node/lab/experiment node/local_swarm protocol/manifest
-node/runtime: node/averaging node/averaging/anchor node/checkpoint node/concurrency node/context node/data
-    node/experts node/model node/network node/observability node/pipeline node/reachability node/routing protocol/dht
-    protocol/identity protocol/interfaces protocol/manifest swarm/experts swarm/membership swarm/pipeline
-    swarm/routing
+node/runtime: node/averaging node/averaging/anchor node/checkpoint node/concurrency node/context node/data node/experts
+    node/model node/network node/observability node/pipeline node/reachability node/routing node/start protocol/dht
+    protocol/identity protocol/interfaces protocol/manifest swarm/experts swarm/membership swarm/pipeline swarm/routing
 node/cli: node/checkpoint node/cli/views node/context node/data node/experts node/export node/local_swarm node/model
-    node/network node/observability node/runtime node/solo protocol/identity protocol/manifest swarm/experts
+    node/network node/observability node/runtime node/solo node/start protocol/identity protocol/manifest swarm/experts
     swarm/workload
 node/lab/chaos: node/averaging node/averaging/anchor node/averaging/exchange node/cli node/lab/audit
     node/lab/emulation node/lab/experiment node/local_swarm node/network node/observability protocol/codecs

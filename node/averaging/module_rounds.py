@@ -102,7 +102,7 @@ class ModuleRounds:
         )
         self.runner = RoundRunner(own.peer, module, self._machine, self._store, self._replica_sync, means, self)
         codecs, folder = STATE_CODECS[manifest.codecs.state], given.options.checkpoint_dir
-        self._donor = Donor(module, self._store, own.clock, codecs, averaging, session.transport)
+        self._donor = Donor(module, self._store, own.clock, codecs, averaging, session.transport, given.start)
         self._downloads = StateDownloads(
             session,
             module,
@@ -227,9 +227,15 @@ class ModuleRounds:
 
 
 @asynccontextmanager
-async def module_rounds(given: ModuleContext, replica: LocalReplica) -> AsyncIterator[ModuleRounds]:
-    """Runs the rounds of the module that the node hosts within the block."""
-    start = await given.compute.run(Priority.UPKEEP, lambda: anchor_of(replica))
+async def module_rounds(
+    given: ModuleContext, replica: LocalReplica, first: Anchor | None = None
+) -> AsyncIterator[ModuleRounds]:
+    """Runs the rounds of the module that the node hosts within the block.
+
+    Args:
+        first: the anchor on which the replica is put; None for what it is already.
+    """
+    start = await given.compute.run(Priority.UPKEEP, partial(_put_on, replica, first))
     saved, since = given.resumed.state, Work()
     with ComputeThread(set_up=lambda: torch.set_num_threads(1), name="averaging") as averaging:
         if saved is not None and saved.anchor is not None:
@@ -237,7 +243,8 @@ async def module_rounds(given: ModuleContext, replica: LocalReplica) -> AsyncIte
             start = restored or start
             since = Work(saved.counters.steps_since_anchor, saved.counters.tokens_since_anchor)
         rounds = ModuleRounds(given, replica, start, averaging)
-        rounds.resume(since)
+        if first is None:
+            rounds.resume(since)
         async with task_scope() as tasks:
             running = tasks.create_task(rounds.run())
             try:
@@ -257,6 +264,16 @@ def round_rules(manifest: Manifest, layout: Layout) -> RoundRules:
         step_tokens=training.inner_tokens,
         rungs=rungs_to(Codec[manifest.codecs.pseudo_gradients.upper()]),
     )
+
+
+def _put_on(replica: LocalReplica, first: Anchor | None) -> Anchor:
+    """On the compute thread."""
+    if first is None:
+        return anchor_of(replica)
+    replica.write(slice(0, first.layout.elements), first.parameters)
+    if first.version.round:
+        replica.optimizer.start_anew(first.version.steps, first.version.tokens)
+    return first
 
 
 def _restored(given: ModuleContext, layout: Layout, saved: AnchorState) -> Anchor | None:

@@ -30,6 +30,10 @@ def new(
     source: Annotated[
         Path | None, typer.Option("--from", help="Start from this TOML file instead of the default.")
     ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option("--from-model", help="Start from the model in this folder: Hugging Face Llama, Mistral or Qwen."),
+    ] = None,
     name: Annotated[str | None, typer.Option(help="The run's name.")] = None,
     data: Annotated[
         str | None, typer.Option(help="python-stdlib, path:FILE-OR-FOLDER or huggingface:NAME[:...].")
@@ -73,6 +77,12 @@ def new(
         total_tokens=total_tokens,
     )
     manifest = chosen_manifest(source, changes)
+    if model is not None:
+        from node.cli.existing_model import starting_from
+
+        manifest = starting_from(model, manifest, is_default=source is None, keeps_blocks=stages is not None)
+    elif manifest.start is not None and stages is not None:
+        raise ConfigError("--stages cuts the run's model anew", hint="Name the model's folder with --from-model.")
     router = None if source is None or manifest.routing is None else router_of(source, manifest)
     if route_from is not None:
         manifest, router = _routed(manifest, route_from)
@@ -99,7 +109,7 @@ def new(
     if manifest.stages.has_experts:
         by = "by chance" if router is None else f"by {router_file(file)}, which belongs beside the manifest"
         typer.echo(f"  {len(manifest.modules())} modules; documents are routed to experts {by}")
-    typer.echo(f"Start its first node with: skipstone join {file}")
+    typer.echo(f"Start its first node with: skipstone join {file}{'' if model is None else f' --model {model}'}")
 
 
 def _routed(manifest: Manifest, source: str) -> tuple[Manifest, Router]:

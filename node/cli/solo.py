@@ -23,6 +23,7 @@ def solo(
     steps: Annotated[int | None, typer.Option(min=1, help="Steps to train [default: the manifest's schedule]")] = None,
     data: Annotated[str | None, typer.Option(help="Another source of text than the manifest's.")] = None,
     seed: Annotated[int | None, typer.Option(help="Another seed than the manifest's.")] = None,
+    model: Annotated[Path | None, typer.Option(help="Folder of the model that the run starts from.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:N, mps or auto.")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads for computing.")] = None,
     checkpoint_dir: Annotated[Path | None, typer.Option(help="Folder to save to, and to go on from.")] = None,
@@ -41,6 +42,7 @@ def solo(
         from node.model.device import choose_device
         from node.solo.solo_checkpoint import CheckpointPlan
         from node.solo.trainer import train_solo
+        from node.start.cut_model import open_start
 
         if threads is not None:
             torch.set_num_threads(threads)
@@ -53,6 +55,7 @@ def solo(
             on_event=sink.emit,
             saves=None if folder is None else CheckpointPlan(folder, checkpoint_every),
             router=router,
+            start=open_start(chosen, model),
             should_stop=stop.is_set,
         )
     raise typer.Exit(interrupts.exit_code)

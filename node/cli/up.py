@@ -33,6 +33,9 @@ def up(
     steps: Annotated[int | None, typer.Option(min=1, help="Steps to train [default: the manifest's schedule]")] = None,
     data: Annotated[str | None, typer.Option(help="Another source of text than the manifest's.")] = None,
     manifest: Annotated[Path | None, typer.Option(help="The run [default: a small demo]")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Folder of the model that the run starts from; its first node reads it.")
+    ] = None,
     stages_per_path: Annotated[int | None, VisitedPerPath] = None,
     visit_ratio: Annotated[float | None, VisitRatio] = None,
     seed: Annotated[int | None, typer.Option(help="Another seed than the manifest's.")] = None,
@@ -67,6 +70,7 @@ def up(
         checkpoint_dir=checkpoint_dir,
         checkpoint_every_s=checkpoint_every,
         log_dir=log_dir,
+        model=model,
         router=b"" if router is None else router.to_bytes(),
         # Of what is kept this machine is the author: then `eval` opens the text that the manifest names.
         author_path=None if checkpoint_dir is None else default_identity_path(),

@@ -20,6 +20,7 @@ from node.experts.router import Router
 from node.network.proofs import Proofs
 from node.network.session import NetworkSession
 from node.observability.events import EventSink
+from node.start.cut_model import CutModel
 from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.types import ModuleId, Reasoned
 
@@ -43,6 +44,8 @@ class ModuleContext:
     saves: SaveRequests
     proofs: Proofs
     resumed: Resumed
+    start: CutModel | None
+    """The existing model from which the run starts, if it does and its folder is here."""
     router: Router | None
     """That which the manifest names, if it names one."""
     text: Reasoned[Places | None]

@@ -115,6 +115,10 @@ class NodeOptions:
     reads_text: Annotated[bool, setting("data", "May take stage 0, which reads the text.", off="no-data")] = True
     text: Annotated[Path | None, TextPlace] = None
     tokenizer: Annotated[Path | None, TokenizerPlace] = None
+    model: Annotated[
+        Path | None,
+        setting("model", "Folder of the model that the run starts from; others get their part from it."),
+    ] = None
     allow_hub: Annotated[bool, AllowHub] = False
     yes: Annotated[bool, setting("yes", "Join without being asked.")] = False
     identity_path: Annotated[Path, setting("identity", "The node's key file; made when it is not there.")] = field(
@@ -180,7 +184,8 @@ class NodeOptions:
     @property
     def told(self) -> ToldPlaces:
         """The places that the person names for the run's text; it decides too whether the node may choose stage 0."""
-        return ToldPlaces(text=self.text, tokenizer=self.tokenizer, hub=self.allow_hub)
+        beside = None if self.model is None else self.model / "tokenizer.json"
+        return ToldPlaces(text=self.text, tokenizer=self.tokenizer or beside, hub=self.allow_hub)
 
     @property
     def relay_bytes_per_hour(self) -> int:

@@ -15,7 +15,7 @@ from typing import Any, Final
 from node.experts.router import Router
 from node.experts.router_file import load_router
 from node.export.file_plan import CONFIG, FORMAT, MANIFEST, ORIGIN, module_file, shard_files
-from node.export.hugging_face import llama_config
+from node.export.hugging_face import model_config
 from node.export.source import Parameters
 from node.export.tensor_files import check_header, names_in, read_tensors
 from node.model.initialization import digest_of_tensors
@@ -129,7 +129,7 @@ def _digests(path: Path, origin: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _check_config(file: Path, signed: SignedManifest) -> None:
     """`transformers` goes by the config and we by the manifest; they must not be two models."""
-    found, wanted = _read_json(file), llama_config(signed.manifest, end_of_document=0)
+    found, wanted = _read_json(file), model_config(signed.manifest, end_of_document=0)
     for key in wanted.keys() - _LEFT_TO_THE_TOKENIZER:
         if found.get(key) != wanted[key]:
             raise StateError(

@@ -1,31 +1,38 @@
 """The JSON files that `transformers` and `tokenizers` read beside the weights, made from the manifest.
 
-Our blocks are computed as LlamaForCausalLM computes them (rotary halves included), so the weights need no permutation.
+Our blocks are computed as LlamaForCausalLM and its kin compute them (rotary halves included), so the weights need no
+permutation.
 
-Sources: LlamaConfig of transformers 4 and 5; the byte-level alphabet of GPT-2 (Radford et al. 2019), which the
-`ByteLevel` pre-tokenizer of `tokenizers` has.
+Sources: LlamaConfig and its kin of transformers 4 and 5; the byte-level alphabet of GPT-2 (Radford et al. 2019), which
+the `ByteLevel` pre-tokenizer of `tokenizers` has.
 """
 
 from __future__ import annotations
 
 from typing import Any, Final
 
-from protocol.manifest.manifest import Manifest
+from protocol.manifest.manifest import Manifest, ModelSection
 
 Json = dict[str, Any]
 
 BYTES_END_OF_DOCUMENT: Final = "<|endoftext|>"
 """How the byte tokenizer's 256 is written; in a text it stays 13 bytes (`split_special_tokens`)."""
+_ARCHITECTURES: Final = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 
 
-def llama_config(manifest: Manifest, end_of_document: int) -> Json:
+def model_config(manifest: Manifest, end_of_document: int) -> Json:
     """The content of `config.json`. The weights' type is float32, in which a swarm keeps its parameters, whatever it
     multiplies in.
     """
     model = manifest.model
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [_ARCHITECTURES[model.family]],
+        "model_type": model.family,
         "vocab_size": model.vocabulary,
         "hidden_size": model.hidden,
         "intermediate_size": model.feed_forward,
@@ -34,19 +41,35 @@ def llama_config(manifest: Manifest, end_of_document: int) -> Json:
         "num_key_value_heads": model.kv_heads,
         "head_dim": model.head_size,
         "hidden_act": "silu",
-        "max_position_embeddings": model.sequence,
+        "max_position_embeddings": model.positions or model.sequence,
         "rms_norm_eps": model.norm_epsilon,
         "rope_theta": model.rope_theta,
-        "rope_scaling": None,
-        "attention_bias": False,
+        "rope_scaling": _rope_scaling(model),
+        "attention_bias": model.attention_bias,
         "attention_dropout": 0.0,
         "mlp_bias": False,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": model.tied_embeddings,
         "torch_dtype": "float32",
         "use_cache": True,
         "bos_token_id": end_of_document,
         "eos_token_id": end_of_document,
         "pad_token_id": None,
+        **({} if model.family == "llama" else {"sliding_window": model.sliding_window}),
+    }
+
+
+def _rope_scaling(model: ModelSection) -> Json | None:
+    scaling = model.rope_scaling
+    if scaling is None:
+        return None
+    if scaling.kind == "linear":
+        return {"rope_type": "linear", "factor": scaling.factor}
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_frequency_factor,
+        "high_freq_factor": scaling.high_frequency_factor,
+        "original_max_position_embeddings": scaling.original_positions,
     }
 
 

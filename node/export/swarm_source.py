@@ -95,7 +95,10 @@ class SwarmSource:
         while True:
             announced = {a.peer: a.anchor for a in membership.with_state(module) if a.anchor is not None}
             if choose_version(announced).value is not None or clock.monotonic() >= deadline:
-                return state_to_take(module, announced, self.signed.manifest.training.inner_steps)
+                manifest = self.signed.manifest
+                return state_to_take(
+                    module, announced, manifest.training.inner_steps, is_model=manifest.start is not None
+                )
             await asyncio.sleep(PAUSE_S)
 
     def _download(self, manifest: Manifest, module: ModuleId) -> StateDownloads:
@@ -152,13 +155,14 @@ async def _look_around(session: NetworkSession, modules: Sequence[ModuleId], pat
 
 
 def state_to_take(
-    module: ModuleId, announced: Mapping[PeerId, AnchorVersion], inner_steps: int
+    module: ModuleId, announced: Mapping[PeerId, AnchorVersion], inner_steps: int, *, is_model: bool = False
 ) -> tuple[AnchorVersion, tuple[PeerId, ...]]:
     """The state of a module that is taken for its model, and the replicas that stand on it.
 
     Args:
         announced: what each live replica announces.
         inner_steps: between two rounds.
+        is_model: whether it is of use before its first round, because the run starts from an existing model.
 
     Raises:
         Unreachable: there is no replica.
@@ -172,7 +176,7 @@ def state_to_take(
     version = chosen.value
     if version is None:
         raise NoQuorum(f"module {module}: {chosen.reason}", hint="Try again after its next round.")
-    if version.round == 0:
+    if version.round == 0 and not is_model:
         raise NoQuorum(
             f"module {module} has had no round yet: all that its replicas agree on are the initial weights",
             hint=f"Try again after its first round, which is due after {inner_steps} inner steps;"

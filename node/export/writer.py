@@ -27,7 +27,7 @@ from node.export.hugging_face import (
     BYTES_END_OF_DOCUMENT,
     byte_tokenizer,
     generation_config,
-    llama_config,
+    model_config,
     tokenizer_config,
 )
 from node.export.source import ModuleSource, checked_module, path_modules
@@ -220,7 +220,7 @@ def _write_tokenizer(folder: Path, manifest: Manifest, file: Path | None) -> Non
         name = BYTES_END_OF_DOCUMENT
         _write_json(folder / layout.TOKENIZER, byte_tokenizer())
     _write_json(folder / layout.TOKENIZER_CONFIG, tokenizer_config(manifest, name))
-    _write_json(folder / layout.CONFIG, llama_config(manifest, tokenizer.end_of_document))
+    _write_json(folder / layout.CONFIG, model_config(manifest, tokenizer.end_of_document))
     _write_json(folder / layout.GENERATION_CONFIG, generation_config(tokenizer.end_of_document))
 
 

@@ -80,6 +80,9 @@ class LocalSwarmOptions:
     log_dir: Path | None = None
     """Folder that gets every node's event log."""
     log_level: str = "warning"
+    model: Path | None = None
+    """Folder of the existing model from which the run starts. The first peer is told of it; the others get their parts
+    from that one."""
     router: bytes = b""
     """That the manifest names, if it names one."""
     author_path: Path | None = None
@@ -212,6 +215,7 @@ class LocalSetup:
             port=peer.port,
             dht_port=peer.dht_port,
             threads=self._options.threads_per_node,
+            model=self._options.model.absolute() if self._options.model and peer.index == 0 else None,
             steps=self._options.steps if is_data_node else None,
             checkpoint_dir=self._options.checkpoint_dir,
             checkpoint_every_s=self._options.checkpoint_every_s,

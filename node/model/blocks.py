@@ -1,4 +1,5 @@
-"""The transformer block of the Llama family, named and computed as Hugging Face's LlamaForCausalLM does.
+"""The transformer block of the Llama family, named and computed as Hugging Face's LlamaForCausalLM does, and those of
+Mistral, Qwen2 and Qwen3, which differ from it in biases and norms (`protocol.manifest.manifest.ModelSection`).
 
 Parameters are float32 and every product casts them to the element type of its input, so the caller chooses the
 precision by what it passes in: float32 hidden states give float32 products, bfloat16 ones bfloat16 products. An
@@ -15,6 +16,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
 from torch import Tensor, nn
@@ -36,6 +38,17 @@ class Linear(nn.Module):
 
     def forward(self, values: Tensor) -> Tensor:
         return F.linear(values, self.weight.to(values.dtype))
+
+
+class BiasedLinear(Linear):
+    """A matrix product to which a bias [outputs] is added."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.bias = nn.Parameter(torch.empty(outputs))
+
+    def forward(self, values: Tensor) -> Tensor:
+        return super().forward(values) + self.bias.to(values.dtype)
 
 
 class Embedding(nn.Module):
@@ -91,8 +104,7 @@ class Rotary(nn.Module):
 
     def __init__(self, section: ModelSection) -> None:
         super().__init__()
-        halves = np.arange(0, section.head_size, 2, dtype=np.float64) / section.head_size
-        frequencies = section.rope_theta**-halves
+        frequencies = rotary_frequencies(section)
         angles = np.outer(np.arange(section.sequence, dtype=np.float64), np.concatenate([frequencies, frequencies]))
         self.register_buffer("cosines", torch.from_numpy(np.cos(angles).astype(np.float32)), persistent=False)
         self.register_buffer("sines", torch.from_numpy(np.sin(angles).astype(np.float32)), persistent=False)
@@ -109,6 +121,23 @@ class Rotary(nn.Module):
         else:
             positions = torch.cat([torch.arange(length, device=self.cosines.device) for length in documents])
         return Angles(self.cosines[positions], self.sines[positions])
+
+
+def rotary_frequencies(section: ModelSection) -> npt.NDArray[np.float64]:
+    """The radians by which each pair of components turns from one position to the next, [head_size / 2]: those of
+    RoFormer, or stretched as the manifest says and `transformers` computes it.
+    """
+    halves = np.arange(0, section.head_size, 2, dtype=np.float64) / section.head_size
+    frequencies: npt.NDArray[np.float64] = section.rope_theta**-halves
+    scaling = section.rope_scaling
+    if scaling is None:
+        return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    turns = scaling.original_positions * frequencies / (2 * np.pi)
+    kept = np.clip((turns - low) / (high - low), 0.0, 1.0)  # of each frequency: 1 for the high ones, 0 for the low ones
+    return frequencies * (kept + (1 - kept) / scaling.factor)
 
 
 class Past:
@@ -161,18 +190,28 @@ class Attention(nn.Module):
         self.head_size = section.head_size
         self.shares_heads = section.kv_heads != section.heads
         kv_size = section.kv_heads * section.head_size
-        self.q_proj = Linear(section.hidden, section.hidden)
-        self.k_proj = Linear(section.hidden, kv_size)
-        self.v_proj = Linear(section.hidden, kv_size)
-        self.o_proj = Linear(section.hidden, section.hidden)
+
+        def projection(name: str, inputs: int, outputs: int) -> Linear:
+            return (BiasedLinear if name in section.biased else Linear)(inputs, outputs)
+
+        self.q_proj = projection("q_proj", section.hidden, section.query_size)
+        self.k_proj = projection("k_proj", section.hidden, kv_size)
+        self.v_proj = projection("v_proj", section.hidden, kv_size)
+        self.o_proj = projection("o_proj", section.query_size, section.hidden)
+        self.q_norm = self.k_norm = None
+        if section.has_head_norms:
+            self.q_norm = RMSNorm(section.head_size, section.norm_epsilon)
+            self.k_norm = RMSNorm(section.head_size, section.norm_epsilon)
 
     def forward(self, hidden: Tensor, angles: Angles, documents: Documents = (), past: Past | None = None) -> Tensor:
         """Maps [rows, tokens, hidden] to the same shape. With a past, the tokens follow those in it and are added to
         it.
         """
         is_first = past is None or past.length == 0
-        queries = angles.rotate(self._by_head(self.q_proj(hidden)))
-        keys = angles.rotate(self._by_head(self.k_proj(hidden)))
+        queries, keys = self._by_head(self.q_proj(hidden)), self._by_head(self.k_proj(hidden))
+        if self.q_norm is not None and self.k_norm is not None:
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
+        queries, keys = angles.rotate(queries), angles.rotate(keys)
         values = self._by_head(self.v_proj(hidden))
         if past is not None:
             keys, values = past.extend(keys, values)

@@ -12,6 +12,7 @@ from torch import Tensor
 from node.data.packing import Microbatch
 from node.model.blocks import Block, Past
 from node.model.parts import EmbeddingPart, HeadPart
+from node.model.shapes import EMBEDDING, HEAD
 from protocol.manifest.manifest import Manifest
 
 
@@ -32,6 +33,8 @@ class Decoder:
         with torch.device("meta"):  # weights are given, so none are made
             self._body = EmbeddingPart(manifest.model, sum(manifest.stages.blocks))
             self._head = HeadPart(manifest.model)
+        if manifest.model.tied_embeddings:
+            parameters = {**parameters, HEAD: parameters[EMBEDDING]}
         for part in (self._body, self._head):
             part.load_state_dict({name: parameters[name] for name, _ in part.named_parameters()}, assign=True)
             part.requires_grad_(False).to(device)

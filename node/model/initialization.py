@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from node.model.blocks import RMSNorm
-from node.model.shapes import ENDS
+from node.model.shapes import EMBEDDING, HEAD
 
 _CHUNK: Final = 2**20
 """Numbers drawn at a time: 8 MiB of raw integers, whatever the size of the matrix."""
@@ -41,6 +41,8 @@ def initialise(parts: Iterable[nn.Module], *, seed: int, total_blocks: int) -> N
         for name, parameter in part.named_parameters():
             if id(parameter) in norms:
                 parameter.fill_(1.0)
+            elif parameter.dim() == 1:
+                parameter.zero_()
             else:
                 deviation = standard_deviation(name, parameter.shape[1], total_blocks)
                 parameter.copy_(near_normal(seed, name, parameter.shape, deviation))
@@ -51,7 +53,7 @@ def standard_deviation(name: str, fan_in: int, total_blocks: int) -> float:
     residual stream is made smaller, by 1/sqrt(2 x blocks), so that the stream does not grow with depth (GPT-2, Radford
     et al. 2019). 2019).
     """
-    if name.startswith(ENDS):
+    if name in (EMBEDDING, HEAD):
         return _SMALL
     deviation = 1 / math.sqrt(fan_in)
     return deviation / math.sqrt(2 * total_blocks) if name.endswith(_WRITES_TO_RESIDUAL) else deviation
@@ -75,8 +77,14 @@ def near_normal(seed: int, name: str, shape: Iterable[int], deviation: float) ->
 
 
 def parameters_of(*parts: nn.Module) -> dict[str, Tensor]:
-    """The parameters of one module by name, detached but sharing memory. Stage 0's module is two parts; pass both."""
-    return {name: parameter.detach() for part in parts for name, parameter in part.named_parameters()}
+    """The parameters of one module by name, detached but sharing memory. Stage 0's module is two parts; pass both. What
+    both have, as tied embeddings, has the name that the first gives it.
+    """
+    named: dict[nn.Parameter, str] = {}
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            named.setdefault(parameter, name)
+    return {name: parameter.detach() for parameter, name in named.items()}
 
 
 def digest_of_tensors(tensors: dict[str, Tensor]) -> bytes:

@@ -152,10 +152,13 @@ class Accumulator:
             total.add_(room[: total.numel()].view_as(total).copy_(gradient), alpha=weight)
 
     def hand_over_mean(self) -> None:
-        """Puts the mean over the visits' tokens into the parameters' `.grad`; without visits there is none and `.grad`
-        is None."""
+        """Adds the mean over the visits' tokens to the parameters' `.grad`, which another part has filled where its
+        embeddings are tied; without visits there is none."""
+        if self.tokens <= 0:
+            return
         for parameter, total in zip(self.parameters, self._sums, strict=True):
-            parameter.grad = total.div_(self.tokens).to(parameter.dtype) if self.tokens > 0 else None
+            mean = total.div_(self.tokens).to(parameter.dtype)
+            parameter.grad = mean if parameter.grad is None else parameter.grad.add_(mean)
 
     def start_over(self) -> None:
         """Starts a new sum, and remembers the microbatches of the old one."""
@@ -216,7 +219,8 @@ class InnerOptimizer:
         self._ramp = RAMP_STEPS
         self._training = training
         self._accumulators = tuple(accumulators)
-        self._parameters = [parameter for accumulator in accumulators for parameter in accumulator.parameters]
+        # Each once: with tied embeddings both parts of stage 0 have the same matrix.
+        self._parameters = list(dict.fromkeys(p for accumulator in accumulators for p in accumulator.parameters))
         self.rules = _rules(training.inner, accumulators, submit)
         """Which move the parameters, each those that are its own."""
 
@@ -235,6 +239,8 @@ class InnerOptimizer:
         if not any(visits):
             raise SkipstoneError("an inner step without a single visit was asked for")
         tokens = max(accumulator.tokens for accumulator in self._accumulators)
+        for parameter in self._parameters:
+            parameter.grad = None
         for accumulator in self._accumulators:
             accumulator.hand_over_mean()
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._training.inner.clip_norm)
@@ -297,15 +303,13 @@ class InnerOptimizer:
 
 def _rules(inner: InnerSection, accumulators: Sequence[Accumulator], submit: Submit) -> tuple[InnerRule[Any], ...]:
     """The rules of the manifest's optimizer, which have all parameters among them."""
-    matrices: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
-    for accumulator in accumulators:
-        for name, parameter in zip(accumulator.names, accumulator.parameters, strict=True):
-            (matrices if is_block_matrix(name, tuple(parameter.shape)) else others).append(parameter)
+    names = {p: name for a in accumulators for name, p in zip(a.names, a.parameters, strict=True)}
+    matrices = {parameter: None for parameter, name in names.items() if is_block_matrix(name, tuple(parameter.shape))}
+    others = [parameter for parameter in names if parameter not in matrices]
     if inner.name == "soap":
-        return AdamW(others, inner), Soap(matrices, inner, submit)
+        return AdamW(others, inner), Soap(tuple(matrices), inner, submit)
     if inner.name == "muon":
-        return AdamW(others, inner), Muon(matrices, inner)
+        return AdamW(others, inner), Muon(tuple(matrices), inner)
     return (AdamW([*matrices, *others], inner),)
 
 

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from node.model.blocks import Block, Documents, Embedding, Linear, RMSNorm, Rotary
 from node.model.initialization import initialise
+from node.model.shapes import EMBEDDING
 from protocol.manifest.manifest import Manifest, ModelSection
 from swarm.vocabulary.types import ModuleId
 
@@ -114,19 +115,36 @@ def build_block_stack(manifest: Manifest, module: ModuleId) -> BlockStack:
         raise ValueError(f"module {module} is not a stack of blocks of this run")
     blocks = manifest.stages.blocks
     stack = BlockStack(manifest.model, sum(blocks[: module.stage]), blocks[module.stage])
-    initialise([stack], seed=manifest.seed, total_blocks=sum(blocks))
+    _fill(manifest, stack)
     return stack
 
 
 def build_embedding(manifest: Manifest) -> EmbeddingPart:
     """Builds stage 0's first part."""
     part = EmbeddingPart(manifest.model, manifest.stages.blocks[0])
-    initialise([part], seed=manifest.seed, total_blocks=sum(manifest.stages.blocks))
+    _fill(manifest, part)
     return part
 
 
-def build_head(manifest: Manifest) -> HeadPart:
-    """Builds stage 0's second part."""
+def build_head(manifest: Manifest, embedding: EmbeddingPart | None = None) -> HeadPart:
+    """Builds stage 0's second part. Its matrix is that of `embedding`, wherever that is, where the embeddings are tied:
+    then it must be given.
+    """
     part = HeadPart(manifest.model)
-    initialise([part], seed=manifest.seed, total_blocks=sum(manifest.stages.blocks))
-    return part
+    if not manifest.model.tied_embeddings:
+        _fill(manifest, part)
+        return part
+    assert embedding is not None, "tied embeddings are one matrix"
+    _fill(manifest, part.model)
+    part.lm_head.weight = embedding.get_parameter(EMBEDDING)
+    return part.to(part.lm_head.weight.device)
+
+
+@torch.no_grad()
+def _fill(manifest: Manifest, part: nn.Module) -> None:
+    """With the weights that follow from the seed; those of an existing model are put there by who has them."""
+    if manifest.start is None:
+        initialise([part], seed=manifest.seed, total_blocks=sum(manifest.stages.blocks))
+    else:
+        for parameter in part.parameters():
+            parameter.zero_()

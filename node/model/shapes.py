@@ -13,8 +13,9 @@ from swarm.vocabulary.types import ModuleId
 
 Shape = tuple[int, ...]
 
-ENDS: Final = ("model.embed_tokens.", "lm_head.")
-"""What the names of the embedding's and the head's parameters begin with."""
+EMBEDDING: Final = "model.embed_tokens.weight"
+HEAD: Final = "lm_head.weight"
+"""Where the embeddings are tied this is the one above, and no parameter of its own."""
 BYTES_PER_PARAMETER: Final = 4
 """Parameters are float32."""
 
@@ -37,17 +38,13 @@ def parameter_shapes(manifest: Manifest, module: ModuleId) -> dict[str, Shape]:
     if module.stage:
         return layers
     vocabulary = (model.vocabulary, model.hidden)
-    return {
-        "model.embed_tokens.weight": vocabulary,
-        **layers,
-        "model.norm.weight": (model.hidden,),
-        "lm_head.weight": vocabulary,
-    }
+    ends = {EMBEDDING: vocabulary, **layers, "model.norm.weight": (model.hidden,)}
+    return ends if model.tied_embeddings else {**ends, HEAD: vocabulary}
 
 
 def is_block_matrix(name: str, shape: Shape) -> bool:
     """Whether a parameter is one of the matrices of a transformer block."""
-    return len(shape) == 2 and not name.startswith(ENDS)
+    return len(shape) == 2 and name not in (EMBEDDING, HEAD)
 
 
 def demand_of(manifest: Manifest, module: ModuleId) -> float:
@@ -64,12 +61,18 @@ def parameter_bytes(shapes: Mapping[str, Shape]) -> int:
 
 def _block_shapes(model: ModelSection) -> dict[str, Shape]:
     hidden, kv_size, wide = model.hidden, model.kv_heads * model.head_size, model.feed_forward
+    projections: dict[str, Shape] = {
+        "q_proj": (model.query_size, hidden),
+        "k_proj": (kv_size, hidden),
+        "v_proj": (kv_size, hidden),
+        "o_proj": (hidden, model.query_size),
+    }
+    norms = ("q_norm", "k_norm") if model.has_head_norms else ()
     return {
         "input_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (hidden, hidden),
-        "self_attn.k_proj.weight": (kv_size, hidden),
-        "self_attn.v_proj.weight": (kv_size, hidden),
-        "self_attn.o_proj.weight": (hidden, hidden),
+        **{f"self_attn.{name}.weight": shape for name, shape in projections.items()},
+        **{f"self_attn.{name}.bias": shape[:1] for name, shape in projections.items() if name in model.biased},
+        **{f"self_attn.{name}.weight": (model.head_size,) for name in norms},
         "post_attention_layernorm.weight": (hidden,),
         "mlp.gate_proj.weight": (wide, hidden),
         "mlp.up_proj.weight": (wide, hidden),

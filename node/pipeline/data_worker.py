@@ -34,7 +34,8 @@ def host_stage_zero(
     """Makes a data node's replica of stage 0, with the run's initial weights. Raises as `host_hop`."""
     require_room(manifest, (ModuleId(0),), device, slots)
     with device_errors():
-        embedding, head = build_embedding(manifest).to(device), build_head(manifest).to(device)
+        embedding = build_embedding(manifest).to(device)
+        head = build_head(manifest, embedding).to(device)
         sums = Accumulator(embedding), Accumulator(head)
         stage = StageZero(embedding, head, *sums, inner_optimizer(manifest, ModuleId(0), sums))
         body, end = body_passes(embedding, threads, quadratic_share(manifest.model)), head_passes(head, threads)

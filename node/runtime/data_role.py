@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from secrets import randbelow
 
+from node.averaging.anchor.anchor import Anchor
 from node.averaging.anchor.module_vector import LocalReplica
 from node.averaging.module_rounds import ModuleRounds, module_rounds
 from node.checkpoint.state import ReplicaState
@@ -141,7 +142,7 @@ class DataRole:
 
 
 @asynccontextmanager
-async def data_role(given: ModuleContext) -> AsyncIterator[DataRole]:
+async def data_role(given: ModuleContext, first: Anchor | None) -> AsyncIterator[DataRole]:
     """Builds the role of a data node, its text open and the first microbatches being packed."""
     manifest, own, clock = given.manifest, given.session.own, SystemClock()
     slots, per_step = given.options.slots_held, manifest.microbatches_per_step
@@ -174,7 +175,7 @@ async def data_role(given: ModuleContext) -> AsyncIterator[DataRole]:
         (stage.embedding, stage.head), manifest.training.fragments, stage.optimizer, worker.parameters_changed
     )
     prefetcher = Prefetcher(feed, live_data_nodes, lambda: data_node.wake(), rules.window + 1)
-    async with module_rounds(given, replica) as rounds, AsyncExitStack() as stack:
+    async with module_rounds(given, replica, first) as rounds, AsyncExitStack() as stack:
         runner = microbatch_runner_for(given, worker, planner, link_codecs(given, worker), rounds)
         departures = Departures(worker, runner, given.session.routes.signed)
         evaluator = Evaluator(own.peer, planner, departures, clock, measured)

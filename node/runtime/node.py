@@ -35,6 +35,7 @@ from node.runtime.malloc import keep_freed_memory
 from node.runtime.mover import MovePeriods, Mover, NextModule, stay_for_ever, workload_of
 from node.runtime.resume import find_own
 from node.runtime.serving import Moving, serve_module
+from node.start.cut_model import open_start
 from protocol.dht.directory import DirectorySettings
 from protocol.identity.keys import Identity
 from protocol.interfaces.clock import SystemClock
@@ -101,6 +102,7 @@ async def run_node(
                 if signed is None:
                     return
             text = await _joined(options, signed, identity.peer, consent, stop)
+            start = await asyncio.to_thread(open_start, signed.manifest, options.model)
             router = await unless(stop, _router(options, session, signed.manifest))
             if router is None and signed.manifest.routing is not None:
                 return
@@ -128,6 +130,7 @@ async def run_node(
                         saves=SaveRequests(),
                         proofs=Proofs(session),
                         resumed=resumed,
+                        start=start,
                         router=router,
                         text=text,
                     )

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from functools import partial
 
+from node.averaging.first_state import first_state
 from node.checkpoint.folder import CheckpointFolder, save_state
 from node.checkpoint.saver import Saver
 from node.concurrency.task_groups import task_scope, unless
@@ -53,7 +54,10 @@ async def serve_module(
     own.take(given.module)
     tell_state(session, events)
     make = data_role if given.module.stage == 0 else stage_role
-    async with make(given) as role:
+    first = await unless(stop, first_state(given))
+    if first is None:
+        return None
+    async with make(given, first.anchor) as role:
         given.resumed.state = None
 
         async def status(asker: PeerId, question: Question) -> bytes:

@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from node.averaging.anchor.anchor import Anchor
 from node.averaging.anchor.module_vector import LocalReplica
 from node.averaging.module_rounds import ModuleRounds, module_rounds
 from node.checkpoint.state import ReplicaState
@@ -92,8 +93,8 @@ class StageRole:
 
 
 @asynccontextmanager
-async def stage_role(given: ModuleContext) -> AsyncIterator[StageRole]:
-    """Builds the role of a stage peer, not prepared yet."""
+async def stage_role(given: ModuleContext, first: Anchor | None) -> AsyncIterator[StageRole]:
+    """Builds the role of a stage peer, not prepared yet; `first` as of `module_rounds`."""
     manifest, device = given.manifest, given.device
     budget = default_graph_budget(device).value if given.options.graph_bytes is None else given.options.graph_bytes
     slots = given.options.slots_held
@@ -106,7 +107,7 @@ async def stage_role(given: ModuleContext) -> AsyncIterator[StageRole]:
     times = MeasuredTimes(given.session.own.peer, manifest.microbatch_tokens)
     planner = Planner(path_rules(manifest), given.session.membership, times)
     replica = LocalReplica((worker.part,), manifest.training.fragments, worker.optimizer, worker.parameters_changed)
-    async with module_rounds(given, replica) as rounds:
+    async with module_rounds(given, replica, first) as rounds:
         runner = microbatch_runner_for(given, worker, planner, link_codecs(given, worker), rounds)
         yield StageRole(given, worker, runner, rounds)
 

@@ -18,6 +18,7 @@ from typing import Any, Final, Literal, Protocol
 import torch
 from torch import nn
 
+from node.averaging.anchor.anchor import tensors_of
 from node.averaging.anchor.lone_replica import LoneReplica
 from node.averaging.anchor.module_vector import LocalReplica
 from node.averaging.anchor.outer_step import outer_rule
@@ -37,6 +38,7 @@ from node.network.loss_report import answer_of, held_out_loss, summed_loss
 from node.observability.events import Event, MicrobatchCounts, Note, Step, Summary
 from node.pipeline.admission import path_rules
 from node.solo.solo_checkpoint import CheckpointPlan, Hosted, load_solo, save_solo
+from node.start.cut_model import CutModel
 from protocol.manifest.manifest import Manifest
 from swarm.experts.routes import module_at
 from swarm.routing.planner import visited_stages
@@ -58,6 +60,7 @@ def train_solo(
     on_event: Callable[[Event], None],
     saves: CheckpointPlan | None = None,
     router: Router | None = None,
+    start: CutModel | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     monotonic: Callable[[], float] = time.monotonic,
 ) -> Summary:
@@ -67,12 +70,14 @@ def train_solo(
     is written now and then and at the end. `steps` counts those before a resume.
 
     Raises:
-        ConfigError: its data or its router is not here (see `open_documents`).
+        ConfigError: its data or its router is not here (see `open_documents`), or it starts from an existing model that
+            is not `start`.
         StateError: the loss or a gradient is not finite, or the last checkpoint could not be written.
         CorruptSnapshot: there is a checkpoint, and no step of it is whole.
     """
     with flushed_denormals():  # as a node computes
         model = WholeModel(manifest, device)
+        model.begin(start)
         trainer = SoloTrainer(manifest, model, open_documents(manifest, router=router))
         keeper = _Keeper(saves, trainer, on_event, monotonic)
         keeper.resume()
@@ -116,10 +121,11 @@ class WholeModel:
 
     def __init__(self, manifest: Manifest, device: torch.device) -> None:
         self.device = device
+        self._manifest = manifest
         require_room(manifest, manifest.modules(), device, 1)
         with device_errors():
             self.embedding: EmbeddingPart = build_embedding(manifest).to(device)
-            self.head: HeadPart = build_head(manifest).to(device)
+            self.head: HeadPart = build_head(manifest, self.embedding).to(device)
             self._stack_of = {
                 module: build_block_stack(manifest, module).to(device) for module in manifest.modules()[1:]
             }
@@ -179,6 +185,26 @@ class WholeModel:
             found = visit.backward(part, visits.pop(), found.source)
             gradients[part] = found.parameters
         return end.result.item(), gradients
+
+    @torch.no_grad()
+    def begin(self, start: CutModel | None) -> None:
+        """Takes over the weights of the existing model from which the run starts, if it does.
+
+        Raises:
+            ConfigError: it does, and `start` is None or another model.
+        """
+        if self._manifest.start is None:
+            return
+        if start is None:
+            raise ConfigError(
+                "this run starts from an existing model, and nobody has said where its folder lies",
+                hint="Say it with --model DIR.",
+            )
+        for module, parts in self.modules():
+            anchor = start.anchor(module)
+            saved = tensors_of(anchor.layout, anchor.parameters)
+            for name, parameter in parameters_of(*parts).items():
+                parameter.copy_(saved[name])
 
     @torch.no_grad()
     def load(self, gathered: Gathered) -> None:

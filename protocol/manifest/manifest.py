@@ -13,8 +13,10 @@ import tomllib
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
+from protocol.manifest.existing_model import RopeScalingSection, StartSection
+from protocol.manifest.section import Section
 from swarm.vocabulary.errors import ManifestError
 from swarm.vocabulary.types import (
     MAX_EXPERTS,
@@ -40,18 +42,18 @@ SOURCES: Final = "`python-stdlib`, `path:FILE-OR-FOLDER` and `huggingface:OWNER/
 def block_parameters(model: ModelSection) -> int:
     """The number of weights in the matrices of one transformer block; its two norms are left out."""
     kv_size = model.kv_heads * model.head_size
-    return model.hidden * (2 * model.hidden + 2 * kv_size + 3 * model.feed_forward)
+    return model.hidden * (2 * model.query_size + 2 * kv_size + 3 * model.feed_forward)
 
 
 def quadratic_share(model: ModelSection) -> float:
     """The cost of a document's attention, in tokens for each square of its tokens: a document of d tokens costs as much
     as d + quadratic_share x d^2 tokens without attention would.
 
-    By the operations of a block: two for every weight of its matrices, and 2 x hidden for each pair of tokens of which
-    one sees the other, which are half of all (Kaplan et al. 2020, arXiv:2001.08361, section 2.1). Of the manifest and
-    not of a measurement, so that two starts pack alike.
+    By the operations of a block: two for every weight of its matrices, and 2 x the width of all heads for each pair of
+    tokens of which one sees the other, which are half of all (Kaplan et al. 2020, arXiv:2001.08361, section 2.1). Of
+    the manifest and not of a measurement, so that two starts pack alike.
     """
-    return model.hidden / block_parameters(model)
+    return model.query_size / block_parameters(model)
 
 
 def document_cost(model: ModelSection, tokens: int) -> float:
@@ -68,55 +70,91 @@ Rate = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 
 
-class Section(BaseModel):
-    """Unknown keys are refused, values are not coerced, and a manifest never changes once read.
-
-    The text under a key here is also the comment over that key in the file that `protocol.manifest.toml_writer` writes.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
-    added_later: ClassVar[frozenset[str]] = frozenset()
-    """Keys that came when there were runs already. At their default the canonical form and the file leave them out: an
-    older run keeps its RunId, and older peers can read it."""
-
-    def leaves_out(self, key: str) -> bool:
-        """Whether a key came later and stands at its default."""
-        return key in self.added_later and bool(getattr(self, key) == type(self).model_fields[key].default)
-
-
 class ModelSection(Section):
-    """A decoder of the Llama family: RMSNorm, rotary embedding, SwiGLU, grouped-query attention, untied embeddings."""
+    """A decoder of the Llama family: RMSNorm, rotary embedding, SwiGLU, grouped-query attention."""
 
-    family: Literal["llama"] = "llama"
+    family: Literal["llama", "mistral", "qwen2", "qwen3"] = "llama"
+    """`mistral` computes as `llama` does; `qwen2` adds a bias to queries, keys and values; `qwen3` takes the RMSNorm of
+    each head's queries and keys."""
     vocabulary: Annotated[int, Field(ge=2, le=1_000_000)]
     """Rows of the embedding; at least the tokenizer's size."""
     hidden: Annotated[int, Field(ge=8, le=65_536)]
     heads: Annotated[int, Field(ge=1, le=1024)]
     kv_heads: Annotated[int, Field(ge=1, le=1024)]
+    head_dim: Annotated[int, Field(ge=2, le=4096)] | None = None
+    """Width of one head; hidden / heads when absent."""
     feed_forward: Annotated[int, Field(ge=8, le=262_144)]
     sequence: Annotated[int, Field(ge=8, le=1_048_576)]
     """Tokens in one row of a microbatch."""
     rope_theta: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)] = 10_000.0
+    rope_scaling: RopeScalingSection | None = None
     norm_epsilon: Annotated[float, Field(gt=0, le=0.1, allow_inf_nan=False)] = 1e-5
+    tied_embeddings: bool = False
+    """The head's matrix is the embedding's."""
+    attention_bias: bool = False
+    """All four projections of attention have biases, as some models of the families `llama` and `qwen3` do."""
+    positions: Annotated[int, Field(ge=8, le=2**31)] | None = None
+    """The most positions that the model was made for, which an export repeats; `sequence` when absent."""
+    sliding_window: Annotated[int, Field(ge=8, le=2**31)] | None = None
+    """Only of `mistral`: a token sees so many before it. No row may be longer, so that here it makes no difference."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Element type of hidden states on the wire and of the matrix products; parameters are kept in float32."""
     attention: Literal["causal", "documents"] = "causal"
     """`documents`: a token sees the earlier ones of its own document, and microbatches are whole documents, of equal
     cost. `causal`: the text is one stream cut into rows, and a token sees all that is before it in its row."""
-    added_later: ClassVar[frozenset[str]] = frozenset({"attention"})
+    added_later: ClassVar[frozenset[str]] = frozenset(
+        {
+            "attention",
+            "head_dim",
+            "rope_scaling",
+            "tied_embeddings",
+            "attention_bias",
+            "positions",
+            "sliding_window",
+        }
+    )
 
     @property
     def head_size(self) -> int:
-        return self.hidden // self.heads
+        return self.hidden // self.heads if self.head_dim is None else self.head_dim
+
+    @property
+    def query_size(self) -> int:
+        """The width of the queries of all heads."""
+        return self.heads * self.head_size
+
+    @property
+    def has_head_norms(self) -> bool:
+        """Whether each head's queries and keys are normed."""
+        return self.family == "qwen3"
+
+    @property
+    def biased(self) -> frozenset[str]:
+        """The projections of attention that have a bias."""
+        if self.attention_bias:
+            return frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
+        return frozenset({"q_proj", "k_proj", "v_proj"}) if self.family == "qwen2" else frozenset()
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
-        if self.hidden % self.heads:
+        if self.head_dim is None and self.hidden % self.heads:
             raise ValueError(f"hidden ({self.hidden}) must be a multiple of heads ({self.heads})")
         if self.head_size % 2:
-            raise ValueError(f"hidden / heads ({self.head_size}) must be even: rotary embedding turns pairs")
+            what = "hidden / heads" if self.head_dim is None else "head_dim"
+            raise ValueError(f"{what} ({self.head_size}) must be even: rotary embedding turns pairs")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+        return self
+
+    @model_validator(mode="after")
+    def _is_of_its_family(self) -> Self:
+        if self.attention_bias and self.family not in ("llama", "qwen3"):
+            raise ValueError(f"attention_bias must not be set in a model of family {self.family}")
+        if self.sliding_window is not None and self.family != "mistral":
+            raise ValueError(f"sliding_window must not be given in a model of family {self.family}")
+        for name, most in (("sliding_window", self.sliding_window), ("positions", self.positions)):
+            if most is not None and self.sequence > most:
+                raise ValueError(f"sequence ({self.sequence}) must not be more than {name} ({most})")
         return self
 
 
@@ -390,7 +428,9 @@ class Manifest(Section):
     codecs: CodecSection = CodecSection()
     routing: RoutingSection | None = None
     """Only of a run with experts. Without it documents are dealt to them by chance, of their names and the seed."""
-    added_later: ClassVar[frozenset[str]] = frozenset({"routing"})
+    start: StartSection | None = None
+    """Only of a run that starts from an existing model. Without it the initial weights follow from the seed."""
+    added_later: ClassVar[frozenset[str]] = frozenset({"routing", "start"})
 
     @property
     def route_prefix(self) -> int:
@@ -449,6 +489,12 @@ class Manifest(Section):
             )
         if self.routing is not None and not self.stages.has_experts:
             raise ValueError("routing must not be given when no stage has several experts (stages.experts)")
+        return self
+
+    @model_validator(mode="after")
+    def _starts_whole(self) -> Self:
+        if self.start is not None and len(self.start.modules) != self.stages.count:
+            raise ValueError(f"start.modules must have one digest for each of the {self.stages.count} stages")
         return self
 
     @model_validator(mode="after")

@@ -10,7 +10,8 @@ import json
 import textwrap
 from typing import Final
 
-from protocol.manifest.manifest import Manifest, Section
+from protocol.manifest.manifest import Manifest
+from protocol.manifest.section import Section
 
 _COMMENT_WIDTH: Final = 100
 

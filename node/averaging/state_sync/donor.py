@@ -24,12 +24,13 @@ from node.averaging.state_sync.chunk_codec import as_it_is, codec_for, in_planes
 from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.task_tracker import TaskTracker
 from node.network.dispatcher import Dispatcher
+from node.start.cut_model import CutModel, FirstAnchor
 from protocol.codecs import Encoded
 from protocol.frames.hash_list import HashList, encode_hash_list
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import Question, QuestionAbout, Transport
 from swarm.vocabulary.averaging_messages import StateChunk, StateRefusal, StateRefused, StateRequest
-from swarm.vocabulary.errors import PeerError, Rejected, StateError
+from swarm.vocabulary.errors import ConfigError, PeerError, Rejected, StateError
 from swarm.vocabulary.types import Codec, ModuleId, PeerId, short
 
 log = logging.getLogger(__name__)
@@ -53,16 +54,18 @@ SEND_GRACE_S: Final = 10.0
 class _Asker:
     """What a peer waits for; while it does, a task sends it."""
 
-    waiting: deque[tuple[bytes, int]] = field(default_factory=deque)
-    """Digest and number of each chunk."""
+    waiting: deque[tuple[ModuleId, bytes, int]] = field(default_factory=deque)
+    """Module, digest and number of each chunk."""
 
 
 class Donor:
-    """Serves one module's anchors from its store. `run` carries it; all else is called on the event loop.
+    """Serves one module's anchors from its store, and those with which the run starts. `run` carries it; all else is
+    called on the event loop.
 
     Args:
         codecs: as the manifest allows, of `state_codec.STATE_CODECS`.
         averaging: the thread for arithmetic on anchors.
+        start: the existing model from which the run starts, of which all modules are served, not only the own one.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Donor:
         codecs: frozenset[Codec],
         averaging: ComputeThread,
         transport: Transport,
+        start: CutModel | None = None,
     ) -> None:
         self._module = module
         self._store = store
@@ -81,10 +85,12 @@ class Donor:
         self._averaging = averaging
         self._askers: dict[PeerId, _Asker] = {}
         self._turns = asyncio.Semaphore(LINKS_AT_ONCE)
+        self._hashing = asyncio.Lock()
         self._first_asked: dict[bytes, float] = {}
         self._refusals = 0
         self._tasks = TaskTracker()
         self._transport = transport
+        self._start = start
         self.sent_bytes = 0
         """Handed to links since the start."""
 
@@ -107,10 +113,11 @@ class Donor:
         Raises:
             Rejected: it is not kept here.
         """
-        anchor = self._store.get(question.digest) if question.module == self._module else None
+        module, digest = question.module, question.digest
+        anchor = None if module is None else self._find(module, digest) or await self._hashed(module, digest)
         if anchor is None:
             raise Rejected(f"module {question.module} in state {question.digest.hex()[:12]} is not kept here")
-        self._lease(question.digest)
+        self._lease(anchor)
         layout = anchor.layout
         return encode_hash_list(HashList(anchor.version, layout.elements, layout.chunk_elements, anchor.hashes))
 
@@ -118,7 +125,7 @@ class Donor:
         """Queues a request, or refuses it."""
         if not self._tasks.are_running:
             return
-        anchor = self._store.get(request.digest) if request.module == self._module else None
+        anchor = self._find(request.module, request.digest)
         if anchor is None or max(request.chunks) >= 2 * anchor.layout.chunks:
             self._refuse(sender, request, StateRefusal.GONE)
             return
@@ -127,11 +134,11 @@ class Donor:
         if waiting + len(request.chunks) > CHUNKS_OF_ONE or (asker is None and len(self._askers) >= ASKERS):
             self._refuse(sender, request, StateRefusal.BUSY)
             return
-        self._lease(request.digest)
+        self._lease(anchor)
         if asker is None:
             asker = self._askers[sender] = _Asker()
             self._tasks.begin(self._serve(sender, asker))
-        asker.waiting.extend((request.digest, chunk) for chunk in request.chunks)
+        asker.waiting.extend((request.module, request.digest, chunk) for chunk in request.chunks)
 
     def link_down(self, peer: PeerId, error: PeerError) -> None:
         """Forgets what the peer waits for; it asks again when it comes back."""
@@ -139,8 +146,22 @@ class Donor:
         if asker is not None:
             asker.waiting.clear()
 
-    def _lease(self, digest: bytes) -> None:
-        now = self._clock.monotonic()
+    def _find(self, module: ModuleId, digest: bytes) -> Anchor | FirstAnchor | None:
+        """An anchor that is kept, or a first one of which the hashes are known."""
+        anchor = self._store.get(digest) if module == self._module else None
+        return anchor if anchor is not None or self._start is None else self._start.hashed(module, digest)
+
+    async def _hashed(self, module: ModuleId, digest: bytes) -> FirstAnchor | None:
+        """A first anchor out of the model's folder, which is read for the first who asks; one at a time."""
+        if self._start is None or not self._start.has(module, digest):
+            return None
+        async with self._hashing:
+            return await asyncio.to_thread(self._start.first_anchor, module.stage)
+
+    def _lease(self, anchor: Anchor | FirstAnchor) -> None:
+        if isinstance(anchor, FirstAnchor):
+            return
+        now, digest = self._clock.monotonic(), anchor.version.digest
         self._first_asked = {d: first for d, first in self._first_asked.items() if self._store.get(d) is not None}
         left = self._first_asked.setdefault(digest, now) + LONGEST_LEASE_S - now
         if left > 0:
@@ -163,21 +184,26 @@ class Donor:
                 del self._askers[peer]
 
     async def _send_next(self, peer: PeerId, asker: _Asker) -> None:
-        digest, chunk = asker.waiting.popleft()
-        anchor = self._store.get(digest)
+        module, digest, chunk = asker.waiting.popleft()
+        anchor = self._find(module, digest)
         try:
             if anchor is None:
                 raise StateError("it is not kept any more")
-            with self._store.pinned(anchor):
-                await self._send_pinned(peer, anchor, chunk)
-        except StateError:
-            chunks = (chunk, *(number for other, number in asker.waiting if other == digest))
-            asker.waiting = deque(entry for entry in asker.waiting if entry[0] != digest)
-            self._refuse(peer, StateRequest(self._module, digest, chunks), StateRefusal.GONE)
+            if isinstance(anchor, FirstAnchor):
+                data = await asyncio.to_thread(anchor.chunk, chunk)
+                await self._send_chunk(peer, StateChunk(module, digest, chunk), data)
+            else:
+                with self._store.pinned(anchor):
+                    await self._send_chunk(peer, StateChunk(module, digest, chunk), anchor.chunk(chunk))
+        except (StateError, ConfigError) as error:
+            log.info("module %s in state %s can not be given: %s", module, digest.hex()[:12], error)
+            chunks = (chunk, *(number for *other, number in asker.waiting if other == [module, digest]))
+            asker.waiting = deque(entry for entry in asker.waiting if entry[:2] != (module, digest))
+            self._refuse(peer, StateRequest(module, digest, chunks), StateRefusal.GONE)
 
-    async def _send_pinned(self, peer: PeerId, anchor: Anchor, chunk: int) -> None:
-        encoded = await self._encoded(peer, anchor.chunk(chunk))
-        message, size = StateChunk(self._module, anchor.version.digest, chunk), encoded.spec.byte_length
+    async def _send_chunk(self, peer: PeerId, message: StateChunk, data: memoryview) -> None:
+        encoded = await self._encoded(peer, data)
+        size = encoded.spec.byte_length
         async with asyncio.timeout(SEND_GRACE_S + size / SLOWEST_BYTES_PER_S):
             await self._transport.send(peer, message, encoded.spec, encoded.data)
         self.sent_bytes += size

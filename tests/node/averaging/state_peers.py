@@ -24,6 +24,7 @@ from node.concurrency.task_groups import task_scope
 from node.network.dispatcher import Dispatcher
 from node.network.local_peer import LocalPeer
 from node.network.session import NetworkSession
+from node.start.cut_model import CutModel
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.interfaces.transport import LinkFigures, Question
 from protocol.transport.grpc_transport import GrpcTransport
@@ -170,16 +171,24 @@ class StateSwarm:
         self._settings = settings
         self.peers: list[StatePeer] = []
 
-    async def donor(self, anchor: Anchor, faults: Faults | None = None) -> StatePeer:
-        """A peer that stands on this anchor."""
-        return await self._add(AnchorStore(anchor), faults or Faults(), None, None)
+    async def donor(
+        self, anchor: Anchor, faults: Faults | None = None, module: ModuleId = MODULE, start: CutModel | None = None
+    ) -> StatePeer:
+        """A peer of the module that stands on this anchor, and has the model from which the run starts if given."""
+        return await self._add(AnchorStore(anchor), faults or Faults(), None, None, module, start)
 
     async def joiner(self, folder: Path | None = None, space: Space | None = None) -> StatePeer:
         """A peer without a state."""
         return await self._add(None, Faults(), folder, space)
 
     async def _add(
-        self, store: AnchorStore | None, faults: Faults, folder: Path | None, space: Space | None
+        self,
+        store: AnchorStore | None,
+        faults: Faults,
+        folder: Path | None,
+        space: Space | None,
+        module: ModuleId = MODULE,
+        start: CutModel | None = None,
     ) -> StatePeer:
         persona, handler, clock = Persona(), Handler(faults), SystemClock()
         transport = GrpcTransport(
@@ -204,7 +213,8 @@ class StateSwarm:
         )
         donor = None
         if store is not None:
-            donor = Donor(MODULE, store, clock, self._codecs, self.averaging, FaultyTransport(transport, faults))
+            faulty = FaultyTransport(transport, faults)
+            donor = Donor(module, store, clock, self._codecs, self.averaging, faulty, start)
         stack = await self._stack.enter_async_context(AsyncExitStack())
         await stack.enter_async_context(transport)
         if donor is not None:

@@ -31,6 +31,7 @@ from swarm.experts.routes import best_route
 from swarm.vocabulary.errors import ConfigError, IdentityError, SkipstoneError, Unreachable
 from tests.node.checkpoint.saved_model import file_of, save_checkpoint
 from tests.node.small_manifest import small_manifest
+from tests.node.start.tiny_models import write_folder
 
 ROOT = Path(__file__).parent.parent.parent.parent
 STAND_IN = (sys.executable, str(Path(__file__).parent.parent / "local_swarm" / "stand_in_node.py"))
@@ -167,6 +168,39 @@ class TestNew:
         lost = run("solo", "--manifest", str(file), "--steps", "1")
         assert lost.exit_code == 78
         assert "run's router" in lost.stderr
+
+    def test_a_run_may_start_from_a_model(self, tmp_path: Path) -> None:
+        file, model, text = tmp_path / "run.toml", tmp_path / "model", tmp_path / "corpus"
+        write_folder(model, "qwen2, tied")
+        text.mkdir()
+        for number in range(40):
+            (text / f"{number}.txt").write_bytes(b"some prose " * 40)
+        result = run("new", str(file), "--from-model", str(model), "--data", f"path:{text}", "--stages", "0,3,1")
+        assert result.exit_code == 0, result.output
+        assert f"skipstone join {file} --model {model}" in result.stdout
+        manifest = read_signed_manifest(file.read_bytes(), None).manifest
+        assert (manifest.model.family, manifest.model.sequence, manifest.stages.blocks) == ("qwen2", 96, (0, 3, 1))
+        assert manifest.start is not None
+        trained = run("solo", "--manifest", str(file), "--steps", "1", "--json", "--model", str(model))
+        assert trained.exit_code == 0, trained.output
+        lost = run("solo", "--manifest", str(file), "--steps", "1")
+        assert lost.exit_code == 78
+        assert "--model DIR" in lost.stderr
+        cut = run("new", str(tmp_path / "again.toml"), "--from", str(file), "--stages", "0,2,2")
+        assert cut.exit_code == 78
+        assert "--from-model" in cut.stderr
+        again = (
+            "new",
+            str(tmp_path / "again.toml"),
+            "--from",
+            str(file),
+            "--stages",
+            "0,2,2",
+            "--from-model",
+            str(model),
+        )
+        assert run(*again).exit_code == 0
+        assert run("new", str(tmp_path / "odd.toml"), "--from-model", str(text)).exit_code == 78
 
     def test_experts_without_a_router_are_dealt_by_chance(self, tmp_path: Path) -> None:
         result = run("new", str(tmp_path / "run.toml"), "--experts", "2")

@@ -35,6 +35,7 @@ OTHER_VALUES: dict[str, Any] = {
     "reads_text": False,
     "text": Path("/text"),
     "tokenizer": Path("/tokenizer.json"),
+    "model": Path("/model"),
     "allow_hub": True,
     "yes": True,
     "identity_path": Path("other"),

@@ -39,3 +39,4 @@ def test_initial_weights_are_not_handed_out_as_a_model() -> None:
     with pytest.raises(NoQuorum, match="no round yet") as caught:
         state_to_take(MODULE, {A: version(0), B: version(0)}, 50)
     assert "after 50 inner steps" in caught.value.hint
+    assert state_to_take(MODULE, {A: version(0), B: version(0)}, 50, is_model=True) == (version(0), (A, B))

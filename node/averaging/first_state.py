@@ -1,0 +1,127 @@
+"""The state on which a new replica begins in a run that starts from an existing model: what its module stands on by
+now, or the module's part of that model. The weights do not follow from the seed there, so somebody has to have them.
+
+Whoever gives them, it is the manifest's digest that says whether they are the right ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from random import Random
+from typing import Final
+
+from node.averaging.anchor.anchor import Anchor, initial_anchor
+from node.averaging.reporting import RoundNews
+from node.averaging.state_sync.chunk_codec import STATE_CODECS
+from node.averaging.state_sync.download import StateDownloads
+from node.averaging.state_sync.hash_lists import MOST_ASKED
+from node.averaging.state_sync.partial_state import FreshSpace
+from node.context.module_context import ModuleContext
+from node.model.memory_need import require_room
+from node.observability.events import Note
+from node.start.cut_model import first_version, module_layout
+from swarm.averaging.schedule import choose_version
+from swarm.vocabulary.errors import NoQuorum, Stalled
+from swarm.vocabulary.types import AnchorVersion, PeerId
+
+log = logging.getLogger(__name__)
+
+PAUSE_S: Final = 0.5
+"""Between two tries; after each that fails twice as long, up to the next."""
+LONGEST_PAUSE_S: Final = 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class FirstState:
+    """The anchor on which a replica begins; None where it is what it is already: the seed's, or a snapshot's."""
+
+    anchor: Anchor | None = None
+
+
+async def first_state(given: ModuleContext) -> FirstState:
+    """Gets the anchor on which the node's replica begins, for as long as that takes.
+
+    Raises:
+        ConfigError: the folder that was named is not that of the run's model.
+        ResourceExhausted: there is no room for the module.
+    """
+    if given.manifest.start is None or given.resumed.state is not None:
+        return FirstState()
+    require_room(given.manifest, (given.module,), given.device, given.options.slots_held)
+    if given.start is not None:
+        return FirstState(await asyncio.to_thread(given.start.anchor, given.module))
+    return FirstState(await _Fetch(given).anchor())
+
+
+class _Fetch:
+    """The download of a replica's first anchor from whoever has one."""
+
+    def __init__(self, given: ModuleContext) -> None:
+        session, manifest, module = given.session, given.manifest, given.module
+        self._given = given
+        self._layout = module_layout(manifest, module)
+        self._first = first_version(manifest, module)
+        self._news = RoundNews(session.own.peer, module, session.own.clock, given.events)
+        self._random = Random()  # noqa: S311 - spreads the load over donors; no secret
+        folder = given.options.checkpoint_dir
+        self._downloads = StateDownloads(
+            session,
+            module,
+            FreshSpace(self._layout),
+            STATE_CODECS[manifest.codecs.state],
+            None if folder is None else folder / session.own.peer / "download",
+            self._news.progressed,
+        )
+
+    async def anchor(self) -> Anchor:
+        await self._given.session.membership_sync.looked.wait()
+        pause_s = PAUSE_S
+        while True:
+            try:
+                return await self._agreed() or await self._from_the_start()
+            except (NoQuorum, Stalled) as error:
+                log.info("module %s: %s", self._given.module, error)
+                if pause_s == PAUSE_S:
+                    self._given.events.emit(Note("info", f"waits for the weights of module {self._given.module}"))
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _agreed(self) -> Anchor | None:
+        """What the module's replicas agree on, when they have had a round and give it."""
+        membership, module = self._given.session.membership, self._given.module
+        announced = {a.peer: a.anchor for a in membership.with_state(module) if a.anchor is not None}
+        version = choose_version(announced).value
+        if version is None or version.round == 0:
+            return None
+        donors = tuple(peer for peer, stands in announced.items() if stands == version)
+        self._news.fetching(version)
+        try:
+            return await self._downloads.catch_up(version, donors)
+        except (NoQuorum, Stalled) as error:  # they may have gone on, or may never have had it
+            log.info("module %s: %s", module, error)
+            return None
+        finally:
+            self._news.ended()
+
+    async def _from_the_start(self) -> Anchor:
+        """The module's part of the existing model, of a replica without a round or of a peer with the folder.
+
+        Raises:
+            NoQuorum: nobody has it.
+            Stalled: nobody who may have it answers.
+        """
+        self._news.fetching(self._first)
+        try:
+            parameters = await self._downloads.parameters(self._first, self._who_may_have(self._first))
+        finally:
+            self._news.ended()
+        return await asyncio.to_thread(initial_anchor, self._layout, parameters)
+
+    def _who_may_have(self, version: AnchorVersion) -> tuple[PeerId, ...]:
+        """Those who say that they stand on it, then data nodes, of which the author's is one, then all others."""
+        known = list(self._given.session.membership.peers())
+        self._random.shuffle(known)  # more than are asked at once are asked in turns
+        known.sort(key=lambda a: (a.anchor != version, a.module is None or a.module.stage > 0))
+        return tuple(a.peer for a in known)[:MOST_ASKED]

@@ -1,0 +1,201 @@
+"""What is in a model's folder is believed only where it fits: everything else is refused with a sentence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from node.cli.existing_model import spread, starting_from
+from node.local_swarm.default_manifest import default_manifest
+from node.start.cut_model import CutModel, open_start
+from node.start.model_config import model_table
+from node.start.model_folder import INDEX, SINGLE, ModelFolder
+from protocol.manifest.manifest import Manifest, manifest_from_table
+from protocol.manifest.signing import run_id_of
+from swarm.vocabulary.errors import ConfigError, ManifestError
+from swarm.vocabulary.types import ModuleId
+from tests.node.start.tiny_models import write_folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_folder(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def started(folder: Path) -> Manifest:
+    return starting_from(folder, default_manifest(0), is_default=True, keeps_blocks=False)
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / SINGLE)
+    change(tensors)
+    save_file(tensors, folder / SINGLE)
+
+
+def configure(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def truncate(folder: Path) -> None:
+    data = (folder / SINGLE).read_bytes()
+    (folder / SINGLE).write_bytes(data[:-100])
+
+
+def declare_a_huge_header(folder: Path) -> None:
+    data = (folder / SINGLE).read_bytes()
+    (folder / SINGLE).write_bytes((2**40).to_bytes(8, "little") + data[8:])
+
+
+def lead_out(folder: Path) -> None:
+    (folder / SINGLE).rename(folder.parent / "elsewhere.safetensors")
+    (folder / SINGLE).symlink_to(folder.parent / "elsewhere.safetensors")
+
+
+def only_pickles(folder: Path) -> None:
+    (folder / SINGLE).rename(folder / "pytorch_model.bin")
+
+
+def make_a_pipe(folder: Path) -> None:
+    import os
+
+    (folder / SINGLE).unlink()
+    os.mkfifo(folder / SINGLE)
+
+
+def index(folder: Path, name: str) -> None:
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (truncate, r"model\.safetensors cannot be read"),
+        (declare_a_huge_header, "its header has 1099511627776 bytes"),
+        (lead_out, "is a link that leads out of the folder"),
+        (only_pickles, "as pickles only, which can run programs"),
+        (make_a_pipe, "cannot be read"),
+        (lambda f: (f / SINGLE).unlink(), "has no model.safetensors"),
+        (lambda f: (f / "config.json").unlink(), "config.json cannot be read"),
+        (lambda f: (f / "config.json").write_text("[" * 100_000), "config.json is not JSON"),
+        (lambda f: (f / "config.json").write_text("x" * 2_000_000), "longer than"),
+        (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer.json"),
+        (lambda f: rewrite(f, lambda t: t.pop("model.norm.weight")), "has no parameter model.norm.weight"),
+        (lambda f: rewrite(f, lambda t: t.update({"model.extra": torch.ones(1)})), "has a parameter model.extra"),
+        (
+            lambda f: rewrite(f, lambda t: t.update({"model.norm.weight": torch.ones(31)})),
+            r"model.norm.weight is \(31,\), and config.json asks for \(32,\)",
+        ),
+        (
+            lambda f: rewrite(f, lambda t: t.update({"model.norm.weight": torch.ones(32, dtype=torch.int8)})),
+            "model.norm.weight is of type I8",
+        ),
+        (
+            lambda f: rewrite(f, lambda t: t["model.norm.weight"].fill_(float("nan"))),
+            "model.norm.weight has values that are not finite",
+        ),
+        (lambda f: index(f, "../elsewhere.safetensors"), "which is no safetensors file of this folder"),
+        (lambda f: index(f, "pytorch_model.bin"), "which is no safetensors file of this folder"),
+        (lambda f: (f / INDEX).write_text("[1]"), "does not say which parameter is in which file"),
+        (lambda f: configure(f, model_type="gpt2"), "a model of type 'gpt2'"),
+        (lambda f: configure(f, hidden_act="gelu"), "its activation is 'gelu'"),
+        (lambda f: configure(f, mlp_bias=True), "mlp_bias"),
+        (lambda f: configure(f, quantization_config={}), "its weights are quantized"),
+        (lambda f: configure(f, model_type="qwen2", use_sliding_window=True), "sliding window"),
+        (lambda f: configure(f, rope_parameters={"rope_type": "yarn", "factor": 4.0}), "scaled by 'yarn'"),
+        (lambda f: configure(f, partial_rotary_factor=0.5), "partial_rotary_factor"),
+        (lambda f: configure(f, hidden_size="32"), "hidden_size must be a whole number above 0"),
+        (lambda f: configure(f, hidden_size=2**40), "hidden_size must be a whole number above 0"),
+        (lambda f: configure(f, num_hidden_layers=5), "has no parameter model.layers.4"),
+    ],
+)
+def test_a_folder_that_does_not_fit_is_refused(folder: Path, damage: Callable[[Path], object], said: str) -> None:
+    damage(folder)
+    with pytest.raises(ConfigError, match=said):
+        started(folder)
+
+
+def test_sizes_that_no_manifest_allows_are_refused(folder: Path) -> None:
+    configure(folder, vocab_size=2_000_000)
+    with pytest.raises(ManifestError, match=r"model\.vocabulary"):
+        started(folder)
+
+
+def test_a_row_is_never_longer_than_a_sliding_window(folder: Path) -> None:
+    """Then the window makes no difference, and none need be computed."""
+    mistral = {"model_type": "mistral", "sliding_window": 64}
+    configure(folder, **mistral)
+    assert started(folder).model.sequence == 64
+    table = default_manifest(0).model_dump()
+    table["model"] |= model_table(json.loads((folder / "config.json").read_text()), 96)
+    with pytest.raises(ManifestError, match=r"sequence \(96\) must not be more than sliding_window \(64\)"):
+        manifest_from_table(table)
+
+
+def test_a_cache_of_the_hub_is_a_folder(folder: Path) -> None:
+    """Its files are links to blobs beside the snapshots."""
+    blobs, snapshot = folder.parent / "cache" / "blobs", folder.parent / "cache" / "snapshots" / "abc"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(folder.iterdir()):
+        (blobs / str(number)).write_bytes(file.read_bytes())
+        (snapshot / file.name).symlink_to(Path("../../blobs") / str(number))
+    manifest = started(snapshot)
+    assert manifest.start == started(folder).start
+    assert manifest.data.tokenizer == f"file:{snapshot / 'tokenizer.json'}"
+
+
+def test_weights_in_several_files_are_the_same_start(folder: Path) -> None:
+    whole = started(folder).start
+    tensors = load_file(folder / SINGLE)
+    names = sorted(tensors)
+    halves = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, some in halves.items():
+        save_file({name: tensors[name] for name in some}, folder / file)
+    (folder / SINGLE).unlink()
+    (folder / INDEX).write_text(
+        json.dumps({"weight_map": {name: file for file, some in halves.items() for name in some}})
+    )
+    assert started(folder).start == whole
+    save_file({names[0]: tensors[names[0]], **{name: tensors[name] for name in names[1::2]}}, folder / "b.safetensors")
+    with pytest.raises(ConfigError, match="is in two files"):
+        started(folder)
+
+
+def test_another_folder_is_not_the_runs(folder: Path) -> None:
+    manifest = started(folder)
+    assert run_id_of(manifest) != run_id_of(manifest.model_copy(update={"start": None}))
+    write_folder(folder, seed=1)
+    cut = open_start(manifest, folder)
+    assert isinstance(cut, CutModel)
+    with pytest.raises(ConfigError, match="is not the model from which this run starts: module 1"):
+        cut.anchor(ModuleId(1))
+    with pytest.raises(ConfigError, match="does not start from an existing model"):
+        open_start(default_manifest(0), folder)
+    assert open_start(manifest, None) is None
+
+
+def test_experts_start_alike(folder: Path) -> None:
+    table = default_manifest(0).model_dump()
+    table["stages"]["experts"] = 2
+    manifest = starting_from(folder, manifest_from_table(table), is_default=True, keeps_blocks=False)
+    cut = CutModel(manifest, ModelFolder(folder))
+    assert cut.anchor(ModuleId(1, 0)).version == cut.anchor(ModuleId(1, 1)).version
+
+
+def test_a_digest_for_each_stage_is_asked_for(folder: Path) -> None:
+    table = started(folder).model_dump()
+    with pytest.raises(ManifestError, match="one digest for each of the 5 stages"):
+        manifest_from_table(table | {"start": {"modules": table["start"]["modules"][:-1]}})
+
+
+@pytest.mark.parametrize(("blocks", "stages", "wanted"), [(4, 3, (0, 2, 2)), (5, 3, (0, 2, 3)), (2, 5, (0, 1, 1))])
+def test_blocks_are_spread_evenly(blocks: int, stages: int, wanted: tuple[int, ...]) -> None:
+    assert spread(blocks, stages) == wanted
