@@ -1,6 +1,7 @@
 """What whole documents in microbatches of equal cost are worth.
 
-    python benchmarks/workload.py [--parts stage devices loss swarm] [--seeds 1 2 3] [--rounds 3] [--quick]
+    python benchmarks/workload.py [--parts stage devices loss swarm] [--seeds 1 2 3] [--rounds 3]
+        [--microbatches 8] [--staleness 0] [--replicas 1] [--quick]
 
 `stage` (`benchmarks/workload_stage.py`): time a token of a real stage, and the cost model's error. `devices`
 (`benchmarks/workload_devices.py`): a microbatch on two devices of one node. `loss` (`benchmarks/workload_loss.py`):
@@ -35,6 +36,9 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--rounds", type=int, default=3, help="of the swarms")
+    parser.add_argument("--microbatches", type=int, default=8, help="of a step of the swarms")
+    parser.add_argument("--staleness", type=int, default=0, help="of the swarms")
+    parser.add_argument("--replicas", type=int, default=1, help="of a stage of the swarms; more are emulated")
     parser.add_argument("--quick", action="store_true")
     return parser.parse_args(words)
 
@@ -55,7 +59,12 @@ def main() -> None:
         swarm = (
             workload_swarm.Sizes(16, 64, 2, 2, 2, 1, 0, 200)
             if options.quick
-            else workload_swarm.Sizes(rounds=options.rounds)
+            else workload_swarm.Sizes(
+                microbatches=options.microbatches,
+                rounds=options.rounds,
+                staleness=options.staleness,
+                replicas=options.replicas,
+            )
         )
         found["swarm"] = workload_swarm.measure_swarm(swarm, tell)
     print(json.dumps(found))

@@ -130,7 +130,7 @@ def slow_computing(spec: Spec) -> None:
         Work.LOSS: 1.0 + spec.backward_factor,
     }
     for kind in (HopWorker, DataWorker):
-        kind.compute = _lasting(kind.compute, lambda job: factors[job.work] * spec.forward_s * spec.slower_by())  # type: ignore[method-assign]
+        kind.compute = lasting(kind.compute, lambda job: factors[job.work] * spec.forward_s * spec.slower_by())  # type: ignore[method-assign]
 
     def announced(tokens: int) -> float:
         return spec.announced_factor * tokens / (spec.slower_by() * spec.visit_s)
@@ -146,9 +146,9 @@ def slow_computing(spec: Spec) -> None:
     node.runtime.stage_role.measure_speed = measured
 
 
-def _lasting(
-    honestly: Callable[[Any, Job], Output], seconds_of: Callable[[Job], float]
-) -> Callable[[Any, Job], Output]:
+def lasting(honestly: Callable[[Any, Job], Output], seconds_of: Callable[[Job], float]) -> Callable[[Any, Job], Output]:
+    """A computation that takes as long as is said, or longer if it really does."""
+
     def compute(self: object, job: Job) -> Output:
         begun = time.perf_counter()
         output = honestly(self, job)
