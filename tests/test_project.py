@@ -51,7 +51,7 @@ protocol/dht: protocol/identity protocol/interfaces protocol/libp2p protocol/nat
 swarm/simulation/baselines: swarm/routing swarm/simulation swarm/simulation/central
 node/lab/simulation: swarm/routing swarm/simulation swarm/simulation/baselines swarm/simulation/central
 node/model/optimizers: protocol/manifest
-node/model: node/data node/model/optimizers protocol/manifest swarm/workload
+node/model: node/data node/model/optimizers protocol/manifest swarm/membership swarm/workload
 node/concurrency: node/model protocol/interfaces
 node/checkpoint: node/concurrency node/data node/model node/model/optimizers node/observability protocol/manifest
 node/network: node/concurrency node/experts node/observability protocol/dht protocol/identity protocol/interfaces

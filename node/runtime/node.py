@@ -4,7 +4,7 @@ order."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from typing import Protocol
@@ -23,7 +23,6 @@ from node.data.places import Places, places
 from node.experts.router import Router
 from node.experts.router_file import load_router
 from node.model.device import choose_devices
-from node.model.memory_need import modules_that_fit, need_of, none_fits, room_on
 from node.network.proofs import Proofs
 from node.network.router_exchange import fetch_router, router_given
 from node.network.session import NetworkSession, Whereabouts, present
@@ -32,7 +31,8 @@ from node.observability.events import Ended, EventSink, Note
 from node.reachability.monitor import reachable
 from node.runtime.leave_socket import leave_requests, sole_use
 from node.runtime.malloc import keep_freed_memory
-from node.runtime.mover import MovePeriods, Mover, NextModule, stay_for_ever, workload_of
+from node.runtime.module_choice import FittingModules, asked_modules, choose, choose_smaller
+from node.runtime.mover import MovePeriods, Mover, NextModule, stay_for_ever
 from node.runtime.resume import find_own
 from node.runtime.serving import Moving, serve_module
 from node.start.cut_model import open_start
@@ -43,12 +43,10 @@ from protocol.interfaces.transport import Question, QuestionAbout
 from protocol.manifest.join_link import multiaddr_of
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.signing import SignedManifest, read_signed_manifest
-from swarm.membership.placement import choose_module
 from swarm.membership.rebalancing import MoveRules
-from swarm.vocabulary.errors import ConfigError, Rejected, StateError
-from swarm.vocabulary.types import ModuleId, PeerId, Reasoned, RunId
+from swarm.vocabulary.errors import ConfigError, OutOfMemory, Rejected, StateError
+from swarm.vocabulary.types import PeerId, Reasoned, RunId
 
-LOOK_AROUND_S = 2.0
 WITHDRAW_S = 2.0
 
 
@@ -115,7 +113,9 @@ async def run_node(
                 ):
                     session.membership_sync.watch(signed.manifest.modules())
                     resumed = await _find_own(options, session, signed, logged)
-                    chosen = await _choose(options, session, signed.manifest, resumed, device, text, logged)
+                    fitting = FittingModules(signed.manifest, options, device)
+                    session.own.memory_bytes, session.own.device_bytes = fitting.room().announced
+                    chosen = await choose(options, session, fitting, signed.manifest, resumed, text, logged)
                     logged.emit(Note("info", f"module {chosen.value}: {chosen.reason}"))
                     given = ModuleContext(
                         options=options,
@@ -129,12 +129,12 @@ async def run_node(
                         finished=stop.set,
                         saves=SaveRequests(),
                         proofs=Proofs(session),
-                        resumed=resumed,
+                        resumed=resumed if resumed.module == chosen.value else Resumed(),
                         start=start,
                         router=router,
                         text=text,
                     )
-                    await _serve(given, signed, moving or readiness_to_move, stop)
+                    await _serve(given, signed, fitting, moving or readiness_to_move, stop)
 
 
 async def _joined(
@@ -158,14 +158,29 @@ async def _joined(
     return text
 
 
-async def _serve(given: ModuleContext, signed: SignedManifest, moving: Moving, stop: asyncio.Event) -> None:
-    """Serves one module after the other."""
+async def _serve(
+    given: ModuleContext, signed: SignedManifest, fitting: FittingModules, moving: Moving, stop: asyncio.Event
+) -> None:
+    """Serves one module after the other; after one that ran out of memory a smaller one.
+
+    Raises:
+        OutOfMemory: there is none.
+    """
     session, folder = given.session, None
     if given.options.checkpoint_dir is not None:
         router = b"" if given.router is None else given.router.to_bytes()
         folder = CheckpointFolder(given.options.checkpoint_dir, signed.run, signed.text, router=router)
     while not stop.is_set():
-        module = await serve_module(given, moving, folder, stop)
+        shortage = None
+        module = None
+        try:
+            module = await serve_module(given, moving, folder, stop)
+        except OutOfMemory as error:
+            shortage = OutOfMemory(str(error), hint=error.hint)  # the error's own frames keep the module alive
+        if shortage is not None:
+            chosen = await choose_smaller(shortage, given.module, given.options, session, fitting, given.manifest)
+            given.events.emit(Note("warning", f"{shortage}; module {chosen.value}: {chosen.reason}"))
+            module = chosen.value
         if module is None:
             break
         given = replace(given, module=module, saves=SaveRequests(), proofs=Proofs(session), resumed=Resumed())
@@ -200,13 +215,8 @@ def readiness_to_move(given: ModuleContext) -> NextModule:
     """The mover of this assignment's node: by what it sees of the swarm, or never."""
     if given.module.stage == 0 or not given.options.may_move:
         return stay_for_ever
-    manifest, slots = given.manifest, given.options.slots_held
-    own = need_of(manifest, (given.module,), slots)
-
-    def fitting(modules: Sequence[ModuleId]) -> Iterable[ModuleId]:
-        return modules_that_fit(manifest, modules, room_on(given.device).and_back(own), slots)
-
-    return Mover(given.session, manifest, given.proofs, fitting, MoveRules(), MovePeriods()).next_module
+    fitting = FittingModules(given.manifest, given.options, given.device)
+    return Mover(given.session, given.manifest, given.proofs, fitting, MoveRules(), MovePeriods()).next_module
 
 
 @contextmanager
@@ -223,72 +233,13 @@ def _logged(options: NodeOptions, peer: PeerId, stream: EventSink) -> Iterator[E
         event_log.emit(Ended(peer, int(SystemClock().wall() * 1000)))
 
 
-async def _choose(
-    options: NodeOptions,
-    session: NetworkSession,
-    manifest: Manifest,
-    resumed: Resumed,
-    device: torch.device,
-    text: Reasoned[Places | None],
-    events: EventSink,
-) -> Reasoned[ModuleId]:
-    """The module asked for, else the one it had, else the one that needs a peer most after a short look around, of
-    those that fit.
-
-    Raises:
-        ConfigError: that would be stage 0, and the run's text may not be opened; or there is no such stage.
-        ResourceExhausted: no module that it may take fits into this machine.
-    """
-    asked = _asked(options, manifest)
-    wanted = asked or ([] if resumed.module is None else [resumed.module])
-    if text.value is None and ModuleId(0) in wanted:
-        raise ConfigError(
-            f"this node can not take stage 0: {text.reason}", hint="Or take another stage with --no-data."
-        )
-    if len(asked) == 1:
-        return Reasoned(asked[0], "asked for")
-    if resumed.module is not None and (not asked or resumed.module in asked):
-        return Reasoned(resumed.module, "the one in its checkpoint")
-    reads_text = options.reads_text and text.value is not None
-    if options.reads_text and not reads_text:
-        events.emit(Note("warning", f"this node takes no stage 0: {text.reason}"))
-    if options.link is None and reads_text and not asked:
-        return Reasoned(ModuleId(0), "the first node of a run is a data node")
-    allowed = asked or [module for module in manifest.modules() if module.stage > 0 or reads_text]
-    room = room_on(device)
-    fitting = list(modules_that_fit(manifest, allowed, room, options.slots_held))
-    if not fitting:
-        raise none_fits(manifest, allowed, room, options.slots_held)
-    await asyncio.sleep(LOOK_AROUND_S)
-    alive = await session.membership_sync.alive(manifest.modules())
-    return choose_module(session.own.peer, fitting, alive, workload_of(manifest))
-
-
-def _asked(options: NodeOptions, manifest: Manifest) -> list[ModuleId]:
-    """The modules among which the node was told to choose; none where it was told nothing.
-
-    Raises:
-        ConfigError: there is no such stage, or no such expert of it.
-    """
-    if options.asked_stage is None:
-        return []
-    stage, expert = options.asked_stage, options.asked_expert
-    modules = [module for module in manifest.modules() if module.stage == stage and expert in (None, module.expert)]
-    if not modules and stage >= manifest.stages.count:
-        raise ConfigError(f"stage {stage} does not exist: this run has the stages 0 to {manifest.stages.count - 1}")
-    if not modules:
-        last = manifest.stages.experts_at(stage) - 1
-        raise ConfigError(f"module {options.stage} does not exist: the last expert of stage {stage} is {last}")
-    return modules
-
-
 async def _find_own(
     options: NodeOptions, session: NetworkSession, signed: SignedManifest, events: EventSink
 ) -> Resumed:
     if options.checkpoint_dir is None:
         return Resumed()
     folder = CheckpointFolder(options.checkpoint_dir, signed.run, signed.text)
-    asked = _asked(options, signed.manifest)
+    asked = asked_modules(options, signed.manifest)
     wanted = asked[0] if len(asked) == 1 else None
     resumed, notes = await asyncio.to_thread(find_own, folder, session.own.peer, wanted)
     for note in notes:
