@@ -70,8 +70,9 @@ node/averaging/exchange: node/averaging/anchor node/concurrency node/model node/
 node/averaging/state_sync: node/averaging/anchor node/concurrency node/network node/observability node/start
     protocol/codecs protocol/frames protocol/interfaces protocol/transport swarm/averaging
 node/lab/doctor: node/concurrency node/model node/network node/reachability protocol/interfaces protocol/manifest
-node/local_swarm: node/context node/data node/experts node/observability protocol/identity protocol/libp2p
-    protocol/manifest swarm/workload
+    swarm/membership swarm/pipeline
+node/local_swarm: node/context node/data node/experts node/model node/observability protocol/identity protocol/libp2p
+    protocol/manifest swarm/pipeline swarm/workload
 node/routing: node/concurrency node/context node/data node/network node/observability node/pipeline
     protocol/interfaces protocol/manifest swarm/experts swarm/membership swarm/pipeline swarm/routing
     swarm/routing/negotiation swarm/workload

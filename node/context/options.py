@@ -205,9 +205,7 @@ class NodeOptions:
     @property
     def memory_limit_bytes(self) -> Reasoned[int] | None:
         """The bytes of its compute device's memory that its module may take; None for all that are free."""
-        if self.memory_limit is None:
-            return None
-        return Reasoned(parse_size(self.memory_limit), f"under --memory-limit {self.memory_limit}")
+        return memory_limit_of(self.memory_limit)
 
     def __post_init__(self) -> None:
         if self.link is None and self.manifest_path is None:
@@ -253,6 +251,15 @@ def parse_size(text: str) -> int:
     if match is None or match[2] not in _UNITS:
         raise ConfigError(f"{text!r} is not a size", hint="Write it as 512MiB or 2GiB.")
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+def memory_limit_of(text: str | None) -> Reasoned[int] | None:
+    """The bytes of `--memory-limit`, with their reason; None where nothing was said.
+
+    Raises:
+        ConfigError: it is no size.
+    """
+    return None if text is None else Reasoned(parse_size(text), f"under --memory-limit {text}")
 
 
 def own_peer() -> PeerId | None:

@@ -44,6 +44,8 @@ _FEED_FORWARD_KEPT: Final = 3
 """Rows of these widths that one block's graph surely keeps of each token: attention's inputs and output, and the gated
 product with its two factors."""
 
+_ADAMW_BYTES: Final = 8
+"""Both moments of each parameter."""
 _NAMED: Final = 8
 """Modules that a message lists."""
 
@@ -87,7 +89,7 @@ def none_fits(manifest: Manifest, modules: Sequence[ModuleId], room: Room, micro
     what = f"module {module}"
     if len(modules) > 1:
         what = f"no module of this run fits into this machine; the smallest, {module},"
-    return _too_little(what, needs[module], f"{lack}{_instead(manifest, modules, room, microbatches)}")
+    return _too_little(what, needs[module], f"{lack}{_instead(manifest, room, microbatches)}")
 
 
 def blocks_that_fit(manifest: Manifest, room: Room, microbatches: int) -> int:
@@ -102,6 +104,38 @@ def blocks_that_fit(manifest: Manifest, room: Room, microbatches: int) -> int:
         return room.lacks(measure.need([blocks], microbatches, ends=0)) is None
 
     return bisect_left(range(1, most + 1), True, key=lambda blocks: not fits(blocks))
+
+
+def parameters_that_fit(room: Room) -> int | None:
+    """The parameters for which there is room, with AdamW and without what computing takes; None where nobody can
+    tell."""
+    device, memory = DEVICE_BYTES + _ADAMW_BYTES, MEMORY_BYTES
+    if room.device is None:
+        return None if room.memory.value is None else room.memory.value // (device + memory)
+    known = [there // each for there, each in ((room.device.value, device), (room.memory.value, memory)) if there]
+    return min(known, default=None)
+
+
+def what_fits(manifest: Manifest, room: Room, microbatches: int) -> Reasoned[tuple[int, ...]]:
+    """The stages of the run for which there is room, with a clause for people."""
+    needs = needs_of(manifest, microbatches)
+    sizes = {stage: needs[ModuleId(stage)] for stage in range(manifest.stages.count)}
+    fitting = tuple(stage for stage, need in sizes.items() if room.lacks(need) is None)
+    large = [stage for stage in sizes if stage not in fitting]
+    largest = max(sizes, key=lambda stage: sizes[stage].all)
+    there = room.memory if room.device is None else room.device
+    free = "" if there.value is None else f", and {size_text(there.value)} are free {there.reason}"
+    if not large:
+        return Reasoned(
+            fitting, f"every stage fits; the largest, {largest}, takes {size_text(sizes[largest].all)}{free}"
+        )
+    smallest = min(large, key=lambda stage: sizes[stage].all)
+    lack = room.lacks(sizes[smallest])
+    takes = f"{smallest} takes {size_text(sizes[smallest].all)}, and {lack}"
+    if fitting:
+        return Reasoned(fitting, f"there is room for {_listed(fitting)}; of the others stage {takes}")
+    instead = _instead(manifest, room, microbatches)
+    return Reasoned(fitting, f"no stage fits; the smallest, {takes}{instead}")
 
 
 def room_on(device: torch.device) -> Room:
@@ -150,7 +184,13 @@ class _Measure:
         return Need(device, memory, said)
 
 
-def _instead(manifest: Manifest, modules: Sequence[ModuleId], room: Room, microbatches: int) -> str:
+def _listed(stages: Sequence[int]) -> str:
+    named = ", ".join(map(str, stages[:_NAMED]))
+    what = "stage" if len(stages) == 1 else "stages"
+    return f"{what} {named}{f' and {len(stages) - _NAMED} others' if len(stages) > _NAMED else ''}"
+
+
+def _instead(manifest: Manifest, room: Room, microbatches: int) -> str:
     """What would fit, as a sentence's end."""
     fitting = modules_that_fit(manifest.modules(), room, needs_of(manifest, microbatches))
     if fitting:

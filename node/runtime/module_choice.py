@@ -16,7 +16,7 @@ import torch
 from node.checkpoint.state import Resumed
 from node.context.options import NodeOptions
 from node.data.places import Places
-from node.model.memory_need import needs_of, none_fits, room_on
+from node.model.memory_need import needs_of, none_fits, room_on, what_fits
 from node.network.session import NetworkSession
 from node.observability.events import EventSink, Note
 from node.runtime.mover import workload_of
@@ -50,6 +50,10 @@ class FittingModules:
         limit = self._too_large
         tried = [module for module in modules if limit is None or self.needs[module].all < limit]
         return modules_that_fit(tried, self.room(held), self.needs)
+
+    def told(self) -> Reasoned[tuple[int, ...]]:
+        """The stages that fit, with a clause for the person at this machine."""
+        return what_fits(self._manifest, self.room(), self._options.slots_held)
 
     def ran_out(self, module: ModuleId) -> None:
         """Notes that there was too little memory for the module, which has been let go of: neither it nor one as large

@@ -53,8 +53,10 @@ WITHDRAW_S = 2.0
 class Consent(Protocol):
     """Describes the run to the person at this machine, and asks whether to join it."""
 
-    async def __call__(self, signed: SignedManifest, text: Reasoned[Places | None], own: bool) -> bool:
-        """`own`: whether this machine's identity is the manifest's author."""
+    async def __call__(
+        self, signed: SignedManifest, text: Reasoned[Places | None], fits: Reasoned[tuple[int, ...]], own: bool
+    ) -> bool:
+        """`fits`: the stages that this machine has room for. `own`: whether its identity is the manifest's author."""
         ...
 
 
@@ -99,7 +101,8 @@ async def run_node(
                 signed = await unless(stop, session.fetch_manifest(options.patience_s))
                 if signed is None:
                     return
-            text = await _joined(options, signed, identity.peer, consent, stop)
+            fitting = FittingModules(signed.manifest, options, device)
+            text = await _joined(options, signed, fitting, identity.peer, consent, stop)
             start = await asyncio.to_thread(open_start, signed.manifest, options.model)
             router = await unless(stop, _router(options, session, signed.manifest))
             if router is None and signed.manifest.routing is not None:
@@ -113,7 +116,6 @@ async def run_node(
                 ):
                     session.membership_sync.watch(signed.manifest.modules())
                     resumed = await _find_own(options, session, signed, logged)
-                    fitting = FittingModules(signed.manifest, options, device)
                     session.own.memory_bytes, session.own.device_bytes = fitting.room().announced
                     chosen = await choose(options, session, fitting, signed.manifest, resumed, text, logged)
                     logged.emit(Note("info", f"module {chosen.value}: {chosen.reason}"))
@@ -138,7 +140,12 @@ async def run_node(
 
 
 async def _joined(
-    options: NodeOptions, signed: SignedManifest, peer: PeerId, consent: Consent | None, stop: asyncio.Event
+    options: NodeOptions,
+    signed: SignedManifest,
+    fitting: FittingModules,
+    peer: PeerId,
+    consent: Consent | None,
+    stop: asyncio.Event,
 ) -> Reasoned[Places | None]:
     """Decides to take part in the run; returns the places of its text on this machine.
 
@@ -153,7 +160,7 @@ async def _joined(
         )
     own = signed.author == peer
     text = places(signed.manifest.data, options.told, own=own)
-    if consent is not None and not await unless(stop, consent(signed, text, own)):
+    if consent is not None and not await unless(stop, consent(signed, text, fitting.told(), own)):
         raise Rejected("the run was not joined", hint="Say yes when asked, or beforehand with --yes.")
     return text
 
