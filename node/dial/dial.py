@@ -88,6 +88,7 @@ def _cut(uncut: Manifest, blocks: tuple[int, ...], recipe: Recipe) -> Manifest:
     table["training"] |= {
         "inner_tokens": recipe.step_tokens.value,
         "inner_steps": recipe.inner_steps.value,
+        "round_seconds": float(recipe.round_seconds.value),
         "fragments": recipe.fragments.value,
         "inner": table["training"]["inner"] | {"learning_rate": recipe.learning_rate.value},
         "schedule": table["training"]["schedule"]
@@ -123,6 +124,7 @@ def _told(
         ("rate", recipe.learning_rate),
         ("warm-up", recipe.warmup_tokens),
         ("inner steps", recipe.inner_steps),
+        ("round after", replace(recipe.round_seconds, value=f"{recipe.round_seconds.value:,} s")),
         ("fragments", recipe.fragments),
         ("staleness", Reasoned(1, "the pipeline stays full from one step to the next")),
         (

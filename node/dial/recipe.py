@@ -24,6 +24,8 @@ LONGEST_WARM_UP_STEPS: Final = 2000
 INNER_STEPS: Final = (10, 20, 50, 100, 200, 500)
 ROUND_SHARE: Final = 0.05
 """Of what a replica sends while it trains, a round may add so much."""
+SHORTEST_ROUND_S: Final = 900
+SLOW_LINK_BYTES_PER_S: Final = 2.5e6
 FRAGMENTS: Final = 8
 LARGE_STAGE: Final = 100 * 10**6
 """Parameters from which a stage is averaged in fragments (streaming DiLoCo, arXiv:2501.18512)."""
@@ -42,6 +44,7 @@ class Recipe:
     learning_rate: Reasoned[float]
     warmup_tokens: Reasoned[int]
     inner_steps: Reasoned[int]
+    round_seconds: Reasoned[int]
     fragments: Reasoned[int]
 
 
@@ -91,18 +94,31 @@ def choose_recipe(
             warm, f"{WARM_UP:.0%} of the tokens, {LONGEST_WARM_UP_STEPS:,} steps at most; then a cosine to a tenth"
         ),
         _inner_steps(largest_stage, hidden, step),
+        _round_seconds(largest_stage),
         _fragments(largest_stage),
     )
 
 
 def _inner_steps(largest_stage: int, hidden: int, step: int) -> Reasoned[int]:
     """The fewest with which a round is little beside the hidden states that a replica sends meanwhile."""
-    a_round = 2 * TensorSpec((largest_stage,), DType.FLOAT32, PSEUDO_GRADIENTS).byte_length
+    a_round = _round_bytes(largest_stage)
     a_step = 2 * TensorSpec((step, hidden), DType.BFLOAT16, ACTIVATIONS).byte_length
     shares = {steps: a_round / (steps * a_step) for steps in INNER_STEPS}
     chosen = next((steps for steps in INNER_STEPS if shares[steps] <= ROUND_SHARE), INNER_STEPS[-1])
     reason = f"a round adds {shares[chosen]:.1%} to what a replica sends; replicas that meet more often learn better"
     return Reasoned(chosen, reason)
+
+
+def _round_seconds(largest_stage: int) -> Reasoned[int]:
+    """The seconds after which a round is due, however few steps were taken."""
+    carried = SLOW_LINK_BYTES_PER_S * ROUND_SHARE
+    seconds = max(SHORTEST_ROUND_S, -(-round(_round_bytes(largest_stage) / carried) // 100) * 100)
+    return Reasoned(seconds, f"at the latest: on a link of 20 Mbit/s a round takes {ROUND_SHARE:.0%} of that at most")
+
+
+def _round_bytes(largest_stage: int) -> int:
+    """What a replica sends in a round at most: its contribution, and the means that it has reduced."""
+    return 2 * TensorSpec((largest_stage,), DType.FLOAT32, PSEUDO_GRADIENTS).byte_length
 
 
 def _fragments(largest_stage: int) -> Reasoned[int]:
