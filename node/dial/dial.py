@@ -124,7 +124,7 @@ def _told(
         ("rate", recipe.learning_rate),
         ("warm-up", recipe.warmup_tokens),
         ("inner steps", recipe.inner_steps),
-        ("round after", replace(recipe.round_seconds, value=f"{recipe.round_seconds.value:,} s")),
+        ("round after", Reasoned(f"{recipe.round_seconds.value:,} s", recipe.round_seconds.reason)),
         ("fragments", recipe.fragments),
         ("staleness", Reasoned(1, "the pipeline stays full from one step to the next")),
         (

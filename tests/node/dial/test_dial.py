@@ -57,7 +57,7 @@ def test_the_ends_of_the_range_are_met_as_well(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("card", [4 * GB, 8 * GB, 12 * GB, 24 * GB])
+@pytest.mark.parametrize("card", [6 * GB, 8 * GB, 12 * GB, 24 * GB])
 def test_every_stage_fits_the_card_and_one_block_more_would_not(size: int, card: int) -> None:
     manifest = turn(Wish(parameters=size, peers=Peers(card=card)), "run").manifest
     blocks = manifest.stages.blocks
