@@ -92,9 +92,10 @@ node/lab/wan: node/lab/audit node/lab/experiment node/local_swarm protocol/manif
 node/runtime: node/averaging node/averaging/anchor node/checkpoint node/concurrency node/context node/data node/experts
     node/model node/network node/observability node/pipeline node/reachability node/routing node/start protocol/dht
     protocol/identity protocol/interfaces protocol/manifest swarm/experts swarm/membership swarm/pipeline swarm/routing
-node/cli: node/checkpoint node/cli/views node/context node/data node/experts node/export node/local_swarm node/model
-    node/network node/observability node/runtime node/solo node/start protocol/identity protocol/manifest swarm/experts
-    swarm/workload
+node/dial: node/model protocol/interfaces protocol/manifest swarm/membership swarm/pipeline
+node/cli: node/checkpoint node/cli/views node/context node/data node/dial node/experts node/export node/local_swarm
+    node/model node/network node/observability node/runtime node/solo node/start protocol/identity protocol/manifest
+    swarm/experts swarm/membership swarm/pipeline swarm/workload
 node/lab/chaos: node/averaging node/averaging/anchor node/averaging/exchange node/cli node/lab/audit
     node/lab/emulation node/lab/experiment node/local_swarm node/network node/observability protocol/codecs
     protocol/identity protocol/interfaces protocol/transport swarm/pipeline

@@ -90,6 +90,15 @@ def test_nobody_waits_for_a_peer_that_has_no_room_where_it_should_go(names: str)
     assert moved(small, (large, data), at=10 * rules.turn_s) is None
 
 
+def test_who_lies_about_its_memory_holds_up_a_move_by_a_turn() -> None:
+    """Whatever it says, and whoever comes first by hash."""
+    rules, data = MoveRules(), announcement("data", DATA)
+    for number in range(10):
+        honest = announcement("honest", SMALL, memory_bytes=8 * GB)
+        liar = announcement(f"liar {number}", SMALL, memory_bytes=2**47)
+        assert moved(honest, (liar, data), at=rules.empty_after_s + rules.turn_s) == LARGE
+
+
 def test_who_says_nothing_of_its_memory_is_taken_to_have_enough() -> None:
     silent = announcement("a", SMALL)
     assert room_of(silent).lacks(NEEDS[LARGE]) is None
