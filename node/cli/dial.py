@@ -50,6 +50,8 @@ def turned_by(asked: Asked, name: str) -> Turned:
     from node.dial.dial import BYTES, Wish, turn
     from node.dial.dial import Turned as Made
 
+    if asked.total_tokens is not None and asked.total_tokens < 1:
+        raise ConfigError(f"--total-tokens must be at least 1, not {asked.total_tokens}")
     tokenizer = None if asked.tokenizer is None else _tokenizer(asked.tokenizer)
     wish = Wish(
         parameters=parse_parameters(asked.size),

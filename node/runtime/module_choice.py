@@ -22,7 +22,7 @@ from node.observability.events import EventSink, Note
 from node.runtime.mover import workload_of
 from protocol.manifest.manifest import Manifest
 from swarm.membership.placement import choose_module, modules_that_fit
-from swarm.membership.room import Room
+from swarm.membership.room import Need, Room
 from swarm.vocabulary.errors import ConfigError, OutOfMemory
 from swarm.vocabulary.types import ModuleId, Reasoned
 
@@ -37,19 +37,27 @@ class FittingModules:
         self._manifest = manifest
         self._options = options
         self._device = device
-        self._too_large: int | None = None
-        """Bytes with which a module ran out of memory."""
+        self._too_large: Need | None = None
+        """With which a module ran out of memory."""
+        self._seen = self.room()
 
     def room(self, held: ModuleId | None = None) -> Room:
         """The room that there is, or would be without what is held."""
         room = room_on(self._device)
-        return (room if held is None else room.and_back(self.needs[held])).within(self._options.memory_limit_bytes)
+        if held is not None:
+            room = room.and_back(self.needs[held])
+        room = room.within(self._options.memory_limit_bytes)
+        if self._too_large is not None:
+            tried = self._too_large.all if room.device is None else self._too_large.device
+            room = room.within(Reasoned(tried - 1, "as far as has been tried"))
+        return room
 
     def of(self, modules: Iterable[ModuleId], held: ModuleId | None = None) -> list[ModuleId]:
         """Those of the modules that fit."""
-        limit = self._too_large
-        tried = [module for module in modules if limit is None or self.needs[module].all < limit]
-        return modules_that_fit(tried, self.room(held), self.needs)
+        most = self._too_large
+        untried = [module for module in modules if most is None or self.needs[module].all < most.all]
+        self._seen = self.room(held)
+        return modules_that_fit(untried, self._seen, self.needs)
 
     def told(self) -> Reasoned[tuple[int, ...]]:
         """The stages that fit, with a clause for the person at this machine."""
@@ -61,11 +69,12 @@ class FittingModules:
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        self._too_large = min(self.needs[module].all, self._too_large or self.needs[module].all)
+        known = (self.needs[module], *(() if self._too_large is None else (self._too_large,)))
+        self._too_large = min(known, key=lambda need: need.all)
 
     def refusal(self, modules: list[ModuleId]) -> OutOfMemory:
-        """The error that says why none of these, at least one, can be taken."""
-        return none_fits(self._manifest, modules, self.room(), self._options.slots_held)
+        """The error that says why none of these, at least one, can be taken, by the room that `of` has just seen."""
+        return none_fits(self._manifest, modules, self._seen, self._options.slots_held)
 
 
 async def choose(

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -136,7 +137,7 @@ async def run_node(
                         router=router,
                         text=text,
                     )
-                    await _serve(given, signed, fitting, moving or readiness_to_move, stop)
+                    await _serve(given, signed, fitting, moving or partial(readiness_to_move, fitting), stop)
 
 
 async def _joined(
@@ -186,6 +187,7 @@ async def _serve(
             shortage = OutOfMemory(str(error), hint=error.hint)  # the error's own frames keep the module alive
         if shortage is not None:
             chosen = await choose_smaller(shortage, given.module, given.options, session, fitting, given.manifest)
+            session.own.memory_bytes, session.own.device_bytes = fitting.room().announced
             given.events.emit(Note("warning", f"{shortage}; module {chosen.value}: {chosen.reason}"))
             module = chosen.value
         if module is None:
@@ -218,11 +220,10 @@ def _manifest_given(session: NetworkSession, signed: SignedManifest) -> Abstract
     return session.dispatcher.registered(answers={QuestionAbout.MANIFEST: manifest})
 
 
-def readiness_to_move(given: ModuleContext) -> NextModule:
-    """The mover of this assignment's node: by what it sees of the swarm, or never."""
+def readiness_to_move(fitting: FittingModules, given: ModuleContext) -> NextModule:
+    """The mover of this assignment's node: by what it sees of the swarm, to what fits, or never."""
     if given.module.stage == 0 or not given.options.may_move:
         return stay_for_ever
-    fitting = FittingModules(given.manifest, given.options, given.device)
     return Mover(given.session, given.manifest, given.proofs, fitting, MoveRules(), MovePeriods()).next_module
 
 

@@ -231,6 +231,8 @@ class TestNew:
             (("--size", "10m", "--card", "much"), 78, "is not a size"),
             (("--size", "7b", "--card", "1GB"), 78, "one block of this model takes more"),
             (("--size", "10m", "--stages", "0,1"), 78, "--size and --stages both say"),
+            (("--size", "10m", "--total-tokens", "0"), 78, "at least 1"),
+            (("--size", "10m", "--inner", "sgd"), 65, "training.inner.name"),
             (("--card", "12GB"), 78, "--card goes with --size"),
             (("--size", "10m", "--tokenizer", "nowhere.json"), 78, "cannot be read"),
             (("--experts", "5", "--route-from", "python-stdlib"), 78, "20 experts on 625 routes"),

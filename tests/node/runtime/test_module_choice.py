@@ -18,7 +18,7 @@ from node.observability.events import Note
 from node.runtime import module_choice, node
 from node.runtime.module_choice import FittingModules, choose, choose_smaller
 from protocol.manifest.join_link import JoinLink
-from swarm.membership.room import size_text
+from swarm.membership.room import STEP_BYTES, size_text
 from swarm.pipeline.ledger import DEFAULT_SLOTS
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.errors import OutOfMemory
@@ -151,3 +151,5 @@ async def test_a_node_that_runs_out_of_memory_goes_on_with_a_smaller_module(monk
     assert served == [LARGE, MIDDLE, SMALL]
     assert [event.level for event in events] == ["warning", "warning"]
     assert "out of memory; module 3.0: module 2.0 ran out of memory" in events[0].message
+    assert fitting.of(MANIFEST.modules(), held=SMALL) == [DATA, SMALL], "a mover does not go back to what failed"
+    assert session.own.memory_bytes == max(STEP_BYTES, NEEDS[MIDDLE].all // STEP_BYTES * STEP_BYTES)
