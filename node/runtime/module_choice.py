@@ -59,6 +59,12 @@ class FittingModules:
         self._seen = self.room(held)
         return modules_that_fit(untried, self._seen, self.needs)
 
+    def announced(self) -> tuple[int, int]:
+        """The room to be announced, of the machine's memory and of the device's own. A node that has room for every
+        module says nothing: others take that for granted, and older ones could not read it."""
+        modules = self._manifest.modules()
+        return (0, 0) if len(self.of(modules)) == len(modules) else self.room().announced
+
     def told(self) -> Reasoned[tuple[int, ...]]:
         """The stages that fit, with a clause for the person at this machine."""
         return what_fits(self._manifest, self.room(), self._options.slots_held)

@@ -117,7 +117,7 @@ async def run_node(
                 ):
                     session.membership_sync.watch(signed.manifest.modules())
                     resumed = await _find_own(options, session, signed, logged)
-                    session.own.memory_bytes, session.own.device_bytes = fitting.room().announced
+                    session.own.memory_bytes, session.own.device_bytes = fitting.announced()
                     chosen = await choose(options, session, fitting, signed.manifest, resumed, text, logged)
                     logged.emit(Note("info", f"module {chosen.value}: {chosen.reason}"))
                     given = ModuleContext(
@@ -187,7 +187,7 @@ async def _serve(
             shortage = OutOfMemory(str(error), hint=error.hint)  # the error's own frames keep the module alive
         if shortage is not None:
             chosen = await choose_smaller(shortage, given.module, given.options, session, fitting, given.manifest)
-            session.own.memory_bytes, session.own.device_bytes = fitting.room().announced
+            session.own.memory_bytes, session.own.device_bytes = fitting.announced()
             given.events.emit(Note("warning", f"{shortage}; module {chosen.value}: {chosen.reason}"))
             module = chosen.value
         if module is None:

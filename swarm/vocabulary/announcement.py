@@ -76,7 +76,8 @@ class Announcement:
     not."""
 
     memory_bytes: int = 0
-    """The memory of its machine that it has for a module, whatever it hosts now; 0 when it does not say."""
+    """The memory of its machine that it has for a module, whatever it hosts now; 0 when there is room for
+    every module of the run, or when it does not say."""
     device_bytes: int = 0
     """The memory that its compute device has for a module; 0 where that is the machine's, or when it does not say."""
 

@@ -56,6 +56,10 @@ class Events(list[Note]):
         self.append(event)
 
 
+def in_steps(size_bytes: int) -> int:
+    return max(1, size_bytes // STEP_BYTES) * STEP_BYTES
+
+
 def told(limit: int | None = None, **changes: Any) -> NodeOptions:
     words = None if limit is None else str(limit)
     options: dict[str, Any] = {"link": LINK, "manifest_path": None, "reads_text": False, "memory_limit": words}
@@ -85,6 +89,16 @@ async def test_where_nothing_fits_it_says_what_would() -> None:
     assert str(refused.value).endswith("there is room for 0.0")
     assert size_text(limit) in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_only_who_lacks_room_announces_what_it_has() -> None:
+    """Older peers refuse records with fields that they do not know, and nobody else needs to know."""
+    least = NEEDS[LARGE].all
+    assert FittingModules(MANIFEST, told(least), CPU).announced() == (0, 0)
+    assert FittingModules(MANIFEST, told(least - 1), CPU).announced() == (
+        max(1, (least - 1) // STEP_BYTES) * STEP_BYTES,
+        0,
+    )
 
 
 async def test_a_module_that_was_asked_for_is_refused_before_anything_is_made() -> None:
@@ -152,4 +166,4 @@ async def test_a_node_that_runs_out_of_memory_goes_on_with_a_smaller_module(monk
     assert [event.level for event in events] == ["warning", "warning"]
     assert "out of memory; module 3.0: module 2.0 ran out of memory" in events[0].message
     assert fitting.of(MANIFEST.modules(), held=SMALL) == [DATA, SMALL], "a mover does not go back to what failed"
-    assert session.own.memory_bytes == max(STEP_BYTES, NEEDS[MIDDLE].all // STEP_BYTES * STEP_BYTES)
+    assert session.own.memory_bytes == in_steps(NEEDS[MIDDLE].all)
