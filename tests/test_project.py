@@ -51,7 +51,7 @@ protocol/dht: protocol/identity protocol/interfaces protocol/libp2p protocol/nat
 swarm/simulation/baselines: swarm/routing swarm/simulation swarm/simulation/central
 node/lab/simulation: swarm/routing swarm/simulation swarm/simulation/baselines swarm/simulation/central
 node/model/optimizers: protocol/manifest
-node/model: node/data node/model/optimizers protocol/manifest swarm/workload
+node/model: node/data node/model/optimizers protocol/manifest swarm/membership swarm/workload
 node/concurrency: node/model protocol/interfaces
 node/checkpoint: node/concurrency node/data node/model node/model/optimizers node/observability protocol/manifest
 node/network: node/concurrency node/experts node/observability protocol/dht protocol/identity protocol/interfaces
@@ -70,8 +70,9 @@ node/averaging/exchange: node/averaging/anchor node/concurrency node/model node/
 node/averaging/state_sync: node/averaging/anchor node/concurrency node/network node/observability node/start
     protocol/codecs protocol/frames protocol/interfaces protocol/transport swarm/averaging
 node/lab/doctor: node/concurrency node/model node/network node/reachability protocol/interfaces protocol/manifest
-node/local_swarm: node/context node/data node/experts node/observability protocol/identity protocol/libp2p
-    protocol/manifest swarm/workload
+    swarm/membership swarm/pipeline
+node/local_swarm: node/context node/data node/experts node/model node/observability protocol/identity protocol/libp2p
+    protocol/manifest swarm/pipeline swarm/workload
 node/routing: node/concurrency node/context node/data node/network node/observability node/pipeline
     protocol/interfaces protocol/manifest swarm/experts swarm/membership swarm/pipeline swarm/routing
     swarm/routing/negotiation swarm/workload
@@ -91,9 +92,10 @@ node/lab/wan: node/lab/audit node/lab/experiment node/local_swarm protocol/manif
 node/runtime: node/averaging node/averaging/anchor node/checkpoint node/concurrency node/context node/data node/experts
     node/model node/network node/observability node/pipeline node/reachability node/routing node/start protocol/dht
     protocol/identity protocol/interfaces protocol/manifest swarm/experts swarm/membership swarm/pipeline swarm/routing
-node/cli: node/checkpoint node/cli/views node/context node/data node/experts node/export node/local_swarm node/model
-    node/network node/observability node/runtime node/solo node/start protocol/identity protocol/manifest swarm/experts
-    swarm/workload
+node/dial: node/model protocol/interfaces protocol/manifest swarm/membership swarm/pipeline
+node/cli: node/checkpoint node/cli/views node/context node/data node/dial node/experts node/export node/local_swarm
+    node/model node/network node/observability node/runtime node/solo node/start protocol/identity protocol/manifest
+    swarm/experts swarm/membership swarm/pipeline swarm/workload
 node/lab/chaos: node/averaging node/averaging/anchor node/averaging/exchange node/cli node/lab/audit
     node/lab/emulation node/lab/experiment node/local_swarm node/network node/observability protocol/codecs
     protocol/identity protocol/interfaces protocol/transport swarm/pipeline

@@ -37,11 +37,13 @@ class Consent:
     def __init__(self, options: NodeOptions) -> None:
         self._options = options
 
-    async def __call__(self, signed: SignedManifest, text: Reasoned[Places | None], own: bool) -> bool:
+    async def __call__(
+        self, signed: SignedManifest, text: Reasoned[Places | None], fits: Reasoned[tuple[int, ...]], own: bool
+    ) -> bool:
         """Says it, and returns whether to join."""
         stream = sys.stderr if self._options.as_json else sys.stdout  # standard output may be for a program
         with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
-            for line in description(signed, self._options, text, own=own):
+            for line in description(signed, self._options, text, fits, own=own):
                 typer.echo(line, file=stream)
         # A node that stops when standard input ends cannot ask there: two would read it.
         unasked = self._options.yes or self._options.stop_on_eof or own
@@ -52,7 +54,12 @@ class Consent:
 
 
 def description(
-    signed: SignedManifest, options: NodeOptions, text: Reasoned[Places | None], *, own: bool
+    signed: SignedManifest,
+    options: NodeOptions,
+    text: Reasoned[Places | None],
+    fits: Reasoned[tuple[int, ...]],
+    *,
+    own: bool,
 ) -> tuple[str, ...]:
     """The run and what it does here, a line each; made harmless for a terminal."""
     manifest = signed.manifest
@@ -65,6 +72,7 @@ def description(
         "sends     hidden states of the run's text, gradients and parameters to the peers of this run; "
         "whoever serves the next stage can turn"
         " hidden states back into text",
+        f"fits      {fits.reason}",
         f"may use   {_use(options)}",
     )
     return tuple(harmless(line, 400) for line in lines)

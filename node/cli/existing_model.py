@@ -33,6 +33,7 @@ def starting_from(path: Path, base: Manifest, *, is_default: bool, keeps_blocks:
         ManifestError: what follows from it is no manifest.
     """
     from node.data.tokenizers import MAX_TOKENIZER_BYTES
+    from node.dial.cut import spread
     from node.start.cut_model import CutModel
     from node.start.model_config import blocks_of, model_table
     from node.start.model_folder import TOKENIZER, ModelFolder
@@ -56,13 +57,6 @@ def starting_from(path: Path, base: Manifest, *, is_default: bool, keeps_blocks:
     manifest = manifest_from_table(table | {"start": None})
     start = {"modules": CutModel(manifest, folder).digests()}
     return manifest_from_table(manifest.model_dump() | {"start": start})
-
-
-def spread(blocks: int, stages: int) -> tuple[int, ...]:
-    """The blocks of each of at most so many stages, as even as they can be; stage 0, with embedding and head, has
-    none."""
-    others = max(1, min(stages - 1, blocks))
-    return (0, *(blocks * (number + 1) // others - blocks * number // others for number in range(others)))
 
 
 def _fine_tuning(model: Mapping[str, Any], training: Mapping[str, Any]) -> dict[str, Any]:

@@ -45,14 +45,17 @@ def chosen_manifest(path: Path | None, changes: ManifestChanges) -> Manifest:
         ConfigError: the text that it names is not here, and its list of files is not in the manifest yet.
         ManifestError: a value is wrong, or a signature that is there is not the author's.
     """
-    from protocol.manifest.manifest import manifest_from_table
-
     if path is None:
         from node.local_swarm.default_manifest import default_manifest
 
-        base = default_manifest(changes.seed or 0)
-    else:
-        base = _read(path)
+        return changed_manifest(default_manifest(changes.seed or 0), changes)
+    return changed_manifest(_read(path), changes)
+
+
+def changed_manifest(base: Manifest, changes: ManifestChanges) -> Manifest:
+    """The manifest with the changes, checked again; raises as `chosen_manifest`."""
+    from protocol.manifest.manifest import manifest_from_table
+
     return _with_files(manifest_from_table(_changed(base.model_dump(), changes)))
 
 

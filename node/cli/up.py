@@ -46,6 +46,9 @@ def up(
         Path | None, typer.Option(envvar="SKIPSTONE_LOG_DIR", help="Folder for the nodes' event logs; see `check`.")
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of each node.")] = None,
+    memory_limit: Annotated[
+        str | None, typer.Option(metavar="SIZE[,SIZE...]", help="Of all nodes or of each, such as 1GB,8GB,8GB.")
+    ] = None,
 ) -> None:
     """Train with a swarm of processes on this machine. Ctrl-C stops them in good order, a second Ctrl-C at once."""
     announce("skipstone up: starting a local swarm", as_json=json)
@@ -58,7 +61,7 @@ def up(
         open_source(
             chosen.data, as_written(chosen.data).text
         )  # a missing folder is said once, not by every node that was started for nothing
-    from node.context.options import default_identity_path
+    from node.context.options import default_identity_path, parse_size
     from node.local_swarm.setup import LocalSwarmOptions
 
     router = router_of(manifest, chosen)
@@ -70,6 +73,7 @@ def up(
         checkpoint_dir=checkpoint_dir,
         checkpoint_every_s=checkpoint_every,
         log_dir=log_dir,
+        memory_limits=() if memory_limit is None else tuple(parse_size(each) for each in memory_limit.split(",")),
         model=model,
         router=b"" if router is None else router.to_bytes(),
         # Of what is kept this machine is the author: then `eval` opens the text that the manifest names.

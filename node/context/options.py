@@ -27,7 +27,7 @@ from protocol.identity.keys import Identity
 from protocol.manifest.join_link import JoinLink
 from swarm.pipeline.ledger import DEFAULT_SLOTS
 from swarm.vocabulary.errors import ConfigError, IdentityError
-from swarm.vocabulary.types import PeerId
+from swarm.vocabulary.types import PeerId, Reasoned
 
 _UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 _MEGABYTE = 10**6
@@ -150,6 +150,11 @@ class NodeOptions:
     memory: Annotated[str | None, setting("memory", "For kept graphs, such as 512MiB; 0 recomputes always."), SIZE] = (
         None
     )
+    memory_limit: Annotated[
+        str | None,
+        setting("memory-limit", "Take a stage of no more, such as 8GB; of the GPU's memory where there is one."),
+        SIZE,
+    ] = None
     steps: Annotated[int | None, setting("steps", "A data node stops after so many steps."), SOME] = None
     checkpoint_dir: Annotated[Path | None, setting("checkpoint-dir", "Folder to save to, and to go on from.")] = None
     checkpoint_every_s: Annotated[float, setting("checkpoint-every", "Seconds between two saves."), POSITIVE] = 300.0
@@ -197,6 +202,11 @@ class NodeOptions:
         """The bytes that kept autograd graphs may take; None for the node's default."""
         return None if self.memory is None else parse_size(self.memory)
 
+    @property
+    def memory_limit_bytes(self) -> Reasoned[int] | None:
+        """The bytes of its compute device's memory that its module may take; None for all that are free."""
+        return memory_limit_of(self.memory_limit)
+
     def __post_init__(self) -> None:
         if self.link is None and self.manifest_path is None:
             raise ConfigError("neither a join link nor a manifest was given")
@@ -241,6 +251,15 @@ def parse_size(text: str) -> int:
     if match is None or match[2] not in _UNITS:
         raise ConfigError(f"{text!r} is not a size", hint="Write it as 512MiB or 2GiB.")
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+def memory_limit_of(text: str | None) -> Reasoned[int] | None:
+    """The bytes of `--memory-limit`, with their reason; None where nothing was said.
+
+    Raises:
+        ConfigError: it is no size.
+    """
+    return None if text is None else Reasoned(parse_size(text), f"under --memory-limit {text}")
 
 
 def own_peer() -> PeerId | None:

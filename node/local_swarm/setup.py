@@ -23,6 +23,7 @@ from protocol.libp2p.child_environment import with_packages
 from protocol.manifest.join_link import JoinLink
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.signing import run_id_of, sign_manifest
+from swarm.pipeline.ledger import DEFAULT_SLOTS
 from swarm.vocabulary.errors import ConfigError, ResourceExhausted
 from swarm.vocabulary.types import ModuleId, PeerId, RunId
 
@@ -75,6 +76,9 @@ class LocalSwarmOptions:
     checkpoint_dir: Path | None = None
     """Folder that every node saves its state to; the nodes' keys are kept there too, so that a second start goes on."""
     checkpoint_every_s: float = 300.0
+    memory_limits: tuple[int, ...] = ()
+    """Bytes of memory of each node, in any order: the largest is that of the node whose module needs most; one number
+    is that of every node. Empty: they are told of no limit."""
     moving: bool = False
     """Whether peers of the stages after 0 may change their stage when the swarm needs it."""
     log_dir: Path | None = None
@@ -104,6 +108,8 @@ class PlannedPeer:
     port: int
     dht_port: int
     place: Place
+    memory_limit: int | None = None
+    """Bytes; None for what is free."""
 
     @property
     def stage(self) -> int:
@@ -140,6 +146,29 @@ def assign_modules(peers: int, blocks: Sequence[int], experts: Sequence[int] | N
     return hosted
 
 
+def match_limits(manifest: Manifest, modules: Sequence[ModuleId], limits: Sequence[int]) -> list[int | None]:
+    """The memory limit of the peer of each module: the largest for the one that needs most, and so on.
+
+    Raises:
+        ConfigError: there are neither none, nor one, nor as many as peers.
+    """
+    if len(limits) <= 1:
+        return [limits[0] if limits else None] * len(modules)
+    if len(limits) != len(modules):
+        raise ConfigError(
+            f"{len(limits)} memory limits were given for {len(modules)} peers",
+            hint="Give one for all, or one for each.",
+        )
+    from node.model.memory_need import needs_of  # loads torch, which takes seconds
+
+    needs = needs_of(manifest, DEFAULT_SLOTS)
+    order = sorted(range(len(modules)), key=lambda index: needs[modules[index]].all)
+    matched: list[int | None] = [None] * len(modules)
+    for index, limit in zip(order, sorted(limits), strict=True):
+        matched[index] = limit
+    return matched
+
+
 class LocalSetup:
     """The folder of a local swarm, mode 0700: one key for each peer (unless there is a checkpoint folder, which then
     has them), and the manifest.
@@ -165,7 +194,11 @@ class LocalSetup:
         self._keys = self._folder if options.checkpoint_dir is None else options.checkpoint_dir / IDENTITIES
         try:
             ports = iter(_free_ports(2 * len(modules)))
-            self.peers = [self._plan(module, next(ports), next(ports)) for module in modules]
+            limits = match_limits(manifest, modules, options.memory_limits)
+            self.peers = [
+                self._plan(module, next(ports), next(ports), limit)
+                for module, limit in zip(modules, limits, strict=True)
+            ]
             self.run: RunId = run_id_of(manifest)
             author = Identity.load_or_create(options.author_path or self.peers[0].identity_path)
             self._manifest_path = self._folder / "manifest.toml"
@@ -215,6 +248,7 @@ class LocalSetup:
             port=peer.port,
             dht_port=peer.dht_port,
             threads=self._options.threads_per_node,
+            memory_limit=None if peer.memory_limit is None else str(peer.memory_limit),
             model=self._options.model.absolute() if self._options.model and peer.index == 0 else None,
             steps=self._options.steps if is_data_node else None,
             checkpoint_dir=self._options.checkpoint_dir,
@@ -253,12 +287,12 @@ class LocalSetup:
         """Removes the folder, with the keys that are in it."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _plan(self, module: ModuleId, port: int, dht_port: int) -> PlannedPeer:
+    def _plan(self, module: ModuleId, port: int, dht_port: int, memory_limit: int | None = None) -> PlannedPeer:
         index = self._count
         self._count += 1
         path = self._keys / f"peer-{index}.key"
         own = Identity.load_or_create(path).peer
-        return PlannedPeer(index, module, own, path, port, dht_port, self._places(index))
+        return PlannedPeer(index, module, own, path, port, dht_port, self._places(index), memory_limit)
 
 
 def node_command() -> tuple[str, ...]:

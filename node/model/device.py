@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from swarm.vocabulary.errors import ConfigError, ResourceExhausted
+from swarm.vocabulary.errors import ConfigError, OutOfMemory
 from swarm.vocabulary.types import Reasoned
 
 _NO_MEMORY: Final = re.compile(
@@ -37,14 +37,14 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def device_errors() -> Iterator[None]:
-    """Maps the compute device's running out of memory to ResourceExhausted, which costs one microbatch and not the
+    """Maps the compute device's running out of memory to OutOfMemory, which costs one microbatch and not the
     node."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError, too
         if not isinstance(error, torch.OutOfMemoryError | MemoryError) and not _NO_MEMORY.search(str(error)):
             raise
-        raise ResourceExhausted(
+        raise OutOfMemory(
             f"the compute device is out of memory: {str(error)[:200]}",
             hint="Start the node with a smaller --memory or fewer --slots.",
         ) from None

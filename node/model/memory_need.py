@@ -8,18 +8,20 @@ serving replica surely takes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 import torch
 
-from node.model.free_memory import GIB, available_memory
+from node.model.free_memory import available_memory
 from node.model.optimizer import optimizer_bytes
 from node.model.parts import HIDDEN_TYPES
-from node.model.shapes import BYTES_PER_PARAMETER, parameter_bytes, parameter_shapes
+from node.model.shapes import BYTES_PER_PARAMETER, Shape, parameter_bytes, parameter_shapes
 from protocol.manifest.manifest import Manifest
-from swarm.vocabulary.errors import ResourceExhausted
+from swarm.membership.placement import modules_that_fit
+from swarm.membership.room import Need, Needs, Room, size_text
+from swarm.vocabulary.errors import OutOfMemory
 from swarm.vocabulary.types import ModuleId, Reasoned
 
 _SUM_BYTES: Final = 8
@@ -42,71 +44,34 @@ _FEED_FORWARD_KEPT: Final = 3
 """Rows of these widths that one block's graph surely keeps of each token: attention's inputs and output, and the gated
 product with its two factors."""
 
-
-@dataclass(frozen=True, slots=True)
-class Need:
-    """The memory that is needed in bytes, with the reasons."""
-
-    device: int
-    memory: int
-    reason: str
-
-    @property
-    def all(self) -> int:
-        return self.device + self.memory
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """The free memory in bytes, with what says so; None where nobody can tell. `device` is None where the machine's
-    memory is the compute device's.
-    """
-
-    memory: Reasoned[int | None]
-    device: Reasoned[int | None] | None
-
-    def lacks(self, need: Need) -> str | None:
-        """The memory that there is too little of, as a sentence's end; None when the need can be met."""
-        if self.device is None:
-            return _lack(need.all, self.memory)
-        return _lack(need.device, self.device) or _lack(need.memory, self.memory)
-
-    def and_back(self, need: Need) -> Room:
-        """The room when what is held for this need has been let go of."""
-        device = self.device
-        if device is None:
-            return Room(_more(self.memory, need.all), None)
-        return Room(_more(self.memory, need.memory), _more(device, need.device))
+_ADAMW_BYTES: Final = 8
+"""Both moments of each parameter."""
+_NAMED: Final = 8
+"""Modules that a message lists."""
 
 
 def need_of(manifest: Manifest, modules: Iterable[ModuleId], microbatches: int) -> Need:
     """The memory that a replica of each of the modules takes, with so many microbatches held at a time."""
-    model, blocks = manifest.model, manifest.stages.blocks
+    blocks = manifest.stages.blocks
     stages = [module.stage for module in modules]
-    shapes = [parameter_shapes(manifest, ModuleId(stage)) for stage in stages]
-    elements = sum(parameter_bytes(each) for each in shapes) // BYTES_PER_PARAMETER
-    of_optimizer = sum(
-        optimizer_bytes(manifest.training.inner, name, shape) for each in shapes for name, shape in each.items()
-    )
-    width = HIDDEN_TYPES[model.dtype].itemsize
-    visit = manifest.microbatch_tokens * (_HIDDEN_KEPT * model.hidden + _FEED_FORWARD_KEPT * model.feed_forward) * width
-    graph = max(blocks[stage] for stage in stages) * visit
-    held = TENSORS_HELD * microbatches * math.prod(manifest.hidden_shape) * width
-    state = elements * DEVICE_BYTES + of_optimizer
-    device, memory = state + graph, elements * MEMORY_BYTES + held
-    said = (
-        f"{_size(state + elements * MEMORY_BYTES)} for {elements} parameters with their gradients, "
-        f"anchors and {manifest.training.inner.name}'s state,"
-        f" {_size(graph)} for computing one microbatch, {_size(held)} for holding {microbatches}"
-    )
-    return Need(device, memory, said)
+    return _Measure(manifest).need([blocks[stage] for stage in stages], microbatches, ends=stages.count(0))
+
+
+def needs_of(manifest: Manifest, microbatches: int) -> Needs:
+    """The memory that a replica of each module of the run takes. All of a stage are alike."""
+    measure = _Measure(manifest)
+    each = [
+        measure.need([blocks], microbatches, ends=int(stage == 0))
+        for stage, blocks in enumerate(manifest.stages.blocks)
+    ]
+    return {module: each[module.stage] for module in manifest.modules()}
 
 
 def require_room(manifest: Manifest, modules: Sequence[ModuleId], device: torch.device, microbatches: int) -> None:
     """Checks that there is room before a replica of these modules is made.
 
     Raises:
-        ResourceExhausted: says what it takes, what there is, and what can be done.
+        OutOfMemory: says what it takes, what there is, and what can be done.
     """
     need = need_of(manifest, modules, microbatches)
     lack = room_on(device).lacks(need)
@@ -115,25 +80,62 @@ def require_room(manifest: Manifest, modules: Sequence[ModuleId], device: torch.
         raise _too_little(what, need, lack)
 
 
-def modules_that_fit(
-    manifest: Manifest, modules: Sequence[ModuleId], room: Room, microbatches: int
-) -> Iterator[ModuleId]:
-    """The modules that there is room for. All of a stage are alike."""
-    fits: dict[int, bool] = {}
-    for module in modules:
-        if module.stage not in fits:
-            fits[module.stage] = room.lacks(need_of(manifest, (module,), microbatches)) is None
-        if fits[module.stage]:
-            yield module
-
-
-def none_fits(manifest: Manifest, modules: Sequence[ModuleId], room: Room, microbatches: int) -> ResourceExhausted:
-    """The error for when no module fits: tells of the smallest."""
-    firsts = {module.stage: module for module in reversed(modules)}.values()
-    need, module = min(((need_of(manifest, (m,), microbatches), m) for m in firsts), key=lambda pair: pair[0].all)
-    lack = room.lacks(need)
+def none_fits(manifest: Manifest, modules: Sequence[ModuleId], room: Room, microbatches: int) -> OutOfMemory:
+    """The error for when none of these modules fits: tells of the smallest, and of what would fit."""
+    needs = needs_of(manifest, microbatches)
+    module = min(modules, key=lambda each: needs[each].all)
+    lack = room.lacks(needs[module])
     assert lack is not None, "asked only when nothing fits"
-    return _too_little(f"no module of this run fits into this machine; the smallest, {module},", need, lack)
+    what = f"module {module}"
+    if len(modules) > 1:
+        what = f"no module of this run fits into this machine; the smallest, {module},"
+    return _too_little(what, needs[module], f"{lack}{_instead(manifest, room, microbatches)}")
+
+
+def blocks_that_fit(manifest: Manifest, room: Room, microbatches: int) -> int:
+    """The most blocks of this model that a stage after stage 0 may have here, 0 when there is no room for one; as many
+    as the model has where nobody can tell.
+    """
+    most = sum(manifest.stages.blocks)
+
+    measure = _Measure(manifest)
+
+    def fits(blocks: int) -> bool:
+        return room.lacks(measure.need([blocks], microbatches, ends=0)) is None
+
+    return bisect_left(range(1, most + 1), True, key=lambda blocks: not fits(blocks))
+
+
+def parameters_that_fit(room: Room) -> int | None:
+    """The parameters for which there is room, with AdamW and without what computing takes; None where nobody can
+    tell."""
+    device, memory = DEVICE_BYTES + _ADAMW_BYTES, MEMORY_BYTES
+    if room.device is None:
+        return None if room.memory.value is None else room.memory.value // (device + memory)
+    known = [there // each for there, each in ((room.device.value, device), (room.memory.value, memory)) if there]
+    return min(known, default=None)
+
+
+def what_fits(manifest: Manifest, room: Room, microbatches: int) -> Reasoned[tuple[int, ...]]:
+    """The stages of the run for which there is room, with a clause for people."""
+    needs = needs_of(manifest, microbatches)
+    sizes = {stage: needs[ModuleId(stage)] for stage in range(manifest.stages.count)}
+    fitting = tuple(stage for stage, need in sizes.items() if room.lacks(need) is None)
+    large = [stage for stage in sizes if stage not in fitting]
+    largest = max(sizes, key=lambda stage: sizes[stage].all)
+    there = room.memory if room.device is None else room.device
+    free = "" if there.value is None else f", and {size_text(there.value)} are free {there.reason}"
+    if not large:
+        return Reasoned(
+            fitting, f"every stage fits; the largest, {largest}, takes {size_text(sizes[largest].all)}{free}"
+        )
+    smallest = min(large, key=lambda stage: sizes[stage].all)
+    lack = room.lacks(sizes[smallest])
+    takes = f"{smallest} takes {size_text(sizes[smallest].all)}, and {lack}"
+    if fitting:
+        return Reasoned(fitting, f"there is room for {_listed(fitting)}; of the others stage {takes}")
+    instead = _instead(manifest, room, microbatches)
+    return Reasoned(fitting, f"no stage fits; the smallest, {takes}{instead}")
 
 
 def room_on(device: torch.device) -> Room:
@@ -147,25 +149,64 @@ def room_on(device: torch.device) -> Room:
     return Room(memory, None)
 
 
-def _lack(wanted: int, there: Reasoned[int | None]) -> str | None:
-    if there.value is None or wanted <= there.value:
-        return None
-    return f"{_size(there.value)} are free {there.reason}"
+class _Measure:
+    """The measure of the parts that the stages of a run are made of: one block, and the two ends of stage 0. Counted
+    once, because a manifest may have a million blocks.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        stages = manifest.stages.model_copy(update={"blocks": (0, 1), "experts": 1, "per_path": None})
+        cut = manifest.model_construct(**{**dict(manifest), "stages": stages})
+        self._ends, self._block = (self._counted(parameter_shapes(cut, ModuleId(stage))) for stage in (0, 1))
+
+    def _counted(self, shapes: Mapping[str, Shape]) -> tuple[int, int]:
+        """The parameters, and the bytes that the inner optimizer has of them."""
+        inner = self._manifest.training.inner
+        kept = sum(optimizer_bytes(inner, name, shape) for name, shape in shapes.items())
+        return parameter_bytes(shapes) // BYTES_PER_PARAMETER, kept
+
+    def need(self, blocks: Sequence[int], microbatches: int, *, ends: int) -> Need:
+        """Of stages with so many blocks, of which so many (0 or 1) have the model's ends."""
+        manifest, model = self._manifest, self._manifest.model
+        elements, of_optimizer = (sum(blocks) * b + ends * e for b, e in zip(self._block, self._ends, strict=True))
+        width = HIDDEN_TYPES[model.dtype].itemsize
+        kept = _HIDDEN_KEPT * model.hidden + _FEED_FORWARD_KEPT * model.feed_forward
+        graph = max(blocks) * manifest.microbatch_tokens * kept * width
+        held = TENSORS_HELD * microbatches * math.prod(manifest.hidden_shape) * width
+        state = elements * DEVICE_BYTES + of_optimizer
+        device, memory = state + graph, elements * MEMORY_BYTES + held
+        said = (
+            f"{size_text(state + elements * MEMORY_BYTES)} for {elements} parameters with their gradients, "
+            f"anchors and {manifest.training.inner.name}'s state,"
+            f" {size_text(graph)} for computing one microbatch, {size_text(held)} for holding {microbatches}"
+        )
+        return Need(device, memory, said)
 
 
-def _more(there: Reasoned[int | None], back: int) -> Reasoned[int | None]:
-    return there if there.value is None else Reasoned(there.value + back, there.reason)
+def _listed(stages: Sequence[int]) -> str:
+    named = ", ".join(map(str, stages[:_NAMED]))
+    what = "stage" if len(stages) == 1 else "stages"
+    return f"{what} {named}{f' and {len(stages) - _NAMED} others' if len(stages) > _NAMED else ''}"
 
 
-def _too_little(what: str, need: Need, lack: str) -> ResourceExhausted:
-    return ResourceExhausted(
-        f"{what} takes {_size(need.all)} ({need.reason}), and {lack}",
+def _instead(manifest: Manifest, room: Room, microbatches: int) -> str:
+    """What would fit, as a sentence's end."""
+    fitting = modules_that_fit(manifest.modules(), room, needs_of(manifest, microbatches))
+    if fitting:
+        named = ", ".join(map(str, fitting[:_NAMED]))
+        return f"; there is room for {named}{' and others' if len(fitting) > _NAMED else ''}"
+    blocks = blocks_that_fit(manifest, room, microbatches)
+    if blocks == 0:
+        return ", too little for a stage of one block of this model"
+    return f", enough for a stage of {blocks} block{'s' if blocks > 1 else ''} of this model"
+
+
+def _too_little(what: str, need: Need, lack: str) -> OutOfMemory:
+    return OutOfMemory(
+        f"{what} takes {size_text(need.all)} ({need.reason}), and {lack}",
         hint=(
-            "Close other programs, raise the limit, hold fewer microbatches (--slots, --window), or join a "
-            "run with smaller stages."
+            "Close other programs, raise --memory-limit if there is one, hold fewer microbatches (--slots, --window), "
+            "or join a run with smaller stages (skipstone new --card)."
         ),
     )
-
-
-def _size(size_bytes: int) -> str:
-    return f"{size_bytes / GIB:.1f} GiB" if size_bytes >= GIB // 10 else f"{size_bytes / 2**20:.1f} MiB"

@@ -42,6 +42,10 @@ class LocalPeer:
     """Through whom it can be called while it has no addresses."""
     relay: str = ""
     """The multiaddr at which it serves tunnels for others; empty when it does not."""
+    memory_bytes: int = 0
+    """The room that it has for a module (`swarm.membership.room.Room.announced`), of the machine's memory."""
+    device_bytes: int = 0
+    """Of its compute device's own."""
     incarnation: int = field(init=False)
     """When this life began, for others to tell it from the one before."""
     _sequence: int = field(default=0, init=False)
@@ -101,6 +105,8 @@ class LocalPeer:
             expires_at=self.clock.wall() + RECORD_LIFETIME_S,
             via=self.via,
             relay=self.relay,
+            memory_bytes=self.memory_bytes,
+            device_bytes=self.device_bytes,
         )
 
 

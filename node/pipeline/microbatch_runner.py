@@ -50,7 +50,7 @@ from swarm.pipeline.custody_states import (
     Tick,
     Work,
 )
-from swarm.vocabulary.errors import PeerError, ResourceExhausted, SkipstoneError
+from swarm.vocabulary.errors import OutOfMemory, PeerError, ResourceExhausted, SkipstoneError
 from swarm.vocabulary.pipeline_messages import (
     Backward,
     Direction,
@@ -73,6 +73,9 @@ CHECKED_EVERY = 64
 
 MAX_WAITING_MESSAGES = 256
 """Messages on the way to one peer. What is more is dropped, as for a peer that cannot be reached."""
+MOST_SHORT_OF_MEMORY = 32
+"""Computations in a row that may fail for want of memory: each costs a microbatch, and so many of them say that the
+module is too large here."""
 BUFFERS_A_SLOT = 6
 """Two tensors come to a holding, the input and the gradient, and of every slot two more holdings may be unsettled."""
 
@@ -105,6 +108,8 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
         self._ends = PathEnds()
         self._takes_new_work = True
         self._encoded = 0
+        self._short_of_memory = 0
+        """Computations in a row for which there was too little memory."""
         # A data node's own are held besides the slots.
         self._pool = BufferPool(worker.tensor.raw_bytes, BUFFERS_A_SLOT * custody.slots + 64)
         self._loads = TensorStore()
@@ -315,7 +320,11 @@ class MicrobatchRunner(MachineRunner[Event, Action]):
         except SkipstoneError as error:
             if not load.forgotten:
                 self.handle(ComputeFailed(action.key, str(error)))
+            self._short_of_memory += isinstance(error, OutOfMemory)
+            if isinstance(error, OutOfMemory) and self._short_of_memory == MOST_SHORT_OF_MEMORY:
+                raise  # the module is too large for this machine
             return
+        self._short_of_memory = 0
         crash_point(f"after {action.work.name.lower()}")
         if output.error is not None:
             self.codecs.measured(traffic, codec, output.error)

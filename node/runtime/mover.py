@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from node.network.proofs import Proofs
 from node.network.session import NetworkSession
@@ -13,6 +14,7 @@ from protocol.manifest.manifest import Manifest
 from protocol.manifest.model import block_parameters
 from swarm.membership.capacity import Workload
 from swarm.membership.rebalancing import MoveRules, MoveWatch, Standing
+from swarm.membership.room import Needs
 from swarm.vocabulary.types import ModuleId, Reasoned
 
 STATE_BYTES_PER_PARAMETER = 8
@@ -20,6 +22,18 @@ STATE_BYTES_PER_PARAMETER = 8
 UNMEASURED_BYTES_PER_S = 4e6
 SETTING_UP_S = 10.0
 """What a move costs besides the download: draining the old module, preparing the new one."""
+
+
+class Fitting(Protocol):
+    """The modules that the node has room for (`node.runtime.module_choice.FittingModules`)."""
+
+    @property
+    def needs(self) -> Needs: ...
+
+    def of(self, modules: Iterable[ModuleId], held: ModuleId | None = None) -> list[ModuleId]:
+        """Those that fit when the node has let go of what it holds."""
+        ...
+
 
 NextModule = Callable[[], Awaitable[Reasoned[ModuleId]]]
 """Returns when the node should move, with where to and why; a node that is to stay never gets an answer."""
@@ -54,7 +68,7 @@ class Mover:
     """Decides for one node in one module, from when it is made.
 
     Args:
-        fitting: those of the modules that this machine has room for once it has let go of its own.
+        fitting: of the run's modules.
         jitter: returns a number from 0 to 1.
     """
 
@@ -63,7 +77,7 @@ class Mover:
         session: NetworkSession,
         manifest: Manifest,
         proofs: Proofs,
-        fitting: Callable[[Sequence[ModuleId]], Iterable[ModuleId]],
+        fitting: Fitting,
         rules: MoveRules,
         periods: MovePeriods,
         jitter: Callable[[], float] = random.random,
@@ -104,8 +118,9 @@ class Mover:
         goals = [m for m in self._manifest.modules() if m.stage > 0 and m != own.module]
         rates = (link.goodput_bytes_per_s for link in self._session.transport.figures().values())
         rate = max(rates, default=0.0) or UNMEASURED_BYTES_PER_S
-        move_s = {module: SETTING_UP_S + self._state_bytes(module) / rate for module in self._fitting(goals)}
-        return Standing(own.announcement(), others, now - self._since, move_s, self._proofs.proven)
+        fitting = self._fitting.of(goals, held=own.module)
+        move_s = {module: SETTING_UP_S + self._state_bytes(module) / rate for module in fitting}
+        return Standing(own.announcement(), others, now - self._since, move_s, self._proofs.proven, self._fitting.needs)
 
     def _state_bytes(self, module: ModuleId) -> int:
         blocks = self._manifest.stages.blocks[module.stage]

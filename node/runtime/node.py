@@ -4,9 +4,10 @@ order."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -23,7 +24,6 @@ from node.data.places import Places, places
 from node.experts.router import Router
 from node.experts.router_file import load_router
 from node.model.device import choose_devices
-from node.model.memory_need import modules_that_fit, need_of, none_fits, room_on
 from node.network.proofs import Proofs
 from node.network.router_exchange import fetch_router, router_given
 from node.network.session import NetworkSession, Whereabouts, present
@@ -32,7 +32,8 @@ from node.observability.events import Ended, EventSink, Note
 from node.reachability.monitor import reachable
 from node.runtime.leave_socket import leave_requests, sole_use
 from node.runtime.malloc import keep_freed_memory
-from node.runtime.mover import MovePeriods, Mover, NextModule, stay_for_ever, workload_of
+from node.runtime.module_choice import FittingModules, asked_modules, choose, choose_smaller
+from node.runtime.mover import MovePeriods, Mover, NextModule, stay_for_ever
 from node.runtime.resume import find_own
 from node.runtime.serving import Moving, serve_module
 from node.start.cut_model import open_start
@@ -43,20 +44,20 @@ from protocol.interfaces.transport import Question, QuestionAbout
 from protocol.manifest.join_link import multiaddr_of
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.signing import SignedManifest, read_signed_manifest
-from swarm.membership.placement import choose_module
 from swarm.membership.rebalancing import MoveRules
-from swarm.vocabulary.errors import ConfigError, Rejected, StateError
-from swarm.vocabulary.types import ModuleId, PeerId, Reasoned, RunId
+from swarm.vocabulary.errors import ConfigError, OutOfMemory, Rejected, StateError
+from swarm.vocabulary.types import PeerId, Reasoned, RunId
 
-LOOK_AROUND_S = 2.0
 WITHDRAW_S = 2.0
 
 
 class Consent(Protocol):
     """Describes the run to the person at this machine, and asks whether to join it."""
 
-    async def __call__(self, signed: SignedManifest, text: Reasoned[Places | None], own: bool) -> bool:
-        """`own`: whether this machine's identity is the manifest's author."""
+    async def __call__(
+        self, signed: SignedManifest, text: Reasoned[Places | None], fits: Reasoned[tuple[int, ...]], own: bool
+    ) -> bool:
+        """`fits`: the stages that this machine has room for. `own`: whether its identity is the manifest's author."""
         ...
 
 
@@ -101,7 +102,8 @@ async def run_node(
                 signed = await unless(stop, session.fetch_manifest(options.patience_s))
                 if signed is None:
                     return
-            text = await _joined(options, signed, identity.peer, consent, stop)
+            fitting = FittingModules(signed.manifest, options, device)
+            text = await _joined(options, signed, fitting, identity.peer, consent, stop)
             start = await asyncio.to_thread(open_start, signed.manifest, options.model)
             router = await unless(stop, _router(options, session, signed.manifest))
             if router is None and signed.manifest.routing is not None:
@@ -115,7 +117,8 @@ async def run_node(
                 ):
                     session.membership_sync.watch(signed.manifest.modules())
                     resumed = await _find_own(options, session, signed, logged)
-                    chosen = await _choose(options, session, signed.manifest, resumed, device, text, logged)
+                    session.own.memory_bytes, session.own.device_bytes = fitting.announced()
+                    chosen = await choose(options, session, fitting, signed.manifest, resumed, text, logged)
                     logged.emit(Note("info", f"module {chosen.value}: {chosen.reason}"))
                     given = ModuleContext(
                         options=options,
@@ -129,16 +132,21 @@ async def run_node(
                         finished=stop.set,
                         saves=SaveRequests(),
                         proofs=Proofs(session),
-                        resumed=resumed,
+                        resumed=resumed if resumed.module == chosen.value else Resumed(),
                         start=start,
                         router=router,
                         text=text,
                     )
-                    await _serve(given, signed, moving or readiness_to_move, stop)
+                    await _serve(given, signed, fitting, moving or partial(readiness_to_move, fitting), stop)
 
 
 async def _joined(
-    options: NodeOptions, signed: SignedManifest, peer: PeerId, consent: Consent | None, stop: asyncio.Event
+    options: NodeOptions,
+    signed: SignedManifest,
+    fitting: FittingModules,
+    peer: PeerId,
+    consent: Consent | None,
+    stop: asyncio.Event,
 ) -> Reasoned[Places | None]:
     """Decides to take part in the run; returns the places of its text on this machine.
 
@@ -153,19 +161,35 @@ async def _joined(
         )
     own = signed.author == peer
     text = places(signed.manifest.data, options.told, own=own)
-    if consent is not None and not await unless(stop, consent(signed, text, own)):
+    if consent is not None and not await unless(stop, consent(signed, text, fitting.told(), own)):
         raise Rejected("the run was not joined", hint="Say yes when asked, or beforehand with --yes.")
     return text
 
 
-async def _serve(given: ModuleContext, signed: SignedManifest, moving: Moving, stop: asyncio.Event) -> None:
-    """Serves one module after the other."""
+async def _serve(
+    given: ModuleContext, signed: SignedManifest, fitting: FittingModules, moving: Moving, stop: asyncio.Event
+) -> None:
+    """Serves one module after the other; after one that ran out of memory a smaller one.
+
+    Raises:
+        OutOfMemory: there is none.
+    """
     session, folder = given.session, None
     if given.options.checkpoint_dir is not None:
         router = b"" if given.router is None else given.router.to_bytes()
         folder = CheckpointFolder(given.options.checkpoint_dir, signed.run, signed.text, router=router)
     while not stop.is_set():
-        module = await serve_module(given, moving, folder, stop)
+        shortage = None
+        module = None
+        try:
+            module = await serve_module(given, moving, folder, stop)
+        except OutOfMemory as error:
+            shortage = OutOfMemory(str(error), hint=error.hint)  # the error's own frames keep the module alive
+        if shortage is not None:
+            chosen = await choose_smaller(shortage, given.module, given.options, session, fitting, given.manifest)
+            session.own.memory_bytes, session.own.device_bytes = fitting.announced()
+            given.events.emit(Note("warning", f"{shortage}; module {chosen.value}: {chosen.reason}"))
+            module = chosen.value
         if module is None:
             break
         given = replace(given, module=module, saves=SaveRequests(), proofs=Proofs(session), resumed=Resumed())
@@ -196,17 +220,11 @@ def _manifest_given(session: NetworkSession, signed: SignedManifest) -> Abstract
     return session.dispatcher.registered(answers={QuestionAbout.MANIFEST: manifest})
 
 
-def readiness_to_move(given: ModuleContext) -> NextModule:
-    """The mover of this assignment's node: by what it sees of the swarm, or never."""
+def readiness_to_move(fitting: FittingModules, given: ModuleContext) -> NextModule:
+    """The mover of this assignment's node: by what it sees of the swarm, to what fits, or never."""
     if given.module.stage == 0 or not given.options.may_move:
         return stay_for_ever
-    manifest, slots = given.manifest, given.options.slots_held
-    own = need_of(manifest, (given.module,), slots)
-
-    def fitting(modules: Sequence[ModuleId]) -> Iterable[ModuleId]:
-        return modules_that_fit(manifest, modules, room_on(given.device).and_back(own), slots)
-
-    return Mover(given.session, manifest, given.proofs, fitting, MoveRules(), MovePeriods()).next_module
+    return Mover(given.session, given.manifest, given.proofs, fitting, MoveRules(), MovePeriods()).next_module
 
 
 @contextmanager
@@ -223,72 +241,13 @@ def _logged(options: NodeOptions, peer: PeerId, stream: EventSink) -> Iterator[E
         event_log.emit(Ended(peer, int(SystemClock().wall() * 1000)))
 
 
-async def _choose(
-    options: NodeOptions,
-    session: NetworkSession,
-    manifest: Manifest,
-    resumed: Resumed,
-    device: torch.device,
-    text: Reasoned[Places | None],
-    events: EventSink,
-) -> Reasoned[ModuleId]:
-    """The module asked for, else the one it had, else the one that needs a peer most after a short look around, of
-    those that fit.
-
-    Raises:
-        ConfigError: that would be stage 0, and the run's text may not be opened; or there is no such stage.
-        ResourceExhausted: no module that it may take fits into this machine.
-    """
-    asked = _asked(options, manifest)
-    wanted = asked or ([] if resumed.module is None else [resumed.module])
-    if text.value is None and ModuleId(0) in wanted:
-        raise ConfigError(
-            f"this node can not take stage 0: {text.reason}", hint="Or take another stage with --no-data."
-        )
-    if len(asked) == 1:
-        return Reasoned(asked[0], "asked for")
-    if resumed.module is not None and (not asked or resumed.module in asked):
-        return Reasoned(resumed.module, "the one in its checkpoint")
-    reads_text = options.reads_text and text.value is not None
-    if options.reads_text and not reads_text:
-        events.emit(Note("warning", f"this node takes no stage 0: {text.reason}"))
-    if options.link is None and reads_text and not asked:
-        return Reasoned(ModuleId(0), "the first node of a run is a data node")
-    allowed = asked or [module for module in manifest.modules() if module.stage > 0 or reads_text]
-    room = room_on(device)
-    fitting = list(modules_that_fit(manifest, allowed, room, options.slots_held))
-    if not fitting:
-        raise none_fits(manifest, allowed, room, options.slots_held)
-    await asyncio.sleep(LOOK_AROUND_S)
-    alive = await session.membership_sync.alive(manifest.modules())
-    return choose_module(session.own.peer, fitting, alive, workload_of(manifest))
-
-
-def _asked(options: NodeOptions, manifest: Manifest) -> list[ModuleId]:
-    """The modules among which the node was told to choose; none where it was told nothing.
-
-    Raises:
-        ConfigError: there is no such stage, or no such expert of it.
-    """
-    if options.asked_stage is None:
-        return []
-    stage, expert = options.asked_stage, options.asked_expert
-    modules = [module for module in manifest.modules() if module.stage == stage and expert in (None, module.expert)]
-    if not modules and stage >= manifest.stages.count:
-        raise ConfigError(f"stage {stage} does not exist: this run has the stages 0 to {manifest.stages.count - 1}")
-    if not modules:
-        last = manifest.stages.experts_at(stage) - 1
-        raise ConfigError(f"module {options.stage} does not exist: the last expert of stage {stage} is {last}")
-    return modules
-
-
 async def _find_own(
     options: NodeOptions, session: NetworkSession, signed: SignedManifest, events: EventSink
 ) -> Resumed:
     if options.checkpoint_dir is None:
         return Resumed()
     folder = CheckpointFolder(options.checkpoint_dir, signed.run, signed.text)
-    asked = _asked(options, signed.manifest)
+    asked = asked_modules(options, signed.manifest)
     wanted = asked[0] if len(asked) == 1 else None
     resumed, notes = await asyncio.to_thread(find_own, folder, session.own.peer, wanted)
     for note in notes:

@@ -16,6 +16,7 @@ from node.averaging.module_rounds import ModuleRounds, module_rounds
 from node.checkpoint.state import ReplicaState
 from node.concurrency.compute_thread import Priority
 from node.context.module_context import ModuleContext
+from node.model.memory_need import need_of
 from node.observability.events import Load
 from node.observability.status import Account
 from node.observability.throughput import Rate
@@ -96,7 +97,7 @@ class StageRole:
 async def stage_role(given: ModuleContext, first: Anchor | None) -> AsyncIterator[StageRole]:
     """Builds the role of a stage peer, not prepared yet; `first` as of `module_rounds`."""
     manifest, device = given.manifest, given.device
-    budget = default_graph_budget(device).value if given.options.graph_bytes is None else given.options.graph_bytes
+    budget = _graph_budget(given)
     slots = given.options.slots_held
     worker = await given.compute.run(
         Priority.UPKEEP, lambda: host_hop(manifest, given.module, device, budget, slots, given.threads)
@@ -110,6 +111,17 @@ async def stage_role(given: ModuleContext, first: Anchor | None) -> AsyncIterato
     async with module_rounds(given, replica, first) as rounds:
         runner = microbatch_runner_for(given, worker, planner, link_codecs(given, worker), rounds)
         yield StageRole(given, worker, runner, rounds)
+
+
+def _graph_budget(given: ModuleContext) -> int:
+    """The bytes that kept graphs may take: no more than a limit leaves besides the module."""
+    options = given.options
+    budget = default_graph_budget(given.device).value if options.graph_bytes is None else options.graph_bytes
+    limit = options.memory_limit_bytes
+    if limit is None:
+        return budget
+    need = need_of(given.manifest, (given.module,), options.slots_held)
+    return min(budget, max(0, limit.value - (need.all if given.device.type == "cpu" else need.device)))
 
 
 def default_graph_budget(device: torch.device) -> Reasoned[int]:

@@ -17,7 +17,7 @@ from node.model.shapes import Shape, parameter_shapes
 from node.start.model_config import blocks_of
 from node.start.model_folder import ModelFolder
 from protocol.manifest.manifest import Manifest
-from swarm.vocabulary.errors import ConfigError, ResourceExhausted
+from swarm.vocabulary.errors import ConfigError, OutOfMemory
 from swarm.vocabulary.types import AnchorVersion, ModuleId
 
 _OTHER: Final = "Name the folder from which `skipstone new --from-model` made this run, with the same files."
@@ -106,13 +106,13 @@ class CutModel:
 
         Raises:
             ConfigError: the folder is not the one from which the run was made.
-            ResourceExhausted: there is no memory for it.
+            OutOfMemory: there is no memory for it.
         """
         layout = module_layout(self._manifest, module)
         try:
             parameters: Vector = np.empty(layout.elements, np.float32)
         except MemoryError:
-            raise ResourceExhausted(f"no memory for module {module} ({layout.elements * 4} bytes)") from None
+            raise OutOfMemory(f"no memory for module {module} ({layout.elements * 4} bytes)") from None
         _read(self._folder, layout, slice(0, layout.elements), parameters)
         anchor = initial_anchor(layout, parameters)
         if anchor.version != first_version(self._manifest, module):

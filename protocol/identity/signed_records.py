@@ -169,6 +169,8 @@ def _body_of(announcement: Announcement) -> bytes:
         via=announcement.via,
         relay=announcement.relay,
         quadratic_share=announcement.quadratic_share,
+        memory_bytes=announcement.memory_bytes,
+        device_bytes=announcement.device_bytes,
     ).SerializeToString(deterministic=True)
     return encoded
 
@@ -200,6 +202,8 @@ def _announcement_of(body: records_pb2.Announcement) -> Announcement:
         via=tuple(PeerId(peer) for peer in body.via),
         relay=body.relay,
         quadratic_share=body.quadratic_share,
+        memory_bytes=body.memory_bytes,
+        device_bytes=body.device_bytes,
     )
 
 
@@ -265,6 +269,9 @@ def _check_figures(announcement: Announcement) -> None:
         raise ProtocolViolation(f"record: a quadratic share of {announcement.quadratic_share} makes no sense")
     if not 0 <= announcement.free_slots <= announcement.slots <= MAX_SLOTS:
         raise ProtocolViolation(f"record: {announcement.free_slots} free of {announcement.slots} slots make no sense")
+    for size in (announcement.memory_bytes, announcement.device_bytes):
+        if not 0 <= size <= MAX_COUNT:
+            raise ProtocolViolation(f"record: {size} bytes of memory make no sense")
     if not 0 <= announcement.steps <= MAX_COUNT:
         raise ProtocolViolation(f"record: step {announcement.steps} is out of range")
     if not 1 <= announcement.incarnation <= MAX_INCARNATION:

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from swarm.membership.capacity import Host, Workload, allowed_throughput, draw, hosts_of
+from swarm.membership.room import Needs, room_of
 from swarm.vocabulary.announcement import Announcement
 from swarm.vocabulary.types import ModuleId, PeerId, PeerState, Reasoned, short
 
@@ -55,8 +56,9 @@ class Standing:
         others: everybody else's, without those that are suspect.
         served_s: seconds that it has served its module.
         move_s: for each module it may move to, the seconds without it that the move would cost: drain, download,
-            preparation. Modules that are left out are never moved to.
+            preparation. Modules that are left out are never moved to; those for which it has no room are left out.
         proven: peers that have done their work before somebody's eyes (`proven_by`), or in a round with us.
+        needs: what the modules take of a peer's memory: nobody waits for one that has no room for where it should go.
     """
 
     own: Announcement
@@ -64,6 +66,13 @@ class Standing:
     served_s: float
     move_s: Mapping[ModuleId, float]
     proven: frozenset[PeerId] = frozenset()
+    needs: Needs = field(default_factory=dict)
+
+    def have_room(self, module: ModuleId) -> frozenset[PeerId]:
+        """The peers that do not say that the module is too large for them."""
+        need = self.needs.get(module)
+        everybody = (self.own, *self.others)
+        return frozenset(a.peer for a in everybody if need is None or room_of(a).lacks(need) is None)
 
     def hosts(self, workload: Workload) -> tuple[Host, ...]:
         """All hosts of the run, this peer included."""
@@ -124,11 +133,11 @@ def strongest_wish(standing: Standing, workload: Workload, rules: MoveRules) -> 
     if not goals:
         return None
     target = min(goals, key=lambda module: (allowed[module], module))
-    spare = _who_can_be_spared(standing, hosts)
+    able = _who_can_be_spared(standing, hosts) & standing.have_room(target)
     values = {
         host.peer: _value(host, target, allowed, workload, rules)
         for host in hosts
-        if host.module != target and host.module.stage > 0 and host.peer in spare
+        if host.module != target and host.module.stage > 0 and host.peer in able
     }
     worth = {peer: value for peer, value in values.items() if value is not None}
     on_the_way = frozenset(host.peer for host in hosts if host.peer in worth and host.state is PeerState.DRAINING)

@@ -75,6 +75,12 @@ class Announcement:
     """The libp2p multiaddr at which this peer serves tunnels for others, at most 128 characters; empty when it does
     not."""
 
+    memory_bytes: int = 0
+    """The memory of its machine that it has for a module, whatever it hosts now; 0 when there is room for
+    every module of the run, or when it does not say."""
+    device_bytes: int = 0
+    """The memory that its compute device has for a module; 0 where that is the machine's, or when it does not say."""
+
     @property
     def speed(self) -> Speed:
         return Speed(self.tokens_per_second, self.quadratic_share)

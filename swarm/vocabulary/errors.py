@@ -15,6 +15,7 @@
     |   |-- CorruptSnapshot        74  a checkpoint's bytes do not match its hashes
     |   `-- NoQuorum               75  not enough peers agree
     `-- ResourceExhausted          71  memory, disk, ports or a bound of ours ran out
+        `-- OutOfMemory            71  this machine or its compute device has too little memory
 
 Errors of grpc, hivemind and the operating system are mapped to these where they enter, so that nobody above
 has to know those libraries. The numbers are process exit codes (sysexits.h where it has one); `hint` says what
@@ -119,3 +120,9 @@ class ResourceExhausted(SkipstoneError):
 
     exit_code = 71
     hint = "Free some of it, or raise the limit named above."
+
+
+class OutOfMemory(ResourceExhausted):
+    """This machine, its compute device, or the limit set to them has too little memory for a module or a microbatch."""
+
+    hint = "Take a smaller stage, hold fewer microbatches (--slots), or close other programs."

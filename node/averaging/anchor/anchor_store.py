@@ -21,7 +21,7 @@ import numpy as np
 
 from node.averaging.anchor.anchor import Anchor, Vector
 from node.averaging.anchor.layout import Layout
-from swarm.vocabulary.errors import ResourceExhausted, StateError
+from swarm.vocabulary.errors import OutOfMemory, ResourceExhausted, StateError
 
 STATES: Final = 4
 """In memory at once, lent ones included."""
@@ -156,7 +156,7 @@ class AnchorStore:
         try:
             return np.empty(elements, np.float32), np.empty(elements, np.float32)
         except MemoryError:
-            raise ResourceExhausted(f"no memory for another state of this module ({elements * 8} bytes)") from None
+            raise OutOfMemory(f"no memory for another state of this module ({elements * 8} bytes)") from None
 
     def _is_full(self, more: int) -> bool:
         held = 1 + len(self._older) + self._alive() + (self._returned is not None)

@@ -23,7 +23,7 @@ from node.averaging.anchor.layout import Layout
 from node.averaging.state_sync.chunk_codec import ChunkDecoder
 from protocol.frames.hash_list import HashList
 from protocol.interfaces.tensor_spec import TensorSpec
-from swarm.vocabulary.errors import ProtocolViolation, ResourceExhausted
+from swarm.vocabulary.errors import OutOfMemory, ProtocolViolation
 
 log = logging.getLogger(__name__)
 
@@ -233,11 +233,11 @@ class FreshSpace:
         return self._layout
 
     def spare(self) -> tuple[Vector, Vector]:
-        """Allocates parameters and momentum, [elements] each. Raises ResourceExhausted."""
+        """Allocates parameters and momentum, [elements] each. Raises OutOfMemory."""
         try:
             return np.empty(self._layout.elements, np.float32), np.empty(self._layout.elements, np.float32)
         except MemoryError:
-            raise ResourceExhausted(f"no memory for the module's state ({self._layout.elements * 8} bytes)") from None
+            raise OutOfMemory(f"no memory for the module's state ({self._layout.elements * 8} bytes)") from None
 
     def give_back(self, parameters: Vector, momentum: Vector) -> None:
         return

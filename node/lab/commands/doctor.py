@@ -30,6 +30,7 @@ def doctor(
     dht_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of its DHT; 0 for any.")] = 0,
     reach: Annotated[ReachMode, typer.Option(help="auto asks the router for a port if need be.")] = ReachMode.AUTO,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:N, mps or auto.")] = "auto",
+    memory_limit: Annotated[str | None, typer.Option(help="What the node would be told of, such as 8GB.")] = None,
     identity: Annotated[Path | None, typer.Option(help="The node's key file.")] = None,
     checkpoint_dir: Annotated[Path | None, typer.Option(help="Folder that the node would save to.")] = None,
     log_dir: Annotated[Path | None, typer.Option(help="Folder for its event log.")] = None,
@@ -38,7 +39,7 @@ def doctor(
     """Check this machine: versions, device, memory, disk, clock, ports, and how others reach it. Exits with 1 if a
     check fails."""
     announce("skipstone doctor: examining this machine", as_json=json)
-    from node.context.options import default_identity_path
+    from node.context.options import default_identity_path, memory_limit_of
     from node.lab.doctor.examination import Patient, examine
     from node.lab.doctor.network_checks import Doorway
     from protocol.manifest.join_link import parse_link
@@ -46,7 +47,9 @@ def doctor(
     named = (("key", (identity or default_identity_path()).parent), ("checkpoints", checkpoint_dir), ("logs", log_dir))
     folders = tuple((name, folder) for name, folder in named if folder is not None)
     where = None if link is None else parse_link(link)
-    patient = Patient(device, Doorway(listen, port, advertise, reach), dht_port, folders, where)
+    patient = Patient(
+        device, Doorway(listen, port, advertise, reach), dht_port, folders, where, memory_limit_of(memory_limit)
+    )
     findings: list[Finding] = []
 
     def tell(found: Sequence[Finding]) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from node.lab.doctor.finding import Finding, Level, bounded
+from node.lab.doctor.fitting import look_at_room, what_fits_of
 from node.lab.doctor.machine import look_at_disk, look_at_files, look_at_memory, look_at_port
 from node.lab.doctor.network_checks import Doorway, Tell, look_in_the_run
 from node.lab.doctor.versions import look_at_versions
 from protocol.manifest.join_link import JoinLink
+from swarm.vocabulary.types import Reasoned
 
 QUICK_S: Final = 10.0
 DEVICE_S: Final = 60.0
@@ -29,6 +32,8 @@ class Patient:
     folders: tuple[tuple[str, Path], ...]
     """Those that the node would write to, by what they are for."""
     link: JoinLink | None
+    memory_limit: Reasoned[int] | None = None
+    """Bytes of its compute device's memory that the node may take; None for all that are free."""
 
 
 async def examine(patient: Patient, tell: Tell) -> None:
@@ -39,6 +44,7 @@ async def examine(patient: Patient, tell: Tell) -> None:
         ("versions", look_at_versions, QUICK_S),
         ("device", lambda: _look_at_device(patient.device), DEVICE_S),
         ("memory", look_at_memory, QUICK_S),
+        ("stage", lambda: look_at_room(patient.device, patient.memory_limit), DEVICE_S),
         ("disk", lambda: look_at_disk((*patient.folders, ("temporary files", Path(tempfile.gettempdir())))), QUICK_S),
         ("files", look_at_files, QUICK_S),
     )
@@ -56,7 +62,8 @@ async def examine(patient: Patient, tell: Tell) -> None:
     elif not free:
         tell([Finding("reach", Level.SKIP, "the port cannot be listened on")])
     else:
-        await look_in_the_run(patient.link, doorway, tell)
+        fits = partial(what_fits_of, patient.device, patient.memory_limit)
+        await look_in_the_run(patient.link, doorway, fits, tell)
 
 
 def _look_at_device(wish: str) -> Sequence[Finding]:

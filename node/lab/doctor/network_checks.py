@@ -20,6 +20,7 @@ from node.reachability.reach_test import witnesses_of
 from protocol.interfaces.clock import Clock
 from protocol.interfaces.transport import Question, QuestionAbout
 from protocol.manifest.join_link import JoinLink
+from protocol.manifest.manifest import Manifest
 from swarm.vocabulary.errors import PeerError, Unreachable
 from swarm.vocabulary.types import PeerId
 
@@ -48,16 +49,18 @@ class Doorway:
 Tell = Callable[[Sequence[Finding]], None]
 
 
-async def look_in_the_run(link: JoinLink, doorway: Doorway, tell: Tell) -> None:
-    """Enters the run as a visitor and makes the findings `run`, `clock` and `reach`. A port that is taken is told by
-    `reach`.
+async def look_in_the_run(
+    link: JoinLink, doorway: Doorway, fits: Callable[[Manifest], Sequence[Finding]], tell: Tell
+) -> None:
+    """Enters the run as a visitor and makes the findings `run`, what `fits` says of it, `clock` and `reach`. A port
+    that is taken is told by `reach`.
 
     Nobody is contacted but peers of the run and, for a mapping, the default gateway.
     """
 
     async def enter() -> Sequence[Finding]:
         async with visit(link, doorway.listen, doorway.port) as session:
-            tell(await bounded_async("run", lambda: _find_peers(session), PATIENCE_S + 10))
+            tell(await bounded_async("run", lambda: _find_peers(session, fits), PATIENCE_S + 10))
             if not _peers(session):
                 return [Finding("reach", Level.SKIP, "no peer is there to connect to this machine")]
             tell(await bounded_async("clock", lambda: _compare_clocks(session), CLOCK_LIMIT_S))
@@ -67,7 +70,7 @@ async def look_in_the_run(link: JoinLink, doorway: Doorway, tell: Tell) -> None:
     tell(await bounded_async("reach", enter, limit_s))
 
 
-async def _find_peers(session: NetworkSession) -> Sequence[Finding]:
+async def _find_peers(session: NetworkSession, fits: Callable[[Manifest], Sequence[Finding]]) -> Sequence[Finding]:
     try:
         signed = await session.fetch_manifest(PATIENCE_S)
     except Unreachable as error:
@@ -78,6 +81,7 @@ async def _find_peers(session: NetworkSession) -> Sequence[Finding]:
     return [
         Finding("run", Level.OK, f"{len(_peers(session))} peers of {signed.manifest.name!r} seen"),
         *experts_findings(hosting, len(signed.manifest.modules()), several=signed.manifest.stages.has_experts),
+        *await asyncio.to_thread(fits, signed.manifest),
     ]
 
 

@@ -227,6 +227,14 @@ class TestNew:
             (("--experts", "1,2"), 65, "one for each of the 5 stages"),
             (("--experts", "2", "--attention", "causal"), 65, "whole documents are routed"),
             (("--route-from", "python-stdlib"), 78, "without experts"),
+            (("--size", "10q"), 78, "no number of parameters"),
+            (("--size", "10m", "--card", "much"), 78, "is not a size"),
+            (("--size", "7b", "--card", "1GB"), 78, "one block of this model takes more"),
+            (("--size", "10m", "--stages", "0,1"), 78, "--size and --stages both say"),
+            (("--size", "10m", "--total-tokens", "0"), 78, "at least 1"),
+            (("--size", "10m", "--inner", "sgd"), 65, "training.inner.name"),
+            (("--card", "12GB"), 78, "--card goes with --size"),
+            (("--size", "10m", "--tokenizer", "nowhere.json"), 78, "cannot be read"),
             (("--experts", "5", "--route-from", "python-stdlib"), 78, "20 experts on 625 routes"),
         ],
     )
@@ -235,6 +243,27 @@ class TestNew:
         assert result.exit_code == code
         assert message in result.stderr
         assert list(tmp_path.glob("*.toml")) == []
+
+    def test_the_dial_says_every_choice_with_its_reason_and_what_to_expect(self, tmp_path: Path) -> None:
+        file = tmp_path / "run.toml"
+        words = ("--size", "60m", "--card", "4GB", "--total-tokens", "500000000", "--seed", "5", "--inner", "muon")
+        result = run("new", str(file), *words)
+        assert result.exit_code == 0, result.output
+        manifest = read_signed_manifest(file.read_bytes(), None).manifest
+        lines = [line.split() for line in result.stdout.splitlines()]
+        assert ["width", str(manifest.model.hidden)] in [line[:2] for line in lines]
+        assert ["stages", f"{manifest.stages.count},"] in [line[:2] for line in lines]
+        assert ["20", "Mbit/s"] in [line[:2] for line in lines]
+        assert "for cards of 4 GB" in result.stdout
+        assert "500,000,000" in result.stdout
+        assert manifest.training.schedule.total_tokens == 500_000_000
+        assert (manifest.seed, manifest.training.inner.name) == (5, "muon")
+        assert manifest.name == "run"
+
+    def test_without_the_dial_it_says_what_the_stages_take(self, tmp_path: Path) -> None:
+        result = run("new", str(tmp_path / "run.toml"))
+        assert "memory: stage 0 takes" in result.stdout
+        assert read_signed_manifest((tmp_path / "run.toml").read_bytes(), None).manifest.model.hidden == 128
 
     def test_a_folder_that_does_not_exist(self, tmp_path: Path) -> None:
         result = run("new", str(tmp_path / "nowhere" / "run.toml"))

@@ -19,11 +19,13 @@ from node.model.shapes import BYTES_PER_PARAMETER, parameter_bytes, parameter_sh
 from protocol.identity.keys import Identity
 from protocol.manifest.manifest import FilesSection
 from protocol.manifest.signing import SignedManifest, sign_manifest
+from swarm.vocabulary.types import Reasoned
 from tests.node.small_manifest import small_manifest
 
 pty = pytest.importorskip("pty")
 
 AUTHOR = Identity.generate()
+FITS = Reasoned((1, 2), "there is room for stages 1, 2")
 
 
 def options(**changes: object) -> NodeOptions:
@@ -35,7 +37,7 @@ def signed(**changes: object) -> SignedManifest:
 
 
 def told(run: SignedManifest, asked: NodeOptions, *, own: bool = False) -> str:
-    return "\n".join(description(run, asked, places(run.manifest.data, asked.told, own=own), own=own))
+    return "\n".join(description(run, asked, places(run.manifest.data, asked.told, own=own), FITS, own=own))
 
 
 def test_it_says_what_the_run_is_and_what_is_read_sent_and_used() -> None:
@@ -47,6 +49,7 @@ def test_it_says_what_the_run_is_and_what_is_read_sent_and_used() -> None:
         assert words in said
     for words in ("hidden states back into text", "gradients", "2 CPU threads", "ports 4002 and any", "ask the router"):
         assert words in said
+    assert "fits      there is room for stages 1, 2" in said
     assert "(this machine)" not in said
     assert "(this machine)" in told(run, options(), own=True)
 
@@ -67,7 +70,7 @@ def test_it_names_the_files_that_must_be_there() -> None:
 
 def test_a_manifest_cannot_write_to_the_terminal() -> None:
     run = signed(data__source="path:\x1b[2J\nauthor: me")
-    lines = description(run, options(), places(run.manifest.data, ToldPlaces(), own=False), own=False)
+    lines = description(run, options(), places(run.manifest.data, ToldPlaces(), own=False), FITS, own=False)
     assert all(line.isprintable() for line in lines)
 
 
@@ -97,7 +100,7 @@ def shown_on(screen: int) -> str:
 
 async def answer(*, yes: bool = False, as_json: bool = False, own: bool = False) -> bool:
     run, asked = signed(), options(yes=yes, as_json=as_json)
-    asking = Consent(asked)(run, places(run.manifest.data, asked.told, own=own), own)
+    asking = Consent(asked)(run, places(run.manifest.data, asked.told, own=own), FITS, own)
     return await asyncio.wait_for(asking, 20)
 
 

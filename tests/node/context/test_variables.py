@@ -50,6 +50,7 @@ OTHER_VALUES: dict[str, Any] = {
     "slots": 5,
     "window": 6,
     "memory": "512MiB",
+    "memory_limit": "8GB",
     "steps": 7,
     "checkpoint_dir": Path("/saved"),
     "checkpoint_every_s": 5.0,

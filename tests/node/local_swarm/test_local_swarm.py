@@ -17,13 +17,14 @@ import pytest
 
 from node.local_swarm import local_swarm
 from node.local_swarm.local_swarm import LocalSwarm
-from node.local_swarm.setup import LocalSetup, LocalSwarmOptions, Place, assign_modules
+from node.local_swarm.setup import LocalSetup, LocalSwarmOptions, Place, assign_modules, match_limits
 from node.local_swarm.swarm_progress import summarize
 from node.observability.events import Event, InnerStep, Note, Step
 from protocol.manifest.join_link import parse_link
 from protocol.manifest.manifest import Manifest, manifest_from_table
 from protocol.manifest.signing import read_signed_manifest
 from swarm.vocabulary.errors import ConfigError
+from swarm.vocabulary.types import ModuleId
 
 STAND_IN = (sys.executable, str(Path(__file__).parent.parent / "local_swarm" / "stand_in_node.py"))
 
@@ -91,6 +92,16 @@ def test_too_few_peers_are_refused_with_the_number_needed() -> None:
     with pytest.raises(ConfigError, match="2 peers cannot host 3 stages") as raised:
         assign_modules(2, (0, 1, 1))
     assert "--peers 3" in raised.value.hint
+
+
+def test_the_largest_memory_is_where_most_is_needed() -> None:
+    run = manifest((0, 1, 9, 3))
+    modules = [ModuleId(0), ModuleId(1), ModuleId(2), ModuleId(3), ModuleId(2)]
+    assert match_limits(run, modules, []) == [None] * 5
+    assert match_limits(run, modules, [7]) == [7] * 5
+    assert match_limits(run, modules, [90, 10, 30, 20, 80]) == [30, 10, 80, 20, 90]
+    with pytest.raises(ConfigError, match="2 memory limits were given for 5 peers"):
+        match_limits(run, modules, [1, 2])
 
 
 def test_every_expert_has_a_peer_before_a_module_has_two() -> None:

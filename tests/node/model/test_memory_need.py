@@ -12,13 +12,15 @@ import torch
 from node.model.device import device_errors
 from node.model.free_memory import GIB, available_memory
 from node.model.initialization import parameters_of
-from node.model.memory_need import DEVICE_BYTES, MEMORY_BYTES, Room, modules_that_fit, need_of, none_fits
+from node.model.memory_need import DEVICE_BYTES, MEMORY_BYTES, blocks_that_fit, need_of, needs_of, none_fits
 from node.model.optimizer import Accumulator, inner_optimizer
 from node.model.parts import build_block_stack
 from node.pipeline.data_worker import host_stage_zero
 from node.pipeline.stage_worker import host_hop
 from node.solo.trainer import WholeModel
 from protocol.manifest.manifest import Manifest
+from swarm.membership.placement import modules_that_fit
+from swarm.membership.room import Room
 from swarm.vocabulary.errors import ResourceExhausted
 from swarm.vocabulary.types import MicrobatchId, ModuleId, PeerId, Reasoned
 from tests.node.small_manifest import small_manifest
@@ -102,16 +104,45 @@ def test_what_does_not_fit_is_not_among_the_candidates() -> None:
     manifest = small_manifest(stages__blocks=(1, 40, 1), stages__experts=2, model__attention="documents")
     modules = manifest.modules()
     small, large = need_of(manifest, [ModuleId(2)], 4).all, need_of(manifest, [ModuleId(1)], 4).all
-    assert list(modules_that_fit(manifest, modules, room(large), 4)) == list(modules)
-    assert list(modules_that_fit(manifest, modules, room(large - 1), 4)) == [
-        ModuleId(0),
-        ModuleId(2, 0),
-        ModuleId(2, 1),
-    ]
-    assert list(modules_that_fit(manifest, modules, room(small - 1), 4)) == []
-    said = str(none_fits(manifest, modules[1:], room(small - 1), 4))
-    assert "the smallest, 2.0" in said
-    assert "in this machine" in said
+    needs = needs_of(manifest, 4)
+    assert modules_that_fit(modules, room(large), needs) == list(modules)
+    assert modules_that_fit(modules, room(large - 1), needs) == [ModuleId(0), ModuleId(2, 0), ModuleId(2, 1)]
+    assert modules_that_fit(modules, room(small - 1), needs) == []
+
+
+def test_what_fits_nowhere_is_told_with_what_would_fit() -> None:
+    manifest = small_manifest(stages__blocks=(1, 40, 20))
+    modules, needs = manifest.modules(), needs_of(manifest, 4)
+    lacking = room(needs[ModuleId(2)].all - 1)
+    said = str(none_fits(manifest, modules[1:], lacking, 4))
+    assert "the smallest, 2.0, takes" in said
+    assert "in this machine; there is room for 0.0" in said
+    assert "the smallest" not in str(none_fits(manifest, modules[1:2], lacking, 4))
+    assert str(none_fits(small_manifest(stages__blocks=(0, 40)), [ModuleId(1)], lacking, 4)).endswith(
+        "there is room for 0.0"
+    )
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 7, 39])
+def test_so_many_blocks_fit(blocks: int) -> None:
+    """Where not even stage 0 does: a vocabulary may be larger than the blocks."""
+    manifest = small_manifest(stages__blocks=(0, 40), model__vocabulary=900_000)
+    alone = small_manifest(stages__blocks=(0, max(1, blocks)), model__vocabulary=900_000)
+    there = room(need_of(alone, [ModuleId(1)], 4).all - (blocks == 0))
+    assert blocks_that_fit(manifest, there, 4) == blocks
+    said = str(none_fits(manifest, manifest.modules(), there, 4))
+    numbers = {0: "too little for a stage of one block of this model", 1: "enough for a stage of 1 block of this model"}
+    assert said.endswith(numbers.get(blocks, f"enough for a stage of {blocks} blocks of this model"))
+    assert "are free in this machine" in said
+
+
+def test_a_limit_is_what_is_left_whatever_the_machine_has() -> None:
+    need, limit = need_of(small_manifest(), [ModuleId(1)], 4), Reasoned(1000, "under a limit")
+    assert room(10**9).within(limit).lacks(need) == "0.0 MiB are free under a limit"
+    assert (room(need.memory, 10**9).within(limit).lacks(need) or "").endswith("under a limit")
+    assert room(need.memory, need.device).within(Reasoned(10**12, "under a limit")).lacks(need) is None
+    assert "in this machine" in (room(900).within(limit).lacks(need) or "")
+    assert Room(Reasoned(None, "nobody knows"), None).within(limit).memory == limit
 
 
 def test_a_gpus_memory_counts_by_itself() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from node.pipeline import microbatch_runner
 from node.pipeline.data_worker import host_stage_zero
 from node.pipeline.interfaces import Job, Output
 from node.pipeline.stage_worker import HopWorker, host_hop
@@ -15,7 +16,7 @@ from swarm.compression.microbatch_codecs import MOST_ERROR, Traffic
 from swarm.pipeline.custody_states import PeerLost, Phase, Work
 from swarm.pipeline.ledger import PATIENCE_S, RETRY_S
 from swarm.pipeline.settlement import ASK_S
-from swarm.vocabulary.errors import ProtocolViolation, Unreachable
+from swarm.vocabulary.errors import OutOfMemory, ProtocolViolation, Unreachable
 from swarm.vocabulary.pipeline_messages import (
     Backward,
     Close,
@@ -212,6 +213,42 @@ async def test_hidden_states_that_are_not_finite_strand_the_microbatch_and_add_n
         assert swarm.ends.given_up == {microbatch: "the tensor has elements that are not finite"}
         await swarm.all_clear()
         assert [hop(swarm, peer).accumulated for peer in (A, B)] == [0, 0]
+
+
+@pytest.mark.parametrize("relieved", [False, True])
+async def test_want_of_memory_costs_microbatches_and_if_it_lasts_the_module(
+    monkeypatch: pytest.MonkeyPatch, relieved: bool
+) -> None:
+    """Its runner ends with the error, on which the node takes a smaller module; one success in between starts anew."""
+    monkeypatch.setattr(microbatch_runner, "MOST_SHORT_OF_MEMORY", 3)
+
+    def too_little(job: Job) -> Output:
+        raise OutOfMemory("the compute device is out of memory")
+
+    async def launches(swarm: SmallSwarm, number: int) -> None:
+        given_up = len(swarm.ends.given_up)
+        swarm.launch(number, AB)
+        await until(lambda: len(swarm.ends.given_up) > given_up)
+
+    async def lasting() -> None:
+        async with small_swarm(A, B) as swarm:
+            compute = hop(swarm, A).compute
+            monkeypatch.setattr(hop(swarm, A), "compute", too_little)
+            for number in (1, 2):
+                await launches(swarm, number)
+            if relieved:
+                monkeypatch.setattr(hop(swarm, A), "compute", compute)
+                swarm.launch(3, AB)
+                await until(lambda: swarm.ends.done)
+                monkeypatch.setattr(hop(swarm, A), "compute", too_little)
+            await launches(swarm, 4)
+            assert hop(swarm, A).accumulated == 1, "relieved"
+
+    if relieved:
+        await lasting()
+    else:
+        with pytest.raises(OutOfMemory, match="the compute device is out of memory"):
+            await lasting()
 
 
 async def test_without_a_buffer_a_tensor_is_refused_as_busy_and_comes_again() -> None:

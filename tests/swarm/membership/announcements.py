@@ -20,8 +20,24 @@ def announcement(
     free_slots: int = 8,
     run: RunId = RUN,
     versions: VersionRange = VersionRange(2, 2),  # noqa: B008 - immutable
+    memory_bytes: int = 0,
 ) -> Announcement:
     module = ModuleId(stage) if isinstance(stage, int) else stage
     return Announcement(
-        run, PeerId(peer), state, module, (), b"", versions, speed, slots, free_slots, 0, None, 1, sequence, expires_at
+        run,
+        PeerId(peer),
+        state,
+        module,
+        (),
+        b"",
+        versions,
+        speed,
+        slots,
+        free_slots,
+        0,
+        None,
+        1,
+        sequence,
+        expires_at,
+        memory_bytes=memory_bytes,
     )

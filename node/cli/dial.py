@@ -1,0 +1,133 @@
+"""`skipstone new --size`: what a person asks the dial for, and how its choices and forecast are told.
+
+It stands alone because the dial itself (`node.dial`) knows neither options nor terminals.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from node.cli.views.text import count
+from node.context.options import parse_size
+from swarm.vocabulary.errors import ConfigError
+from swarm.vocabulary.types import Reasoned
+
+if TYPE_CHECKING:
+    from node.dial.cut import Peers
+    from node.dial.dial import Turned
+    from protocol.manifest.manifest import Manifest
+
+_UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
+_NAME_WIDTH: Final = len("feed-forward")
+_VALUE_WIDTH: Final = 34
+_HOURS_TOLD: Final = 48
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """The words of the options that go with the dial; None where nothing was said."""
+
+    size: str
+    card: str | None = None
+    peers: int | None = None
+    tokenizer: Path | None = None
+    total_tokens: int | None = None
+    inner: str | None = None
+
+
+def turned_by(asked: Asked, name: str) -> Turned:
+    """The run that the dial makes of what was asked for.
+
+    Raises:
+        ConfigError: a size is none, the tokenizer's file cannot be used, or no such run can be made.
+        ManifestError: what was asked for is no manifest.
+    """
+    from node.dial.dial import BYTES, Wish, turn
+    from node.dial.dial import Turned as Made
+
+    if asked.total_tokens is not None and asked.total_tokens < 1:
+        raise ConfigError(f"--total-tokens must be at least 1, not {asked.total_tokens}")
+    tokenizer = None if asked.tokenizer is None else _tokenizer(asked.tokenizer)
+    wish = Wish(
+        parameters=parse_parameters(asked.size),
+        peers=_peers(asked),
+        tokens=BYTES if tokenizer is None else tokenizer[0],
+        total_tokens=asked.total_tokens,
+        inner=asked.inner or "adamw",
+    )
+    turned = turn(wish, name)
+    if tokenizer is None:
+        return turned
+    from protocol.manifest.manifest import manifest_from_table
+
+    table = turned.manifest.model_dump()
+    return Made(manifest_from_table(table | {"data": table["data"] | tokenizer[1]}), turned.choices)
+
+
+def told(asked: Asked, turned: Turned, manifest: Manifest) -> Iterator[str]:
+    """The lines for the person: each choice with its reason, and what to expect of the manifest."""
+    from node.dial.cut import COMMON_CARD
+    from node.dial.forecast import LARGE_CARD, LINKS_MBIT_S, forecast
+    from swarm.membership.room import size_text
+
+    for name, choice in turned.choices:
+        value = count(choice.value) if isinstance(choice.value, int) else str(choice.value)
+        yield f"  {name:<{_NAME_WIDTH}}  {value:<{_VALUE_WIDTH}}  {choice.reason}"
+    card = _peers(asked).card or COMMON_CARD
+    seen = forecast(manifest, card)
+    kind = "an RTX 3090" if card >= LARGE_CARD else "an RTX 3060"
+    yield "Expected, with one peer a stage (estimated, not measured):"
+    for who, need in (("data node", seen.data_node), ("stage peer", seen.stage)):
+        card_and_machine = f"{size_text(need.device)} of its card, {size_text(need.memory)} of the machine's memory"
+        yield f"  {who:<{_NAME_WIDTH}}  {card_and_machine}"
+    yield f"  {'a token':<{_NAME_WIDTH}}  each peer sends {count(seen.token_bytes)} bytes, and receives as many"
+    yield f"  {'a round':<{_NAME_WIDTH}}  a replica sends {size_text(seen.round_bytes)} at most, and receives as much"
+    yield f"  {'computing':<{_NAME_WIDTH}}  {count(seen.computed_per_s)} tokens/s at the slowest stage, on {kind}"
+    for mbit in LINKS_MBIT_S:
+        speed = f"{count(seen.tokens_per_s[mbit])} tokens/s"
+        yield f"  {f'{mbit} Mbit/s':<{_NAME_WIDTH}}  {speed}: {_time(seen.seconds(mbit))} for all tokens"
+    yield "  Each further peer of every stage adds as much."
+
+
+def _time(seconds: float) -> str:
+    hours = seconds / 3600
+    return f"{hours:.1f} hours" if hours < _HOURS_TOLD else f"{count(hours / 24)} days"
+
+
+def parse_parameters(text: str) -> int:
+    """The number of parameters in `10m`, `160m`, `1.5b` or `7B`.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmb]?)", text.strip().lower())
+    if match is None:
+        raise ConfigError(f"--size {text!r} is no number of parameters", hint="Write it as 10m, 160m, 1.5b or 7b.")
+    return round(float(match[1]) * _UNITS[match[2]])
+
+
+def _peers(asked: Asked) -> Peers:
+    from node.dial.cut import Peers
+
+    return Peers(None if asked.card is None else parse_size(asked.card), asked.peers)
+
+
+def _tokenizer(path: Path) -> tuple[Reasoned[int], dict[str, Any]]:
+    """How many tokens the file has, and what a manifest says of it."""
+    from node.data.tokenizers import MAX_TOKENIZER_BYTES, FileTokenizer
+
+    try:
+        content = path.read_bytes() if path.stat().st_size <= MAX_TOKENIZER_BYTES else None
+    except OSError as error:
+        raise ConfigError(f"the tokenizer {path} cannot be read: {error.strerror or error}") from None
+    if content is None:
+        raise ConfigError(f"{path} is larger than {MAX_TOKENIZER_BYTES} bytes")
+    digest = hashlib.sha256(content).hexdigest()
+    size = FileTokenizer(path, digest).size
+    data = {"tokenizer": f"file:{path.absolute()}", "tokenizer_sha256": digest}
+    return Reasoned(size, f"the {size:,} tokens of {path.name}"), data

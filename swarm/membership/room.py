@@ -1,0 +1,108 @@
+"""The memory of peers against what modules need of it: a peer never takes, nor is expected to take, what does not fit.
+
+Needs follow from the manifest (`node.model.memory_need`), so everybody knows them alike. How much room a peer has it
+says itself in its announcement; of one that says nothing it is taken that everything fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from swarm.vocabulary.announcement import Announcement
+from swarm.vocabulary.types import ModuleId, Reasoned
+
+GIB: Final = 2**30
+STEP_BYTES: Final = 2**26
+"""Room is announced in whole steps of so much: how much of a machine is free to the byte is nobody's business."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """The memory that is needed in bytes, with the reasons."""
+
+    device: int
+    memory: int
+    reason: str
+
+    @property
+    def all(self) -> int:
+        return self.device + self.memory
+
+
+Needs = Mapping[ModuleId, Need]
+"""Of a replica of each module; a module that is not named needs nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The free memory in bytes, with what says so; None where nobody can tell. `device` is None where the machine's
+    memory is the compute device's.
+    """
+
+    memory: Reasoned[int | None]
+    device: Reasoned[int | None] | None
+
+    def lacks(self, need: Need) -> str | None:
+        """The memory that there is too little of, as a sentence's end; None when the need can be met."""
+        if self.device is None:
+            return _lack(need.all, self.memory)
+        return _lack(need.device, self.device) or _lack(need.memory, self.memory)
+
+    def and_back(self, need: Need) -> Room:
+        """The room when what is held for this need has been let go of."""
+        device = self.device
+        if device is None:
+            return Room(_more(self.memory, need.all), None)
+        return Room(_more(self.memory, need.memory), _more(device, need.device))
+
+    def within(self, limit: Reasoned[int] | None) -> Room:
+        """The room of a node that may take no more than the limit of its compute device's memory."""
+        if limit is None:
+            return self
+        if self.device is None:
+            return Room(_lesser(self.memory, limit), None)
+        return Room(self.memory, _lesser(self.device, limit))
+
+    @property
+    def largest(self) -> int | None:
+        """The bytes of the compute device's memory; None when nobody can tell."""
+        return (self.memory if self.device is None else self.device).value
+
+    @property
+    def announced(self) -> tuple[int, int]:
+        """As it is announced, in whole steps: of the machine's memory, and of the device's own; 0 where not known, or
+        where the device has none of its own. What is less than a step is one: it is known."""
+        return _steps(self.memory), 0 if self.device is None else _steps(self.device)
+
+
+def room_of(announcement: Announcement) -> Room:
+    """The room that a peer announces."""
+    said = "by what it announces"
+    device = announcement.device_bytes
+    memory = Reasoned(announcement.memory_bytes or None, said)
+    return Room(memory, Reasoned(device, said) if device else None)
+
+
+def size_text(size_bytes: int) -> str:
+    """The size for people."""
+    return f"{size_bytes / GIB:.1f} GiB" if size_bytes >= GIB // 10 else f"{size_bytes / 2**20:.1f} MiB"
+
+
+def _steps(there: Reasoned[int | None]) -> int:
+    return 0 if there.value is None else max(1, there.value // STEP_BYTES) * STEP_BYTES
+
+
+def _lack(wanted: int, there: Reasoned[int | None]) -> str | None:
+    if there.value is None or wanted <= there.value:
+        return None
+    return f"{size_text(there.value)} are free {there.reason}"
+
+
+def _more(there: Reasoned[int | None], back: int) -> Reasoned[int | None]:
+    return there if there.value is None else Reasoned(there.value + back, there.reason)
+
+
+def _lesser(there: Reasoned[int | None], limit: Reasoned[int]) -> Reasoned[int | None]:
+    return there if there.value is not None and there.value <= limit.value else Reasoned(limit.value, limit.reason)

@@ -1,0 +1,169 @@
+"""Which module a node takes: what it was told, what fits, and what is left after one ran out of memory."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from node.checkpoint.state import Resumed
+from node.context.options import NodeOptions
+from node.data.places import Places
+from node.model.memory_need import needs_of
+from node.observability.events import Note
+from node.runtime import module_choice, node
+from node.runtime.module_choice import FittingModules, choose, choose_smaller
+from protocol.manifest.join_link import JoinLink
+from swarm.membership.room import STEP_BYTES, size_text
+from swarm.pipeline.ledger import DEFAULT_SLOTS
+from swarm.vocabulary.announcement import Announcement
+from swarm.vocabulary.errors import OutOfMemory
+from swarm.vocabulary.types import ModuleId, PeerId, Reasoned, RunId
+from tests.node.small_manifest import small_manifest
+from tests.swarm.membership.announcements import announcement
+
+DATA, SMALL, LARGE, MIDDLE = (ModuleId(stage) for stage in range(4))
+MANIFEST = small_manifest(stages__blocks=(0, 4, 40, 20))
+NEEDS = needs_of(MANIFEST, DEFAULT_SLOTS)
+LINK = JoinLink(RunId("0" * 64), ("/ip4/127.0.0.1/tcp/4001/p2p/12D3KooWJRSrypvnpHgc6ZAgyCni4KcSmbV7uGRaMw5LgMKT18fq",))
+NO_TEXT: Reasoned[Places | None] = Reasoned(None, "not said")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_choice, "LOOK_AROUND_S", 0.0)
+
+
+class Session:
+    """What the choice asks of a session."""
+
+    def __init__(self, *present: Announcement) -> None:
+        self._present = present
+        self.own = SimpleNamespace(peer=PeerId("own"))
+        self.membership_sync = self
+
+    async def alive(self, modules: object) -> tuple[Announcement, ...]:
+        return self._present
+
+
+class Events(list[Note]):
+    def emit(self, event: Any) -> None:
+        self.append(event)
+
+
+def in_steps(size_bytes: int) -> int:
+    return max(1, size_bytes // STEP_BYTES) * STEP_BYTES
+
+
+def told(limit: int | None = None, **changes: Any) -> NodeOptions:
+    words = None if limit is None else str(limit)
+    options: dict[str, Any] = {"link": LINK, "manifest_path": None, "reads_text": False, "memory_limit": words}
+    return NodeOptions(**{**options, **changes})
+
+
+async def chosen(
+    options: NodeOptions, resumed: Resumed | None = None, events: Events | None = None
+) -> Reasoned[ModuleId]:
+    session: Any = Session(announcement("data", 0))
+    fitting = FittingModules(MANIFEST, options, CPU)
+    found = resumed or Resumed()
+    return await choose(options, session, fitting, MANIFEST, found, NO_TEXT, Events() if events is None else events)
+
+
+async def test_the_largest_module_that_fits_is_taken_of_those_nobody_serves() -> None:
+    assert (await chosen(told())).value == LARGE
+    assert (await chosen(told(NEEDS[LARGE].all - 1))).value == MIDDLE
+    assert (await chosen(told(NEEDS[MIDDLE].all - 1))).value == SMALL
+
+
+async def test_where_nothing_fits_it_says_what_would() -> None:
+    limit = NEEDS[SMALL].all - 1
+    with pytest.raises(OutOfMemory, match=r"the smallest, 1\.0, takes .* under --memory-limit") as refused:
+        await chosen(told(limit))
+    assert refused.value.exit_code == 71
+    assert str(refused.value).endswith("there is room for 0.0")
+    assert size_text(limit) in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_only_who_lacks_room_announces_what_it_has() -> None:
+    """Older peers refuse records with fields that they do not know, and nobody else needs to know."""
+    least = NEEDS[LARGE].all
+    assert FittingModules(MANIFEST, told(least), CPU).announced() == (0, 0)
+    assert FittingModules(MANIFEST, told(least - 1), CPU).announced() == (
+        max(1, (least - 1) // STEP_BYTES) * STEP_BYTES,
+        0,
+    )
+
+
+async def test_a_module_that_was_asked_for_is_refused_before_anything_is_made() -> None:
+    with pytest.raises(OutOfMemory, match=r"module 2\.0 takes .*; there is room for 0\.0, 1\.0, 3\.0"):
+        await chosen(told(NEEDS[LARGE].all - 1, stage="2"))
+    assert (await chosen(told(NEEDS[LARGE].all, stage="2"))).value == LARGE
+
+
+async def test_the_module_of_a_checkpoint_gives_way_where_it_has_become_too_large() -> None:
+    events = Events()
+    assert await chosen(told(), Resumed(SMALL)) == Reasoned(SMALL, "the one in its checkpoint")
+    found = await chosen(told(NEEDS[LARGE].all - 1), Resumed(LARGE), events)
+    assert found.value == MIDDLE
+    assert events[0].message.startswith("not the module in its checkpoint: module 2.0 takes")
+
+
+async def test_after_running_out_of_memory_only_smaller_modules_are_left() -> None:
+    """Whatever room there seems to be: what failed, and all that is as large, is not tried again."""
+    options, session = told(), Session(announcement("data", 0))
+    fitting = FittingModules(MANIFEST, options, CPU)
+    error = OutOfMemory("the compute device is out of memory")
+    sequence = [LARGE]
+    for _ in range(2):
+        failed = sequence[-1]
+        found = await choose_smaller(error, failed, options, session, fitting, MANIFEST)  # type: ignore[arg-type]
+        assert found.reason.startswith(f"module {failed} ran out of memory; of the smaller ones, ")
+        sequence.append(found.value)
+    with pytest.raises(OutOfMemory, match="the compute device is out of memory"):
+        await choose_smaller(error, SMALL, options, session, fitting, MANIFEST)  # type: ignore[arg-type]
+    assert sequence == [LARGE, MIDDLE, SMALL]
+
+
+@pytest.mark.parametrize("changes", [{"stage": "2"}, {"link": None, "manifest_path": Path("run.toml")}])
+async def test_who_was_told_its_module_takes_no_other(changes: dict[str, Any]) -> None:
+    options = told(**changes)
+    fitting = FittingModules(MANIFEST, options, CPU)
+    session: Any = Session()
+    with pytest.raises(OutOfMemory):
+        await choose_smaller(OutOfMemory("none left"), LARGE, options, session, fitting, MANIFEST)
+
+
+async def test_a_node_that_runs_out_of_memory_goes_on_with_a_smaller_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the node's own loop: nothing is restarted, and the person is told."""
+    served: list[ModuleId] = []
+
+    async def serve(given: Any, moving: object, folder: object, stop: asyncio.Event) -> None:
+        served.append(given.module)
+        if given.module != SMALL:
+            raise OutOfMemory("the compute device is out of memory")
+
+    async def withdraw(patience_s: float) -> None:
+        return None
+
+    monkeypatch.setattr(node, "serve_module", serve)
+    monkeypatch.setattr(node, "Proofs", lambda session: None)
+    monkeypatch.setattr(node, "replace", lambda given, **changes: SimpleNamespace(**{**vars(given), **changes}))
+    session, events, options = Session(announcement("data", 0)), Events(), told()
+    session.withdraw = withdraw  # type: ignore[attr-defined]
+    given: Any = SimpleNamespace(
+        module=LARGE, options=options, session=session, manifest=MANIFEST, events=events, router=None
+    )
+    fitting = FittingModules(MANIFEST, options, CPU)
+    await node._serve(given, None, fitting, None, asyncio.Event())  # type: ignore[arg-type]
+    assert served == [LARGE, MIDDLE, SMALL]
+    assert [event.level for event in events] == ["warning", "warning"]
+    assert "out of memory; module 3.0: module 2.0 ran out of memory" in events[0].message
+    assert fitting.of(MANIFEST.modules(), held=SMALL) == [DATA, SMALL], "a mover does not go back to what failed"
+    assert session.own.memory_bytes == in_steps(NEEDS[MIDDLE].all)
