@@ -1,12 +1,13 @@
 """What whole documents in microbatches of equal cost are worth.
 
-    python benchmarks/workload.py [--parts stage devices loss swarm] [--seeds 1 2 3] [--rounds 3]
+    python benchmarks/workload.py [--parts stage devices loss bound swarm] [--seeds 1 2 3] [--rounds 3]
         [--microbatches 8] [--staleness 0] [--replicas 1] [--quick]
 
 `stage` (`benchmarks/workload_stage.py`): time a token of a real stage, and the cost model's error. `devices`
 (`benchmarks/workload_devices.py`): a microbatch on two devices of one node. `loss` (`benchmarks/workload_loss.py`):
 held-out loss at equal tokens against concatenation. `swarm` (`benchmarks/workload_swarm.py`): tokens per second of a
-swarm of two hops against concatenation with a mask and today's rows. `--quick` is for tests: tiny sizes.
+swarm of two hops against concatenation with a mask and today's rows; `bound` (`benchmarks/workload_bound.py`): what
+could be had there at best. `--quick` is for tests: tiny sizes.
 
 Prints one JSON object; progress goes to stderr.
 """
@@ -22,9 +23,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import workload_devices, workload_loss, workload_stage, workload_swarm
+from benchmarks import workload_bound, workload_devices, workload_loss, workload_stage, workload_swarm
 
-PARTS = ("stage", "devices", "loss", "swarm")
+PARTS = ("stage", "devices", "loss", "bound", "swarm")
 
 
 def tell(text: str) -> None:
@@ -55,6 +56,8 @@ def main() -> None:
     if "loss" in options.parts:
         task = workload_loss.QUICK if options.quick else workload_loss.TASK
         found["loss"] = workload_loss.measure_loss(task, options.seeds, tell)
+    if "bound" in options.parts:
+        found["bound"] = workload_bound.measure_bound(tell)
     if "swarm" in options.parts:
         swarm = (
             workload_swarm.Sizes(16, 64, 2, 2, 2, 1, 0, 200)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.packing import ARMS, Task, concat, figures, ours, queues
+from benchmarks.workload_bound import step_seconds
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 KEYS = {"max_over_mean", "cv2", "padding", "cut", "ms_a_block"}
@@ -69,3 +70,11 @@ def test_stage_devices_and_loss_at_small_sizes() -> None:
     assert found["devices"]["gradients_differ"] <= 1e-5
     assert found["devices"]["dealt_max_over_mean"] <= 1.02
     assert found["loss"]["losses"].keys() == {"documents", "causal"}
+
+
+def test_balance_is_worth_what_waits_for_the_costliest() -> None:
+    assert step_seconds([1.0] * 4, replicas=1, hops=1) == pytest.approx(12.0)
+    assert step_seconds([1.0] * 4, replicas=4) == pytest.approx(6.0), "a replica for each"
+    assert step_seconds([1.0, 1.0, 1.0, 3.0], replicas=4) == pytest.approx(18.0), "all wait for one"
+    even, uneven = step_seconds([1.0] * 32, replicas=1), step_seconds([0.5, 1.5] * 16, replicas=1)
+    assert even < uneven < 1.02 * even, "in a row it shows at the ends only"
