@@ -169,6 +169,20 @@ class WindowStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class ComputeStatus:
+    """The account of a node's compute thread since its start, in seconds."""
+
+    busy_s: float = 0.0
+    """In jobs that somebody waited for."""
+    idle_work_s: float = 0.0
+    """In work that was put off to idle time."""
+    idle_s: float = 0.0
+    """With nothing to do."""
+    idle_waiting: int = 0
+    """Pieces of work that wait for idle time now."""
+
+
+@dataclass(frozen=True, slots=True)
 class Account:
     """The work account of a role, for summaries and status."""
 
@@ -225,6 +239,7 @@ class Status(Account):
     accused: tuple[Accusation, ...] = ()
     catching_up: DownloadStatus | None = None
     codecs: CodecStatus = field(default_factory=CodecStatus)
+    compute: ComputeStatus | None = field(default=None, metadata=LEFT_OUT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

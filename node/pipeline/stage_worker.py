@@ -16,6 +16,7 @@ from node.concurrency.device_threads import DeviceThreads
 from node.model.device import device_errors
 from node.model.memory_need import require_room
 from node.model.optimizer import Accumulator, Addition, InnerOptimizer, StepFigures, inner_optimizer
+from node.model.optimizers.inner_rule import AtDeadline, Submit
 from node.model.parts import HIDDEN_TYPES, build_block_stack
 from node.model.passes import OneDevice, Passes, Visit
 from node.observability.failpoints import crash_point
@@ -238,12 +239,14 @@ def host_hop(
     graph_budget_bytes: int,
     slots: int = DEFAULT_SLOTS,
     threads: DeviceThreads | None = None,
+    submit: Submit = AtDeadline,
 ) -> HopWorker:
     """Makes a replica of a module of stage 1 or above, with the run's initial weights, for a peer with so many slots.
 
     Args:
         device: where its state is.
         threads: of all devices that compute; None where that is the only one.
+        submit: takes what may be computed in idle time.
 
     Raises:
         ResourceExhausted: this machine has no room for it.
@@ -252,7 +255,7 @@ def host_hop(
     with device_errors():
         part = build_block_stack(manifest, module).to(device)
         total = Accumulator(part)
-        optimizer = inner_optimizer(manifest, module, [total])
+        optimizer = inner_optimizer(manifest, module, [total], submit)
         passes = body_passes(part, threads, quadratic_share(manifest.model))
     share = quadratic_share(manifest.model) if manifest.packs_documents else 0.0
     return HopWorker(part, total, optimizer, hidden_tensor(manifest), device, graph_budget_bytes, share, passes)

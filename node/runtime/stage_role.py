@@ -98,8 +98,9 @@ async def stage_role(given: ModuleContext, first: Anchor | None) -> AsyncIterato
     manifest, device = given.manifest, given.device
     budget = default_graph_budget(device).value if given.options.graph_bytes is None else given.options.graph_bytes
     slots = given.options.slots_held
+    submit = given.compute.submit
     worker = await given.compute.run(
-        Priority.UPKEEP, lambda: host_hop(manifest, given.module, device, budget, slots, given.threads)
+        Priority.UPKEEP, lambda: host_hop(manifest, given.module, device, budget, slots, given.threads, submit)
     )
     if given.resumed.state is not None:
         await given.compute.run(Priority.UPKEEP, partial(restore_hop, worker, given.resumed.state))
