@@ -183,6 +183,22 @@ class ComputeStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightsStatus:
+    """What a stage peer does with weight gradients: at once, or put off to idle time."""
+
+    put_off: bool = False
+    reason: str = ""
+    visits: int = 0
+    """Whose weight gradients were put off. Where memory is short they are computed at once."""
+    waiting: int = 0
+    """Of these, not computed yet."""
+    held_bytes: int = 0
+    """Of what is kept for them."""
+    peak_bytes: int = 0
+    """At most so far."""
+
+
+@dataclass(frozen=True, slots=True)
 class Account:
     """The work account of a role, for summaries and status."""
 
@@ -213,6 +229,8 @@ class Account:
     rerouted: dict[str, int] | None = field(default=None, metadata=LEFT_OUT)
     """Visits that another expert has taken, by the module whose they were."""
     routes: tuple[RouteStatus, ...] | None = field(default=None, metadata=LEFT_OUT)
+    weights: WeightsStatus | None = field(default=None, metadata=LEFT_OUT)
+    """Of a stage peer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from swarm.vocabulary.errors import ResourceExhausted
+from swarm.vocabulary.types import Reasoned
 
 GIVEN_WAY: Final = 16
 CHUNK_S: Final = 0.005
@@ -42,6 +43,20 @@ class Priority(enum.IntEnum):
     """After the training jobs that wait, and GIVEN_WAY of those that come later: on a busy peer it would never have its
     turn. That is why it is no work for idle time, which has no turn there; besides, somebody waits for it, and a visit
     is no chunk of a few milliseconds."""
+
+
+def puts_weights_off(staleness: int, devices: int) -> Reasoned[bool]:
+    """Whether a stage peer puts weight gradients off to its idle time.
+
+    Where steps wait for each other (staleness 0) no larger window can fill the time that messages are on their way.
+    Where they do not, another microbatch under way fills it better: in a simulation of four stages 50 ms apart a window
+    of 6 instead of 4 was worth 42 %, weights that are put off 17 %, for the same memory.
+    """
+    if devices > 1:
+        return Reasoned(False, "several devices compute each microbatch together")
+    if staleness > 0:
+        return Reasoned(False, f"with a staleness of {staleness} more microbatches under way fill idle time better")
+    return Reasoned(True, "steps wait for each other (staleness 0), so nothing else fills the time in between")
 
 
 class IdleWork:

@@ -21,6 +21,8 @@ from swarm.vocabulary.routing_messages import MAX_LANES
 
 MOST_ACCUSED: Final = 16
 """Lines about replicas that are accused."""
+MOST_REASONS: Final = 4
+"""For what peers do with weight gradients."""
 MOST_ROWS: Final = 48
 """Of a table of codecs."""
 VISITED, SKIPPED = "█", "·"
@@ -211,18 +213,23 @@ def _waits(stage: int, lanes: list[LaneStatus], waiting_s: Mapping[str, float]) 
 
 
 def compute_tables(status: SwarmStatus) -> Iterator[RenderableType]:
-    """The table of what the peers' compute threads do with their time; nothing where nobody fills idle time."""
+    """The table of what the peers' compute threads do with their time; nothing where nobody has anything for idle
+    time."""
     rows = [(peer, said) for peer in status.peers if (said := peer.said.compute) is not None]
     if not any(said.idle_work_s > 0 for _, said in rows):
         return
+    reasons = dict.fromkeys(harmless(said.reason, 120) for peer, _ in rows if (said := peer.said.weights) is not None)
     yield Text("\nshares of the time on the compute device", style="dim")
-    table = plain_table("module", "peer", right=("computing", "put-off work", "idle"))
+    table = plain_table("module", "peer", right=("computing", "put-off work", "idle", "weights put off"))
     for peer, said in rows[:MOST_ROWS]:
         parts = (said.busy_s, said.idle_work_s, said.idle_s)
         whole = sum(parts)
         shares = [f"{part / whole:.0%}" if 0 <= part <= whole < math.inf and whole else "-" for part in parts]
-        table.add_row(*map(Text, (harmless(peer.module or "-", 12), peer_name(peer.peer), *shares)))
+        weights = peer.said.weights
+        visits = "-" if weights is None or not weights.put_off else f"{count(weights.visits)} visits"
+        table.add_row(*map(Text, (harmless(peer.module or "-", 12), peer_name(peer.peer), *shares, visits)))
     yield table
+    yield from (Text(f"weight gradients: {reason}", style="dim") for reason in list(reasons)[:MOST_REASONS])
 
 
 # ---- codecs ----------------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""Jobs and work for idle time in virtual time: nobody who waits is kept waiting by a chunk that begins later, and of the
-work nothing is lost, done twice or out of order."""
+"""Jobs and work for idle time in virtual time: no chunk begins while somebody waits, and of the work nothing is lost,
+done twice or out of order."""
 
 from __future__ import annotations
 
