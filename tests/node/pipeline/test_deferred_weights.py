@@ -1,5 +1,5 @@
-"""Weight gradients that are put off are those of autograd, counted once, whenever they are computed, whatever becomes of
-the memory they came in, and taken back or given up without a trace."""
+"""Weight gradients that are put off are those of autograd, counted once, whenever they are computed, whatever becomes
+of the memory they came in, and taken back or given up without a trace."""
 
 from __future__ import annotations
 
