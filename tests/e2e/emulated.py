@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ from protocol.transport.grpc_transport import GrpcTransport
 from swarm.pipeline.custody_states import Work
 from swarm.vocabulary.announcement import Speed
 from swarm.vocabulary.errors import ConfigError
-from swarm.vocabulary.types import Codec, PeerId, Reasoned
+from swarm.vocabulary.types import Codec, MicrobatchId, PeerId, Reasoned
 from swarm.workload.microbatch_sizes import Size
 from swarm.workload.visit_cost import VisitCost
 from tests.e2e.emulated_paths import OURS, emulate_data_node
@@ -182,6 +183,8 @@ def _lasting(
 def _slow_weights(spec: Spec) -> Callable[[], float]:
     """Weight gradients that were put off take their emulated time, too, in chunks. Returns how long."""
     honestly = DeferredWeights._chunks
+    slept: Counter[MicrobatchId] = Counter()
+    """Chunks. What was begun in idle time is gone on with in the step."""
 
     def weights_s() -> float:
         return spec.weights_factor * spec.forward_s * spec.slower_by()
@@ -189,11 +192,13 @@ def _slow_weights(spec: Spec) -> Callable[[], float]:
     def chunks(self: DeferredWeights, waiting: Any) -> Iterator[None]:
         whole_s = weights_s()
         count = math.ceil(whole_s / EMULATED_CHUNK_S)
-        for _ in range(count):
+        while slept[waiting.microbatch] < count:
             time.sleep(whole_s / count)
+            slept[waiting.microbatch] += 1
             yield
         for _ in honestly(self, waiting):
             pass
+        del slept[waiting.microbatch]
 
     DeferredWeights._chunks = chunks  # type: ignore[method-assign]
     return weights_s
