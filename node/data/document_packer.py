@@ -23,7 +23,8 @@ import torch
 from node.data.documents import Fragment, Place, permutation
 from node.data.packing import BLOCK_TOKENS, UNSCORED, Cursor, Microbatch
 from node.data.tokenizers import Tokens
-from protocol.manifest.manifest import Manifest, document_cost, quadratic_share
+from protocol.manifest.manifest import Manifest
+from protocol.manifest.model import document_cost, quadratic_share
 from swarm.experts.routes import best_route, in_shares
 from swarm.vocabulary.types import Affinity, Route
 from swarm.workload.filling import Piece, Room
