@@ -129,7 +129,8 @@ class HopWorker:
 
     def retract(self, job: Job) -> bool:
         """Takes a gradient back; see `node.pipeline.interfaces.Worker`. What is taken back is computed with the
-        parameters of now: exactly what was added if they have not changed since.
+        parameters of now: exactly what was added if they have not changed since. Of what was put off and has not been
+        added yet, the promise is withdrawn.
         """
         with device_errors():
             source = self.wire.received(job.input)
