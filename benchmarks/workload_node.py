@@ -51,7 +51,7 @@ class Spec:
 def emulate(spec: Spec) -> None:
     """Before the node starts."""
 
-    def seconds_of(job: Job) -> float:
+    def seconds_of(job: Job, put_off: int) -> float:
         return FACTORS[job.work] * spec.seconds(job.documents)
 
     def timed(self: HopWorker, size: Size, seconds: float) -> None:

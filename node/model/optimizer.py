@@ -126,6 +126,23 @@ class Accumulator:
         self.tokens += tokens
         return Addition.ADDED
 
+    def promise(self, microbatch: MicrobatchId, tokens: int) -> None:
+        """Counts a microbatch that the accumulator has not, whose gradient follows by `add_to` before the next step."""
+        self._current.add(microbatch)
+        self.visits += 1
+        self.tokens += tokens
+
+    def break_promise(self, microbatch: MicrobatchId, tokens: int) -> None:
+        """Undoes `promise`; nothing of the microbatch's gradient has been added."""
+        self._current.remove(microbatch)
+        self.visits -= 1
+        self.tokens -= tokens
+
+    def add_to(self, place: int, rows: slice, gradient: Tensor, tokens: int) -> None:
+        """Adds a part of a gradient that was promised: of some rows of one of the parameters, and finite."""
+        total = self._sums[place][rows]
+        total.add_(gradient.to(total.dtype), alpha=tokens)
+
     def retract(self, microbatch: MicrobatchId, tokens: int, gradients: Sequence[Tensor]) -> bool:
         """Takes a microbatch's gradients back; False, and nothing is changed, when it is not among those remembered.
 
