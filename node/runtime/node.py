@@ -185,6 +185,8 @@ async def _serve(
             module = await serve_module(given, moving, folder, stop)
         except OutOfMemory as error:
             shortage = OutOfMemory(str(error), hint=error.hint)  # the error's own frames keep the module alive
+        # Before the room for another module is measured: what was put off holds tensors of the last one.
+        await given.compute.run(Priority.UPKEEP, given.compute.give_up_idle_work)
         if shortage is not None:
             chosen = await choose_smaller(shortage, given.module, given.options, session, fitting, given.manifest)
             session.own.memory_bytes, session.own.device_bytes = fitting.announced()
@@ -192,7 +194,6 @@ async def _serve(
             module = chosen.value
         if module is None:
             break
-        await given.compute.run(Priority.UPKEEP, given.compute.give_up_idle_work)
         given = replace(given, module=module, saves=SaveRequests(), proofs=Proofs(session), resumed=Resumed())
     await session.withdraw(WITHDRAW_S)
 
