@@ -98,7 +98,8 @@ class Accumulator:
         """Microbatches added since the last step, less those taken back."""
         self.tokens = 0
         """Tokens of these microbatches. Below 0 when more has been taken back since the last step than added."""
-        self._sums = tuple(torch.zeros_like(parameter, dtype=_sum_type(parameter)) for parameter in self.parameters)
+        self.sums = tuple(torch.zeros_like(parameter, dtype=_sum_type(parameter)) for parameter in self.parameters)
+        """In the order of the part's parameters."""
         self._current: set[MicrobatchId] = set()
         self._recent: deque[set[MicrobatchId]] = deque(maxlen=REMEMBERED_STEPS)
 
@@ -120,11 +121,15 @@ class Accumulator:
             return Addition.DUPLICATE
         if not are_finite(gradients):
             return Addition.NOT_FINITE
-        self._fold(gradients, tokens)
+        fold(self.sums, gradients, tokens)
+        self.count(microbatch, tokens)
+        return Addition.ADDED
+
+    def count(self, microbatch: MicrobatchId, tokens: int) -> None:
+        """Notes that a microbatch's gradients, so many times, are in `sums`: added there by whoever computed them."""
         self._current.add(microbatch)
         self.visits += 1
         self.tokens += tokens
-        return Addition.ADDED
 
     def retract(self, microbatch: MicrobatchId, tokens: int, gradients: Sequence[Tensor]) -> bool:
         """Takes a microbatch's gradients back; False, and nothing is changed, when it is not among those remembered.
@@ -137,33 +142,24 @@ class Accumulator:
         added = next((ids for ids in (self._current, *self._recent) if microbatch in ids), None)
         if added is None or not are_finite(gradients):
             return False
-        self._fold(gradients, -tokens)
+        fold(self.sums, gradients, -tokens)
         added.remove(microbatch)
         self.visits -= 1
         self.tokens -= tokens
         return True
-
-    def _fold(self, gradients: Sequence[Tensor], weight: int) -> None:
-        """Into the sums, so many times. On the CPU torch makes a wider copy of each gradient for it: here room for all
-        is had before the first is added."""
-        largest = max((total.numel() for total in self._sums), default=0)
-        room = torch.empty(largest, dtype=self._sums[0].dtype, device=self._sums[0].device) if self._sums else None
-        for total, gradient in zip(self._sums, gradients, strict=True):
-            assert room is not None
-            total.add_(room[: total.numel()].view_as(total).copy_(gradient), alpha=weight)
 
     def hand_over_mean(self) -> None:
         """Adds the mean over the visits' tokens to the parameters' `.grad`, which another part has filled where its
         embeddings are tied; without visits there is none."""
         if self.tokens <= 0:
             return
-        for parameter, total in zip(self.parameters, self._sums, strict=True):
+        for parameter, total in zip(self.parameters, self.sums, strict=True):
             mean = total.div_(self.tokens).to(parameter.dtype)
             parameter.grad = mean if parameter.grad is None else parameter.grad.add_(mean)
 
     def start_over(self) -> None:
         """Starts a new sum, and remembers the microbatches of the old one."""
-        for parameter, total in zip(self.parameters, self._sums, strict=True):
+        for parameter, total in zip(self.parameters, self.sums, strict=True):
             parameter.grad = None
             total.zero_()
         self._recent.append(self._current)
@@ -346,6 +342,18 @@ def inner_optimizer(
         demand=demand_of(manifest, module),
         submit=submit,
     )
+
+
+@torch.no_grad()
+def fold(sums: Sequence[Tensor], gradients: Sequence[Tensor], weight: int) -> None:
+    """Adds the gradients to the sums, so many times. On the CPU torch makes a wider copy of each gradient for it: here
+    room for all is had before the first is added.
+    """
+    if not sums:
+        return
+    room = sums[0].new_empty(max(total.numel() for total in sums))
+    for total, gradient in zip(sums, gradients, strict=True):
+        total.add_(room[: total.numel()].view_as(total).copy_(gradient), alpha=weight)
 
 
 def are_finite(gradients: Sequence[Tensor]) -> bool:

@@ -150,10 +150,18 @@ class DataWorker:
         labels = text.labels.to(self.wire.device)
         if job.purpose is Purpose.EVALUATE:
             return Output(loss=self._head.loss(hidden, labels))
-        loss, gradients = self._head.loss_and_gradients(hidden, labels)
-        assert gradients.source is not None
-        output = self.wire.output(gradients.source, job, loss)  # before the gradient counts, as at a hop
-        self._add(self.stage.head_sum, job, text, gradients.parameters)
+        total, microbatch = self.stage.head_sum, job.key.microbatch
+        is_new = not total.has(microbatch)
+        found = self._head.loss_into(hidden, labels, total.sums if is_new else (), text.size)
+        if found is None:
+            raise ProtocolViolation(f"microbatch {microbatch}: {Addition.NOT_FINITE.value}")
+        try:
+            output = self.wire.output(found.source, job, found.loss)
+        except BaseException:
+            found.take_back()
+            raise
+        if is_new:
+            total.count(microbatch, text.size)
         return output
 
     def _finish(self, job: Job, text: Microbatch) -> Output:

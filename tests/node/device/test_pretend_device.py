@@ -22,7 +22,7 @@ ALLOWED: Final = {
     "retract": {"NONE": 5, "BF16": 5, "INT8": 7},
     "step": {"NONE": 1, "BF16": 1, "INT8": 1},
     "embed": {"NONE": 2, "BF16": 2, "INT8": 5},
-    "loss": {"NONE": 6, "BF16": 6, "INT8": 10},
+    "loss": {"NONE": 5, "BF16": 5, "INT8": 9},
     "finish": {"NONE": 3, "BF16": 3, "INT8": 4},
     "evaluate loss": {"NONE": 4, "BF16": 4, "INT8": 5},
     "step of stage 0": {"NONE": 1, "BF16": 1, "INT8": 1},
