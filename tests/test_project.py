@@ -52,7 +52,7 @@ swarm/simulation/baselines: swarm/routing swarm/simulation swarm/simulation/cent
 node/lab/simulation: swarm/routing swarm/simulation swarm/simulation/baselines swarm/simulation/central
 node/model/optimizers: protocol/manifest
 node/model: node/data node/model/optimizers protocol/manifest swarm/workload
-node/concurrency: node/model protocol/interfaces
+node/concurrency: node/model protocol/interfaces swarm/pipeline
 node/checkpoint: node/concurrency node/data node/model node/model/optimizers node/observability protocol/manifest
 node/network: node/concurrency node/experts node/observability protocol/dht protocol/identity protocol/interfaces
     protocol/manifest protocol/nat protocol/transport swarm/experts swarm/membership swarm/routing swarm/workload
@@ -60,9 +60,9 @@ node/averaging/anchor: node/checkpoint node/model protocol/manifest
 node/start: node/averaging/anchor node/data node/model protocol/manifest
 node/context: node/checkpoint node/concurrency node/data node/experts node/network node/observability node/start
     protocol/identity protocol/manifest swarm/pipeline
-node/pipeline: node/concurrency node/data node/model node/network node/observability protocol/codecs
-    protocol/interfaces protocol/manifest protocol/transport swarm/compression swarm/pipeline swarm/routing
-    swarm/workload
+node/pipeline: node/concurrency node/data node/model node/model/optimizers node/network node/observability
+    protocol/codecs protocol/interfaces protocol/manifest protocol/transport swarm/compression swarm/pipeline
+    swarm/routing swarm/workload
 node/reachability: node/concurrency node/network node/observability protocol/identity protocol/interfaces
     protocol/manifest protocol/nat protocol/transport swarm/membership
 node/averaging/exchange: node/averaging/anchor node/concurrency node/model node/observability protocol/codecs

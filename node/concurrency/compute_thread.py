@@ -1,60 +1,62 @@
-"""The one thread that owns the compute device, and the queue before it. (Rounds have such a thread for their
-arithmetic, too.)"""
+"""The one thread that owns the compute device. (Rounds have such a thread for their arithmetic, too.) What it does next
+is decided by `swarm.pipeline.compute_queue`.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import enum
-import heapq
-import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from node.model.device import flush_denormals
-from swarm.vocabulary.errors import ResourceExhausted, StateError
+from swarm.pipeline.compute_queue import GIVEN_WAY, ComputeQueue, IdleWork, Priority
+from swarm.vocabulary.errors import StateError
+
+__all__ = ["GIVEN_WAY", "ComputeThread", "Priority"]
 
 Result = TypeVar("Result")
-GIVEN_WAY = 16
-
-
-class Priority(enum.IntEnum):
-    """The urgency of a job: smaller goes first; equal ones in order of arrival."""
-
-    UPKEEP = 0
-    """An inner step that is due, or freeing what is not needed any more."""
-    TRAIN = 1
-    """Both ways alike: simulated swarms of unequal peers were up to 7 % slower when gradients went first, and never
-    faster. Slots bound the memory."""
-    EVALUATE = 2
-    """After the training jobs that wait, and GIVEN_WAY of those that come later: on a busy peer it would never have its
-    turn."""
 
 
 class ComputeThread:
-    """Runs jobs one at a time, the most urgent first, away from the event loop. Denormal numbers are zero there.
+    """Runs jobs one at a time, the most urgent first, away from the event loop; where none waits, a chunk of the work
+    that was submitted for such moments. Denormal numbers are zero there.
 
     Args:
         limit: jobs waiting at most; the callers' own bounds keep well below it.
         set_up: called first on the thread (to choose a device, say).
+        settle: waits on the thread until the device has computed what it was given. Called after each chunk of idle
+            work: a device that works asynchronously would else be given all of them before the next job.
         name: of the thread, for those who look at the process.
     """
 
-    def __init__(self, limit: int = 4096, set_up: Callable[[], None] = lambda: None, name: str = "compute") -> None:
-        self._limit = limit
+    def __init__(
+        self,
+        limit: int = 4096,
+        set_up: Callable[[], None] = lambda: None,
+        settle: Callable[[], None] = lambda: None,
+        name: str = "compute",
+    ) -> None:
         self._set_up = set_up
-        self._jobs: list[tuple[Priority, int, int, Callable[[], None]]] = []
-        """Each with what decides its turn: upkeep or not, its place in line, and the order of arrival among equals."""
-        self._numbers = itertools.count()
+        self._settle = settle
+        self._queue = ComputeQueue(limit)
+        """Jobs come and go under the lock; idle work is only touched on the thread."""
         self._wake = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self.busy_s = 0.0
         """Seconds spent in jobs."""
+        self.idle_work_s = 0.0
+        """Seconds spent in chunks of idle work."""
         self.idle_s = 0.0
-        """Seconds spent waiting for a job, since the first one."""
+        """Seconds spent waiting with nothing to do, since the first job."""
+
+    @property
+    def idle_waiting(self) -> int:
+        """The pieces of idle work that are not done."""
+        return self._queue.idle_waiting
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -67,9 +69,8 @@ class ComputeThread:
             self._stopping = True
             self._wake.notify()
         self._thread.join(timeout=60.0)
-        for *_, tell_its_caller in self._jobs:
+        for tell_its_caller in self._queue.clear():
             tell_its_caller()
-        self._jobs.clear()
 
     async def run(self, priority: Priority, job: Callable[[], Result]) -> Result:
         """Queues a job and waits for its result; whatever it raises is raised here.
@@ -100,13 +101,22 @@ class ComputeThread:
 
         with self._wake:
             self._check_running()
-            if len(self._jobs) >= self._limit:
-                raise ResourceExhausted(f"{self._limit} jobs wait for the compute device")
-            number, last = next(self._numbers), priority is Priority.EVALUATE
-            place = number + GIVEN_WAY + 1 if last else number
-            heapq.heappush(self._jobs, (min(priority, Priority.TRAIN), place, number, work))
+            self._queue.put(priority, work)
             self._wake.notify()
         return await future
+
+    def submit(self, chunks: Iterator[None], name: str) -> IdleWork:
+        """Takes work for idle time (`node.model.optimizers.inner_rule.Submit`). To be called on the thread, in a job,
+        as what it returns: finishing and giving up.
+
+        Raises:
+            ResourceExhausted: too much waits already.
+        """
+        return self._queue.submit(chunks, name)
+
+    def give_up_idle_work(self) -> None:
+        """Cancels what was submitted, because nobody will need it any more. To be called on the thread, in a job."""
+        self._queue.give_up_idle_work()
 
     def _check_running(self) -> None:
         if self._stopping:
@@ -116,15 +126,25 @@ class ComputeThread:
         flush_denormals()  # first: torch's workers do as the thread that starts them
         self._set_up()
         ended: float | None = None
-        while True:
-            with self._wake:
-                while not self._jobs and not self._stopping:
-                    self._wake.wait()
-                if self._stopping:
-                    return
-                *_, job = heapq.heappop(self._jobs)
+        while (turn := self._next_turn()) is not None:
             begun = time.perf_counter()
             self.idle_s += 0.0 if ended is None else begun - ended
-            job()
-            ended = time.perf_counter()
-            self.busy_s += ended - begun
+            if isinstance(turn, IdleWork):
+                turn.compute_chunk()
+                self._settle()
+                ended = time.perf_counter()
+                self.idle_work_s += ended - begun
+            else:
+                turn()
+                ended = time.perf_counter()
+                self.busy_s += ended - begun
+
+    def _next_turn(self) -> Callable[[], None] | IdleWork | None:
+        """Waits until there is something to do; None when the thread is to stop."""
+        with self._wake:
+            while not self._stopping:
+                turn = self._queue.take()
+                if turn is not None:
+                    return turn
+                self._wake.wait()
+        return None

@@ -53,6 +53,14 @@ class DeviceThreads:
         if self.devices[0].type == "cpu":
             torch.set_num_threads(self._cores)
 
+    def settle(self) -> None:
+        """Waits until the first device has computed everything that it was given by this thread."""
+        kind = self.devices[0].type
+        if kind == "cuda":
+            torch.cuda.current_stream(self.devices[0]).synchronize()
+        elif kind == "mps":
+            torch.mps.synchronize()
+
     def at_once(self, jobs: Sequence[Callable[[], Result]]) -> list[Result]:
         """Runs one job for each device, the first in this thread, and returns their results when all have ended.
 

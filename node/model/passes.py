@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from node.model.head_loss import HeadSum, loss_and_gradient
 from node.model.parts import HeadPart
@@ -202,11 +203,19 @@ def backward(part: nn.Module, visit: Visit, gradient: Tensor | None = None) -> G
     `gradient` is the loss's gradient for the visit's result; None when the result is the loss itself.
     """
     parameters = list(part.parameters())
-    end = visit.result if gradient is None else _End.apply(visit.result, gradient)  # type: ignore[no-untyped-call]
     if not visit.source.requires_grad:
-        return Gradients(None, torch.autograd.grad(end, parameters))
-    source, *rest = torch.autograd.grad(end, [visit.source, *parameters])
+        return Gradients(None, gradients_of(visit, gradient, parameters))
+    source, *rest = gradients_of(visit, gradient, [visit.source, *parameters])
     return Gradients(source, tuple(rest))
+
+
+def gradients_of(
+    visit: Visit, gradient: Tensor | None, wanted: Sequence[Tensor] | Sequence[GradientEdge]
+) -> tuple[Tensor, ...]:
+    """Computes the gradients of what is wanted in the visit's graph, and no others; frees the graph. `gradient` as of
+    `backward`."""
+    end = visit.result if gradient is None else _End.apply(visit.result, gradient)  # type: ignore[no-untyped-call]
+    return torch.autograd.grad(end, wanted)
 
 
 class _End(torch.autograd.Function):

@@ -50,6 +50,8 @@ class BusySeconds:
     codec: float = 0.0
     wire: float = 0.0
     wait: float = 0.0
+    idle_work: float = 0.0
+    """Computed when nobody waited for anything."""
 
 
 @dataclass(frozen=True, slots=True)

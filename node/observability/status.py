@@ -169,6 +169,36 @@ class WindowStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class ComputeStatus:
+    """The account of a node's compute thread since its start, in seconds."""
+
+    busy_s: float = 0.0
+    """In jobs that somebody waited for."""
+    idle_work_s: float = 0.0
+    """In work that was put off to idle time."""
+    idle_s: float = 0.0
+    """With nothing to do."""
+    idle_waiting: int = 0
+    """Pieces of work that wait for idle time now."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsStatus:
+    """What a stage peer does with weight gradients: at once, or put off to idle time."""
+
+    put_off: bool = False
+    reason: str = ""
+    visits: int = 0
+    """Whose weight gradients were put off. Where memory is short they are computed at once."""
+    waiting: int = 0
+    """Of these, not computed yet."""
+    held_bytes: int = 0
+    """Of what is kept for them."""
+    peak_bytes: int = 0
+    """At most so far."""
+
+
+@dataclass(frozen=True, slots=True)
 class Account:
     """The work account of a role, for summaries and status."""
 
@@ -199,6 +229,8 @@ class Account:
     rerouted: dict[str, int] | None = field(default=None, metadata=LEFT_OUT)
     """Visits that another expert has taken, by the module whose they were."""
     routes: tuple[RouteStatus, ...] | None = field(default=None, metadata=LEFT_OUT)
+    weights: WeightsStatus | None = field(default=None, metadata=LEFT_OUT)
+    """Of a stage peer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,6 +257,7 @@ class Status(Account):
     accused: tuple[Accusation, ...] = ()
     catching_up: DownloadStatus | None = None
     codecs: CodecStatus = field(default_factory=CodecStatus)
+    compute: ComputeStatus | None = field(default=None, metadata=LEFT_OUT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

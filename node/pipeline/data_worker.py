@@ -13,6 +13,7 @@ from node.data.packing import Microbatch
 from node.model.device import device_errors
 from node.model.memory_need import require_room
 from node.model.optimizer import Accumulator, Addition, InnerOptimizer, StepFigures, inner_optimizer
+from node.model.optimizers.inner_rule import AtDeadline, Submit
 from node.model.parts import EmbeddingPart, HeadPart, build_embedding, build_head
 from node.model.passes import HeadPasses, Passes, Visit
 from node.pipeline.admission import hidden_tensor
@@ -30,15 +31,20 @@ from swarm.vocabulary.types import MicrobatchId, ModuleId
 
 
 def host_stage_zero(
-    manifest: Manifest, device: torch.device, slots: int = DEFAULT_SLOTS, threads: DeviceThreads | None = None
+    manifest: Manifest,
+    device: torch.device,
+    slots: int = DEFAULT_SLOTS,
+    threads: DeviceThreads | None = None,
+    submit: Submit = AtDeadline,
 ) -> DataWorker:
-    """Makes a data node's replica of stage 0, with the run's initial weights. Raises as `host_hop`."""
+    """Makes a data node's replica of stage 0, with the run's initial weights. `submit` and what it raises: as
+    `host_hop`."""
     require_room(manifest, (ModuleId(0),), device, slots)
     with device_errors():
         embedding = build_embedding(manifest).to(device)
         head = build_head(manifest, embedding).to(device)
         sums = Accumulator(embedding), Accumulator(head)
-        stage = StageZero(embedding, head, *sums, inner_optimizer(manifest, ModuleId(0), sums))
+        stage = StageZero(embedding, head, *sums, inner_optimizer(manifest, ModuleId(0), sums, submit))
         body, end = body_passes(embedding, threads, quadratic_share(manifest.model)), head_passes(head, threads)
     return DataWorker(stage, hidden_tensor(manifest), device, body, end)
 
@@ -161,7 +167,7 @@ class DataWorker:
             found.take_back()
             raise
         if is_new:
-            total.count(microbatch, text.size)
+            total.promise(microbatch, text.size)
         return output
 
     def _finish(self, job: Job, text: Microbatch) -> Output:

@@ -16,22 +16,25 @@ from node.concurrency.device_threads import DeviceThreads
 from node.model.device import device_errors
 from node.model.memory_need import require_room
 from node.model.optimizer import Accumulator, Addition, InnerOptimizer, StepFigures, inner_optimizer
+from node.model.optimizers.inner_rule import AtDeadline, Submit
 from node.model.parts import HIDDEN_TYPES, build_block_stack
 from node.model.passes import OneDevice, Passes, Visit
 from node.observability.failpoints import crash_point
 from node.pipeline.admission import hidden_tensor
+from node.pipeline.deferred_weights import DeferredWeights, SplitDevice
 from node.pipeline.interfaces import Job, Output
 from node.pipeline.several_devices import body_passes
 from node.pipeline.tensor_io import Wire
 from protocol.interfaces.tensor_spec import TensorSpec
 from protocol.manifest.manifest import Manifest
 from protocol.manifest.model import quadratic_share
+from swarm.pipeline.compute_queue import puts_weights_off
 from swarm.pipeline.custody_states import Work
 from swarm.pipeline.ledger import DEFAULT_SLOTS
 from swarm.vocabulary.announcement import Speed
 from swarm.vocabulary.errors import ProtocolViolation, StateError
 from swarm.vocabulary.pipeline_messages import Purpose
-from swarm.vocabulary.types import ModuleId
+from swarm.vocabulary.types import ModuleId, Reasoned
 from swarm.workload.microbatch_sizes import Size
 from swarm.workload.visit_cost import VisitCost
 
@@ -90,6 +93,8 @@ class HopWorker:
         self.wire = Wire(device)
         self._graphs = GraphBudget(graph_budget_bytes)
         self._kept: dict[int, _Kept] = {}
+        self.deferred = DeferredWeights(Reasoned(False, "not asked for"), None, accumulator)
+        """The weight gradients that were put off."""
 
     @property
     def speed(self) -> Speed:
@@ -127,10 +132,12 @@ class HopWorker:
         parameters of now: exactly what was added if they have not changed since.
         """
         with device_errors():
-            visit = self.passes.forward(self.wire.received(job.input), job.documents)
-            gradients = self.passes.backward(visit, self.wire.received(job.gradient)).parameters
-        tokens = _tokens(visit.source)
-        taken_back = self._accumulator.retract(job.key.microbatch, tokens, gradients)
+            source = self.wire.received(job.input)
+            tokens, taken_back = _tokens(source), self.deferred.cancel(job.key.microbatch)
+            if not taken_back:
+                visit = self.passes.forward(source, job.documents)
+                gradients = self.passes.backward(visit, self.wire.received(job.gradient)).parameters
+                taken_back = self._accumulator.retract(job.key.microbatch, tokens, gradients)
         self.accumulated -= taken_back
         self.accumulated_tokens -= taken_back * tokens
         return taken_back
@@ -150,6 +157,7 @@ class HopWorker:
     def step(self) -> StepFigures | None:
         if not self.optimizer.due:
             return None
+        self.deferred.finish()
         self.parameters_changed()
         return self.optimizer.step()
 
@@ -172,19 +180,57 @@ class HopWorker:
         if visit is None or kept.version != self.parameter_version:
             visit = self.passes.forward(kept.source, job.documents)
             self.recomputed += 1
+        size, begun = Size(_tokens(kept.source), job.documents), begun - kept.forward_s
+        if self.deferred.chosen.value and self._graphs.take(size.tokens):
+            output = self._half_backward(job, visit, gradient, size, begun)
+        elif self.deferred.can_split and not self._accumulator.is_wide:
+            output = self._backward_in_place(job, visit, gradient, size, begun)
+        else:
+            output = self._whole_backward(job, visit, gradient, size, begun)
+        crash_point("gradient added")
+        return replace(output, step_due=self.optimizer.due)
+
+    def _whole_backward(self, job: Job, visit: Visit, gradient: Tensor, size: Size, begun: float) -> Output:
         gradients = self.passes.backward(visit, gradient)
         assert gradients.source is not None
         output = self.wire.output(gradients.source, job)  # before the gradient counts: it may fail for want of memory
-        self._add(job, _tokens(kept.source), gradients.parameters)
-        crash_point("gradient added")
-        self._timed(Size(_tokens(kept.source), job.documents), kept.forward_s + time.perf_counter() - begun)
-        return replace(output, step_due=self.optimizer.due)
+        addition = self._accumulator.add(job.key.microbatch, size.tokens, gradients.parameters)
+        self._count(job, size.tokens, addition)
+        self._timed(size, time.perf_counter() - begun)
+        return output
+
+    def _backward_in_place(self, job: Job, visit: Visit, gradient: Tensor, size: Size, begun: float) -> Output:
+        """Adds the weight gradients to the sums as they are computed, where memory is dear."""
+        half = self.deferred.first_half(visit, gradient)
+        output = self.wire.output(half.source, job)
+        self._count(job, size.tokens, self.deferred.add_now(job.key.microbatch, size.tokens, half))
+        self._timed(size, time.perf_counter() - begun)
+        return output
+
+    def _half_backward(self, job: Job, visit: Visit, gradient: Tensor, size: Size, begun: float) -> Output:
+        """Puts the weight gradients off. What is kept for them is in the place of the graph, which has been taken."""
+
+        def ended(seconds: float | None) -> None:
+            self._graphs.release(size.tokens)
+            if seconds is not None:
+                self._timed(size, half_s + seconds)
+
+        addition = None
+        try:
+            half = self.deferred.first_half(visit, gradient)
+            output = self.wire.output(half.source, job)
+            half_s = time.perf_counter() - begun
+            addition = self.deferred.put_off(job.key.microbatch, size.tokens, half, ended)
+        finally:
+            if addition is not Addition.ADDED:
+                self._graphs.release(size.tokens)
+        self._count(job, size.tokens, addition)
+        return output
 
     def _timed(self, size: Size, seconds: float) -> None:
         self._cost.add(size.tokens, size.squares, len(size.documents), seconds)
 
-    def _add(self, job: Job, tokens: int, gradients: tuple[Tensor, ...]) -> None:
-        addition = self._accumulator.add(job.key.microbatch, tokens, gradients)
+    def _count(self, job: Job, tokens: int, addition: Addition) -> None:
         if addition is Addition.NOT_FINITE:
             raise ProtocolViolation(f"microbatch {job.key.microbatch}: {addition.value}")
         self.accumulated += addition is Addition.ADDED
@@ -239,12 +285,14 @@ def host_hop(
     graph_budget_bytes: int,
     slots: int = DEFAULT_SLOTS,
     threads: DeviceThreads | None = None,
+    submit: Submit = AtDeadline,
 ) -> HopWorker:
     """Makes a replica of a module of stage 1 or above, with the run's initial weights, for a peer with so many slots.
 
     Args:
         device: where its state is.
         threads: of all devices that compute; None where that is the only one.
+        submit: takes what may be computed in idle time.
 
     Raises:
         ResourceExhausted: this machine has no room for it.
@@ -253,10 +301,17 @@ def host_hop(
     with device_errors():
         part = build_block_stack(manifest, module).to(device)
         total = Accumulator(part)
-        optimizer = inner_optimizer(manifest, module, [total])
-        passes = body_passes(part, threads, quadratic_share(manifest.model))
+        optimizer = inner_optimizer(manifest, module, [total], submit)
+        chosen = puts_weights_off(manifest.training.staleness, 1 if threads is None else len(threads.devices))
+        is_alone = threads is None or len(threads.devices) == 1
+        split = None
+        if is_alone and (chosen.value or device.type != "cpu"):
+            split = SplitDevice(part, HIDDEN_TYPES[manifest.model.dtype])
+        passes = split or body_passes(part, threads, quadratic_share(manifest.model))
     share = quadratic_share(manifest.model) if manifest.packs_documents else 0.0
-    return HopWorker(part, total, optimizer, hidden_tensor(manifest), device, graph_budget_bytes, share, passes)
+    worker = HopWorker(part, total, optimizer, hidden_tensor(manifest), device, graph_budget_bytes, share, passes)
+    worker.deferred = DeferredWeights(chosen, split, total, submit)
+    return worker
 
 
 def measure_speed(passes: Passes, manifest: Manifest, device: torch.device) -> Speed:

@@ -147,7 +147,7 @@ async def data_role(given: ModuleContext, first: Anchor | None) -> AsyncIterator
     manifest, own, clock = given.manifest, given.session.own, SystemClock()
     slots, per_step = given.options.slots_held, manifest.microbatches_per_step
     worker = await given.compute.run(
-        Priority.UPKEEP, lambda: host_stage_zero(manifest, given.device, slots, given.threads)
+        Priority.UPKEEP, lambda: host_stage_zero(manifest, given.device, slots, given.threads, given.compute.submit)
     )
     if given.resumed.state is not None:
         await given.compute.run(Priority.UPKEEP, partial(restore_stage_zero, worker, given.resumed.state, per_step))

@@ -14,7 +14,7 @@ import torch
 from node.checkpoint.folder import MANIFEST_NAME, CheckpointFolder
 from node.checkpoint.saver import SaveRequests
 from node.checkpoint.state import Resumed
-from node.concurrency.compute_thread import ComputeThread
+from node.concurrency.compute_thread import ComputeThread, Priority
 from node.concurrency.device_threads import DeviceThreads
 from node.concurrency.task_groups import unless
 from node.context.module_context import ModuleContext
@@ -111,7 +111,7 @@ async def run_node(
                     _manifest_given(session, signed),
                     router_given(session, router),
                     DeviceThreads(devices.value) as threads,
-                    ComputeThread(set_up=threads.set_up) as compute,
+                    ComputeThread(set_up=threads.set_up, settle=threads.settle) as compute,
                 ):
                     session.membership_sync.watch(signed.manifest.modules())
                     resumed = await _find_own(options, session, signed, logged)
@@ -168,6 +168,7 @@ async def _serve(given: ModuleContext, signed: SignedManifest, moving: Moving, s
         module = await serve_module(given, moving, folder, stop)
         if module is None:
             break
+        await given.compute.run(Priority.UPKEEP, given.compute.give_up_idle_work)
         given = replace(given, module=module, saves=SaveRequests(), proofs=Proofs(session), resumed=Resumed())
     await session.withdraw(WITHDRAW_S)
 

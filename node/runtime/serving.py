@@ -61,7 +61,7 @@ async def serve_module(
         given.resumed.state = None
 
         async def status(asker: PeerId, question: Question) -> bytes:
-            return status_json(own, role, session.tunnels)
+            return status_json(own, role, given.compute, session.tunnels)
 
         with session.dispatcher.registered(answers={QuestionAbout.STATUS: status}):
             if await unless(stop, _prepared(role)) is None:

@@ -17,7 +17,7 @@ from node.checkpoint.state import ReplicaState
 from node.concurrency.compute_thread import Priority
 from node.context.module_context import ModuleContext
 from node.observability.events import Load
-from node.observability.status import Account
+from node.observability.status import Account, WeightsStatus
 from node.observability.throughput import Rate
 from node.pipeline.admission import path_rules
 from node.pipeline.microbatch_runner import MicrobatchRunner
@@ -86,10 +86,23 @@ class StageRole:
         return Load(own.peer, str(self._module), custody.slots, custody.used_slots, self._rate.per_second())
 
     def account(self) -> Account:
-        worker = self._worker
-        tokens = worker.accumulated_tokens
-        rate, codec_s = self._rate.per_second(), worker.wire.codec_s
-        return Account(worker.optimizer.steps, worker.accumulated, worker.recomputed, tokens, rate, codec_s)
+        worker, put_off = self._worker, self._worker.deferred
+        return Account(
+            steps=worker.optimizer.steps,
+            accumulated=worker.accumulated,
+            recomputed=worker.recomputed,
+            tokens=worker.accumulated_tokens,
+            tokens_per_s=self._rate.per_second(),
+            codec_s=worker.wire.codec_s,
+            weights=WeightsStatus(
+                put_off.chosen.value,
+                put_off.chosen.reason,
+                put_off.visits,
+                put_off.waiting,
+                put_off.held_bytes,
+                put_off.peak_bytes,
+            ),
+        )
 
 
 @asynccontextmanager
@@ -98,8 +111,9 @@ async def stage_role(given: ModuleContext, first: Anchor | None) -> AsyncIterato
     manifest, device = given.manifest, given.device
     budget = default_graph_budget(device).value if given.options.graph_bytes is None else given.options.graph_bytes
     slots = given.options.slots_held
+    submit = given.compute.submit
     worker = await given.compute.run(
-        Priority.UPKEEP, lambda: host_hop(manifest, given.module, device, budget, slots, given.threads)
+        Priority.UPKEEP, lambda: host_hop(manifest, given.module, device, budget, slots, given.threads, submit)
     )
     if given.resumed.state is not None:
         await given.compute.run(Priority.UPKEEP, partial(restore_hop, worker, given.resumed.state))

@@ -11,7 +11,7 @@ import json
 from node.concurrency.compute_thread import ComputeThread
 from node.network.local_peer import LocalPeer
 from node.observability.events import BusySeconds, NodeSummary
-from node.observability.status import AttachmentStatus, ReachStatus, RelayStatus, Status
+from node.observability.status import AttachmentStatus, ComputeStatus, ReachStatus, RelayStatus, Status
 from node.observability.typed_json import to_json
 from node.runtime.role import NodeRole
 from protocol.dht.tunnels import RelayTunnels
@@ -20,7 +20,13 @@ from protocol.dht.tunnels import RelayTunnels
 def node_summary(own: LocalPeer, role: NodeRole, compute: ComputeThread) -> NodeSummary:
     """The account of a node that stops."""
     account = role.account()
-    busy = BusySeconds(compute=compute.busy_s, codec=account.codec_s, wire=role.runner.wire_s, wait=compute.idle_s)
+    busy = BusySeconds(
+        compute=compute.busy_s,
+        codec=account.codec_s,
+        wire=role.runner.wire_s,
+        wait=compute.idle_s,
+        idle_work=compute.idle_work_s,
+    )
     return NodeSummary(
         peer=own.peer,
         module=str(own.module),
@@ -35,7 +41,7 @@ def node_summary(own: LocalPeer, role: NodeRole, compute: ComputeThread) -> Node
     )
 
 
-def status_json(own: LocalPeer, role: NodeRole, tunnels: RelayTunnels) -> bytes:
+def status_json(own: LocalPeer, role: NodeRole, compute: ComputeThread, tunnels: RelayTunnels) -> bytes:
     """The node's status as JSON."""
     account, custody, rounds = role.account(), role.runner.custody, role.rounds
     status = Status(
@@ -58,5 +64,8 @@ def status_json(own: LocalPeer, role: NodeRole, tunnels: RelayTunnels) -> bytes:
         accused=rounds.news.accused_lately(),
         catching_up=rounds.news.catching_up(),
         codecs=role.runner.codecs.describe(),
+        compute=ComputeStatus(
+            round(compute.busy_s, 3), round(compute.idle_work_s, 3), round(compute.idle_s, 3), compute.idle_waiting
+        ),
     )
     return json.dumps(to_json(status), allow_nan=False).encode()

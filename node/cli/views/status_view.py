@@ -4,6 +4,7 @@ are used. What a peer says of itself may be anything, so it is made harmless.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
@@ -20,6 +21,8 @@ from swarm.vocabulary.routing_messages import MAX_LANES
 
 MOST_ACCUSED: Final = 16
 """Lines about replicas that are accused."""
+MOST_REASONS: Final = 4
+"""For what peers do with weight gradients."""
 MOST_ROWS: Final = 48
 """Of a table of codecs."""
 VISITED, SKIPPED = "█", "·"
@@ -34,6 +37,7 @@ def status_views(status: SwarmStatus) -> Iterator[RenderableType]:
     yield from accused_lines(status)
     yield from route_tables(status)
     yield from path_tables(status)
+    yield from compute_tables(status)
     yield from codec_tables(status)
 
 
@@ -203,6 +207,29 @@ def _waits(stage: int, lanes: list[LaneStatus], waiting_s: Mapping[str, float]) 
     peers = [peer for lane in lanes for at, peer in zip(lane.stages, lane.peers, strict=True) if at == stage]
     known = [waiting_s[peer] for peer in peers if peer in waiting_s]
     return f"{count(1e3 * sum(known) / len(known))} ms" if known else "-"
+
+
+# ---- computing -------------------------------------------------------------------------------------------------------
+
+
+def compute_tables(status: SwarmStatus) -> Iterator[RenderableType]:
+    """The table of what the peers' compute threads do with their time; nothing where nobody has anything for idle
+    time."""
+    rows = [(peer, said) for peer in status.peers if (said := peer.said.compute) is not None]
+    if not any(said.idle_work_s > 0 for _, said in rows):
+        return
+    reasons = dict.fromkeys(harmless(said.reason, 120) for peer, _ in rows if (said := peer.said.weights) is not None)
+    yield Text("\nshares of the time on the compute device", style="dim")
+    table = plain_table("module", "peer", right=("computing", "put-off work", "idle", "weights put off"))
+    for peer, said in rows[:MOST_ROWS]:
+        parts = (said.busy_s, said.idle_work_s, said.idle_s)
+        whole = sum(parts)
+        shares = [f"{part / whole:.0%}" if 0 <= part <= whole < math.inf and whole else "-" for part in parts]
+        weights = peer.said.weights
+        visits = "-" if weights is None or not weights.put_off else f"{count(weights.visits)} visits"
+        table.add_row(*map(Text, (harmless(peer.module or "-", 12), peer_name(peer.peer), *shares, visits)))
+    yield table
+    yield from (Text(f"weight gradients: {reason}", style="dim") for reason in list(reasons)[:MOST_REASONS])
 
 
 # ---- codecs ----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,15 @@ from rich.console import Console
 
 from node.cli.views.live import remaining_s, render
 from node.cli.views.plain import plain_line
-from node.cli.views.status_view import MOST_ROWS, accused_lines, codec_tables, path_tables, status_table, status_views
+from node.cli.views.status_view import (
+    MOST_ROWS,
+    accused_lines,
+    codec_tables,
+    compute_tables,
+    path_tables,
+    status_table,
+    status_views,
+)
 from node.cli.views.text import MAX_FOREIGN_CHARACTERS, duration, harmless, sparkline
 from node.local_swarm.swarm_progress import SwarmProgress, apply, noted, peer_exited, peer_started
 from node.network.asking import parse_status
@@ -316,6 +324,34 @@ def test_peers_cannot_draw_with_their_codecs(answered: object) -> None:
     text = codecs_of(answered)
     assert not any(bad in text for bad in "\x1b\x07\r\x9b\u202e\ud800")
     assert len(text.splitlines()) <= MOST_ROWS + 4
+
+
+COMPUTE = {"busy_s": 50.0, "idle_work_s": 30.0, "idle_s": 20.0, "idle_waiting": 2}
+WEIGHTS = {"put_off": True, "reason": "steps wait for each other", "visits": 1234, "waiting": 1, "held_bytes": 10}
+
+
+def computing_of(answered: object) -> str:
+    console = Console(record=True, width=120, force_terminal=False, file=io.StringIO())
+    for view in compute_tables(swarm_of(2, peer_of("12D3KooWpeer1abc", "1.0", answered))):
+        console.print(view)
+    return console.export_text()
+
+
+def test_status_shows_what_idle_time_is_filled_with_and_why() -> None:
+    text = computing_of({"compute": COMPUTE, "weights": WEIGHTS})
+    for expected in ("er1abc", "50%", "30%", "20%", "1,234 visits", "weight gradients: steps wait for each other"):
+        assert expected in text
+    assert computing_of({"compute": COMPUTE | {"idle_work_s": 0.0}}) == ""
+    assert "visits" not in computing_of({"compute": COMPUTE, "weights": WEIGHTS | {"put_off": False}}).split("\n", 2)[2]
+    assert computing_of({}) == ""
+
+
+@pytest.mark.parametrize("times", [{"busy_s": -1e300}, {"idle_s": 1e308, "busy_s": 1e308}, {"busy_s": -30.0}])
+def test_peers_cannot_break_the_view_of_their_time(times: dict[str, float]) -> None:
+    weights = WEIGHTS | {"reason": HOSTILE, "visits": 10**18}
+    text = computing_of({"compute": COMPUTE | times, "weights": weights})
+    assert not any(bad in text for bad in "\x1b\x07\r\x9b\u202e\ud800")
+    assert "er1abc" in text
 
 
 def test_status_names_who_is_accused_and_bears_whatever_peers_say() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -136,3 +136,62 @@ async def test_busy_and_idle_seconds_are_counted() -> None:
         await compute.run(Priority.TRAIN, lambda: None)
         assert compute.busy_s > 0
         assert compute.idle_s > 0
+
+
+async def test_work_that_was_put_off_is_computed_where_nothing_waits() -> None:
+    done: list[str] = []
+
+    def chunks(ended: threading.Event) -> Iterator[None]:
+        for number in range(3):
+            done.append(f"chunk {number}")
+            yield
+        ended.set()
+
+    ended = threading.Event()
+    with ComputeThread() as compute:
+        async with queue_behind(compute) as let_go, asyncio.TaskGroup() as tasks:
+            tasks.create_task(compute.run(Priority.TRAIN, lambda: compute.submit(chunks(ended), "work")))
+            for name in ("first", "second"):
+                tasks.create_task(compute.run(Priority.EVALUATE, lambda name=name: done.append(name)))
+            await asyncio.sleep(0)
+            let_go()
+        assert await asyncio.to_thread(ended.wait, PATIENCE_S)
+        await compute.run(Priority.TRAIN, lambda: None)
+    assert done == ["first", "second", "chunk 0", "chunk 1", "chunk 2"]
+    assert compute.idle_waiting == 0
+    assert compute.idle_work_s > 0
+
+
+async def test_a_device_that_works_asynchronously_is_waited_for_after_each_chunk() -> None:
+    done: list[str] = []
+    ended = threading.Event()
+
+    def chunks() -> Iterator[None]:
+        for _ in range(2):
+            done.append("chunk")
+            yield
+        ended.set()
+
+    with ComputeThread(settle=lambda: done.append("settled")) as compute:
+        await compute.run(Priority.TRAIN, lambda: compute.submit(chunks(), "work"))
+        assert await asyncio.to_thread(ended.wait, PATIENCE_S)
+    assert done[:4] == ["chunk", "settled", "chunk", "settled"]
+
+
+async def test_work_is_finished_in_the_job_that_needs_it_and_given_up_by_another() -> None:
+    done: list[int] = []
+
+    def chunks(number: int) -> Iterator[None]:
+        done.append(number)
+        yield
+
+    with ComputeThread() as compute:
+
+        def job() -> None:
+            needed, _ = (compute.submit(chunks(number), "work") for number in range(2))
+            needed.finish()
+            compute.give_up_idle_work()
+
+        await compute.run(Priority.UPKEEP, job)
+        await compute.run(Priority.TRAIN, lambda: None)
+    assert done == [0]

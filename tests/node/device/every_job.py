@@ -8,6 +8,7 @@ A process of its own, for the device can be registered once.
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +23,6 @@ from torch import Tensor
 from node.averaging.anchor.module_vector import LocalReplica
 from node.checkpoint.replica import capture_module, restore_module
 from node.model.initialization import parameters_of
-from node.model.passes import OneDevice
 from node.pipeline.data_worker import DataWorker, host_stage_zero
 from node.pipeline.interfaces import Job, Output
 from node.pipeline.stage_worker import measure_speed
@@ -116,7 +116,7 @@ def upkeep_jobs(manifest: Manifest, device: torch.device, record: Record) -> Non
             assert torch.equal(tensor, state.inner.parameters[name].tensors[slot]), f"{slot} of {name}"
             record.note(f"{slot} {name}", tensor)
     with record.job("measure speed"):
-        assert measure_speed(OneDevice(part), manifest, device).tokens_per_s > 0
+        assert measure_speed(hop.worker.passes, manifest, device).tokens_per_s > 0
 
 
 def data_jobs(manifest: Manifest, device: torch.device, codec: Codec, record: Record) -> None:
@@ -166,6 +166,7 @@ def parameter_bytes() -> dict[str, float]:
     most during each job."""
     manifest = small_manifest(model={**WIDE, "dtype": "bfloat16"}, stages={"blocks": [1, 8]}, training__rows=1)
     found: dict[str, float] = {}
+    gc.collect()
     before = METER.live
     hop = Hop(manifest, DEVICE, Codec.NONE)
     count = sum(parameter.numel() for parameter in hop.worker.part.parameters())

@@ -1,0 +1,301 @@
+"""Weight gradients that are put off are those of autograd, counted once, whenever they are computed, whatever becomes
+of the memory they came in, and taken back or given up without a trace."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from node.model.parts import HIDDEN_TYPES
+from node.pipeline import deferred_weights
+from node.pipeline.deferred_weights import DeferredWeights, SplitDevice
+from node.pipeline.interfaces import Job, Output
+from node.pipeline.stage_worker import HopWorker, host_hop
+from node.pipeline.tensor_io import tensor_of
+from protocol.codecs import Encoded, encode
+from protocol.manifest.manifest import Manifest
+from swarm.pipeline.compute_queue import ComputeQueue, IdleWork, puts_weights_off
+from swarm.pipeline.custody_states import Key, Work
+from swarm.vocabulary.errors import ProtocolViolation
+from swarm.vocabulary.pipeline_messages import Purpose
+from swarm.vocabulary.types import Codec, MicrobatchId, ModuleId, PeerId, Reasoned
+from tests.node.network.small_swarm import CPU
+from tests.node.small_manifest import small_manifest
+
+MODULE = ModuleId(1)
+BUDGET = 2**24
+ROOM_FOR_NO_WORK = 0
+
+
+class Peer:
+    """A stage peer's worker, the queue before its device, and the messages for it."""
+
+    def __init__(self, manifest: Manifest | None = None, budget: int = BUDGET, idle_limit: int = 8) -> None:
+        self.manifest = manifest or small_manifest()
+        self.queue = ComputeQueue(limit=1, idle_limit=idle_limit)
+        self.worker: HopWorker = host_hop(self.manifest, MODULE, CPU, budget, submit=self.queue.submit)
+        self.buffers: dict[tuple[Work, int], bytearray] = {}
+
+    def forward(self, number: int, documents: tuple[int, ...] = ()) -> Tensor:
+        return self._compute(Work.FORWARD, number, documents)
+
+    def backward(self, number: int, documents: tuple[int, ...] = ()) -> Tensor:
+        return self._compute(Work.BACKWARD, number, documents)
+
+    def replay(self, number: int) -> Tensor:
+        return self._compute(Work.REPLAY, number, ())
+
+    def retract(self, number: int) -> bool:
+        return self.worker.retract(self._job(Work.BACKWARD, number, (), whole=True))
+
+    def _compute(self, work: Work, number: int, documents: tuple[int, ...]) -> Tensor:
+        return sent(self.worker.compute(self._job(work, number, documents)))
+
+    def _job(self, work: Work, number: int, documents: tuple[int, ...], *, whole: bool = False) -> Job:
+        source = self._received(Work.FORWARD, number) if whole or work is not Work.BACKWARD else None
+        gradient = self._received(Work.BACKWARD, number) if work is not Work.FORWARD else None
+        key = Key(MicrobatchId(PeerId("data"), number), 0)
+        return Job(number, key, work, Purpose.TRAIN, source, gradient, documents)
+
+    def _received(self, work: Work, number: int) -> Encoded:
+        encoded = encode(self.tensor(work, number), Codec.NONE)
+        buffer = self.buffers[work, number] = bytearray(encoded.data)
+        return Encoded(encoded.spec, memoryview(buffer))
+
+    def tensor(self, work: Work, number: int) -> Tensor:
+        seed = torch.Generator().manual_seed(number + (1000 if work is Work.BACKWARD else 0))
+        drawn = torch.randn(self.manifest.hidden_shape, generator=seed)
+        return drawn.to(HIDDEN_TYPES[self.manifest.model.dtype])
+
+    def idle_time(self, chunks: int | None = None) -> int:
+        """Computes so many chunks, or all; returns how many there were."""
+        count = 0
+        while chunks is None or count < chunks:
+            turn = self.queue.take()
+            if turn is None:
+                break
+            assert isinstance(turn, IdleWork)
+            turn.compute_chunk()
+            count += 1
+        return count
+
+    def sums(self) -> list[Tensor]:
+        return [total.clone() for total in self.worker.unapplied.sums]
+
+
+def sent(output: Output) -> Tensor:
+    assert output.tensor is not None
+    return tensor_of(Encoded(output.tensor.spec, memoryview(bytearray(output.tensor.data))), CPU)
+
+
+def inline(manifest: Manifest | None = None) -> Peer:
+    """A peer that puts nothing off."""
+    peer = Peer(manifest)
+    peer.worker.deferred = DeferredWeights(Reasoned(False, "for comparison"), None, peer.worker.unapplied)
+    return peer
+
+
+def assert_same(one: list[Tensor], other: list[Tensor], tolerance: float = 1e-9) -> None:
+    for mine, theirs in zip(one, other, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+    assert any(total.abs().max() > 0 for total in one)
+
+
+@pytest.fixture
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several to a matrix, with some rows and some tokens each."""
+    monkeypatch.setattr(deferred_weights, "_CHUNK_OPERATIONS", {"cpu": 1})
+    monkeypatch.setattr(deferred_weights, "_LEAST_ROWS", 5)
+    monkeypatch.setattr(deferred_weights, "_LEAST_TOKENS", 12)
+
+
+@pytest.mark.parametrize("changes", [{}, {"model__family": "qwen3"}, {"model__dtype": "bfloat16"}])
+@pytest.mark.usefixtures("_small_chunks")
+def test_the_sums_are_those_of_an_ordinary_backward(changes: dict[str, Any]) -> None:
+    manifest = small_manifest(**changes)
+    peer, other = Peer(manifest), inline(manifest)
+    for number in (1, 2):
+        for each in (peer, other):
+            each.forward(number)
+        assert torch.equal(peer.backward(number), other.backward(number))
+    assert peer.worker.deferred.visits == 2
+    assert other.worker.deferred.visits == 0
+    assert peer.idle_time() > 2 * 4 * 7
+    rounding = {"float32": 1e-5, "bfloat16": 0.05}[manifest.model.dtype]
+    assert_same(peer.sums(), other.sums(), rounding * manifest.microbatch_tokens)
+    assert peer.worker.accumulated == other.worker.accumulated == 2
+    assert peer.worker.accumulated_tokens == other.worker.accumulated_tokens
+
+
+def test_documents_are_masked_as_ever() -> None:
+    manifest, documents = small_manifest(training__rows=1, model__attention="documents"), (5, 11)
+    peer, other = Peer(manifest), inline(manifest)
+    for each in (peer, other):
+        each.forward(1, documents)
+        each.backward(1, documents)
+    peer.idle_time()
+    assert_same(peer.sums(), other.sums(), 1e-5)
+
+
+def test_the_first_half_leaves_out_half_of_the_products() -> None:
+    manifest = small_manifest()
+    part = host_hop(manifest, MODULE, CPU, 0).part
+    split = SplitDevice(part)
+    source = torch.randn(manifest.hidden_shape)
+    operations = {}
+    for name in ("first half", "whole"):
+        visit = split.forward(source, ())
+        with FlopCounterMode(display=False) as counter:
+            if name == "whole":
+                split.backward(visit, source)
+            else:
+                half = split.first_half(visit, source)
+        operations[name] = counter.get_total_flops()
+    products = sum(2 * each.values.numel() * each.gradients.shape[1] for each in half.products)
+    assert operations["whole"] - operations["first half"] == products > 0.3 * operations["whole"]
+
+
+def test_what_is_put_off_is_computed_in_the_step_that_needs_it() -> None:
+    peer, other = Peer(), inline()
+    for number in (1, 2):
+        for each in (peer, other):
+            each.forward(number)
+            each.backward(number)
+    peer.idle_time(3)
+    assert peer.worker.deferred.waiting == 2
+    assert peer.worker.step() is not None
+    assert other.worker.step() is not None
+    assert peer.worker.deferred.waiting == peer.worker.deferred.held_bytes == 0
+    assert peer.idle_time() == 0
+    for mine, theirs in zip(peer.worker.part.parameters(), other.worker.part.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-7)
+    assert peer.worker.speed.tokens_per_s > 0
+
+
+def test_where_no_work_is_taken_it_is_computed_in_the_step() -> None:
+    peer = Peer(idle_limit=ROOM_FOR_NO_WORK)
+    for number in (1, 2):
+        peer.forward(number)
+        peer.backward(number)
+    assert peer.worker.deferred.waiting == 2
+    assert peer.worker.step() is not None
+    assert peer.worker.deferred.waiting == 0
+
+
+def test_buffers_may_be_written_again_and_parameters_may_change_before_it_is_computed() -> None:
+    peer, other = Peer(), inline()
+    for each in (peer, other):
+        each.forward(1)
+        each.backward(1)
+    for buffer in peer.buffers.values():
+        buffer[:] = bytes(len(buffer))
+    with torch.no_grad():
+        for parameter in peer.worker.part.parameters():
+            parameter.mul_(3)
+    peer.worker.parameters_changed()
+    peer.idle_time()
+    assert_same(peer.sums(), other.sums(), 1e-5)
+
+
+def test_a_microbatch_that_comes_twice_counts_once_computed_or_not() -> None:
+    peer, other = Peer(), inline()
+    other.forward(1)
+    other.backward(1)
+    for chunks in (0, None):
+        peer.forward(1)
+        peer.backward(1)
+        peer.idle_time(chunks)
+    assert_same(peer.sums(), other.sums(), 1e-5)
+    assert peer.worker.accumulated == 1
+    assert peer.worker.unapplied.visits == 1
+
+
+@pytest.mark.parametrize("chunks", [0, 1, 4, None], ids=["waits", "begun", "half", "computed"])
+def test_a_gradient_is_taken_back_at_any_time(chunks: int | None) -> None:
+    peer = Peer()
+    peer.forward(1)
+    peer.backward(1)
+    peer.idle_time(chunks)
+    assert peer.retract(1)
+    assert not peer.retract(1), "once"
+    assert peer.idle_time() == 0
+    assert peer.worker.accumulated == peer.worker.accumulated_tokens == peer.worker.unapplied.visits == 0
+    assert peer.worker.deferred.waiting == peer.worker.deferred.held_bytes == 0
+    for total in peer.sums():
+        torch.testing.assert_close(total, torch.zeros_like(total), rtol=0, atol=1e-4)
+    assert peer.worker._graphs._kept == 0
+    peer.forward(1)
+    peer.backward(1)
+    assert peer.worker.accumulated == 1, "afterwards it may be added again"
+
+
+def test_what_went_into_a_step_is_taken_back_in_the_next() -> None:
+    peer = Peer()
+    for number in (1, 2):
+        peer.forward(number)
+        peer.backward(number)
+    assert peer.worker.step() is not None
+    assert peer.retract(1)
+    assert peer.worker.unapplied.visits == -1
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e37])
+def test_a_gradient_that_is_not_finite_leaves_no_trace(bad: float) -> None:
+    peer = Peer()
+    peer.forward(1)
+    job = peer._job(Work.BACKWARD, 1, ())
+    assert job.gradient is not None
+    tensor_of(job.gradient, CPU).fill_(bad)
+    with pytest.raises(ProtocolViolation, match="not finite"):
+        peer.worker.compute(job)
+    assert peer.worker.accumulated == peer.worker.unapplied.visits == peer.worker.deferred.waiting == 0
+    peer.worker.forget(1)
+    assert peer.worker._graphs._kept == 0
+    assert peer.idle_time() == 0
+
+
+def test_what_is_kept_has_the_place_of_the_graph() -> None:
+    probe = Peer()
+    probe.forward(1)
+    of_one = probe.worker._graphs._of_one
+    assert of_one is not None
+    graph = int(of_one * probe.manifest.microbatch_tokens)
+    probe.backward(1)
+    assert 0 < probe.worker.deferred.held_bytes <= graph
+    peer = Peer(budget=2 * graph)
+    for number in (1, 2, 3):
+        peer.forward(number)
+    for number in (1, 2, 3):
+        peer.backward(number)
+    deferred = peer.worker.deferred
+    assert (deferred.visits, deferred.waiting) == (2, 2), "the third had no room, so it was computed at once"
+    assert deferred.peak_bytes <= 2 * graph
+    peer.idle_time()
+    assert deferred.held_bytes == peer.worker._graphs._kept == 0
+    peer.forward(4)
+    peer.backward(4)
+    assert deferred.visits == 3
+
+
+def test_a_stand_ins_weights_are_put_off_too() -> None:
+    peer, other = Peer(), inline()
+    assert torch.equal(peer.replay(1), other.replay(1))
+    assert peer.worker.deferred.waiting == 1
+    peer.idle_time()
+    assert_same(peer.sums(), other.sums(), 1e-5)
+
+
+def test_weights_are_put_off_where_nothing_else_fills_idle_time() -> None:
+    assert puts_weights_off(staleness=0, devices=1).value
+    assert not puts_weights_off(staleness=1, devices=1).value
+    assert not puts_weights_off(staleness=0, devices=2).value
+    running_ahead = Peer(small_manifest(training__staleness=1))
+    running_ahead.forward(1)
+    running_ahead.backward(1)
+    assert running_ahead.worker.deferred.waiting == 0
+    assert "staleness of 1" in running_ahead.worker.deferred.chosen.reason

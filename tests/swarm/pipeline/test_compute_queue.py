@@ -1,0 +1,242 @@
+"""Jobs and work for idle time in virtual time: no chunk begins while somebody waits, and of the work nothing is lost,
+done twice or out of order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.pipeline.compute_queue import GIVEN_WAY, ComputeQueue, IdleWork, Priority
+from swarm.vocabulary.errors import ResourceExhausted
+
+MOST_WORK = 3
+LONGEST_CHUNK_S = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """Work that a job submits, and which of the later jobs ends it (1: the next one), if any does."""
+
+    chunks: tuple[float, ...]
+    ended_after: int | None
+    finished: bool
+    """Or cancelled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A job: how long after the one before it comes, how long it takes, what it submits."""
+
+    after_s: float
+    takes_s: float
+    priority: Priority
+    work: tuple[Submitted, ...]
+
+
+SECONDS = st.sampled_from([0.0, 0.001, 0.004, 0.02, 0.3])
+WORK = st.builds(
+    Submitted,
+    chunks=st.lists(st.sampled_from([0.001, 0.003, LONGEST_CHUNK_S]), max_size=6).map(tuple),
+    ended_after=st.none() | st.integers(1, 3),
+    finished=st.booleans(),
+)
+JOBS = st.lists(
+    st.builds(Planned, SECONDS, SECONDS, st.sampled_from(Priority), st.lists(WORK, max_size=2).map(tuple)), max_size=12
+)
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """A piece of work that was taken."""
+
+    number: int
+    planned: Submitted
+    ends_at_job: int | None
+    done: list[int] = field(default_factory=list)
+    handle: IdleWork | None = None
+    cancelled: bool = False
+
+    def chunks(self, device: Device) -> Iterator[None]:
+        for index, seconds in enumerate(self.planned.chunks):
+            assert not self.cancelled
+            device.now += seconds
+            self.done.append(index)
+            device.computed.append((self.number, index))
+            yield
+
+
+class Device:
+    """A compute device in virtual time, with what it did."""
+
+    def __init__(self, planned: list[Planned]) -> None:
+        self.now = 0.0
+        self.queue = ComputeQueue(limit=len(planned) + 1, idle_limit=MOST_WORK)
+        self.pieces: list[Piece] = []
+        self.refused = 0
+        self.computed: list[tuple[int, int]] = []
+        """(piece, chunk), in order."""
+        self.in_idle_time: list[int] = []
+        """Pieces, a chunk each."""
+        self.waited: list[float] = []
+        """Of each job: from when it came, or the job before it ended, to its beginning."""
+        self._coming = list[tuple[float, Planned]]()
+        self._waiting = 0
+        self._jobs_done = 0
+        self._job_ended = 0.0
+        at = 0.0
+        for job in planned:
+            at += job.after_s
+            self._coming.append((at, job))
+
+    def run(self) -> None:
+        """Until nothing is left to do."""
+        while True:
+            self._arrivals()
+            turn = self.queue.take()
+            if turn is None and not self._coming:
+                return
+            if turn is None:
+                self.now = max(self.now, self._coming[0][0])
+            elif isinstance(turn, IdleWork):
+                assert self._waiting == 0, "a chunk begins while a job waits"
+                piece = next(piece for piece in self.pieces if piece.handle is turn)
+                self.in_idle_time.append(piece.number)
+                turn.compute_chunk()
+            else:
+                turn()
+
+    def _arrivals(self) -> None:
+        while self._coming and self._coming[0][0] <= self.now:
+            at, job = self._coming.pop(0)
+            self._waiting += 1
+            self.queue.put(job.priority, partial(self._job, at, job))
+
+    def _job(self, came: float, job: Planned) -> None:
+        self._waiting -= 1
+        self.waited.append(self.now - max(came, self._job_ended))
+        self._jobs_done += 1
+        for piece in self.pieces:
+            if piece.ends_at_job == self._jobs_done:
+                self._end(piece)
+        self.now += job.takes_s
+        for work in job.work:
+            ends_at = None if work.ended_after is None else self._jobs_done + work.ended_after
+            piece = Piece(len(self.pieces), work, ends_at)
+            try:
+                piece.handle = self.queue.submit(piece.chunks(self), f"piece {piece.number}")
+            except ResourceExhausted:
+                self.refused += 1
+                assert self.queue.idle_waiting == MOST_WORK
+            else:
+                self.pieces.append(piece)
+        self._job_ended = self.now
+
+    def _end(self, piece: Piece) -> None:
+        assert piece.handle is not None
+        if piece.planned.finished:
+            piece.handle.finish()
+            assert len(piece.done) == len(piece.planned.chunks), "a deadline passes with work undone"
+        else:
+            piece.handle.cancel()
+            piece.cancelled = True
+
+
+@given(JOBS)
+def test_no_chunk_begins_while_a_job_waits_and_no_work_is_lost(planned: list[Planned]) -> None:
+    device = Device(planned)
+    device.run()
+    assert device.queue.idle_waiting == 0
+    assert len(device.pieces) + device.refused == sum(len(job.work) for job in planned)
+    for piece in device.pieces:
+        whole = list(range(len(piece.planned.chunks)))
+        assert piece.done == (whole[: len(piece.done)] if piece.cancelled else whole)
+    assert len(set(device.computed)) == len(device.computed)
+    assert all(wait <= LONGEST_CHUNK_S + 1e-9 for wait in device.waited)
+
+
+@given(JOBS)
+def test_idle_work_is_computed_in_order_of_arrival(planned: list[Planned]) -> None:
+    device = Device(planned)
+    device.run()
+    assert device.in_idle_time == sorted(device.in_idle_time)
+
+
+@given(JOBS.filter(bool))
+def test_idle_work_delays_a_job_by_one_chunk_at_most(planned: list[Planned]) -> None:
+    """Against the same jobs without any: those with a deadline are left out, for they belong to the job that ends
+    them."""
+    endless = [
+        Planned(
+            job.after_s, job.takes_s, Priority.TRAIN, tuple(Submitted(w.chunks, None, finished=False) for w in job.work)
+        )
+        for job in planned
+    ]
+    bare = [Planned(job.after_s, job.takes_s, Priority.TRAIN, ()) for job in endless]
+    filled, empty = Device(endless), Device(bare)
+    filled.run()
+    empty.run()
+    for late, prompt in zip(filled.waited, empty.waited, strict=True):
+        assert late <= prompt + LONGEST_CHUNK_S + 1e-9
+
+
+def test_work_that_fails_tells_whoever_needs_it_and_nobody_else() -> None:
+    def failing() -> Iterator[None]:
+        yield
+        raise MemoryError("no room")
+
+    queue = ComputeQueue(limit=1)
+    work, other = queue.submit(failing(), "failing"), queue.submit(iter([None]), "other")
+    while (turn := queue.take()) is not None:
+        assert isinstance(turn, IdleWork)
+        turn.compute_chunk()
+    with pytest.raises(MemoryError, match="no room"):
+        work.finish()
+    other.finish()
+
+
+def test_what_is_finished_twice_or_cancelled_afterwards_is_computed_once() -> None:
+    done: list[int] = []
+
+    def chunks() -> Iterator[None]:
+        for number in range(3):
+            done.append(number)
+            yield
+
+    queue = ComputeQueue(limit=1)
+    work = queue.submit(chunks(), "work")
+    work.finish()
+    work.finish()
+    work.cancel()
+    assert done == [0, 1, 2]
+    assert queue.take() is None
+
+
+def test_the_most_urgent_job_goes_first_and_an_evaluation_gives_way_to_so_many() -> None:
+    queue, done = ComputeQueue(limit=100), list[str]()
+    for name in ("before", "evaluation", *(f"later {n}" for n in range(GIVEN_WAY + 2)), "upkeep"):
+        kinds = {"evaluation": Priority.EVALUATE, "upkeep": Priority.UPKEEP}
+        queue.put(kinds.get(name, Priority.TRAIN), partial(done.append, name))
+    while (turn := queue.take()) is not None:
+        assert not isinstance(turn, IdleWork)
+        turn()
+    assert done[:2] == ["upkeep", "before"]
+    assert done.index("evaluation") == 2 + GIVEN_WAY
+
+
+def test_what_is_given_up_leaves_jobs_to_be_told() -> None:
+    queue, done = ComputeQueue(limit=2), list[str]()
+    work = queue.submit(iter([None]), "work")
+    queue.put(Priority.TRAIN, partial(done.append, "train"))
+    queue.put(Priority.UPKEEP, partial(done.append, "upkeep"))
+    with pytest.raises(ResourceExhausted, match="2 jobs wait"):
+        queue.put(Priority.TRAIN, partial(done.append, "too many"))
+    for job in queue.clear():
+        job()
+    assert done == ["upkeep", "train"]
+    assert queue.take() is None
+    work.finish()
