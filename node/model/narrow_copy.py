@@ -1,5 +1,5 @@
-"""A matrix in the narrower element type of its products: one copy for all graphs, where a cast in each visit would leave
-one in every graph that is kept.
+"""A matrix in the narrower element type of its products: one copy for all graphs, where a cast in each visit would
+leave one in every graph that is kept.
 
 It stands alone because layers use the copy, and whoever changes their parameters says that it is stale.
 """

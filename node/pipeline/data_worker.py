@@ -102,6 +102,7 @@ class DataWorker:
             ProtocolViolation: what came back is not finite.
             StateError: the microbatch has been given up meanwhile.
         """
+        self.wire.start()
         with device_errors():
             return self._compute(job)
 
@@ -152,7 +153,7 @@ class DataWorker:
         return self.wire.output(visit.result, job)
 
     def _loss(self, job: Job, text: Microbatch) -> Output:
-        hidden = self.wire.received(job.input)
+        hidden = self.wire.received(job.input, before_use=True)
         labels = text.labels.to(self.wire.device)
         if job.purpose is Purpose.EVALUATE:
             return Output(loss=self._head.loss(hidden, labels))
@@ -171,7 +172,7 @@ class DataWorker:
         return output
 
     def _finish(self, job: Job, text: Microbatch) -> Output:
-        gradient = self.wire.received(job.gradient)
+        gradient = self.wire.received(job.gradient, before_use=True)
         kept = self._visits.pop(job.ticket, None)
         if kept is None:
             raise StateError(f"of microbatch {job.key.microbatch} nothing was kept to go back from")

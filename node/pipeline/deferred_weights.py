@@ -8,7 +8,6 @@ meanwhile. The split is that of zero-bubble schedules (Qi et al. 2024, arXiv:240
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +24,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from node.model import passes
 from node.model.blocks import Linear
 from node.model.device import device_errors
-from node.model.optimizer import Accumulator, Addition, are_finite
-from node.model.optimizers.inner_rule import AtDeadline, Deferred, Submit
 from node.model.narrow_copy import NarrowCopy
+from node.model.optimizer import Accumulator, Addition
+from node.model.optimizers.inner_rule import AtDeadline, Deferred, Submit
 from node.model.passes import Around, Gradients, OneDevice, Visit
 from swarm.vocabulary.errors import ResourceExhausted
 from swarm.vocabulary.types import MicrobatchId, Reasoned
@@ -95,16 +94,47 @@ class SplitGradients:
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
         return sum(storages.values())
 
-    def are_finite(self) -> bool:
-        """Whether all gradients are, those that are to be computed included: an element of a product is at most the
-        product of the norms (Cauchy and Schwarz). What is so large that this exceeds float32 counts as not finite."""
-        if not are_finite([self.source, *(gradient for _, gradient in self.others)]):
-            return False
-        if not self.products:
-            return True
-        values = torch.nn.utils.get_total_norm([product.values for product in self.products]).item()
-        gradients = torch.nn.utils.get_total_norm([product.gradients for product in self.products]).item()
-        return math.isfinite(values) and math.isfinite(gradients) and values * gradients < _LARGEST
+    def is_bounded(self) -> Tensor:
+        """Whether all gradients are finite, those that are to be computed included, a bool on the device: an element of
+        a product is at most the product of the norms (Cauchy and Schwarz). What is so large that this exceeds float32
+        counts as not finite.
+        """
+        bound = _length([self.source, *(gradient for _, gradient in self.others)])
+        if self.products:
+            values = _length([product.values for product in self.products])
+            bound = bound + values * _length([product.gradients for product in self.products])
+        return bound < _LARGEST
+
+    @torch.no_grad()
+    def pieces(self) -> Iterator[tuple[int, slice, Tensor]]:
+        """The gradients of the parameters, of some rows each: which of the parameters, which rows, and a part of the
+        sum that is their gradient."""
+        for place, gradient in self.others:
+            yield place, slice(None), gradient
+        for product in self.products:
+            for tokens, rows in product.pieces():
+                yield product.weight, rows, product.gradients[tokens, rows].T @ product.values[tokens]
+
+
+def _length(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.nn.utils.get_total_norm(tensors).float()
+
+
+def moved(half: SplitGradients, places: int) -> SplitGradients:
+    """The same of a part whose parameters come so many places later."""
+    return SplitGradients(
+        half.source,
+        tuple((place + places, gradient) for place, gradient in half.others),
+        tuple(_Product(each.weight + places, each.values, each.gradients) for each in half.products),
+    )
+
+
+class Splitting(Protocol):
+    """Passes whose backward pass can leave the weights of linear layers out."""
+
+    def first_half(self, visit: Visit, gradient: Tensor) -> SplitGradients:
+        """Computes the gradients of the visit's input and of all parameters but the linear layers' weights."""
+        ...
 
 
 class SplitDevice(OneDevice):
@@ -143,7 +173,6 @@ class SplitDevice(OneDevice):
     def backward(self, visit: Visit, gradient: Tensor) -> Gradients:
         if not self._copies:
             return super().backward(visit, gradient)
-        assert isinstance(visit, SplitVisit)
         half = self.first_half(visit, gradient)
         found = dict(half.others)
         for product in half.products:
@@ -157,10 +186,11 @@ class SplitDevice(OneDevice):
     def storages(self) -> set[int]:
         return super().storages() | {copy.storage for copy in self._copies}
 
-    def first_half(self, visit: SplitVisit, gradient: Tensor) -> SplitGradients:
+    def first_half(self, visit: Visit, gradient: Tensor) -> SplitGradients:
         """Computes the gradients of the visit's input and of all parameters but the linear layers' weights; frees the
         graph. Of what is kept nothing shares the memory of `gradient` or of the visit's input, which others may write.
         """
+        assert isinstance(visit, SplitVisit)
         foreign = {tensor.untyped_storage().data_ptr() for tensor in (gradient, visit.source)}
 
         def own(tensor: Tensor) -> Tensor:
@@ -206,7 +236,7 @@ class DeferredWeights:
     """
 
     def __init__(
-        self, chosen: Reasoned[bool], passes: SplitDevice | None, sums: Accumulator, submit: Submit = AtDeadline
+        self, chosen: Reasoned[bool], passes: Splitting | None, sums: Accumulator, submit: Submit = AtDeadline
     ) -> None:
         self.chosen = chosen
         self.visits = 0
@@ -224,29 +254,22 @@ class DeferredWeights:
         """The visits whose weight gradients have not been computed yet."""
         return len(self._waiting)
 
-    @property
-    def can_split(self) -> bool:
-        """Whether backward can be computed in two halves."""
-        return self._passes is not None
-
     def first_half(self, visit: Visit, gradient: Tensor) -> SplitGradients:
-        """Computes the first half of backward (`SplitDevice.first_half`), where it can be split."""
+        """Computes the first half of backward (`SplitDevice.first_half`), where weights are put off."""
         assert self._passes is not None
-        assert isinstance(visit, SplitVisit)
         return self._passes.first_half(visit, gradient)
 
     def put_off(
         self, microbatch: MicrobatchId, tokens: int, half: SplitGradients, ended: Callable[[float | None], None]
     ) -> Addition:
-        """Promises the sums a microbatch's gradient, to be computed later; from now on it counts. Or says why not.
+        """Promises the sums a microbatch's gradient, which is bounded, to be computed later; from now on it counts. Or
+        says why not.
 
         Args:
             ended: called when nothing is kept any more, with the seconds that it took; None when it was cancelled.
         """
         if self._sums.has(microbatch):
             return Addition.DUPLICATE
-        if not half.are_finite():
-            return Addition.NOT_FINITE
         self._sums.promise(microbatch, tokens)
         waiting = _PutOff(microbatch, tokens, half.others, deque(half.products), half.held_bytes, ended)
         self._waiting[microbatch] = waiting
@@ -259,39 +282,6 @@ class DeferredWeights:
         except ResourceExhausted:
             waiting.work = AtDeadline(chunks, name)
         return Addition.ADDED
-
-    def add_now(self, microbatch: MicrobatchId, tokens: int, half: SplitGradients) -> Addition:
-        """Computes the second half of backward at once, product by product into the sums, so that the gradients are
-        never there as a whole. When there is no memory for it, nothing of the microbatch is left, up to rounding.
-        """
-        if self._sums.has(microbatch):
-            return Addition.DUPLICATE
-        if not half.are_finite():
-            return Addition.NOT_FINITE
-        added: list[Callable[[int], None]] = []
-        try:
-            for add in self._additions(half):
-                add(tokens)
-                added.append(add)
-        except BaseException:
-            for add in added:
-                add(-tokens)
-            raise
-        self._sums.promise(microbatch, tokens)
-        return Addition.ADDED
-
-    def _additions(self, half: SplitGradients) -> Iterator[Callable[[int], None]]:
-        """What adds the gradients to the sums, a piece each, so many times."""
-        for place, gradient in half.others:
-            yield partial(self._sums.add_to, place, slice(None), gradient)
-        for product in half.products:
-            for tokens, rows in product.pieces():
-                yield partial(self._add_product, product, tokens, rows)
-
-    @torch.no_grad()
-    def _add_product(self, product: _Product, tokens: slice, rows: slice, weight: int) -> None:
-        gradient = product.gradients[tokens, rows].T @ product.values[tokens]
-        self._sums.add_to(product.weight, rows, gradient, weight)
 
     def finish(self) -> None:
         """Computes all that was put off. Raises ResourceExhausted when there is no memory for it."""
@@ -326,8 +316,9 @@ class DeferredWeights:
             product = waiting.products.popleft()
             for tokens, rows in product.pieces():
                 begun = time.perf_counter()
-                with device_errors():
-                    self._add_product(product, tokens, rows, waiting.tokens)
+                with torch.no_grad(), device_errors():
+                    gradient = product.gradients[tokens, rows].T @ product.values[tokens]
+                    self._sums.add_to(product.weight, rows, gradient, waiting.tokens)
                 waiting.seconds += time.perf_counter() - begun
                 yield
         self._end(waiting, waiting.seconds)

@@ -37,6 +37,7 @@ from tests.node.network.small_swarm import text_of
 from tests.node.small_manifest import small_manifest
 
 CPU: Final = torch.device("cpu")
+NO_GRAPHS: Final = 0
 CODECS: Final = (Codec.NONE, Codec.BF16, Codec.INT8)
 WIDE: Final = {"vocabulary": 257, "hidden": 128, "heads": 4, "kv_heads": 2, "feed_forward": 384, "sequence": 8}
 """Of so few tokens that activations weigh nothing beside the parameters."""
@@ -168,7 +169,7 @@ def parameter_bytes() -> dict[str, float]:
     found: dict[str, float] = {}
     gc.collect()
     before = METER.live
-    hop = Hop(manifest, DEVICE, Codec.NONE)
+    hop = Hop(manifest, DEVICE, Codec.NONE, NO_GRAPHS)
     count = sum(parameter.numel() for parameter in hop.worker.part.parameters())
 
     def metered(name: str, job: Callable[[], Any]) -> None:

@@ -144,7 +144,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
     if ours and name not in _COPIES | _INDEXING and any(each.dim() for each in plain):
         raise RuntimeError(f"Expected all tensors to be on the same device, but found two: aten.{name}")
-    _count(name, device, tensors, is_here)
+    _count(name, device, tensors, is_here, bool(kwargs.get("non_blocking")))
     inner_args, inner_kwargs = tree_map_only(Pretend, lambda each: each._inner, (args, kwargs))
     if is_here:
         inner_kwargs = {**inner_kwargs, "device": torch.device("cpu")}
@@ -156,12 +156,14 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return tree_map_only(Tensor, lambda each: same[id(each)] if id(each) in same else Pretend(each), out)
 
 
-def _count(name: str, device: Any, tensors: list[Tensor], is_here: bool) -> None:
+def _count(name: str, device: Any, tensors: list[Tensor], is_here: bool, later: bool) -> None:
     if name in _WAITS:
         METER.waited(name)
     elif name == "_to_copy" and device is not None:
         source = tensors[0]
-        if isinstance(source, Pretend) != is_here:
+        if isinstance(source, Pretend) and not is_here and later:
+            METER.copied += source.nbytes  # into pinned memory, which torch takes for it; there with the next copy
+        elif isinstance(source, Pretend) != is_here:
             METER.waited("to the device" if is_here else "to the host", source.nbytes)
     elif name == "copy_" and isinstance(tensors[0], Pretend) != isinstance(tensors[1], Pretend):
         METER.waited("to the device" if isinstance(tensors[0], Pretend) else "to the host", tensors[1].nbytes)

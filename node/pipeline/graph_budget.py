@@ -1,0 +1,80 @@
+"""The memory budget of kept autograd graphs: which visits keep theirs between forward and backward, and of how many
+blocks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from node.model.passes import Passes, Visit
+from node.pipeline.block_passes import BlockByBlock
+
+
+class GraphBudget:
+    """The budget of one replica. How large graphs are for each token is measured at the first visit.
+
+    What is taken of it is counted in tokens whose whole graph would take as much.
+    """
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._budget = budget_bytes
+        self._of_one: float | None = None
+        """Bytes for each token."""
+        self._kept = 0.0
+        """Tokens whose graphs are kept."""
+
+    def forward(self, passes: Passes, source: Tensor, documents: tuple[int, ...]) -> tuple[Tensor, Visit | None, float]:
+        """Computes the part on `source` [rows, tokens, hidden], and keeps of the graph what there is room for: all, or
+        that of some blocks and the inputs of the others, or nothing. What is not kept is not built.
+
+        Returns:
+            The result, the visit if anything is kept of it, and what was taken of the budget for it, until `release`.
+        """
+        tokens = source.shape[0] * source.shape[1]
+        if self._of_one is None:
+            self._of_one = _graph_bytes(passes, source, documents) / tokens
+        if self.take(tokens):
+            return self._visited(passes.forward(source, documents), tokens)
+        if isinstance(passes, BlockByBlock):
+            of_block = tokens / passes.blocks
+            inputs = passes.blocks * source.nbytes / self._of_one
+            graphs = int((self._budget / self._of_one - self._kept - inputs) / of_block)
+            share = inputs + max(0, graphs) * of_block
+            if graphs >= 0 and self.take(share):
+                return self._visited(passes.forward(source, documents, graphs=min(graphs, passes.blocks)), share)
+        return passes.evaluate(source, documents), None, 0.0
+
+    def _visited(self, visit: Visit, share: float) -> tuple[Tensor, Visit | None, float]:
+        return visit.result, visit, share
+
+    def take(self, tokens: float) -> bool:
+        """Takes room for the graph of so many tokens if it fits; then it is counted until `release`."""
+        fits = (self._kept + tokens) * (self._of_one or 0.0) <= self._budget
+        self._kept += fits * tokens
+        return fits
+
+    def release(self, tokens: float) -> None:
+        self._kept -= tokens
+
+
+def _graph_bytes(passes: Passes, source: Tensor, documents: tuple[int, ...]) -> int:
+    """The bytes of all tensors that a visit's graph holds on to, the parameters not counted. Of a stack that is
+    computed block by block one block is enough: all are alike.
+    """
+    own = passes.storages()
+    seen: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            seen[storage.data_ptr()] = storage.nbytes()
+        return tensor.detach()  # the tensor itself may be the output of the very node that saves it: a cycle for ever
+
+    def noted() -> torch.autograd.graph.saved_tensors_hooks:
+        return torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
+
+    if isinstance(passes, BlockByBlock):
+        passes.forward(source, documents, noted, graphs=1)
+        return sum(seen.values()) * passes.blocks
+    passes.forward(source, documents, noted)
+    return sum(seen.values())
